@@ -8,6 +8,7 @@ import compile_kernels
 import compile_linear_gates
 import compile_sampler
 import compile_speculation
+import compile_steps
 
 PARTS = {
     "models": compile_kernels,
@@ -16,6 +17,7 @@ PARTS = {
     "linear gates": compile_linear_gates,
     "sampler": compile_sampler,
     "speculation": compile_speculation,
+    "steps": compile_steps,
 }
 
 if __name__ == "__main__":

@@ -76,3 +76,10 @@ def test_speculation(facts: Facts) -> None:
     assert {name for sm, name, _ in facts["speculation"] if sm == 90} == names
     assert {name for sm, name, _ in facts["speculation"] if sm == 80} == {"growth._cut", "ngram._search"}
     assert all(spilled == 0 for *_, spilled in facts["speculation"]), facts["speculation"]
+
+
+def test_what_begins_and_ends_a_step(facts: Facts) -> None:
+    """A letter is read past the caches, which may still have the one that lay there before."""
+    begin, end = facts["steps"]
+    assert begin["kernel"] == "_begin" and begin["uncached"] >= 3 and not begin["waits"]
+    assert end["kernel"] == "_end" and not end["uncached"] and end["waits"]

@@ -376,33 +376,6 @@ def test_a_layer_takes_five_launches_beside_its_attention(monkeypatch: pytest.Mo
     assert launched == ["_angles", *layer, *layer, "_rms_norm"]
 
 
-# Steps
-
-
-@pytest.mark.parametrize("device", BY_KERNEL)
-@pytest.mark.parametrize("pages", [1, 37, 1500])
-def test_a_captured_step_begins_and_ends_by_kernels_as_by_torch(pages: int, device: str) -> None:
-    """Rows of the table in any order, padded requests that share one, and a part of a wider page table."""
-    from attnplug_engine import graphs
-    from attnplug_engine.kernels import steps
-
-    random = torch.Generator().manual_seed(pages)
-    mirror = torch.randint(0, 1 << 30, (9, pages + 3), dtype=torch.int32, generator=random).to(device)[:, :pages]
-    rows = torch.tensor([4, 0, 7, 8, 8], device=device)
-    lens = torch.tensor([1, 90, 5, 0, 0], dtype=torch.int32, device=device)
-    tokens, chosen = torch.arange(100, 109, device=device), torch.tensor([3, -1, 5, 6, 6], device=device)
-    found = []
-    for begin, end in ((steps.begin, steps.end), (graphs._begin, graphs._end)):
-        table = torch.full((7, pages), -5, dtype=torch.int32, device=device)
-        ids, positions = torch.zeros(5, dtype=torch.int64, device=device), torch.full_like(lens, -5)
-        begin(table[:5], ids, positions, rows, lens, mirror, tokens)
-        sampled, kept = torch.full((7,), -5, device=device), tokens.clone()
-        end(sampled, kept, rows, chosen)
-        found.append((table, ids, positions, sampled, kept))
-    assert all(map(torch.equal, *found))
-    assert found[0][2].tolist() == [0, 89, 4, 0, 0] and found[0][4].tolist()[:5] == [0, 101, 102, 103, 3]
-
-
 def test_nothing_imports_triton_on_a_cpu() -> None:
     code = (
         "import sys, torch, attnplug_engine.models.architectures as a; m = a.load_model('tiny:llama', "

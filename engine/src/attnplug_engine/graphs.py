@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, to_device
 from attnplug.host import ModelAttention, PageAllocator, SlotTable, TypicalLens, turns
-from attnplug_engine import kernels
 from attnplug_engine.by_length import ByLength
 from attnplug_engine.capture import Capture
 from attnplug_engine.inputs import StepInputs
+from attnplug_engine.letters import Delivery
 from attnplug_engine.padding import reserve_padding
 from attnplug_engine.pools import Capacity
 from attnplug_engine.request import PENDING, Step, StepEntry
@@ -115,7 +116,7 @@ class DecodeGraphs:
 
         ids, positions = torch.zeros_like(rows), torch.zeros_like(geometry.seq_lens)
         batch.input_ids, batch.positions = ids, positions
-        begin, end = _ends_of_a_step(self._tokens)
+        begin, end = _ends_of_a_step(inputs)
 
         def run() -> None:
             begin(geometry.page_table, ids, positions, rows, geometry.seq_lens, mirror, self._tokens)
@@ -123,7 +124,10 @@ class DecodeGraphs:
             logits[:] = [self._run_model(batch)]
             end(self.sampled, self._tokens, rows, sample(logits[0], sampling))
 
-        return CapturedStep(size, batch, capture(run), logits)
+        replay = capture(run)
+        if inputs.letters is not None:
+            inputs.letters.restart()
+        return CapturedStep(size, batch, replay, logits)
 
     def fitting(self, requests: int, entries: Sequence[StepEntry] = ()) -> CapturedStep | None:
         """The captured step for a batch of so many requests: the smallest that holds them, for the lengths that its
@@ -131,14 +135,16 @@ class DecodeGraphs:
         size = min((size for size in self._steps if size >= requests), default=None)
         return None if size is None else self._steps[size].fitting(entries)
 
-    def run(self, captured: CapturedStep, step: Step, sampler: Sampler) -> Tensor:
-        """Replay a captured step for these requests; returns their tokens ``[requests]``, valid until the next one."""
+    def run(self, captured: CapturedStep, step: Step, sampler: Sampler) -> tuple[Tensor, Delivery | None]:
+        """Replay a captured step for these requests; returns their tokens ``[requests]``, valid until the next one,
+        and what brings them to the host if the step itself does."""
         self._table.mirror()
         self._tell_known(step)
         self.inputs.fill(step, captured.size, sampler)
         self._attention.plan_captured(captured.batch)
         captured.replay()
-        return self.sampled[: len(step.entries)]
+        count, letters = len(step.entries), self.inputs.letters
+        return self.sampled[:count], None if letters is None else letters.answered(count)
 
     def _tell_known(self, step: Step) -> None:
         """Send the tokens that the host knows; with another step in flight there are hardly any.
@@ -152,13 +158,13 @@ class DecodeGraphs:
             self._tokens.index_copy_(0, rows, tokens)
 
 
-def _ends_of_a_step(tokens: Tensor) -> tuple[Callable[..., None], Callable[..., None]]:
-    """What comes before the model and after the sampler: by kernels where they can run, else by torch."""
-    if kernels.usable(tokens):
-        from attnplug_engine.kernels.steps import begin, end
+def _ends_of_a_step(inputs: StepInputs) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What comes before the model and after the sampler: by kernels where these take letters, else by torch."""
+    if inputs.letters is None:
+        return _begin, _end
+    from attnplug_engine.kernels.steps import begin, end
 
-        return begin, end
-    return _begin, _end
+    return partial(begin, inputs.letters), partial(end, inputs.letters)
 
 
 def _begin(

@@ -1,4 +1,4 @@
-"""What captured steps read: a few numbers per request at fixed addresses, sent by one copy a step."""
+"""What captured steps read: a few numbers per request at fixed addresses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnplug_engine import kernels
+from attnplug_engine.letters import Letters
 from attnplug_engine.request import Request, Step
 from attnplug_engine.sampler import Sampler
 from attnplug_engine.sampling_batch import SamplingArrays, SamplingBatch
@@ -18,25 +20,34 @@ class StepInputs:
     """The inputs of captured decode steps of up to ``size`` requests.
 
     ``rows`` are the requests' rows of the slot table. A padded request has ``padding_row``, ``fill`` as its length and
-    -1 as its state slot.
+    -1 as its state slot. Where kernels can run they are ``letters``, which the step itself takes; else one copy a step
+    sends them.
     """
 
     def __init__(self, size: int, padding_row: int, fill: int, device: torch.device) -> None:
         self._padding_row, self._fill = padding_row, fill
-        self._staging = Staging(_nbytes(size), device, lambda memory: _Host(memory, size))
-        self.rows, self.state_slots, self.seq_lens, sampling = _fields(self._staging.memory, size)
+        self._way: Letters[_Host] | Staging[_Host]
+        self.letters: Letters[_Host] | None = None
+        if kernels.usable(device):
+            self._way = self.letters = Letters(_nbytes(size), size, device, lambda memory: _Host(memory, size))
+            for host in self.letters.hosts:
+                self._pad(host, 0, size)
+            self.letters.memory.copy_(self.letters.inbox[0])
+        else:
+            self._way = Staging(_nbytes(size), device, lambda memory: _Host(memory, size))
+            with self._way.sent() as host:
+                self._pad(host, 0, size)
+        self.rows, self.state_slots, self.seq_lens, sampling = _fields(self._way.memory, size)
         self._sampling = SamplingBatch.over(sampling, size)
-        with self._staging.sent() as host:
-            self._pad(host, 0, size)
 
     def sampling(self, size: int) -> SamplingBatch:
         """How the tokens of the first requests are chosen."""
         return self._sampling.rows(slice(0, size))
 
     def fill(self, step: Step, size: int, sampler: Sampler) -> None:
-        """Send a decode step's requests, and padded ones up to ``size``. Waits for nothing but an older copy."""
+        """Send a decode step's requests, and padded ones up to ``size``. Waits for nothing but an older step."""
         count, starts = len(step.entries), np.array([entry.position for entry in step.entries], np.int32)
-        with self._staging.sent() as host:
+        with self._way.sent() as host:
             host.rows[:count] = step.rows
             host.seq_lens[:count] = starts + 1
             if step.state_slots:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnplug_engine.letters import Delivery, recorded
 from attnplug_engine.request import Step, TokenLogprobs
 from attnplug_engine.sampler import Logprobs
 
 
 class Launched:
-    """The tokens of a step, and log probabilities for the requests that ask. ``replayed``: a captured graph ran it."""
+    """The tokens of a step, and log probabilities for the requests that ask. ``replayed``: a captured graph ran it,
+    which may have brought its tokens to the host itself."""
 
-    def __init__(self, step: Step, logits: Tensor, sampled: Tensor, *, replayed: bool) -> None:
+    def __init__(
+        self, step: Step, logits: Tensor, sampled: Tensor, delivery: Delivery | None = None, *, replayed: bool
+    ) -> None:
         self.replayed = replayed
         self._asking, self._logprobs = [], None
         requests = step.sampled_requests
@@ -21,18 +25,14 @@ class Launched:
             self._asking = [requests[row] for row in asking]
             count = max(request.params.logprobs or 0 for request in self._asking)
             self._logprobs = Logprobs.of(logits, sampled, asking, count).map(to_host)
-        self._tokens = to_host(sampled)
-        self._done: torch.cuda.Event | None = None
-        if sampled.is_cuda:
-            self._done = torch.cuda.Event()
-            self._done.record()
+        self._done = recorded(sampled.device) if asking else None
+        self._delivery = Delivery(to_host(sampled), recorded(sampled.device)) if delivery is None else delivery
 
     def tokens(self) -> list[int]:
         """A token for each of the step's ``sampled_requests``, -1 where its logits are not finite. Waits."""
         if self._done is not None:
             self._done.synchronize()
-        tokens: list[int] = self._tokens.tolist()
-        return tokens
+        return self._delivery.tokens()
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """By request id, for those that ask. Call it after ``tokens``."""

@@ -207,16 +207,16 @@ class ModelRunner:
         self.phase = Phase.SERVE
         if step.copies:
             self.pools.copy_pages(step.copies)
-        captured = None
+        captured, delivery = None, None
         if self.graphs is not None and step.mode.is_decode:
             captured = self.graphs.fitting(len(step.entries), step.entries)
         if captured is not None and self.graphs is not None:
-            sampled = self.graphs.run(captured, step, self.sampler)
+            sampled, delivery = self.graphs.run(captured, step, self.sampler)
             self.served.add(captured.batch)
             logits = captured.logits[0]  # those of padded requests, too
         else:
             logits, sampled = self._eager(step)
-        launched = Launched(step, logits, sampled, replayed=captured is not None)
+        launched = Launched(step, logits, sampled, delivery, replayed=captured is not None)
         if step.snapshots and self.pools.linear is not None:
             for source, target in step.snapshots:
                 self.pools.linear.copy(source, target)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 
-def usable(x: Tensor) -> bool:
-    """Whether the kernels can work on ``x``: it is on a GPU, and Triton is installed."""
-    return x.is_cuda and _has_triton()
+def usable(where: Tensor | torch.device) -> bool:
+    """Whether the kernels can work on a tensor or on a device: it is a GPU, and Triton is installed."""
+    device = where if isinstance(where, torch.device) else where.device
+    return device.type == "cuda" and _has_triton()
 
 
 @cache

@@ -1,0 +1,113 @@
+"""Letters to captured steps, and their answers: the ring, and the kernels that read and write it, in Triton's
+interpreter or on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_kernels import BY_KERNEL
+from torch import Tensor
+
+from attnplug_engine import graphs
+from attnplug_engine.letters import LETTERS, Letters
+
+SIZE, PAGES = 7, 41
+
+
+def fields(letter: Tensor) -> tuple[Any, Any]:
+    """Rows in int64 and lengths in int32."""
+    return letter[: 8 * SIZE].view(torch.int64).numpy(), letter[8 * SIZE : 12 * SIZE].view(torch.int32).numpy()
+
+
+def make(device: str) -> tuple[Letters[tuple[Any, Any]], Tensor, Tensor]:
+    """Letters, and where the device keeps their rows and lengths."""
+    letters = Letters(16 * SIZE, SIZE, torch.device(device), fields)
+    return letters, letters.memory[: 8 * SIZE].view(torch.int64), letters.memory[8 * SIZE :].view(torch.int32)[:SIZE]
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize("pages", [1, 37, 1500])
+def test_a_captured_step_begins_and_ends_by_kernels_as_by_torch(pages: int, device: str) -> None:
+    """Rows of the table in any order, padded requests that share one, and a part of a wider page table; in every turn
+    the step's own letter, and its tokens in the answer to it."""
+    from attnplug_engine.kernels import steps
+
+    random = torch.Generator().manual_seed(pages)
+    mirror = torch.randint(0, 1 << 30, (9, pages + 3), dtype=torch.int32, generator=random).to(device)[:, :pages]
+    letters, rows, lens = make(device)
+    for turn in range(2 * LETTERS + 1):
+        tokens = torch.arange(100, 109, device=device)
+        chosen = torch.tensor([3, -1, 5, 6 + turn, 6 + turn], device=device)
+        with letters.sent() as (given_rows, given_lens):
+            given_rows[:5], given_lens[:5] = [4, turn, 7, 8, 8], [1, 90 + turn, 5, 0, 0]
+        found = []
+        for begin, end in (
+            (lambda *given: steps.begin(letters, *given), lambda *given: steps.end(letters, *given)),
+            (graphs._begin, graphs._end),  # finds what the kernel has put into the device's memory
+        ):
+            table = torch.full((7, pages), -5, dtype=torch.int32, device=device)
+            ids, positions = torch.zeros(5, dtype=torch.int64, device=device), torch.full_like(lens[:5], -5)
+            begin(table[:5], ids, positions, rows[:5], lens[:5], mirror, tokens)
+            sampled, kept = torch.full((7,), -5, device=device), tokens.clone()
+            end(sampled, kept, rows[:5], chosen)
+            found.append((table, ids, positions, sampled, kept))
+        assert all(map(torch.equal, *found))
+        assert found[0][1].tolist() == [104, 100 + turn, 107, 108, 108]
+        assert found[0][2].tolist() == [0, 89 + turn, 4, 0, 0]
+        assert letters.answered(5).tokens() == [3, -1, 5, 6 + turn, 6 + turn]
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+def test_a_step_ends_for_any_number_of_requests(device: str) -> None:
+    """More than one program's block of them; nothing behind them is written."""
+    from attnplug_engine.kernels import steps
+
+    count = 600
+    letters: Letters[None] = Letters(8, count + 5, torch.device(device), lambda _: None)
+    letters.outbox.fill_(-7)
+    rows, chosen = torch.arange(count, device=device).flip(0), torch.arange(count, device=device) - 1
+    sampled, tokens = torch.full((count + 5,), -7, device=device), torch.full((count + 5,), -7, device=device)
+    steps.end(letters, sampled, tokens, rows, chosen)
+    assert letters.answered(count).tokens() == chosen.tolist() == sampled[:count].tolist()
+    assert tokens[:count].tolist() == chosen.clamp(min=0).flip(0).tolist()
+    assert sampled[count:].tolist() == tokens[count:].tolist() == letters.outbox[0, count:].tolist() == [-7] * 5
+    assert letters.outbox[1].tolist() == [-7] * (count + 5)
+
+
+def answer(letters: Letters[Any], *tokens: int) -> Any:
+    """What a step does that is answered with these tokens."""
+    turn = int(letters.turn)
+    letters.outbox[turn, : len(tokens)] = torch.tensor(tokens)
+    letters.turn.fill_((turn + 1) % LETTERS)
+    return letters.answered(len(tokens))
+
+
+def test_an_answer_that_nobody_has_read_outlives_the_steps_after_it() -> None:
+    letters = make("cpu")[0]
+    deliveries = []
+    for step in range(3 * LETTERS):
+        with letters.sent():
+            deliveries.append(answer(letters, step, -step))
+    assert [delivery.tokens() for delivery in deliveries] == [[step, -step] for step in range(3 * LETTERS)]
+
+
+def test_each_letter_is_another_one_and_holds_what_was_written_a_ring_ago() -> None:
+    letters = make("cpu")[0]
+    for step in range(3 * LETTERS):
+        with letters.sent() as (rows, _):
+            assert rows[0] == max(step - LETTERS + 1, 0)
+            rows[0] = step + 1
+        assert int(letters.inbox[int(letters.turn)].view(torch.int64)[0]) == step + 1, "the device takes another one"
+        answer(letters, step)
+
+
+def test_after_a_capture_host_and_device_agree_again_on_whose_turn_it_is() -> None:
+    letters = make("cpu")[0]
+    answer(letters, 1)
+    letters.turn.fill_(1)  # a warm-up more than was answered
+    letters.restart()
+    for step in (5, 6, 7):
+        with letters.sent():
+            assert answer(letters, step).tokens() == [step]
