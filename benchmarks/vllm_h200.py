@@ -10,7 +10,8 @@ All start at once, since most of a start is compiling on the host; then one afte
 wait. They do so --rounds times, each time in the reverse order of the time before: a host is not equally fast all the
 time, and a step takes it longer than the GPU. ``step_us`` is the median of the rounds, ``rounds_us`` are all of them.
 The model is the dense DeepSeek-V3 shape of decode_models.py (16 layers, hidden 2048, latent 512 + 64) with random
-weights and 16 or 128 heads.
+weights and 16 or 128 heads. vLLM's host takes 2 to 4 ms of a step, which 16 layers do not fill: with --layers 48 the
+GPU is what tokens/s depend on, as with models that people serve.
 
 A point is a batch of requests with contexts of one length. Measured is the time from step to step while all of them
 decode. Contexts are not computed: vLLM's own DecodeBenchConnector gives every request blocks of its own and fills them
@@ -50,9 +51,11 @@ _START_S = 240
 """A start takes up to this long when all of them compile at once."""
 
 
-def config_of(heads: int) -> Config:
+def config_of(heads: int, layers: int) -> Config:
     return {
         **MODELS["mla"],
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "max_position_embeddings": 131072,
@@ -89,12 +92,13 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
 
     started = time.perf_counter()
     heads = int(arguments.heads)
-    config = smaller(config_of(heads)) if arguments.smoke else config_of(heads)
+    config = config_of(heads, arguments.layers)
+    config = smaller(config) if arguments.smoke else config
     if arguments.smoke:  # what vLLM's kernels for the CPU take
         config = {**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 2048}
     batches, contexts = _numbers(arguments.batches), _numbers(arguments.contexts)
     points = points_of(f"mla{heads}", batches, contexts)
-    entry: dict[str, Any] = {"heads": heads, "backend": backend}
+    entry: dict[str, Any] = {"heads": heads, "layers": arguments.layers, "backend": backend}
 
     def found() -> dict[str, Any]:
         entries = [_entry(config, backend, point) for point in points if point.found]
@@ -339,6 +343,7 @@ def _save(path: str | None, result: dict[str, Any]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", default="16,128")
+    parser.add_argument("--layers", type=int, default=MODELS["mla"]["num_hidden_layers"])
     parser.add_argument("--backends", default=",".join(OWN + OURS), help="separated by commas; each is started once")
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--contexts", default="1024,16384,65536")
