@@ -159,10 +159,10 @@ def watched_logits() -> Iterator[dict[int, list[Tensor]]]:
     seen: dict[int, list[Tensor]] = {}
 
     class Watched(Launched):
-        def __init__(self, step: Step, logits: Tensor, sampled: Tensor, *, replayed: bool) -> None:
+        def __init__(self, step: Step, logits: Tensor, *given: Any, **named: Any) -> None:
             for row, request in zip(logits, step.sampled_requests, strict=False):  # a captured step's padding follows
                 seen.setdefault(request.id, []).append(row.float().clone())
-            super().__init__(step, logits, sampled, replayed=replayed)
+            super().__init__(step, logits, *given, **named)
 
     kept, runner.Launched = runner.Launched, Watched  # type: ignore[misc] # for as long as this lasts
     try:

@@ -67,9 +67,17 @@ class TestWhoMerges:
 
     @pytest.mark.parametrize(
         ("heads", "requests", "new"),
-        [((2, 8, 256), 1, 1), ((2, 8, 256), 8, 1), ((2, 8, 256), 1, 4), ((1, 32, 128), 1, 1), ((2, 8, 256), 2, 60)],
+        [
+            ((2, 8, 256), 1, 1),
+            ((2, 8, 256), 8, 1),
+            ((2, 8, 256), 1, 4),
+            ((1, 32, 128), 1, 1),
+            ((2, 8, 256), 2, 60),
+            ((8, 4, 64), 1, 1),
+            ((8, 4, 64), 16, 1),
+        ],
     )
-    def test_a_kernel_apart_merges_much(self, heads, requests, new):
+    def test_a_kernel_apart_merges_many_parts(self, heads, requests, new):
         made = a_schedule(heads, requests, new)
         assert made.apart is not None
         cut, group = made.apart.cut, heads[1]
@@ -79,16 +87,15 @@ class TestWhoMerges:
     @pytest.mark.parametrize(
         ("heads", "requests", "new", "more"),
         [
-            ((8, 4, 64), 1, 1, {}),
             ((8, 4, 128), 64, 1, {}),
             ((2, 8, 256), 500, 1, {}),
             ((2, 8, 256), 1, 8192, {}),
-            ((8, 8, 64), 1, 1, {"window": 128}),
+            ((8, 8, 64), 1, 1, {"window": 16}),
             ((2, 8, 256), 3, 4, {"differ": True}),
         ],
-        ids=["small heads", "many requests", "not divided", "long prompts", "a short window", "different rows"],
+        ids=["many requests", "not divided", "long prompts", "a short window", "different rows"],
     )
-    def test_one_program_merges_little(self, heads, requests, new, more):
+    def test_one_program_merges_few(self, heads, requests, new, more):
         assert a_schedule(heads, requests, new, **more).apart is None
 
     def test_all_parts_of_one_request_are_loaded_at_once_and_by_all_multiprocessors(self):

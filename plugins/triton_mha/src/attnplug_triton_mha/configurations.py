@@ -32,7 +32,7 @@ class Configuration:
     """Numbers of partial results that a thread holds while it merges: more wait together, and take more registers."""
     merge: Merge | None = None
     """What merges the parts of a tile: the program that finishes last, ``inside`` the attention kernel, or a kernel
-    ``apart``. Without one it depends on how much there may be to merge (``merged_apart``). Where requests have
+    ``apart``. Without one it depends on how many there may be (``merged_apart``). Where requests have
     different numbers of new rows it is always inside."""
     overlap: bool = True
     """Launch each kernel while the previous one still runs, and let it wait on the device (SM 90 and newer)."""
@@ -66,6 +66,11 @@ TABLE_FP8: tuple[tuple[int, int, Configuration], ...] = (
 ENTRIES = tuple(entry for *_, entry in (*TABLE, *TABLE_FP8))
 _NARROW = 64
 """Columns of a key and of a value up to which four warps hold the tallest tile, and are faster than eight (H200)."""
+WIDE = 256
+"""Columns of a key or a value from which a decode has one program per multiprocessor: few more have room there, and
+half as many parts are half as much to merge (0.85 of the time with one request of 8192 tokens, H200)."""
+_DECODED = 32
+"""Rows of the highest tile that a decode has."""
 _LEAST_TILE = 16
 _LEAST_STEP = 16
 
@@ -92,6 +97,8 @@ def fitting(configuration: Configuration, room: Room) -> Configuration:
     fits = configuration if room.sm >= 90 else replace(configuration, overlap=False, prefetch=0)
     if fits.tile == TALLEST and max(room.width, room.v_width) <= _NARROW:
         fits = replace(fits, warps=4)
+    if fits.tile <= _DECODED and max(room.width, room.v_width) >= WIDE:
+        fits = replace(fits, programs=1)
     while _shared_bytes(fits, room) > room.shared_bytes:
         if fits.stages > 2:
             fits = replace(fits, stages=fits.stages - 1)
@@ -123,8 +130,10 @@ def most_partial_rows(multiprocessors: int, kv_heads: int) -> int:
     return max(2 * max(entry.programs * multiprocessors, kv_heads) * entry.tile for entry in ENTRIES)
 
 
-MERGED_INSIDE = 48 << 10
-"""Bytes of a tile's partial results up to which one program merges them: a second launch costs more (about 1.3 µs)."""
+MERGED_INSIDE = 3
+"""Parts of a tile, as many as there may be, up to which the program that finishes last merges them. With so few most
+tiles are not divided at all, and a second launch would cost 1.5 µs for nothing (H200). Where tiles are divided it is
+faster by 2 µs, however few parts they have."""
 _UNEVEN = 2
 """How much longer than the mean a request of a batch is expected to be. One that is longer is merged by more rounds, or
 inside the attention kernel."""
@@ -145,11 +154,9 @@ def most_parts(target: int, tiles: int, requests: int, steps: int) -> int:
     return max(min(share, steps), 1)
 
 
-def merged_apart(configuration: Configuration, parts: int, rows: int, v_width: int) -> bool:
-    """Whether a kernel of its own merges ``parts`` of ``rows`` rows with ``v_width`` columns."""
-    if configuration.merge is not None:
-        return configuration.merge == "apart"
-    return parts > 1 and parts * rows * v_width * 4 > MERGED_INSIDE
+def merged_apart(configuration: Configuration, parts: int) -> bool:
+    """Whether a kernel of its own merges tiles of up to ``parts``."""
+    return parts > MERGED_INSIDE if configuration.merge is None else configuration.merge == "apart"
 
 
 @dataclass(frozen=True, slots=True)

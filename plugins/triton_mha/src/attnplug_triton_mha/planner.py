@@ -100,13 +100,13 @@ class Schedule:
         target: int,
     ) -> Apart | None:
         """For a batch of equally many new tokens, by its shape and by the room in its page table."""
-        tile, step, rows = configuration.tile, configuration.step, geometry.max_new * layers.group
+        tile, step = configuration.tile, configuration.step
         cache_rows = geometry.page_table.shape[1] * geometry.page_size
         if layers.window:
             queries = (tile + layers.group - 2) // layers.group
             cache_rows = min(cache_rows, layers.window + queries + step)
         parts = most_parts(target, tiles, geometry.requests, -(-cache_rows // step))
-        if not merged_apart(configuration, parts, min(rows, tile), layers.v_width):
+        if not merged_apart(configuration, parts):
             return None
         cut = merge_cut(parts, geometry.rows * layers.kv_heads * layers.group, layers.v_width, multiprocessors)
         return Apart(torch.empty(tiles, TILE_NUMBERS, dtype=torch.int32, device=geometry.device), cut)
