@@ -355,6 +355,31 @@ class EarlyPages(RefilledNative):
         super().refill(plan, replace(geometry, page_table=plan.metadata.pages))
 
 
+class EarlyLengths(RefilledNative):
+    """Reads the lengths before the graph has filled them in."""
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        plan = super().init_forward_metadata_out_graph(forward_batch, in_capture)
+        plan.metadata.lens = forward_batch.geometry.seq_lens.clone()
+        return plan
+
+    def refill(self, plan, geometry):
+        super().refill(plan, replace(geometry, seq_lens=plan.metadata.lens))
+
+
+class EarlySlots(RefilledDelta):
+    """Reads the slots of states before the graph has filled them in."""
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        self.slots = forward_batch.geometry.state_slots.tolist()
+        return super().init_forward_metadata_out_graph(forward_batch, in_capture)
+
+    def _rows(self, batch):
+        if batch.geometry.host is not None:
+            return super()._rows(batch)
+        return iter([(slot, row) for row, slot in enumerate(self.slots) if slot >= 0])
+
+
 class NotANumber(RefilledNative):
     def attend(self, q, layer, plan, new, extras):
         out = super().attend(q, layer, plan, new, extras)
@@ -376,7 +401,7 @@ class WritesPadding(RefilledNative):
 
 
 class TestOverclaims:
-    @pytest.mark.parametrize("kind", [StaleLengths, StalePages, EarlyPages])
+    @pytest.mark.parametrize("kind", [StaleLengths, StalePages, EarlyPages, EarlyLengths])
     @pytest.mark.parametrize("model", MODELS)
     def test_a_backend_that_keeps_what_was_captured_is_found_out(self, model, kind, native):
         native(kind)
@@ -386,10 +411,11 @@ class TestOverclaims:
             assert told in str(caught.value)
         assert "disable_cuda_graph" in caught.value.settings
 
+    @pytest.mark.parametrize("kind", [StaleSlots, EarlySlots])
     @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by parts"])
     @pytest.mark.parametrize("model", HYBRIDS)
-    def test_a_linear_backend_that_keeps_the_slots_of_the_capture_is_found_out(self, model, whole, native):
-        class Stale(StaleSlots):
+    def test_a_linear_backend_that_keeps_the_slots_of_the_capture_is_found_out(self, model, whole, kind, native):
+        class Stale(kind):
             if not whole:
                 forward_delta = None
 

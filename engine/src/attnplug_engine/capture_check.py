@@ -83,7 +83,7 @@ class CaptureCheck:
                 with self._requests(layer, batch) as eager:
                     live, before = eager.batch_size, self._states(layer, eager)
                     others = self._others(layer, eager)
-                    self._plan_before_pages(batch)
+                    self._plan_before_inputs(batch)
                     replay()
                     found = outs[0].clone()
                     strayed = not all(map(torch.equal, others, self._others(layer, eager)))
@@ -99,13 +99,16 @@ class CaptureCheck:
         plan = plan_alike(self._attention.backend, captured.plan.attention, eager)
         eager.plan = BatchPlan(plan, geometry=eager.geometry)
 
-    def _plan_before_pages(self, batch: ForwardBatch) -> None:
-        """Plan as a step does, which brings the page table up to date only inside the graph."""
-        table = batch.geometry.page_table
-        pages = table.clone()
-        table.fill_(-1)
+    def _plan_before_inputs(self, batch: ForwardBatch) -> None:
+        """Plan as a step does, which brings lengths, pages and slots up to date only inside the graph."""
+        static = self._static(batch.geometry)
+        given = [tensor.clone() for tensor in static]
+        for tensor in static:
+            tensor.fill_(-1)
+        batch.geometry.seq_lens.fill_(self._attention.padding_length())
         self._attention.plan_captured(batch)
-        table.copy_(pages)
+        for tensor, values in zip(static, given, strict=True):
+            tensor.copy_(values)
 
     def _call(self, layer: LayerSpec, rows: int) -> Callable[[ForwardBatch], Tensor]:
         """One layer's attention over random inputs, always the same, of the first rows that a batch has."""

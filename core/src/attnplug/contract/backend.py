@@ -217,7 +217,7 @@ class GraphPlanning(Protocol):
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         """Plan on the host, before a capture or a replay.
 
-        The graph itself may bring the page table up to date: whatever depends on lengths and pages is made in
+        The graph itself may bring lengths, page table and state slots up to date: whatever depends on them is made in
         ``init_forward_metadata_in_graph``.
         """
         ...
