@@ -3,15 +3,20 @@ interpreter or on a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from refilled_native import build
 from test_kernels import BY_KERNEL
 from torch import Tensor
 
-from attnplug_engine import graphs
+from attnplug import PlanError
+from attnplug_engine import Engine, SamplingParams, graphs
 from attnplug_engine.letters import LETTERS, Letters
+from support.devices import INTERPRETED
 
 SIZE, PAGES = 7, 41
 
@@ -111,3 +116,88 @@ def test_after_a_capture_host_and_device_agree_again_on_whose_turn_it_is() -> No
     for step in (5, 6, 7):
         with letters.sent():
             assert answer(letters, step).tokens() == [step]
+
+
+# Engines whose captured steps take letters, by a capture that runs the same calls again
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5], [9, 2, 6]]
+DRAWN = {"temperature": 0.9, "top_k": 20, "seed": 3}
+
+
+def made(monkeypatch: pytest.MonkeyPatch, model: str, **settings: Any) -> Engine:
+    """An engine that replays batches of 1, 2 and 4 by kernels."""
+    monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+    monkeypatch.setattr("attnplug_engine.inputs.kernels", SimpleNamespace(usable=lambda _: True))
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        for _ in range(LETTERS + 1):  # after an odd number of captures the device is at the other letter
+            run()
+        return run
+
+    engine = Engine(model, device="cpu", page_size=4, max_batch=5, prefix_cache=False, **settings)
+    engine.runner.capture((1, 2, 4), capture)
+    return engine
+
+
+def asked(number: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=12 - 2 * number, **(DRAWN if number % 2 else {}), **more)
+
+
+def generated(engine: Engine, **more: Any) -> list[Any]:
+    """Requests that end one after the other, some of whose tokens are drawn."""
+    return engine.generate(PROMPTS, [asked(number, **more) for number in range(len(PROMPTS))])
+
+
+def finish(engine: Engine) -> None:
+    while engine.step() is not None:
+        pass
+
+
+@INTERPRETED
+@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:kimi_linear"])
+def test_steps_that_take_letters_give_the_tokens_of_eager_ones(model, overlap, monkeypatch):
+    """Batches of 5 run eagerly in between, and those of 3 are padded."""
+    engine = made(monkeypatch, model, overlap=overlap)
+    eager = Engine(model, device="cpu", page_size=4, max_batch=5, prefix_cache=False)
+    for _ in range(2):
+        assert [one.token_ids for one in generated(engine)] == [one.token_ids for one in generated(eager)]
+    assert engine.statistics.replayed_steps > engine.statistics.eager_steps > 0
+
+
+@INTERPRETED
+def test_log_probabilities_are_those_of_the_tokens_in_the_answer(monkeypatch):
+    for one in generated(made(monkeypatch, "tiny:llama", overlap=True), logprobs=2):
+        assert [each.token_id for each in one.logprobs] == one.token_ids
+
+
+@INTERPRETED
+def test_steps_are_captured_with_padding_alone(monkeypatch):
+    """In every letter: warm-ups take one after the other, and write where it says."""
+    engine = made(monkeypatch, "tiny:kimi_linear")
+    inputs, table = engine.runner.graphs.inputs, engine.runner.table
+    for host in inputs.letters.hosts:
+        assert set(host.rows) == {table.max_requests} and set(host.state_slots) == {-1} and not host.seq_lens.any()
+    assert set(inputs.rows.tolist()) == {table.max_requests}
+    assert not engine.runner.tokens[:-1].any()
+
+
+@INTERPRETED
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_step_that_fails_between_its_letter_and_its_replay_takes_no_turn(failing, monkeypatch):
+    engine = made(monkeypatch, "tiny:llama", overlap=True)
+    wanted = [one.token_ids for one in generated(engine)]
+    plan, calls = engine.runner.attention.plan_captured, []
+
+    def plan_captured(batch: Any, **how: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == failing:
+            raise PlanError("not this time")
+        return plan(batch, **how)
+
+    monkeypatch.setattr(engine.runner.attention, "plan_captured", plan_captured)
+    requests = [engine.add(prompt, asked(number)) for number, prompt in enumerate(PROMPTS)]
+    with pytest.raises(PlanError, match="not this time"):
+        finish(engine)
+    finish(engine)
+    assert [request.output for request in requests] == wanted and len(calls) > failing + 2
