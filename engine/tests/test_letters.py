@@ -3,6 +3,7 @@ interpreter or on a GPU."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,17 @@ def test_each_letter_is_another_one_and_holds_what_was_written_a_ring_ago() -> N
             rows[0] = step + 1
         assert int(letters.inbox[int(letters.turn)].view(torch.int64)[0]) == step + 1, "the device takes another one"
         answer(letters, step)
+
+
+def test_memory_is_given_back_when_no_step_reads_or_writes_it_any_more() -> None:
+    """Torch gives pinned memory to others at once: it does not know of kernels that use it."""
+    letters, waited = make("cpu")[0], []
+    for step in range(LETTERS):
+        inbox = weakref.ref(letters.inbox)
+        done: Any = SimpleNamespace(synchronize=lambda step=step, inbox=inbox: waited.append((step, inbox() is None)))
+        answer(letters, step)._done = done
+    del letters
+    assert waited == [(step, False) for step in range(LETTERS)]
 
 
 def test_after_a_capture_host_and_device_agree_again_on_whose_turn_it_is() -> None:

@@ -8,7 +8,8 @@ number on the device says whose turn it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -64,6 +65,9 @@ class Letters(Generic[Host]):
         self._next = 0
         self._deliveries: list[Delivery | None] = [None] * LETTERS
         """The last answer of each letter."""
+        # Who stops using an engine leaves a step behind, and torch gives pinned memory to others at once: it does not
+        # know of kernels that use it. When the process ends there are no others.
+        weakref.finalize(self, _wait_for, self._deliveries).atexit = False
 
     @contextmanager
     def sent(self) -> Iterator[Host]:
@@ -86,4 +90,12 @@ class Letters(Generic[Host]):
     def restart(self) -> None:
         """Begin with the first letter again: after a step was captured, and so was run without being counted here."""
         self.turn.zero_()
-        self._next, self._deliveries = 0, [None] * LETTERS
+        self._next, self._deliveries[:] = 0, [None] * LETTERS
+
+
+def _wait_for(deliveries: Sequence[Delivery | None]) -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return  # a capture begins by waiting for everything, and must not wait once it has begun
+    for delivery in deliveries:
+        if delivery is not None:
+            delivery.tokens()
