@@ -43,7 +43,7 @@ class Metadata:
 
 
 class TritonMHABackend(PlannedAttention):
-    """MHA and GQA by one Triton kernel, and one that merges where there is much to merge: a schedule for every kind of
+    """MHA and GQA by one Triton kernel, and one that merges where requests are divided: a schedule for every kind of
     batch, made on the device from the lengths there.
 
     A plan takes nothing from the host but shapes. One launch fills it for all layers that have the same shape and

@@ -8,8 +8,8 @@ requests it waits for neither bytes nor arithmetic, but for loads that depend on
   brought to L2, and only then waits for the previous kernel, which makes queries and new rows.
 - Rows (query token, head of the group) of one KV head fill one tile. The cache is read once for all of them. Tensor
   cores take 16 rows at least, so some of them may be empty.
-- Where a tile's parts are few or small, the program that finishes the last of them merges all, and there is no second
-  kernel. Where they are many bytes, a kernel that follows merges them (``triton_merge``).
+- Where tiles are divided, a kernel that follows merges their parts (``triton_merge``). Where hardly a tile is, the
+  program that finishes the last part of one merges all, and there is no second kernel.
 - Tiles of many rows divide their steps: those that every row sees whole need no mask. So do tiles of a tree: steps
   that reach new rows test its bits, and others do not.
 - fp8 rows are two halves (see ``triton_rows``), and so are queries and sums. They are tuples here: of two, or of one.

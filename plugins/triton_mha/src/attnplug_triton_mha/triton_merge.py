@@ -3,12 +3,12 @@
 A part is a sum of its values with weights ``2 ** (logit - top)``, the weights' sum, and ``top``, the largest logit in
 base 2. Parts are always taken in the order of their cache rows, so the bits do not depend on who finished first.
 
-Bytes in L2 decide who merges. One multiprocessor reads about 110 GB/s: 132 parts of 8 rows with 256 columns are 1 MB,
-and take 10 µs on one multiprocessor, and 0.1 µs on all of them. So where there may be much to merge, a separate kernel
-does it, with one row and some columns per program (``launch_merge``). It loads as many parts at once as there may be,
-since loads one after the other wait. On SM 90 it is launched early, and costs 1.3 µs. Where there is less, that is
-more than it saves: the program that finishes last merges at the end of the attention kernel. So it does if requests
-have different numbers of rows, which the separate kernel cannot divide.
+One multiprocessor reads about 110 GB/s from L2: 132 parts of 8 rows with 256 columns are 1 MB, and take 10 µs on one
+multiprocessor, and 0.1 µs on all of them. So where tiles are divided, a separate kernel merges, with one row and some
+columns per program (``launch_merge``). It loads as many parts at once as there may be, since loads one after the other
+wait. On SM 90 it is launched early. Where hardly a tile is divided it would be a launch for nothing
+(``configurations.MERGED_INSIDE``): the program that finishes last merges at the end of the attention kernel. So it does
+if requests have different numbers of rows, which the separate kernel cannot divide.
 """
 
 from __future__ import annotations
