@@ -87,7 +87,7 @@ class GroupedAttention(Attention):
         attended = active_attention().attend(q, k, v, layer, batch).flatten(1)
         if gates:
             attended = _gated(attended, qkv[:, heads : heads + gates].flatten(1))
-        return cast(Tensor, self.out(attended, onto=onto))
+        return self.out(attended, onto=onto)
 
 
 def _gated(x: Tensor, gate: Tensor) -> Tensor:
