@@ -95,7 +95,8 @@ def decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -
 
     The query heads that share a KV head become the rows of one product, so that each key is read once for all of them.
     """
-    rows = q.unflatten(1, (k.shape[2], -1))
+    requests, heads, dim = q.shape
+    rows = q.view(requests, k.shape[2], heads // k.shape[2], dim)
     mask = None if bias is None else bias.expand(-1, 1, rows.shape[2], -1)
     found = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
     return found.flatten(1, 2)
