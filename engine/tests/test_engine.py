@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -258,3 +261,14 @@ def test_auto_takes_what_was_measured_the_fastest(monkeypatch: pytest.MonkeyPatc
     selection = Engine("tiny:llama", device="cpu", dtype="float32", num_pages=64, max_batch=4).selection
     assert selection.chosen(Role.DECODE).spec.name == "beta"
     assert [backend.spec.name for backend in selection.serving(Role.DECODE)] == ["beta", "alpha"]
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_freed_memory_is_kept_for_a_while_by_the_allocator_that_torch_has_on_arm(given):
+    """It is said before torch loads, and what a person says counts."""
+    name = "MIMALLOC_PURGE_DELAY"
+    code = f"import sys, os, attnplug_engine; assert 'torch' not in sys.modules; print(os.environ[{name!r}])"
+    environment = {key: value for key, value in os.environ.items() if key != name}
+    environment |= {} if given is None else {name: given}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (given or "1000")

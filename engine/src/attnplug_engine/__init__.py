@@ -6,6 +6,7 @@ Its names are imported when they are first used: what reads a command line start
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from attnplug_engine.request import FinishReason, LikelyToken, Request, SamplingParams, TokenLogprobs, Update
     from attnplug_engine.runner import ModelRunner
     from attnplug_engine.transcript import Transcript
+
+# On Arm torch allocates by mimalloc, which gives freed memory back to the system after 10 ms. A product of a prefill
+# takes longer, so the next result's memory came from the system anew, page by page: 8 % of a prefill. In milliseconds;
+# it is read when torch loads.
+os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 _MODULE_OF = {
     "Capacity": "pools",

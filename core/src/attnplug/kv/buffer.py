@@ -185,7 +185,8 @@ class PagedBuffer:
             return padding  # to look would be to wait for the device, which minds the bounds itself
         if not slots.numel():
             return False
-        low, high = (int(bound) for bound in slots.aminmax())
+        places: list[int] = slots.flatten().tolist()  # the bounds of few are found sooner so than by torch
+        low, high = min(places), max(places)
         limit = self.layout.num_pages * self.layout.page_size
         if low < -padding or high >= limit:
             unless = ", and -1 for padding" if padding else ""

@@ -53,9 +53,11 @@ def attend(
     # On a CPU, kernels for short types are slower than those for float32, some a hundred times.
     exact = not fused or q.device.type == "cpu"
     dtype = torch.float32 if exact else q.dtype
-    queries, keys, values = (tensor.to(dtype).transpose(1, 2) for tensor in (q, k, v))
+    queries, keys, values = (tensor.to(dtype) for tensor in (q, k, v))
     if fused and softmax.window is None and extent.shared_mask:
-        return _decode(queries, keys, values, extent.bias, softmax.scale).unsqueeze(1).to(q.dtype), None
+        found = decode(queries.squeeze(1), keys, values, extent.bias, softmax.scale)
+        return found.unsqueeze(1).to(q.dtype), None
+    queries, keys, values = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
     if fused and extent.plain and softmax.window is None:
         whole = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=softmax.scale, enable_gqa=True
@@ -88,14 +90,16 @@ def attend(
     return out, sums
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """One query a request: ``[requests, heads, dim]``.
+def decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """One query a request, ``[requests, heads, dim]``, over k and v ``[requests, keys, kv_heads, dim]``.
 
     The query heads that share a KV head become the rows of one product, so that each key is read once for all of them.
     """
-    rows = q.squeeze(2).unflatten(1, (k.shape[1], -1))
+    requests, heads, dim = q.shape
+    rows = q.view(requests, k.shape[2], heads // k.shape[2], dim)
     mask = None if bias is None else bias.expand(-1, 1, rows.shape[2], -1)
-    return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).flatten(1, 2)
+    found = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    return found.flatten(1, 2)
 
 
 def attend_by_parts(

@@ -21,7 +21,7 @@ from attnplug.declare.model import IndexerDims, LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.kv import COMPRESSED
 from attnplug.mla import merge_partial
-from attnplug.torch_native.attention import Softmax, attend
+from attnplug.torch_native.attention import Softmax, attend, decode
 from attnplug.torch_native.compressed import Entries, Windows
 from attnplug.torch_native.in_place import PagesInPlace
 from attnplug.torch_native.planner import Extent, Group, plan_groups
@@ -73,9 +73,13 @@ class TorchNativeBackend(SparseAttention):
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         work: Work = plan.metadata
         groups, lse = work.groups, extras.lse
+        if self._in_place and lse is None and q.dtype is torch.float32 and _plain(layer):
+            if work.pages is not None:
+                return self._attend_in_place(q, layer, work.pages)
+            first = groups[0]
+            if first.rows is None and first.extent.shared_mask:  # the one group of a decode
+                return decode(q, *self._read(layer, first), first.extent.bias, layer.scale)
         softmax = Softmax(layer.scale, layer.sliding_window, layer.logit_cap)
-        if work.pages is not None and lse is None and q.dtype is torch.float32 and _plain(layer):
-            return self._attend_in_place(q, layer, work.pages)
         if extras.entries is not None and new is not None:
             self._entries_of(layer).write(layer.layer_id, extras.entries, work.windows)
         whole = len(groups) == 1 and groups[0].rows is None

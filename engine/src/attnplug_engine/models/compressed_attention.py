@@ -6,7 +6,6 @@ The layer projects; what becomes of a window's tokens is the business of the bac
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -209,4 +208,4 @@ class CompressedAttention(Attention):
         turn.undo_(out)
         grouped = out.flatten(1).unflatten(1, (self.group_out.shape[0], -1)).transpose(0, 1)
         mixed = torch.bmm(grouped, self.group_out).transpose(0, 1).flatten(1)
-        return cast(Tensor, self.out(mixed, onto=onto))
+        return self.out(mixed, onto=onto)

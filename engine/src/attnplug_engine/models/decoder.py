@@ -209,7 +209,7 @@ class Decoder(nn.Module):
 
     def end(self, hidden: Tensor) -> Tensor:
         """The last layer's hidden states, normed."""
-        return cast(Tensor, self.norm(hidden.to(self.embedding.dtype)))
+        return self.norm(hidden.to(self.embedding.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, vocab]`` float32 for hidden states ``[rows, hidden]``, the same on every rank."""

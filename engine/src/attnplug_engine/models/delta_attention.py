@@ -93,7 +93,7 @@ class GatedDeltaNet(Attention):
         part, dims = self._part, self._part.dims
         widths = (dims.conv_channels, part.value_width, dims.heads, dims.heads)
         qkv, z, b, a = self.down(hidden, norm=norm).split(widths, dim=1)
-        return cast(Tensor, self.out(self.rule(qkv, a, b, z, batch), onto=onto))
+        return self.out(self.rule(qkv, a, b, z, batch), onto=onto)
 
 
 class KimiDeltaAttention(Attention):
@@ -137,7 +137,7 @@ class KimiDeltaAttention(Attention):
         dims, width = self._part.dims, self._part.dims.key_dim
         qkv, b, f, g = self.down(hidden, norm=norm).split((dims.conv_channels, dims.heads, width, width), dim=1)
         decay = self.decay_up(f).unflatten(1, (-1, width))
-        return cast(Tensor, self.out(self.rule(qkv, decay, b, self.gate_up(g), batch), onto=onto))
+        return self.out(self.rule(qkv, decay, b, self.gate_up(g), batch), onto=onto)
 
 
 def _channels(part: LinearPart, layer: LayerSpec, name: str) -> list[Rows]:

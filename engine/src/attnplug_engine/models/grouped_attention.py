@@ -81,13 +81,13 @@ class GroupedAttention(Attention):
     ) -> Tensor:
         layer = self.layer
         heads, kv_heads, gates = layer.num_heads, layer.num_kv_heads, self._gates
-        qkv = self.qkv(hidden, norm=norm).unflatten(1, (heads + gates + 2 * kv_heads, layer.head_dim))
+        qkv = self.qkv(hidden, norm=norm).view(hidden.shape[0], heads + gates + 2 * kv_heads, layer.head_dim)
         q, k = rotation.heads(qkv, heads, gates, kv_heads, self._norms)
         v = qkv[:, -kv_heads:]
         attended = active_attention().attend(q, k, v, layer, batch).flatten(1)
         if gates:
             attended = _gated(attended, qkv[:, heads : heads + gates].flatten(1))
-        return cast(Tensor, self.out(attended, onto=onto))
+        return self.out(attended, onto=onto)
 
 
 def _gated(x: Tensor, gate: Tensor) -> Tensor:

@@ -6,8 +6,6 @@ again, or the queries absorbed, is the business of ``ModelAttention``; the layer
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -115,7 +113,7 @@ class LatentAttention(Attention):
         places = attention.row_places(layer, batch, q.shape[0], rows.dtype)
         new = rotation.latent_rows(q, rows, self._nope, self.row_norm, places)
         attended = attention.attend_mla(q, new, layer, self.weights, batch, selected=selected)
-        return cast(Tensor, self.out(attended.flatten(1), onto=onto))
+        return self.out(attended.flatten(1), onto=onto)
 
 
 def evens_then_odds(width: int) -> Tensor:

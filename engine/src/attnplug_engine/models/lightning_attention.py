@@ -5,8 +5,6 @@ MiniMax's and Ring's differ in all that is around the recurrence, so there are t
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -70,7 +68,7 @@ class LightningAttention(Attention):
         qkv, gate = self.down(hidden, norm=norm).split((3 * heads * width, heads * width), dim=1)
         q, k, v = F.silu(qkv).unflatten(1, (3, heads, width)).unbind(1)
         attended = active_attention().attend_linear(LinearInputs(q, k, v, self.log_decay), self.layer, batch)
-        return cast(Tensor, self.out(self.norm.gated(attended.flatten(1), gate), onto=onto))
+        return self.out(self.norm.gated(attended.flatten(1), gate), onto=onto)
 
 
 class RotaryLightningAttention(Attention):
@@ -131,4 +129,4 @@ class RotaryLightningAttention(Attention):
             q, k = self.q_norm(q), self.k_norm(k)
         inputs = LinearInputs(rotation.apply(q), rotation.apply(k), v, self.log_decay)
         attended = active_attention().attend_linear(inputs, self.layer, batch).flatten(1)
-        return cast(Tensor, self.out(self.norm.gated(attended, gate), onto=onto))
+        return self.out(self.norm.gated(attended, gate), onto=onto)

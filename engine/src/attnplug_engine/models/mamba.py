@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import cast
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -103,7 +102,7 @@ class MambaMixer(Attention):
         )
         attended = active_attention().attend_linear(inputs, self.layer, batch).flatten(1)
         # The gate comes before the norm here, unlike in the delta rule's layers.
-        return cast(Tensor, self.out(self.norm.after_gate(attended, gate, self.skip, x), onto=onto))
+        return self.out(self.norm.after_gate(attended, gate, self.skip, x), onto=onto)
 
     def _time_steps(self, x: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
         """``x`` ``[tokens, heads, value_dim]`` times each head's step, and the log decays ``[tokens, heads]``."""

@@ -67,8 +67,8 @@ class TorchRotation:
         self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[RMSNorm, RMSNorm] | None
     ) -> tuple[Tensor, Tensor]:
         if norms is None and not skipped:
-            q, k = self.apply(qkv[:, : queries + keys]).split((queries, keys), dim=1)
-            return q, k
+            turned = self.apply(qkv[:, : queries + keys])
+            return turned[:, :queries], turned[:, queries:]
         q, k = qkv[:, :queries], qkv[:, queries + skipped : queries + skipped + keys]
         if norms is not None:
             q, k = norms[0](q), norms[1](k)

@@ -62,7 +62,7 @@ class ReadingAttention(Attention):
         q = self.query(hidden, norm=norm).unflatten(1, (layer.num_heads, layer.head_dim))
         q = rotation.apply(q if self.norm is None else self.norm(q))
         attended = active_attention().attend(q, None, None, layer, batch, save_kv_cache=False)
-        return cast(Tensor, self.out(attended.flatten(1), onto=onto))
+        return self.out(attended.flatten(1), onto=onto)
 
 
 class AssistantDraft(DraftModel):
@@ -107,7 +107,7 @@ class AssistantDraft(DraftModel):
         rotation = self.rope.at(positions)
         for layer in self.layers:
             rows = layer(rows, rotation, batch)
-        return cast(Tensor, self.norm(rows))
+        return self.norm(rows)
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         return cast(Tensor, self.head(hidden))

@@ -50,7 +50,7 @@ class EagleDraft(DraftModel):
         rotation = self.rope.at(positions)
         for layer in self.layers:
             rows = layer(rows, rotation, batch)
-        return cast(Tensor, rows)
+        return rows
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         return cast(Tensor, self.head(hidden))

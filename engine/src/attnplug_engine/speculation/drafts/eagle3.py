@@ -111,7 +111,7 @@ class Eagle3Draft(DraftModel):
             return hidden.clone()
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
-        return cast(Tensor, self.join(hidden))
+        return self.join(hidden)
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         return cast(Tensor, self.head(self.norm(hidden)))

@@ -47,7 +47,7 @@ class PredictionLayer(nn.Module):
     def forward(self, input_ids: Tensor, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
         embedded = self.embedding_norm(F.embedding(input_ids, self.embedding))
         joined = self.join(torch.cat((embedded, self.hidden_norm(hidden)), dim=-1))
-        return cast(Tensor, self.norm(self.block(joined, rotation, batch)))
+        return self.norm(self.block(joined, rotation, batch))
 
 
 class PredictionDraft(DraftModel):
