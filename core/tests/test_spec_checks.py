@@ -193,15 +193,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_library_whose_module_is_there_is_fine_and_not_imported(folder: Path) -> None:
     """Parents of the module included: importing is for building, and may take seconds or the process down."""
     source = "raise SystemExit('imported')"
-    install_library(folder, "kernels-of-a-test", "2.1", {"test_kernels.__init__": source, "test_kernels.cute": source})
-    assert requirement_refusal(LIBRARY, "test_kernels") is None
-    assert spec(requires=[(LIBRARY, "test_kernels.cute")]).refusals(Problem()) == []
+    install_library(
+        folder, "kernels-of-a-test", "2.1", {"kernels_of_a_test.__init__": source, "kernels_of_a_test.cute": source}
+    )
+    assert requirement_refusal(LIBRARY, "kernels_of_a_test") is None
+    assert spec(requires=[(LIBRARY, "kernels_of_a_test.cute")]).refusals(Problem()) == []
 
 
-@pytest.mark.parametrize("module", ["test_kernels.cute", "test_kernels.flash.cute", "other_kernels", "other.cute"])
+@pytest.mark.parametrize(
+    "module", ["kernels_of_a_test.cute", "kernels_of_a_test.flash.cute", "other_kernels", "other.cute"]
+)
 def test_metadata_without_the_module_is_a_refusal_with_what_to_do(folder: Path, module: str) -> None:
     """D3: an interrupted pip leaves that behind."""
-    install_library(folder, "kernels-of-a-test", "2.1", {"test_kernels.__init__": ""})
+    install_library(folder, "kernels-of-a-test", "2.1", {"kernels_of_a_test.__init__": ""})
     (refusal,) = spec(requires=[(LIBRARY, module)]).refusals(Problem())
     assert (refusal.code, refusal.value) == (RefusalCode.IMPORT, module)
     assert refusal.message == f"kernels-of-a-test 2.1 is installed, but its module {module} is not there"
@@ -210,7 +214,7 @@ def test_metadata_without_the_module_is_a_refusal_with_what_to_do(folder: Path, 
 
 def test_a_library_that_is_not_there_is_one_reason() -> None:
     """D3: that its module is not there either is none."""
-    (refusal,) = spec(requires=[(LIBRARY, "test_kernels")]).refusals(Problem())
+    (refusal,) = spec(requires=[(LIBRARY, "kernels_of_a_test")]).refusals(Problem())
     assert (refusal.code, refusal.value) == (RefusalCode.REQUIREMENT, None)
 
 
