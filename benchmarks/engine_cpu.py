@@ -28,11 +28,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# Before torch: it says how long torch's allocator on Arm keeps freed memory. vLLM's process inherits that.
+import attnplug_engine.sampler  # isort: split
+
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import attnplug_engine.sampler
 from attnplug_engine.engine import Engine
 from attnplug_engine.request import SamplingParams
 
