@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from attnplug_engine.runner import ModelRunner
     from attnplug_engine.transcript import Transcript
 
-# On Arm torch allocates by mimalloc, which gives freed memory back to the system after 10 ms. A product of a prefill
-# takes longer, so the next result's memory came from the system anew, page by page: 8 % of a prefill. In milliseconds;
-# it is read when torch loads.
-os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
+if hasattr(os, "uname") and os.uname().machine in ("aarch64", "arm64"):
+    # torch allocates by mimalloc there, which gives freed memory back to the system after 10 ms. A product of a prefill
+    # takes longer, so the next result's memory came from the system anew, page by page: a tenth of a prefill. In
+    # milliseconds; it is read when torch loads.
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 _MODULE_OF = {
     "Capacity": "pools",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnplug import ForwardBatch, LayerSpec, SelectedRows
 from attnplug.host import Config, MLAWeights, active_attention
+from attnplug_engine import kernels
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
@@ -110,7 +111,8 @@ class LatentAttention(Attention):
         layer = self.layer
         q = query.unflatten(1, (layer.num_heads, layer.head_dim))
         attention = active_attention()
-        places = attention.row_places(layer, batch, q.shape[0], rows.dtype)
+        stores = kernels.usable(rows)  # torch's rotations do not
+        places = attention.row_places(layer, batch, q.shape[0], rows.dtype) if stores else None
         new = rotation.latent_rows(q, rows, self._nope, self.row_norm, places)
         attended = attention.attend_mla(q, new, layer, self.weights, batch, selected=selected)
         return self.out(attended.flatten(1), onto=onto)
