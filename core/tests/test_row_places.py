@@ -38,7 +38,7 @@ class Model(UpProjected):
         return self.attention.row_places(self.layer, batch, batch.num_tokens if tokens is None else tokens, dtype)
 
     def attended(self) -> torch.Tensor:
-        """With rows where ``row_places`` says, and without giving them."""
+        """With rows where ``row_places`` says and without giving them, and queries that are absorbed."""
         batch = self.planned_batch
         self.attention.plan(batch)
         places = self.places()
@@ -47,7 +47,7 @@ class Model(UpProjected):
             if slot >= 0:
                 places.cache[slot] = row
         q = torch.cat((self.q, torch.full((2, *self.q.shape[1:]), torch.nan)))
-        return self.attention.attend_mla(q, None, self.layer, self.weights, batch)
+        return self.attention.attend_mla(self.weights.absorb(q), None, self.layer, self.weights, batch)
 
 
 def bits(pool: MLAPool) -> torch.Tensor:
@@ -95,6 +95,16 @@ def test_rows_that_somebody_needs_have_no_place():
     assert as_mha.places() is None
     with pytest.raises(BackendError, match=r"layer 3 was given no new rows, and the batch was planned to run as MHA"):
         as_mha.attention.attend_mla(as_mha.q, None, as_mha.layer, as_mha.weights, as_mha.planned_batch)
+
+
+def test_without_rows_queries_are_absorbed_already():
+    model = Model()
+    model.attention.plan(model.planned_batch)
+    heads = model.layer.num_heads
+    with pytest.raises(
+        BackendError, match=rf"\(3, {heads}, 24\).*\[rows, {heads}, 40\], absorbed, since its rows are stored"
+    ):
+        model.attention.attend_mla(model.q, None, model.layer, model.weights, model.planned_batch)
 
 
 def test_a_plan_without_slots_gives_no_place(monkeypatch):

@@ -51,7 +51,7 @@ PAIRS = {
     "VALUE_DIM_STRIDE": 1, "VALUE_DIM": 64, "KEY_BLOCKS": 1,
 }  # fmt: skip
 HEADS = {"QUERIES": 32, "SKIPPED": 0, "HEADS": 40, "DIM": 96, "NORM": True, "BLOCK_REST": 32, **ROTATED}
-LATENT = {"HEADS": 16, "NOPE": 128, "LATENT": 512, "BLOCK_LATENT": 512, "slot_step": 1, **ROTATED}
+LATENT = {"HEADS": 16, "BEFORE": 512, "LATENT": 512, "BLOCK_LATENT": 512, "slot_step": 1, **ROTATED}
 _TILES = {**product(8, 2048, 16, 512, gated=False, norm=True, onto=False), "WARPS": 4}
 KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("product", _product, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),

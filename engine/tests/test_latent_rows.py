@@ -65,9 +65,9 @@ def test_latent_rows_are_stored_at_their_slots_and_nowhere_else(
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_stored_rows_have_arrived_when_the_kernel_after_the_next_reads_them(device: str) -> None:
-    """All are launched early, after one that is late with queries and rows. The last one waits for the product that
-    absorbs, which comes before it, and by that for the kernel that stores rows."""
+def test_rows_are_made_of_what_a_late_kernel_made_before_the_queries_were_absorbed(device: str) -> None:
+    """All are launched early, after one that is late with queries and rows. Each waits for the one before it alone: the
+    kernel that stores rows reads those of the late one because the product that absorbs has waited too."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("kernels wait for each other on the device from SM 90 on")
     from attnplug.kv.triton_rows import RowWriter
@@ -78,7 +78,7 @@ def test_stored_rows_have_arrived_when_the_kernel_after_the_next_reads_them(devi
     norm: Any = SimpleNamespace(weight=random(512, device=device, seed=2), eps=1e-3)
     weight, given = random(16, 128, 512, device=device, seed=3), random(3 * (16 * 144 + 528), device=device)
     late = torch.empty_like(given)
-    q, down = late[: 3 * 16 * 144].view(3, 16, 144), late[3 * 16 * 144 :].view(3, 528)
+    queries, down = late[: 3 * 16 * 144].view(3, 16, 144), late[3 * 16 * 144 :].view(3, 528)
     cache = torch.empty(8, 528, dtype=given.dtype, device=device)
     places, everything = RowPlaces(cache, torch.tensor([6, -1, 2], device=device)), torch.arange(8, device=device)
     layout = PageLayout.token_major(8, 1, 1, 528)
@@ -87,8 +87,8 @@ def test_stored_rows_have_arrived_when_the_kernel_after_the_next_reads_them(devi
 
     def run() -> list[Tensor]:
         """Nothing but these three is launched: a plain launch in between would wait for all."""
-        turn.latent_rows(q, down, 128, norm, places)
-        absorbed = multiply_heads(q, weight)
+        absorbed = multiply_heads(queries, weight)
+        turn.latent_rows(absorbed, down, 512, norm, places)
         reader.write(everything, cache.unsqueeze(1))
         return [absorbed.view(torch.int16), read.clone().view(torch.int16)]
 

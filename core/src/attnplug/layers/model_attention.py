@@ -202,7 +202,8 @@ class ModelAttention:
 
     def row_places(self, layer: LayerSpec, batch: ForwardBatch, tokens: int, dtype: torch.dtype) -> RowPlaces | None:
         """Where to store an MLA layer's new rows of ``tokens`` rows of input, if the kernel that makes them, in
-        ``dtype``, can do it; ``attend_mla`` then goes without them. One launch less in every layer.
+        ``dtype``, can do it. ``attend_mla`` is then given absorbed queries and no rows. One launch less in every layer,
+        and what absorbing reads does not wait for the rotation.
 
         ``None`` where ``attend_mla`` needs the rows: in a batch that runs as MHA, for sparse layers, for caches in
         another type or on the host, and for a plan that does not say where rows go.
@@ -223,7 +224,7 @@ class ModelAttention:
 
         q ``[tokens, heads, nope + rope]`` with its rope part rotated, rows ``[tokens, kv_lora_rank + rope]`` the new
         cache rows (normed latent, rotated key). Writes the rows and returns ``[tokens, heads, v_head_dim]``. Rows are
-        ``None`` if they are stored already, where ``row_places`` said.
+        ``None`` if they are stored already, where ``row_places`` said; q is then ``MLAWeights.absorb`` of it.
         ``selected`` is what ``select`` returned, for a sparse layer.
         """
         if self._mla is None:

@@ -137,30 +137,27 @@ class MLAAttention:
         selected: SelectedRows | None = None,
     ) -> Tensor:
         """One layer; see ``ModelAttention.attend_mla``."""
-        if q.shape[1:] != (layer.num_heads, layer.head_dim):
+        as_mha = batch.plan is not None and batch.plan.extend is not None
+        if rows is None and as_mha:
             raise BackendError(
-                f"layer {layer.layer_id}: q has shape {tuple(q.shape)}, but on this rank it is [rows, "
-                f"{layer.num_heads}, {layer.head_dim}], not absorbed"
+                f"layer {layer.layer_id} was given no new rows, and the batch was planned to run as MHA, which attends "
+                "to them as they are; leave them out only where row_places said where to store them"
             )
+        self._check_queries(q, layer, absorbed=rows is None)
         if batch.plan is None or batch.plan.extend is None:
             run = self._backend.forward_decode if batch.forward_mode.is_decode else self._backend.forward_extend
             extras = None if selected is None else ForwardExtras(selected=selected)
-            # Rows that are in the cache may have been stored by the kernel right before ``absorb``, still running where
-            # kernels are launched early. Attention waits for the kernel in front of it, and that is enough: each one of
-            # ``absorb`` waits as well, in all of its programs, or is a library's plain launch.
-            new, save = (None, False) if rows is None else (rows.unsqueeze(1), True)
-            out = run(weights.absorb(q), new, None, layer, batch, save_kv_cache=save, extras=extras)
+            if rows is None:
+                out = run(q, None, None, layer, batch, save_kv_cache=False, extras=extras)
+            else:
+                out = run(weights.absorb(q), rows.unsqueeze(1), None, layer, batch, save_kv_cache=True, extras=extras)
             return weights.project_back(out)
         if layer.indexer is not None:
             raise BackendError(
                 f"layer {layer.layer_id} is sparse, and the batch was planned to run as MHA, over all rows; build the "
                 "model's attention with its pool of index keys, and plan the batch again"
             )
-        if rows is None:
-            raise BackendError(
-                f"layer {layer.layer_id} was given no new rows, and the batch was planned to run as MHA, which attends "
-                "to them as they are; leave them out only where row_places said where to store them"
-            )
+        assert rows is not None
         plan = batch.judged(batch.plan.extend, self._id, q.shape[0])
         assert plan.new_slots is not None
         planned = plan.query_rows
@@ -169,6 +166,17 @@ class MLAAttention:
         if q.shape[0] == planned:
             return out
         return torch.cat([out, out.new_zeros(q.shape[0] - planned, *out.shape[1:])])
+
+    @staticmethod
+    def _check_queries(q: Tensor, layer: LayerSpec, *, absorbed: bool) -> None:
+        assert layer.mla is not None
+        width = layer.mla.row_dim if absorbed else layer.head_dim
+        if q.shape[1:] != (layer.num_heads, width):
+            kind = "absorbed, since its rows are stored already" if absorbed else "not absorbed"
+            raise BackendError(
+                f"layer {layer.layer_id}: q has shape {tuple(q.shape)}, but on this rank it is [rows, "
+                f"{layer.num_heads}, {width}], {kind}"
+            )
 
     def _as_mha(
         self,

@@ -30,7 +30,7 @@ def _by_head(
     )
     if EARLY:  # what is above depends on no other kernel
         gdc_launch_dependents()
-        gdc_wait()  # in every program: attention waits for this kernel alone, and reads rows that one before it stored
+        gdc_wait()  # in every program: the kernel after this one waits for it alone, and may read more
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     x += head * x_head_stride
     out += head * out_head_stride

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import triton
@@ -99,15 +99,14 @@ def _gains(q_gain, k_gain, query, place, DIM: tl.constexpr):
 def _latent_rows(
     rows, slots, q, down, cos, sin, gain, planned, limit, slot_step, row_stride, q_stride, q_head_stride, down_stride,
     eps,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, BEFORE: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr, BY_SLOT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of one token the cache row (program 0), or some heads' rotary parts in place.
 
     With ``BY_SLOT`` ``rows`` are ``limit`` rows of a cache, and the row is stored at the token's slot, if it is one of
-    the ``planned`` tokens and its slot is none of padding. The attention that reads it comes after other kernels, which
-    wait as this one does: see ``MLAAttention.attend``.
+    the ``planned`` tokens and its slot is none of padding.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -139,7 +138,7 @@ def _latent_rows(
     else:
         head = (tl.program_id(1) - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         live = (head < HEADS)[:, None] & there[None, :]
-        line = (q + token * q_stride + head * q_head_stride + NOPE)[:, None]
+        line = (q + token * q_stride + head * q_head_stride + BEFORE)[:, None]
         x = tl.load(line + first[None, :], mask=live, other=0.0).to(tl.float32)
         y = tl.load(line + second[None, :], mask=live, other=0.0).to(tl.float32)
         turned_x, turned_y = x * c[None, :] - y * s[None, :], y * c[None, :] + x * s[None, :]
@@ -163,6 +162,7 @@ class Turn:
     """
 
     __slots__ = ("_cos", "_half", "_options", "_pairs", "_sin")
+    stores: ClassVar[bool] = True
 
     def __init__(self, positions: Tensor, frequencies: Tensor, factor: float, *, pairs: bool) -> None:
         tokens, self._half = positions.shape[0], frequencies.shape[0]
@@ -221,12 +221,12 @@ class Turn:
         )  # fmt: skip
 
     def latent_rows(
-        self, q: Tensor, down: Tensor, nope: int, norm: Norm, places: RowPlaces | None = None
+        self, q: Tensor, down: Tensor, before: int, norm: Norm, places: RowPlaces | None = None
     ) -> Tensor | None:
         """See ``Rotation.latent_rows``: one launch for queries and rows, which also stores them."""
         tokens, heads, dim = q.shape
         latent = norm.weight.shape[0]
-        assert dim - nope == 2 * self._half and down.shape[1] == latent + dim - nope
+        assert dim - before == 2 * self._half and down.shape[1] == latent + dim - before
         assert q.stride(2) == 1 and down.stride(1) == 1
         rows = down.new_empty(tokens, down.shape[1]) if places is None else places.cache
         slots = rows if places is None else places.slots
@@ -237,7 +237,7 @@ class Turn:
                 slots.shape[0], rows.shape[0], slots.stride(0), rows.stride(0), q.stride(0), q.stride(1),
                 down.stride(0), norm.eps,
                 HEADS=heads,
-                NOPE=nope,
+                BEFORE=before,
                 LATENT=latent,
                 HALF=self._half,
                 PAIRS=self._pairs,

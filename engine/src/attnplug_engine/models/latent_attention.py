@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attnplug import ForwardBatch, LayerSpec, SelectedRows
 from attnplug.host import Config, MLAWeights, active_attention
-from attnplug_engine import kernels
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
@@ -111,9 +110,13 @@ class LatentAttention(Attention):
         layer = self.layer
         q = query.unflatten(1, (layer.num_heads, layer.head_dim))
         attention = active_attention()
-        stores = kernels.usable(rows)  # torch's rotations do not
-        places = attention.row_places(layer, batch, q.shape[0], rows.dtype) if stores else None
-        new = rotation.latent_rows(q, rows, self._nope, self.row_norm, places)
+        places = attention.row_places(layer, batch, q.shape[0], rows.dtype) if rotation.stores else None
+        before = self._nope
+        if places is not None:
+            # Before they are rotated: right behind the long product that made the queries, the kernel that absorbs them
+            # is launched early enough to have loaded its weights when they are there. The rotation is too short for it.
+            q, before = self.weights.absorb(q), self._latent
+        new = rotation.latent_rows(q, rows, before, self.row_norm, places)
         attended = attention.attend_mla(q, new, layer, self.weights, batch, selected=selected)
         return self.out(attended.flatten(1), onto=onto)
 

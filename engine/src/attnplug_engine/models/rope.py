@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ _DEFAULT_THETA = 10_000.0
 
 class Rotation(Protocol):
     """The rotation for the tokens of one step, made once and used by every layer."""
+
+    stores: ClassVar[bool]
+    """Whether ``latent_rows`` can store what it makes."""
 
     def apply(self, x: Tensor) -> Tensor:
         """``x`` ``[tokens, heads, dim]`` rotated."""
@@ -42,12 +45,12 @@ class Rotation(Protocol):
         ...
 
     def latent_rows(
-        self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm, places: RowPlaces | None = None
+        self, q: Tensor, down: Tensor, before: int, norm: RMSNorm, places: RowPlaces | None = None
     ) -> Tensor | None:
         """New cache rows ``[tokens, latent | rope]`` of ``down``: its latent normed, its other dimensions rotated.
 
-        ``q`` ``[tokens, heads, nope | rope]``, which may be a view, is rotated in place after its first ``nope``
-        dimensions. Rows may be stored in their ``places`` in the cache, and are not returned then.
+        ``q`` ``[tokens, heads, before | rope]``, which may be a view, is rotated in place after its first ``before``
+        dimensions. A rotation that ``stores`` puts rows in their ``places`` in the cache, and returns none then.
         """
         ...
 
@@ -56,6 +59,7 @@ class TorchRotation:
     """What rotations of torch operations share."""
 
     __slots__ = ()
+    stores: ClassVar[bool] = False
 
     def apply(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -75,9 +79,9 @@ class TorchRotation:
         return self.apply(q), self.apply(k)
 
     def latent_rows(
-        self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm, places: RowPlaces | None = None
+        self, q: Tensor, down: Tensor, before: int, norm: RMSNorm, places: RowPlaces | None = None
     ) -> Tensor | None:
-        self.apply_(q[..., nope:])
+        self.apply_(q[..., before:])
         latent, rope = down.tensor_split((norm.weight.shape[0],), dim=1)
         return torch.cat((norm(latent), self.apply(rope.unsqueeze(1)).squeeze(1)), dim=1)
 
