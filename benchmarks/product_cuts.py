@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_points import Turns
 from gpu_report import describe
 from torch.nn import functional as F
 
 from attnplug_engine.kernels import products
 from attnplug_engine.kernels.elementwise import rms_norm, silu_and_mul
-from attnplug_engine.kernels.products import Cut, choose, product
+from attnplug_engine.kernels.products import Cut, choose_few, product
 
 LAYERS, HIDDEN, RANK = 16, 2048, 1536
 SHAPES = {  # rows and columns of the matrix, and how many blocks of it a program takes
@@ -44,12 +45,32 @@ TRIED["down"] = [Cut(1, 8192, 4), Cut(1, 8192, 8), Cut(2, 8192, 8), Cut(4, 8192,
 TRIED["down"] += [Cut(2, 4096, 4), Cut(4, 4096, 4), Cut(4, 4096, 8), Cut(8, 4096, 8), Cut(4, 2048, 4)]
 LIBRARY = None
 TILES = [(16, 2048, 8), (16, 1024, 8), (16, 1024, 4), (16, 512, 4), (16, 512, 8), (32, 512, 8), (32, 256, 4)]
+STREAMED = [(64, 64, 4, 6), (64, 64, 4, 10), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4)]
+STREAMED += [(128, 64, 8, 6), (128, 128, 8, 4)]  # rows of the matrix, columns, warps, stages
+ASKED_AHEAD = [(64, 64, 4, 6), (64, 64, 4, 10), (64, 128, 4, 4), (128, 64, 8, 6)]
+NORMED_APART = [(64, 64, 4, 10), (64, 128, 4, 6), (128, 128, 8, 4)]
+_SHARED = 220 << 10
+
+
+class Apart(Cut):
+    """A cut of a product whose norm is a kernel of its own."""
 
 
 def candidates(rows: int) -> dict[str, list[Cut | None]]:
     if rows <= products.FEW:
         return {name: list(cuts) for name, cuts in TRIED.items()}
-    return {name: [LIBRARY, *(Cut(*cut, tiles=True) for cut in TILES)] for name in SHAPES}
+    found: dict[str, list[Cut | None]] = {}
+    for name, (_, _, tiles) in SHAPES.items():
+        found[name] = [LIBRARY]
+        if rows <= 16 and name in ("qkv_a", "q_b", "o", "down"):
+            found[name] += [Cut(*cut, tiles=True) for cut in TILES[:4]]
+        for kind, ahead, cuts in ((Cut, False, STREAMED), (Cut, True, ASKED_AHEAD), (Apart, False, NORMED_APART)):
+            if kind is Apart and name in ("o", "down", "head"):
+                continue
+            for lines, columns, warps, stages in cuts:
+                if (lines + max(rows, 16)) * columns * 2 * stages <= _SHARED:
+                    found[name].append(kind(lines // tiles, columns, warps, True, stages, ahead))
+    return found
 
 
 @cache
@@ -60,12 +81,14 @@ def gains(width: int) -> torch.Tensor:
 def run(
     name: str, x: torch.Tensor, weight: torch.Tensor, cut: Cut | None, onto: torch.Tensor | None = None
 ) -> torch.Tensor:
-    norm = None if name in ("o", "down") else (gains(x.shape[1]), 1e-6)
+    norm = None if name in ("o", "down", "head") else (gains(x.shape[1]), 1e-6)
+    if isinstance(cut, Apart) and norm is not None:
+        x, norm = rms_norm(x, *norm), None
     if cut is LIBRARY:
         x = x if norm is None else rms_norm(x, *norm)
         out = F.linear(x, weight) if onto is None else torch.addmm(onto, x, weight.t())
         return silu_and_mul(out) if name == "gate_up" else out
-    return product(x, weight, norm=norm, gated=name == "gate_up", onto=onto, cut=cut)
+    return product(x, weight, cut, norm=norm, gated=name == "gate_up", onto=onto)
 
 
 def compile_one(job: tuple[str, Cut | None, int]) -> None:
@@ -126,22 +149,27 @@ class Chain:
 
 
 def shown(cut: Cut | None) -> str | list[int]:
-    return "library" if cut is LIBRARY else [cut.block_n, cut.block_k, cut.warps]
+    if cut is LIBRARY:
+        return "library"
+    return [cut.block_n, cut.block_k, cut.warps, cut.stages, cut.ahead, isinstance(cut, Apart)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--turns", metavar="FILE", help="measure when no other process of this file does")
+    parser.add_argument("--compilers", type=int, default=12)
     arguments = parser.parse_args()
     rows, tried_cuts = arguments.rows, candidates(arguments.rows)
-    with multiprocessing.get_context("spawn").Pool(12) as pool:
+    with multiprocessing.get_context("spawn").Pool(arguments.compilers) as pool:
         pool.map(compile_one, [(name, cut, rows) for name, cuts in tried_cuts.items() for cut in cuts], chunksize=2)
+    Turns(arguments.turns).alone()
     chain = Chain(rows)
     products.CUTS = {}  # what the rule says, not what was measured before
     ruled: dict[str, Cut | None] = dict.fromkeys(SHAPES)
     if rows <= products.FEW:
-        ruled = {name: choose(outputs // tiles, inputs, tiles) for name, (outputs, inputs, tiles) in SHAPES.items()}
+        ruled = {name: choose_few(outputs // tiles, inputs, tiles) for name, (outputs, inputs, tiles) in SHAPES.items()}
     cuts, tried = dict(ruled), []
     for _ in range(2):
         for name, own in tried_cuts.items():

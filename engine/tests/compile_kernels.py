@@ -9,6 +9,7 @@ from attnplug.mla.triton_heads import _by_head
 from attnplug_engine.kernels.elementwise import _rms_norm, _silu_and_mul
 from attnplug_engine.kernels.products import _product
 from attnplug_engine.kernels.rotary import _angles, _latent_rows, _turn_heads
+from attnplug_engine.kernels.streamed_products import _streamed_product
 from attnplug_engine.kernels.tile_products import _tile_product
 from support import ahead
 
@@ -53,10 +54,13 @@ PAIRS = {
 HEADS = {"QUERIES": 32, "SKIPPED": 0, "HEADS": 40, "DIM": 96, "NORM": True, "BLOCK_REST": 32, **ROTATED}
 LATENT = {"HEADS": 16, "BEFORE": 512, "LATENT": 512, "BLOCK_LATENT": 512, "slot_step": 1, **ROTATED}
 _TILES = {**product(8, 2048, 16, 512, gated=False, norm=True, onto=False), "WARPS": 4}
+_STREAMED = {**product(16, 2048, 32, 64, gated=True, norm=True, onto=False), "STAGES": 6, "AHEAD": False}
+del _STREAMED["BFLOAT16"]
 KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("product", _product, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
     ("product", _product, product(4, 8192, 4, 4096, gated=False, norm=False, onto=True), ("rows", "columns"), 4),
     ("product", _tile_product, _TILES, ("rows", "columns"), 4),
+    ("streamed", _streamed_product, _STREAMED, ("rows", "columns"), 4),
     ("by_head", _by_head, by_head(16, 128, 512, 64, transposed=False), ("rows",), 4),
     ("by_head", _by_head, by_head(16, 512, 128, 32, transposed=True), ("rows",), 4),
     ("heads", _turn_heads, {**HEADS, "PAIRS": False}, (), 2),
@@ -72,7 +76,11 @@ KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
 def facts() -> Iterator[dict[str, object]]:
     for sm in (80, 90):
         for name, kernel, constants, scalars, warps in KERNELS:
-            if sm == 80 and kernel not in (_tile_product, _by_head):  # what multiplies by other instructions there
+            if sm == 80 and kernel not in (
+                _tile_product,
+                _streamed_product,
+                _by_head,
+            ):  # what multiplies by other instructions there
                 continue
             made = compiled(kernel, sm, constants, scalars, warps)
             before, wait, _ = made.asm["ptx"].partition("griddepcontrol.wait")

@@ -93,69 +93,73 @@ def test_a_product_of_few_rows_is_float64s(
         gate, up = wanted.chunk(2, dim=-1)
         wanted = F.silu(gate) * up
     wanted = wanted + onto.double()
-    for cut in (Cut(4, block_k, 4), Cut(16, max(block_k, 64), 2, tiles=True)):
+    tiled = (Cut(16, max(block_k, 64), 2, tiles=True), Cut(32 if gated else 64, block_k, 4, tiles=True, stages=3))
+    for cut in (Cut(4, block_k, 4), *tiled):
         pair = (gain, 1e-3) if norm else None
-        found = product(x, weight, bias=bias, norm=pair, gated=gated, onto=onto, cut=cut)
+        found = product(x, weight, cut, bias=bias, norm=pair, gated=gated, onto=onto)
         assert found.dtype is x.dtype
         rounded = 2 if cut.tiles and norm else 1  # what is given to tensor cores
         assert error(found, wanted) <= rounded * BOUNDS[x.dtype]
 
 
 @pytest.mark.parametrize("device", BY_KERNEL)
-def test_a_row_does_not_depend_on_the_others(device: str) -> None:
+@pytest.mark.parametrize("stages", [0, 3])
+def test_a_row_does_not_depend_on_the_others(stages: int, device: str) -> None:
     """Padding rows of a captured step hold whatever was there: not a bit of the others is to change."""
-    from attnplug_engine.kernels.products import product
+    from attnplug_engine.kernels.products import Cut, product
 
-    weight, gain = random(24, 64, device=device, seed=1), random(64, device=device, seed=3)
+    cut = Cut(64, 64, 4, tiles=True, stages=stages) if stages else Cut(16, 256, 4, tiles=True)
+    weight, norm = random(24, 64, device=device, seed=1), (random(64, device=device, seed=3), 1e-6)
     x = random(4, 64, device=device)
-    first = product(x, weight, norm=(gain, 1e-6))[:3]
+    first = product(x, weight, cut, norm=norm)[:3]
     x[3] = torch.nan
-    assert torch.equal(product(x, weight, norm=(gain, 1e-6))[:3], first)
-    assert torch.equal(product(x[:3], weight, norm=(gain, 1e-6)), first)
+    assert torch.equal(product(x, weight, cut, norm=norm)[:3], first)
+    assert torch.equal(product(x[:3], weight, cut, norm=norm), first)
 
 
 @pytest.mark.parametrize("device", BY_KERNEL)
 def test_rows_may_begin_at_any_place(device: str) -> None:
     """Numbers are loaded in pairs, and these begin in the middle of one."""
-    from attnplug_engine.kernels.products import product
+    from attnplug_engine.kernels.products import Cut, product
 
-    wide, weight = random(3, 65, device=device), random(24, 64, device=device, seed=1)
-    assert torch.equal(product(wide[:, 1:], weight), product(wide[:, 1:].contiguous(), weight))
+    wide, weight, cut = random(3, 65, device=device), random(24, 64, device=device, seed=1), Cut(4, 64, 4)
+    assert torch.equal(product(wide[:, 1:], weight, cut), product(wide[:, 1:].contiguous(), weight, cut))
 
 
 @pytest.mark.parametrize("device", BY_KERNEL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_are_not_rounded_on_their_way_to_float32(dtype: torch.dtype, device: str) -> None:
-    from attnplug_engine.kernels.products import product
+    from attnplug_engine.kernels.products import choose, product
 
     x, weight = random(2, 64, device=device, dtype=dtype), random(40, 64, device=device, seed=1, dtype=dtype)
-    logits = product(x, weight, dtype=torch.float32)
+    logits = product(x, weight, choose(x, weight), dtype=torch.float32)
     assert logits.dtype is torch.float32
     assert error(logits, x.double() @ weight.double().T) <= BOUNDS[torch.float32]
 
 
-def test_only_few_rows_of_short_types_are_multiplied_by_the_kernel() -> None:
-    from attnplug_engine.kernels.products import FEW, SOME, suits
+def test_some_rows_of_short_types_are_multiplied_by_a_kernel() -> None:
+    from attnplug_engine.kernels.products import FEW, MANY, SOME, choose
 
-    weight = torch.zeros(8, 16, dtype=torch.bfloat16)
-    x = torch.zeros(SOME + 1, 16, dtype=torch.bfloat16)
-    assert suits(x[:1], weight) and suits(x[:SOME], weight)
-    assert not suits(x, weight) and not suits(x[:0], weight)
-    assert suits(x[:FEW].half(), weight.half()) and not suits(x[: FEW + 1].half(), weight.half())
-    tall = torch.zeros(5000, 16, dtype=torch.bfloat16)
-    assert suits(x[:FEW], tall) and not suits(x[: FEW + 1], tall)
-    assert not suits(x[:1].float(), weight.float())
-    assert not suits(x[:1], torch.zeros(16, 8, dtype=torch.bfloat16).T)
-    assert not suits(x[None, :1], weight)
-    assert not suits(x[:1, :15], weight[:, :15].contiguous())
+    weight, tall = (torch.zeros(rows, 16, dtype=torch.bfloat16) for rows in (8, 5000))
+    x = torch.zeros(MANY + 1, 16, dtype=torch.bfloat16)
+    assert not choose(x[:FEW], weight).tiles and choose(x[: FEW + 1], weight).tiles
+    assert choose(x[:SOME], weight) and not choose(x[: SOME + 1], weight) and not choose(x[:0], weight)
+    assert choose(x[:FEW].half(), weight.half()) and not choose(x[: FEW + 1].half(), weight.half())
+    assert choose(x[:FEW], tall) and not choose(x[: FEW + 1], tall)
+    assert choose(x[: FEW + 1], tall, gated=True).stages and choose(x[:MANY], tall, gated=True).stages
+    assert not choose(x, tall, gated=True)
+    assert not choose(x[:1].float(), weight.float())
+    assert not choose(x[:1], torch.zeros(16, 8, dtype=torch.bfloat16).T)
+    assert not choose(x[None, :1], weight)
+    assert not choose(x[:1, :15], weight[:, :15].contiguous())
 
 
 @pytest.mark.parametrize("shape", [(3072, 2048), (2048, 8192), (3072, 1536), (1, 2048), (7, 24), (2048, 28672)])
 def test_a_program_loads_a_bounded_part_of_the_matrix_at_once(shape: tuple[int, int]) -> None:
-    from attnplug_engine.kernels.products import choose
+    from attnplug_engine.kernels.products import choose_few
 
     for tiles in (1, 2):
-        cut = choose(*shape, tiles)
+        cut = choose_few(*shape, tiles)
         assert 1 <= tiles * cut.block_n * cut.block_k <= 16_384
         assert (cut.block_k & (cut.block_k - 1)) == (cut.block_n & (cut.block_n - 1)) == 0
 

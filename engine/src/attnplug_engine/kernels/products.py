@@ -2,8 +2,8 @@
 
 One program has some rows of the matrix, all of them in registers: many loads are in flight at once, and they are issued
 before the kernel waits for its input. A norm of the input and a sum with a residual cost no launch of their own. The
-norm's factor is one number a row, so it is put on the result; sums are float32. With many rows a library's tensor core
-kernels are faster: ``suits`` says which is which.
+norm's factor is one number a row, so it is put on the result; sums are float32. With more rows those of
+``tile_products``, of ``streamed_products`` or of a library are faster: ``choose`` says which.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.product_ends import finish
+from attnplug_engine.kernels.streamed_products import _streamed_product
 from attnplug_engine.kernels.tile_products import _tile_product
 
-FEW, SOME = 2, 8
-"""Up to ``FEW`` rows the kernel in here is used, up to ``SOME`` that of ``tile_products`` for matrices of few rows. The
-library is faster for all else; measured on an H200 (``benchmarks/product_cuts.py``), with the norm, gate and residual
-that the library takes launches of their own for."""
+FEW, SOME, MANY = 2, 8, 64
+"""Up to ``FEW`` rows the kernel in here is used, up to ``SOME`` that of ``tile_products`` for matrices of few rows, and
+up to ``MANY`` that of ``streamed_products`` for gated ones of many. The library is faster for all else; measured on an
+H200 (``benchmarks/product_cuts.py``), with the norm, gate and residual that the library takes launches of their own
+for."""
 _SHORT = 4096
 
 
@@ -33,13 +35,15 @@ _SHORT = 4096
 class Cut:
     """How a product is divided: matrix rows of a program, how many columns it loads at once, and its warps.
 
-    ``tiles`` says that it is made by tensor cores.
+    ``tiles`` says that it is made by tensor cores; with ``stages`` so many parts of the matrix are in shared memory.
     """
 
     block_n: int
     block_k: int
     warps: int
     tiles: bool = False
+    stages: int = 0
+    ahead: bool = False
 
 
 CUTS: Mapping[tuple[int, int], Cut] = {
@@ -50,6 +54,8 @@ CUTS: Mapping[tuple[int, int], Cut] = {
 """By the matrix's ``(rows, columns)``, where a cut is better than the rule (``benchmarks/product_cuts.py``)."""
 TILES: Mapping[tuple[int, int], Cut] = {(2112, 2048): Cut(16, 2048, 8, tiles=True)}
 """The same for products by tensor cores."""
+STREAMED = Cut(32, 64, 4, tiles=True, stages=6)
+"""Of each two blocks of a gated matrix; what tensor cores take at once."""
 
 _LONGEST = 4096
 _TILE = 16_384
@@ -57,7 +63,7 @@ _TILE = 16_384
 
 
 @lru_cache(maxsize=256)
-def choose(outputs: int, inputs: int, tiles: int = 1) -> Cut:
+def choose_few(outputs: int, inputs: int, tiles: int = 1) -> Cut:
     """The cut for a matrix ``[tiles * outputs, inputs]``, of which a program takes ``tiles`` blocks."""
     found = CUTS.get((tiles * outputs, inputs))
     if found is not None:
@@ -162,30 +168,36 @@ def _product(
     )  # fmt: skip
 
 
-def suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether ``product`` is the way to multiply these. The answer is the same for every run of so many rows."""
-    # float16 has no room for a row times its gain that is not yet divided by its length
-    most = SOME if weight.shape[0] <= _SHORT and x.dtype is torch.bfloat16 else FEW
-    return (
-        x.dim() == 2
-        and 0 < x.shape[0] <= most
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and weight.dtype == x.dtype
-        and weight.is_contiguous()
-        and weight.shape[1] % 2 == 0
-    )
+def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = False) -> Cut | None:
+    """How ``product`` multiplies these; ``None`` where a library is faster, or the only one that can.
+
+    The answer is the same for every run of so many rows.
+    """
+    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return None
+    rows, (numbers, inputs) = x.shape[0], weight.shape
+    tiles = 2 if gated else 1
+    if not 0 < rows <= MANY or inputs % 2 or not weight.is_contiguous():
+        return None
+    if rows <= FEW:
+        return choose_few(numbers // tiles, inputs, tiles)
+    if x.dtype is torch.float16:  # has no room for a row times its gain that is not yet divided by its length
+        return None
+    if rows <= SOME and numbers <= _SHORT:
+        return choose_tiles(numbers // tiles, inputs, normed=normed)
+    return STREAMED if gated and numbers > _SHORT and inputs % 8 == 0 else None
 
 
 def product(
     x: Tensor,
     weight: Tensor,
+    cut: Cut,
     *,
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
     onto: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    cut: Cut | None = None,
 ) -> Tensor:
     """``x`` ``[rows, K]`` times ``weight`` ``[N, K]`` transposed: ``[rows, N]`` in ``dtype``, by default that of ``x``.
 
@@ -195,29 +207,33 @@ def product(
     if x.stride(1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
         x = x.clone(memory_format=torch.contiguous_format)  # one row is contiguous already, whatever its stride
     rows, inputs = x.shape
-    tiles = 2 if gated else 1
-    outputs = weight.shape[0] // tiles
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     if onto is not None and onto.stride(1) != 1:
         onto = onto.contiguous()
-    if cut is None:
-        cut = choose(outputs, inputs, tiles) if rows <= FEW else choose_tiles(outputs, inputs, normed=norm is not None)
     out = torch.empty(rows, outputs, dtype=x.dtype if dtype is None else dtype, device=x.device)
     gain, eps = (x, 0.0) if norm is None else norm
-    kernel, shape = _product, {"ROWS": triton.next_power_of_2(rows)}
-    if cut.tiles:
-        kernel, shape = _tile_product, {"ROWS": max(triton.next_power_of_2(rows), 8), "WARPS": cut.warps}
+    pairs = (x.view(torch.int32), weight.view(torch.int32), x.stride(0) // 2)
+    kernel, shape = _product, {"ROWS": triton.next_power_of_2(rows), "BFLOAT16": x.dtype is torch.bfloat16}
+    if cut.stages:
+        kernel, shape = (
+            _streamed_product,
+            {"ROWS": max(triton.next_power_of_2(rows), 16), "STAGES": cut.stages, "AHEAD": cut.ahead},
+        )
+        pairs = (x, weight, x.stride(0))
+    elif cut.tiles:
+        kernel, shape = _tile_product, {**shape, "ROWS": max(triton.next_power_of_2(rows), 8), "WARPS": cut.warps}
+    x_read, weight_read, x_stride = pairs
     kernel[(triton.cdiv(outputs, cut.block_n),)](
-        out, x.view(torch.int32), weight.view(torch.int32),
+        out, x_read, weight_read,
         x if bias is None else bias,
         x if onto is None else onto,
         gain, rows, outputs,
-        out.stride(0), x.stride(0) // 2,
+        out.stride(0), x_stride,
         0 if onto is None else onto.stride(0),
         eps,
         K=inputs,
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
-        BFLOAT16=x.dtype is torch.bfloat16,
         GATED=gated,
         NORM=norm is not None,
         BIAS=bias is not None,

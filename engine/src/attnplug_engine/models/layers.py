@@ -67,12 +67,13 @@ class Linear(nn.Module):
         assert activate is None or onto is None, "nothing is added to an activated product"
         onto = onto if self._adds else None
         if kernels.usable(x):
-            from attnplug_engine.kernels.products import product, suits
+            from attnplug_engine.kernels.products import choose, product
 
-            if suits(x, self.weight):
-                gated = activate is silu_and_mul
+            gated = activate is silu_and_mul
+            cut = choose(x, self.weight, normed=norm is not None, gated=gated)
+            if cut is not None:
                 normed = None if norm is None else (norm.weight, norm.eps)
-                out = product(x, self.weight, bias=self.bias, norm=normed, gated=gated, onto=onto)
+                out = product(x, self.weight, cut, bias=self.bias, norm=normed, gated=gated, onto=onto)
                 return out if activate is None or gated else activate(out)
         if norm is not None:
             x = norm(x)
@@ -254,10 +255,11 @@ class Head(nn.Module):
         if hidden.dtype is torch.float32 or not hidden.is_cuda:
             return multiplied(hidden, self.weight, packed=self.packed).float()
         if kernels.usable(hidden):
-            from attnplug_engine.kernels.products import product, suits
+            from attnplug_engine.kernels.products import choose, product
 
-            if suits(hidden, self.weight):
-                return product(hidden, self.weight, dtype=torch.float32)
+            cut = choose(hidden, self.weight)
+            if cut is not None:
+                return product(hidden, self.weight, cut, dtype=torch.float32)
         return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
 
 

@@ -1,0 +1,67 @@
+"""Products of up to 64 rows with a large matrix, which passes through shared memory on its way to the tensor cores.
+
+As in ``tile_products`` the matrix is the first factor. Its tiles are copied several turns ahead without registers, so
+that a program has more of it on the way than those kernels can hold, and reads the input less often. A norm, a gate and
+a residual cost no launch of their own here either.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug_engine.kernels.product_ends import finish
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def _streamed_product(
+    out, x, weight, bias, onto, gain, rows, columns, out_stride, x_stride, onto_stride, eps,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK_N`` columns of the result, as in ``products``. A gate's rows of the matrix and those that it opens for are
+    one tile, in turns."""
+    TILES: tl.constexpr = 2 if GATED else 1
+    if EARLY:
+        gdc_launch_dependents()
+    first = tl.program_id(0) * BLOCK_N
+    line = tl.arange(0, TILES * BLOCK_N)
+    place = first + line // TILES
+    lines = weight + (place + line % TILES * columns).to(tl.int64)[:, None] * K
+    exists = (place < columns)[:, None]
+    row = tl.arange(0, ROWS)
+    inputs = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride  # a row past the last repeats it
+    total = tl.zeros([TILES * BLOCK_N, ROWS], tl.float32)
+    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    if AHEAD:
+        asked = weight + (tl.minimum(place, columns - 1) + line % TILES * columns).to(tl.int64) * K
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;", "=r,l", [asked.to(tl.uint64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    if EARLY:
+        gdc_wait()
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK_K)
+        if K % BLOCK_K == 0:
+            weights = tl.load(lines + column[None, :], mask=exists, other=0.0, eviction_policy="evict_first")
+            values = tl.load(inputs + column[None, :])
+        else:
+            there = (column < K)[None, :]
+            weights = tl.load(lines + column[None, :], mask=exists & there, other=0.0, eviction_policy="evict_first")
+            values = tl.load(inputs + column[None, :], mask=there, other=0.0)
+        if NORM:
+            exact = values.to(tl.float32)
+            squares += exact * exact
+            gains = tl.load(gain + column, mask=column < K, other=0.0).to(tl.float32)
+            values = (exact * gains[None, :]).to(values.dtype)
+        total = tl.dot(weights, tl.trans(values), acc=total)
+    total_up = total
+    if GATED:
+        total, total_up = tl.split(tl.permute(total.reshape(BLOCK_N, 2, ROWS), (0, 2, 1)))
+    finish(
+        total, total_up, tl.sum(squares, 1), out, bias, onto, first + tl.arange(0, BLOCK_N), row, rows, columns,
+        out_stride, onto_stride, eps, K, GATED, NORM, BIAS, ONTO,
+    )  # fmt: skip
