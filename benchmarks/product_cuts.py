@@ -164,7 +164,8 @@ def main() -> None:
     rows, tried_cuts = arguments.rows, candidates(arguments.rows)
     with multiprocessing.get_context("spawn").Pool(arguments.compilers) as pool:
         pool.map(compile_one, [(name, cut, rows) for name, cuts in tried_cuts.items() for cut in cuts], chunksize=2)
-    Turns(arguments.turns).alone()
+    turns = Turns(arguments.turns)  # held until the process ends
+    turns.alone()
     chain = Chain(rows)
     products.CUTS = {}  # what the rule says, not what was measured before
     ruled: dict[str, Cut | None] = dict.fromkeys(SHAPES)

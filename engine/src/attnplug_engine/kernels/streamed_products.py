@@ -21,8 +21,8 @@ def _streamed_product(
     AHEAD: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_N`` columns of the result, as in ``products``. A gate's rows of the matrix and those that it opens for are
-    one tile, in turns."""
+    """``BLOCK_N`` columns of the result, as in ``products``. A gate's rows of the matrix and those that it opens for
+    are one tile, in turns."""
     TILES: tl.constexpr = 2 if GATED else 1
     if EARLY:
         gdc_launch_dependents()
