@@ -54,7 +54,7 @@ FLASHINFER, FLASHINFER_TESTS = _plugin("flashinfer_mla")
 FLASHMLA, FLASHMLA_TESTS = _plugin("flashmla")
 FLASHATTENTION, FLASHATTENTION_TESTS = _plugin("flashattention")
 TRITON, TRITON_TESTS = _plugin("triton_mla")
-ROTARY, LATENT_TESTS = "engine/src/attnplug_engine/kernels/rotary.py", "engine/tests/test_latent_rows.py"
+LATENT, LATENT_TESTS = "engine/src/attnplug_engine/kernels/latent.py", "engine/tests/test_latent_rows.py"
 
 # Few tests each, and the same for similar faults: each fault compiles its kernel anew, and no more than that.
 _ONE = "\n        _write_row("  # in the kernel that writes one cache, not two
@@ -224,14 +224,14 @@ FAULTS = (
     ),
     Fault(
         "engine: a cache row of padding is stored",
-        ROTARY,
+        LATENT,
         "kept = (place >= 0) & (place < limit)",
         "kept = place < limit",
         (LATENT_TESTS, "-k", "nowhere_else"),
     ),
     Fault(
         "engine: a cache row after the last is stored",
-        ROTARY,
+        LATENT,
         "kept = (place >= 0) & (place < limit)",
         "kept = (place >= 0) & (place <= limit)",
         (LATENT_TESTS, "-k", "nowhere_else"),
@@ -241,7 +241,14 @@ FAULTS = (
         "core/src/attnplug/mla/triton_heads.py",
         "        gdc_wait()",
         "        pass",
-        (LATENT_TESTS, "-k", "have_arrived"),
+        (LATENT_TESTS, "-k", "late_kernel_made and False"),
+    ),
+    Fault(
+        "engine: queries are absorbed before they arrived",
+        LATENT,
+        "        gdc_wait()\n    start",
+        "        pass\n    start",
+        (LATENT_TESTS, "-k", "late_kernel_made and True"),
     ),
     Fault(
         "triton_mla, low: rows are read before they arrived",

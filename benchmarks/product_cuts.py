@@ -45,10 +45,10 @@ TRIED["down"] = [Cut(1, 8192, 4), Cut(1, 8192, 8), Cut(2, 8192, 8), Cut(4, 8192,
 TRIED["down"] += [Cut(2, 4096, 4), Cut(4, 4096, 4), Cut(4, 4096, 8), Cut(8, 4096, 8), Cut(4, 2048, 4)]
 LIBRARY = None
 TILES = [(16, 2048, 8), (16, 1024, 8), (16, 1024, 4), (16, 512, 4), (16, 512, 8), (32, 512, 8), (32, 256, 4)]
-STREAMED = [(64, 64, 4, 6), (64, 64, 4, 10), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4)]
-STREAMED += [(128, 64, 8, 6), (128, 128, 8, 4)]  # rows of the matrix, columns, warps, stages
-ASKED_AHEAD = [(64, 64, 4, 6), (64, 64, 4, 10), (64, 128, 4, 4), (128, 64, 8, 6)]
-NORMED_APART = [(64, 64, 4, 10), (64, 128, 4, 6), (128, 128, 8, 4)]
+# Rows of the matrix, columns, warps, stages, and the columns that are loaded before the kernel waits for its input.
+STREAMED = [(64, 128, 4, 6, 0), (64, 128, 4, 8, 0), (64, 128, 4, 6, 256), (64, 128, 4, 4, 512), (64, 128, 4, 6, 512)]
+STREAMED += [(64, 256, 4, 4, 0), (64, 256, 4, 3, 512)]
+GATED = [(128, 128, 8, 4, 0), (128, 128, 8, 3, 0), (128, 128, 8, 4, 128), (128, 128, 8, 3, 128), (128, 128, 8, 3, 256)]
 _SHARED = 220 << 10
 
 
@@ -62,13 +62,13 @@ def candidates(rows: int) -> dict[str, list[Cut | None]]:
     found: dict[str, list[Cut | None]] = {}
     for name, (_, _, tiles) in SHAPES.items():
         found[name] = [LIBRARY]
-        if rows <= 16 and name in ("qkv_a", "q_b", "o", "down"):
-            found[name] += [Cut(*cut, tiles=True) for cut in TILES[:4]]
-        for kind, ahead, cuts in ((Cut, False, STREAMED), (Cut, True, ASKED_AHEAD), (Apart, False, NORMED_APART)):
-            if kind is Apart and name in ("o", "down", "head"):
-                continue
-            for lines, columns, warps, stages in cuts:
-                if (lines + max(rows, 16)) * columns * 2 * stages <= _SHARED:
+        if name == "head":
+            continue
+        if rows <= 16 and name != "gate_up":
+            found[name] += [Cut(*cut, tiles=True) for cut in TILES[:1]]
+        for kind in (Cut,) if name in ("o", "down") else (Cut, Apart):
+            for lines, columns, warps, stages, ahead in GATED if tiles == 2 else STREAMED:
+                if (lines + max(rows, 16)) * (columns * stages + ahead) * 2 <= _SHARED:
                     found[name].append(kind(lines // tiles, columns, warps, True, stages, ahead))
     return found
 

@@ -7,8 +7,9 @@ from typing import Any
 from attnplug.kv.triton_rows import _write_pairs
 from attnplug.mla.triton_heads import _by_head
 from attnplug_engine.kernels.elementwise import _rms_norm, _silu_and_mul
+from attnplug_engine.kernels.latent import _absorb, _latent_rows
 from attnplug_engine.kernels.products import _product
-from attnplug_engine.kernels.rotary import _angles, _latent_rows, _turn_heads
+from attnplug_engine.kernels.rotary import _angles, _turn_heads
 from attnplug_engine.kernels.streamed_products import _streamed_product
 from attnplug_engine.kernels.tile_products import _tile_product
 from support import ahead
@@ -53,8 +54,12 @@ PAIRS = {
 }  # fmt: skip
 HEADS = {"QUERIES": 32, "SKIPPED": 0, "HEADS": 40, "DIM": 96, "NORM": True, "BLOCK_REST": 32, **ROTATED}
 LATENT = {"HEADS": 16, "BEFORE": 512, "LATENT": 512, "BLOCK_LATENT": 512, "slot_step": 1, **ROTATED}
+ABSORBED = {
+    "W_HEAD": 128 * 512, "W_IN": 512, "W_OUT": 1, "NOPE": 128, "HEADS": 16, "LATENT": 512, "HALF": 32, "PAIRS": True,
+    "TOKENS": 16, "BLOCK_NOPE": 128, "BLOCK_OUT": 64, "BLOCK_LATENT": 512, "BLOCK_HALF": 32, "slot_step": 1,
+}  # fmt: skip
 _TILES = {**product(8, 2048, 16, 512, gated=False, norm=True, onto=False), "WARPS": 4}
-_STREAMED = {**product(16, 2048, 32, 64, gated=True, norm=True, onto=False), "STAGES": 6, "AHEAD": False}
+_STREAMED = {**product(16, 2048, 32, 64, gated=True, norm=True, onto=False), "STAGES": 6, "AHEAD": 128}
 del _STREAMED["BFLOAT16"]
 KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("product", _product, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
@@ -63,6 +68,7 @@ KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("streamed", _streamed_product, _STREAMED, ("rows", "columns"), 4),
     ("by_head", _by_head, by_head(16, 128, 512, 64, transposed=False), ("rows",), 4),
     ("by_head", _by_head, by_head(16, 512, 128, 32, transposed=True), ("rows",), 4),
+    ("absorb", _absorb, ABSORBED, ("tokens",), 4),
     ("heads", _turn_heads, {**HEADS, "PAIRS": False}, (), 2),
     ("latent", _latent_rows, {**LATENT, "PAIRS": True, "BY_SLOT": False}, (), 2),
     ("latent", _latent_rows, {**LATENT, "PAIRS": True, "BY_SLOT": True}, (), 2),

@@ -10,7 +10,7 @@ import pytest
 from support.triton_mode import compiled_by
 
 Facts = dict[str, list[Any]]
-WITH_WEIGHTS = {"product", "by_head", "rms_norm", "angles"}
+WITH_WEIGHTS = {"product", "streamed", "absorb", "by_head", "rms_norm", "angles"}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,18 @@ def facts() -> Facts:
 
 def test_models(facts: Facts) -> None:
     """Every one for SM 90, some for SM 80."""
-    every = {"product", "streamed", "heads", "latent", "by_head", "pairs", "rms_norm", "silu_and_mul", "angles"}
+    every = {
+        "product",
+        "streamed",
+        "absorb",
+        "heads",
+        "latent",
+        "by_head",
+        "pairs",
+        "rms_norm",
+        "silu_and_mul",
+        "angles",
+    }
     assert {one["kernel"] for one in facts["models"] if one["sm"] == 90} == every
     assert {one["kernel"] for one in facts["models"] if one["sm"] == 80} == {"product", "streamed", "by_head"}
     assert all(one["spilled"] == 0 for one in facts["models"])

@@ -242,7 +242,7 @@ FREQUENCIES = 1e4 ** -(torch.arange(0, 16, 2) / 16)
 
 def turn_and_twin(pairs: bool, device: str, dim: int = 16) -> tuple[Any, Any]:
     """The kernels' rotation of 16 dimensions, and torch's in float64 by the same angles."""
-    from attnplug_engine.kernels.rotary import Turn
+    from attnplug_engine.kernels.turn import Turn
 
     positions = torch.tensor(POSITIONS)
     turn = Turn(positions.to(device), FREQUENCIES.to(device), 1.5, pairs=pairs)

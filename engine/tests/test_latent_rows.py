@@ -1,4 +1,5 @@
-"""New cache rows of MLA layers: made by one kernel with their queries, and stored by it where the plan says.
+"""New cache rows of MLA layers: made by one kernel with their queries, which may be absorbed, and stored by it where
+the plan says.
 
 As in ``test_kernels``: in Triton's interpreter, or on a GPU.
 """
@@ -10,11 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels import BOUNDS, BY_KERNEL, TYPES, error, normed, poisoned_rows, random, rotated, tiny, turn_and_twin
+from test_kernels import (
+    BOUNDS,
+    BY_KERNEL,
+    FREQUENCIES,
+    TYPES,
+    error,
+    normed,
+    poisoned_rows,
+    random,
+    rotated,
+    tiny,
+    turn_and_twin,
+)
 from torch import Tensor
 
 from attnplug import ExtendPath, ForwardMode, MLAPool
-from attnplug.host import ExtendPolicy, ModelAttention, PageLayout, RowPlaces
+from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention, PageLayout, RowPlaces
 from attnplug_engine import kernels
 from support.devices import DEVICES, INTERPRETED
 
@@ -35,21 +48,25 @@ def test_latent_rows_are_normed_and_rotated_with_their_queries(pairs: bool, devi
 
 @pytest.mark.parametrize("device", BY_KERNEL)
 @pytest.mark.parametrize("width", [36, 48])
+@pytest.mark.parametrize("in_one", [True, False])
 @pytest.mark.parametrize(
     ("slots", "written"),
     [([5, 0, 2], {0: 5, 1: 0, 2: 2}), ([-1, 5, -2], {1: 5}), ([6, 1 << 40, 4], {2: 4}), ([3], {0: 3}), ([], {})],
 )
 def test_latent_rows_are_stored_at_their_slots_and_nowhere_else(
-    slots: list[int], written: dict[int, int], width: int, device: str
+    slots: list[int], written: dict[int, int], in_one: bool, width: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B5: nothing for padding, which has a negative slot or none, and nothing past the cache's last row.
 
     The bytes are those of rows that are made first and stored afterwards.
     """
+    if not in_one:
+        monkeypatch.setattr("attnplug_engine.kernels.turn._MOST_ABSORBED", 0)
     turn, _ = turn_and_twin(True, device)
     norm: Any = SimpleNamespace(weight=random(20, device=device, seed=2), eps=1e-3)
-    down, q, other = poisoned_rows(3, 36, device, seed=1), *(random(3, 5, 24 + 16, device=device) for _ in range(2))
-    rows = turn.latent_rows(other, down, 24, norm)
+    weights = up_projection(5, 24, 20, device)
+    down, q = poisoned_rows(3, 36, device, seed=1), random(3, 5, 24 + 16, device=device)
+    rows = turn.latent_rows(q.clone(), down, 24, norm)
     # 6 rows, apart where the memory is wider, with a row of nobody's before and one after.
     memory = torch.full((8, width), torch.nan, dtype=TYPES[device], device=device)
     wanted = memory.clone()
@@ -57,26 +74,55 @@ def test_latent_rows_are_stored_at_their_slots_and_nowhere_else(
         wanted[1 + slot, :36] = rows[token]
     adjacent = torch.tensor(slots, dtype=torch.int64)
     for numbers in (adjacent, torch.stack((adjacent, torch.ones_like(adjacent)), 1)[:, 0]):
-        places = RowPlaces(memory[1:7, :36], numbers.to(device))
-        assert turn.latent_rows(q.clone(), down, 24, norm, places) is None
+        turn.absorb(q, down, weights, norm, RowPlaces(memory[1:7, :36], numbers.to(device)))
         assert torch.equal(memory.view(torch.int16), wanted.view(torch.int16))
-    turn.latent_rows(q, down, 24, norm, places)
-    assert torch.equal(q, other)
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_queries_are_absorbed_and_rotated_while_rows_are_stored(tokens: int, pairs: bool, device: str) -> None:
+    """Sizes that no tile divides, and more tokens than a tile has. Rows and rotations have the bits that they have
+    without absorbing; nothing around the inputs is read."""
+    from attnplug_engine.kernels.turn import Turn
+
+    turn = Turn(7 * torch.arange(tokens, device=device), FREQUENCIES.to(device), 1.5, pairs=pairs)
+    norm: Any = SimpleNamespace(weight=random(20, device=device, seed=2), eps=1e-3)
+    weights = up_projection(5, 24, 20, device)
+    q = poisoned_rows(tokens, 5 * 40, device).unflatten(1, (5, 40))
+    down, turned = poisoned_rows(tokens, 36, device, seed=1), q.clone()
+    rows = turn.latent_rows(turned, down, 24, norm)
+    slots = torch.randperm(tokens + 2, generator=torch.Generator().manual_seed(4))[:tokens].to(device)
+    cache = torch.full((tokens + 2, 36), torch.nan, dtype=q.dtype, device=device)
+    absorbed = turn.absorb(q, down, weights, norm, RowPlaces(cache, slots))
+    wanted = torch.einsum("thn,hnl->thl", q[..., :24].double(), weights.w_kc.double())
+    assert error(absorbed[..., :20], wanted) <= BOUNDS[q.dtype]
+    assert torch.equal(absorbed[..., 20:], turned[..., 24:])
+    assert torch.equal(cache[slots], rows) and int(cache.isnan().all(1).sum()) == 2
+
+
+def up_projection(heads: int, nope: int, latent: int, device: str) -> MLAWeights:
+    keys = random(heads, nope, latent, device=device, seed=3)
+    return MLAWeights(keys, keys.transpose(1, 2))
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_rows_are_made_of_what_a_late_kernel_made_before_the_queries_were_absorbed(device: str) -> None:
-    """All are launched early, after one that is late with queries and rows. Each waits for the one before it alone: the
-    kernel that stores rows reads those of the late one because the product that absorbs has waited too."""
+@pytest.mark.parametrize("in_one", [True, False])
+def test_rows_and_queries_are_made_of_what_a_late_kernel_made(
+    in_one: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are launched early, after one that is late with queries and rows. Each waits for the one before it alone: not
+    in one launch, the kernel that stores rows reads those of the late one because the one that absorbs has waited."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("kernels wait for each other on the device from SM 90 on")
     from attnplug.kv.triton_rows import RowWriter
-    from attnplug.mla.triton_heads import multiply_heads
     from support.late_kernel import fill_late
 
+    if not in_one:
+        monkeypatch.setattr("attnplug_engine.kernels.turn._MOST_ABSORBED", 0)
     turn, _ = turn_and_twin(True, device)
     norm: Any = SimpleNamespace(weight=random(512, device=device, seed=2), eps=1e-3)
-    weight, given = random(16, 128, 512, device=device, seed=3), random(3 * (16 * 144 + 528), device=device)
+    weights, given = up_projection(16, 128, 512, device), random(3 * (16 * 144 + 528), device=device)
     late = torch.empty_like(given)
     queries, down = late[: 3 * 16 * 144].view(3, 16, 144), late[3 * 16 * 144 :].view(3, 528)
     cache = torch.empty(8, 528, dtype=given.dtype, device=device)
@@ -86,9 +132,8 @@ def test_rows_are_made_of_what_a_late_kernel_made_before_the_queries_were_absorb
     reader = RowWriter(read, layout, 1.0)  # what it writes is what it has read
 
     def run() -> list[Tensor]:
-        """Nothing but these three is launched: a plain launch in between would wait for all."""
-        absorbed = multiply_heads(queries, weight)
-        turn.latent_rows(absorbed, down, 512, norm, places)
+        """Nothing but these is launched: a plain launch in between would wait for all."""
+        absorbed = turn.absorb(queries, down, weights, norm, places)
         reader.write(everything, cache.unsqueeze(1))
         return [absorbed.view(torch.int16), read.clone().view(torch.int16)]
 

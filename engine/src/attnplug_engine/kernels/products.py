@@ -43,7 +43,7 @@ class Cut:
     warps: int
     tiles: bool = False
     stages: int = 0
-    ahead: bool = False
+    ahead: int = 0
 
 
 CUTS: Mapping[tuple[int, int], Cut] = {
@@ -54,7 +54,7 @@ CUTS: Mapping[tuple[int, int], Cut] = {
 """By the matrix's ``(rows, columns)``, where a cut is better than the rule (``benchmarks/product_cuts.py``)."""
 TILES: Mapping[tuple[int, int], Cut] = {(2112, 2048): Cut(16, 2048, 8, tiles=True)}
 """The same for products by tensor cores."""
-STREAMED = Cut(32, 64, 4, tiles=True, stages=6)
+STREAMED = Cut(64, 128, 8, tiles=True, stages=4)
 """Of each two blocks of a gated matrix; what tensor cores take at once."""
 
 _LONGEST = 4096

@@ -35,15 +35,11 @@ def _streamed_product(
     inputs = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride  # a row past the last repeats it
     total = tl.zeros([TILES * BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    if AHEAD:
-        asked = weight + (tl.minimum(place, columns - 1) + line % TILES * columns).to(tl.int64) * K
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;", "=r,l", [asked.to(tl.uint64)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    if AHEAD > 0:
+        held = tl.load(lines + tl.arange(0, AHEAD)[None, :], mask=exists, other=0.0, eviction_policy="evict_first")
     if EARLY:
         gdc_wait()
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(AHEAD, K, BLOCK_K, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK_K)
         if K % BLOCK_K == 0:
             weights = tl.load(lines + column[None, :], mask=exists, other=0.0, eviction_policy="evict_first")
@@ -58,10 +54,19 @@ def _streamed_product(
             gains = tl.load(gain + column, mask=column < K, other=0.0).to(tl.float32)
             values = (exact * gains[None, :]).to(values.dtype)
         total = tl.dot(weights, tl.trans(values), acc=total)
+    sums = tl.sum(squares, 1)
+    if AHEAD > 0:
+        column = tl.arange(0, AHEAD)
+        values = tl.load(inputs + column[None, :])
+        if NORM:
+            exact = values.to(tl.float32)
+            sums += tl.sum(exact * exact, 1)
+            values = (exact * tl.load(gain + column).to(tl.float32)[None, :]).to(values.dtype)
+        total = tl.dot(held, tl.trans(values), acc=total)
     total_up = total
     if GATED:
         total, total_up = tl.split(tl.permute(total.reshape(BLOCK_N, 2, ROWS), (0, 2, 1)))
     finish(
-        total, total_up, tl.sum(squares, 1), out, bias, onto, first + tl.arange(0, BLOCK_N), row, rows, columns,
+        total, total_up, sums, out, bias, onto, first + tl.arange(0, BLOCK_N), row, rows, columns,
         out_stride, onto_stride, eps, K, GATED, NORM, BIAS, ONTO,
     )  # fmt: skip

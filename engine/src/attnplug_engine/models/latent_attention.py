@@ -111,12 +111,11 @@ class LatentAttention(Attention):
         q = query.unflatten(1, (layer.num_heads, layer.head_dim))
         attention = active_attention()
         places = attention.row_places(layer, batch, q.shape[0], rows.dtype) if rotation.stores else None
-        before = self._nope
-        if places is not None:
-            # Before they are rotated: right behind the long product that made the queries, the kernel that absorbs them
-            # is launched early enough to have loaded its weights when they are there. The rotation is too short for it.
-            q, before = self.weights.absorb(q), self._latent
-        new = rotation.latent_rows(q, rows, before, self.row_norm, places)
+        new = None
+        if places is None:
+            new = rotation.latent_rows(q, rows, self._nope, self.row_norm)
+        else:
+            q = rotation.absorb(q, rows, self.weights, self.row_norm, places)
         attended = attention.attend_mla(q, new, layer, self.weights, batch, selected=selected)
         return self.out(attended.flatten(1), onto=onto)
 

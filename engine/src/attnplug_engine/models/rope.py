@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from attnplug.host import Config, RowPlaces, rope_section, rope_type, rope_type_key
+from attnplug.host import Config, MLAWeights, RowPlaces, rope_section, rope_type, rope_type_key
 from attnplug_engine import kernels
 from attnplug_engine.models.layers import RMSNorm
 
@@ -24,7 +24,7 @@ class Rotation(Protocol):
     """The rotation for the tokens of one step, made once and used by every layer."""
 
     stores: ClassVar[bool]
-    """Whether ``latent_rows`` can store what it makes."""
+    """Whether rows can be stored where they are made, by ``absorb``."""
 
     def apply(self, x: Tensor) -> Tensor:
         """``x`` ``[tokens, heads, dim]`` rotated."""
@@ -44,14 +44,16 @@ class Rotation(Protocol):
         """
         ...
 
-    def latent_rows(
-        self, q: Tensor, down: Tensor, before: int, norm: RMSNorm, places: RowPlaces | None = None
-    ) -> Tensor | None:
+    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm) -> Tensor:
         """New cache rows ``[tokens, latent | rope]`` of ``down``: its latent normed, its other dimensions rotated.
 
-        ``q`` ``[tokens, heads, before | rope]``, which may be a view, is rotated in place after its first ``before``
-        dimensions. A rotation that ``stores`` puts rows in their ``places`` in the cache, and returns none then.
+        ``q`` ``[tokens, heads, nope | rope]``, which may be a view, is rotated in place after its first ``nope``
+        dimensions.
         """
+        ...
+
+    def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: RMSNorm, places: RowPlaces) -> Tensor:
+        """``q`` absorbed and rotated; of a rotation that ``stores``, which puts the new rows in their ``places``."""
         ...
 
 
@@ -78,12 +80,13 @@ class TorchRotation:
             q, k = norms[0](q), norms[1](k)
         return self.apply(q), self.apply(k)
 
-    def latent_rows(
-        self, q: Tensor, down: Tensor, before: int, norm: RMSNorm, places: RowPlaces | None = None
-    ) -> Tensor | None:
-        self.apply_(q[..., before:])
+    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm) -> Tensor:
+        self.apply_(q[..., nope:])
         latent, rope = down.tensor_split((norm.weight.shape[0],), dim=1)
         return torch.cat((norm(latent), self.apply(rope.unsqueeze(1)).squeeze(1)), dim=1)
+
+    def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: RMSNorm, places: RowPlaces) -> Tensor:
+        raise NotImplementedError("rows are stored by attention")
 
 
 class HalfRotation(TorchRotation):
@@ -186,7 +189,7 @@ class Rope:
 
     def at(self, positions: Tensor) -> Rotation:
         if kernels.usable(positions):
-            from attnplug_engine.kernels.rotary import Turn
+            from attnplug_engine.kernels.turn import Turn
 
             # It turns as many dimensions as there are frequencies for, so a partial rotation is nothing special.
             return Turn(positions, self._frequencies, self._factor, pairs=self._rotation is PairRotation)

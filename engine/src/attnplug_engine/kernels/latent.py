@@ -1,0 +1,124 @@
+"""Kernels of MLA between a layer's products and its attention, one launch each: cache rows are made and queries are
+rotated where they lie, or queries are absorbed as well."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug_engine.kernels.rotary import members
+
+
+@triton.jit
+def _row(
+    rows, slots, down, cos, sin, gain, token, planned, limit, slot_step, row_stride, down_stride, eps,
+    LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+):  # fmt: skip
+    """The cache row of one token. With ``BY_SLOT`` ``rows`` are ``limit`` rows of a cache, and the row is stored at the
+    token's slot, if it is one of the ``planned`` tokens and its slot is none of padding."""
+    pair, column = tl.arange(0, BLOCK_HALF), tl.arange(0, BLOCK_LATENT)
+    first, second = members(pair, HALF, PAIRS)
+    place = token
+    if BY_SLOT:
+        place = tl.load(slots + token * slot_step, mask=token < planned, other=-1).to(tl.int64)
+    # Padding is computed, and not stored: to branch would be to wait for the slot before the row is loaded.
+    kept = (place >= 0) & (place < limit)
+    stored, stored_pairs = column < tl.where(kept, LATENT, 0), pair < tl.where(kept, HALF, 0)
+    source, target = down + token * down_stride, rows + place * row_stride
+    inside, there = column < LATENT, pair < HALF
+    latent = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    gains = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(source + LATENT + first, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(source + LATENT + second, mask=there, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * HALF + pair, mask=there, other=0.0)
+    s = tl.load(sin + token * HALF + pair, mask=there, other=0.0)
+    latent *= tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps) * gains
+    tl.store(target + column, latent.to(rows.dtype.element_ty), mask=stored)
+    tl.store(target + LATENT + first, (a * c - b * s).to(rows.dtype.element_ty), mask=stored_pairs)
+    tl.store(target + LATENT + second, (b * c + a * s).to(rows.dtype.element_ty), mask=stored_pairs)
+
+
+@triton.jit(do_not_specialize=["planned", "limit"])
+def _latent_rows(
+    rows, slots, q, down, cos, sin, gain, planned, limit, slot_step, row_stride, q_stride, q_head_stride, down_stride,
+    eps,
+    HEADS: tl.constexpr, BEFORE: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr, BY_SLOT: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Of one token the cache row (program 0), or some heads' rotary parts in place."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _row(
+            rows, slots, down, cos, sin, gain, token, planned, limit, slot_step, row_stride, down_stride, eps,
+            LATENT, HALF, PAIRS, BLOCK_LATENT, BLOCK_HALF, BY_SLOT,
+        )  # fmt: skip
+    else:
+        pair = tl.arange(0, BLOCK_HALF)
+        first, second = members(pair, HALF, PAIRS)
+        there = pair < HALF
+        c = tl.load(cos + token * HALF + pair, mask=there, other=0.0)[None, :]
+        s = tl.load(sin + token * HALF + pair, mask=there, other=0.0)[None, :]
+        head = (tl.program_id(1) - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        live = (head < HEADS)[:, None] & there[None, :]
+        line = (q + token * q_stride + head * q_head_stride + BEFORE)[:, None]
+        x = tl.load(line + first[None, :], mask=live, other=0.0).to(tl.float32)
+        y = tl.load(line + second[None, :], mask=live, other=0.0).to(tl.float32)
+        tl.store(line + first[None, :], (x * c - y * s).to(q.dtype.element_ty), mask=live)
+        tl.store(line + second[None, :], (y * c + x * s).to(q.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["tokens", "planned", "limit"])
+def _absorb(
+    out, rows, slots, q, down, weight, cos, sin, gain, tokens, planned, limit, slot_step, row_stride, q_stride,
+    q_head_stride, down_stride, eps,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    W_HEAD: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr, TOKENS: tl.constexpr, BLOCK_NOPE: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Some latent dimensions of one head's queries; the head's first program has those that are rotated as well. After
+    the heads come programs that make rows."""
+    head, block = tl.program_id(0), tl.program_id(1)
+    number = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    place = tl.arange(0, BLOCK_NOPE)
+    weights = tl.load(
+        weight + head.to(tl.int64) * W_HEAD + number[:, None] * W_OUT + place[None, :] * W_IN,
+        mask=(number < tl.where(head < HEADS, LATENT, 0))[:, None] & (place < NOPE)[None, :],
+        other=0.0,
+    )
+    if EARLY:  # what is above depends on no other kernel
+        gdc_launch_dependents()
+        gdc_wait()
+    start = tl.program_id(2) * TOKENS
+    PROGRAMS: tl.constexpr = (LATENT + BLOCK_OUT - 1) // BLOCK_OUT
+    if head < HEADS:
+        token = start + tl.arange(0, TOKENS)
+        live = (token < tokens)[:, None]
+        source = (q + token.to(tl.int64) * q_stride + head * q_head_stride)[:, None]
+        target = (out + (token.to(tl.int64) * HEADS + head) * (LATENT + 2 * HALF))[:, None]
+        values = tl.load(source + place[None, :], mask=live & (place < NOPE)[None, :], other=0.0)
+        total = tl.dot(values, tl.trans(weights))
+        tl.store(target + number[None, :], total.to(out.dtype.element_ty), mask=live & (number < LATENT)[None, :])
+        if block == 0:
+            pair = tl.arange(0, BLOCK_HALF)
+            first, second = members(pair, HALF, PAIRS)
+            there = live & (pair < HALF)[None, :]
+            turn = token[:, None] * HALF + pair[None, :]
+            c, s = tl.load(cos + turn, mask=there, other=0.0), tl.load(sin + turn, mask=there, other=0.0)
+            x = tl.load(source + NOPE + first[None, :], mask=there, other=0.0).to(tl.float32)
+            y = tl.load(source + NOPE + second[None, :], mask=there, other=0.0).to(tl.float32)
+            tl.store(target + LATENT + first[None, :], (x * c - y * s).to(out.dtype.element_ty), mask=there)
+            tl.store(target + LATENT + second[None, :], (y * c + x * s).to(out.dtype.element_ty), mask=there)
+    else:
+        for own in tl.static_range(0, TOKENS, PROGRAMS):
+            one = (start + own + block).to(tl.int64)
+            if (one < tokens) & (own + block < TOKENS):
+                _row(
+                    rows, slots, down, cos, sin, gain, one, planned, limit, slot_step, row_stride, down_stride, eps,
+                    LATENT, HALF, PAIRS, BLOCK_LATENT, BLOCK_HALF, True,
+                )  # fmt: skip
