@@ -6,7 +6,7 @@ python benchmarks/product_cuts.py --rows 4 --out benchmarks/results/product_tile
 A product alone says little: kernels overlap, so what counts is the time of 16 layers of products, each with weights of
 its own. Attention is left out. Every cut that is better by a microsecond stays while the next shape is tried, twice
 over. With more than two rows cuts for tensor cores are tried, and the library. What won is in
-``attnplug_engine.kernels.products``.
+``attnplug_engine.kernels.product_cuts``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from decode_points import Turns
 from gpu_report import describe
 from torch.nn import functional as F
 
-from attnplug_engine.kernels import products
+from attnplug_engine.kernels import product_cuts
 from attnplug_engine.kernels.elementwise import rms_norm, silu_and_mul
-from attnplug_engine.kernels.products import Cut, choose_few, product
+from attnplug_engine.kernels.product_cuts import Cut, choose_few
+from attnplug_engine.kernels.products import product
 
 LAYERS, HIDDEN, RANK = 16, 2048, 1536
 SHAPES = {  # rows and columns of the matrix, and how many blocks of it a program takes
@@ -45,31 +46,22 @@ TRIED["down"] = [Cut(1, 8192, 4), Cut(1, 8192, 8), Cut(2, 8192, 8), Cut(4, 8192,
 TRIED["down"] += [Cut(2, 4096, 4), Cut(4, 4096, 4), Cut(4, 4096, 8), Cut(8, 4096, 8), Cut(4, 2048, 4)]
 LIBRARY = None
 TILES = [(16, 2048, 8), (16, 1024, 8), (16, 1024, 4), (16, 512, 4), (16, 512, 8), (32, 512, 8), (32, 256, 4)]
-# Rows of the matrix, columns, warps, stages, and the columns that are loaded before the kernel waits for its input.
-STREAMED = [(64, 128, 4, 6, 0), (64, 128, 4, 8, 0), (64, 128, 4, 6, 256), (64, 128, 4, 4, 512), (64, 128, 4, 6, 512)]
-STREAMED += [(64, 256, 4, 4, 0), (64, 256, 4, 3, 512)]
-GATED = [(128, 128, 8, 4, 0), (128, 128, 8, 3, 0), (128, 128, 8, 4, 128), (128, 128, 8, 3, 128), (128, 128, 8, 3, 256)]
+STREAMED = [(64, 64, 4, 6), (64, 64, 4, 10), (64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 4, 8), (64, 256, 4, 4)]
+STREAMED += [(128, 64, 8, 6), (128, 128, 8, 3), (128, 128, 8, 4)]  # rows of the matrix, columns, warps, stages
 _SHARED = 220 << 10
 
 
-class Apart(Cut):
-    """A cut of a product whose norm is a kernel of its own."""
-
-
 def candidates(rows: int) -> dict[str, list[Cut | None]]:
-    if rows <= products.FEW:
+    if rows <= product_cuts.FEW:
         return {name: list(cuts) for name, cuts in TRIED.items()}
     found: dict[str, list[Cut | None]] = {}
     for name, (_, _, tiles) in SHAPES.items():
         found[name] = [LIBRARY]
-        if name == "head":
-            continue
-        if rows <= 16 and name != "gate_up":
-            found[name] += [Cut(*cut, tiles=True) for cut in TILES[:1]]
-        for kind in (Cut,) if name in ("o", "down") else (Cut, Apart):
-            for lines, columns, warps, stages, ahead in GATED if tiles == 2 else STREAMED:
-                if (lines + max(rows, 16)) * (columns * stages + ahead) * 2 <= _SHARED:
-                    found[name].append(kind(lines // tiles, columns, warps, True, stages, ahead))
+        if rows <= product_cuts.MORE:
+            found[name] += [Cut(*cut, tiles=True) for cut in TILES]
+        for lines, columns, warps, stages in STREAMED:
+            if (lines + max(rows, 16)) * columns * stages * 2 <= _SHARED:
+                found[name].append(Cut(lines // tiles, columns, warps, tiles=True, stages=stages))
     return found
 
 
@@ -82,8 +74,6 @@ def run(
     name: str, x: torch.Tensor, weight: torch.Tensor, cut: Cut | None, onto: torch.Tensor | None = None
 ) -> torch.Tensor:
     norm = None if name in ("o", "down", "head") else (gains(x.shape[1]), 1e-6)
-    if isinstance(cut, Apart) and norm is not None:
-        x, norm = rms_norm(x, *norm), None
     if cut is LIBRARY:
         x = x if norm is None else rms_norm(x, *norm)
         out = F.linear(x, weight) if onto is None else torch.addmm(onto, x, weight.t())
@@ -151,7 +141,7 @@ class Chain:
 def shown(cut: Cut | None) -> str | list[int]:
     if cut is LIBRARY:
         return "library"
-    return [cut.block_n, cut.block_k, cut.warps, cut.stages, cut.ahead, isinstance(cut, Apart)]
+    return [cut.block_n, cut.block_k, cut.warps, cut.stages]
 
 
 def main() -> None:
@@ -167,9 +157,9 @@ def main() -> None:
     turns = Turns(arguments.turns)  # held until the process ends
     turns.alone()
     chain = Chain(rows)
-    products.CUTS = {}  # what the rule says, not what was measured before
+    product_cuts.CUTS = {}  # what the rule says, not what was measured before
     ruled: dict[str, Cut | None] = dict.fromkeys(SHAPES)
-    if rows <= products.FEW:
+    if rows <= product_cuts.FEW:
         ruled = {name: choose_few(outputs // tiles, inputs, tiles) for name, (outputs, inputs, tiles) in SHAPES.items()}
     cuts, tried = dict(ruled), []
     for _ in range(2):

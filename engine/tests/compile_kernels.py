@@ -59,13 +59,14 @@ ABSORBED = {
     "TOKENS": 16, "BLOCK_NOPE": 128, "BLOCK_OUT": 64, "BLOCK_LATENT": 512, "BLOCK_HALF": 32, "slot_step": 1,
 }  # fmt: skip
 _TILES = {**product(8, 2048, 16, 512, gated=False, norm=True, onto=False), "WARPS": 4}
-_STREAMED = {**product(16, 2048, 32, 64, gated=True, norm=True, onto=False), "STAGES": 6, "AHEAD": 128}
-del _STREAMED["BFLOAT16"]
+STREAMED = {
+    "K": 2048, "ROWS": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "GATED": True, "BIAS": False, "ONTO": False,
+}  # fmt: skip
 KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("product", _product, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
     ("product", _product, product(4, 8192, 4, 4096, gated=False, norm=False, onto=True), ("rows", "columns"), 4),
     ("product", _tile_product, _TILES, ("rows", "columns"), 4),
-    ("streamed", _streamed_product, _STREAMED, ("rows", "columns"), 4),
+    ("streamed", _streamed_product, STREAMED, ("rows", "columns"), 8),
     ("by_head", _by_head, by_head(16, 128, 512, 64, transposed=False), ("rows",), 4),
     ("by_head", _by_head, by_head(16, 512, 128, 32, transposed=True), ("rows",), 4),
     ("absorb", _absorb, ABSORBED, ("tokens",), 4),

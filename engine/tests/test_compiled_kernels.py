@@ -10,7 +10,7 @@ import pytest
 from support.triton_mode import compiled_by
 
 Facts = dict[str, list[Any]]
-WITH_WEIGHTS = {"product", "streamed", "absorb", "by_head", "rms_norm", "angles"}
+WITH_WEIGHTS = {"product", "absorb", "by_head", "rms_norm", "angles"}
 
 
 @pytest.fixture(scope="module")

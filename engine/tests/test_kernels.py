@@ -80,7 +80,8 @@ def test_a_product_of_few_rows_is_float64s(
     rows: int, inputs: int, outputs: int, block_k: int, gated: bool, norm: bool, device: str
 ) -> None:
     """Whatever does not divide evenly, with every prologue and epilogue; nothing around the rows is read."""
-    from attnplug_engine.kernels.products import Cut, product
+    from attnplug_engine.kernels.product_cuts import Cut
+    from attnplug_engine.kernels.products import product
 
     x = poisoned_rows(rows, inputs, device)
     weight = random(outputs, inputs, device=device, seed=1)
@@ -106,7 +107,8 @@ def test_a_product_of_few_rows_is_float64s(
 @pytest.mark.parametrize("stages", [0, 3])
 def test_a_row_does_not_depend_on_the_others(stages: int, device: str) -> None:
     """Padding rows of a captured step hold whatever was there: not a bit of the others is to change."""
-    from attnplug_engine.kernels.products import Cut, product
+    from attnplug_engine.kernels.product_cuts import Cut
+    from attnplug_engine.kernels.products import product
 
     cut = Cut(64, 64, 4, tiles=True, stages=stages) if stages else Cut(16, 256, 4, tiles=True)
     weight, norm = random(24, 64, device=device, seed=1), (random(64, device=device, seed=3), 1e-6)
@@ -120,7 +122,8 @@ def test_a_row_does_not_depend_on_the_others(stages: int, device: str) -> None:
 @pytest.mark.parametrize("device", BY_KERNEL)
 def test_rows_may_begin_at_any_place(device: str) -> None:
     """Numbers are loaded in pairs, and these begin in the middle of one."""
-    from attnplug_engine.kernels.products import Cut, product
+    from attnplug_engine.kernels.product_cuts import Cut
+    from attnplug_engine.kernels.products import product
 
     wide, weight, cut = random(3, 65, device=device), random(24, 64, device=device, seed=1), Cut(4, 64, 4)
     assert torch.equal(product(wide[:, 1:], weight, cut), product(wide[:, 1:].contiguous(), weight, cut))
@@ -129,7 +132,8 @@ def test_rows_may_begin_at_any_place(device: str) -> None:
 @pytest.mark.parametrize("device", BY_KERNEL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_are_not_rounded_on_their_way_to_float32(dtype: torch.dtype, device: str) -> None:
-    from attnplug_engine.kernels.products import choose, product
+    from attnplug_engine.kernels.product_cuts import choose
+    from attnplug_engine.kernels.products import product
 
     x, weight = random(2, 64, device=device, dtype=dtype), random(40, 64, device=device, seed=1, dtype=dtype)
     logits = product(x, weight, choose(x, weight), dtype=torch.float32)
@@ -138,25 +142,35 @@ def test_logits_are_not_rounded_on_their_way_to_float32(dtype: torch.dtype, devi
 
 
 def test_some_rows_of_short_types_are_multiplied_by_a_kernel() -> None:
-    from attnplug_engine.kernels.products import FEW, MANY, SOME, choose
+    from attnplug_engine.kernels.product_cuts import FEW, MANY, MORE, SOME, choose
 
     weight, tall = (torch.zeros(rows, 16, dtype=torch.bfloat16) for rows in (8, 5000))
     x = torch.zeros(MANY + 1, 16, dtype=torch.bfloat16)
     assert not choose(x[:FEW], weight).tiles and choose(x[: FEW + 1], weight).tiles
-    assert choose(x[:SOME], weight) and not choose(x[: SOME + 1], weight) and not choose(x[:0], weight)
+    assert not choose(x[:SOME], weight).stages and choose(x[: SOME + 1], weight).stages and choose(x[:MORE], weight)
+    assert not choose(x[: MORE + 1], weight) and not choose(x[:0], weight)
     assert choose(x[:FEW].half(), weight.half()) and not choose(x[: FEW + 1].half(), weight.half())
     assert choose(x[:FEW], tall) and not choose(x[: FEW + 1], tall)
-    assert choose(x[: FEW + 1], tall, gated=True).stages and choose(x[:MANY], tall, gated=True).stages
-    assert not choose(x, tall, gated=True)
     assert not choose(x[:1].float(), weight.float())
     assert not choose(x[:1], torch.zeros(16, 8, dtype=torch.bfloat16).T)
     assert not choose(x[None, :1], weight)
     assert not choose(x[:1, :15], weight[:, :15].contiguous())
+    assert not choose(x[:MORE, :12], weight[:, :12].contiguous())
+
+
+def test_gated_products_of_many_rows_are_those_that_give_all_processors_work() -> None:
+    from attnplug_engine.kernels.product_cuts import MANY, choose
+
+    x = torch.zeros(MANY + 1, 16, dtype=torch.bfloat16)
+    for outputs, chosen in ((8192, True), (2816, False), (11008, False), (16384, True), (16896, True)):
+        weight = torch.zeros(2 * outputs, 16, dtype=torch.bfloat16)
+        assert (choose(x[:MANY], weight, gated=True) is not None) is chosen, outputs
+        assert choose(x, weight, gated=True) is None and choose(x[:MANY], weight) is None
 
 
 @pytest.mark.parametrize("shape", [(3072, 2048), (2048, 8192), (3072, 1536), (1, 2048), (7, 24), (2048, 28672)])
 def test_a_program_loads_a_bounded_part_of_the_matrix_at_once(shape: tuple[int, int]) -> None:
-    from attnplug_engine.kernels.products import choose_few
+    from attnplug_engine.kernels.product_cuts import choose_few
 
     for tiles in (1, 2):
         cut = choose_few(*shape, tiles)

@@ -3,14 +3,10 @@
 One program has some rows of the matrix, all of them in registers: many loads are in flight at once, and they are issued
 before the kernel waits for its input. A norm of the input and a sum with a residual cost no launch of their own. The
 norm's factor is one number a row, so it is put on the result; sums are float32. With more rows those of
-``tile_products``, of ``streamed_products`` or of a library are faster: ``choose`` says which.
+``tile_products``, of ``streamed_products`` or of a library are faster: ``product_cuts`` says which.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -19,72 +15,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options
+from attnplug_engine.kernels.elementwise import rms_norm
+from attnplug_engine.kernels.product_cuts import Cut
 from attnplug_engine.kernels.product_ends import finish
 from attnplug_engine.kernels.streamed_products import _streamed_product
 from attnplug_engine.kernels.tile_products import _tile_product
-
-FEW, SOME, MANY = 2, 8, 64
-"""Up to ``FEW`` rows the kernel in here is used, up to ``SOME`` that of ``tile_products`` for matrices of few rows, and
-up to ``MANY`` that of ``streamed_products`` for gated ones of many. The library is faster for all else; measured on an
-H200 (``benchmarks/product_cuts.py``), with the norm, gate and residual that the library takes launches of their own
-for."""
-_SHORT = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a product is divided: matrix rows of a program, how many columns it loads at once, and its warps.
-
-    ``tiles`` says that it is made by tensor cores; with ``stages`` so many parts of the matrix are in shared memory.
-    """
-
-    block_n: int
-    block_k: int
-    warps: int
-    tiles: bool = False
-    stages: int = 0
-    ahead: int = 0
-
-
-CUTS: Mapping[tuple[int, int], Cut] = {
-    (2112, 2048): Cut(2, 2048, 4),
-    (3072, 1536): Cut(2, 2048, 2),
-    (2048, 2048): Cut(8, 2048, 8),
-}
-"""By the matrix's ``(rows, columns)``, where a cut is better than the rule (``benchmarks/product_cuts.py``)."""
-TILES: Mapping[tuple[int, int], Cut] = {(2112, 2048): Cut(16, 2048, 8, tiles=True)}
-"""The same for products by tensor cores."""
-STREAMED = Cut(64, 128, 8, tiles=True, stages=4)
-"""Of each two blocks of a gated matrix; what tensor cores take at once."""
-
-_LONGEST = 4096
-_TILE = 16_384
-"""Elements of the matrix that a program loads at once: 32 KiB of a 16-bit type, of which a processor holds several."""
-
-
-@lru_cache(maxsize=256)
-def choose_few(outputs: int, inputs: int, tiles: int = 1) -> Cut:
-    """The cut for a matrix ``[tiles * outputs, inputs]``, of which a program takes ``tiles`` blocks."""
-    found = CUTS.get((tiles * outputs, inputs))
-    if found is not None:
-        return found
-    # In one piece, if need be with lanes that load nothing: only the first piece is loaded before the kernel waits.
-    block_k = triton.next_power_of_2(inputs)
-    if block_k > _LONGEST:
-        whole = inputs & -inputs  # the largest power of two that divides it
-        block_k = min(whole if whole >= 512 else block_k, _LONGEST)
-    block_n = min(max(_TILE // (block_k * tiles), 1), 8 // tiles)
-    return Cut(block_n, block_k, 8 if block_n * block_k * tiles > _TILE else 4)
-
-
-def choose_tiles(outputs: int, inputs: int, *, normed: bool) -> Cut:
-    """The cut for a product by tensor cores, of which every warp gets a part that is at least one tile wide."""
-    found = TILES.get((outputs, inputs))
-    if found is not None:
-        return found
-    most = 512 if normed else 1024  # a norm takes registers
-    block_k = min(max(triton.next_power_of_2(inputs), 256), most)
-    return Cut(16, block_k, 4 if inputs <= 2048 else 8, tiles=True)
 
 
 @triton.jit
@@ -168,26 +103,6 @@ def _product(
     )  # fmt: skip
 
 
-def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = False) -> Cut | None:
-    """How ``product`` multiplies these; ``None`` where a library is faster, or the only one that can.
-
-    The answer is the same for every run of so many rows.
-    """
-    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
-        return None
-    rows, (numbers, inputs) = x.shape[0], weight.shape
-    tiles = 2 if gated else 1
-    if not 0 < rows <= MANY or inputs % 2 or not weight.is_contiguous():
-        return None
-    if rows <= FEW:
-        return choose_few(numbers // tiles, inputs, tiles)
-    if x.dtype is torch.float16:  # has no room for a row times its gain that is not yet divided by its length
-        return None
-    if rows <= SOME and numbers <= _SHORT:
-        return choose_tiles(numbers // tiles, inputs, normed=normed)
-    return STREAMED if gated and numbers > _SHORT and inputs % 8 == 0 else None
-
-
 def product(
     x: Tensor,
     weight: Tensor,
@@ -211,29 +126,45 @@ def product(
     if onto is not None and onto.stride(1) != 1:
         onto = onto.contiguous()
     out = torch.empty(rows, outputs, dtype=x.dtype if dtype is None else dtype, device=x.device)
-    gain, eps = (x, 0.0) if norm is None else norm
-    pairs = (x.view(torch.int32), weight.view(torch.int32), x.stride(0) // 2)
-    kernel, shape = _product, {"ROWS": triton.next_power_of_2(rows), "BFLOAT16": x.dtype is torch.bfloat16}
+    programs = (triton.cdiv(outputs, cut.block_n),)
     if cut.stages:
-        kernel, shape = (
-            _streamed_product,
-            {"ROWS": max(triton.next_power_of_2(rows), 16), "STAGES": cut.stages, "AHEAD": cut.ahead},
-        )
-        pairs = (x, weight, x.stride(0))
-    elif cut.tiles:
-        kernel, shape = _tile_product, {**shape, "ROWS": max(triton.next_power_of_2(rows), 8), "WARPS": cut.warps}
-    x_read, weight_read, x_stride = pairs
-    kernel[(triton.cdiv(outputs, cut.block_n),)](
-        out, x_read, weight_read,
+        if norm is not None:
+            x = rms_norm(x, *norm)
+        _streamed_product[programs](
+            out, x, weight,
+            x if bias is None else bias,
+            x if onto is None else onto,
+            rows, outputs,
+            out.stride(0), x.stride(0),
+            0 if onto is None else onto.stride(0),
+            K=inputs,
+            ROWS=max(triton.next_power_of_2(rows), 16),
+            BLOCK_N=cut.block_n,
+            BLOCK_K=cut.block_k,
+            STAGES=cut.stages,
+            GATED=gated,
+            BIAS=bias is not None,
+            ONTO=onto is not None,
+            num_warps=cut.warps,
+            **launch_options(x.device),
+        )  # fmt: skip
+        return out
+    gain, eps = (x, 0.0) if norm is None else norm
+    kernel, shape = _product, {"ROWS": triton.next_power_of_2(rows)}
+    if cut.tiles:
+        kernel, shape = _tile_product, {"ROWS": max(triton.next_power_of_2(rows), 8), "WARPS": cut.warps}
+    kernel[programs](
+        out, x.view(torch.int32), weight.view(torch.int32),
         x if bias is None else bias,
         x if onto is None else onto,
         gain, rows, outputs,
-        out.stride(0), x_stride,
+        out.stride(0), x.stride(0) // 2,
         0 if onto is None else onto.stride(0),
         eps,
         K=inputs,
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
+        BFLOAT16=x.dtype is torch.bfloat16,
         GATED=gated,
         NORM=norm is not None,
         BIAS=bias is not None,

@@ -1,8 +1,8 @@
 """Products of up to 64 rows with a large matrix, which passes through shared memory on its way to the tensor cores.
 
 As in ``tile_products`` the matrix is the first factor. Its tiles are copied several turns ahead without registers, so
-that a program has more of it on the way than those kernels can hold, and reads the input less often. A norm, a gate and
-a residual cost no launch of their own here either.
+that a program has more of it on the way than those kernels can hold, and reads the input less often. A gate and a
+residual cost no launch of their own here either. A norm does: with so many rows it would be made by every program.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from attnplug_engine.kernels.product_ends import finish
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def _streamed_product(
-    out, x, weight, bias, onto, gain, rows, columns, out_stride, x_stride, onto_stride, eps,
+    out, x, weight, bias, onto, rows, columns, out_stride, x_stride, onto_stride,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK_N`` columns of the result, as in ``products``. A gate's rows of the matrix and those that it opens for
     are one tile, in turns."""
@@ -34,39 +33,22 @@ def _streamed_product(
     row = tl.arange(0, ROWS)
     inputs = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride  # a row past the last repeats it
     total = tl.zeros([TILES * BLOCK_N, ROWS], tl.float32)
-    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    if AHEAD > 0:
-        held = tl.load(lines + tl.arange(0, AHEAD)[None, :], mask=exists, other=0.0, eviction_policy="evict_first")
     if EARLY:
         gdc_wait()
-    for start in tl.range(AHEAD, K, BLOCK_K, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK_K)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK_K)[None, :]
         if K % BLOCK_K == 0:
-            weights = tl.load(lines + column[None, :], mask=exists, other=0.0, eviction_policy="evict_first")
-            values = tl.load(inputs + column[None, :])
+            weights = tl.load(lines + column, mask=exists, other=0.0, eviction_policy="evict_first")
+            values = tl.load(inputs + column)
         else:
-            there = (column < K)[None, :]
-            weights = tl.load(lines + column[None, :], mask=exists & there, other=0.0, eviction_policy="evict_first")
-            values = tl.load(inputs + column[None, :], mask=there, other=0.0)
-        if NORM:
-            exact = values.to(tl.float32)
-            squares += exact * exact
-            gains = tl.load(gain + column, mask=column < K, other=0.0).to(tl.float32)
-            values = (exact * gains[None, :]).to(values.dtype)
+            there = column < K
+            weights = tl.load(lines + column, mask=exists & there, other=0.0, eviction_policy="evict_first")
+            values = tl.load(inputs + column, mask=there, other=0.0)
         total = tl.dot(weights, tl.trans(values), acc=total)
-    sums = tl.sum(squares, 1)
-    if AHEAD > 0:
-        column = tl.arange(0, AHEAD)
-        values = tl.load(inputs + column[None, :])
-        if NORM:
-            exact = values.to(tl.float32)
-            sums += tl.sum(exact * exact, 1)
-            values = (exact * tl.load(gain + column).to(tl.float32)[None, :]).to(values.dtype)
-        total = tl.dot(held, tl.trans(values), acc=total)
     total_up = total
     if GATED:
         total, total_up = tl.split(tl.permute(total.reshape(BLOCK_N, 2, ROWS), (0, 2, 1)))
     finish(
-        total, total_up, sums, out, bias, onto, first + tl.arange(0, BLOCK_N), row, rows, columns,
-        out_stride, onto_stride, eps, K, GATED, NORM, BIAS, ONTO,
+        total, total_up, total, out, bias, onto, first + tl.arange(0, BLOCK_N), row, rows, columns, out_stride,
+        onto_stride, 0.0, K, GATED, False, BIAS, ONTO,
     )  # fmt: skip

@@ -67,7 +67,8 @@ class Linear(nn.Module):
         assert activate is None or onto is None, "nothing is added to an activated product"
         onto = onto if self._adds else None
         if kernels.usable(x):
-            from attnplug_engine.kernels.products import choose, product
+            from attnplug_engine.kernels.product_cuts import choose
+            from attnplug_engine.kernels.products import product
 
             gated = activate is silu_and_mul
             cut = choose(x, self.weight, normed=norm is not None, gated=gated)
@@ -255,7 +256,8 @@ class Head(nn.Module):
         if hidden.dtype is torch.float32 or not hidden.is_cuda:
             return multiplied(hidden, self.weight, packed=self.packed).float()
         if kernels.usable(hidden):
-            from attnplug_engine.kernels.products import choose, product
+            from attnplug_engine.kernels.product_cuts import choose
+            from attnplug_engine.kernels.products import product
 
             cut = choose(hidden, self.weight)
             if cut is not None:

@@ -1,0 +1,108 @@
+"""Which kernel multiplies few rows with a large matrix, and how the matrix is divided for it.
+
+Measured on an H200 (``benchmarks/product_cuts.py``), with the norm, gate and residual that cost a library launches of
+their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+FEW, SOME, MORE, MANY = 2, 8, 16, 64
+"""Up to ``FEW`` rows of the input the kernel of ``products`` is used. By a matrix of few rows up to ``SOME`` are
+multiplied in ``tile_products``, and up to ``MORE`` in ``streamed_products``; by a gated one of many up to ``MANY`` there.
+The library is faster for all else."""
+_SHORT, _NARROW = 4096, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a product is divided: matrix rows of a program, how many columns it loads at once, and its warps.
+
+    ``tiles`` says that it is made by tensor cores; with ``stages`` so many parts of the matrix are in shared memory.
+    """
+
+    block_n: int
+    block_k: int
+    warps: int
+    tiles: bool = False
+    stages: int = 0
+
+
+CUTS: Mapping[tuple[int, int], Cut] = {
+    (2112, 2048): Cut(2, 2048, 4),
+    (3072, 1536): Cut(2, 2048, 2),
+    (2048, 2048): Cut(8, 2048, 8),
+}
+"""By the matrix's ``(rows, columns)``, where a cut is better than the rule (``benchmarks/product_cuts.py``)."""
+TILES: Mapping[tuple[int, int], Cut] = {(2112, 2048): Cut(16, 2048, 8, tiles=True)}
+"""The same for products by tensor cores."""
+STREAMED, STREAMED_GATED = Cut(64, 128, 4, tiles=True, stages=6), Cut(64, 128, 8, tiles=True, stages=4)
+_FILLED = 0.9
+"""The least share of processors that have work, on average over turns, in a gated product: where more are idle in the
+last turn a library divides the matrix better."""
+
+_LONGEST = 4096
+_TILE = 16_384
+"""Elements of the matrix that a program loads at once: 32 KiB of a 16-bit type, of which a processor holds several."""
+
+
+@lru_cache(maxsize=256)
+def choose_few(outputs: int, inputs: int, tiles: int = 1) -> Cut:
+    """The cut for a matrix ``[tiles * outputs, inputs]``, of which a program takes ``tiles`` blocks."""
+    found = CUTS.get((tiles * outputs, inputs))
+    if found is not None:
+        return found
+    # In one piece, if need be with lanes that load nothing: only the first piece is loaded before the kernel waits.
+    block_k = triton.next_power_of_2(inputs)
+    if block_k > _LONGEST:
+        whole = inputs & -inputs  # the largest power of two that divides it
+        block_k = min(whole if whole >= 512 else block_k, _LONGEST)
+    block_n = min(max(_TILE // (block_k * tiles), 1), 8 // tiles)
+    return Cut(block_n, block_k, 8 if block_n * block_k * tiles > _TILE else 4)
+
+
+def choose_tiles(outputs: int, inputs: int, *, normed: bool) -> Cut:
+    """The cut for a product by tensor cores, of which every warp gets a part that is at least one tile wide."""
+    found = TILES.get((outputs, inputs))
+    if found is not None:
+        return found
+    most = 512 if normed else 1024  # a norm takes registers
+    block_k = min(max(triton.next_power_of_2(inputs), 256), most)
+    return Cut(16, block_k, 4 if inputs <= 2048 else 8, tiles=True)
+
+
+def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = False) -> Cut | None:
+    """How ``product`` multiplies these; ``None`` where a library is faster, or the only one that can.
+
+    The answer is the same for every run of so many rows.
+    """
+    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return None
+    rows, (numbers, inputs) = x.shape[0], weight.shape
+    if not 0 < rows <= MANY or inputs % 2 or not weight.is_contiguous():
+        return None
+    tiles = 2 if gated else 1
+    if rows <= FEW:
+        return choose_few(numbers // tiles, inputs, tiles)
+    if rows <= SOME and numbers <= _SHORT:
+        # float16 has no room for a row times its gain that is not yet divided by its length
+        return choose_tiles(numbers // tiles, inputs, normed=normed) if x.dtype is torch.bfloat16 else None
+    if inputs % 8:  # 16 bytes are copied at once
+        return None
+    if gated:
+        programs = numbers // 2 / STREAMED_GATED.block_n / _processors(x.device)
+        return STREAMED_GATED if programs >= _FILLED * math.ceil(programs) else None
+    return STREAMED if rows <= MORE and numbers <= _SHORT and inputs <= _NARROW else None
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
