@@ -16,9 +16,9 @@ import triton
 from torch import Tensor
 
 FEW, SOME, MORE, MANY = 2, 8, 16, 64
-"""Up to ``FEW`` rows of the input the kernel of ``products`` is used. By a matrix of few rows up to ``SOME`` are
-multiplied in ``tile_products``, and up to ``MORE`` in ``streamed_products``; by a gated one of many up to ``MANY`` there.
-The library is faster for all else."""
+"""Up to ``FEW`` rows are multiplied in ``products``, by a matrix of few rows up to ``SOME`` in ``tile_products`` and
+up to ``MORE`` in ``streamed_products``, by a gated one of many up to ``MANY`` there. The library is faster for all
+else."""
 _SHORT, _NARROW = 4096, 4096
 
 
