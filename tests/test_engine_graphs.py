@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, watched_logits
+from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, need_libraries, watched_logits
 from sharing import share
 
 from attnplug import Role
@@ -64,12 +64,6 @@ BACKENDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", {"attention_backend": "triton_mha"}),
     ("kimi_linear", {"attention_backend": "triton_mla"}),
 ]
-LIBRARIES = {
-    "flashinfer": "flashinfer",
-    "flashinfer_mla": "flashinfer",
-    "flashmla": "flash_mla",
-    "flashattention": "flash_attn.cute",
-}
 
 
 def named(value: object) -> str:
@@ -89,13 +83,6 @@ def oracles(tmp_path_factory):
         return made[name]
 
     return oracle
-
-
-def need(settings: dict[str, Any]) -> None:
-    names = {settings.get("attention_backend"), *settings.get("role_backends", {}).values()}
-    for name, module in LIBRARIES.items():
-        if name in names and "backend_options" not in settings:
-            pytest.importorskip(module, exc_type=ImportError)
 
 
 def prompts(count: int, vocab: int = 512) -> list[list[int]]:
@@ -127,7 +114,7 @@ def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles)
 @pytest.mark.parametrize(("model", "settings"), BACKENDS, ids=named)
 def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, model, settings, page_size):
     """Batches of 1, 3, 17 and 32 over captured sizes that pad them, aborts, and with small pages too few of them."""
-    need(settings)
+    need_libraries(settings)
     if page_size == 16 and "flashmla" in named(settings):
         pytest.skip("FlashMLA reads pages of 64")
     oracle, texts = oracles(model), prompts(44, MODELS[model]["vocab_size"])
@@ -176,7 +163,7 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
 )
 def test_backends_that_take_turns_replay_graphs_of_their_own(oracles, model, names, monkeypatch):
     """Another one at nearly every step, over one cache; each size is captured for both."""
-    need({"role_backends": dict(enumerate(names))})
+    need_libraries({"role_backends": dict(enumerate(names))})
     share(monkeypatch, *names, longest=512)
     oracle, sizes = oracles(model), (1, 2, 4)
     engine = Engine(oracle.folder, device="cuda", max_batch=4, cuda_graph_batch_sizes=sizes, ignore_eos=True)
@@ -193,7 +180,7 @@ def test_backends_that_take_turns_replay_graphs_of_their_own(oracles, model, nam
 @pytest.mark.parametrize(("model", "settings"), BACKENDS[::3], ids=named)
 def test_drawn_tokens_depend_on_seeds_and_not_on_the_run(oracles, model, settings):
     """Twice the same with graphs and overlap, and for requests with seeds whatever runs beside them."""
-    need(settings)
+    need_libraries(settings)
     drawn = [SamplingParams(max_tokens=20, temperature=0.8, top_k=40, top_p=0.9, seed=number) for number in range(6)]
     common = {"device": "cuda", "max_batch": 8, "ignore_eos": True, **settings}
     runs = [Engine(oracles(model).folder, **common).generate(prompts(6), drawn) for _ in range(2)]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from draft_checkpoints import random_tensors, save, shapes_of_assistant
-from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle
+from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, need_libraries
 from safetensors.torch import load_file, save_file
 
 from attnplug import Role
@@ -88,7 +88,6 @@ DEEP: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *((model, settings, {}) for model, settings in CASES if model != LAYERS),  # whose layers are as many as its steps
     *OTHERS,
 ]
-LIBRARIES = {"flashinfer": "flashinfer", "flashinfer_mla": "flashinfer", "flashmla": "flash_mla"}
 
 
 def prompts(count: int, vocab: int = 512) -> list[list[int]]:
@@ -198,12 +197,6 @@ def speculating(folder: str, model: str, settings: dict[str, Any], **more: Any) 
         own = {"speculative_draft_model": make(Path(folder))}
     common = {"device": "cuda", "attention_backend": BACKENDS.get(model), "max_batch": 8, "ignore_eos": True}
     return Engine(folder, **{**common, **settings, **own, **more})
-
-
-def need_libraries(served: dict[str, Any]) -> None:
-    for name, module in LIBRARIES.items():
-        if name in (served.get("attention_backend"), *served.get("role_backends", {}).values()):
-            pytest.importorskip(module, exc_type=ImportError)
 
 
 def judge(oracle: RoundedOracle, texts: list[list[int]], outputs: list[list[int]]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -63,6 +64,23 @@ KIMI_LINEAR = {
     "dtype": "bfloat16",
 }
 """The same of a hybrid. Every expert is chosen: which of two is would else be rounding's choice."""
+
+
+LIBRARIES = {
+    "flashinfer": "flashinfer",
+    "flashinfer_mla": "flashinfer",
+    "flashmla": "flash_mla",
+    "flashattention": "flash_attn.cute",
+}
+"""The modules without which a backend does not run, or on torch's kernels alone."""
+
+
+def need_libraries(settings: dict[str, Any]) -> None:
+    """Skip where a backend of an engine's ``settings`` has no library."""
+    names = {settings.get("attention_backend"), *settings.get("role_backends", {}).values()}
+    for name, module in LIBRARIES.items():
+        if name in names and "backend_options" not in settings:
+            pytest.importorskip(module, exc_type=ImportError)
 
 
 @contextmanager
