@@ -45,6 +45,11 @@ MUTANTS = [
          "counts the sinks"),
         ("lse_is_the_maximum", "weights, values), sums.T", "weights, values), scores.amax(-1).T", "mha.lse.decode",
          "largest logit"),
+        # slots
+        ("slots_of_16_bits", "return pages * self.page_size + position % self.page_size",
+         "return ((pages * self.page_size + position % self.page_size) & 0xFFFF)", "mha.pages.far_decode", "belongs to no request"),
+        ("new_slots_of_16_bits", "self.slots = geometry.new_slots().clone()",
+         "self.slots = geometry.new_slots() & 0xFFFF", "mha.pages.far", "belongs to no request"),
         # scale, mask, window, cap, sinks
         ("scale_of_head", "keys) * layer.scale", "keys) * q.shape[-1] ** -0.5", "mha.decode.one_request",
          "head_dim ** -0.5"),
@@ -212,6 +217,11 @@ MUTANTS = [
          "mha.unchanged_decode", "the default dtype"),
         ("gradients_turned_off", "self.captured = {}", "self.captured = {}; torch.set_grad_enabled(False)",
          "mha.unchanged", "whether gradients are recorded"),
+        ("environment_set", "self.captured = {}", "self.captured = {}; __import__('os').environ['KERNEL_CACHE'] = 'here'",
+         "mha.unchanged", "the environment variable KERNEL_CACHE"),
+        ("float32_precision_set", "self.captured = {}",
+         "self.captured = {}; torch.set_float32_matmul_precision('high')", "mha.unchanged_decode",
+         "the precision of float32 products"),
         ("threads_set", "self.captured = {}", "self.captured = {}; torch.set_num_threads(1)", "mha.unchanged",
          "the number of threads"),
         ("new_slots_changed", "work, start = plan.metadata, 0", "work, start = plan.metadata, 0; plan.new_slots.clamp_(min=0)",

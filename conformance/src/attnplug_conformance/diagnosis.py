@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -78,13 +79,38 @@ def check_form(out: object, shape: tuple[int, ...], q: Tensor, what: str, dims: 
         raise Wrong(f"{what} requires a gradient, so all that it was made of stays in memory; compute under no_grad")
 
 
+def keeps_settings(device: torch.device, run: Callable[[], None]) -> None:
+    """Raise :class:`Wrong` if ``run``, which builds a backend, changes what is the whole process's.
+
+    It runs twice, the second time with the environment as it was at first: what a library does to it when it is
+    imported is not the backend's doing, and a variable that is set already would not show.
+    """
+    before = dict(os.environ)
+    try:
+        with _settings_kept(device):
+            run()
+        _restore(before)
+        run()
+        changed = sorted(name for name, value in before.items() ^ os.environ.items())
+    finally:
+        _restore(before)
+    if changed:
+        raise Wrong(f"it changed the environment variable {changed[0]}, which is the whole process's")
+
+
+def _restore(variables: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
 @contextmanager
-def settings_kept(device: torch.device) -> Iterator[None]:
+def _settings_kept(device: torch.device) -> Iterator[None]:
     """Raise :class:`Wrong` if what torch keeps for a whole process is changed inside. It is put back afterwards.
 
     Before, it is what no backend would set: one that sets what is there already would not show.
     """
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    dtype, threads, precision = torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(UNUSUAL_SEED)
         torch.set_default_dtype(torch.float32)
@@ -96,6 +122,7 @@ def settings_kept(device: torch.device) -> Iterator[None]:
         finally:
             torch.set_default_dtype(dtype)
             torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision(precision)
     for name, value in before.items():
         if after[name] != value:
             raise Wrong(f"it changed {name}, which is the whole process's: its host samples and computes by it too")
@@ -106,6 +133,7 @@ def _settings(device: torch.device) -> dict[str, object]:
         "the default dtype": torch.get_default_dtype(),
         "whether gradients are recorded": torch.is_grad_enabled(),
         "the number of threads": torch.get_num_threads(),
+        "the precision of float32 products": torch.get_float32_matmul_precision(),
         "the state of torch's random numbers": torch.get_rng_state().numpy().tobytes(),
     }
     if device.type == "cuda":

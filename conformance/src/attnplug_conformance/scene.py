@@ -45,6 +45,8 @@ POISONS = {
     "all": "memory that belongs to no request: past the last token, and outside its table",
 }
 """What must not be read, and the words for a backend that does."""
+FAR = 1 << 16
+"""Slots before the first page of a scene with far pages."""
 LOWEST_LOGIT = 2000.0
 """Below zero. FlashInfer masks with -50,000 before logits are scaled, which no model comes near."""
 SCRATCH_BYTES = 1 << 20
@@ -160,8 +162,10 @@ class Scene:
         may follow."""
         needed = [-(-total // self.page_size) for total in self.totals]
         requests, width = len(needed), max([*needed, 1]) + (not self.case.tight)
-        pages = requests * width + 3
+        start = -(-FAR // self.page_size) if self.case.pages == "far" else 0
+        pages = start + requests * width + 3
         orders = {
+            "far": lambda: start + torch.randperm(pages - start - 1, generator=self.random),
             "shuffled": lambda: torch.randperm(pages - 1, generator=self.random),
             "contiguous": lambda: torch.arange(pages - 1),
             "interleaved": lambda: torch.arange(requests * width).view(width, requests).T.flatten(),

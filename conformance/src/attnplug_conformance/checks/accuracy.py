@@ -160,6 +160,16 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         False,
         lambda p, longest: Case(((2 * p + 1, p + 3), (3 * p, 4)), pages="descending"),
     ),
+    "pages.far": (
+        "slots may be larger than 16 bits hold",
+        False,
+        lambda p, longest: Case(((p + 1, 3), (0, 4)), pages="far"),
+    ),
+    "pages.far_decode": (
+        "slots may be larger than 16 bits hold",
+        False,
+        lambda p, longest: decode(2 * p + 1, p, pages="far"),
+    ),
     "large_inputs": (
         "logits that exp overflows give the right result",
         True,

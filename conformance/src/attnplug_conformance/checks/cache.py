@@ -15,7 +15,7 @@ from attnplug.host import SplitBackend
 from attnplug_conformance.arithmetic import FP8_MAX, NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, always
 from attnplug_conformance.check import Check, Stand
-from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge, settings_kept, wrong_when
+from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge, keeps_settings, wrong_when
 from attnplug_conformance.scene import Output, Scene
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
@@ -217,8 +217,7 @@ def _host_slots(stand: Stand) -> None:
 
 
 def _inputs_unchanged(stand: Stand) -> None:
-    with settings_kept(stand.subject.device):
-        _only_results(stand)
+    keeps_settings(stand.subject.device, lambda: _only_results(stand))
 
 
 def _only_results(stand: Stand) -> None:
@@ -393,7 +392,7 @@ def cache_checks(kind: AttentionKind) -> Iterator[Check]:
         ("padding.rows", "", padding, _padding, {"padding": 5}),
         ("padding.requests", "", padded, _padding, {"padded_requests": 3, "padding": 3}),
         ("idle", "", "an idle batch gives zeros and writes nothing", _idle, {}),
-        ("unchanged", "", "q, k, v, the batch and torch's settings are left as they were", _inputs_unchanged, {}),
+        ("unchanged", "", "q, k, v, the batch and the process's settings are left as they were", _inputs_unchanged, {}),
         ("cut_table", "", "a page table may be a part of a wider one", _cut_table, {}),
         ("strides", "", "q, k and v may have any strides between rows and heads", _strided, {}),
         ("results_kept", "", "a result is not overwritten by the next call", _kept_results, {}),

@@ -13,7 +13,7 @@ from attnplug.host import HybridLinearBackend
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, Shape, always
 from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
-from attnplug_conformance.diagnosis import Wrong, settings_kept, wrong_when
+from attnplug_conformance.diagnosis import Wrong, keeps_settings, wrong_when
 from attnplug_conformance.linear_scene import PAGE, LinearScene, tokens_of
 from attnplug_conformance.subject import Subject
 
@@ -190,8 +190,7 @@ def _two_alive(stand: Stand) -> None:
 
 
 def _unchanged(stand: Stand) -> None:
-    with settings_kept(stand.subject.device):
-        _only_results(stand)
+    keeps_settings(stand.subject.device, lambda: _only_results(stand))
 
 
 def _only_results(stand: Stand) -> None:
