@@ -2,7 +2,7 @@
 
 python docs/reports.py            on a CPU; where kernels need a GPU, stand-ins of the backends' own tests are in their
                                   place, and the report says so
-python docs/reports.py cuda       on a GPU: every installed backend that runs there
+python docs/reports.py cuda       on a GPU: every installed backend that runs there, checks in eight processes
 python docs/reports.py cuda NAME  some of them
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from attnplug.host import load_registry
 from attnplug_conformance import Subject
 from attnplug_conformance.catalog import all_checks
+from attnplug_conformance.processes import in_processes
 from attnplug_conformance.report import as_json, lines
 from attnplug_conformance.runner import Status, run_checks
 from attnplug_conformance.testing import subject_of
@@ -46,7 +47,11 @@ def main(device: str = "cpu", *names: str) -> None:
         on_a_cpu() if device == "cpu" else [subject_of(name, device) for name in names or load_registry().backends]
     )
     for subject in subjects:
-        verdict = run_checks(subject, all_checks())
+        if device == "cpu":
+            verdict = run_checks(subject, all_checks())
+        else:
+            with in_processes(8, subject) as runner:
+                verdict = run_checks(subject, all_checks(), runner=runner)
         told = as_json(verdict)
         told["results"] = [row for row in told["results"] if row["status"] in (Status.FAILED, Status.EXPECTED)]
         if any("nothing ran" in problem for problem in verdict.problems):

@@ -42,6 +42,19 @@ def test_conform_writes_a_report(suffix, tmp_path, capsys):
         assert json.loads(path.read_text())["conforms"] is True
 
 
+def test_processes_find_what_one_finds(tmp_path):
+    """In the order of the checks, with what they measured, whatever a process was given."""
+    found = []
+    for jobs in ("1", "2"):
+        path = tmp_path / f"{jobs}.json"
+        arguments = ("--device", "cpu", "--check", "mha.decode", "--check", "mha.sinks", "--jobs", jobs)
+        assert attnplug("conform", "torch_native", *arguments, "--report", str(path)) == 0
+        results = json.loads(path.read_text())["results"]
+        assert all(result.pop("seconds") > 0 for result in results)
+        found.append(results)
+    assert found[0] == found[1] and len(results) > 10 and all(result["error"] > 0 for result in results)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -51,6 +64,7 @@ def test_conform_writes_a_report(suffix, tmp_path, capsys):
         (["torch_native", "--report", "out.txt"], "neither a .html nor a .json"),
         (["torch_native", "--report", "nowhere/out.html"], "no folder nowhere"),
         (["torch_native", "--seed", "-1"], "--seed -1 is not a seed"),
+        (["torch_native", "--jobs", "0"], "--jobs 0 is not a number of processes; give 1 or more"),
         (["torch_native", "--expected-failures", "nowhere"], "nowhere cannot be read: No such file"),
     ],
 )

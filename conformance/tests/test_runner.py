@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from attnplug_conformance.catalog import all_checks
+from attnplug_conformance.processes import results
 from attnplug_conformance.report import as_html, as_json, lines
 from attnplug_conformance.runner import Status, read_expected, run_check, run_checks
 from kit_subjects import CHECKS, subject, text
@@ -30,6 +34,26 @@ def test_a_failure_says_what_is_wrong_and_how_to_repeat_it():
     assert "FAILED mha.lse.extend: the log-sum-exp is base 2" in told
     assert "attnplug conform good_mha --device cpu --check mha.lse.extend" in told
     assert not verdict.holds
+
+
+class DyingPool:
+    """Where processes would run checks: one of them dies at the second."""
+
+    def submit(self, run, name, seed):
+        future = Future()
+        if name == LSE[0].name:
+            future.set_result({"status": Status.PASSED})
+        else:
+            future.set_exception(BrokenProcessPool("it died"))
+        return future
+
+
+def test_a_process_that_dies_is_told_with_the_check_to_look_at():
+    good = subject("good", text("mha"))
+    verdict = run_checks(good, [*LSE, LSE[1]], runner=partial(results, DyingPool()))
+    assert [result.status for result in verdict.results] == [Status.PASSED, Status.FAILED]
+    assert verdict.problems == (f"a process died, at {LSE[1].name} or soon after it; nothing else ran",)
+    assert "run it alone to see" in "\n".join(lines(verdict))
 
 
 def test_what_is_not_claimed_is_told_by_the_backends_own_refusal():

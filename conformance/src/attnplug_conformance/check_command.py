@@ -46,13 +46,7 @@ def _check(parsed: argparse.Namespace) -> int:
     options = options_of(registry, parsed.backend_option)
     verdicts = []
     for name in chosen_backends(registry, parsed.attention_backend, asked, device.type, sm, parsed.backend_option):
-        subject = Subject(
-            registry.backends[name],
-            device,
-            sm,
-            9000 if device.type == "cuda" else 1100,
-            options=options.get(name),
-        )
+        subject = Subject.installed(registry.backends[name], device.type, options.get(name))
         verdict = run_checks(subject, all_checks(), quick=True, seed=parsed.seed)
         verdicts.append(verdict)
         for line in lines(verdict):

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from attnplug.host import Commands, UsageError, add_command
@@ -37,14 +38,18 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="NAME.KEY=VALUE",
         help="an option of the backend; may be repeated",
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="run checks in N processes: kernels compile at the same time"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
 
 
 def _conform(parsed: argparse.Namespace) -> int:
     report = None if parsed.report is None else _report_path(parsed.report)
-    from attnplug.host import load_registry, open_device, output, warn_of_plugins
+    from attnplug.host import load_registry, output, warn_of_plugins
     from attnplug_conformance.catalog import all_checks
     from attnplug_conformance.chosen import options_of
+    from attnplug_conformance.processes import in_processes
     from attnplug_conformance.report import as_html, as_json, lines
     from attnplug_conformance.runner import read_expected, run_checks
     from attnplug_conformance.subject import Subject
@@ -75,13 +80,18 @@ def _conform(parsed: argparse.Namespace) -> int:
             raise UsageError(f"--expected-failures {name} cannot be read: {error.strerror}; give a file") from None
         except ValueError as error:
             raise UsageError(f"--expected-failures: {error}") from None
-    device, sm = open_device(parsed.device)
-    longest = 9000 if device.type == "cuda" else 1100
+    if parsed.jobs < 1:
+        raise UsageError(f"--jobs {parsed.jobs} is not a number of processes; give 1 or more")
     options = options_of(registry, parsed.backend_option).get(parsed.name)
-    subject = Subject(registry.backends[parsed.name], device, sm, longest, options=options)
-    verdict = run_checks(
-        subject, checks, quick=parsed.quick, seed=parsed.seed, expected=expected, floors=not parsed.check
+    subject = Subject.installed(registry.backends[parsed.name], parsed.device, options)
+    run = partial(
+        run_checks, subject, checks, quick=parsed.quick, seed=parsed.seed, expected=expected, floors=not parsed.check
     )
+    if parsed.jobs == 1:
+        verdict = run()
+    else:
+        with in_processes(parsed.jobs, subject, parsed.backend_option) as runner:
+            verdict = run(runner=runner)
     for line in lines(verdict):
         print(line, file=sys.stderr if parsed.json else None)
     if report is not None:

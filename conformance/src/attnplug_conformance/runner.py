@@ -40,6 +40,8 @@ class Result:
     case: str = ""
     seconds: float = 0.0
     measured: Sequence[Measured] = field(default=())
+    lost: str = ""
+    """Why nothing can run after it."""
 
     def reproduce(self, subject: Subject) -> str:
         """The command that runs this check alone."""
@@ -50,10 +52,18 @@ class Result:
 
 def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
     """Run one check. Nothing that a backend raises escapes."""
+    with _one_thread(subject.device):
+        return _run_check(check, subject, seed)
+
+
+def _run_check(check: Check, subject: Subject, seed: int) -> Result:
     started = time.perf_counter()
 
     def result(status: Status, words: str = "", case: str = "", measured: Sequence[Measured] = ()) -> Result:
-        return Result(check, status, words, case, time.perf_counter() - started, tuple(measured))
+        lost = ""
+        if status is Status.FAILED and _lost(subject.device):
+            lost = f"the GPU is lost after {check.name}: it read or wrote outside of memory"
+        return Result(check, status, words, case, time.perf_counter() - started, tuple(measured), lost)
 
     if (reason := check.applies(subject)) is not None:
         return result(Status.REFUSED, reason)
@@ -126,6 +136,10 @@ FLOORS = {
 """The fewest checks that must run for a claim, in a full run. A backend of one role runs half of them."""
 
 
+Runner = Callable[[Sequence[Check], int], Iterator[Result]]
+"""Runs checks with a seed: results in their order."""
+
+
 def run_checks(
     subject: Subject,
     checks: Iterable[Check],
@@ -135,6 +149,7 @@ def run_checks(
     expected: Mapping[str, str] | None = None,
     told: Callable[[Result], None] = lambda result: None,
     floors: bool = True,
+    runner: Runner | None = None,
 ) -> Verdict:
     """Run checks, in order. ``expected`` are failures that are known, with a reason each: strict."""
     started = time.perf_counter()
@@ -145,9 +160,9 @@ def run_checks(
     for name in known:
         if name not in names and not quick:
             problems.append(f"the expected failure {name} names no check")
-    for check in chosen:
-        with _one_thread(subject.device):
-            result = run_check(check, subject, seed)
+    here = (run_check(check, subject, seed) for check in chosen)
+    for result in here if runner is None else runner(chosen, seed):
+        check = result.check
         if check.name in known:
             if result.status is Status.FAILED:
                 result = replace(result, status=Status.EXPECTED, words=f"{known[check.name]} ({result.words})")
@@ -155,8 +170,8 @@ def run_checks(
                 problems.append(f"{check.name} is an expected failure, and it {result.status}; remove the entry")
         results.append(result)
         told(result)
-        if result.status is Status.FAILED and _lost(subject.device):
-            problems.append(f"the GPU is lost after {check.name}: it read or wrote outside of memory; nothing else ran")
+        if result.lost:
+            problems.append(f"{result.lost}; nothing else ran")
             floors = False
             break
     if floors:

@@ -30,6 +30,7 @@ from attnplug.host import (
     Registered,
     WorkspaceOwner,
     build_backend,
+    open_device,
     torch_dtype,
 )
 from attnplug_conformance.case import FP8_CACHES, Case
@@ -70,6 +71,12 @@ class Subject:
     seam: str | None = None
     options: object = None
     """The backend's own options, parsed; ``None`` for the defaults."""
+
+    @classmethod
+    def installed(cls, registered: Registered, device: str | None, options: object = None) -> Subject:
+        """On a device: cuda where there is a GPU, unless one is named."""
+        place, sm = open_device(device)
+        return cls(registered, place, sm, 9000 if place.type == "cuda" else 1100, options=options)
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from attnplug.host import UsageError, load_registry, open_device
+from attnplug.host import UsageError, load_registry
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.check import Check
 from attnplug_conformance.runner import Result, Status, floor_problems, run_check
@@ -18,8 +18,7 @@ def subject_of(name: str, device: str | None = None) -> Subject:
     backends = load_registry().backends
     if name not in backends:
         raise UsageError(f"there is no backend {name!r}; there are {', '.join(backends)}")
-    place, sm = open_device(device)
-    return Subject(backends[name], place, sm, 9000 if place.type == "cuda" else 1100)
+    return Subject.installed(backends[name], device)
 
 
 def cases(subject: Subject, *, quick: bool = False) -> list[Check]:
