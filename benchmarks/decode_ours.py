@@ -33,6 +33,7 @@ _TRACED_CONTEXT, _TRACED_BATCH = 512, 64
 """A trace costs more time than all the rest of a point: larger ones are left without."""
 _TRACED = 30
 _PREFILLS = 3
+_SHORT = (16, 128, 512, 2048)
 
 
 def measure(model: str, config: Config, folder: str, points: Sequence[Point], settings: Settings, clock: Clock) -> None:
@@ -95,17 +96,37 @@ def decode(engine: Engine, point: Point, settings: Settings) -> dict[str, Any]:
 
 
 def prefill(engine: Engine, config: Config, tokens: int) -> dict[str, Any]:
-    """Seconds of one prompt's prefill and its first token; the first run, which may compile, is left out."""
+    """Seconds of one prompt's prefill and its first token; the first run, which may compile, is left out.
+
+    Short ones are traced: what the device is idle in them is the most that CUDA graphs of prefills could gain.
+    """
+    best = statistics.median(_prefilled(engine, tokens, 1 + _PREFILLS)[1:])
+    found: dict[str, Any] = {"seconds": best, "tflops": prefill_flops(config, tokens) / best / 1e12}
+    found["short"] = [_short_prefill(engine, length) for length in _SHORT if length <= tokens]
+    return found
+
+
+def _short_prefill(engine: Engine, tokens: int) -> dict[str, Any]:
+    _prefilled(engine, tokens, 2)
+    found = {"tokens": tokens, "us": 1e6 * statistics.median(_prefilled(engine, tokens, _TRACED))}
+    is_cuda = engine.runner.device.type == "cuda"
+    trace = traced(lambda count: sum(_prefilled(engine, tokens, count)), _TRACED, is_cuda=is_cuda)
+    if parts := trace.get("parts_us"):
+        found |= {"busy_us": sum(parts.values()) - parts["idle"], "launches": trace["launches"]}
+    return found
+
+
+def _prefilled(engine: Engine, tokens: int, count: int) -> list[float]:
+    """Seconds of each of ``count`` prompts, one after the other. None finds anything of another in the cache."""
     seconds = []
-    for number in range(1 + _PREFILLS):
+    for number in range(count):
         request = engine.add(_prompt(engine, 10_000 + number, tokens), SamplingParams(max_tokens=1))
         started = time.perf_counter()
         while request.finish_reason is None:
             engine.step()
         seconds.append(time.perf_counter() - started)
-    _empty(engine)
-    best = statistics.median(seconds[1:])
-    return {"seconds": best, "tflops": prefill_flops(config, tokens) / best / 1e12}
+        _empty(engine)
+    return seconds
 
 
 def _timed(engine: Engine, steps: int) -> list[float]:
