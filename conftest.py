@@ -1,5 +1,5 @@
-"""For all tests: nothing of this machine's user decides what a test sees, and garbage collection leaves alone what was
-collected. On some CPUs torch multiplies small matrices by another library."""
+"""For all tests: nothing of this machine's user decides what a test sees, and garbage collection leaves alone what is
+imported and collected. On some CPUs torch multiplies small matrices by another library."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import tempfile
 
 import torch
+
+gc.disable()  # until there is less to look through
 
 _nowhere = tempfile.TemporaryDirectory(prefix="attnplug-cache-")
 os.environ["ATTNPLUG_CACHE_DIR"] = _nowhere.name  # measured tables
@@ -25,9 +27,9 @@ if _onednn_only_slows():
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()
+    gc.unfreeze()  # what Triton has made is counted when the process ends
