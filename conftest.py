@@ -6,10 +6,10 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections.abc import Generator
 
+import pytest
 import torch
-
-gc.disable()  # until there is less to look through
 
 _nowhere = tempfile.TemporaryDirectory(prefix="attnplug-cache-")
 os.environ["ATTNPLUG_CACHE_DIR"] = _nowhere.name  # measured tables
@@ -26,9 +26,15 @@ if _onednn_only_slows():
     torch.backends.mkldnn.enabled = False
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
