@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import json
 import math
@@ -11,6 +12,7 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -219,14 +221,28 @@ def _builtins(package: object) -> list[str]:
 
 def compiled_by(script: Path, *arguments: str) -> Any:
     """What a script that compiles kernels ahead of time prints as JSON. It runs alone, and uses ``support.ahead``."""
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    server = _compile_server()
+    assert server.stdin is not None and server.stdout is not None
+    with TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        server.stdin.write(json.dumps(list(map(str, (output, errors, script, *arguments)))) + "\n")
+        server.stdin.flush()
+        code = server.stdout.readline().strip()
+        assert code == "0", errors.read_text()[-2000:] if errors.exists() else f"it ended: {code}"
+        return json.loads(output.read_text())
+
+
+@cache
+def _compile_server() -> subprocess.Popen[str]:
+    here = Path(__file__).parent
+    path = os.pathsep.join(filter(None, (str(here.parent), os.environ.get("PYTHONPATH"))))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
+    server = subprocess.Popen(
+        [sys.executable, str(here / "compile_server.py")],
         env={**environment, "PYTHONPATH": path},
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    atexit.register(server.communicate)  # at the end of its input it ends
+    return server
