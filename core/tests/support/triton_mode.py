@@ -148,11 +148,11 @@ def _quicken_operands() -> None:
     """
     import numpy
     from triton.language import core, semantic
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     rules, tensor, constexpr = semantic.TritonSemantic, core.tensor, core.constexpr
     check, broadcast, unwrap = rules.binary_op_type_checking_impl, rules.broadcast_impl_value, core._unwrap_if_constexpr
-    plain = {tensor, bool, int, float, str, type(None)}
+    cast, plain, opened = rules.cast, {tensor}, (constexpr, core.tuple, list, tuple)
     cast_to: dict[Any, tuple[Any, Any]] = {}
     spread_to: dict[Any, tuple[Any, Any]] = {}
     numbers: dict[Any, tuple[Any, Any]] = {}
@@ -204,10 +204,22 @@ def _quicken_operands() -> None:
         kind = type(value)
         if kind in plain:
             return value
-        return value.value if kind is constexpr else unwrap(value)
+        if issubclass(kind, opened):
+            return value.value if kind is constexpr else unwrap(value)
+        plain.add(kind)
+        return value
+
+    def cast_once(self: Any, value: Any, dtype: Any, *rounding: Any, **more: Any) -> Any:
+        return value if value.dtype is dtype else cast(self, value, dtype, *rounding, **more)
+
+    def expand(self: Any, handle: Any, axis: int) -> Any:
+        data = handle.data
+        return TensorHandle(data.reshape(*data.shape[:axis], 1, *data.shape[axis:]), handle.dtype.scalar)
 
     rules.binary_op_type_checking_impl = operands
     rules.broadcast_impl_value = broadcast_once
+    rules.cast = cast_once
+    InterpreterBuilder.create_expand_dims = expand
     core._unwrap_if_constexpr = unwrap_once
 
 
@@ -228,7 +240,7 @@ def compiled_by(script: Path, *arguments: str) -> Any:
         server.stdin.write(json.dumps(list(map(str, (output, errors, script, *arguments)))) + "\n")
         server.stdin.flush()
         code = server.stdout.readline().strip()
-        assert code == "0", errors.read_text()[-2000:] if errors.exists() else f"it ended: {code}"
+        assert code == "0", f"exit code {code}: {errors.read_text()[-2000:]}"
         return json.loads(output.read_text())
 
 
