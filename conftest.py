@@ -1,12 +1,14 @@
-"""For all tests: nothing of this machine's user decides what a test sees, and garbage collection leaves alone what was
-collected. On some CPUs torch multiplies small matrices by another library."""
+"""For all tests: nothing of this machine's user decides what a test sees, and garbage collection leaves alone what is
+imported and collected. On some CPUs torch multiplies small matrices by another library."""
 
 from __future__ import annotations
 
 import gc
 import os
 import tempfile
+from collections.abc import Generator
 
+import pytest
 import torch
 
 _nowhere = tempfile.TemporaryDirectory(prefix="attnplug-cache-")
@@ -24,10 +26,16 @@ if _onednn_only_slows():
     torch.backends.mkldnn.enabled = False
 
 
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()
+    gc.unfreeze()  # what Triton has made is counted when the process ends

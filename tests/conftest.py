@@ -50,8 +50,10 @@ class Environment:
         return json.loads(done.stdout)
 
     def install(self, *distributions: str) -> None:
-        """``pip install`` from our wheels alone."""
-        self._pip("install", "--no-index", "--no-deps", "--find-links", str(self.wheels), *distributions)
+        """``pip install`` from our wheels alone. What a test imports is compiled then."""
+        self._pip(
+            "install", "--no-compile", "--no-index", "--no-deps", "--find-links", str(self.wheels), *distributions
+        )
 
     def uninstall(self, *distributions: str) -> None:
         self._pip("uninstall", "--yes", *distributions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -15,6 +16,7 @@ PACKAGES = sorted(path.parent for path in ROOT.glob("*/src/*/__init__.py")) + so
 FACES = {"attnplug", "attnplug.host"}
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     """Every module that a file imports or imports from, wherever in it."""
     found = set()

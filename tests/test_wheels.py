@@ -20,22 +20,6 @@ KEYS = ["name", "distribution", "version", "contract", "status", "reasons", "err
 GOOD = "acme-attention"
 FLASHINFER_MLA = Path(__file__).parent.parent / "plugins" / "flashinfer_mla"
 
-_PYPROJECT = """
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-
-[project]
-name = "{distribution}"
-version = "{version}"
-
-[project.entry-points."attnplug.plugins"]
-{entry_point} = "{module}"
-
-[tool.hatch.build.targets.wheel]
-only-include = ["{module}.py"]
-"""
-
 
 @dataclass(frozen=True)
 class TinyPlugin:
@@ -46,17 +30,20 @@ class TinyPlugin:
     entry_point: str
     body: str
 
-    def write(self, folder: Path) -> Path:
-        """Write the project that a wheel can be built from."""
+    def write(self, folder: Path) -> None:
+        """Write its wheel. A builder takes longer for all of them than the tests that they are for."""
         module = self.distribution.replace("-", "_")
-        project = folder / self.distribution
-        project.mkdir()
-        text = _PYPROJECT.format(
-            distribution=self.distribution, version=self.version, entry_point=self.entry_point, module=module
-        )
-        (project / "pyproject.toml").write_text(text)
-        (project / f"{module}.py").write_text(self.body)
-        return project
+        info = f"{module}-{self.version}.dist-info"
+        files = {
+            f"{module}.py": self.body,
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {self.distribution}\nVersion: {self.version}\n",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{info}/entry_points.txt": f"[attnplug.plugins]\n{self.entry_point} = {module}\n",
+        }
+        files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
+        with ZipFile(folder / f"{module}-{self.version}-py3-none-any.whl", "w") as wheel:
+            for name, text in files.items():
+                wheel.writestr(name, text)
 
 
 _SPEC = """
@@ -140,10 +127,12 @@ main()
 
 @pytest.fixture(scope="module")
 def wheels(build_wheels: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sources = tmp_path_factory.mktemp("sources")
-    good = shutil.copytree(Path(__file__).parent / "wheels" / GOOD, sources / GOOD)
-    tiny = (*BROKEN, CHATTY, NEEDY, IMPOSTOR, USURPER)
-    return build_wheels(good, FLASHINFER_MLA, *(plugin.write(sources) for plugin in tiny))
+    """A good plugin and ours, built from their projects, and all tiny ones."""
+    good = shutil.copytree(Path(__file__).parent / "wheels" / GOOD, tmp_path_factory.mktemp("sources") / GOOD)
+    folder = build_wheels(good, FLASHINFER_MLA)
+    for plugin in (*BROKEN, CHATTY, NEEDY, IMPOSTOR, USURPER):
+        plugin.write(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ MODULES = {
 KERNEL_LIBRARIES = ("triton", "flashinfer", "flash_attn", "flash_mla", "fla", "cutlass", "transformers")
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     """Everything a module imports, wherever in it: at the top, in functions, for type checking."""
     found = set()

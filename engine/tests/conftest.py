@@ -33,6 +33,7 @@ from attnplug import (
     Role,
     requirement_refusal,
 )
+from attnplug.declare.factory import missing_module
 from attnplug.host import (
     TINY_CONFIGS,
     HostContext,
@@ -73,6 +74,11 @@ prepare.load_registry = lambda: _found(os.environ.get("ATTNPLUG_PLUGINS"), os.en
 @functools.cache
 def _refused(requirement: str, module: str | None, *_places: str) -> Refusal | None:
     return requirement_refusal(requirement, module)
+
+
+@functools.cache
+def _missing(module: str, *_places: str) -> str | None:
+    return missing_module(module)
 
 
 # Two test processes on two cores: one thread each is fastest.
@@ -251,12 +257,17 @@ def _quiet_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _installed_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every engine asks for the libraries of every backend, several times; what is installed changes with the path."""
+    """Every engine asks for the libraries and the modules of every backend, several times; what is installed changes
+    with the path."""
 
     def refused(requirement: str, module: str | None = None) -> Refusal | None:
         return _refused(requirement, module, *sys.path)
 
+    def missing(module: str) -> str | None:
+        return _missing(module, *sys.path)
+
     monkeypatch.setattr("attnplug.declare.spec.requirement_refusal", refused)
+    monkeypatch.setattr("attnplug.declare.factory.missing_module", missing)
 
 
 @pytest.fixture(scope="session")

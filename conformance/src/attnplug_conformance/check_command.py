@@ -29,20 +29,26 @@ def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _check(parsed: argparse.Namespace) -> int:
-    from attnplug.host import load_registry, open_device, output, warn_of_plugins
+    from attnplug.host import load_registry, output, warn_of_plugins
+
+    if not 0 <= parsed.seed < 1 << 63:
+        raise UsageError(f"--seed {parsed.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
+    registry = load_registry()
+    warn_of_plugins(registry)
+    roles = {role: getattr(parsed, f"{role}_attention_backend") for role in ("prefill", "decode", "linear")}
+    asked = {role: name for role, name in roles.items() if name is not None}
+    for name in (parsed.attention_backend, *asked.values()):
+        if name != "auto":
+            registry.get(name)  # one that is not there is told before torch is imported, which takes seconds
+
+    from attnplug.host import open_device
     from attnplug_conformance.catalog import all_checks
     from attnplug_conformance.chosen import chosen_backends, options_of
     from attnplug_conformance.report import as_json, lines
     from attnplug_conformance.runner import run_checks
     from attnplug_conformance.subject import Subject
 
-    if not 0 <= parsed.seed < 1 << 63:
-        raise UsageError(f"--seed {parsed.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
-    registry = load_registry()
-    warn_of_plugins(registry)
     device, sm = open_device(parsed.device)
-    roles = {role: getattr(parsed, f"{role}_attention_backend") for role in ("prefill", "decode", "linear")}
-    asked = {role: name for role, name in roles.items() if name is not None}
     options = options_of(registry, parsed.backend_option)
     verdicts = []
     for name in chosen_backends(registry, parsed.attention_backend, asked, device.type, sm, parsed.backend_option):

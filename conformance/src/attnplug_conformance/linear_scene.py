@@ -154,7 +154,7 @@ class LinearScene:
 
     def judge(self, conv: Tensor | None, out: Tensor | None, accepted: list[int] | None = None) -> float:
         """The largest error; raises :class:`Wrong` if rounding does not explain it, or for states of others."""
-        outs, _ = self.wanted(accepted)
+        outs, after = self.wanted(accepted)
         worst = 0.0
         for found, right, what in ((out, outs[0], "the recurrence"), (conv, outs[1], "the convolution")):
             if found is None:
@@ -168,11 +168,14 @@ class LinearScene:
             if not (found[self.rows :] == 0).all():
                 raise Wrong(f"rows of padding are not zero in the result of {what}")
             worst = max(worst, error)
-        self.judge_states(accepted)
+        self._judge_states(after)
         return worst
 
     def judge_states(self, accepted: list[int] | None = None) -> None:
-        after = [states for states in self.wanted(accepted)[1] if states]
+        self._judge_states(self.wanted(accepted)[1])
+
+    def _judge_states(self, wanted_after: list[list[Tensor]]) -> None:
+        after = [states for states in wanted_after if states]
         names = [name for name, has in (("recurrent", self.dims.heads), ("convolution", self.dims.conv_width)) if has]
         for states, right, name in zip(self.states(LAYER), after, names, strict=True):
             others = [slot for slot in range(self.pool.num_slots) if slot not in self.slots]

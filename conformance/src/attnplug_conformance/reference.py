@@ -156,20 +156,18 @@ def recurrence(inputs: LinearInputs, state: Tensor, scale: float) -> tuple[Tenso
         state = state * decay.reshape(heads, -1, 1)
         write = v[token]
         if beta is not None:
-            write = (write - torch.einsum("hk,hkv->hv", key, state)) * beta[token, :, None]
-        state = state + torch.einsum("hk,hv->hkv", key, write)
-        out[token] = scale * torch.einsum("hk,hkv->hv", query, state)
+            write = (write - (key.unsqueeze(2) * state).sum(1)) * beta[token, :, None]
+        state = state + key.unsqueeze(2) * write.unsqueeze(1)
+        out[token] = scale * (query.unsqueeze(2) * state).sum(1)
     return out, state
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, silu: bool) -> tuple[Tensor, Tensor]:
-    """Convolve one request's rows ``[tokens, channels]`` in turn. ``state`` ``[channels, width]`` holds the newest
-    rows. Returns the output and the new state, both float64."""
-    x, weight = x.double(), weight.double()
-    out = torch.zeros_like(x)
-    for token, row in enumerate(x):
-        state = torch.cat([state[:, 1:], row[:, None]], 1)
-        out[token] = (state * weight).sum(1)
-        if bias is not None:
-            out[token] += bias.double()
-    return out * torch.sigmoid(out) if silu else out, state
+    """Convolve one request's rows ``[tokens, channels]``, each with those before it. ``state`` ``[channels, width]``
+    holds the newest rows. Returns the output and the new state, both float64."""
+    rows, width = torch.cat([state.T, x.double()]), state.shape[1]
+    windows = rows.unfold(0, width, 1)[1:]  # [tokens, channels, width]
+    out = (windows * weight.double()).sum(2)
+    if bias is not None:
+        out = out + bias.double()
+    return out * torch.sigmoid(out) if silu else out, rows[len(rows) - width :].T

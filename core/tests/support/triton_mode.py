@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import json
 import math
@@ -11,6 +12,7 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ def _quicken_interpreter() -> None:
     from triton.runtime import interpreter
 
     patch_lang, language = interpreter._patch_lang, interpreter.tl
+    only_checks = language.core.builtin(lambda: None).__code__  # that it is called from a kernel
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name in _builtins(package):
@@ -68,6 +71,9 @@ def _quicken_interpreter() -> None:
         return interpreter._LangPatchScope()
 
     def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if getattr(member, "__code__", None) is only_checks:
+            member = member.__wrapped__
+
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return member(*args, **kwargs)
@@ -91,95 +97,129 @@ def _quicken_types() -> None:
     from triton.language import core
     from triton.runtime import interpreter
 
-    constexpr, shapes = core.constexpr, core.tuple
+    constexpr, shapes, dtype = core.constexpr, core.tuple, core.dtype
+    same_type = dtype.__eq__
     make_block, same, np_type = core.block_type.__init__, shapes.__eq__, cache(interpreter._get_np_dtype)
     pointer = np_type(core.uint64)
 
-    @cache
-    def block_of(shape: tuple[int, ...]) -> tuple[Any, str]:
-        block = core.block_type.__new__(core.block_type)
-        make_block(block, core.int1, list(shape))
-        return block, str(block.shape)
-
-    @cache
     def tensor_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
         return shapes([constexpr(size) for size in shape]), constexpr(math.prod(shape))
 
+    @cache
+    def block_of(shape: tuple[int, ...]) -> tuple[Any, str, Any]:
+        block = core.block_type.__new__(core.block_type)
+        make_block(block, core.int1, list(shape))
+        return block, str(block.shape), tensor_of(shape)
+
     def new_block(self: Any, element_ty: Any, shape: Any) -> None:
-        block, text = block_of(tuple([size.value if isinstance(size, constexpr) else size for size in shape]))
+        block, text, self.of_tensor = block_of(tuple([x.value if isinstance(x, constexpr) else x for x in shape]))
         self.element_ty, self.shape, self.numel = element_ty, block.shape, block.numel
         self.name = f"<{text}, {element_ty}>"
 
     def new_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = tensor_of(tuple(type.shape.values) if type.is_block() else ())
+        self.shape, self.numel = type.of_tensor
 
     def equal(self: Any, other: Any) -> Any:
         if type(other) is list or type(other) is shapes:
             return constexpr(self.values == list(other))
         return same(self, other)
 
+    def equal_type(self: Any, other: Any) -> bool:
+        return self is other or same_type(self, other)
+
+    dtype.of_tensor = tensor_of(())  # of a scalar
+    dtype.__eq__ = equal_type
     core.block_type.__init__ = new_block
     core.tensor.__init__ = new_tensor
     shapes.__eq__ = equal
+    interpreter.TensorHandle.__post_init__ = lambda self: (
+        None
+    )  # numbers are as wide as their type, which numpy gave them
     interpreter._get_np_dtype = lambda type: pointer if type.scalar.is_ptr() else np_type(type.scalar)
 
 
 def _quicken_operands() -> None:
     """What every sum and every comparison finds out about its operands, once for each pair of types.
 
-    Triton's own code looks at a pair when it first comes. Operands that it leaves as they are it need not see again,
-    and a number becomes the same tensor again, which nobody can write to.
+    Triton's own code looks at a pair when it first comes, and what it made of it is done again: the types that operands
+    are cast to, and the shape that they are spread to. A number becomes the same tensor again, which nobody can write
+    to. Memory is filled for a wider shape, which for small blocks takes a fifth of what a view of them takes.
     """
     import numpy
     from triton.language import core, semantic
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     rules, tensor, constexpr = semantic.TritonSemantic, core.tensor, core.constexpr
     check, broadcast, unwrap = rules.binary_op_type_checking_impl, rules.broadcast_impl_value, core._unwrap_if_constexpr
-    plain = {tensor, bool, int, float, str, type(None)}
-    checked, broadcasted = set[Any](), set[Any]()
-    numbers: dict[Any, Any] = {}
+    cast, plain, opened = rules.cast, {tensor}, (constexpr, core.tuple, list, tuple)
+    cast_to: dict[Any, tuple[Any, Any]] = {}
+    spread_to: dict[Any, tuple[Any, Any]] = {}
+    numbers: dict[Any, tuple[Any, Any]] = {}
+
+    def other_dtype(before: Any, after: Any) -> Any:
+        return None if before.dtype == after.dtype else after.dtype
 
     def operands(self: Any, lhs: Any, rhs: Any, *how: bool, **more: bool) -> Any:
         if more or type(lhs) is not tensor:
             return check(self, lhs, rhs, *how, **more)
         if type(rhs) is tensor:
             key = lhs.type.name, rhs.type.name, how
-            if key in checked:
-                return lhs, rhs
-            found = check(self, lhs, rhs, *how)
-            if found[0] is lhs and found[1] is rhs:
-                checked.add(key)
-            return found
+            if key not in cast_to:
+                found = check(self, lhs, rhs, *how)
+                cast_to[key] = other_dtype(lhs, found[0]), other_dtype(rhs, found[1])
+                return found
+            left, right = cast_to[key]
+            lhs = lhs if left is None else self.cast(lhs, left)
+            return broadcast_once(self, lhs, rhs if right is None else self.cast(rhs, right))
         if type(rhs) is not int and (type(rhs) is not float or rhs == 0):  # which may be -0.0
             return check(self, lhs, rhs, *how)
         key = lhs.type.name, type(rhs), rhs, how
         if key in numbers:
-            return lhs, numbers[key]
+            left, number = numbers[key]
+            return lhs if left is None else self.cast(lhs, left), number
         found = check(self, lhs, rhs, *how)
-        if found[0] is lhs:
-            handle = found[1].handle
-            handle.data = numpy.broadcast_to(handle.data.reshape(-1)[:1], handle.data.shape)
-            numbers[key] = found[1]
+        handle = found[1].handle
+        handle.data = numpy.broadcast_to(handle.data.reshape(-1)[:1], handle.data.shape)
+        numbers[key] = other_dtype(lhs, found[0]), found[1]
         return found
+
+    def spread(value: Any, wider: Any) -> Any:
+        narrow = value.handle
+        data = numpy.empty(wider.shape.values, narrow.data.dtype)
+        data[...] = narrow.data
+        return tensor(TensorHandle(data, narrow.dtype.scalar), wider)
 
     def broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
         key = lhs.type.name, rhs.type.name
-        if key in broadcasted:
-            return lhs, rhs
-        found = broadcast(self, lhs, rhs)
-        if found[0] is lhs and found[1] is rhs:
-            broadcasted.add(key)
-        return found
+        if key not in spread_to:
+            found = broadcast(self, lhs, rhs)
+            wider = (None if after is before else after.type for before, after in zip((lhs, rhs), found, strict=True))
+            spread_to[key] = next(wider), next(wider)
+            return found
+        left, right = spread_to[key]
+        return lhs if left is None else spread(lhs, left), rhs if right is None else spread(rhs, right)
 
     def unwrap_once(value: Any) -> Any:
         kind = type(value)
         if kind in plain:
             return value
-        return value.value if kind is constexpr else unwrap(value)
+        if issubclass(kind, opened):
+            return value.value if kind is constexpr else unwrap(value)
+        plain.add(kind)
+        return value
+
+    def cast_once(self: Any, value: Any, dtype: Any, *rounding: Any, **more: Any) -> Any:
+        return value if value.dtype is dtype else cast(self, value, dtype, *rounding, **more)
+
+    def expand(self: Any, handle: Any, axis: int) -> Any:
+        data = handle.data
+        return TensorHandle(data.reshape(*data.shape[:axis], 1, *data.shape[axis:]), handle.dtype.scalar)
 
     rules.binary_op_type_checking_impl = operands
     rules.broadcast_impl_value = broadcast_once
+    rules.cast = cast_once
+    InterpreterBuilder.create_expand_dims = expand
     core._unwrap_if_constexpr = unwrap_once
 
 
@@ -193,14 +233,28 @@ def _builtins(package: object) -> list[str]:
 
 def compiled_by(script: Path, *arguments: str) -> Any:
     """What a script that compiles kernels ahead of time prints as JSON. It runs alone, and uses ``support.ahead``."""
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    server = _compile_server()
+    assert server.stdin is not None and server.stdout is not None
+    with TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        server.stdin.write(json.dumps(list(map(str, (output, errors, script, *arguments)))) + "\n")
+        server.stdin.flush()
+        code = server.stdout.readline().strip()
+        assert code == "0", f"exit code {code}: {errors.read_text()[-2000:]}"
+        return json.loads(output.read_text())
+
+
+@cache
+def _compile_server() -> subprocess.Popen[str]:
+    here = Path(__file__).parent
+    path = os.pathsep.join(filter(None, (str(here.parent), os.environ.get("PYTHONPATH"))))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
+    server = subprocess.Popen(
+        [sys.executable, str(here / "compile_server.py")],
         env={**environment, "PYTHONPATH": path},
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    atexit.register(server.communicate)  # at the end of its input it ends
+    return server

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from attnplug import AttentionKind, BackendError, DType, LayerSpec, MHAPool, RaggedCall
 from attnplug.host import KVPools, RawScene
@@ -65,10 +64,17 @@ def signature(path: Path, name: str) -> inspect.Signature:
     return inspect.signature(made[name])
 
 
+def varlen() -> Any:
+    """Not imported by whoever only collects: it brings all of dynamo."""
+    from torch.nn.attention import varlen
+
+    return varlen
+
+
 SIGNATURES: dict[str, Callable[[], inspect.Signature]] = {
     "fa4": lambda: signature(INTERFACE, "flash_attn_varlen_func"),
     "fa2": lambda: signature(FA2 / "flash_attn" / "flash_attn_interface.py", "flash_attn_varlen_func"),
-    "torch": lambda: inspect.signature(varlen.varlen_attn),
+    "torch": lambda: inspect.signature(varlen().varlen_attn),
 }
 REFERENCES = {"fa4": fa4_varlen_func, "fa2": fa2_varlen_func, "torch": torch_varlen_attn}
 ADAPTERS: dict[str, Callable[..., Any]] = {"fa4": FA4Kernels, "fa2": FA2Kernels, "torch": TorchKernels}
@@ -201,7 +207,7 @@ class TestTorch:
         assert TorchKernels(torch_varlen_attn).page_size(page_size, [LAYER]) == kernel_page
 
     def test_log_sum_exps_are_asked_for_in_torchs_way(self):
-        assert varlen.AuxRequest(lse=True).lse is True
+        assert varlen().AuxRequest(lse=True).lse is True
 
 
 class TestFlashAttention4:

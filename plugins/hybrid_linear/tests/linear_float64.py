@@ -1,4 +1,4 @@
-"""Linear attention in float64 numpy, one token of one head at a time, written from ``LinearInputs``' equations."""
+"""Linear attention in float64 numpy, one token at a time, written from ``LinearInputs``' equations."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ def recurrence(inputs: LinearInputs, state: Array, scale: float) -> tuple[Array,
     q, k, v, log_decay = (_array(tensor) for tensor in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
     beta = None if inputs.beta is None else _array(inputs.beta)
     tokens, heads, _ = v.shape
-    key_heads = q.shape[1]
-    state, out = state.copy(), np.zeros_like(v)
+    key_head = [head * q.shape[1] // heads for head in range(heads)]
+    if inputs.normalize:
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    q, k, decay, out = q[:, key_head], k[:, key_head], np.exp(log_decay), np.zeros_like(v)
     for token in range(tokens):
-        for head in range(heads):
-            query, key = (x[token, head * key_heads // heads] for x in (q, k))
-            if inputs.normalize:
-                query, key = (x / np.sqrt((x * x).sum() + 1e-6) for x in (query, key))
-            decay = np.exp(log_decay[head] if log_decay.ndim == 1 else log_decay[token, head])
-            old = np.reshape(decay, (-1, 1)) * state[head]
-            write = v[token, head] if beta is None else beta[token, head] * (v[token, head] - key @ old)
-            state[head] = old + np.outer(key, write)
-            out[token, head] = scale * (query @ state[head])
+        key = k[token, :, :, None]
+        old = (decay if decay.ndim == 1 else decay[token]).reshape(heads, -1, 1) * state
+        write = v[token] if beta is None else beta[token, :, None] * (v[token] - (key * old).sum(1))
+        state = old + key * write[:, None]
+        out[token] = scale * (q[token, :, :, None] * state).sum(1)
     return out, state
 
 

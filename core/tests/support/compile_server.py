@@ -1,0 +1,37 @@
+"""Runs scripts that compile kernels, each in a fork of this process, which has imported what all of them import.
+
+``triton_mode.compiled_by`` starts it, once for all tests of a process: torch and Triton take longer to import than a
+small kernel takes to compile. Every line it reads is a list, ``[output, errors, script, *arguments]``, and the answer
+is the script's exit code.
+"""
+
+import json
+import os
+import runpy
+import sys
+import traceback
+
+import torch  # noqa: F401
+import triton.compiler  # noqa: F401
+
+
+def run(output: str, errors: str, script: str, *arguments: str) -> int:
+    for path, descriptor in ((output, 1), (errors, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.argv, code = [script, *arguments], 0
+    sys.path[0] = os.path.dirname(script)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            os._exit(run(*json.loads(line)))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
