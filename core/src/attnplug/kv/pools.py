@@ -179,6 +179,12 @@ class MHAPool:
         """``[*slots.shape, kv_heads, v_head_dim]``: in the stored type, or float32 from fp8."""
         return held_for(self._values, layer_id, "MHA").read(slots)
 
+    def read_blocks(self, layer_id: int, blocks: Tensor, blank: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Keys and values as :meth:`PagedBuffer.read_blocks` reads them; ``None`` where it reads either not."""
+        keys = held_for(self._keys, layer_id, "MHA").read_blocks(blocks, blank)
+        values = None if keys is None else self._values[layer_id].read_blocks(blocks, blank)
+        return None if keys is None or values is None else (keys, values)
+
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy pages in every layer, as if one after another."""
         copy_pages(self._buffers, copies)

@@ -219,4 +219,10 @@ class TorchNativeBackend(SparseAttention):
             if layouts[0].tokens_evenly_spaced and layouts[1].tokens_evenly_spaced:
                 keys, values = self._mha.keys(layer.layer_id), self._mha.values(layer.layer_id)
                 return keys.flatten(0, 1)[None, group.run], values.flatten(0, 1)[None, group.run]
+        blocks = group.blocks
+        read = None if blocks is None else self._mha.read_blocks(layer.layer_id, blocks.numbers, blocks.blank)
+        if read is not None:
+            keys, values = read
+            count = group.extent.keys
+            return (keys, values) if keys.shape[1] == count else (keys[:, :count], values[:, :count])
         return self._mha.read_keys(layer.layer_id, group.slots), self._mha.read_values(layer.layer_id, group.slots)

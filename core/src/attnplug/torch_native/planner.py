@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
+from attnplug.kv.buffer import BLOCK
 from attnplug.machine.transfer import to_device
 
 # A group is padded to its longest request. Up to this many rows per request, padding costs less than another group.
@@ -19,8 +21,8 @@ _SMALL_READ = 4096
 # A group reads at most this many rows, because its keys and values are copied together before attention.
 _LARGEST_READ = 1 << 17
 # On a CPU a decoding group reads at most this many, unless it is one request: larger copies leave the caches, and come
-# from fresh memory of the system each time.
-_CACHED_READ = 1 << 12
+# from fresh memory of the system each time. torch's allocator on Arm keeps the memory.
+_CACHED_READ = 1 << (13 if platform.machine() in ("aarch64", "arm64") else 12)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,18 +65,47 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The cache rows of a decoding group as blocks of ``BLOCK``, which are copied sooner than single rows.
+
+    ``numbers`` ``[requests, blocks]``. Of a request's last block some rows may be nobody's: ``blank`` are those among
+    the rows of all blocks that a longer request's key stands beside. A mask would not hide a NaN in them.
+    """
+
+    numbers: Tensor
+    blank: Tensor | None
+
+    @classmethod
+    def of(cls, slots: np.ndarray, lens: list[int]) -> Blocks | None:
+        """For ``slots`` ``[requests, keys]`` in pages of whole blocks; ``None`` where a request fills no block."""
+        if min(lens) < BLOCK:
+            return None
+        ends, keys = np.array(lens)[:, None], slots.shape[1]
+        numbers, positions = slots[:, ::BLOCK] // BLOCK, np.arange(0, keys, BLOCK)
+        if min(lens) == keys:
+            return cls(torch.from_numpy(numbers), None)
+        numbers = np.where(positions < ends, numbers, numbers[:, :1])  # past the end a full block, not the last
+        rest = ends + np.arange(BLOCK - 1)  # the rows after each end, up to the next block
+        blank = (rest < -(-ends // BLOCK) * BLOCK).nonzero()
+        places = blank[0] * numbers.shape[1] * BLOCK + rest[blank]
+        return cls(torch.from_numpy(numbers), torch.from_numpy(places) if len(places) else None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """Requests with the same number of new tokens, attended to in one go.
 
     ``rows`` ``[requests * queries]`` says which rows of q are theirs (a slice where they follow each other, ``None``:
     all planned rows of q, in order). ``slots`` ``[requests, keys]`` says where their cache rows are. ``run`` says it of
-    one decoding request on a CPU whose rows lie one after the other: then they are read without a copy.
+    one decoding request on a CPU whose rows lie one after the other: then they are read without a copy. ``blocks``
+    says it of several, where pages consist of blocks.
     """
 
     rows: Tensor | slice | None
     slots: Tensor
     extent: Extent
     run: slice | None = None
+    blocks: Blocks | None = None
 
     def within(self, window: int | None) -> Group:
         """The same without the keys before all queries' windows: neither read nor scored, however long the requests."""
@@ -179,7 +210,9 @@ def _cached_reads(
         if first_rows is not None:
             rows = torch.tensor([first_rows[request] for request in requests[part]])
         own = slots[part, : extent.keys].contiguous()
-        groups.append(Group(rows, own, extent, _run(own)))
+        run = _run(own)
+        blocks = None if run is not None or geometry.page_size % BLOCK else Blocks.of(own.numpy(), lens[part])
+        groups.append(Group(rows, own, extent, run, blocks))
     return tuple(groups)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from attnplug import ForwardBatch
 from attnplug.host import Config
-from attnplug_engine.models.layers import Head, RMSNorm, frozen
+from attnplug_engine.models.layers import Head, Part, RMSNorm, frozen
 from attnplug_engine.models.rope import Positions, Rotation
 from attnplug_engine.models.weights import Weights
 
@@ -34,7 +34,7 @@ def hidden_norm(config: Config, *, zero_centred: bool = False) -> MakeNorm:
     return lambda weights: RMSNorm(weights, width, eps, zero_centred=zero_centred)
 
 
-class Attention(nn.Module):
+class Attention(Part):
     """What a block calls: hidden states ``[tokens, hidden]`` to this rank's part of the attention's output.
 
     Subclass contract: the output is a sum to be reduced over the ranks, and a tensor of its own. ``norm`` is applied to
@@ -72,7 +72,7 @@ class TokenWise(Attention):
         return cast(Tensor, self.mlp(hidden, norm=norm, onto=onto))
 
 
-class Block(nn.Module):
+class Block(Part):
     """One layer: attention and MLP, each after a norm, each added to what came in, each reduced once.
 
     ``mlp`` is a module from ``[tokens, hidden]`` to a sum to be reduced, with ``norm`` and ``onto`` as attention has.
@@ -96,7 +96,7 @@ class Block(nn.Module):
         return self._parallel.all_reduce(self.mlp(hidden, norm=self.mlp_norm, onto=hidden))
 
 
-class MixerBlock(nn.Module):
+class MixerBlock(Part):
     """One layer of a model in which attention and MLP are layers of their own: Mamba-2, Nemotron-H.
 
     With ``exact_sum`` the hidden states between blocks are float32 whatever the model's type.

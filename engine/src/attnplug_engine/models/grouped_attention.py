@@ -89,6 +89,8 @@ class GroupedAttention(Attention):
             attended = _gated(attended, qkv[:, heads : heads + gates].flatten(1))
         return self.out(attended, onto=onto)
 
+    __call__ = forward  # as in Linear
+
 
 def _gated(x: Tensor, gate: Tensor) -> Tensor:
     if kernels.usable(x):

@@ -30,7 +30,8 @@ def _onednn_is_there() -> bool:
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    # Named to the overload: torch would try one after the other, which takes microseconds each time.
+    result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return result
 
 
@@ -53,9 +54,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tenso
 
     ``packed`` is the weight as :func:`pack` gives it.
     """
-    rows, size = x.shape[0], weight.numel()
+    rows = x.shape[0]
     if packed is not None and rows >= _FEWEST_PACKED and x.dim() == 2:
         return _by_onednn(x, packed, bias)
+    size = weight.numel()
     fewest = _FEWEST if size > _SMALL else _FEWEST_SMALL
     if size >= _TINY and rows >= fewest and x.dim() == 2 and x.is_cpu and x.dtype is torch.float32:
         if size >= _LARGE and _MKL and _ONEDNN and rows <= _MOST_ONEDNN:
