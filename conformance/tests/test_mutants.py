@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.runner import Status, run_check, run_checks
@@ -42,3 +45,19 @@ def test_the_kit_catches(mutant):
     result = run_check(CHECKS[mutant.caught_by], subject(mutant.name, mutated(mutant)))
     assert result.status is Status.FAILED
     assert mutant.says in result.words
+
+
+SET = [mutant for mutant in MUTANTS if mutant.name.removeprefix("mha-").startswith(("environment_", "float32_"))]
+
+
+@pytest.mark.parametrize("mutant", SET, ids=lambda mutant: mutant.name)
+def test_what_earlier_checks_left_in_the_process_hides_nothing(mutant):
+    """In a whole run others come first: what the backend sets is there already."""
+    broken = subject(mutant.name, mutated(mutant))
+    try:
+        results = [run_check(CHECKS[name], broken) for name in ("mha.decode.one_request", mutant.caught_by)]
+    finally:
+        os.environ.pop("KERNEL_CACHE", None)
+        torch.set_float32_matmul_precision("highest")
+    assert [result.status for result in results] == [Status.PASSED, Status.FAILED]
+    assert mutant.says in results[1].words

@@ -8,6 +8,7 @@ from attnplug.kv.triton_rows import _write_pairs
 from attnplug.mla.triton_heads import _by_head
 from attnplug_engine.kernels.elementwise import _rms_norm, _silu_and_mul
 from attnplug_engine.kernels.latent import _absorb, _latent_rows
+from attnplug_engine.kernels.product_cuts import STREAMED, STREAMED_GATED, Cut
 from attnplug_engine.kernels.products import _product
 from attnplug_engine.kernels.rotary import _angles, _turn_heads
 from attnplug_engine.kernels.streamed_products import _streamed_product
@@ -38,6 +39,11 @@ def product(rows: int, inputs: int, block_n: int, block_k: int, *, gated: bool, 
     return {**shape, "BFLOAT16": True, "GATED": gated, "NORM": norm, "BIAS": False, "ONTO": onto}
 
 
+def streamed(cut: Cut, rows: int, *, gated: bool) -> dict:
+    shape = {"K": 2048, "ROWS": rows, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "STAGES": cut.stages}
+    return {**shape, "GATED": gated, "BIAS": False, "ONTO": not gated}
+
+
 def by_head(rows: int, inputs: int, outputs: int, block_out: int, *, transposed: bool) -> dict:
     strides = {"W_HEAD": inputs * outputs, "W_IN": outputs, "W_OUT": 1}
     if transposed:
@@ -59,14 +65,18 @@ ABSORBED = {
     "TOKENS": 16, "BLOCK_NOPE": 128, "BLOCK_OUT": 64, "BLOCK_LATENT": 512, "BLOCK_HALF": 32, "slot_step": 1,
 }  # fmt: skip
 _TILES = {**product(8, 2048, 16, 512, gated=False, norm=True, onto=False), "WARPS": 4}
-STREAMED = {
-    "K": 2048, "ROWS": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "GATED": True, "BIAS": False, "ONTO": False,
-}  # fmt: skip
 KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("product", _product, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
     ("product", _product, product(4, 8192, 4, 4096, gated=False, norm=False, onto=True), ("rows", "columns"), 4),
     ("product", _tile_product, _TILES, ("rows", "columns"), 4),
-    ("streamed", _streamed_product, STREAMED, ("rows", "columns"), 8),
+    ("streamed", _streamed_product, streamed(STREAMED, 16, gated=False), ("rows", "columns"), STREAMED.warps),
+    (
+        "streamed",
+        _streamed_product,
+        streamed(STREAMED_GATED, 64, gated=True),
+        ("rows", "columns"),
+        STREAMED_GATED.warps,
+    ),
     ("by_head", _by_head, by_head(16, 128, 512, 64, transposed=False), ("rows",), 4),
     ("by_head", _by_head, by_head(16, 512, 128, 32, transposed=True), ("rows",), 4),
     ("absorb", _absorb, ABSORBED, ("tokens",), 4),
@@ -79,15 +89,14 @@ KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("pairs", _write_pairs, PAIRS, (), 4),
 ]
 
+MULTIPLYING = (_tile_product, _streamed_product, _absorb, _by_head)
+"""By other instructions on SM 80."""
+
 
 def facts() -> Iterator[dict[str, object]]:
     for sm in (80, 90):
         for name, kernel, constants, scalars, warps in KERNELS:
-            if sm == 80 and kernel not in (
-                _tile_product,
-                _streamed_product,
-                _by_head,
-            ):  # what multiplies by other instructions there
+            if sm == 80 and kernel not in MULTIPLYING:
                 continue
             made = compiled(kernel, sm, constants, scalars, warps)
             before, wait, _ = made.asm["ptx"].partition("griddepcontrol.wait")
@@ -95,8 +104,9 @@ def facts() -> Iterator[dict[str, object]]:
             yield {
                 "kernel": name,
                 "sm": sm,
-                "loaded_early": len(re.findall(r"\bld\.global", early)),
+                "loaded_early": len(re.findall(r"\b(?:ld\.global|cp\.async\.c[ag])", early)),
                 "stored_early": len(re.findall(r"\bst\.global", early)),
                 "approximate_angles": bool(re.search(r"\b(sin|cos)\.approx", made.asm["ptx"])),
                 "spilled": ahead.resources(made)[1],
+                "shared": int(made.metadata.shared),
             }

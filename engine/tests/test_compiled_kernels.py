@@ -35,8 +35,22 @@ def test_models(facts: Facts) -> None:
         "angles",
     }
     assert {one["kernel"] for one in facts["models"] if one["sm"] == 90} == every
-    assert {one["kernel"] for one in facts["models"] if one["sm"] == 80} == {"product", "streamed", "by_head"}
+    assert {one["kernel"] for one in facts["models"] if one["sm"] == 80} == {
+        "product",
+        "streamed",
+        "absorb",
+        "by_head",
+    }
     assert all(one["spilled"] == 0 for one in facts["models"])
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_streamed_products_take_no_more_shared_memory_than_is_looked_for(sm: int, facts: Facts) -> None:
+    from attnplug_engine.kernels.product_cuts import MANY, MORE, STREAMED, STREAMED_GATED, streamed_bytes
+
+    taken = [one["shared"] for one in facts["models"] if one["kernel"] == "streamed" and one["sm"] == sm]
+    plain, gated = taken
+    assert 0 < plain <= streamed_bytes(STREAMED, MORE, 1) and 0 < gated <= streamed_bytes(STREAMED_GATED, MANY, 2)
 
 
 def test_weights_are_loaded_before_the_kernel_waits_for_its_input(facts: Facts) -> None:

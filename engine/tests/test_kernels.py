@@ -168,6 +168,21 @@ def test_gated_products_of_many_rows_are_those_that_give_all_processors_work() -
         assert choose(x, weight, gated=True) is None and choose(x[:MANY], weight) is None
 
 
+@pytest.mark.parametrize(
+    ("room", "gated", "most"), [(99, False, 8), (99, True, 2), (163, False, 16), (163, True, 32), (227, True, 64)]
+)
+def test_products_that_shared_memory_has_no_room_for_are_a_librarys(
+    room: int, gated: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KiB of SM 89, 80 and 90: Triton raises where a program asks for more."""
+    from attnplug_engine.kernels import product_cuts
+
+    monkeypatch.setattr(product_cuts, "shared_memory", lambda device: room << 10)
+    x, weight = torch.zeros(65, 16, dtype=torch.bfloat16), torch.zeros(16384 if gated else 2048, 16).bfloat16()
+    rows = [count for count in range(1, 66) if product_cuts.choose(x[:count], weight, gated=gated)]
+    assert rows == list(range(1, most + 1))
+
+
 @pytest.mark.parametrize("shape", [(3072, 2048), (2048, 8192), (3072, 1536), (1, 2048), (7, 24), (2048, 28672)])
 def test_a_program_loads_a_bounded_part_of_the_matrix_at_once(shape: tuple[int, int]) -> None:
     from attnplug_engine.kernels.product_cuts import choose_few

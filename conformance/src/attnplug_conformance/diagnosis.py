@@ -14,6 +14,7 @@ from torch import Tensor
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import FIRST, LAYER
 from attnplug_conformance.scene import POISONS, SCRATCH_BYTES, Output, Scene
+from attnplug_conformance.subject import Subject
 
 BLOCKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 
@@ -79,19 +80,21 @@ def check_form(out: object, shape: tuple[int, ...], q: Tensor, what: str, dims: 
         raise Wrong(f"{what} requires a gradient, so all that it was made of stays in memory; compute under no_grad")
 
 
-def keeps_settings(device: torch.device, run: Callable[[], None]) -> None:
+def keeps_settings(subject: Subject, run: Callable[[], None]) -> None:
     """Raise :class:`Wrong` if ``run``, which builds a backend, changes what is the whole process's.
 
-    It runs twice, the second time with the environment as it was at first: what a library does to it when it is
-    imported is not the backend's doing, and a variable that is set already would not show.
+    It runs twice, the second time with the environment as it was before any check: what a library does to it when it is
+    imported is not the backend's doing, and a variable that is set already would not show. Nor would a precision, which
+    is another one each time.
     """
     before = dict(os.environ)
     try:
-        with _settings_kept(device):
+        with _settings_kept(subject.device, "highest"):
             run()
-        _restore(before)
-        run()
-        changed = sorted(name for name, value in before.items() ^ os.environ.items())
+        _restore(subject.environment)
+        with _settings_kept(subject.device, "high"):
+            run()
+        changed = sorted(name for name, value in subject.environment.items() ^ os.environ.items())
     finally:
         _restore(before)
     if changed:
@@ -105,16 +108,17 @@ def _restore(variables: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _settings_kept(device: torch.device) -> Iterator[None]:
+def _settings_kept(device: torch.device, precision: str) -> Iterator[None]:
     """Raise :class:`Wrong` if what torch keeps for a whole process is changed inside. It is put back afterwards.
 
     Before, it is what no backend would set: one that sets what is there already would not show.
     """
-    dtype, threads, precision = torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision()
+    dtype, threads, precise = torch.get_default_dtype(), torch.get_num_threads(), _precision()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(UNUSUAL_SEED)
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(UNUSUAL_THREADS)
+        torch.set_float32_matmul_precision(precision)
         before = _settings(device)
         try:
             yield
@@ -122,10 +126,18 @@ def _settings_kept(device: torch.device) -> Iterator[None]:
         finally:
             torch.set_default_dtype(dtype)
             torch.set_num_threads(threads)
-            torch.set_float32_matmul_precision(precision)
+            torch.set_float32_matmul_precision(precise or "highest")
     for name, value in before.items():
         if after[name] != value:
             raise Wrong(f"it changed {name}, which is the whole process's: its host samples and computes by it too")
+
+
+def _precision() -> str | None:
+    """``None`` where torch refuses to say: a device has another one (``torch.backends.cuda.matmul.fp32_precision``)."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def _settings(device: torch.device) -> dict[str, object]:
@@ -133,7 +145,7 @@ def _settings(device: torch.device) -> dict[str, object]:
         "the default dtype": torch.get_default_dtype(),
         "whether gradients are recorded": torch.is_grad_enabled(),
         "the number of threads": torch.get_num_threads(),
-        "the precision of float32 products": torch.get_float32_matmul_precision(),
+        "the precision of float32 products": _precision(),
         "the state of torch's random numbers": torch.get_rng_state().numpy().tobytes(),
     }
     if device.type == "cuda":

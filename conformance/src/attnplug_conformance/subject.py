@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeVar
 
@@ -71,6 +72,8 @@ class Subject:
     seam: str | None = None
     options: object = None
     """The backend's own options, parsed; ``None`` for the defaults."""
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
+    """The process's variables before any check has built the backend."""
 
     @classmethod
     def installed(cls, registered: Registered, device: str | None, options: object = None) -> Subject:

@@ -217,7 +217,7 @@ def _host_slots(stand: Stand) -> None:
 
 
 def _inputs_unchanged(stand: Stand) -> None:
-    keeps_settings(stand.subject.device, lambda: _only_results(stand))
+    keeps_settings(stand.subject, lambda: _only_results(stand))
 
 
 def _only_results(stand: Stand) -> None:

@@ -190,7 +190,7 @@ def _two_alive(stand: Stand) -> None:
 
 
 def _unchanged(stand: Stand) -> None:
-    keeps_settings(stand.subject.device, lambda: _only_results(stand))
+    keeps_settings(stand.subject, lambda: _only_results(stand))
 
 
 def _only_results(stand: Stand) -> None:

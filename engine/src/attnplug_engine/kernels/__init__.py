@@ -32,6 +32,15 @@ def starts_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have. Interpreted, it has any number."""
+    if device.type != "cuda":
+        return 1 << 30
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 48 << 10))  # torch has none for AMD
+
+
 def launch_options(device: torch.device) -> dict[str, bool]:
     """What every launch is given beside its own arguments."""
     return {"EARLY": True, "launch_pdl": True} if starts_early(device) else {"EARLY": False}

@@ -11,7 +11,6 @@ token's on the other tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import triton
@@ -19,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_engine.kernels import launch_options
+from attnplug_engine.kernels import launch_options, shared_memory
 
 RANKED = 4096
 """Up to so many pairs are sorted by one kernel, which compares them all; more by torch."""
@@ -302,20 +301,11 @@ def tiles(tokens: int, per_token: int, experts: int, dtype: torch.dtype) -> tupl
     return next((pair for most, pair in _BY_CROWD if crowd <= most), _CROWDED)
 
 
-@cache
-def _room(device: torch.device) -> int:
-    """Shared memory that a program may have."""
-    if device.type != "cuda":
-        return 1 << 30
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined] # torch's stub leaves it out
-
-
 def _fitting(tile: Tile, parts: int, length: int, x: Tensor) -> Tile:
     """The tile, not deeper than the sum is long, with as many stages as shared memory has room for."""
     depth = min(tile.depth, max(triton.next_power_of_2(length), 16))
     stage = (tile.pairs + parts * tile.columns) * depth * x.element_size()
-    return replace(tile, depth=depth, stages=max(min(tile.stages, (_room(x.device) - 2048) // stage), 1))
+    return replace(tile, depth=depth, stages=max(min(tile.stages, (shared_memory(x.device) - 2048) // stage), 1))
 
 
 def mix(

@@ -15,6 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
+from attnplug_engine.kernels import shared_memory
+
 FEW, SOME, MORE, MANY = 2, 8, 16, 64
 """Up to ``FEW`` rows are multiplied in ``products``, by a matrix of few rows up to ``SOME`` in ``tile_products`` and
 up to ``MORE`` in ``streamed_products``, by a gated one of many up to ``MANY`` there. The library is faster for all
@@ -97,10 +99,19 @@ def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = Fal
         return choose_tiles(numbers // tiles, inputs, normed=normed) if x.dtype is torch.bfloat16 else None
     if inputs % 8:  # 16 bytes are copied at once
         return None
+    cut = STREAMED_GATED if gated else STREAMED
+    if streamed_bytes(cut, rows, tiles) > shared_memory(x.device):  # as on SM 86, 89 and 120, which have 99 KiB
+        return None
     if gated:
-        programs = numbers // 2 / STREAMED_GATED.block_n / _processors(x.device)
-        return STREAMED_GATED if programs >= _FILLED * math.ceil(programs) else None
-    return STREAMED if rows <= MORE and numbers <= _SHORT and inputs <= _NARROW else None
+        programs = numbers // 2 / cut.block_n / _processors(x.device)
+        return cut if programs >= _FILLED * math.ceil(programs) else None
+    return cut if rows <= MORE and numbers <= _SHORT and inputs <= _NARROW else None
+
+
+def streamed_bytes(cut: Cut, rows: int, tiles: int) -> int:
+    """Shared memory of a program of ``streamed_products``, but for a few barriers; before SM 90 it is a stage less."""
+    padded: int = max(triton.next_power_of_2(rows), 16)
+    return cut.stages * (tiles * cut.block_n + padded) * cut.block_k * 2
 
 
 @cache
