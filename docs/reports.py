@@ -47,11 +47,7 @@ def main(device: str = "cpu", *names: str) -> None:
         on_a_cpu() if device == "cpu" else [subject_of(name, device) for name in names or load_registry().backends]
     )
     for subject in subjects:
-        if device == "cpu":
-            verdict = run_checks(subject, all_checks())
-        else:
-            with in_processes(8, subject) as runner:
-                verdict = run_checks(subject, all_checks(), runner=runner)
+        verdict = run_checks(subject, all_checks(), runner=in_processes(8, subject) if device != "cpu" else None)
         told = as_json(verdict)
         told["results"] = [row for row in told["results"] if row["status"] in (Status.FAILED, Status.EXPECTED)]
         if any("nothing ran" in problem for problem in verdict.problems):

@@ -37,23 +37,42 @@ def test_a_failure_says_what_is_wrong_and_how_to_repeat_it():
 
 
 class DyingPool:
-    """Where processes would run checks: one of them dies at the second."""
+    """In the place of processes: all of them are gone when one has died, and nobody knows by which check."""
+
+    def __init__(self, deadly, jobs, asked):
+        self.deadly, self.jobs, self.asked = deadly, jobs, asked
 
     def submit(self, run, name, seed):
+        self.asked.append((self.jobs, name))
         future = Future()
-        if name == LSE[0].name:
-            future.set_result({"status": Status.PASSED})
-        else:
+        if self.jobs > 1 or name in self.deadly:
             future.set_exception(BrokenProcessPool("it died"))
+        else:
+            future.set_result({"status": Status.PASSED})
         return future
 
+    def shutdown(self, *, cancel_futures):
+        assert cancel_futures
 
-def test_a_process_that_dies_is_told_with_the_check_to_look_at():
-    good = subject("good", text("mha"))
-    verdict = run_checks(good, [*LSE, LSE[1]], runner=partial(results, DyingPool()))
+
+def died(checks, *deadly):
+    asked = []
+    runner = partial(results, lambda jobs: DyingPool(deadly, jobs, asked), 2)
+    return run_checks(subject("good", text("mha")), checks, runner=runner, floors=False), asked
+
+
+def test_the_check_whose_process_dies_fails_and_no_other():
+    first, second = LSE
+    verdict, asked = died([second, first], first.name)
     assert [result.status for result in verdict.results] == [Status.PASSED, Status.FAILED]
-    assert verdict.problems == (f"a process died, at {LSE[1].name} or soon after it; nothing else ran",)
-    assert "run it alone to see" in "\n".join(lines(verdict))
+    assert "FAILED mha.lse.extend: the process that ran it died" in "\n".join(lines(verdict))
+    both = [(2, second.name), (2, first.name)]
+    assert asked == [*both, (1, second.name), both[1], (1, first.name)] and not verdict.problems
+
+
+def test_after_three_deaths_nothing_else_is_run():
+    verdict, _ = died(LSE * 2, *(check.name for check in LSE))
+    assert len(verdict.results) == 3 and verdict.problems == ("the processes of 3 checks died; nothing else ran",)
 
 
 def test_what_is_not_claimed_is_told_by_the_backends_own_refusal():

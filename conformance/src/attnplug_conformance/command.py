@@ -6,7 +6,6 @@ import argparse
 import difflib
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 from attnplug.host import Commands, UsageError, add_command
@@ -84,14 +83,15 @@ def _conform(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--jobs {parsed.jobs} is not a number of processes; give 1 or more")
     options = options_of(registry, parsed.backend_option).get(parsed.name)
     subject = Subject.installed(registry.backends[parsed.name], parsed.device, options)
-    run = partial(
-        run_checks, subject, checks, quick=parsed.quick, seed=parsed.seed, expected=expected, floors=not parsed.check
+    verdict = run_checks(
+        subject,
+        checks,
+        quick=parsed.quick,
+        seed=parsed.seed,
+        expected=expected,
+        floors=not parsed.check,
+        runner=in_processes(parsed.jobs, subject, parsed.backend_option) if parsed.jobs > 1 else None,
     )
-    if parsed.jobs == 1:
-        verdict = run()
-    else:
-        with in_processes(parsed.jobs, subject, parsed.backend_option) as runner:
-            verdict = run(runner=runner)
     for line in lines(verdict):
         print(line, file=sys.stderr if parsed.json else None)
     if report is not None:

@@ -3,11 +3,11 @@ a run on a GPU does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -18,30 +18,46 @@ from attnplug_conformance.chosen import options_of
 from attnplug_conformance.runner import Result, Runner, Status, run_check
 from attnplug_conformance.subject import Subject
 
+_MOST_DEATHS = 3
+"""After so many nothing else is run: each costs the start of processes."""
 _subject: Subject
 _checks: dict[str, Check]
 
 
-@contextmanager
-def in_processes(jobs: int, subject: Subject, settings: Sequence[str] = ()) -> Iterator[Runner]:
+def in_processes(jobs: int, subject: Subject, settings: Sequence[str] = ()) -> Runner:
     """What runs checks for ``run_checks``. ``settings`` are the options of ``subject`` as they were given."""
     given = (subject.name, subject.device.type, tuple(settings))
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, given) as pool:
-        try:
-            yield lambda checks, seed: results(pool, checks, seed)
-        finally:
-            pool.shutdown(cancel_futures=True)
+    return partial(results, lambda most: ProcessPoolExecutor(most, get_context("spawn"), _prepare, given), jobs)
 
 
-def results(pool: Executor, checks: Sequence[Check], seed: int) -> Iterator[Result]:
-    """Results in the order of the checks. After a process has died there is one more, which says so."""
-    waiting = [pool.submit(_run, check.name, seed) for check in checks]
-    for check, one in zip(checks, waiting, strict=True):
-        try:
+def results(pool: Callable[[int], Executor], jobs: int, checks: Sequence[Check], seed: int) -> Iterator[Result]:
+    """Results in the order of the checks, by ``pool(jobs)``.
+
+    When a process dies nobody says which check it ran. The first one without a result is then run alone, to see, and
+    those after it by new processes.
+    """
+    deaths, left = 0, list(checks)
+    while left:
+        for result in _until_one_dies(pool(jobs), left, seed):
+            yield result
+            left = left[1:]
+        if left:
+            suspect, left = left[0], left[1:]
+            alone = next(_until_one_dies(pool(1), [suspect], seed), None)
+            deaths += alone is None
+            lost = f"the processes of {deaths} checks died" if deaths == _MOST_DEATHS else ""
+            yield alone or Result(suspect, Status.FAILED, "the process that ran it died", lost=lost)
+
+
+def _until_one_dies(pool: Executor, checks: Sequence[Check], seed: int) -> Iterator[Result]:
+    try:
+        waiting = [pool.submit(_run, check.name, seed) for check in checks]
+        for check, one in zip(checks, waiting, strict=True):
             yield Result(check, **one.result())
-        except BrokenProcessPool:
-            words = "the process died that ran this check, or one that ran another; run it alone to see"
-            yield Result(check, Status.FAILED, words, lost=f"a process died, at {check.name} or soon after it")
+    except BrokenProcessPool:
+        return
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _prepare(name: str, device: str, settings: tuple[str, ...]) -> None:
