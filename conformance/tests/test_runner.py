@@ -36,6 +36,13 @@ def test_a_failure_says_what_is_wrong_and_how_to_repeat_it():
     assert not verdict.holds
 
 
+def test_a_repeated_check_has_the_same_options_and_inputs():
+    broken = replace(subject("base_2", BASE_2), settings=("good_mha.speed=very high", "good_mha.level=2"))
+    (line,) = (line for line in lines(run_checks(broken, LSE[:1], floors=False, seed=7)) if "repeat:" in line)
+    wanted = "--check mha.lse.extend --backend-option 'good_mha.speed=very high' --backend-option good_mha.level=2"
+    assert line.endswith(f"{wanted} --seed 7")
+
+
 class DyingPool:
     """In the place of processes: all of them are gone when one has died, and nobody knows by which check."""
 

@@ -43,16 +43,16 @@ def _check(parsed: argparse.Namespace) -> int:
 
     from attnplug.host import open_device
     from attnplug_conformance.catalog import all_checks
-    from attnplug_conformance.chosen import chosen_backends, options_of
+    from attnplug_conformance.chosen import check_options, chosen_backends
     from attnplug_conformance.report import as_json, lines
     from attnplug_conformance.runner import run_checks
     from attnplug_conformance.subject import Subject
 
     device, sm = open_device(parsed.device)
-    options = options_of(registry, parsed.backend_option)
+    check_options(registry, parsed.backend_option)
     verdicts = []
     for name in chosen_backends(registry, parsed.attention_backend, asked, device.type, sm, parsed.backend_option):
-        subject = Subject.installed(registry.backends[name], device.type, options.get(name))
+        subject = Subject.installed(registry.backends[name], device.type, parsed.backend_option)
         verdict = run_checks(subject, all_checks(), quick=True, seed=parsed.seed)
         verdicts.append(verdict)
         for line in lines(verdict):

@@ -73,11 +73,9 @@ def _reasons(error: SelectionError) -> int:
     return sum(len(choice.candidates[0].refusals) for choice in error.selection.unserved if choice.candidates)
 
 
-def options_of(registry: Registry, settings: Sequence[str]) -> dict[str, object]:
-    """The options of backends, parsed, by name."""
-    found: dict[str, object] = {}
+def check_options(registry: Registry, settings: Sequence[str]) -> None:
+    """Refuse options of a backend that is not there, and those that it does not have."""
     for name, values in split_settings(settings).items():
         if name not in registry.backends:
             raise UsageError(f"--backend-option {name}.…: there is no backend {name!r}")
-        found[name] = parse_options(name, registry.backends[name].spec.options, values)
-    return found
+        parse_options(name, registry.backends[name].spec.options, values)

@@ -47,7 +47,7 @@ def _conform(parsed: argparse.Namespace) -> int:
     report = None if parsed.report is None else _report_path(parsed.report)
     from attnplug.host import load_registry, output, warn_of_plugins
     from attnplug_conformance.catalog import all_checks
-    from attnplug_conformance.chosen import options_of
+    from attnplug_conformance.chosen import check_options
     from attnplug_conformance.processes import in_processes
     from attnplug_conformance.report import as_html, as_json, lines
     from attnplug_conformance.runner import read_expected, run_checks
@@ -81,8 +81,8 @@ def _conform(parsed: argparse.Namespace) -> int:
             raise UsageError(f"--expected-failures: {error}") from None
     if parsed.jobs < 1:
         raise UsageError(f"--jobs {parsed.jobs} is not a number of processes; give 1 or more")
-    options = options_of(registry, parsed.backend_option).get(parsed.name)
-    subject = Subject.installed(registry.backends[parsed.name], parsed.device, options)
+    check_options(registry, parsed.backend_option)
+    subject = Subject.installed(registry.backends[parsed.name], parsed.device, parsed.backend_option)
     verdict = run_checks(
         subject,
         checks,
@@ -90,7 +90,7 @@ def _conform(parsed: argparse.Namespace) -> int:
         seed=parsed.seed,
         expected=expected,
         floors=not parsed.check,
-        runner=in_processes(parsed.jobs, subject, parsed.backend_option) if parsed.jobs > 1 else None,
+        runner=in_processes(parsed.jobs, subject) if parsed.jobs > 1 else None,
     )
     for line in lines(verdict):
         print(line, file=sys.stderr if parsed.json else None)

@@ -14,7 +14,6 @@ from typing import Any
 from attnplug.host import load_registry
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.check import Check
-from attnplug_conformance.chosen import options_of
 from attnplug_conformance.runner import Result, Runner, Status, run_check
 from attnplug_conformance.subject import Subject
 
@@ -24,9 +23,9 @@ _subject: Subject
 _checks: dict[str, Check]
 
 
-def in_processes(jobs: int, subject: Subject, settings: Sequence[str] = ()) -> Runner:
-    """What runs checks for ``run_checks``. ``settings`` are the options of ``subject`` as they were given."""
-    given = (subject.name, subject.device.type, tuple(settings))
+def in_processes(jobs: int, subject: Subject) -> Runner:
+    """What runs checks for ``run_checks``."""
+    given = (subject.name, subject.device.type, subject.settings)
     return partial(results, lambda most: ProcessPoolExecutor(most, get_context("spawn"), _prepare, given), jobs)
 
 
@@ -62,8 +61,7 @@ def _until_one_dies(pool: Executor, checks: Sequence[Check], seed: int) -> Itera
 
 def _prepare(name: str, device: str, settings: tuple[str, ...]) -> None:
     global _subject, _checks
-    registry = load_registry()
-    _subject = Subject.installed(registry.backends[name], device, options_of(registry, settings).get(name))
+    _subject = Subject.installed(load_registry().backends[name], device, settings)
     _checks = {check.name: check for check in all_checks()}
 
 

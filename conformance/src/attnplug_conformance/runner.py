@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 import traceback
 from collections import Counter
@@ -42,12 +43,16 @@ class Result:
     measured: Sequence[Measured] = field(default=())
     lost: str = ""
     """Why nothing can run after it."""
+    seed: int = 0
 
     def reproduce(self, subject: Subject) -> str:
         """The command that runs this check alone."""
         if subject.seam is not None:
             return f"pytest -k {self.check.name!r} (it runs {subject.seam})"
-        return f"attnplug conform {subject.name} --device {subject.device.type} --check {self.check.name}"
+        options = [word for setting in subject.settings for word in ("--backend-option", shlex.quote(setting))]
+        seed = ["--seed", str(self.seed)] if self.seed else []
+        command = ["attnplug", "conform", subject.name, "--device", subject.device.type, "--check", self.check.name]
+        return " ".join([*command, *options, *seed])
 
 
 def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
@@ -63,7 +68,7 @@ def _run_check(check: Check, subject: Subject, seed: int) -> Result:
         lost = ""
         if status is Status.FAILED and _lost(subject.device):
             lost = f"the GPU is lost after {check.name}: it read or wrote outside of memory"
-        return Result(check, status, words, case, time.perf_counter() - started, tuple(measured), lost)
+        return Result(check, status, words, case, time.perf_counter() - started, tuple(measured), lost, seed)
 
     if (reason := check.applies(subject)) is not None:
         return result(Status.REFUSED, reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeVar
@@ -32,6 +32,8 @@ from attnplug.host import (
     WorkspaceOwner,
     build_backend,
     open_device,
+    parse_options,
+    split_settings,
     torch_dtype,
 )
 from attnplug_conformance.case import FP8_CACHES, Case
@@ -72,14 +74,20 @@ class Subject:
     seam: str | None = None
     options: object = None
     """The backend's own options, parsed; ``None`` for the defaults."""
+    settings: tuple[str, ...] = ()
+    """The same as they were given: ``NAME.KEY=VALUE``."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
     """The process's variables before any check has built the backend."""
 
     @classmethod
-    def installed(cls, registered: Registered, device: str | None, options: object = None) -> Subject:
-        """On a device: cuda where there is a GPU, unless one is named."""
+    def installed(cls, registered: Registered, device: str | None, settings: Sequence[str] = ()) -> Subject:
+        """On a device: cuda where there is a GPU, unless one is named. ``settings`` are options of any backends."""
         place, sm = open_device(device)
-        return cls(registered, place, sm, 9000 if place.type == "cuda" else 1100, options=options)
+        name = registered.spec.name
+        given = split_settings(settings).get(name)
+        options = None if given is None else parse_options(name, registered.spec.options, given)
+        own = tuple(one for one in settings if one.startswith(f"{name}."))
+        return cls(registered, place, sm, 9000 if place.type == "cuda" else 1100, options=options, settings=own)
 
     @property
     def name(self) -> str:
