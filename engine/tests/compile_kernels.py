@@ -59,7 +59,7 @@ PAIRS = {
     "VALUE_DIM_STRIDE": 1, "VALUE_DIM": 64, "KEY_BLOCKS": 1,
 }  # fmt: skip
 HEADS = {"QUERIES": 32, "SKIPPED": 0, "HEADS": 40, "DIM": 96, "NORM": True, "BLOCK_REST": 32, **ROTATED}
-LATENT = {"HEADS": 16, "BEFORE": 512, "LATENT": 512, "BLOCK_LATENT": 512, "slot_step": 1, **ROTATED}
+LATENT = {"HEADS": 16, "NOPE": 128, "LATENT": 512, "BLOCK_LATENT": 512, **ROTATED}
 ABSORBED = {
     "W_HEAD": 128 * 512, "W_IN": 512, "W_OUT": 1, "NOPE": 128, "HEADS": 16, "LATENT": 512, "HALF": 32, "PAIRS": True,
     "TOKENS": 16, "BLOCK_NOPE": 128, "BLOCK_OUT": 64, "BLOCK_LATENT": 512, "BLOCK_HALF": 32, "slot_step": 1,
@@ -81,8 +81,7 @@ KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("by_head", _by_head, by_head(16, 512, 128, 32, transposed=True), ("rows",), 4),
     ("absorb", _absorb, ABSORBED, ("tokens",), 4),
     ("heads", _turn_heads, {**HEADS, "PAIRS": False}, (), 2),
-    ("latent", _latent_rows, {**LATENT, "PAIRS": True, "BY_SLOT": False}, (), 2),
-    ("latent", _latent_rows, {**LATENT, "PAIRS": True, "BY_SLOT": True}, (), 2),
+    ("latent", _latent_rows, {**LATENT, "PAIRS": True}, (), 2),
     ("angles", _angles, {"HALF": 32, "BLOCK": 32}, (), 1),
     ("rms_norm", _rms_norm, {"WIDTH": 2048, "BLOCK": 2048}, (), 4),
     ("silu_and_mul", _silu_and_mul, {"WIDTH": 8192, "BLOCK": 1024}, (), 4),

@@ -47,6 +47,7 @@ from attnplug.host import (
     SlotTable,
     TorchNativeBackend,
     WorkspaceOwner,
+    torch_dtype,
 )
 from attnplug_engine import kernels, prepare
 from attnplug_engine.models.architectures import LoadedModel
@@ -100,10 +101,11 @@ class Stage:
         loaded: LoadedModel,
         requests: int,
         make_linear: Callable[[LinearStatePool], Any] = NaiveLinearBackend,
+        dtype: DType = DType.FLOAT32,
     ) -> None:
-        self.module, spec = loaded.module, loaded.spec
+        self.module, spec, self.dtype = loaded.module, loaded.spec, dtype
         self.page_size = page_size = math.lcm(PAGE_SIZE, spec.page_multiple)
-        size = {"num_pages": MAX_PAGES, "page_size": page_size, "dtype": DType.FLOAT32, "device": "cpu"}
+        size = {"num_pages": MAX_PAGES, "page_size": page_size, "dtype": dtype, "device": "cpu"}
         states = None
         if spec.linear_layers:
             states = LinearStatePool(spec.layers, num_slots=2 * requests, dtype=DType.FLOAT32, device="cpu")
@@ -137,8 +139,8 @@ class Stage:
         host = HostContext(
             model=spec,
             device=torch.device("cpu"),
-            dtype=torch.float32,
-            kv_dtype=DType.FLOAT32,
+            dtype=torch_dtype(self.dtype),
+            kv_dtype=self.dtype,
             page_size=self.page_size,
             limits=Limits(requests, 4096, 4096),
             pools=self.pools,

@@ -11,7 +11,7 @@ import runpy
 import sys
 import traceback
 
-import torch  # noqa: F401
+import torch  # noqa: F401 - for the forks, as is the next one
 import triton.compiler  # noqa: F401
 
 

@@ -133,9 +133,8 @@ def _quicken_types() -> None:
     core.block_type.__init__ = new_block
     core.tensor.__init__ = new_tensor
     shapes.__eq__ = equal
-    interpreter.TensorHandle.__post_init__ = lambda self: (
-        None
-    )  # numbers are as wide as their type, which numpy gave them
+    # It would check that numbers are as wide as their type; numpy gave them that type.
+    interpreter.TensorHandle.__post_init__ = lambda self: None
     interpreter._get_np_dtype = lambda type: pointer if type.scalar.is_ptr() else np_type(type.scalar)
 
 

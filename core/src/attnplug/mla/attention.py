@@ -137,14 +137,8 @@ class MLAAttention:
         selected: SelectedRows | None = None,
     ) -> Tensor:
         """One layer; see ``ModelAttention.attend_mla``."""
-        as_mha = batch.plan is not None and batch.plan.extend is not None
-        if rows is None and as_mha:
-            raise BackendError(
-                f"layer {layer.layer_id} was given no new rows, and the batch was planned to run as MHA, which attends "
-                "to them as they are; leave them out only where row_places said where to store them"
-            )
-        self._check_queries(q, layer, absorbed=rows is None)
         if batch.plan is None or batch.plan.extend is None:
+            self._check_queries(q, layer, absorbed=rows is None)
             run = self._backend.forward_decode if batch.forward_mode.is_decode else self._backend.forward_extend
             extras = None if selected is None else ForwardExtras(selected=selected)
             if rows is None:
@@ -157,7 +151,12 @@ class MLAAttention:
                 f"layer {layer.layer_id} is sparse, and the batch was planned to run as MHA, over all rows; build the "
                 "model's attention with its pool of index keys, and plan the batch again"
             )
-        assert rows is not None
+        if rows is None:
+            raise BackendError(
+                f"layer {layer.layer_id} was given no new rows, and the batch was planned to run as MHA, which attends "
+                "to them as they are; leave them out only where row_places said where to store them"
+            )
+        self._check_queries(q, layer, absorbed=False)
         plan = batch.judged(batch.plan.extend, self._id, q.shape[0])
         assert plan.new_slots is not None
         planned = plan.query_rows

@@ -30,7 +30,7 @@ def _by_head(
     )
     if EARLY:  # what is above depends on no other kernel
         gdc_launch_dependents()
-        gdc_wait()  # in every program: the kernel after this one waits for it alone, and may read more
+        gdc_wait()  # in every program: the next kernel waits for this one alone, and may read what one before it made
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     x += head * x_head_stride
     out += head * out_head_stride

@@ -6,7 +6,6 @@ So a cache row is read once, where a copy reads it, writes it and reads it again
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnplug.contract.geometry import Geometry
+from attnplug.machine.processor import IS_ARM
 
 # Pages are attended to from the first to the last that the batch uses, and the others' results are dropped. This share
 # of them must be the batch's own: below it, a copy is cheaper.
@@ -21,7 +21,7 @@ _LEAST_SHARE = 0.5
 # With smaller pages the work on each page is less than the call for it, and so is that of merging few rows. On Arm the
 # small products of single pages are slower.
 _SMALLEST_PAGE = 32
-_FEWEST_ROWS = 8192 if platform.machine() in ("aarch64", "arm64") else 3072
+_FEWEST_ROWS = 8192 if IS_ARM else 3072
 
 # F.scaled_dot_product_attention keeps the log-sum-exp to itself. This returns it too, [requests, heads, rows].
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

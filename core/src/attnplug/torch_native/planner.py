@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -14,6 +13,7 @@ from torch import Tensor
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.kv.buffer import BLOCK
+from attnplug.machine.processor import IS_ARM
 from attnplug.machine.transfer import to_device
 
 # A group is padded to its longest request. Up to this many rows per request, padding costs less than another group.
@@ -22,7 +22,7 @@ _SMALL_READ = 4096
 _LARGEST_READ = 1 << 17
 # On a CPU a decoding group reads at most this many, unless it is one request: larger copies leave the caches, and come
 # from fresh memory of the system each time. torch's allocator on Arm keeps the memory.
-_CACHED_READ = 1 << (13 if platform.machine() in ("aarch64", "arm64") else 12)
+_CACHED_READ = 1 << (13 if IS_ARM else 12)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

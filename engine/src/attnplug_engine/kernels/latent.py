@@ -12,17 +12,12 @@ from attnplug_engine.kernels.rotary import members
 
 @triton.jit
 def _row(
-    rows, slots, down, cos, sin, gain, token, planned, limit, slot_step, row_stride, down_stride, eps,
+    rows, down, cos, sin, gain, token, place, limit, row_stride, down_stride, eps,
     LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BY_SLOT: tl.constexpr,
 ):  # fmt: skip
-    """The cache row of one token. With ``BY_SLOT`` ``rows`` are ``limit`` rows of a cache, and the row is stored at the
-    token's slot, if it is one of the ``planned`` tokens and its slot is none of padding."""
+    """The cache row of one token, stored at its ``place`` if that is one of ``limit``."""
     pair, column = tl.arange(0, BLOCK_HALF), tl.arange(0, BLOCK_LATENT)
     first, second = members(pair, HALF, PAIRS)
-    place = token
-    if BY_SLOT:
-        place = tl.load(slots + token * slot_step, mask=token < planned, other=-1).to(tl.int64)
     # Padding is computed, and not stored: to branch would be to wait for the slot before the row is loaded.
     kept = (place >= 0) & (place < limit)
     stored, stored_pairs = column < tl.where(kept, LATENT, 0), pair < tl.where(kept, HALF, 0)
@@ -40,13 +35,11 @@ def _row(
     tl.store(target + LATENT + second, (b * c + a * s).to(rows.dtype.element_ty), mask=stored_pairs)
 
 
-@triton.jit(do_not_specialize=["planned", "limit"])
+@triton.jit
 def _latent_rows(
-    rows, slots, q, down, cos, sin, gain, planned, limit, slot_step, row_stride, q_stride, q_head_stride, down_stride,
-    eps,
-    HEADS: tl.constexpr, BEFORE: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr, BY_SLOT: tl.constexpr,
-    EARLY: tl.constexpr,
+    rows, q, down, cos, sin, gain, row_stride, q_stride, q_head_stride, down_stride, eps,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of one token the cache row (program 0), or some heads' rotary parts in place."""
     if EARLY:
@@ -55,8 +48,8 @@ def _latent_rows(
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         _row(
-            rows, slots, down, cos, sin, gain, token, planned, limit, slot_step, row_stride, down_stride, eps,
-            LATENT, HALF, PAIRS, BLOCK_LATENT, BLOCK_HALF, BY_SLOT,
+            rows, down, cos, sin, gain, token, token, tl.num_programs(0), row_stride, down_stride, eps,
+            LATENT, HALF, PAIRS, BLOCK_LATENT, BLOCK_HALF,
         )  # fmt: skip
     else:
         pair = tl.arange(0, BLOCK_HALF)
@@ -66,7 +59,7 @@ def _latent_rows(
         s = tl.load(sin + token * HALF + pair, mask=there, other=0.0)[None, :]
         head = (tl.program_id(1) - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         live = (head < HEADS)[:, None] & there[None, :]
-        line = (q + token * q_stride + head * q_head_stride + BEFORE)[:, None]
+        line = (q + token * q_stride + head * q_head_stride + NOPE)[:, None]
         x = tl.load(line + first[None, :], mask=live, other=0.0).to(tl.float32)
         y = tl.load(line + second[None, :], mask=live, other=0.0).to(tl.float32)
         tl.store(line + first[None, :], (x * c - y * s).to(q.dtype.element_ty), mask=live)
@@ -82,7 +75,8 @@ def _absorb(
     BLOCK_OUT: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some latent dimensions of one head's queries; the head's first program has those that are rotated as well. After
-    the heads come programs that make rows."""
+    the heads come programs that make rows, and store them at the tokens' slots in ``limit`` rows of a cache: those of
+    the ``planned`` tokens whose slot is none of padding."""
     head, block = tl.program_id(0), tl.program_id(1)
     number = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     place = tl.arange(0, BLOCK_NOPE)
@@ -118,7 +112,8 @@ def _absorb(
         for own in tl.static_range(0, TOKENS, PROGRAMS):
             one = (start + own + block).to(tl.int64)
             if (one < tokens) & (own + block < TOKENS):
+                slot = tl.load(slots + one * slot_step, mask=one < planned, other=-1).to(tl.int64)
                 _row(
-                    rows, slots, down, cos, sin, gain, one, planned, limit, slot_step, row_stride, down_stride, eps,
-                    LATENT, HALF, PAIRS, BLOCK_LATENT, BLOCK_HALF, True,
+                    rows, down, cos, sin, gain, one, slot, limit, row_stride, down_stride, eps,
+                    LATENT, HALF, PAIRS, BLOCK_LATENT, BLOCK_HALF,
                 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 import triton
@@ -35,7 +35,6 @@ class Turn:
     """
 
     __slots__ = ("_cos", "_half", "_options", "_pairs", "_sin")
-    stores: ClassVar[bool] = True
 
     def __init__(self, positions: Tensor, frequencies: Tensor, factor: float, *, pairs: bool) -> None:
         tokens, self._half = positions.shape[0], frequencies.shape[0]
@@ -95,19 +94,32 @@ class Turn:
 
     def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: Norm) -> Tensor:
         """See ``Rotation.latent_rows``: one launch for queries and rows."""
-        rows = torch.empty_like(down, memory_format=torch.contiguous_format)
-        self._latent_rows(rows, None, q, down, nope, norm)
+        tokens, heads, dim = q.shape
+        latent = norm.weight.shape[0]
+        assert dim - nope == 2 * self._half and down.shape[1] == latent + dim - nope
+        assert q.stride(2) == 1 and down.stride(1) == 1
+        rows = down.new_empty(tokens, down.shape[1])
+        if tokens:
+            block = _heads_at_once(tokens, heads)
+            _latent_rows[tokens, 1 + triton.cdiv(heads, block)](
+                rows, q, down, self._cos, self._sin, norm.weight,
+                rows.stride(0), q.stride(0), q.stride(1), down.stride(0), norm.eps,
+                HEADS=heads,
+                NOPE=nope,
+                BLOCK_HEADS=block,
+                num_warps=2,
+                **self._row_shape(latent),
+                **self._options,
+            )  # fmt: skip
         return rows
 
+    def absorbs(self, q: Tensor) -> bool:
+        return 0 < q.shape[0] <= _MOST_ABSORBED and q.dtype in (torch.bfloat16, torch.float16)
+
     def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: Norm, places: RowPlaces) -> Tensor:
-        """See ``Rotation.absorb``: one launch, unless tokens are many."""
+        """See ``Rotation.absorb``: one launch."""
         tokens, heads, dim = q.shape
         nope, latent = weights.w_kc.shape[1:]
-        short = q.dtype in (torch.bfloat16, torch.float16) and weights.w_kc.dtype == q.dtype
-        if not short or not 0 < tokens <= _MOST_ABSORBED:
-            absorbed = weights.absorb(q)
-            self._latent_rows(places.cache, places.slots, absorbed, down, latent, norm)
-            return absorbed
         assert dim - nope == 2 * self._half and down.shape[1] == latent + dim - nope
         assert q.stride(2) == 1 and down.stride(1) == 1
         cache, slots = places.cache, places.slots
@@ -123,49 +135,21 @@ class Turn:
             down.stride(0), norm.eps,
             HEADS=heads,
             NOPE=nope,
-            LATENT=latent,
-            HALF=self._half,
-            PAIRS=self._pairs,
             W_HEAD=weights.w_kc.stride(0),
             W_IN=weights.w_kc.stride(1),
             W_OUT=weights.w_kc.stride(2),
             TOKENS=at_once,
             BLOCK_NOPE=block_nope,
             BLOCK_OUT=block_out,
-            BLOCK_LATENT=triton.next_power_of_2(latent),
-            BLOCK_HALF=triton.next_power_of_2(self._half),
+            **self._row_shape(latent),
             **self._options,
         )  # fmt: skip
         return out
 
-    def _latent_rows(
-        self, rows: Tensor, slots: Tensor | None, q: Tensor, down: Tensor, before: int, norm: Norm
-    ) -> None:
-        """Rotate ``q`` in place after its first ``before`` dimensions, and make rows: by slot, or in their order."""
-        tokens, heads, dim = q.shape
-        latent = norm.weight.shape[0]
-        assert dim - before == 2 * self._half and down.shape[1] == latent + dim - before
-        assert q.stride(2) == 1 and down.stride(1) == 1
-        if not tokens:
-            return
-        block = _heads_at_once(tokens, heads)
-        numbers = rows if slots is None else slots
-        _latent_rows[tokens, 1 + triton.cdiv(heads, block)](
-            rows, numbers, q, down, self._cos, self._sin, norm.weight,
-            numbers.shape[0], rows.shape[0], numbers.stride(0), rows.stride(0), q.stride(0), q.stride(1),
-            down.stride(0), norm.eps,
-            HEADS=heads,
-            BEFORE=before,
-            LATENT=latent,
-            HALF=self._half,
-            PAIRS=self._pairs,
-            BLOCK_HEADS=block,
-            BLOCK_LATENT=triton.next_power_of_2(latent),
-            BLOCK_HALF=triton.next_power_of_2(self._half),
-            BY_SLOT=slots is not None,
-            num_warps=2,
-            **self._options,
-        )  # fmt: skip
+    def _row_shape(self, latent: int) -> dict[str, int | bool]:
+        """What kernels that make cache rows are told of them."""
+        blocks = {"BLOCK_LATENT": triton.next_power_of_2(latent), "BLOCK_HALF": triton.next_power_of_2(self._half)}
+        return {"LATENT": latent, "HALF": self._half, "PAIRS": self._pairs, **blocks}
 
 
 def _heads_at_once(tokens: int, heads: int) -> int:

@@ -110,7 +110,7 @@ class LatentAttention(Attention):
         layer = self.layer
         q = query.unflatten(1, (layer.num_heads, layer.head_dim))
         attention = active_attention()
-        places = attention.row_places(layer, batch, q.shape[0], rows.dtype) if rotation.stores else None
+        places = attention.row_places(layer, batch, q.shape[0], rows.dtype) if rotation.absorbs(q) else None
         new = None
         if places is None:
             new = rotation.latent_rows(q, rows, self._nope, self.row_norm)

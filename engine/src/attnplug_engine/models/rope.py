@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ _DEFAULT_THETA = 10_000.0
 
 class Rotation(Protocol):
     """The rotation for the tokens of one step, made once and used by every layer."""
-
-    stores: ClassVar[bool]
-    """Whether rows can be stored where they are made, by ``absorb``."""
 
     def apply(self, x: Tensor) -> Tensor:
         """``x`` ``[tokens, heads, dim]`` rotated."""
@@ -52,8 +49,12 @@ class Rotation(Protocol):
         """
         ...
 
+    def absorbs(self, q: Tensor) -> bool:
+        """Whether ``absorb`` takes these queries."""
+        ...
+
     def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: RMSNorm, places: RowPlaces) -> Tensor:
-        """``q`` absorbed and rotated; of a rotation that ``stores``, which puts the new rows in their ``places``."""
+        """``q`` absorbed and rotated; the new rows that ``latent_rows`` would make are stored in their ``places``."""
         ...
 
 
@@ -61,7 +62,6 @@ class TorchRotation:
     """What rotations of torch operations share."""
 
     __slots__ = ()
-    stores: ClassVar[bool] = False
 
     def apply(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -85,8 +85,11 @@ class TorchRotation:
         latent, rope = down.tensor_split((norm.weight.shape[0],), dim=1)
         return torch.cat((norm(latent), self.apply(rope.unsqueeze(1)).squeeze(1)), dim=1)
 
+    def absorbs(self, q: Tensor) -> bool:
+        return False
+
     def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: RMSNorm, places: RowPlaces) -> Tensor:
-        raise NotImplementedError("rows are stored by attention")
+        raise NotImplementedError
 
 
 class HalfRotation(TorchRotation):
