@@ -3,16 +3,20 @@ imported and collected. On some CPUs torch multiplies small matrices by another 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Generator
 
 import pytest
 import torch
 
-_nowhere = tempfile.TemporaryDirectory(prefix="attnplug-cache-")
-os.environ["ATTNPLUG_CACHE_DIR"] = _nowhere.name  # measured tables
+# Until the process ends, not until this module is collected: tests of the kit's own plugin load it once more.
+_nowhere = tempfile.mkdtemp(prefix="attnplug-cache-")
+atexit.register(shutil.rmtree, _nowhere, ignore_errors=True)
+os.environ["ATTNPLUG_CACHE_DIR"] = _nowhere  # measured tables
 os.environ.pop("ATTNPLUG_TABLES", None)
 
 
