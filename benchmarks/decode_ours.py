@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from decode_models import Config, prefill_flops
-from decode_points import Clock, Point, Settings, steps_for
+from decode_points import SHORT, Clock, Point, Settings, steps_for
 from decode_trace import traced
 
 from attnplug import Role
@@ -33,7 +33,6 @@ _TRACED_CONTEXT, _TRACED_BATCH = 512, 64
 """A trace costs more time than all the rest of a point: larger ones are left without."""
 _TRACED = 30
 _PREFILLS = 3
-_SHORT = (16, 128, 512, 2048)
 
 
 def measure(model: str, config: Config, folder: str, points: Sequence[Point], settings: Settings, clock: Clock) -> None:
@@ -102,7 +101,7 @@ def prefill(engine: Engine, config: Config, tokens: int) -> dict[str, Any]:
     """
     best = statistics.median(_prefilled(engine, tokens, 1 + _PREFILLS)[1:])
     found: dict[str, Any] = {"seconds": best, "tflops": prefill_flops(config, tokens) / best / 1e12}
-    found["short"] = [_short_prefill(engine, length) for length in _SHORT if length <= tokens]
+    found["short"] = [_short_prefill(engine, length) for length in SHORT if length <= tokens]
     return found
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 _MEASURED_S = 0.4
 _FEWEST, _MOST = 24, 200
+SHORT = (16, 128, 512, 2048)
+"""Tokens of short prefills."""
 
 
 @dataclass(slots=True)

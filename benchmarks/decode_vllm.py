@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from decode_models import Config, cache_bytes, prefill_flops
-from decode_points import Clock, Point, Settings, steps_for
+from decode_points import SHORT, Clock, Point, Settings, steps_for
 
 os.environ.update(
     VLLM_USE_FLASHINFER_SAMPLER="0",
@@ -47,7 +47,7 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
         kv_cache_memory_bytes=int(1.25 * max(cache_bytes(config, p.batch, p.context + _ROOM) for p in points)),
         enable_prefix_caching=False,
         enforce_eager=settings.eager,
-        compilation_config={} if settings.eager else {"cudagraph_capture_sizes": sorted({p.batch for p in points})},
+        compilation_config={} if settings.eager else {"cudagraph_capture_sizes": _captured(model, points, settings)},
     )
     randomise(llm, config["initializer_range"])
     clock.note(model, start_s=time.perf_counter() - started, version=vllm.__version__)
@@ -59,6 +59,12 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
         for point in sorted((point for point in points if point.context == context), key=lambda point: -point.batch):
             clock.record(point, partial(runner.measure, point, clock))
         runner.end()
+
+
+def _captured(model: str, points: Sequence[Point], settings: Settings) -> list[int]:
+    """Batches, and the short prefills up to the 512 tokens that its defaults capture."""
+    prefills = [tokens for tokens in SHORT if tokens <= 512] if model in settings.prefill_models else []
+    return sorted({*prefills, *(point.batch for point in points)})
 
 
 def randomise(llm: Any, std: float) -> None:
@@ -146,14 +152,23 @@ class Ladder:
 
 
 def prefill(llm: Any, config: Config, tokens: int) -> dict[str, Any]:
+    best = statistics.median(_prefilled(llm, config, tokens, 4)[1:])
+    short = [
+        {"tokens": length, "us": 1e6 * statistics.median(_prefilled(llm, config, length, 32)[2:])} for length in SHORT
+    ]
+    return {"seconds": best, "tflops": prefill_flops(config, tokens) / best / 1e12, "short": short}
+
+
+def _prefilled(llm: Any, config: Config, tokens: int, count: int) -> list[float]:
+    """Seconds of each of ``count`` prompts, one after the other."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     seconds = []
-    for number in range(4):
+    for number in range(count):
         prompt = np.random.default_rng(10_000 + number).integers(config["vocab_size"], size=tokens).tolist()
+        request = {"prompt_token_ids": prompt}
         started = time.perf_counter()
-        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        llm.generate([request], params, use_tqdm=False)
         seconds.append(time.perf_counter() - started)
-    best = statistics.median(seconds[1:])
-    return {"seconds": best, "tflops": prefill_flops(config, tokens) / best / 1e12}
+    return seconds
