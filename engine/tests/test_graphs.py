@@ -21,7 +21,7 @@ from refilled_native import Recorded, Refilled, RefilledDelta, RefilledNative, b
 from attnplug import BackendError, DType, PlanError, PoolError, WorkspaceKind
 from attnplug.host import TINY_CONFIGS, UsageError, WorkspaceError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
-from attnplug_engine.graph_sizes import check_sizes, default_sizes
+from attnplug_engine.graph_sizes import default_sizes
 from attnplug_engine.runner import Phase
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
@@ -445,7 +445,6 @@ class TestSizes:
             EngineOptions(disable_cuda_graph="no")
 
     def test_sizes_are_sorted(self):
-        assert check_sizes([8, 1, 2], 8) == (1, 2, 8)
         assert EngineOptions(cuda_graph_batch_sizes=[4, 1]).cuda_graph_batch_sizes == (1, 4)
 
     @pytest.mark.parametrize("other", ["disable_cuda_graph", "check_layers"])
@@ -476,12 +475,12 @@ class TestSizes:
     @pytest.mark.parametrize(("asked", "sizes"), [(None, (1, 2, 4, 5)), ((1, 3), (1, 3))])
     def test_and_what_it_captured(self, asked, sizes, native, monkeypatch):
         one, free = engine(), iter([9 << 20, 2 << 20])
-        one.options = SimpleNamespace(captures=True, cuda_graph_batch_sizes=asked)
+        one.options = replace(one.options, cuda_graph_batch_sizes=asked)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
         monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
         monkeypatch.setattr("attnplug_engine.engine.who_forced", lambda backend, claim: ("some",))
         device = SimpleNamespace(type="cuda")
         monkeypatch.setattr("attnplug_engine.runner.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None))
         one.runner.device = device
-        told = ", ".join(map(str, sizes))
-        assert str(one._capture(None)) == f"decode with {told} requests, 7 MiB (level UNIFORM, by some)"
+        told, rest = ", ".join(map(str, sizes)), "no prefill: some cannot capture it"
+        assert str(one._capture(None)) == f"decode with {told} requests, 7 MiB (level UNIFORM, by some); {rest}"

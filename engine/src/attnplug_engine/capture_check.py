@@ -44,6 +44,8 @@ from attnplug_engine.capture import Capture
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _MOST_PAGES = 64
 """Pages that requests of a check have at most, together a few thousand rows."""
+_FEW = 4
+"""Requests of a captured extend that is checked; they have all sorts of numbers of new tokens."""
 _ROUNDS = 2
 
 
@@ -81,7 +83,7 @@ class CaptureCheck:
             replay = capture(run)
             for _ in range(_ROUNDS):
                 with self._requests(layer, batch) as eager:
-                    live, before = eager.batch_size, self._states(layer, eager)
+                    before = self._states(layer, eager)
                     others = self._others(layer, eager)
                     self._plan_before_inputs(batch)
                     replay()
@@ -91,7 +93,7 @@ class CaptureCheck:
                         part.copy_(values)
                     self._plan_alike(eager, batch)
                     expected = call(eager)
-                self._compare(layer, batch, found, expected, live, strayed=strayed)
+                self._compare(layer, batch, found, expected, strayed=strayed)
 
     def _plan_alike(self, eager: ForwardBatch, captured: ForwardBatch) -> None:
         """Plan a batch with the backends that planned the captured one, whatever its lengths are."""
@@ -186,14 +188,17 @@ class CaptureCheck:
         captured = batch.geometry
         size, width, page_size = captured.requests, captured.page_table.shape[1], captured.page_size
         new, room = captured.max_new, min(self._allocator.free_pages, _MOST_PAGES)
+        live = size - size // 4
+        if ragged := captured.new_lens is not None:
+            live = min(live, _FEW)
+            new = min(captured.rows // live, max(room // live, 1) * page_size)  # at most
         least = -(-new // page_size)  # pages of a request
-        live = max(min(size - size // 4, room // least), 1) if room >= least else 0
+        live = max(min(live, room // least), 1) if room >= least else 0
         each = min(room // max(live, 1), width)
         pages = self._allocator.allocate(live * each)
         longest = min(each * page_size, captured.max_seq_len)
-        lens: list[int] = []
-        if live:
-            lens = torch.randint(new, longest + 1, (live,), generator=self._random, device=self._device).tolist()
+        news = [self._number(1, min(new, longest)) if ragged else new for _ in range(live)]
+        lens = [self._number(least, longest) for least in news]
         table = torch.tensor(pages, dtype=torch.int32, device=self._device).view(live, each)
         before = [tensor[:live].clone() for tensor in self._static(captured)]
         caches, table_rows = self._caches(layer), None
@@ -207,6 +212,10 @@ class CaptureCheck:
                 self._forget(live)
             captured.page_table[:live, :each] = table
             captured.seq_lens[:live] = torch.tensor(lens, dtype=torch.int32, device=self._device)
+            new_lens = None
+            if captured.new_lens is not None:
+                captured.new_lens[:live] = torch.tensor(news, dtype=torch.int32, device=self._device)
+                new_lens = captured.new_lens[:live].clone()
             if captured.tree is not None:  # every row sees itself and the first one
                 captured.tree[:live] = (1 << torch.arange(new, device=self._device)) | 1
             slots = None
@@ -219,10 +228,11 @@ class CaptureCheck:
                     table,
                     captured.seq_lens[:live].clone(),
                     page_size,
-                    rows=live * new,
+                    rows=sum(news),
                     max_seq_len=max(lens, default=0),
-                    max_new=new,
-                    host=HostLengths([new] * live, lens),
+                    max_new=max(news, default=0) if ragged else new,
+                    new_lens=new_lens,
+                    host=HostLengths(news, lens),
                     state_slots=slots,
                     table_rows=table_rows,
                     tree=None if captured.tree is None else captured.tree[:live].clone(),
@@ -235,6 +245,9 @@ class CaptureCheck:
             for cache in caches:
                 _cells(cache)[table.flatten().long().to(cache.device)] = 0
             self._allocator.release(pages)
+
+    def _number(self, least: int, most: int) -> int:
+        return int(torch.randint(least, most + 1, (), generator=self._random, device=self._device))
 
     def _forget(self, live: int) -> None:
         """Empty hot buffers: pages have other rows from here on. Memory of the host is the host's again then."""
@@ -249,8 +262,8 @@ class CaptureCheck:
 
     @staticmethod
     def _static(captured: Geometry) -> list[Tensor]:
-        also = [part for part in (captured.state_slots, captured.tree, captured.table_rows) if part is not None]
-        return [captured.page_table, captured.seq_lens, *also]
+        also = (captured.new_lens, captured.state_slots, captured.tree, captured.table_rows)
+        return [captured.page_table, captured.seq_lens, *(part for part in also if part is not None)]
 
     def _caches(self, layer: LayerSpec) -> Sequence[Tensor]:
         """What the layer's rows lie in, ``[pages, page_size, …]``, each of one type: random bytes would be NaN."""
@@ -281,7 +294,10 @@ class CaptureCheck:
         linear layer's last slot, which is nobody's. What padded requests write by mistake mostly goes there."""
         geometry, linear, kept = batch.geometry, self._pools.linear, []
         requests = torch.arange(batch.batch_size, device=self._device).unsqueeze(1)
-        last = geometry.seq_lens.long().unsqueeze(1) - 1 - torch.arange(geometry.max_new, device=self._device)
+        back = torch.arange(geometry.max_new, device=self._device).expand(batch.batch_size, -1)
+        if geometry.new_lens is not None:
+            back = torch.minimum(back, geometry.new_lens.unsqueeze(1) - 1)
+        last = geometry.seq_lens.long().unsqueeze(1) - 1 - back
         if self._coordinator is not None:
             self._wait()
         for cache in self._caches(layer):
@@ -294,10 +310,10 @@ class CaptureCheck:
         return kept
 
     def _compare(
-        self, layer: LayerSpec, batch: ForwardBatch, found: Tensor, expected: Tensor, live: int, *, strayed: bool
+        self, layer: LayerSpec, batch: ForwardBatch, found: Tensor, expected: Tensor, *, strayed: bool
     ) -> None:
         claims, name = self._attention.backend.claims, self._attention.backend.backend_id.name
-        live *= batch.geometry.max_new
+        live = len(expected)
         error = float((found[:live].double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
         if not error <= _TOLERANCE[self._dtype]:  # NaN is none of these
             what = f"differs from an eager run by {error:.1e} of its size"
@@ -308,9 +324,10 @@ class CaptureCheck:
         else:
             return
         where = f"layer {layer.layer_id}, {layer.kind}"
+        size = f"{batch.batch_size} requests" if batch.geometry.new_lens is None else f"{batch.geometry.rows} tokens"
         raise BackendError(
             f"backend {name} claims cuda_graph {claims.cuda_graph.name}, but a replay of its captured "
-            f"{batch.forward_mode} of {batch.batch_size} requests {what} ({where}): it "
+            f"{batch.forward_mode} of {size} {what} ({where}): it "
             "cannot be captured as it claims; choose another backend, or turn graphs off by `disable_cuda_graph`",
             settings=["disable_cuda_graph"],
         )

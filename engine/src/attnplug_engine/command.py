@@ -84,7 +84,13 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="N,N,…",
         help="capture decode steps for these numbers of prompts (default: some up to --max-batch)",
     )
+    parser.add_argument(
+        "--cuda-graph-prefill-sizes",
+        metavar="N,N,…",
+        help="capture prefills of up to these numbers of tokens (default: some up to 512, where the backend can)",
+    )
     parser.add_argument("--disable-cuda-graph", action="store_true", help="capture nothing")
+    parser.add_argument("--disable-prefill-cuda-graph", action="store_true", help="capture decode steps alone")
     parser.add_argument(
         "--enable-hisparse",
         action="store_true",

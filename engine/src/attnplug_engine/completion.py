@@ -49,6 +49,10 @@ class Statistics:
     """Decode steps that ran as captured graphs."""
     eager_steps: int = 0
     """Decode steps that did not."""
+    replayed_prefills: int = 0
+    """Steps with prefill that ran as captured graphs."""
+    eager_prefills: int = 0
+    """Steps with prefill that did not."""
     rounds: RoundStatistics | None = None
     """Of an engine that speculates."""
     served: Served = field(default_factory=Served)
@@ -65,6 +69,8 @@ class Statistics:
             self.eager_steps += not replayed
         decoding, prefill = new_tokens, 0
         if step.mode is not ForwardMode.DECODE:
+            self.replayed_prefills += replayed
+            self.eager_prefills += not replayed
             prefilling = [entry for entry in step.entries if entry.position < len(entry.request.prompt)]
             prefill = sum([len(entry.token_ids) for entry in prefilling])
             decoding = len(step.entries) - len(prefilling)
@@ -77,6 +83,7 @@ class Statistics:
         if step.rounds:
             self.replayed_steps += replayed
             self.eager_steps += not replayed
+        self.eager_prefills += step.rounds < len(step.entries)
         prefill = sum([len(entry.token_ids) for entry in step.entries[step.rounds :]])
         rounds = [new_tokens.get(entry.request.id, ()) for entry in step.entries[: step.rounds]]
         self._count(prefill, sum(map(len, rounds)), seconds)

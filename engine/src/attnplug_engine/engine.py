@@ -19,8 +19,8 @@ from attnplug_engine.capture import GraphCapture
 from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
 from attnplug_engine.encoder import Prompt, PromptEncoder
-from attnplug_engine.graph_sizes import default_sizes
-from attnplug_engine.graphs import GraphReport
+from attnplug_engine.graph_sizes import default_prefill_sizes, default_sizes
+from attnplug_engine.graphs import DecodeGraphs, GraphReport
 from attnplug_engine.launched import Launched
 from attnplug_engine.options import EngineOptions, capacity
 from attnplug_engine.parallel import SINGLE, TensorParallel
@@ -40,6 +40,7 @@ from attnplug_engine.request import (
 )
 from attnplug_engine.scheduler import MOST_IN_FLIGHT, Scheduler
 from attnplug_engine.speculation.launched import LaunchedRounds
+from attnplug_engine.speculation.round_graphs import RoundGraphs
 from attnplug_engine.speculation.rounds import RoundRunner
 from attnplug_engine.speculation.scheduling import RoundScheduler
 from attnplug_engine.speculation.statistics import RoundStatistics
@@ -158,10 +159,27 @@ class Engine:
             return GraphReport(level, forced_by, why_none=f"{who} {what}")
         sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
         before = torch.cuda.mem_get_info(runner.device)[0]
-        capturing = runner if rounds is None else rounds
-        graphs = capturing.capture(sizes, GraphCapture(runner.device), progress)
+        capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(level, forced_by)
+        graphs: DecodeGraphs | RoundGraphs
+        if rounds is None:
+            graphs = runner.capture(sizes, capture, progress, prefills=prefills)
+        else:
+            graphs = rounds.capture(sizes, capture, progress)
         taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
-        return GraphReport(level, forced_by, graphs.sizes, taken, backends=graphs.backends)
+        return GraphReport(level, forced_by, graphs.sizes, prefills, why_no_prefill, taken, backends=graphs.backends)
+
+    def _prefills(self, level: GraphLevel, forced_by: Sequence[str]) -> tuple[tuple[int, ...], str]:
+        """The numbers of tokens for which prefills are captured; why, if there are none."""
+        runner, options = self.runner, self.options
+        if options.disable_prefill_cuda_graph:
+            return (), "turned off"
+        if self.rounds is not None:
+            return (), "a draft follows it"
+        if runner.coordinator is not None:
+            return (), "it brings rows to host memory"
+        if level < GraphLevel.ALWAYS or runner.pools.linear is not None:
+            return (), f"{' and '.join(forced_by) or runner.backend.backend_id.name} cannot capture it"
+        return options.cuda_graph_prefill_sizes or default_prefill_sizes(runner.capacity.most_rows), ""
 
     def _level_pages(self, parallel: TensorParallel) -> None:
         """Ranks run one schedule, so all have as many pages as the one with the least memory: hold the others'."""

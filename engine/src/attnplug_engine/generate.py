@@ -80,7 +80,9 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         extend_policy=policy,
         ignore_eos=parsed.ignore_eos,
         check_layers=parsed.check_layers,
-        cuda_graph_batch_sizes=_sizes(parsed.cuda_graph_batch_sizes),
+        cuda_graph_batch_sizes=_sizes("--cuda-graph-batch-sizes", parsed.cuda_graph_batch_sizes),
+        cuda_graph_prefill_sizes=_sizes("--cuda-graph-prefill-sizes", parsed.cuda_graph_prefill_sizes),
+        disable_prefill_cuda_graph=parsed.disable_prefill_cuda_graph,
         disable_cuda_graph=parsed.disable_cuda_graph,
         overlap=False if parsed.disable_overlap else None,
         two_batch_overlap=parsed.enable_two_batch_overlap,
@@ -95,16 +97,14 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
     )
 
 
-def _sizes(text: str | None) -> tuple[int, ...] | None:
+def _sizes(flag: str, text: str | None) -> tuple[int, ...] | None:
     """``1,2,4`` as numbers."""
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise UsageError(
-            f"--cuda-graph-batch-sizes {text!r} is not a list of numbers; write them like 1,2,4,8"
-        ) from None
+        raise UsageError(f"{flag} {text!r} is not a list of numbers; write them like 1,2,4,8") from None
 
 
 def _stream(engine: Engine, request: Request, where: str, speaks: bool) -> int:
@@ -188,6 +188,7 @@ def _summary(engine: Engine, console: Console, render: Render) -> None:
     if engine.runner.device.type == "cuda":
         console.print(f"CUDA graphs: {engine.graphs}")
         console.print(f"decode steps: {counts.replayed_steps} replayed, {counts.eager_steps} eager")
+        console.print(f"prefill steps: {counts.replayed_prefills} replayed, {counts.eager_prefills} eager")
     if engine.runner.coordinator is not None:
         console.print(f"HiSparse: {engine.runner.coordinator.statistics()}")
     cache = engine.cache_statistics

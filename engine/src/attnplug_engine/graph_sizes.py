@@ -1,13 +1,16 @@
-"""The batch sizes for which decode steps are captured."""
+"""The sizes for which steps are captured: requests of decode steps, and tokens of prefills."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from attnplug.host import UsageError, show
 
 _FINE = (1, 2, 4, 8, 12, 16, 24, 32)
 LARGEST_DEFAULT = 512
+_PREFILLS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""Longer ones keep a GPU busy for longer than the host needs to launch them."""
 
 
 def default_sizes(max_batch: int) -> tuple[int, ...]:
@@ -18,35 +21,67 @@ def default_sizes(max_batch: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if size < top} | {top}))
 
 
-def check_sizes(sizes: Collection[int], max_batch: int) -> tuple[int, ...]:
-    """The sizes that were asked for, smallest first."""
-    settings = ["cuda_graph_batch_sizes", "max_batch"]
-    if isinstance(sizes, str) or not isinstance(sizes, Collection):
-        raise UsageError(
-            f"`cuda_graph_batch_sizes` {show(sizes)} is not allowed; give a list of batch sizes, such as [1, 2, 4]",
-            settings=settings[:1],
-        )
-    if not sizes:
-        raise UsageError(
-            "`cuda_graph_batch_sizes` is empty; give batch sizes, or turn graphs off by `disable_cuda_graph`",
-            settings=["cuda_graph_batch_sizes", "disable_cuda_graph"],
-        )
-    for size in sizes:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+def default_prefill_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Tokens of prefills that are padded by half at most, from 16 on; no more than a step may have."""
+    top = min(max_tokens, _PREFILLS[-1])
+    return (*(size for size in _PREFILLS if size < top), top)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOption:
+    """A setting that lists sizes: what turns its graphs off, what one size is and several are, and what has no more of
+    them than the setting ``limit`` allows."""
+
+    name: str
+    off: str
+    one: str
+    several: str
+    bounded: str
+    limit: str
+
+    def check(self, sizes: Collection[int], most: int) -> tuple[int, ...]:
+        """The sizes that were asked for, smallest first."""
+        name = self.name
+        if isinstance(sizes, str) or not isinstance(sizes, Collection):
             raise UsageError(
-                f"`cuda_graph_batch_sizes` holds {show(size)}, which is no batch size; give numbers from 1 to "
-                f"{max_batch}",
-                settings=settings[:1],
+                f"`{name}` {show(sizes)} is not allowed; give a list of {self.several}, such as [1, 2, 4]",
+                settings=[name],
             )
-        if size > max_batch:
+        if not sizes:
             raise UsageError(
-                f"`cuda_graph_batch_sizes` holds {size}, and no batch has more than {max_batch} requests; leave it "
-                "out, or raise `max_batch`",
-                settings=settings,
+                f"`{name}` is empty; give {self.several}, or turn graphs off by `{self.off}`", settings=[name, self.off]
             )
-    if len(set(sizes)) < len(sizes):
-        raise UsageError(
-            f"`cuda_graph_batch_sizes` names a size twice: {', '.join(map(str, sizes))}; name each once",
-            settings=settings[:1],
-        )
-    return tuple(sorted(sizes))
+        for size in sizes:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise UsageError(
+                    f"`{name}` holds {show(size)}, which is no {self.one}; give numbers from 1 to {most}",
+                    settings=[name],
+                )
+            if size > most:
+                raise UsageError(
+                    f"`{name}` holds {size}, and no {self.bounded.format(most)}; leave it out, or raise `{self.limit}`",
+                    settings=[name, self.limit],
+                )
+        if len(set(sizes)) < len(sizes):
+            raise UsageError(
+                f"`{name}` names a size twice: {', '.join(map(str, sizes))}; name each once", settings=[name]
+            )
+        return tuple(sorted(sizes))
+
+
+BATCH_SIZES = SizeOption(
+    "cuda_graph_batch_sizes",
+    "disable_cuda_graph",
+    "batch size",
+    "batch sizes",
+    "batch has more than {} requests",
+    "max_batch",
+)
+PREFILL_SIZES = SizeOption(
+    "cuda_graph_prefill_sizes",
+    "disable_prefill_cuda_graph",
+    "number of tokens",
+    "numbers of tokens",
+    "step has more than {} tokens",
+    "chunked_prefill_size",
+)

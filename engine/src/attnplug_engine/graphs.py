@@ -78,11 +78,12 @@ class DecodeGraphs:
         """The batch sizes that were captured for each backend, or for those that plan together."""
         return sizes_by_backend(self._steps)
 
-    def reserve(self, allocator: PageAllocator) -> None:
-        """Give padded requests their pages, and have the backend make its memory."""
+    def reserve(self, allocator: PageAllocator, requests: int = 0, rows: int = 0) -> None:
+        """Give padded requests their pages, and have the backend make its memory; for steps of others with so many
+        requests and rows, too."""
         name, length = self._attention.backend.backend_id.name, self._attention.padding_length()
         reserve_padding(name, length, self._table, allocator, self._context)
-        self._attention.reserve_graphs(self.largest, self.largest)
+        self._attention.reserve_graphs(max(self.largest, requests), max(self.largest, rows))
 
     def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
         """Capture the step of ``size`` requests, for each backend that plans such a step at some length."""
@@ -199,6 +200,10 @@ class GraphReport:
     forced_by: tuple[str, ...] = ()
     """The backends that allow no more, where others would."""
     sizes: tuple[int, ...] = ()
+    """Requests of decode steps, or of rounds."""
+    prefill_sizes: tuple[int, ...] = ()
+    """Tokens of prefills."""
+    why_no_prefill: str = ""
     nbytes: int = 0
     """Memory that the graphs and the backend's own buffers for them took."""
     why_none: str = ""
@@ -210,7 +215,12 @@ class GraphReport:
             return f"none: {self.why_none}"
         by = f", by {' and '.join(self.forced_by)}" if self.forced_by else ""
         sizes = ", ".join(map(str, self.sizes))
-        told = f"decode with {sizes} requests, {self.nbytes / 2**20:.0f} MiB (level {self.level.name}{by})"
+        told = f"decode with {sizes} requests"
+        if self.prefill_sizes:
+            told += f", prefill of up to {', '.join(map(str, self.prefill_sizes))} tokens"
+        told += f", {self.nbytes / 2**20:.0f} MiB (level {self.level.name}{by})"
+        if self.why_no_prefill:
+            told += f"; no prefill: {self.why_no_prefill}"
         if len(self.backends) > 1:
             each = (f"{' and '.join(names)} with {', '.join(map(str, of))}" for names, of in self.backends.items())
             told += f"; {sum(map(len, self.backends.values()))} graphs: {'; '.join(each)}"

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnplug import to_device
 from attnplug_engine import kernels
 from attnplug_engine.letters import Letters
-from attnplug_engine.request import Request, Step
+from attnplug_engine.request import PENDING, Request, Step
 from attnplug_engine.sampler import Sampler
 from attnplug_engine.sampling_batch import SamplingArrays, SamplingBatch
 from attnplug_engine.staging import Staging
@@ -76,6 +77,20 @@ class _Host:
         self.sampling = SamplingArrays.over(sampling, size)
         self.requests: Sequence[Request] = ()
         self.prompts = np.zeros(0, np.int32)
+
+
+def put_newest(ids: Tensor, step: Step, newest: Tensor) -> None:
+    """Put the tokens of a step that the host does not know yet in their places of ``ids``. ``newest`` has them by the
+    rows of the slot table."""
+    places, rows, place = [], [], 0
+    for row, entry in zip(step.rows, step.entries, strict=True):
+        if entry.token_ids[0] == PENDING:
+            places.append(place)
+            rows.append(row)
+        place += len(entry.token_ids)
+    if places:
+        where, who = to_device([places, rows], ids.device).unbind()
+        ids.index_copy_(0, where, newest.index_select(0, who))
 
 
 def _nbytes(size: int) -> int:

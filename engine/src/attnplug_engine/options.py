@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from attnplug import DType, ModelSpec, PoolError, Role
+from attnplug import DType, GraphLevel, ModelSpec, PoolError, Role
 from attnplug.host import ExtendPolicy, HotSizes, Selection, UsageError, show
-from attnplug_engine.graph_sizes import check_sizes
+from attnplug_engine.graph_sizes import BATCH_SIZES, PREFILL_SIZES, SizeOption
 from attnplug_engine.hisparse import HiSparseConfig
 from attnplug_engine.host_memory import available_memory
 from attnplug_engine.pools import (
@@ -35,6 +35,20 @@ _GPU_CACHE_SHARE = 0.85
 _MOST_EMPTY_PAGES = 1 << 21
 _SLOTS_A_REQUEST = 3
 """Linear states by default: a request's own, and two snapshots."""
+
+
+_SWITCHES = (
+    "disable_cuda_graph",
+    "disable_prefill_cuda_graph",
+    "two_batch_overlap",
+    "plan_stream",
+    "enable_hisparse",
+)
+_WITHOUT_PREFILLS = (
+    ("disable_prefill_cuda_graph", "leave out one of them"),
+    ("speculative_algorithm", "prefills that a draft follows are not captured: leave out one of them"),
+    ("enable_hisparse", "prefills that bring rows to host memory are not captured: leave out one of them"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +89,11 @@ class EngineOptions:
     cuda_graph_batch_sizes: tuple[int, ...] | None = None
     """Numbers of requests for which decode steps are captured. ``None``: some up to ``max_batch``, if the backends can
     be captured. Given, graphs are demanded: backends that cannot are refused."""
+    cuda_graph_prefill_sizes: tuple[int, ...] | None = None
+    """Numbers of tokens up to which steps with prefill are captured. ``None``: some up to 512, if the backends can
+    capture any batch. Given, they are demanded."""
     disable_cuda_graph: bool = False
+    disable_prefill_cuda_graph: bool = False
     enable_hisparse: bool = False
     """Keep latent rows in host memory, and on the device those that sparse layers choose."""
     hisparse_config: str | Mapping[str, Any] | None = None
@@ -107,9 +125,7 @@ class EngineOptions:
                 self._check_whole(name, 1, LARGEST_COUNT)
         self._check_whole("seed", 0, LARGEST_SEED)
         _ = self.speculation  # says what is wrong with it
-        if self.cuda_graph_batch_sizes is not None:
-            self._check_graphs(self.cuda_graph_batch_sizes)
-        for name in ("disable_cuda_graph", "two_batch_overlap", "plan_stream", "enable_hisparse"):
+        for name in _SWITCHES:
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"`{name}` {show(value)} is not allowed; give True or False", settings=[name])
         if self.plan_stream and self.speculative_algorithm is None:
@@ -125,6 +141,9 @@ class EngineOptions:
             )
         if self.chunked_prefill_size != -1:
             self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts in one piece")
+        chunk = LARGEST_COUNT if self.chunked_prefill_size == -1 else self.chunked_prefill_size
+        self._check_graphs(BATCH_SIZES, self.max_batch, ())
+        self._check_graphs(PREFILL_SIZES, max(chunk, self.max_batch), _WITHOUT_PREFILLS)
 
     def _check_hisparse(self) -> None:
         _ = self.hisparse  # says what is wrong with it
@@ -140,16 +159,20 @@ class EngineOptions:
                 settings=["enable_hisparse", "two_batch_overlap"],
             )
 
-    def _check_graphs(self, sizes: Collection[int]) -> None:
-        object.__setattr__(self, "cuda_graph_batch_sizes", check_sizes(sizes, self.max_batch))
+    def _check_graphs(self, option: SizeOption, most: int, without: Collection[tuple[str, str]]) -> None:
+        """Check sizes for which graphs are demanded, if any are; ``without`` are settings that do without them."""
+        if (sizes := getattr(self, option.name)) is None:
+            return
+        object.__setattr__(self, option.name, option.check(sizes, most))
         for name, remedy in (
             ("disable_cuda_graph", "leave out one of them"),
             ("check_layers", "a graph stops at no layer: leave out one of them"),
+            *without,
         ):
             if getattr(self, name):
                 raise UsageError(
-                    f"`cuda_graph_batch_sizes` demands CUDA graphs, and `{name}` is given; {remedy}",
-                    settings=["cuda_graph_batch_sizes", name],
+                    f"`{option.name}` demands CUDA graphs, and `{name}` is given; {remedy}",
+                    settings=[option.name, name],
                 )
 
     @property
@@ -172,6 +195,13 @@ class EngineOptions:
     def captures(self) -> bool:
         """Whether graphs are captured where that is possible."""
         return not self.disable_cuda_graph and not self.check_layers
+
+    @property
+    def demanded_graphs(self) -> GraphLevel:
+        """What backends must be able to capture."""
+        if self.cuda_graph_prefill_sizes is not None:
+            return GraphLevel.ALWAYS
+        return GraphLevel.NEVER if self.cuda_graph_batch_sizes is None else GraphLevel.DECODE
 
     def _check_whole(self, name: str, lowest: int, highest: int, or_else: str = "") -> None:
         value = getattr(self, name)

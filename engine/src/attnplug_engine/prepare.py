@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnplug import BackendError, DType, GraphLevel, ModelSpec, Problem, Refusal, Serving, Setting
+from attnplug import BackendError, DType, ModelSpec, Problem, Refusal, Serving, Setting
 from attnplug.host import (
     BackendRequest,
     ExtendPolicy,
@@ -149,16 +149,16 @@ def prepare(
         page_size=options.page_size,
         tensor_parallel=parallel.size,
         is_embedding=is_embedding,
-        cuda_graph=GraphLevel.DECODE if options.cuda_graph_batch_sizes is not None else GraphLevel.NEVER,
+        cuda_graph=options.demanded_graphs,
         wants_graphs=options.captures and not is_embedding,
         hisparse=options.enable_hisparse,
         mla_extend=options.extend_policy.forced,
     )
     if problem.cuda_graph and device.type != "cuda":
+        name = "cuda_graph_batch_sizes" if options.cuda_graph_batch_sizes is not None else "cuda_graph_prefill_sizes"
         raise UsageError(
-            f"`cuda_graph_batch_sizes` demands CUDA graphs, and the device is {device.type}; leave it out, or choose "
-            "another `device`",
-            settings=["cuda_graph_batch_sizes", Setting.DEVICE],
+            f"`{name}` demands CUDA graphs, and the device is {device.type}; leave it out, or choose another `device`",
+            settings=[name, Setting.DEVICE],
         )
     if options.enable_hisparse:
         check_buffers(spec, options)

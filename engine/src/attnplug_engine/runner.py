@@ -39,11 +39,14 @@ from attnplug.host import (
 )
 from attnplug_engine.capture import Capture
 from attnplug_engine.capture_check import CaptureCheck
-from attnplug_engine.graphs import DecodeGraphs
+from attnplug_engine.graphs import CapturedStep, DecodeGraphs
+from attnplug_engine.inputs import put_newest
 from attnplug_engine.launched import Launched
+from attnplug_engine.letters import Delivery
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pools import Capacity, build_coordinator, build_pools, build_table
+from attnplug_engine.prefill_graphs import PrefillGraphs
 from attnplug_engine.request import PENDING, Step
 from attnplug_engine.sampler import Sampler
 from attnplug_engine.served import Served
@@ -135,6 +138,7 @@ class ModelRunner:
         self.tokens = torch.zeros(capacity.max_batch + 1, dtype=torch.int64, device=device)
         self.sampler = Sampler(seed)
         self.graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         self.served = Served(shared=isinstance(self.backend, ForwardingBackend))
         self.phase = Phase.BUILD
         self.dtype = dtype
@@ -145,51 +149,69 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(
-        self, sizes: Sequence[int], capture: Capture, progress: Callable[[int, int], None] | None = None
+        self,
+        sizes: Sequence[int],
+        capture: Capture,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        prefills: Sequence[int] = (),
     ) -> DecodeGraphs:
-        """Capture decode steps of these batch sizes, the largest first, so that the others reuse its memory.
+        """Capture steps of ``prefills`` tokens, and decode steps of these batch sizes, the largest first, so that the
+        others reuse its memory.
 
         Each is compared with eager attention before it is trusted. From here on the workspace does not grow.
         """
         self.enter(Phase.WARM_UP, "capture graphs once, before the first step")
+        held = (self.attention, self.table, self.tokens, self.capacity)
         graphs = DecodeGraphs(
             lambda batch: self.model.logits(self._forward(batch)),
-            self.attention,
-            self.table,
-            self.tokens,
-            self.capacity,
+            *held,
             largest=max(sizes),
             has_states=self.pools.linear is not None,
         )
+        ahead = None
+        if prefills:
+            ahead = PrefillGraphs(
+                lambda batch, rows: self.model.logits(self._forward(batch).index_select(0, rows)),
+                *held,
+                largest=max(prefills),
+            )
         check = CaptureCheck(
             self.spec, self.attention, self.pools, self.allocator, self.dtype, self.device, self.coordinator
         )
-        size = graphs.largest
+        todo: list[tuple[DecodeGraphs | PrefillGraphs, int]] = []
+        if ahead is not None:
+            todo += [(ahead, size) for size in sorted(prefills, reverse=True)]
+        todo += [(graphs, size) for size in sorted(sizes, reverse=True)]
+        making, size = todo[0]
         try:
-            graphs.reserve(self.allocator)
+            graphs.reserve(self.allocator, *(() if ahead is None else (ahead.requests, ahead.largest)))
             self.enter(Phase.CAPTURE)
-            for done, size in enumerate(sorted(sizes, reverse=True)):
-                for captured in graphs.capture(size, capture):
+            for done, (making, size) in enumerate(todo, 1):
+                for captured in making.capture(size, capture):
                     check.run(captured.batch, capture)
                 if progress is not None:
-                    progress(done + 1, len(sizes))
+                    progress(done, len(todo))
         except torch.OutOfMemoryError as error:
-            raise self.no_memory(size, graphs.sizes) from error
+            raise self.no_memory(size, making.sizes, prefill=making is ahead) from error
         self.workspace.freeze()
-        self.graphs = graphs
+        self.graphs, self.prefill_graphs = graphs, ahead
         self.enter(Phase.SERVE)
         return graphs
 
-    def no_memory(self, size: int, done: Sequence[int]) -> PoolError:
-        """Of a graph of so many requests, after those that are ``done``."""
+    def no_memory(self, size: int, done: Sequence[int], *, prefill: bool = False) -> PoolError:
+        """Of a graph of so many requests, or tokens, after those that are ``done``."""
         free, total = torch.cuda.mem_get_info(self.device)
         caches = self.pools.nbytes - (0 if self.coordinator is None else self.coordinator.host_nbytes)
         larger = f" after those of {', '.join(map(str, reversed(done)))}" if done else ""
+        what, sizes = "requests", "cuda_graph_batch_sizes"
+        if prefill:
+            what, sizes = "tokens", "cuda_graph_prefill_sizes"
         return PoolError(
-            f"the CUDA graph of {size} requests does not fit into memory{larger}: {free / 2**20:.0f} MiB of "
+            f"the CUDA graph of {size} {what} does not fit into memory{larger}: {free / 2**20:.0f} MiB of "
             f"{total / 2**20:.0f} are free beside the weights and {caches / 2**20:.0f} MiB of caches; lower "
-            "`cuda_graph_batch_sizes`, `num_pages` or `max_batch`, or turn graphs off by `disable_cuda_graph`",
-            settings=["cuda_graph_batch_sizes", "num_pages", "max_batch", "disable_cuda_graph"],
+            f"`{sizes}`, `num_pages` or `max_batch`, or turn graphs off by `disable_cuda_graph`",
+            settings=[sizes, "num_pages", "max_batch", "disable_cuda_graph"],
         )
 
     def enter(self, phase: Phase, instead: str = "") -> None:
@@ -207,20 +229,30 @@ class ModelRunner:
         self.phase = Phase.SERVE
         if step.copies:
             self.pools.copy_pages(step.copies)
-        captured, delivery = None, None
-        if self.graphs is not None and step.mode.is_decode:
-            captured = self.graphs.fitting(len(step.entries), step.entries)
-        if captured is not None and self.graphs is not None:
-            sampled, delivery = self.graphs.run(captured, step, self.sampler)
+        if (replayed := self._replayed(step)) is not None:
+            captured, sampled, delivery = replayed
             self.served.add(captured.batch)
             logits = captured.logits[0]  # those of padded requests, too
         else:
-            logits, sampled = self._eager(step)
-        launched = Launched(step, logits, sampled, delivery, replayed=captured is not None)
+            (logits, sampled), delivery = self._eager(step), None
+        launched = Launched(step, logits, sampled, delivery, replayed=replayed is not None)
         if step.snapshots and self.pools.linear is not None:
             for source, target in step.snapshots:
                 self.pools.linear.copy(source, target)
         return launched
+
+    def _replayed(self, step: Step) -> tuple[CapturedStep, Tensor, Delivery | None] | None:
+        """What a graph does of a step: tokens of its sampled requests, and what brings them to the host if it does."""
+        if step.mode.is_decode:
+            if self.graphs is not None:
+                captured = self.graphs.fitting(len(step.entries), step.entries)
+                if captured is not None:
+                    return captured, *self.graphs.run(captured, step, self.sampler)
+        elif self.prefill_graphs is not None:
+            captured = self.prefill_graphs.fitting(step)
+            if captured is not None:
+                return captured, self.prefill_graphs.run(captured, step, self.sampler), None
+        return None
 
     def _eager(self, step: Step) -> tuple[Tensor, Tensor]:
         """Logits ``[sampled, vocab]`` and tokens ``[sampled]`` of the step's sampled rows, in their order."""
@@ -308,21 +340,9 @@ class ModelRunner:
             table_rows=None if self.coordinator is None else to_device(step.rows, self.device),
             typical=typical,
         )
-        self._fill_in(ids, tokens, step)
+        if PENDING in tokens:
+            put_newest(ids, step, self.tokens)
         return ForwardBatch(geometry, ids[: len(tokens)], ids[len(tokens) :])
-
-    def _fill_in(self, ids: Tensor, tokens: list[int], step: Step) -> None:
-        """Put the tokens that the host does not know yet in their places."""
-        if PENDING not in tokens:
-            return
-        places, rows, place = [], [], 0
-        for row, entry in zip(step.rows, step.entries, strict=True):
-            if entry.token_ids[0] == PENDING:
-                places.append(place)
-                rows.append(row)
-            place += len(entry.token_ids)
-        where, who = to_device([places, rows], self.device).unbind()
-        ids.index_copy_(0, where, self.tokens.index_select(0, who))
 
     def _check_every_layer(self) -> None:
         """For debugging: stop at the first layer whose output is not finite."""

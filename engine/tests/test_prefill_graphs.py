@@ -1,0 +1,309 @@
+"""Captured prefills, by a capture that runs the same calls again: all but the CUDA graph itself.
+
+What a real graph does is in ``tests/test_engine_graphs.py``, on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from refilled_native import Recorded, RefilledNative, build
+
+from attnplug import BackendError, GraphLevel, PoolError
+from attnplug.host import SelectionError, UsageError
+from attnplug_engine import Engine, EngineOptions, SamplingParams
+from attnplug_engine.graph_sizes import default_prefill_sizes
+
+MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
+SIZES = (2, 4)
+PREFILLS = (4, 9, 22)
+
+
+class AnyBatch(RefilledNative):
+    """Captures extends, too."""
+
+    def __init__(self, context, fill=0):
+        super().__init__(context, fill)
+        self.claims = replace(self.claims, cuda_graph=GraphLevel.ALWAYS)
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch: pytest.MonkeyPatch):
+    """Makes every engine run on the backend that can be "captured" here."""
+
+    def use(kind: Any = AnyBatch) -> None:
+        monkeypatch.setattr("attnplug_engine.runner.build_selection", partial(build, kind=kind))
+
+    use()
+    return use
+
+
+def engine(model: str = MODELS[0], **settings: Any) -> Engine:
+    common = {"page_size": 4, "max_batch": 5, "prefix_cache": False, "ignore_eos": True, "chunked_prefill_size": 24}
+    return Engine(model, device="cpu", **{**common, **settings})
+
+
+def captured(one: Engine, prefills: tuple[int, ...] = PREFILLS) -> Engine:
+    one.runner.capture(SIZES, Recorded(), prefills=prefills)
+    return one
+
+
+def prompts(count: int = 12, longest: int = 30) -> list[list[int]]:
+    random = Random(5)
+    return [[random.randrange(128) for _ in range(random.randint(1, longest))] for _ in range(count)]
+
+
+def tokens(one: Engine, texts: list[list[int]], each: Any) -> list[list[int]]:
+    return [completion.token_ids for completion in one.generate(texts, each)]
+
+
+class TestTokens:
+    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+    @pytest.mark.parametrize("model", MODELS)
+    def test_replayed_prefills_give_the_tokens_of_eager_ones(self, model, overlap):
+        """Prompts of up to 30 tokens, in chunks and beside requests that decode; steps of more than 22 run eagerly."""
+        each = [SamplingParams(max_tokens=2 + number % 5) for number in range(12)]
+        graphs, eager = captured(engine(model, overlap=overlap, chunked_prefill_size=23)), engine(model)
+        assert tokens(graphs, prompts(), each) == tokens(eager, prompts(), each)
+        counts = graphs.statistics
+        assert counts.replayed_prefills > 2 and counts.eager_prefills > 2
+        assert eager.statistics.replayed_prefills == 0 and eager.statistics.eager_prefills > 3
+
+    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+    def test_a_prefix_that_is_cached_and_requests_that_lose_their_pages(self, overlap):
+        shared, rest = prompts(1, 30)[0] * 2, prompts(10, 9)
+        texts, each = [[*shared[:20], *one] for one in rest], SamplingParams(max_tokens=9)
+        one = captured(engine(prefix_cache=True, overlap=overlap, num_pages=16))
+        assert tokens(one, texts, each) == tokens(engine(), texts, each)
+        assert one.scheduler.preemptions and one.statistics.replayed_prefills > 3
+        assert one.cache_statistics.hit_tokens > 40
+
+    def test_tokens_that_the_host_does_not_know_yet_are_the_newest(self):
+        """A request arrives while others decode: their tokens of the step in flight are on the device alone."""
+        one, eager = captured(engine(overlap=True)), engine()
+        texts = prompts(3, 12)
+        requests = [one.add(texts[0], SamplingParams(max_tokens=12))]
+        for arriving in texts[1:]:
+            for _ in range(3):
+                one.step()
+            requests.append(one.add(arriving, SamplingParams(max_tokens=6)))
+        while one.step():
+            pass
+        expected = tokens(eager, texts, [SamplingParams(max_tokens=n) for n in (12, 6, 6)])
+        assert [request.output for request in requests] == expected
+        assert one.statistics.eager_prefills == 0
+
+    def test_drawn_tokens_are_the_same(self):
+        each = [
+            SamplingParams(max_tokens=4, temperature=0.9 * (number % 3 > 0), top_k=20, top_p=0.95, seed=number)
+            for number in range(12)
+        ]
+        assert tokens(captured(engine(overlap=True)), prompts(), each) == tokens(engine(), prompts(), each)
+
+    def test_log_probabilities_come_from_the_replayed_logits(self):
+        each = SamplingParams(max_tokens=2, logprobs=2)
+        mine, theirs = (one.generate(prompts(6, 9), each) for one in (captured(engine()), engine()))
+        for found, expected in zip(mine, theirs, strict=True):
+            assert [one.token_id for one in found.logprobs] == found.token_ids == expected.token_ids
+            values = [[one.logprob for one in each.logprobs] for each in (found, expected)]
+            assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+    def test_a_request_whose_logits_are_not_finite_ends_alone(self):
+        graphs, eager = captured(engine(overlap=True)), engine()
+        for one in (graphs, eager):
+            one.runner.model.embedding[13] = float("nan")
+        texts = [[1, 2, 3], [4, 13], [5, 6]]
+        mine, theirs = (one.generate(texts, SamplingParams(max_tokens=3)) for one in (graphs, eager))
+        assert [one.token_ids for one in mine] == [one.token_ids for one in theirs]
+        assert [one.finish_reason for one in mine] == ["length", "error", "length"]
+
+    @pytest.mark.parametrize("fill", [0, 6])
+    def test_padding_writes_to_nobodys_rows(self, fill, native):
+        """Padded tokens belong to nobody, and padded requests have no new ones, whatever length they have."""
+        native(partial(AnyBatch, fill=fill))
+        one = captured(engine(num_pages=24))
+        pool = one.runner.pools.mha
+        for layer in pool.layer_ids:
+            pool.keys(layer).fill_(7.0)
+        one.generate([[1, 2, 3, 4, 5], [6]], SamplingParams(max_tokens=1))
+        assert one.statistics.replayed_prefills == 1
+        for layer in pool.layer_ids:
+            assert int((pool.keys(layer).flatten(2) != 7.0).any(-1).sum()) == 6
+
+
+class TestCapture:
+    def test_the_smallest_graph_that_holds_all_tokens_is_replayed(self):
+        graphs = captured(engine()).runner.prefill_graphs
+
+        def fitting(*counts):
+            entries = [SimpleNamespace(token_ids=(1,) * count) for count in counts]
+            found = graphs.fitting(SimpleNamespace(entries=entries, num_tokens=sum(counts)))
+            return found and found.size
+
+        assert [fitting(1), fitting(4), fitting(2, 3), fitting(22), fitting(23)] == [4, 4, 9, 22, None]
+        assert fitting(*[1] * 5) == 9 and fitting(*[1] * 6) is None, "no more requests than a batch has"
+
+    def test_prefills_come_first_and_all_are_told(self):
+        told: list[tuple[int, int]] = []
+        order: list[tuple[str, int]] = []
+        one = engine()
+        original = one.runner.backend.capture
+
+        def capture(geometry, memory):
+            order.append((str(geometry.mode), geometry.rows))
+            return original(geometry, memory)
+
+        one.runner.backend.capture = capture
+        one.runner.capture(SIZES, Recorded(), lambda done, total: told.append((done, total)), prefills=(4, 9))
+        assert order == [("extend", 9), ("extend", 4), ("decode", 4), ("decode", 2)]
+        assert told == [(number, 4) for number in (1, 2, 3, 4)]
+        assert one.runner.prefill_graphs.sizes == (4, 9)
+
+    def test_a_batch_is_marked_and_planned_before_every_replay(self):
+        """B2: a forward plans no captured prefill."""
+        one = captured(engine())
+        planned, calls = one.runner.backend.planned, []
+        plan = one.runner.attention.plan_captured
+        one.runner.attention.plan_captured = lambda batch: calls.append(batch.forward_mode) or plan(batch)
+        one.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+        assert [str(mode) for mode in calls] == ["extend"] and one.runner.backend.planned == planned
+
+    def test_inputs_stay_where_they_are(self):
+        one = captured(engine())
+        inputs = one.runner.prefill_graphs.inputs
+
+        def addresses() -> list[int]:
+            held = (inputs.ids, inputs.positions, inputs.rows, inputs.lasts, inputs.targets, inputs.seq_lens)
+            return [tensor.data_ptr() for tensor in (*held, inputs.new_lens)]
+
+        before = addresses()
+        tokens(one, prompts(), SamplingParams(max_tokens=2))
+        assert addresses() == before
+
+    def test_a_graph_that_does_not_fit_names_its_tokens(self, monkeypatch):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
+
+        def full(done, total):
+            if done == 2:
+                raise torch.OutOfMemoryError
+
+        with pytest.raises(
+            PoolError, match="graph of 9 tokens does not fit into memory after those of 22, 9"
+        ) as caught:
+            engine().runner.capture(SIZES, Recorded(), full, prefills=PREFILLS)
+        assert "cuda_graph_prefill_sizes" in caught.value.settings
+
+
+class StaleLengths(AnyBatch):
+    """Keeps the new lengths of its first batch."""
+
+    def refill(self, plan, geometry):
+        if geometry.new_lens is None or not plan.metadata.rows:
+            super().refill(plan, geometry)
+
+
+class EqualLengths(AnyBatch):
+    """Takes all requests to have equally many new tokens."""
+
+    def refill(self, plan, geometry):
+        if geometry.new_lens is not None:
+            live = int((geometry.new_lens > 0).sum())
+            news = geometry.new_lens.clone()
+            news[:live] = news[:live].sum() // max(live, 1)
+            geometry = replace(geometry, new_lens=torch.minimum(news, geometry.seq_lens))
+        super().refill(plan, geometry)
+
+
+class WritesPadding(AnyBatch):
+    """Padded tokens are written to the first row of all."""
+
+    def refill(self, plan, geometry):
+        super().refill(plan, geometry)
+        plan.new_slots.clamp_(min=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (StaleLengths, "differs from an eager run"),
+        (EqualLengths, "differs from an eager run|writes to rows"),
+        (WritesPadding, "writes to rows or states that are not its requests' newest"),
+    ],
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_backend_that_claims_too_much_is_found_out(model, kind, what, native):
+    native(kind)
+    told = rf"claims cuda_graph ALWAYS, but a replay of its captured extend of \d+ tokens ({what})"
+    with pytest.raises(BackendError, match=told):
+        captured(engine(model))
+
+
+class TestOptions:
+    def test_a_default_pads_by_half_at_most_and_holds_no_more_than_a_step(self):
+        for most in (3, 16, 100, 512, 9000):
+            sizes = default_prefill_sizes(most)
+            assert sizes[-1] == min(most, 512) and len(sizes) < 10
+            assert all(size <= 2 * before for before, size in pairwise(sizes))
+
+    @pytest.mark.parametrize(
+        ("sizes", "told"),
+        [
+            ((), "is empty; give numbers of tokens, or turn graphs off by disable_prefill_cuda_graph"),
+            ((0,), "holds 0, which is no number of tokens"),
+            ((99,), "holds 99, and no step has more than 24 tokens; leave it out, or raise chunked_prefill_size"),
+            ((8, 8), "names a size twice"),
+            ("8", "'8' is not allowed; give a list of numbers of tokens"),
+        ],
+    )
+    def test_a_list_that_makes_no_sense_is_refused(self, sizes, told):
+        with pytest.raises(UsageError, match=told):
+            EngineOptions(max_batch=8, chunked_prefill_size=24, cuda_graph_prefill_sizes=sizes)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"disable_cuda_graph": True},
+            {"disable_prefill_cuda_graph": True},
+            {"check_layers": True},
+            {"speculative_algorithm": "ngram"},
+            {"enable_hisparse": True},
+        ],
+        ids=lambda given: next(iter(given)),
+    )
+    def test_they_cannot_be_demanded_of_what_does_without(self, other):
+        with pytest.raises(UsageError, match=f"demands CUDA graphs, and {next(iter(other))} is given"):
+            EngineOptions(cuda_graph_prefill_sizes=(16,), **other)
+
+    def test_they_cannot_be_demanded_of_a_cpu(self):
+        with pytest.raises(UsageError, match="cuda_graph_prefill_sizes demands CUDA graphs, and the device is cpu"):
+            engine(cuda_graph_prefill_sizes=(16,))
+
+    def test_whoever_cannot_capture_any_batch_is_refused_where_they_are_demanded(self, monkeypatch):
+        monkeypatch.setattr("attnplug_engine.prepare.open_device", lambda asked: (torch.device("cuda"), 90))
+        with pytest.raises(SelectionError, match="ALWAYS"):
+            Engine(MODELS[0], dtype="bfloat16", attention_backend="flashinfer", cuda_graph_prefill_sizes=(16,))
+
+    @pytest.mark.parametrize(
+        ("settings", "told"),
+        [
+            ({}, "prefill of up to 16, 24 tokens, 7 MiB (level ALWAYS)"),
+            ({"cuda_graph_prefill_sizes": (8, 16)}, "prefill of up to 8, 16 tokens, 7 MiB (level ALWAYS)"),
+            ({"disable_prefill_cuda_graph": True}, "7 MiB (level ALWAYS); no prefill: turned off"),
+        ],
+    )
+    def test_an_engine_says_what_it_captured(self, settings, told, monkeypatch):
+        one, free = engine(), iter([9 << 20, 2 << 20])
+        one.options = replace(one.options, **settings)
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
+        monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
+        monkeypatch.setattr("attnplug_engine.runner.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None))
+        one.runner.device = SimpleNamespace(type="cuda")
+        assert str(one._capture(None)) == f"decode with 1, 2, 4, 5 requests, {told}"
+        assert (one.runner.prefill_graphs is None) is ("turned off" in told)
