@@ -76,7 +76,7 @@ def measured(arguments: argparse.Namespace, models: list[str]) -> dict[str, Any]
         batches, contexts = [1, 3], [40, 100]
         settings = replace(settings, device="cpu", prefill=64, room=100, eager=True)
     end, turns = time.perf_counter() + arguments.budget, Turns(arguments.turns)
-    machine = _machine()
+    machine = machine_of()
     points: list[Point] = []
     notes: dict[str, Any] = {}
     prefills: dict[str, Any] = {}
@@ -179,7 +179,7 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def _machine() -> dict[str, Any]:
+def machine_of() -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {"host": platform.machine(), "python": platform.python_version()}

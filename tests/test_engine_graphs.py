@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, need_libraries, watched_logits
 from sharing import share
 
-from attnplug import Role
+from attnplug import GraphLevel, Role
+from attnplug.host import build_selection, parse_options
 from attnplug_engine import Engine, SamplingParams
 from support.devices import DEVICES, nothing_waits
 
@@ -110,6 +112,59 @@ def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
+@pytest.mark.parametrize(
+    ("model", "backend"), [("llama", "triton_mha"), ("deepseek_v3", "triton_mla")], ids=["MHA", "MLA"]
+)
+def test_a_replayed_prefill_neither_waits_nor_allocates(oracles, model, backend):
+    """What it returns is read at once: only its own inputs are sent, by a copy that nobody waits for."""
+    engine = Engine(oracles(model).folder, device="cuda", attention_backend=backend, max_batch=4, ignore_eos=True)
+    texts = [[*range(1, 20)], [*range(20, 27)], [*range(30, 95)]]
+    for prompt in texts:
+        engine.generate([prompt], SamplingParams(max_tokens=1))
+    assert engine.statistics.replayed_prefills == 3 and not engine.statistics.eager_prefills
+    graphs = engine.runner.prefill_graphs
+    requests = [engine.add(prompt, SamplingParams(max_tokens=2)) for prompt in texts]
+    step = engine.scheduler.next_step()
+    captured = graphs.fitting(step)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with nothing_waits("cuda"):
+        for _ in range(3):
+            graphs.run(captured, step, engine.runner.sampler)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert len(requests) == 3 and captured.size == 96
+
+
+@pytest.mark.parametrize("prefill", ["flashattention"])
+@pytest.mark.parametrize("model", ["llama", "deepseek_v3"])
+def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracles, model, prefill, monkeypatch):
+    """``auto`` chose who prefills: graphs of extends are the other one's, and long ones stay where they are."""
+    name = {"llama": "triton_mha", "deepseek_v3": "triton_mla"}[model]
+
+    def build(selection, context):
+        by_name = {one.backend.spec.name: one.backend for one in selection.choices[Role.PREFILL].candidates}
+        choices = {
+            role: replace(selection.choices[role], chosen=by_name[who], schedule=None)
+            for role, who in ((Role.PREFILL, prefill), (Role.DECODE, name))
+        }
+        given = {"flashattention": {"kernel": "torch"}}
+        options = {who: parse_options(who, by_name[who].spec.options, given.get(who, {})) for who in (prefill, name)}
+        return build_selection(replace(selection, choices=choices, options=options), context)
+
+    monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+    oracle = oracles(model)
+    engine = Engine(oracle.folder, device="cuda", max_batch=4, ignore_eos=True, chunked_prefill_size=700)
+    assert engine.graphs.prefill_by == name and engine.graphs.prefill_sizes[-1] == 512
+    random = Random(2)
+    texts = [[random.randrange(500) for _ in range(count)] for count in (5, 40, 690, 130, 18)]
+    with watched_logits() as seen:
+        outputs = [done.token_ids for done in engine.generate(texts, SamplingParams(max_tokens=12))]
+    rows = [torch.stack(seen[number][: len(outputs[number])]) for number in sorted(seen)]
+    oracle.judge(texts, outputs, rows, slack=2.0)
+    counts = engine.statistics
+    assert counts.served.told()["prefill"] == {name: counts.replayed_prefills, prefill: counts.eager_prefills}
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(("model", "settings"), BACKENDS, ids=named)
 def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, model, settings, page_size):
@@ -131,6 +186,7 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
         **settings,
     )
     assert engine.graphs.sizes == (2, 4, 20, 30)
+    assert bool(engine.graphs.prefill_sizes) is (engine.graphs.level is GraphLevel.ALWAYS)
     waves, random = {0: 1, 20: 2, 40: 14, 60: 15, 64: 12}, Random(3)
     requests, aborted, steps = [], set(), 0
     with watched_logits() as seen:
@@ -146,6 +202,7 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
             steps += 1
     counts = engine.statistics
     assert counts.replayed_steps > counts.eager_steps > 0
+    assert bool(counts.replayed_prefills) is bool(engine.graphs.prefill_sizes)
     assert page_size == 64 or engine.scheduler.preemptions > 0
     kept = [request for request in requests if request.id not in aborted]
     assert all(request.finish_reason == "length" for request in kept)

@@ -20,6 +20,7 @@ from attnplug import (
     DType,
     ExtendPath,
     ForwardBatch,
+    ForwardingBackend,
     ForwardMode,
     Geometry,
     GraphLevel,
@@ -285,6 +286,36 @@ class TestShared:
         for length in (1, 8, 64):
             extend = ForwardBatch(Geometry.of_lengths(ForwardMode.EXTEND, table, [1], [length], 64))
             assert whole.init_forward_metadata(extend).makers() == ["a"], "the first of all that are usable"
+
+    @pytest.mark.parametrize(
+        ("changes", "prefill", "who"),
+        [
+            ({}, "auto", "b"),
+            ({}, "a", None),
+            ({"wants_graphs": False}, "auto", None),
+            ({"device": "cpu"}, "auto", None),
+            ({"speculative_tokens": 4}, "auto", None),
+            ({"mla_extend": ExtendPath.CHUNKED}, "auto", None),
+        ],
+    )
+    def test_extends_in_graphs_are_left_to_the_one_that_can_unless_another_was_asked_for(
+        self, built: dict[str, list[BackendContext]], changes: dict[str, Any], prefill: str, who: str | None
+    ) -> None:
+        """Without a schedule, too: ``a`` prefills and ``b`` decodes."""
+        problem = replace(Problem(model(MLA), "cuda", wants_graphs=True), **changes)
+        able = replace(claiming().capabilities, max_speculative_tokens=8, mla_extend=frozenset(ExtendPath))
+        levels = {"a": GraphLevel.UNIFORM, "b": GraphLevel.ALWAYS}
+        installed = {
+            name: backend(name, factory="recorders:build", capabilities=replace(able, cuda_graph=level), preference=by)
+            for (name, level), by in zip(levels.items(), (100, 50), strict=True)
+        }
+        roles = {Role.DECODE: "b"} | ({} if prefill == "auto" else {Role.PREFILL: prefill})
+        whole = build_selection(select(Registry(installed), BackendRequest(roles=roles), problem), CONTEXT)
+        assert isinstance(whole, ForwardingBackend) and "a" in [
+            each.backend_id.name for each in whole.children.values()
+        ]
+        assert whole.captured_extends == who and isinstance(whole, FastestBackend) is (who is not None)
+        assert whole.claims.cuda_graph is GraphLevel.UNIFORM, "A9: the weakest claim"
 
     def test_one_that_cannot_be_built_is_left_out_and_the_choice_made_again(
         self, built: dict[str, list[BackendContext]], tmp_path: Path, monkeypatch: Any

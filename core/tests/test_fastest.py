@@ -31,6 +31,7 @@ from attnplug import (
 )
 from attnplug.host import (
     EVERY_LENGTH,
+    BatchPlan,
     FastestBackend,
     HostContext,
     HybridLinearBackend,
@@ -43,6 +44,7 @@ from attnplug.host import (
     Turn,
     TypicalLens,
     WorkspaceOwner,
+    captures_extends,
     merged_turns,
     plan_alike,
     plan_forward,
@@ -121,6 +123,25 @@ class TestWhoPlans:
         assert both.fastest(eager.geometry) == "long", "without a graph, by the bound"
         typical = batch([1], host=None, max_seq_len=1000, captured=True, typical=TypicalLens(900, 900))
         assert both.fastest(typical.geometry) == "long", "a graph that is meant for some lengths, by these"
+
+    @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED])
+    @pytest.mark.parametrize("level", [GraphLevel.DECODE, GraphLevel.UNIFORM])
+    def test_extends_in_graphs_go_to_the_child_that_takes_them(self, level: GraphLevel, mode: ForwardMode) -> None:
+        """A9: claims stay the weakest, and all else goes by roles."""
+        prefill, decode = Recorder("prefill", Claims(level)), Recorder("decode", Claims(GraphLevel.ALWAYS))
+        children, serving = {"prefill": prefill, "decode": decode}, {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+        both = FastestBackend(children, serving, captured_extends="decode")
+        assert captures_extends(both) and both.claims.cuda_graph is level
+        assert not captures_extends(FastestBackend(children, serving)) and captures_extends(decode)
+        eager, new = batch([9], mode, 3), torch.tensor([3], dtype=torch.int32)
+        captured = batch([9], mode, 3, host=None, captured=True, new_lens=new)
+        plan = both.init_forward_metadata_out_graph(captured, in_capture=True)
+        captured.plan = BatchPlan(plan)
+        assert plan.makers() == ["decode"] and both.route(captured, None) == ("decode",)
+        assert plan_alike(both, plan, eager).makers() == ["decode"]
+        assert both.init_forward_metadata(eager).makers() == ["prefill"]
+        both.init_cuda_graph_state(1, 9)
+        assert len(decode.given("init_cuda_graph_state")) == 1
 
     def test_many_requests_are_judged_by_some_of_them(self) -> None:
         """Choosing costs the same for all."""

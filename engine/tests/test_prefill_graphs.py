@@ -16,10 +16,12 @@ import pytest
 import torch
 from refilled_native import Recorded, RefilledNative, build
 
-from attnplug import BackendError, GraphLevel, PoolError
-from attnplug.host import SelectionError, UsageError
+from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role
+from attnplug.host import FastestBackend, SelectionError, TorchNativeBackend, UsageError, load_model
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.graph_sizes import default_prefill_sizes
+from attnplug_engine.prefill_graphs import most_pairs
+from attnplug_engine.request import Step, StepEntry
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
 SIZES = (2, 4)
@@ -307,3 +309,48 @@ class TestOptions:
         one.runner.device = SimpleNamespace(type="cuda")
         assert str(one._capture(None)) == f"decode with 1, 2, 4, 5 requests, {told}"
         assert (one.runner.prefill_graphs is None) is ("turned off" in told)
+
+
+class TestAside:
+    """A backend that prefills and cannot be captured, beside one that decodes and can."""
+
+    @pytest.fixture(autouse=True)
+    def both(self, monkeypatch: pytest.MonkeyPatch):
+        def build(selection, context):
+            can, roles = selection.chosen(Role.DECODE).spec.capabilities, frozenset({Role.PREFILL, Role.DECODE})
+            made = {
+                name: kind(context.for_backend(name, can, roles=roles))
+                for name, kind in (("eager", TorchNativeBackend), ("captured", AnyBatch))
+            }
+            serving = {Role.PREFILL: "eager", Role.DECODE: "captured"}
+            return FastestBackend(made, serving, captured_extends="captured")
+
+        monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+
+    @pytest.mark.parametrize("model", MODELS[:2])
+    def test_short_prefills_are_replayed_on_the_one_that_can(self, model):
+        """MLA extends absorbed there, and as MHA where it runs eagerly."""
+        each = [SamplingParams(max_tokens=2 + number % 5) for number in range(12)]
+        graphs, eager = captured(engine(model, overlap=True)), engine(model)
+        assert tokens(graphs, prompts(), each) == tokens(eager, prompts(), each)
+        counts = graphs.statistics
+        assert counts.replayed_prefills > 2 and counts.eager_prefills > 2
+        served = {"eager": counts.eager_prefills, "captured": counts.replayed_prefills}
+        assert counts.served.told()["prefill"] == served
+
+    def test_much_attention_is_left_to_the_one_that_prefills(self):
+        """New rows times the rows that they may attend to, over all requests."""
+        one = captured(engine())
+        graphs = one.runner.prefill_graphs
+
+        def fits(*requests: tuple[int, int]) -> bool:
+            entries = tuple(StepEntry(None, before, (1,) * new, True) for before, new in requests)
+            return graphs.fitting(Step(ForwardMode.EXTEND, entries, (), ())) is not None
+
+        assert graphs._most_pairs == most_pairs(load_model(MODELS[0])) > 2**20
+        graphs._most_pairs = 40
+        assert fits((16, 2)) and not fits((17, 2), (2, 1)) and fits((15, 2), (5, 1)) and not fits((0, 7))
+
+    def test_a_backend_that_can_capture_all_is_not_limited(self, native):
+        native()
+        assert captured(engine()).runner.prefill_graphs._most_pairs is None

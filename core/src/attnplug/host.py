@@ -138,6 +138,7 @@ if TYPE_CHECKING:
     from attnplug.wrappers import HybridLinearBackend as HybridLinearBackend
     from attnplug.wrappers import SplitBackend as SplitBackend
     from attnplug.wrappers import Turn as Turn
+    from attnplug.wrappers import captures_extends as captures_extends
     from attnplug.wrappers import merged_turns as merged_turns
     from attnplug.wrappers import plan_alike as plan_alike
     from attnplug.wrappers import planner_claims as planner_claims
@@ -235,6 +236,7 @@ _MODULES = {
         "HybridLinearBackend",
         "SplitBackend",
         "Turn",
+        "captures_extends",
         "merged_turns",
         "plan_alike",
         "planner_claims",

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from attnplug import GraphLevel, PoolError, Serving
-from attnplug.host import Selection, UsageError, interrupt, who_forced
+from attnplug import ForwardingBackend, GraphLevel, PoolError, Serving
+from attnplug.host import Selection, UsageError, captures_extends, interrupt, who_forced
 from attnplug_engine.capture import GraphCapture
 from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
@@ -159,16 +159,25 @@ class Engine:
             return GraphReport(level, forced_by, why_none=f"{who} {what}")
         sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
         before = torch.cuda.mem_get_info(runner.device)[0]
-        capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(level, forced_by)
+        capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(forced_by)
         graphs: DecodeGraphs | RoundGraphs
         if rounds is None:
             graphs = runner.capture(sizes, capture, progress, prefills=prefills)
         else:
             graphs = rounds.capture(sizes, capture, progress)
         taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
-        return GraphReport(level, forced_by, graphs.sizes, prefills, why_no_prefill, taken, backends=graphs.backends)
+        return GraphReport(
+            level,
+            forced_by,
+            graphs.sizes,
+            taken,
+            backends=graphs.backends,
+            prefill_sizes=prefills,
+            why_no_prefill=why_no_prefill,
+            prefill_by=backend.captured_extends if isinstance(backend, ForwardingBackend) else None,
+        )
 
-    def _prefills(self, level: GraphLevel, forced_by: Sequence[str]) -> tuple[tuple[int, ...], str]:
+    def _prefills(self, forced_by: Sequence[str]) -> tuple[tuple[int, ...], str]:
         """The numbers of tokens for which prefills are captured; why, if there are none."""
         runner, options = self.runner, self.options
         if options.disable_prefill_cuda_graph:
@@ -177,7 +186,7 @@ class Engine:
             return (), "a draft follows it"
         if runner.coordinator is not None:
             return (), "it brings rows to host memory"
-        if level < GraphLevel.ALWAYS or runner.pools.linear is not None:
+        if not captures_extends(runner.backend) or runner.pools.linear is not None:
             return (), f"{' and '.join(forced_by) or runner.backend.backend_id.name} cannot capture it"
         return options.cuda_graph_prefill_sizes or default_prefill_sizes(runner.capacity.most_rows), ""
 

@@ -201,14 +201,16 @@ class GraphReport:
     """The backends that allow no more, where others would."""
     sizes: tuple[int, ...] = ()
     """Requests of decode steps, or of rounds."""
-    prefill_sizes: tuple[int, ...] = ()
-    """Tokens of prefills."""
-    why_no_prefill: str = ""
     nbytes: int = 0
     """Memory that the graphs and the backend's own buffers for them took."""
     why_none: str = ""
     backends: Mapping[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)
     """The sizes that were captured for each backend, or for those that plan together."""
+    prefill_sizes: tuple[int, ...] = ()
+    """Tokens of prefills."""
+    why_no_prefill: str = ""
+    prefill_by: str | None = None
+    """The backend that takes them, where it is not the one that prefills without a graph."""
 
     def __str__(self) -> str:
         if not self.sizes:
@@ -218,6 +220,7 @@ class GraphReport:
         told = f"decode with {sizes} requests"
         if self.prefill_sizes:
             told += f", prefill of up to {', '.join(map(str, self.prefill_sizes))} tokens"
+            told += f" by {self.prefill_by}" if self.prefill_by else ""
         told += f", {self.nbytes / 2**20:.0f} MiB (level {self.level.name}{by})"
         if self.why_no_prefill:
             told += f"; no prefill: {self.why_no_prefill}"

@@ -19,6 +19,7 @@ from attnplug import (
     ForwardingBackend,
     ForwardMode,
     Geometry,
+    GraphLevel,
     PoolError,
     Serving,
     to_device,
@@ -46,7 +47,7 @@ from attnplug_engine.letters import Delivery
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pools import Capacity, build_coordinator, build_pools, build_table
-from attnplug_engine.prefill_graphs import PrefillGraphs
+from attnplug_engine.prefill_graphs import PrefillGraphs, most_pairs
 from attnplug_engine.request import PENDING, Step
 from attnplug_engine.sampler import Sampler
 from attnplug_engine.served import Served
@@ -175,6 +176,7 @@ class ModelRunner:
                 lambda batch, rows: self.model.logits(self._forward(batch).index_select(0, rows)),
                 *held,
                 largest=max(prefills),
+                most_pairs=None if self.attention.graph_level is GraphLevel.ALWAYS else most_pairs(self.spec),
             )
         check = CaptureCheck(
             self.spec, self.attention, self.pools, self.allocator, self.dtype, self.device, self.coordinator

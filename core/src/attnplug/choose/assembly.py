@@ -109,12 +109,29 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
     for name, registered in {each.spec.name: each for role in roles for each in selection.serving(role)}.items():
         mine = frozenset(role for role in roles if registered in selection.serving(role))
         built[name] = _build(selection, registered, context, mine)
-    if any(selection.schedule(role) is not None for role in roles):
-        return _by_batch(selection, built, roles)
+    aside = _captured_extends(selection, built)
+    if aside is not None or any(selection.schedule(role) is not None for role in roles):
+        return _by_batch(selection, built, roles, aside)
     return SplitBackend(*built.values(), verify=selection.verify) if len(built) > 1 else next(iter(built.values()))
 
 
-def _by_batch(selection: Selection, built: Mapping[str, AttentionBackend], roles: list[Role]) -> FastestBackend:
+def _captured_extends(selection: Selection, built: Mapping[str, AttentionBackend]) -> str | None:
+    """The backend that takes extends in CUDA graphs, if some of those that serve cannot and ``auto`` chose them.
+
+    Who was asked for by name prefills alone, as does a way of extending MLA.
+    """
+    problem, prefill = selection.problem, selection.choices.get(Role.PREFILL)
+    if prefill is None or not problem.wants_graphs or problem.device != "cuda" or problem.speculative_tokens:
+        return None
+    able = [name for name, backend in built.items() if backend.claims.cuda_graph is GraphLevel.ALWAYS]
+    if prefill.requested != AUTO or problem.mla_extend is not None or len(able) == len(built):
+        return None
+    return next(iter(able), None)
+
+
+def _by_batch(
+    selection: Selection, built: Mapping[str, AttentionBackend], roles: list[Role], aside: str | None
+) -> FastestBackend:
     """The backends that share a role by batch, without those that would take something from the chosen one."""
     serving: dict[Role, Schedule | str] = {}
     left_out: dict[str, str] = {}
@@ -132,7 +149,8 @@ def _by_batch(selection: Selection, built: Mapping[str, AttentionBackend], roles
         serving[role] = schedule.only(name for name in schedule.candidates if name not in weaker) or chosen
     used = {name for by in serving.values() for name in ((by,) if isinstance(by, str) else by.candidates)}
     children = {name: backend for name, backend in built.items() if name in used}
-    return FastestBackend(children, serving, verify=selection.verify, left_out=left_out)
+    aside = aside if aside in used else None
+    return FastestBackend(children, serving, verify=selection.verify, left_out=left_out, captured_extends=aside)
 
 
 def _lost(chosen: AttentionBackend, other: Claims, selection: Selection, role: Role) -> Iterator[str]:

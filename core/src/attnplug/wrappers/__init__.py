@@ -4,6 +4,7 @@ from attnplug.wrappers.fastest import FastestBackend
 from attnplug.wrappers.forwarding import (
     ForwardingBackend,
     Turn,
+    captures_extends,
     merged_turns,
     plan_alike,
     planner_claims,
@@ -19,6 +20,7 @@ __all__ = [
     "HybridLinearBackend",
     "SplitBackend",
     "Turn",
+    "captures_extends",
     "merged_turns",
     "plan_alike",
     "planner_claims",

@@ -20,6 +20,7 @@ from attnplug.wrappers.split import role_of_modes, weakest_by_role
 
 _ENOUGH = 16
 """Requests whose lengths are looked at; of more than these, as many at even distances stand for all."""
+_EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED)
 _CHUNKS, _RAGGED = "init_mha_chunk_metadata", "forward_ragged"
 
 
@@ -30,6 +31,8 @@ class FastestBackend(ForwardingBackend):
     children read and write one cache, so a request may go from one to another at every step. A plan holds one child's
     plan, and says by this who runs it. Without one, or with another backend's, the child that would plan the batch
     refuses to run it. ``left_out`` are backends of a schedule that were not taken, by name, with the reason.
+    ``captured_extends`` is the child that takes every extend of a CUDA graph, if there is one. The host then need not
+    wait for the slowest part of a short extend, its launches, whoever is the fastest without a graph.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class FastestBackend(ForwardingBackend):
         *,
         verify: Role = Role.DECODE,
         left_out: Mapping[str, str] | None = None,
+        captured_extends: str | None = None,
     ) -> None:
         super().__init__(f"fastest({', '.join(children)})", children)
         self.left_out |= left_out or {}
@@ -50,6 +54,9 @@ class FastestBackend(ForwardingBackend):
             combined = weakest_by_role(claims, self._prefilling, decoding)
             self.claims, self.forced_by = combined.claims, combined.forced_by
         self._captured = tuple(children) if self.claims.cuda_graph > GraphLevel.DECODE else decoding
+        if captured_extends is not None:
+            self.captured_extends = captured_extends
+            self._captured = tuple(dict.fromkeys((*self._captured, captured_extends)))
         self._by_mode = {mode: serving.get(role, serving[first]) for mode, role in role_of_modes(verify).items()}
         self._replayed: dict[int, Plan] = {}
         """By the identity of a child's plan, which it holds: most children give a graph's plan again at each replay."""
@@ -66,6 +73,8 @@ class FastestBackend(ForwardingBackend):
     def fastest(self, geometry: Geometry) -> str:
         """The child to plan a batch with: where a batch is captured and nobody knows its lengths, the best one over all
         lengths up to its bound."""
+        if geometry.captured and self.captured_extends is not None and geometry.mode in _EXTENDS:
+            return self.captured_extends
         by = self._by_mode[geometry.mode]
         if isinstance(by, str):
             return by

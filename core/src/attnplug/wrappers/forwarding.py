@@ -24,6 +24,7 @@ from attnplug.contract.plan import BackendId, Plan, received_plan
 from attnplug.declare.claims import Claims, weakest
 from attnplug.declare.errors import BackendError
 from attnplug.declare.model import LayerSpec
+from attnplug.declare.problem import GraphLevel
 from attnplug.declare.schedule import EVERY_LENGTH
 
 _BATCH, _LAYER = ("batch", "forward_batch"), "layer"
@@ -54,6 +55,8 @@ class ForwardingBackend(ABC):
     backend_id: BackendId
     claims: Claims
     forced_by: Mapping[str, tuple[str, ...]]
+    captured_extends: str | None = None
+    """The child that takes extends in CUDA graphs, where not all children could."""
 
     if TYPE_CHECKING:  # that it is a backend; the methods themselves are made below
 
@@ -185,6 +188,12 @@ class ForwardingBackend(ABC):
 def who_forced(backend: object, claim: str) -> tuple[str, ...]:
     """The backends that weakened a claim of this one, by name; none of one that is no wrapper."""
     return backend.who_forced(claim) if isinstance(backend, ForwardingBackend) else ()
+
+
+def captures_extends(backend: AttentionBackend) -> bool:
+    """Whether extends can be captured: because any batch can, or because a child takes those that are."""
+    aside = isinstance(backend, ForwardingBackend) and backend.captured_extends is not None
+    return aside or backend.claims.cuda_graph is GraphLevel.ALWAYS
 
 
 def plan_alike(backend: AttentionBackend, plan: Plan, batch: ForwardBatch) -> Plan:
