@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -117,7 +118,8 @@ def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles)
 )
 def test_a_replayed_prefill_neither_waits_nor_allocates(oracles, model, backend):
     """What it returns is read at once: only its own inputs are sent, by a copy that nobody waits for."""
-    engine = Engine(oracles(model).folder, device="cuda", attention_backend=backend, max_batch=4, ignore_eos=True)
+    settings = {"max_batch": 4, "ignore_eos": True, "prefix_cache": False, "cuda_graph_prefill_sizes": (32, 96)}
+    engine = Engine(oracles(model).folder, device="cuda", attention_backend=backend, **settings)
     texts = [[*range(1, 20)], [*range(20, 27)], [*range(30, 95)]]
     for prompt in texts:
         engine.generate([prompt], SamplingParams(max_tokens=1))
@@ -156,15 +158,27 @@ def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracl
     monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
     oracle = oracles(model)
     engine = Engine(oracle.folder, device="cuda", max_batch=4, ignore_eos=True, chunked_prefill_size=700)
-    assert engine.graphs.prefill_by == name and engine.graphs.prefill_sizes[-1] == 512
+    assert engine.graphs.prefill_by == name and engine.graphs.prefill_sizes[-1] == 700
     random = Random(2)
     texts = [[random.randrange(500) for _ in range(count)] for count in (5, 40, 690, 130, 18)]
+    engine.runner.prefill_graphs._most_pairs = 500**2
     with watched_logits() as seen:
         outputs = [done.token_ids for done in engine.generate(texts, SamplingParams(max_tokens=12))]
     rows = [torch.stack(seen[number][: len(outputs[number])]) for number in sorted(seen)]
     oracle.judge(texts, outputs, rows, slack=2.0)
     counts = engine.statistics
     assert counts.served.told()["prefill"] == {name: counts.replayed_prefills, prefill: counts.eager_prefills}
+
+
+def test_a_prefill_is_captured_only_where_the_host_takes_longer_than_the_gpu(tmp_path):
+    """Of a wide model long prefills keep the GPU busy for longer than the host needs to launch them."""
+    wide = {**MODELS["llama"], "hidden_size": 8192, "intermediate_size": 24576, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**wide, "model_type": "llama", "dtype": "bfloat16"}))
+    common = {"device": "cuda", "attention_backend": "triton_mha", "max_batch": 4, "random_weights": True}
+    kept = Engine(str(tmp_path), **common).graphs.prefill_sizes
+    assert 16 in kept and 2048 not in kept
+    asked = Engine(str(tmp_path), **common, cuda_graph_prefill_sizes=(16, 2048)).graphs.prefill_sizes
+    assert asked == (16, 2048), "what is demanded is captured"
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

@@ -20,7 +20,7 @@ from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role
 from attnplug.host import FastestBackend, SelectionError, TorchNativeBackend, UsageError, load_model
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.graph_sizes import default_prefill_sizes
-from attnplug_engine.prefill_graphs import most_pairs
+from attnplug_engine.prefill_graphs import _seconds, most_pairs
 from attnplug_engine.request import Step, StepEntry
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
@@ -177,6 +177,40 @@ class TestCapture:
         one.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
         assert [str(mode) for mode in calls] == ["extend"] and one.runner.backend.planned == planned
 
+    def test_what_does_not_pay_is_not_kept(self, monkeypatch):
+        """From some size on the device takes longer than the host."""
+        times = iter([1.0, 1.5, 1.0, 1.0, 1.0, 0.2])
+        monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", lambda *given, **how: next(times))
+        one = engine()
+        one.runner.capture(SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
+        assert one.runner.prefill_graphs.sizes == PREFILLS[:2]
+        each = SamplingParams(max_tokens=3)
+        assert tokens(one, prompts(), each) == tokens(engine(), prompts(), each)
+        assert one.statistics.replayed_prefills
+
+    def test_a_graph_is_kept_if_all_ranks_say_so(self):
+        runner = engine().runner
+        for others, mine, kept in ((1, True, True), (1, False, False), (0, True, False)):
+            gathered = torch.tensor([others])
+            runner._parallel = SimpleNamespace(all_gather=lambda one, dim, all=gathered: torch.cat([one, all]))
+            assert runner._all_ranks_say(mine) is kept
+
+    def test_times_are_the_host_s_own_or_until_the_device_is_done(self, monkeypatch):
+        clock, busy = [0.0], [0.0]
+        monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+        def wait(device):
+            clock[0], busy[0] = clock[0] + busy[0], 0.0
+
+        monkeypatch.setattr("torch.cuda.synchronize", wait)
+
+        def run():
+            clock[0] += 2
+            busy[0] += 5
+
+        device = torch.device("cpu")
+        assert (_seconds(run, device, waits=False), _seconds(run, device, waits=True)) == (2, 7)
+
     def test_inputs_stay_where_they_are(self):
         one = captured(engine())
         inputs = one.runner.prefill_graphs.inputs
@@ -251,7 +285,7 @@ class TestOptions:
     def test_a_default_pads_by_half_at_most_and_holds_no_more_than_a_step(self):
         for most in (3, 16, 100, 512, 9000):
             sizes = default_prefill_sizes(most)
-            assert sizes[-1] == min(most, 512) and len(sizes) < 10
+            assert sizes[-1] == min(most, 2048) and len(sizes) < 14
             assert all(size <= 2 * before for before, size in pairwise(sizes))
 
     @pytest.mark.parametrize(
@@ -293,22 +327,25 @@ class TestOptions:
             Engine(MODELS[0], dtype="bfloat16", attention_backend="flashinfer", cuda_graph_prefill_sizes=(16,))
 
     @pytest.mark.parametrize(
-        ("settings", "told"),
+        ("settings", "keeps", "told"),
         [
-            ({}, "prefill of up to 16, 24 tokens, 7 MiB (level ALWAYS)"),
-            ({"cuda_graph_prefill_sizes": (8, 16)}, "prefill of up to 8, 16 tokens, 7 MiB (level ALWAYS)"),
-            ({"disable_prefill_cuda_graph": True}, "7 MiB (level ALWAYS); no prefill: turned off"),
+            ({}, True, "prefill of up to 16, 24 tokens, 7 MiB (level ALWAYS)"),
+            ({}, False, "7 MiB (level ALWAYS); no prefill: the GPU needs longer for it than the host"),
+            ({"cuda_graph_prefill_sizes": (8, 16)}, False, "prefill of up to 8, 16 tokens, 7 MiB (level ALWAYS)"),
+            ({"disable_prefill_cuda_graph": True}, True, "7 MiB (level ALWAYS); no prefill: turned off"),
         ],
     )
-    def test_an_engine_says_what_it_captured(self, settings, told, monkeypatch):
+    def test_an_engine_says_what_it_captured(self, settings, keeps, told, monkeypatch):
         one, free = engine(), iter([9 << 20, 2 << 20])
         one.options = replace(one.options, **settings)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
         monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
         monkeypatch.setattr("attnplug_engine.runner.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None))
+        monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", lambda *given, waits: waits != keeps)
         one.runner.device = SimpleNamespace(type="cuda")
+        one.runner._all_ranks_say = lambda mine: mine
         assert str(one._capture(None)) == f"decode with 1, 2, 4, 5 requests, {told}"
-        assert (one.runner.prefill_graphs is None) is ("turned off" in told)
+        assert (one.runner.prefill_graphs is None) is ("no prefill" in told)
 
 
 class TestAside:

@@ -87,7 +87,8 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--cuda-graph-prefill-sizes",
         metavar="N,N,…",
-        help="capture prefills of up to these numbers of tokens (default: some up to 512, where the backend can)",
+        help="capture prefills of up to these numbers of tokens (default: those that a GPU runs faster than the host "
+        "launches them)",
     )
     parser.add_argument("--disable-cuda-graph", action="store_true", help="capture nothing")
     parser.add_argument("--disable-prefill-cuda-graph", action="store_true", help="capture decode steps alone")

@@ -162,7 +162,10 @@ class Engine:
         capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(forced_by)
         graphs: DecodeGraphs | RoundGraphs
         if rounds is None:
-            graphs = runner.capture(sizes, capture, progress, prefills=prefills)
+            keep_all = options.cuda_graph_prefill_sizes is not None
+            graphs = runner.capture(sizes, capture, progress, prefills=prefills, keep_all=keep_all)
+            if prefills and runner.prefill_graphs is None:
+                why_no_prefill = "the GPU needs longer for it than the host"
         else:
             graphs = rounds.capture(sizes, capture, progress)
         taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
@@ -172,7 +175,7 @@ class Engine:
             graphs.sizes,
             taken,
             backends=graphs.backends,
-            prefill_sizes=prefills,
+            prefill_sizes=() if runner.prefill_graphs is None else runner.prefill_graphs.sizes,
             why_no_prefill=why_no_prefill,
             prefill_by=backend.captured_extends if isinstance(backend, ForwardingBackend) else None,
         )

@@ -9,8 +9,7 @@ from attnplug.host import UsageError, show
 
 _FINE = (1, 2, 4, 8, 12, 16, 24, 32)
 LARGEST_DEFAULT = 512
-_PREFILLS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""Longer ones keep a GPU busy for longer than the host needs to launch them."""
+_PREFILLS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 def default_sizes(max_batch: int) -> tuple[int, ...]:

@@ -90,8 +90,8 @@ class EngineOptions:
     """Numbers of requests for which decode steps are captured. ``None``: some up to ``max_batch``, if the backends can
     be captured. Given, graphs are demanded: backends that cannot are refused."""
     cuda_graph_prefill_sizes: tuple[int, ...] | None = None
-    """Numbers of tokens up to which steps with prefill are captured. ``None``: some up to 512, if the backends can
-    capture any batch. Given, they are demanded."""
+    """Numbers of tokens up to which steps with prefill are captured. ``None``: some up to 2048, if the backends can
+    capture any batch, and as long as a GPU runs them faster than the host launches them. Given, they are demanded."""
     disable_cuda_graph: bool = False
     disable_prefill_cuda_graph: bool = False
     enable_hisparse: bool = False

@@ -1,11 +1,14 @@
 """Captured prefills: one graph for each of some numbers of tokens, replayed for every short prefill that fits one.
 
-A prefill of few tokens is bound by the host: its launches take longer than its kernels. On an H200 16 tokens of a model
-of 16 layers took 8.5 ms, 0.9 of which the device was busy (``benchmarks/decode_h200.py``).
+A prefill of few tokens is bound by the host: its launches take longer than its kernels. On one host of an H200 16
+tokens of a model of 16 layers took 8.5 ms, on another 15.7, and the device was busy for 0.9 of them
+(``benchmarks/decode_h200.py``).
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,6 +26,8 @@ from attnplug_engine.sampler import Sampler, sample
 from attnplug_engine.sampling_batch import SamplingArrays, SamplingBatch
 from attnplug_engine.staging import Staging
 
+_TIMED = 4
+"""The first compiles."""
 _MOST_WORK = 1 << 35
 """Multiplications and additions of one layer's attention: 0.4 ms on an H200 at the 90 TFLOP/s of ``triton_mla``'s
 extends. To launch a layer eagerly takes the host 0.5 to 0.9 ms."""
@@ -46,13 +51,15 @@ class PrefillGraphs:
         *,
         largest: int,
         most_pairs: int | None = None,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         """``run_model`` makes the logits of a batch's rows of some numbers. Steps in which more than ``most_pairs``
-        pairs of a new and a cached row attend to each other run eagerly."""
+        pairs of a new and a cached row attend to each other run eagerly. With ``agree``, which tells what all ranks
+        say, graphs are kept only where they pay."""
         self._run_model, self._attention, self._table, self._tokens = run_model, attention, table, tokens
         self._page_size = capacity.page_size
         self._context = min(capacity.context_length, table.max_pages * capacity.page_size)
-        self._most_pairs = most_pairs
+        self._most_pairs, self._agree = most_pairs, agree
         self.requests, self.largest = min(capacity.max_batch, largest), largest
         """The most requests and tokens of a captured step."""
         fill = attention.padding_length()
@@ -67,8 +74,12 @@ class PrefillGraphs:
         return tuple(sorted(self._steps))
 
     def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
-        """Capture a step of ``size`` tokens, all of which are padding; its batch is planned and marked here (B2)."""
-        inputs, requests = self.inputs, min(self.requests, size)
+        """Capture a step of ``size`` tokens, all of which are padding; its batch is planned and marked here (B2).
+
+        A graph pays if the host takes longer to launch the step than the device to run it. Else the host is ahead
+        without a graph, and padding costs what nothing gains.
+        """
+        inputs, tokens, requests = self.inputs, self._tokens, min(self.requests, size)
         geometry = Geometry(
             ForwardMode.EXTEND,
             self._page_table[:requests],
@@ -92,9 +103,14 @@ class PrefillGraphs:
             logits[:] = [self._run_model(batch, lasts)]
             chosen = self._sampled[size] = sample(logits[0], sampling)
             # The token of a request that ends by an error is not read again, but the row of an embedding is.
-            self._tokens.index_copy_(0, targets, chosen.clamp(min=0))
+            tokens.index_copy_(0, targets, chosen.clamp(min=0))
 
-        self._steps[size] = CapturedStep(size, batch, capture(run), logits)
+        launching = 0.0 if self._agree is None else _seconds(run, tokens.device, waits=False)
+        replay = capture(run)
+        if self._agree is not None and not self._agree(_seconds(replay, tokens.device, waits=True) <= launching):
+            del self._sampled[size]
+            return []
+        self._steps[size] = CapturedStep(size, batch, replay, logits)
         return [self._steps[size]]
 
     def fitting(self, step: Step) -> CapturedStep | None:
@@ -113,6 +129,19 @@ class PrefillGraphs:
         self._attention.plan_captured(captured.batch)
         captured.replay()
         return self._sampled[captured.size][: len(step.sampled_requests)]
+
+
+def _seconds(run: Callable[[], None], device: torch.device, *, waits: bool) -> float:
+    """The shortest of some runs, on the host alone or until the device is done."""
+    shortest = math.inf
+    for _ in range(_TIMED):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        run()
+        if waits:
+            torch.cuda.synchronize(device)
+        shortest = min(shortest, time.perf_counter() - started)
+    return shortest
 
 
 def most_pairs(model: ModelSpec) -> int:

@@ -142,7 +142,7 @@ class ModelRunner:
         self.prefill_graphs: PrefillGraphs | None = None
         self.served = Served(shared=isinstance(self.backend, ForwardingBackend))
         self.phase = Phase.BUILD
-        self.dtype = dtype
+        self.dtype, self._parallel = dtype, parallel
         if check_layers:
             self._check_every_layer()
 
@@ -156,9 +156,10 @@ class ModelRunner:
         progress: Callable[[int, int], None] | None = None,
         *,
         prefills: Sequence[int] = (),
+        keep_all: bool = True,
     ) -> DecodeGraphs:
         """Capture steps of ``prefills`` tokens, and decode steps of these batch sizes, the largest first, so that the
-        others reuse its memory.
+        others reuse its memory. Of prefills only those that pay are kept, unless all are to be.
 
         Each is compared with eager attention before it is trusted. From here on the workspace does not grow.
         """
@@ -177,6 +178,7 @@ class ModelRunner:
                 *held,
                 largest=max(prefills),
                 most_pairs=None if self.attention.graph_level is GraphLevel.ALWAYS else most_pairs(self.spec),
+                agree=None if keep_all else self._all_ranks_say,
             )
         check = CaptureCheck(
             self.spec, self.attention, self.pools, self.allocator, self.dtype, self.device, self.coordinator
@@ -197,9 +199,13 @@ class ModelRunner:
         except torch.OutOfMemoryError as error:
             raise self.no_memory(size, making.sizes, prefill=making is ahead) from error
         self.workspace.freeze()
-        self.graphs, self.prefill_graphs = graphs, ahead
+        self.graphs, self.prefill_graphs = graphs, ahead if ahead is not None and ahead.sizes else None
         self.enter(Phase.SERVE)
         return graphs
+
+    def _all_ranks_say(self, mine: bool) -> bool:
+        each = self._parallel.all_gather(torch.tensor([int(mine)], device=self.device), 0)
+        return bool(each.all())
 
     def no_memory(self, size: int, done: Sequence[int], *, prefill: bool = False) -> PoolError:
         """Of a graph of so many requests, or tokens, after those that are ``done``."""
