@@ -52,6 +52,7 @@ RUN: dict[str, Any] = {
     "overlap": False,
     "two_batch_overlap": True,
     "disable_cuda_graph": True,
+    "disable_prefill_cuda_graph": True,
     "speculative_algorithm": "standalone",
     "speculative_draft_model": "small",
     "speculative_num_steps": 2,
@@ -60,7 +61,7 @@ RUN: dict[str, Any] = {
     "plan_stream": True,
 }
 HOT = {"enable_hisparse": True, "hisparse_config": '{"device_buffer_size": 24}'}
-ALONE = {"cuda_graph_batch_sizes": (1, 2), **HOT}
+ALONE = {"cuda_graph_batch_sizes": (1, 2), "cuda_graph_prefill_sizes": (16, 64), **HOT}
 """What cannot be given beside another one of these."""
 EMBED: dict[str, Any] = {**FIELDS, "pooling": Pooling.MEAN, "normalize": False, "prompt_name": "query"}
 
@@ -112,7 +113,7 @@ def test_every_option_of_run_reaches_the_engine_or_the_sampling(attnplug: Attnpl
         *("--state-checkpoint", "64", "--mla-extend", "chunked", "--mla-chunk-capacity", "33", "--ignore-eos"),
         *("--check-layers", "--max-tokens", "8", "--temperature", "0.5", "--top-k", "11", "--top-p", "0.9"),
         *("--stop", "a", "--stop", "b", "--logprobs", "2", "--random-weights", "--disable-overlap"),
-        "--enable-two-batch-overlap",
+        *("--enable-two-batch-overlap", "--disable-prefill-cuda-graph"),
         *("--disable-cuda-graph", "--draft-attention-backend", "five", "--speculative-algorithm", "standalone"),
         *("--speculative-draft-model", "small", "--speculative-num-steps", "2", "--speculative-topk", "3"),
         *("--speculative-num-draft-tokens", "5", "--enable-plan-stream"),
@@ -146,6 +147,21 @@ def test_batch_sizes_of_graphs_reach_the_engine_or_are_refused(attnplug: Attnplu
     assert outcome.code == code
     if spies:
         assert spies[0].options.cuda_graph_batch_sizes == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ("16,64", "nothing runs"),
+        ("16;64", "--cuda-graph-prefill-sizes '16;64' is not a list of numbers; write them like 1,2,4,8"),
+        ("4,99", "--cuda-graph-prefill-sizes holds 99, and no step has more than 64 tokens; leave it out, or raise"),
+    ],
+)
+def test_sizes_of_captured_prefills_reach_the_engine_or_are_refused(attnplug: Attnplug, spies, sizes, told):
+    options = ("--chunked-prefill-size", "64", "--cuda-graph-prefill-sizes", sizes)
+    outcome = attnplug("run", "--model", "tiny:llama", "--prompt", "x", *options)
+    assert told in outcome.err and "Traceback" not in outcome.err and outcome.code == 2
+    assert [spy.options.cuda_graph_prefill_sizes for spy in spies] == ([(16, 64)] if told == "nothing runs" else [])
 
 
 def test_every_option_of_embed_reaches_the_embedder(attnplug: Attnplug, spies):
