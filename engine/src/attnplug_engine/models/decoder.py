@@ -8,11 +8,10 @@ from typing import cast, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnplug import ForwardBatch
 from attnplug.host import Config
-from attnplug_engine.models.layers import Head, Part, RMSNorm, frozen
+from attnplug_engine.models.layers import Head, Part, RMSNorm, embedded, frozen
 from attnplug_engine.models.rope import Positions, Rotation
 from attnplug_engine.models.weights import Weights
 
@@ -205,7 +204,7 @@ class Decoder(nn.Module):
 
     def begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
         """What the first layer is given."""
-        return F.embedding(input_ids, self.embedding), self.rope.at(positions)
+        return embedded(input_ids, self.embedding), self.rope.at(positions)
 
     def end(self, hidden: Tensor) -> Tensor:
         """The last layer's hidden states, normed."""

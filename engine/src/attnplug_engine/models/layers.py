@@ -24,6 +24,12 @@ def frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
+def embedded(ids: Tensor, weight: Tensor) -> Tensor:
+    """The rows of an embedding ``[vocab, hidden]``. On a GPU torch's own lookup of 2 to 16 rows reads one after the
+    other: 13 µs on an H200, against 2 by an index. On a CPU an index is the slower one."""
+    return weight[ids] if weight.is_cuda else F.embedding(ids, weight)
+
+
 class Part(nn.Module):
     """A module whose own parts and parameters are found like any other attribute.
 

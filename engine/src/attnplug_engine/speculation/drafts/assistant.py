@@ -14,13 +14,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnplug import AttentionKind, ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config, active_attention, show
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.models.decoder import Attention, Block, hidden_norm, norm_eps
-from attnplug_engine.models.layers import MLP, Head, Linear, RMSNorm, check_activation
+from attnplug_engine.models.layers import MLP, Head, Linear, RMSNorm, check_activation, embedded
 from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import even_part, scaled
@@ -103,7 +102,7 @@ class AssistantDraft(DraftModel):
         assert hidden is not None
         if step:
             hidden = self.after(hidden)
-        rows = self.before(torch.cat((F.embedding(input_ids, self.embedding), hidden), dim=-1))
+        rows = self.before(torch.cat((embedded(input_ids, self.embedding), hidden), dim=-1))
         rotation = self.rope.at(positions)
         for layer in self.layers:
             rows = layer(rows, rotation, batch)

@@ -6,14 +6,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.models.decoder import Block, hidden_norm
 from attnplug_engine.models.grouped_attention import GroupedAttention
-from attnplug_engine.models.layers import MLP, Linear, check_activation
+from attnplug_engine.models.layers import MLP, Linear, check_activation, embedded
 from attnplug_engine.models.rope import Rope
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.speculation.drafts.model import LAST, DraftModel
@@ -46,7 +45,7 @@ class EagleDraft(DraftModel):
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None, batch: ForwardBatch, step: int = 0
     ) -> Tensor:
         assert hidden is not None
-        rows = self.join(torch.cat((F.embedding(input_ids, self.embedding), hidden), dim=-1))
+        rows = self.join(torch.cat((embedded(input_ids, self.embedding), hidden), dim=-1))
         rotation = self.rope.at(positions)
         for layer in self.layers:
             rows = layer(rows, rotation, batch)

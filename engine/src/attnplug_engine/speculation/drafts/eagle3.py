@@ -8,14 +8,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config
 from attnplug_engine.checkpoint import Checkpoint, WeightSource
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.models.decoder import Block, hidden_norm, norm_eps
-from attnplug_engine.models.layers import Head, RMSNorm, check_activation
+from attnplug_engine.models.layers import Head, RMSNorm, check_activation, embedded
 from attnplug_engine.models.rope import Rope, Rotation
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.speculation.drafts.eagle import joined, llama_attention, llama_mlp
@@ -100,7 +99,7 @@ class Eagle3Draft(DraftModel):
     ) -> Tensor:
         assert hidden is not None
         rotation = self.rope.at(positions)
-        rows = self.first(F.embedding(input_ids, self.embedding), self._own(hidden), rotation, batch)
+        rows = self.first(embedded(input_ids, self.embedding), self._own(hidden), rotation, batch)
         for layer in self.layers:
             rows = layer(rows, rotation, batch)
         return cast(Tensor, rows)

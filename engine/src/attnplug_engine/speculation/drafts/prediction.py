@@ -9,7 +9,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config
@@ -17,7 +16,7 @@ from attnplug_engine.checkpoint import Checkpoint, WeightSource
 from attnplug_engine.models import deepseek, qwen_hybrid
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.models.decoder import MODEL, Block, hidden_norm
-from attnplug_engine.models.layers import Head, Linear, RMSNorm
+from attnplug_engine.models.layers import Head, Linear, RMSNorm, embedded
 from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
@@ -45,8 +44,8 @@ class PredictionLayer(nn.Module):
         self.join, self.block, self.norm, self.head = join, block, norm, head
 
     def forward(self, input_ids: Tensor, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
-        embedded = self.embedding_norm(F.embedding(input_ids, self.embedding))
-        joined = self.join(torch.cat((embedded, self.hidden_norm(hidden)), dim=-1))
+        rows = self.embedding_norm(embedded(input_ids, self.embedding))
+        joined = self.join(torch.cat((rows, self.hidden_norm(hidden)), dim=-1))
         return self.norm(self.block(joined, rotation, batch))
 
 
