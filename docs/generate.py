@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from measurements import (
+    arrivals,
     cost_of_wrapping,
     decode_plot,
     decode_rates,
@@ -27,6 +28,7 @@ from measurements import (
     engine_rates,
     kernel_steps,
     prefill_rates,
+    short_prefills,
 )
 
 from attnplug.host import Registered, describe, load_registry
@@ -78,6 +80,8 @@ TABLES = {
     "kernel steps": kernel_steps,
     "decode steps": decode_steps,
     "prefill rates": prefill_rates,
+    "short prefills": short_prefills,
+    "arrivals": arrivals,
 }
 
 

@@ -139,6 +139,34 @@ def prefill_rates() -> str:
     return prefill_table(_read("decode_h200"))
 
 
+def short_prefills() -> str:
+    """Milliseconds of one short prompt, launched and captured, and what of it the GPU is busy."""
+    found = _read("prefill_graphs_h200")
+    by = {
+        (who, model, each["tokens"]): each
+        for who in ("eager", "captured", "vllm")
+        for model, parts in found[who]["models"].items()
+        for each in parts
+    }
+    lines = ["| one prompt | GPU busy | launched | captured | vLLM |", "|---|---|---|---|---|"]
+    for (_, model, tokens), each in [item for item in by.items() if item[0][0] == "captured"]:
+        times = [each["busy_us"], *(by[who, model, tokens]["us"] for who in ("eager", "captured", "vllm"))]
+        lines.append(f"| {model}, {tokens} tokens | {' | '.join(f'{time / 1e3:.1f} ms' for time in times)} |")
+    return "\n".join(lines)
+
+
+def arrivals() -> str:
+    """Tokens/s while requests come and go, and the time to a first token."""
+    lines = ["| prompts | launched | captured | ratio | first token |", "|---|---|---|---|---|"]
+    for model, found in _read("prefill_graphs_h200")["arrivals"]["models"].items():
+        for point in found["points"]:
+            rates = [point[how]["tokens_s"] for how in ("eager", "captured")]
+            first = " → ".join(f"{point[how]['first_token_us'] / 1e3:.1f}" for how in ("eager", "captured"))
+            cells = f"{rates[0]:,.0f} | {rates[1]:,.0f} | {rates[1] / rates[0]:.2f} | {first} ms"
+            lines.append(f"| {model}, {point['prompt']} tokens | {cells} |")
+    return "\n".join(lines)
+
+
 def _read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 

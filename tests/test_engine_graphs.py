@@ -161,7 +161,8 @@ def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracl
     assert engine.graphs.prefill_by == name and engine.graphs.prefill_sizes[-1] == 700
     random = Random(2)
     texts = [[random.randrange(500) for _ in range(count)] for count in (5, 40, 690, 130, 18)]
-    engine.runner.prefill_graphs._most_pairs = 500**2
+    graphs = engine.runner.prefill_graphs
+    graphs._most_pairs = dict.fromkeys(graphs.sizes, 500**2)
     with watched_logits() as seen:
         outputs = [done.token_ids for done in engine.generate(texts, SamplingParams(max_tokens=12))]
     rows = [torch.stack(seen[number][: len(outputs[number])]) for number in sorted(seen)]

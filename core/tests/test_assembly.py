@@ -292,9 +292,8 @@ class TestShared:
         [
             ({}, "auto", "b"),
             ({}, "a", None),
-            ({"wants_graphs": False}, "auto", None),
+            ({"wants_prefill_graphs": False}, "auto", None),
             ({"device": "cpu"}, "auto", None),
-            ({"speculative_tokens": 4}, "auto", None),
             ({"mla_extend": ExtendPath.CHUNKED}, "auto", None),
         ],
     )
@@ -302,7 +301,7 @@ class TestShared:
         self, built: dict[str, list[BackendContext]], changes: dict[str, Any], prefill: str, who: str | None
     ) -> None:
         """Without a schedule, too: ``a`` prefills and ``b`` decodes."""
-        problem = replace(Problem(model(MLA), "cuda", wants_graphs=True), **changes)
+        problem = replace(Problem(model(MLA), "cuda", wants_graphs=True, wants_prefill_graphs=True), **changes)
         able = replace(claiming().capabilities, max_speculative_tokens=8, mla_extend=frozenset(ExtendPath))
         levels = {"a": GraphLevel.UNIFORM, "b": GraphLevel.ALWAYS}
         installed = {

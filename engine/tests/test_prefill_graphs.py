@@ -17,11 +17,11 @@ import torch
 from refilled_native import Recorded, RefilledNative, build
 
 from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role
-from attnplug.host import FastestBackend, SelectionError, TorchNativeBackend, UsageError, load_model
+from attnplug.host import FastestBackend, TorchNativeBackend, UsageError, load_model
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.graph_sizes import default_prefill_sizes
-from attnplug_engine.prefill_graphs import _seconds, most_pairs
-from attnplug_engine.request import Step, StepEntry
+from attnplug_engine.prefill_graphs import _seconds
+from attnplug_engine.request import Request, Step, StepEntry
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
 SIZES = (2, 4)
@@ -107,11 +107,15 @@ class TestTokens:
             SamplingParams(max_tokens=4, temperature=0.9 * (number % 3 > 0), top_k=20, top_p=0.95, seed=number)
             for number in range(12)
         ]
-        assert tokens(captured(engine(overlap=True)), prompts(), each) == tokens(engine(), prompts(), each)
+        graphs = captured(engine(overlap=True))
+        assert tokens(graphs, prompts(), each) == tokens(engine(), prompts(), each)
+        assert graphs.statistics.replayed_prefills > 2
 
     def test_log_probabilities_come_from_the_replayed_logits(self):
         each = SamplingParams(max_tokens=2, logprobs=2)
-        mine, theirs = (one.generate(prompts(6, 9), each) for one in (captured(engine()), engine()))
+        graphs = captured(engine())
+        mine, theirs = (one.generate(prompts(6, 9), each) for one in (graphs, engine()))
+        assert graphs.statistics.replayed_prefills == 2 and not graphs.statistics.eager_prefills
         for found, expected in zip(mine, theirs, strict=True):
             assert [one.token_id for one in found.logprobs] == found.token_ids == expected.token_ids
             values = [[one.logprob for one in each.logprobs] for each in (found, expected)]
@@ -125,6 +129,7 @@ class TestTokens:
         mine, theirs = (one.generate(texts, SamplingParams(max_tokens=3)) for one in (graphs, eager))
         assert [one.token_ids for one in mine] == [one.token_ids for one in theirs]
         assert [one.finish_reason for one in mine] == ["length", "error", "length"]
+        assert graphs.statistics.replayed_prefills == 1 and not graphs.statistics.eager_prefills
 
     @pytest.mark.parametrize("fill", [0, 6])
     def test_padding_writes_to_nobodys_rows(self, fill, native):
@@ -145,12 +150,11 @@ class TestCapture:
         graphs = captured(engine()).runner.prefill_graphs
 
         def fitting(*counts):
-            entries = [SimpleNamespace(token_ids=(1,) * count) for count in counts]
-            found = graphs.fitting(SimpleNamespace(entries=entries, num_tokens=sum(counts)))
+            entries = tuple(StepEntry(None, 0, (1,) * count, True) for count in counts)
+            found = graphs.fitting(Step(ForwardMode.EXTEND, entries, (), ()))
             return found and found.size
 
         assert [fitting(1), fitting(4), fitting(2, 3), fitting(22), fitting(23)] == [4, 4, 9, 22, None]
-        assert fitting(*[1] * 5) == 9 and fitting(*[1] * 6) is None, "no more requests than a batch has"
 
     def test_prefills_come_first_and_all_are_told(self):
         told: list[tuple[int, int]] = []
@@ -177,7 +181,7 @@ class TestCapture:
         one.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
         assert [str(mode) for mode in calls] == ["extend"] and one.runner.backend.planned == planned
 
-    def test_what_does_not_pay_is_not_kept(self, monkeypatch):
+    def test_what_saves_no_time_is_not_kept(self, monkeypatch):
         """From some size on the device takes longer than the host."""
         times = iter([1.0, 1.5, 1.0, 1.0, 1.0, 0.2])
         monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", lambda *given, **how: next(times))
@@ -188,12 +192,39 @@ class TestCapture:
         assert tokens(one, prompts(), each) == tokens(engine(), prompts(), each)
         assert one.statistics.replayed_prefills
 
-    def test_a_graph_is_kept_if_all_ranks_say_so(self):
+    def test_ranks_go_by_the_one_that_saves_least(self):
         runner = engine().runner
-        for others, mine, kept in ((1, True, True), (1, False, False), (0, True, False)):
-            gathered = torch.tensor([others])
-            runner._parallel = SimpleNamespace(all_gather=lambda one, dim, all=gathered: torch.cat([one, all]))
-            assert runner._all_ranks_say(mine) is kept
+        others = torch.tensor([0.5, -0.25])
+        runner._parallel = SimpleNamespace(all_gather=lambda one, dim: torch.cat([one, others]))
+        assert runner._least_of_ranks(0.75) == -0.25 and runner._least_of_ranks(-1.0) == -1.0
+
+    def test_the_host_s_newest_pages_are_those_of_the_replay(self, monkeypatch):
+        """On a GPU the table is mirrored in other memory, which is told what has changed when it is asked for."""
+        one, texts, each = engine(), prompts(3, 9), SamplingParams(max_tokens=1)
+        table, apart = one.runner.table, torch.zeros(0)
+
+        def mirror():
+            nonlocal apart
+            whole = torch.from_numpy(table._page_table)
+            apart = apart if len(apart) else whole.clone()
+            return apart.copy_(whole)
+
+        monkeypatch.setattr(table, "mirror", mirror)
+        captured(one)
+        assert tokens(one, texts, each) == tokens(engine(), texts, each)
+        assert one.statistics.replayed_prefills and not one.statistics.eager_prefills
+
+    def test_padding_is_a_token_that_there_is(self):
+        """Of a step before, in which the host did not know a token, -1 may be left in its place."""
+        one = captured(engine())
+        inputs, row = one.runner.prefill_graphs.inputs, one.runner.table.max_requests
+        request = Request(0, (1, 2, 3), SamplingParams(max_tokens=2))
+        for ids in ((-1, 5, 6), (4,)):
+            step = Step(ForwardMode.EXTEND, (StepEntry(request, 0, ids, True),), (), (row,))
+            for _ in range(2):  # both copies of the host's side
+                with torch.inference_mode():
+                    inputs.fill(step, 4, one.runner.sampler)
+        assert inputs.ids.tolist() == [4] + [0] * (PREFILLS[-1] - 1)
 
     def test_times_are_the_host_s_own_or_until_the_device_is_done(self, monkeypatch):
         clock, busy = [0.0], [0.0]
@@ -211,30 +242,30 @@ class TestCapture:
         device = torch.device("cpu")
         assert (_seconds(run, device, waits=False), _seconds(run, device, waits=True)) == (2, 7)
 
-    def test_inputs_stay_where_they_are(self):
-        one = captured(engine())
-        inputs = one.runner.prefill_graphs.inputs
-
-        def addresses() -> list[int]:
-            held = (inputs.ids, inputs.positions, inputs.rows, inputs.lasts, inputs.targets, inputs.seq_lens)
-            return [tensor.data_ptr() for tensor in (*held, inputs.new_lens)]
-
-        before = addresses()
-        tokens(one, prompts(), SamplingParams(max_tokens=2))
-        assert addresses() == before
-
-    def test_a_graph_that_does_not_fit_names_its_tokens(self, monkeypatch):
+    @pytest.mark.parametrize("keep_all", [True, False], ids=["demanded", "by default"])
+    def test_a_graph_that_does_not_fit_is_told_or_done_without(self, keep_all, monkeypatch):
+        """Nobody asked for those of a default."""
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
+        monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", lambda *given, waits: float(not waits))
+        one, capture = engine(), Recorded()
 
-        def full(done, total):
-            if done == 2:
+        def full(run):
+            if (
+                one.runner.prefill_graphs is None
+                and run.__closure__
+                and 9 in [cell.cell_contents for cell in run.__closure__ if isinstance(cell.cell_contents, int)]
+            ):
                 raise torch.OutOfMemoryError
+            return capture(run)
 
-        with pytest.raises(
-            PoolError, match="graph of 9 tokens does not fit into memory after those of 22, 9"
-        ) as caught:
-            engine().runner.capture(SIZES, Recorded(), full, prefills=PREFILLS)
-        assert "cuda_graph_prefill_sizes" in caught.value.settings
+        if keep_all:
+            told = "graph of 9 tokens does not fit into memory after those of 22: 3 MiB"
+            with pytest.raises(PoolError, match=told) as caught:
+                one.runner.capture(SIZES, full, prefills=PREFILLS)
+            assert {"cuda_graph_prefill_sizes", "disable_prefill_cuda_graph"} <= set(caught.value.settings)
+        else:
+            one.runner.capture(SIZES, full, prefills=PREFILLS, keep_all=False)
+            assert one.runner.prefill_graphs.sizes == (4, 22) and one.runner.graphs.sizes == SIZES
 
 
 class StaleLengths(AnyBatch):
@@ -321,10 +352,20 @@ class TestOptions:
         with pytest.raises(UsageError, match="cuda_graph_prefill_sizes demands CUDA graphs, and the device is cpu"):
             engine(cuda_graph_prefill_sizes=(16,))
 
-    def test_whoever_cannot_capture_any_batch_is_refused_where_they_are_demanded(self, monkeypatch):
-        monkeypatch.setattr("attnplug_engine.prepare.open_device", lambda asked: (torch.device("cuda"), 90))
-        with pytest.raises(SelectionError, match="ALWAYS"):
-            Engine(MODELS[0], dtype="bfloat16", attention_backend="flashinfer", cuda_graph_prefill_sizes=(16,))
+    @pytest.mark.parametrize(
+        ("kind", "sizes", "told"),
+        [
+            (RefilledNative, (16,), "asks for CUDA graphs of prefills, and torch_native cannot capture them; leave it"),
+            (AnyBatch, (16, 64), "holds 64, and no step has more than 24 tokens"),
+        ],
+    )
+    def test_what_cannot_be_captured_as_demanded_is_refused(self, kind, sizes, told, native):
+        native(kind)
+        one = engine()
+        one.options = replace(one.options, chunked_prefill_size=64, cuda_graph_prefill_sizes=sizes)
+        with pytest.raises(UsageError, match=told) as caught:
+            one._prefills(())
+        assert "cuda_graph_prefill_sizes" in caught.value.settings
 
     @pytest.mark.parametrize(
         ("settings", "keeps", "told"),
@@ -343,7 +384,7 @@ class TestOptions:
         monkeypatch.setattr("attnplug_engine.runner.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None))
         monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", lambda *given, waits: waits != keeps)
         one.runner.device = SimpleNamespace(type="cuda")
-        one.runner._all_ranks_say = lambda mine: mine
+        one.runner._least_of_ranks = lambda mine: mine
         assert str(one._capture(None)) == f"decode with 1, 2, 4, 5 requests, {told}"
         assert (one.runner.prefill_graphs is None) is ("no prefill" in told)
 
@@ -375,19 +416,26 @@ class TestAside:
         served = {"eager": counts.eager_prefills, "captured": counts.replayed_prefills}
         assert counts.served.told()["prefill"] == served
 
-    def test_much_attention_is_left_to_the_one_that_prefills(self):
-        """New rows times the rows that they may attend to, over all requests."""
-        one = captured(engine())
+    @pytest.mark.parametrize("model", [0, 1])
+    def test_attention_that_takes_longer_than_the_graph_saves_is_left_to_who_prefills(self, model, monkeypatch):
+        """Pairs of a new row and one that it may attend to, at 90 TFLOP/s in all layers."""
+        spec = load_model(MODELS[model])
+        layer = spec.full_layers[0]
+        width = 2 * layer.head_dim if layer.mla is None else layer.mla.row_dim + layer.mla.kv_lora_rank
+        saved = 40.5 * 2 * layer.num_heads * width * len(spec.layers) / 9e13
+        monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", lambda *given, waits: saved * (not waits))
+        one = engine(MODELS[model])
+        one.runner.capture(SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
         graphs = one.runner.prefill_graphs
 
         def fits(*requests: tuple[int, int]) -> bool:
             entries = tuple(StepEntry(None, before, (1,) * new, True) for before, new in requests)
             return graphs.fitting(Step(ForwardMode.EXTEND, entries, (), ())) is not None
 
-        assert graphs._most_pairs == most_pairs(load_model(MODELS[0])) > 2**20
-        graphs._most_pairs = 40
-        assert fits((16, 2)) and not fits((17, 2), (2, 1)) and fits((15, 2), (5, 1)) and not fits((0, 7))
+        assert fits((18, 2)) and not fits((19, 2)) and fits((15, 2), (5, 1)) and not fits((15, 2), (6, 1))
 
     def test_a_backend_that_can_capture_all_is_not_limited(self, native):
         native()
-        assert captured(engine()).runner.prefill_graphs._most_pairs is None
+        graphs = captured(engine()).runner.prefill_graphs
+        step = Step(ForwardMode.EXTEND, (StepEntry(None, 2**40, (1,), True),), (), ())
+        assert graphs.fitting(step) is not None

@@ -38,6 +38,7 @@ from attnplug.host import (
     ModelAttention,
     PageAllocator,
     plan_alike,
+    planner_claims,
 )
 from attnplug_engine.capture import Capture
 
@@ -312,8 +313,9 @@ class CaptureCheck:
     def _compare(
         self, layer: LayerSpec, batch: ForwardBatch, found: Tensor, expected: Tensor, *, strayed: bool
     ) -> None:
-        claims, name = self._attention.backend.claims, self._attention.backend.backend_id.name
-        live = len(expected)
+        assert batch.plan is not None
+        plan, live = batch.plan.attention, len(expected)
+        claims, name = planner_claims(self._attention.backend, plan), " and ".join(plan.makers())
         error = float((found[:live].double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
         if not error <= _TOLERANCE[self._dtype]:  # NaN is none of these
             what = f"differs from an eager run by {error:.1e} of its size"

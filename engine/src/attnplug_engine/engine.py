@@ -19,7 +19,7 @@ from attnplug_engine.capture import GraphCapture
 from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
 from attnplug_engine.encoder import Prompt, PromptEncoder
-from attnplug_engine.graph_sizes import default_prefill_sizes, default_sizes
+from attnplug_engine.graph_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
 from attnplug_engine.graphs import DecodeGraphs, GraphReport
 from attnplug_engine.launched import Launched
 from attnplug_engine.options import EngineOptions, capacity
@@ -182,16 +182,24 @@ class Engine:
 
     def _prefills(self, forced_by: Sequence[str]) -> tuple[tuple[int, ...], str]:
         """The numbers of tokens for which prefills are captured; why, if there are none."""
-        runner, options = self.runner, self.options
+        runner, options, most = self.runner, self.options, self.runner.capacity.most_rows
+        asked = options.cuda_graph_prefill_sizes
         if options.disable_prefill_cuda_graph:
             return (), "turned off"
         if self.rounds is not None:
             return (), "a draft follows it"
         if runner.coordinator is not None:
             return (), "it brings rows to host memory"
-        if not captures_extends(runner.backend) or runner.pools.linear is not None:
-            return (), f"{' and '.join(forced_by) or runner.backend.backend_id.name} cannot capture it"
-        return options.cuda_graph_prefill_sizes or default_prefill_sizes(runner.capacity.most_rows), ""
+        if captures_extends(runner.backend) and runner.pools.linear is None:
+            return default_prefill_sizes(most) if asked is None else PREFILL_SIZES.check(asked, most), ""
+        who = " and ".join(forced_by) or runner.backend.backend_id.name
+        if asked is not None:
+            raise UsageError(
+                f"`{PREFILL_SIZES.name}` asks for CUDA graphs of prefills, and {who} cannot capture them; leave it "
+                "out, or choose backends that capture any batch: `attnplug backends` lists these with graphs always",
+                settings=[PREFILL_SIZES.name, "attention_backend"],
+            )
+        return (), f"{who} cannot capture it"
 
     def _level_pages(self, parallel: TensorParallel) -> None:
         """Ranks run one schedule, so all have as many pages as the one with the least memory: hold the others'."""

@@ -21,7 +21,8 @@ def default_sizes(max_batch: int) -> tuple[int, ...]:
 
 
 def default_prefill_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Tokens of prefills that are padded by half at most, from 16 on; no more than a step may have."""
+    """Tokens of prefills, no more than a step may have. Up to half of a graph may be padding, from 64 tokens on a
+    third."""
     top = min(max_tokens, _PREFILLS[-1])
     return (*(size for size in _PREFILLS if size < top), top)
 

@@ -26,13 +26,14 @@ _UNKNOWN = (PENDING,)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedStep:
-    """A decode step of ``size`` requests. Its logits are valid until the next replay of any size."""
+    """A decode step of ``size`` requests, or a prefill of so many tokens. Its logits are valid until the next replay of
+    any size."""
 
     size: int
     batch: ForwardBatch
     replay: Callable[[], None]
     logits: list[Tensor]
-    """``[size, vocab]``, after the capture."""
+    """``[requests, vocab]``, after the capture."""
 
 
 class DecodeGraphs:

@@ -197,11 +197,16 @@ class EngineOptions:
         return not self.disable_cuda_graph and not self.check_layers
 
     @property
+    def captures_prefills(self) -> bool:
+        """Whether prefills are, too."""
+        without = self.disable_prefill_cuda_graph or self.enable_hisparse or self.speculative_algorithm is not None
+        return self.captures and not without
+
+    @property
     def demanded_graphs(self) -> GraphLevel:
-        """What backends must be able to capture."""
-        if self.cuda_graph_prefill_sizes is not None:
-            return GraphLevel.ALWAYS
-        return GraphLevel.NEVER if self.cuda_graph_batch_sizes is None else GraphLevel.DECODE
+        """What all backends must be able to capture. Prefills are one backend's, which need not prefill otherwise."""
+        given = self.cuda_graph_batch_sizes is not None or self.cuda_graph_prefill_sizes is not None
+        return GraphLevel.DECODE if given else GraphLevel.NEVER
 
     def _check_whole(self, name: str, lowest: int, highest: int, or_else: str = "") -> None:
         value = getattr(self, name)

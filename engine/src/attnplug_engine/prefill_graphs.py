@@ -28,9 +28,10 @@ from attnplug_engine.staging import Staging
 
 _TIMED = 4
 """The first compiles."""
-_MOST_WORK = 1 << 35
-"""Multiplications and additions of one layer's attention: 0.4 ms on an H200 at the 90 TFLOP/s of ``triton_mla``'s
-extends. To launch a layer eagerly takes the host 0.5 to 0.9 ms."""
+_PACE = 9e13
+"""Multiplications and additions a second of extends by ``triton_mla`` on an H200."""
+_SAVED_A_LAYER = 4e-4
+"""Seconds that a graph saves, where that was not timed: to launch a layer takes the host 0.5 to 0.9 ms."""
 
 
 class PrefillGraphs:
@@ -50,23 +51,26 @@ class PrefillGraphs:
         capacity: Capacity,
         *,
         largest: int,
-        most_pairs: int | None = None,
-        agree: Callable[[bool], bool] | None = None,
+        slower: ModelSpec | None = None,
+        least: Callable[[float], float] | None = None,
     ) -> None:
-        """``run_model`` makes the logits of a batch's rows of some numbers. Steps in which more than ``most_pairs``
-        pairs of a new and a cached row attend to each other run eagerly. With ``agree``, which tells what all ranks
-        say, graphs are kept only where they pay."""
+        """``run_model`` makes the logits of a batch's rows of some numbers. ``slower`` is the model, if another backend
+        than the captured one is the fastest for its prefills: then steps with much attention run eagerly. With
+        ``least``, which gives the least that any rank has, graphs are kept only where they save time."""
         self._run_model, self._attention, self._table, self._tokens = run_model, attention, table, tokens
         self._page_size = capacity.page_size
         self._context = min(capacity.context_length, table.max_pages * capacity.page_size)
-        self._most_pairs, self._agree = most_pairs, agree
+        self._slower, self._least = slower, least
         self.requests, self.largest = min(capacity.max_batch, largest), largest
         """The most requests and tokens of a captured step."""
         fill = attention.padding_length()
         self.inputs = PrefillInputs(largest, self.requests, table.max_requests, fill, tokens.device)
         self._page_table = torch.zeros(self.requests, table.max_pages, dtype=torch.int32, device=tokens.device)
         self._steps: dict[int, CapturedStep] = {}
+        self._most_pairs: dict[int, float] = {}
         self._sampled: dict[int, Tensor] = {}
+        self._logits: Tensor | None = None
+        """``[requests, vocab]``, of all sizes: each would else keep its own, of hundreds of megabytes together."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -76,8 +80,8 @@ class PrefillGraphs:
     def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
         """Capture a step of ``size`` tokens, all of which are padding; its batch is planned and marked here (B2).
 
-        A graph pays if the host takes longer to launch the step than the device to run it. Else the host is ahead
-        without a graph, and padding costs what nothing gains.
+        It is kept if the host takes longer to launch the step than the device to run it. Else the host is ahead without
+        a graph, and padding costs what nothing gains.
         """
         inputs, tokens, requests = self.inputs, self._tokens, min(self.requests, size)
         geometry = Geometry(
@@ -92,7 +96,6 @@ class PrefillGraphs:
             captured=True,
         )
         batch = ForwardBatch(geometry, inputs.ids[:size], inputs.positions[:size])
-        logits: list[Tensor] = []
         mirror, sampling = self._table.mirror(), inputs.sampling(requests)
         rows, lasts, targets = inputs.rows[:requests], inputs.lasts[:requests], inputs.targets[:requests]
         self._attention.plan_captured(batch, in_capture=True)
@@ -100,26 +103,39 @@ class PrefillGraphs:
         def run() -> None:
             torch.index_select(mirror, 0, rows, out=geometry.page_table)
             self._attention.refill(batch)
-            logits[:] = [self._run_model(batch, lasts)]
-            chosen = self._sampled[size] = sample(logits[0], sampling)
+            chosen = self._sampled[size] = sample(self._kept(self._run_model(batch, lasts), requests), sampling)
             # The token of a request that ends by an error is not read again, but the row of an embedding is.
             tokens.index_copy_(0, targets, chosen.clamp(min=0))
 
-        launching = 0.0 if self._agree is None else _seconds(run, tokens.device, waits=False)
+        launching = None if self._least is None else _seconds(run, tokens.device, waits=False)
         replay = capture(run)
-        if self._agree is not None and not self._agree(_seconds(replay, tokens.device, waits=True) <= launching):
-            del self._sampled[size]
-            return []
-        self._steps[size] = CapturedStep(size, batch, replay, logits)
+        saved = _SAVED_A_LAYER * (0 if self._slower is None else len(self._slower.layers))
+        if self._least is not None and launching is not None:
+            saved = self._least(launching - _seconds(replay, tokens.device, waits=True))
+            if saved < 0:
+                del self._sampled[size]
+                return []
+        assert self._logits is not None
+        self._steps[size] = CapturedStep(size, batch, replay, [self._logits[:requests]])
+        self._most_pairs[size] = math.inf if self._slower is None else saved * _PACE / _work(self._slower)
         return [self._steps[size]]
+
+    def _kept(self, logits: Tensor, requests: int) -> Tensor:
+        """The logits in the memory that all sizes have together; the first to come are of the largest."""
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        return self._logits[:requests].copy_(logits)
+
+    def drop(self, size: int) -> None:
+        """Do without a size."""
+        for kept in (self._steps, self._most_pairs, self._sampled):
+            kept.pop(size, None)
 
     def fitting(self, step: Step) -> CapturedStep | None:
         """The captured step for these requests: the smallest that holds their tokens."""
-        tokens, requests = step.num_tokens, len(step.entries)
+        tokens = step.num_tokens
         size = min((size for size in self._steps if size >= tokens), default=None)
-        if size is None or requests > self.requests:
-            return None
-        return self._steps[size] if self._most_pairs is None or _pairs(step) <= self._most_pairs else None
+        return None if size is None or _pairs(step) > self._most_pairs[size] else self._steps[size]
 
     def run(self, captured: CapturedStep, step: Step, sampler: Sampler) -> Tensor:
         """Replay a captured step; returns the tokens of its ``sampled_requests``, valid until the next replay."""
@@ -144,18 +160,16 @@ def _seconds(run: Callable[[], None], device: torch.device, *, waits: bool) -> f
     return shortest
 
 
-def most_pairs(model: ModelSpec) -> int:
-    """How many rows may attend to each other in an extend that a graph runs on a backend which is not the fastest, as
-    the absorbed one of MLA is not: its attention shall take no longer than the launches that the graph saves."""
-    work = [
+def _work(model: ModelSpec) -> int:
+    """Multiplications and additions for a pair of rows of which one attends to the other, in all layers."""
+    return sum(
         2 * layer.num_heads * (layer.mla.row_dim + layer.mla.kv_lora_rank if layer.mla else 2 * layer.head_dim)
         for layer in model.full_layers
-    ]
-    return _MOST_WORK // max(work)
+    )
 
 
 def _pairs(step: Step) -> int:
-    """An upper bound."""
+    """Of a new row and one that it may attend to; an upper bound."""
     return sum([len(ids) * (position + len(ids)) for _, position, ids, _ in step.entries])
 
 

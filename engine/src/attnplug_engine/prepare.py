@@ -151,6 +151,7 @@ def prepare(
         is_embedding=is_embedding,
         cuda_graph=options.demanded_graphs,
         wants_graphs=options.captures and not is_embedding,
+        wants_prefill_graphs=options.captures_prefills and not is_embedding,
         hisparse=options.enable_hisparse,
         mla_extend=options.extend_policy.forced,
     )

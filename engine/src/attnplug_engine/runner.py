@@ -47,7 +47,7 @@ from attnplug_engine.letters import Delivery
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pools import Capacity, build_coordinator, build_pools, build_table
-from attnplug_engine.prefill_graphs import PrefillGraphs, most_pairs
+from attnplug_engine.prefill_graphs import PrefillGraphs
 from attnplug_engine.request import PENDING, Step
 from attnplug_engine.sampler import Sampler
 from attnplug_engine.served import Served
@@ -177,8 +177,8 @@ class ModelRunner:
                 lambda batch, rows: self.model.logits(self._forward(batch).index_select(0, rows)),
                 *held,
                 largest=max(prefills),
-                most_pairs=None if self.attention.graph_level is GraphLevel.ALWAYS else most_pairs(self.spec),
-                agree=None if keep_all else self._all_ranks_say,
+                slower=None if self.attention.graph_level is GraphLevel.ALWAYS else self.spec,
+                least=None if keep_all else self._least_of_ranks,
             )
         check = CaptureCheck(
             self.spec, self.attention, self.pools, self.allocator, self.dtype, self.device, self.coordinator
@@ -192,8 +192,13 @@ class ModelRunner:
             graphs.reserve(self.allocator, *(() if ahead is None else (ahead.requests, ahead.largest)))
             self.enter(Phase.CAPTURE)
             for done, (making, size) in enumerate(todo, 1):
-                for captured in making.capture(size, capture):
-                    check.run(captured.batch, capture)
+                try:
+                    for captured in making.capture(size, capture):
+                        check.run(captured.batch, capture)
+                except torch.OutOfMemoryError:
+                    if ahead is None or making is not ahead or keep_all or self._parallel.size > 1:
+                        raise
+                    ahead.drop(size)  # nobody asked for it
                 if progress is not None:
                     progress(done, len(todo))
         except torch.OutOfMemoryError as error:
@@ -203,23 +208,23 @@ class ModelRunner:
         self.enter(Phase.SERVE)
         return graphs
 
-    def _all_ranks_say(self, mine: bool) -> bool:
-        each = self._parallel.all_gather(torch.tensor([int(mine)], device=self.device), 0)
-        return bool(each.all())
+    def _least_of_ranks(self, mine: float) -> float:
+        """Ranks run the same steps, so what they measure is one number for all."""
+        return float(self._parallel.all_gather(torch.tensor([mine], device=self.device), 0).min())
 
     def no_memory(self, size: int, done: Sequence[int], *, prefill: bool = False) -> PoolError:
         """Of a graph of so many requests, or tokens, after those that are ``done``."""
         free, total = torch.cuda.mem_get_info(self.device)
         caches = self.pools.nbytes - (0 if self.coordinator is None else self.coordinator.host_nbytes)
         larger = f" after those of {', '.join(map(str, reversed(done)))}" if done else ""
-        what, sizes = "requests", "cuda_graph_batch_sizes"
+        what, sizes, off = "requests", "cuda_graph_batch_sizes", "disable_cuda_graph"
         if prefill:
-            what, sizes = "tokens", "cuda_graph_prefill_sizes"
+            what, sizes, off = "tokens", "cuda_graph_prefill_sizes", "disable_prefill_cuda_graph"
         return PoolError(
             f"the CUDA graph of {size} {what} does not fit into memory{larger}: {free / 2**20:.0f} MiB of "
             f"{total / 2**20:.0f} are free beside the weights and {caches / 2**20:.0f} MiB of caches; lower "
-            f"`{sizes}`, `num_pages` or `max_batch`, or turn graphs off by `disable_cuda_graph`",
-            settings=[sizes, "num_pages", "max_batch", "disable_cuda_graph"],
+            f"`{sizes}`, `num_pages` or `max_batch`, or turn these graphs off by `{off}`",
+            settings=[sizes, "num_pages", "max_batch", off],
         )
 
     def enter(self, phase: Phase, instead: str = "") -> None:

@@ -110,27 +110,28 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
         mine = frozenset(role for role in roles if registered in selection.serving(role))
         built[name] = _build(selection, registered, context, mine)
     aside = _captured_extends(selection, built)
-    if aside is not None or any(selection.schedule(role) is not None for role in roles):
+    if aside or any(selection.schedule(role) is not None for role in roles):
         return _by_batch(selection, built, roles, aside)
     return SplitBackend(*built.values(), verify=selection.verify) if len(built) > 1 else next(iter(built.values()))
 
 
-def _captured_extends(selection: Selection, built: Mapping[str, AttentionBackend]) -> str | None:
-    """The backend that takes extends in CUDA graphs, if some of those that serve cannot and ``auto`` chose them.
+def _captured_extends(selection: Selection, built: Mapping[str, AttentionBackend]) -> list[str]:
+    """The backends that may take extends in CUDA graphs, if some of those that serve cannot and ``auto`` chose them.
 
-    Who was asked for by name prefills alone, as does a way of extending MLA.
+    Who was asked for by name prefills alone. So it is where a way of extending MLA was asked for.
     """
     problem, prefill = selection.problem, selection.choices.get(Role.PREFILL)
-    if prefill is None or not problem.wants_graphs or problem.device != "cuda" or problem.speculative_tokens:
-        return None
+    if prefill is None or prefill.requested != AUTO or problem.mla_extend is not None:
+        return []
+    if not problem.wants_prefill_graphs or problem.device != "cuda":
+        return []
     able = [name for name, backend in built.items() if backend.claims.cuda_graph is GraphLevel.ALWAYS]
-    if prefill.requested != AUTO or problem.mla_extend is not None or len(able) == len(built):
-        return None
-    return next(iter(able), None)
+    prefills = {candidate.backend.spec.name for candidate in prefill.candidates if not candidate.refusals}
+    return [] if len(able) == len(built) else [name for name in able if name in prefills]
 
 
 def _by_batch(
-    selection: Selection, built: Mapping[str, AttentionBackend], roles: list[Role], aside: str | None
+    selection: Selection, built: Mapping[str, AttentionBackend], roles: list[Role], aside: list[str]
 ) -> FastestBackend:
     """The backends that share a role by batch, without those that would take something from the chosen one."""
     serving: dict[Role, Schedule | str] = {}
@@ -149,8 +150,8 @@ def _by_batch(
         serving[role] = schedule.only(name for name in schedule.candidates if name not in weaker) or chosen
     used = {name for by in serving.values() for name in ((by,) if isinstance(by, str) else by.candidates)}
     children = {name: backend for name, backend in built.items() if name in used}
-    aside = aside if aside in used else None
-    return FastestBackend(children, serving, verify=selection.verify, left_out=left_out, captured_extends=aside)
+    extends = next((name for name in aside if name in used), None)
+    return FastestBackend(children, serving, verify=selection.verify, left_out=left_out, captured_extends=extends)
 
 
 def _lost(chosen: AttentionBackend, other: Claims, selection: Selection, role: Role) -> Iterator[str]:

@@ -141,6 +141,8 @@ class Problem:
     layout: CacheLayout | None = None
     wants_graphs: bool = False
     """Whether the host captures decode where it can. ``auto`` then prefers backends that can be captured."""
+    wants_prefill_graphs: bool = False
+    """Whether it captures extends, too. Where ``auto`` chose who prefills, those of graphs may be another one's."""
     graphs_by_length: bool = True
     """Whether the host captures a batch size again for each backend that is the fastest at some length of it. Otherwise
     one graph of a size serves all lengths."""
