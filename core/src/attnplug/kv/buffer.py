@@ -206,7 +206,7 @@ class PagedBuffer:
         return page.masked_fill_(slots < 0, self.layout.num_pages), slots.remainder(self.layout.page_size)
 
     def _check_device(self, slots: Tensor) -> None:
-        if slots.device != self._device:
+        if not (self._on_host and slots.is_cpu) and slots.device != self._device:  # devices take longer to compare
             raise PoolError(f"slots on {slots.device} cannot index a cache on {self._device}; move them there")
 
     def _check_slots(self, slots: Tensor, *, padding: bool = False) -> bool:
@@ -214,9 +214,10 @@ class PagedBuffer:
         self._check_device(slots)
         if not self._on_host:
             return padding  # to look would be to wait for the device, which minds the bounds itself
-        if not slots.numel():
+        count = slots.numel()
+        if not count:
             return False
-        bounds: list[int] = (slots.flatten() if slots.numel() <= _FEW_SLOTS else torch.stack(slots.aminmax())).tolist()
+        bounds: list[int] = (slots.flatten() if count <= _FEW_SLOTS else torch.stack(slots.aminmax())).tolist()
         low, high = min(bounds), max(bounds)
         if low < -padding or high >= self._slots:
             unless = ", and -1 for padding" if padding else ""

@@ -49,6 +49,8 @@ class PagesInPlace:
         size, requests = geometry.page_size, geometry.requests
         if geometry.max_new != 1 or size < _SMALLEST_PAGE or not requests or min(geometry.query_lens) != 1:
             return None
+        if sum(geometry.kv_lens) < _FEWEST_ROWS:
+            return None
         last_rows = np.array(geometry.kv_lens) - 1
         whole = last_rows // size  # a request's last page is a tail, whole or not: no tail is empty
         most = int(whole.max())

@@ -130,14 +130,14 @@ class RMSNorm(Part):
             self._long, self._least = self.weight * width**0.5, self.weight.new_tensor((width * eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 2 and kernels.usable(x):
-            from attnplug_engine.kernels.elementwise import rms_norm
-
-            return rms_norm(x, self.weight, self.eps)
         if self._long is not None and self._least is not None and x.dtype is torch.float32:
             # torch has no kernel for the norm on a CPU, and makes it of twice as many operations as these.
             lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return (x / torch.hypot(lengths, self._least)).mul_(self._long)
+        if x.dim() == 2 and kernels.usable(x):
+            from attnplug_engine.kernels.elementwise import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self.eps).to(x.dtype)
 
     __call__ = forward
