@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -43,8 +45,8 @@ def test_product_with_the_weight_first(rows, small, monkeypatch):
 @pytest.mark.skipif(not room._ONEDNN, reason="torch has no oneDNN here")
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 64, 65])
 def test_product_of_a_large_weight_by_onednn(rows, monkeypatch):
-    calls, multiply = [], room._by_onednn
-    monkeypatch.setattr(room, "_by_onednn", lambda *of: calls.append(1) or multiply(*of))
+    calls, multiply = [], room._ONEDNN
+    monkeypatch.setattr(room, "_ONEDNN", lambda *of: calls.append(1) or multiply(*of))
     monkeypatch.setattr(room, "_MKL", True)
     for limit in ("_TINY", "_SMALL", "_LARGE"):
         monkeypatch.setattr(room, limit, 0)
@@ -64,8 +66,8 @@ def packing(monkeypatch):
 @pytest.mark.parametrize("rows", [0, 1, 2, 8, 65])
 def test_product_of_a_packed_weight(rows, packing, monkeypatch):
     """A single row is multiplied by the weight as it is."""
-    calls, multiply = [], room._by_onednn
-    monkeypatch.setattr(room, "_by_onednn", lambda *of: calls.append(1) or multiply(*of))
+    calls, multiply = [], room._ONEDNN
+    monkeypatch.setattr(room, "_ONEDNN", lambda *of: calls.append(1) or multiply(*of))
     check(rows)
     assert bool(calls) is (rows >= 2)
 
@@ -90,8 +92,8 @@ def test_without_the_operator_onednn_is_not_used(error, monkeypatch):
     def gone(*_: object) -> torch.Tensor:
         raise error("_linear_pointwise")
 
-    monkeypatch.setattr(room, "_by_onednn", gone)
-    assert room._onednn_is_there() is False
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=gone))
+    assert room._onednn() is None
 
 
 def test_product_of_strided_rows_and_of_more_dimensions(monkeypatch):

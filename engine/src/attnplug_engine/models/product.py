@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,21 +20,17 @@ _MKL = torch.backends.mkl.is_available()
 _FEWEST_PACKED, _PACKED_FOR = 2, 8
 
 
-def _onednn_is_there() -> bool:
-    """Whether torch has the operator below, which is its compiler's own, in the form in which it is called."""
+def _onednn() -> Callable[..., Tensor] | None:
+    """torch's operator, which is its compiler's own; ``None`` where it has none in the form in which it is called."""
     if not torch.backends.mkldnn.is_available():
-        return False
+        return None
     try:
-        _by_onednn(torch.ones(1, 1), torch.ones(1, 1) if _MKL else _laid_out(torch.ones(1, 1)), None)
+        # Looked up once, and to the overload: to find it takes torch microseconds.
+        linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+        linear(torch.ones(1, 1), torch.ones(1, 1) if _MKL else _laid_out(torch.ones(1, 1)), None, "none", [], "")
     except (AttributeError, RuntimeError):
-        return False
-    return True
-
-
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # Named to the overload: torch would try one after the other, which takes microseconds each time.
-    result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return result
+        return None
+    return linear
 
 
 def _laid_out(weight: Tensor) -> Tensor:
@@ -40,13 +38,13 @@ def _laid_out(weight: Tensor) -> Tensor:
     return result
 
 
-_ONEDNN = _onednn_is_there()
+_ONEDNN = _onednn()
 
 
 def pack(weight: Tensor) -> Tensor | None:
     """A copy of a weight by which :func:`product` is faster on this machine; ``None`` where there is none."""
-    packs = _ONEDNN and not _MKL and weight.is_cpu and weight.dtype is torch.float32 and weight.numel() >= _TINY
-    return _laid_out(weight) if packs else None
+    packs = _ONEDNN is not None and not _MKL and weight.is_cpu and weight.dtype is torch.float32
+    return _laid_out(weight) if packs and weight.numel() >= _TINY else None
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
@@ -55,13 +53,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tenso
     ``packed`` is the weight as :func:`pack` gives it.
     """
     rows = x.shape[0]
-    if packed is not None and rows >= _FEWEST_PACKED and x.dim() == 2:
-        return _by_onednn(x, packed, bias)
+    if packed is not None and rows >= _FEWEST_PACKED and x.dim() == 2 and _ONEDNN is not None:
+        return _ONEDNN(x, packed, bias, "none", [], "")
     size = weight.numel()
     fewest = _FEWEST if size > _SMALL else _FEWEST_SMALL
     if size >= _TINY and rows >= fewest and x.dim() == 2 and x.is_cpu and x.dtype is torch.float32:
-        if size >= _LARGE and _MKL and _ONEDNN and rows <= _MOST_ONEDNN:
-            return _by_onednn(x, weight, bias)
+        if size >= _LARGE and _MKL and _ONEDNN is not None and rows <= _MOST_ONEDNN:
+            return _ONEDNN(x, weight, bias, "none", [], "")
         if _MKL and rows <= _MOST_WEIGHT_FIRST:
             turned = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
             return turned.t().contiguous()
