@@ -26,6 +26,7 @@ from measurements import (
     decode_steps,
     decode_times,
     engine_rates,
+    hosts,
     kernel_steps,
     prefill_rates,
     short_prefills,
@@ -82,6 +83,7 @@ TABLES = {
     "prefill rates": prefill_rates,
     "short prefills": short_prefills,
     "arrivals": arrivals,
+    "hosts": hosts,
 }
 
 
