@@ -140,6 +140,12 @@ def test_new_refuses_a_name_that_is_taken(name, words, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_options_of_another_backend_are_refused():
+    """They would change nothing, and nobody would know."""
+    with pytest.raises(UsageError, match=r"triton_mla.… is of another backend than torch_native, which is checked"):
+        attnplug("conform", "torch_native", "--backend-option", "triton_mla.batch_invariant=true")
+
+
 class TestCheck:
     """The quick run, for the backends that a choice leads to."""
 

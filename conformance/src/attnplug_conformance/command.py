@@ -45,7 +45,7 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _conform(parsed: argparse.Namespace) -> int:
     report = None if parsed.report is None else _report_path(parsed.report)
-    from attnplug.host import load_registry, output, warn_of_plugins
+    from attnplug.host import load_registry, output, split_settings, warn_of_plugins
     from attnplug_conformance.catalog import all_checks
     from attnplug_conformance.chosen import check_options
     from attnplug_conformance.processes import in_processes
@@ -82,6 +82,11 @@ def _conform(parsed: argparse.Namespace) -> int:
     if parsed.jobs < 1:
         raise UsageError(f"--jobs {parsed.jobs} is not a number of processes; give 1 or more")
     check_options(registry, parsed.backend_option)
+    for other in split_settings(parsed.backend_option).keys() - {parsed.name}:
+        raise UsageError(
+            f"--backend-option {other}.… is of another backend than {parsed.name}, which is checked; leave it out, or "
+            f"give {parsed.name}.KEY=VALUE"
+        )
     subject = Subject.installed(registry.backends[parsed.name], parsed.device, parsed.backend_option)
     verdict = run_checks(
         subject,
