@@ -2,75 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
 
-from attnplug import ForwardMode, LinearInputs, PlanError
-from linear_scene import PADDED, LinearScene, Step, random_members, same_bits
-from linear_settings import ON_A_GPU, SETTINGS
-from support.batches import with_plan
+from attnplug import ForwardMode, PlanError
+from linear_capture import Capture, in_every_graph_setting
+from linear_scene import PADDED, random_members, same_bits
+from linear_settings import ON_A_GPU
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
-in_every_graph_setting = pytest.mark.parametrize(
-    "setting", [setting for setting in SETTINGS if setting.id.startswith("fla")]
-)
-
-
-class Capture:
-    """A captured batch of fixed memory. Nobody is in it until something is replayed: all its requests are padded."""
-
-    def __init__(
-        self, scene: LinearScene, mode: ForwardMode, requests: int, per_request: int, *, lane: int = 0
-    ) -> None:
-        self.scene = scene
-        self.step = scene.step(mode, [PADDED] * requests, [per_request] * requests, lane=lane, captured=True)
-        self.plan = scene.backend.init_forward_metadata_out_graph(self.step.batch, in_capture=True)
-        with_plan(self.step.batch, self.plan)
-        self.graph = None
-        self.run()
-        if scene.device.type == "cuda":
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.run()
-
-    def run(self) -> None:
-        self.scene.backend.init_forward_metadata_in_graph(self.step.batch)
-        self.scene.forward(self.step)
-
-    def replay(self, members: list[int]) -> Step:
-        """A step of these requests through the captured memory."""
-        return self.launch(self.load(members))
-
-    def load(self, members: list[int]) -> Step:
-        """Plan a step of these requests, and copy it to the captured memory."""
-        own = self.step
-        step = self.scene.step(own.batch.forward_mode, members, own.new)
-        own.batch.geometry.state_slots.copy_(step.batch.geometry.state_slots)
-        for layer_id, inputs in step.inputs.items():
-            for target, source in zip(_tensors(own.inputs[layer_id]), _tensors(inputs), strict=True):
-                target.copy_(source)
-        for layer_id, x in step.conv_rows.items():
-            own.conv_rows[layer_id].copy_(x)
-        assert self.scene.backend.init_forward_metadata_out_graph(own.batch) is self.plan
-        return step
-
-    def launch(self, step: Step) -> Step:
-        own = self.step
-        if self.graph is None:
-            self.run()
-        else:
-            self.graph.replay()
-        out, conv_out = ({key: each.clone() for key, each in outs.items()} for outs in (own.out, own.conv_out))
-        return replace(step, batch=own.batch, out=out, conv_out=conv_out)
-
-
-def _tensors(inputs: LinearInputs) -> list[torch.Tensor]:
-    given = (inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta)
-    return [tensor for tensor in given if tensor is not None]
 
 
 @in_every_graph_setting
