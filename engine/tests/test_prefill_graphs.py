@@ -5,6 +5,7 @@ What a real graph does is in ``tests/test_engine_graphs.py``, on a GPU.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from refilled_native import Recorded, RefilledNative, build
+from thread_ranks import in_ranks
 
 from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role
 from attnplug.host import FastestBackend, TorchNativeBackend, UsageError, load_model
@@ -192,11 +194,26 @@ class TestCapture:
         assert tokens(one, prompts(), each) == tokens(engine(), prompts(), each)
         assert one.statistics.replayed_prefills
 
-    def test_ranks_go_by_the_one_that_saves_least(self):
-        runner = engine().runner
-        others = torch.tensor([0.5, -0.25])
-        runner._parallel = SimpleNamespace(all_gather=lambda one, dim: torch.cat([one, others]))
-        assert runner._least_of_ranks(0.75) == -0.25 and runner._least_of_ranks(-1.0) == -1.0
+    def test_ranks_go_by_the_one_that_saves_least(self, monkeypatch):
+        """Each times its own steps. All keep the same sizes, and replay the same steps."""
+        here = threading.local()
+
+        def seconds(run, device, *, waits):
+            here.timed += waits
+            return 1.5 if waits and here.rank and here.timed == 1 else 1.0 - 0.5 * waits  # the first is the largest
+
+        monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", seconds)
+
+        def serve(parallel):
+            here.rank, here.timed = parallel.rank, 0
+            one = engine(parallel=parallel)
+            one.runner.capture(SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
+            found = tokens(one, prompts(6), SamplingParams(max_tokens=3))
+            return one.runner.prefill_graphs.sizes, found, one.statistics.replayed_prefills
+
+        first, second = in_ranks(2, serve)
+        assert first == second and first[0] == PREFILLS[:2] and first[2] > 0
+        assert first[1] == tokens(engine(), prompts(6), SamplingParams(max_tokens=3))
 
     def test_the_host_s_newest_pages_are_those_of_the_replay(self, monkeypatch):
         """On a GPU the table is mirrored in other memory, which is told what has changed when it is asked for."""
