@@ -60,6 +60,25 @@ def test_where_a_host_captures_auto_decodes_with_what_can_be_captured() -> None:
     assert list(explanation(selection))[-1] == "CUDA graphs: DECODE"
 
 
+def test_explain_says_who_takes_short_prefills_in_graphs() -> None:
+    """D3: one that decodes and captures any batch, if ``auto`` chose who prefills and the host wants it."""
+    anything = backend("anything", replace(PLAIN, devices={"cuda"}, cuda_graph=GraphLevel.ALWAYS))
+    wants = Problem(LLAMA, "cuda", 90, wants_graphs=True, wants_prefill_graphs=True)
+    asked = BackendRequest(roles={Role.PREFILL: "eager"})
+    for installed, request, problem, told in (
+        (registry(EAGER, anything), BackendRequest(), wants, "DECODE, by eager (no more is declared)"),
+        (registry(EAGER, anything), asked, wants, ""),
+        (registry(EAGER, anything), BackendRequest(), replace(wants, wants_prefill_graphs=False), ""),
+        (registry(EAGER, CAPTURED), BackendRequest(), wants, ""),
+        (registry(anything), BackendRequest(), wants, ""),
+    ):
+        line = list(explanation(select(installed, request, problem)))[-1]
+        if told:
+            assert line == f"CUDA graphs: {told}; short prefills by anything"
+        else:
+            assert line.startswith("CUDA graphs: ") and "short prefills" not in line
+
+
 def test_where_nothing_can_be_captured_auto_takes_what_there_is_and_explain_says_so() -> None:
     """D3"""
     wants = Problem(LLAMA, "cuda", 90, wants_graphs=True)

@@ -109,25 +109,10 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
     for name, registered in {each.spec.name: each for role in roles for each in selection.serving(role)}.items():
         mine = frozenset(role for role in roles if registered in selection.serving(role))
         built[name] = _build(selection, registered, context, mine)
-    aside = _captured_extends(selection, built)
+    aside = selection.captured_extends({name: backend.claims.cuda_graph for name, backend in built.items()})
     if aside or any(selection.schedule(role) is not None for role in roles):
         return _by_batch(selection, built, roles, aside)
     return SplitBackend(*built.values(), verify=selection.verify) if len(built) > 1 else next(iter(built.values()))
-
-
-def _captured_extends(selection: Selection, built: Mapping[str, AttentionBackend]) -> list[str]:
-    """The backends that may take extends in CUDA graphs, if some of those that serve cannot and ``auto`` chose them.
-
-    Who was asked for by name prefills alone. So it is where a way of extending MLA was asked for.
-    """
-    problem, prefill = selection.problem, selection.choices.get(Role.PREFILL)
-    if prefill is None or prefill.requested != AUTO or problem.mla_extend is not None:
-        return []
-    if not problem.wants_prefill_graphs or problem.device != "cuda":
-        return []
-    able = [name for name, backend in built.items() if backend.claims.cuda_graph is GraphLevel.ALWAYS]
-    prefills = {candidate.backend.spec.name for candidate in prefill.candidates if not candidate.refusals}
-    return [] if len(able) == len(built) else [name for name in able if name in prefills]
 
 
 def _by_batch(

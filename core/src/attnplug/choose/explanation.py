@@ -57,7 +57,8 @@ def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
         yield from _judged(choice, selection.problem, render)
     if selection.problem.wants_graphs and not selection.unserved:
         yield ""
-        yield f"CUDA graphs: {captured(selection)}"
+        aside = selection.captured_extends(_extend_levels(selection))
+        yield f"CUDA graphs: {captured(selection)}" + (f"; short prefills by {aside[0]}" if aside else "")
 
 
 def captured(selection: Selection) -> str:
@@ -76,6 +77,12 @@ def captured(selection: Selection) -> str:
             reasons.setdefault(why, []).append(name)
     limiting = "; ".join(f"by {' and '.join(names)} ({why})" for why, names in reasons.items())
     return f"{lowest.name}, {limiting}"
+
+
+def _extend_levels(selection: Selection) -> dict[str, GraphLevel]:
+    """What backends that serve declare to capture when they prefill."""
+    serving = [backend.spec for role in selection.choices for backend in selection.serving(role)]
+    return {spec.name: _captured(selection, spec, Role.PREFILL)[0] for spec in serving}
 
 
 def _captured(selection: Selection, spec: BackendSpec, role: Role) -> tuple[GraphLevel, str]:

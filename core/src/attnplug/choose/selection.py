@@ -8,7 +8,7 @@ from typing import Any
 
 from attnplug.choose.loading import Registered
 from attnplug.declare.errors import UsageError
-from attnplug.declare.problem import Problem, Role
+from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.schedule import Schedule
 from attnplug.declare.settings import Render, Setting
@@ -124,3 +124,18 @@ class Selection:
     def schedule(self, role: Role) -> Schedule | None:
         """Which of the backends that share a role is the fastest for which batch; ``None`` if there is only one."""
         return self.choices[role].schedule
+
+    def captured_extends(self, levels: Mapping[str, GraphLevel]) -> list[str]:
+        """The backends that may take extends in CUDA graphs, if some of those that serve cannot and ``auto`` chose
+        them. ``levels`` says of all that serve what they can capture.
+
+        Who was asked for by name prefills alone. So it is where a way of extending MLA was asked for.
+        """
+        problem, prefill = self.problem, self.choices.get(Role.PREFILL)
+        if not problem.wants_prefill_graphs or problem.device != "cuda" or problem.mla_extend is not None:
+            return []
+        if prefill is None or prefill.requested != AUTO or Role.LINEAR in self.choices:
+            return []
+        able = [name for name, level in levels.items() if level is GraphLevel.ALWAYS]
+        prefills = {candidate.backend.spec.name for candidate in prefill.candidates if not candidate.refusals}
+        return [] if len(able) == len(levels) else [name for name in able if name in prefills]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attnplug.choose.explanation import explanation, passed_over
 from attnplug.choose.hosts import load_host
@@ -69,6 +69,7 @@ class ExplainOptions:
             page_size=self.page_size,
             cuda_graph=GraphLevel.NEVER if self.cuda_graph is None else graph_level(self.cuda_graph),
             wants_graphs=device == "cuda" and self.cuda_graph is None,
+            wants_prefill_graphs=not self.speculative_tokens and not self.enable_hisparse,
             speculative_tokens=self.speculative_tokens,
             speculative_topk=self.speculative_topk,
             hisparse=self.enable_hisparse,
@@ -147,7 +148,7 @@ def _explain_in_host(registry: Registry, name: str, request: BackendRequest, pro
         "versions": host.versions,
         "refusals": [refusal_as_json(refusal, host.render) for refusal in refusals],
     }
-    fitted = host.fit(problem)
+    fitted = host.fit(replace(problem, wants_prefill_graphs=False))
     ranking = default_ranking(registry, fitted, per_batch=host.per_batch(fitted))
     selection = explain(registry, request, fitted, ranking=ranking)
     unserved = _shown(selection, host.render, json=json, host=told)
