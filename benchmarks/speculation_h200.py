@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from decode_h200 import _machine, _rounded
+from decode_h200 import _rounded, machine_of
 from decode_models import MODELS, Config, smaller
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def main() -> None:
     arguments = _parser().parse_args()
     end = time.perf_counter() + arguments.budget
     config = smaller(MODELS["mla"]) if arguments.smoke else MODELS["mla"]
-    found: dict[str, Any] = {"machine": _machine(), "context": _CONTEXT, "points": []}
+    found: dict[str, Any] = {"machine": machine_of(), "context": _CONTEXT, "points": []}
 
     def record(**point: Any) -> None:
         found["points"].append(point)

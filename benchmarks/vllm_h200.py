@@ -37,7 +37,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from decode_h200 import _machine, _rounded
+from decode_h200 import _rounded, machine_of
 from decode_models import MODELS, Config, limit_us, smaller
 from decode_points import Clock, Point, Turns, points_of
 from decode_vllm import Ladder  # sets vLLM's environment, so it comes before vLLM
@@ -102,7 +102,7 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
 
     def found() -> dict[str, Any]:
         entries = [_entry(config, backend, point) for point in points if point.found]
-        return {"machine": _machine(), "starts": [entry], "points": entries}
+        return {"machine": machine_of(), "starts": [entry], "points": entries}
 
     fill = {"fill_mean": 0.0, "fill_std": 0.5}
     with tempfile.TemporaryDirectory() as folder:
