@@ -21,6 +21,7 @@ from pathlib import Path
 from measurements import (
     arrivals,
     cost_of_wrapping,
+    cpu_rates,
     decode_plot,
     decode_rates,
     decode_steps,
@@ -84,6 +85,7 @@ TABLES = {
     "short prefills": short_prefills,
     "arrivals": arrivals,
     "hosts": hosts,
+    "cpu rates": cpu_rates,
 }
 
 

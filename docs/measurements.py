@@ -191,6 +191,18 @@ def arrivals() -> str:
     return "\n".join(lines)
 
 
+def cpu_rates() -> str:
+    """Tokens/s on a CPU, ours and vLLM's."""
+    lines = ["| requests | prefill | vLLM | ratio | decode | vLLM | ratio |", "|---|---|---|---|---|---|---|"]
+    for point in _read("engine_cpu_vllm_arm")["vllm"]["batches"]:
+        cells = [
+            f"{point[what]:,.0f} | {point[f'{what}_vllm']:,.0f} | {point[f'{what}_ratio']:.2f}"
+            for what in ("prefill", "decode")
+        ]
+        lines.append(f"| {point['batch']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
