@@ -65,7 +65,9 @@ def build(folder: str, points: Sequence[Point], settings: Settings) -> Engine:
         "context_length": max(context, settings.prefill) + settings.room,
         "chunked_prefill_size": max(8192, batch),
         "ignore_eos": True,
-        "state_slots": 2 * batch + 2 if linear else None,
+        # Of a request, of the snapshot that it begins with, and of one at its prompt's end: with fewer, a snapshot that
+        # another still waits for would go.
+        "state_slots": 3 * batch + 2 if linear else None,
         # Options that an engine before CUDA graphs does not have.
         "cuda_graph_batch_sizes": None if settings.eager else tuple(sorted({point.batch for point in points})),
         "disable_cuda_graph": settings.eager,
