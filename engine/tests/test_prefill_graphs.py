@@ -22,7 +22,7 @@ from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role
 from attnplug.host import FastestBackend, TorchNativeBackend, UsageError, load_model
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.graph_sizes import default_prefill_sizes
-from attnplug_engine.prefill_graphs import _seconds
+from attnplug_engine.prefill_graphs import PrefillGraphs, _seconds
 from attnplug_engine.request import Request, Step, StepEntry
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
@@ -132,6 +132,22 @@ class TestTokens:
         assert [one.token_ids for one in mine] == [one.token_ids for one in theirs]
         assert [one.finish_reason for one in mine] == ["length", "error", "length"]
         assert graphs.statistics.replayed_prefills == 1 and not graphs.statistics.eager_prefills
+
+    def test_a_chunk_that_is_not_sampled_gets_no_token_wherever_it_is(self):
+        """The scheduler has it last; a runner takes any order. Nobody's newest token may change."""
+        newest = []
+        for one in (captured(engine()), engine()):
+            runner = one.runner
+            rows = [runner.table.admit([], 0) for _ in range(3)]
+            for row in rows:
+                runner.table.extend(row, 2)
+            runner.tokens.fill_(77)
+            each = [Request(number, (5 + number, 6, 7), SamplingParams(max_tokens=2)) for number in range(3)]
+            entries = tuple(StepEntry(one, 0, one.prompt[:2], one.id > 0) for one in each)
+            launched = runner.launch(Step(ForwardMode.EXTEND, entries, (), tuple(rows)))
+            newest.append((launched.tokens(), runner.tokens[rows].tolist()))
+            assert launched.replayed is (one.runner.prefill_graphs is not None)
+        assert newest[0] == newest[1] and newest[0][1] == [77, *newest[0][0]]
 
     @pytest.mark.parametrize("fill", [0, 6])
     def test_padding_writes_to_nobodys_rows(self, fill, native):
@@ -264,24 +280,21 @@ class TestCapture:
         """Nobody asked for those of a default."""
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
         monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", lambda *given, waits: float(not waits))
-        one, capture = engine(), Recorded()
+        one, capture = engine(), PrefillGraphs.capture
 
-        def full(run):
-            if (
-                one.runner.prefill_graphs is None
-                and run.__closure__
-                and 9 in [cell.cell_contents for cell in run.__closure__ if isinstance(cell.cell_contents, int)]
-            ):
+        def full(graphs, size, how):
+            if size == 9:
                 raise torch.OutOfMemoryError
-            return capture(run)
+            return capture(graphs, size, how)
 
+        monkeypatch.setattr(PrefillGraphs, "capture", full)
         if keep_all:
             told = "graph of 9 tokens does not fit into memory after those of 22: 3 MiB"
             with pytest.raises(PoolError, match=told) as caught:
-                one.runner.capture(SIZES, full, prefills=PREFILLS)
+                one.runner.capture(SIZES, Recorded(), prefills=PREFILLS)
             assert {"cuda_graph_prefill_sizes", "disable_prefill_cuda_graph"} <= set(caught.value.settings)
         else:
-            one.runner.capture(SIZES, full, prefills=PREFILLS, keep_all=False)
+            one.runner.capture(SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
             assert one.runner.prefill_graphs.sizes == (4, 22) and one.runner.graphs.sizes == SIZES
 
 
@@ -311,6 +324,25 @@ class WritesPadding(AnyBatch):
     def refill(self, plan, geometry):
         super().refill(plan, geometry)
         plan.new_slots.clamp_(min=0)
+
+
+class WritesBefore(AnyBatch):
+    """Also writes the row before the new ones of the request that has the fewest."""
+
+    def refill(self, plan, geometry):
+        super().refill(plan, geometry)
+        if geometry.new_lens is not None and (live := int((geometry.new_lens > 0).sum())):
+            one = int(geometry.new_lens[:live].argmin())
+            row = int(geometry.seq_lens[one] - geometry.new_lens[one]) - 1
+            if row >= 0:
+                page = int(geometry.page_table[one, row // geometry.page_size])
+                self.context.pools.mha.keys(0)[page, row % geometry.page_size] = 3.0
+
+
+def test_a_row_before_the_new_ones_is_not_the_captured_extends_to_write(native):
+    native(WritesBefore)
+    with pytest.raises(BackendError, match="extend of 22 tokens writes to rows or states that are not"):
+        captured(engine(), (22,))
 
 
 @pytest.mark.parametrize(
@@ -373,7 +405,11 @@ class TestOptions:
         ("kind", "sizes", "told"),
         [
             (RefilledNative, (16,), "asks for CUDA graphs of prefills, and torch_native cannot capture them; leave it"),
-            (AnyBatch, (16, 64), "holds 64, and no step has more than 24 tokens"),
+            (
+                AnyBatch,
+                (16, 64),
+                "holds 64, and no step has more than 24 tokens; leave it out, or raise context_length",
+            ),
         ],
     )
     def test_what_cannot_be_captured_as_demanded_is_refused(self, kind, sizes, told, native):
@@ -451,8 +487,10 @@ class TestAside:
 
         assert fits((18, 2)) and not fits((19, 2)) and fits((15, 2), (5, 1)) and not fits((15, 2), (6, 1))
 
-    def test_a_backend_that_can_capture_all_is_not_limited(self, native):
-        native()
+    @pytest.mark.parametrize("alone", [False, True])
+    def test_without_times_too_unless_the_captured_one_prefills_alone(self, alone, native):
+        if alone:
+            native()
         graphs = captured(engine()).runner.prefill_graphs
         step = Step(ForwardMode.EXTEND, (StepEntry(None, 2**40, (1,), True),), (), ())
-        assert graphs.fitting(step) is not None
+        assert (graphs.fitting(step) is not None) is alone

@@ -82,10 +82,10 @@ def _conform(parsed: argparse.Namespace) -> int:
     if parsed.jobs < 1:
         raise UsageError(f"--jobs {parsed.jobs} is not a number of processes; give 1 or more")
     check_options(registry, parsed.backend_option)
-    for other in split_settings(parsed.backend_option).keys() - {parsed.name}:
+    if others := [name for name in split_settings(parsed.backend_option) if name != parsed.name]:
         raise UsageError(
-            f"--backend-option {other}.… is of another backend than {parsed.name}, which is checked; leave it out, or "
-            f"give {parsed.name}.KEY=VALUE"
+            f"--backend-option {others[0]}.… is of another backend than {parsed.name}, which is checked; leave it out, "
+            f"or give {parsed.name}.KEY=VALUE"
         )
     subject = Subject.installed(registry.backends[parsed.name], parsed.device, parsed.backend_option)
     verdict = run_checks(

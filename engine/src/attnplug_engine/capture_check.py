@@ -198,8 +198,9 @@ class CaptureCheck:
         each = min(room // max(live, 1), width)
         pages = self._allocator.allocate(live * each)
         longest = min(each * page_size, captured.max_seq_len)
-        news = [self._number(1, min(new, longest)) if ragged else new for _ in range(live)]
-        lens = [self._number(least, longest) for least in news]
+        shares = torch.rand(2, live, generator=self._random, device=self._device).tolist()
+        news = [1 + int(share * min(new, longest)) if ragged else new for share in shares[0]]
+        lens = [count + int(share * (longest - count + 1)) for count, share in zip(news, shares[1], strict=True)]
         table = torch.tensor(pages, dtype=torch.int32, device=self._device).view(live, each)
         before = [tensor[:live].clone() for tensor in self._static(captured)]
         caches, table_rows = self._caches(layer), None
@@ -246,9 +247,6 @@ class CaptureCheck:
             for cache in caches:
                 _cells(cache)[table.flatten().long().to(cache.device)] = 0
             self._allocator.release(pages)
-
-    def _number(self, least: int, most: int) -> int:
-        return int(torch.randint(least, most + 1, (), generator=self._random, device=self._device))
 
     def _forget(self, live: int) -> None:
         """Empty hot buffers: pages have other rows from here on. Memory of the host is the host's again then."""

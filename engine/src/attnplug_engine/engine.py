@@ -191,7 +191,9 @@ class Engine:
         if runner.coordinator is not None:
             return (), "it brings rows to host memory"
         if captures_extends(runner.backend) and runner.pools.linear is None:
-            return default_prefill_sizes(most) if asked is None else PREFILL_SIZES.check(asked, most), ""
+            # What a chunk allows was looked at before there was a model; its context may hold less.
+            sizes = default_prefill_sizes(most) if asked is None else PREFILL_SIZES.check(asked, most, "context_length")
+            return sizes, ""
         who = " and ".join(forced_by) or runner.backend.backend_id.name
         if asked is not None:
             raise UsageError(

@@ -39,9 +39,10 @@ class SizeOption:
     bounded: str
     limit: str
 
-    def check(self, sizes: Collection[int], most: int) -> tuple[int, ...]:
-        """The sizes that were asked for, smallest first."""
-        name = self.name
+    def check(self, sizes: Collection[int], most: int, limit: str | None = None) -> tuple[int, ...]:
+        """The sizes that were asked for, smallest first; ``limit`` is the setting that allows no more than ``most``, if
+        it is another one."""
+        name, limit = self.name, limit or self.limit
         if isinstance(sizes, str) or not isinstance(sizes, Collection):
             raise UsageError(
                 f"`{name}` {show(sizes)} is not allowed; give a list of {self.several}, such as [1, 2, 4]",
@@ -59,8 +60,8 @@ class SizeOption:
                 )
             if size > most:
                 raise UsageError(
-                    f"`{name}` holds {size}, and no {self.bounded.format(most)}; leave it out, or raise `{self.limit}`",
-                    settings=[name, self.limit],
+                    f"`{name}` holds {size}, and no {self.bounded.format(most)}; leave it out, or raise `{limit}`",
+                    settings=[name, limit],
                 )
         if len(set(sizes)) < len(sizes):
             raise UsageError(

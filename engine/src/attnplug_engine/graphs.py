@@ -163,7 +163,7 @@ class DecodeGraphs:
 def _ends_of_a_step(inputs: StepInputs) -> tuple[Callable[..., None], Callable[..., None]]:
     """What comes before the model and after the sampler: by kernels where these take letters, else by torch."""
     if inputs.letters is None:
-        return _begin, _end
+        return _begin, keep_tokens
     from attnplug_engine.kernels.steps import begin, end
 
     return partial(begin, inputs.letters), partial(end, inputs.letters)
@@ -177,7 +177,8 @@ def _begin(
     torch.sub(seq_lens, 1, out=positions).clamp_(min=0)
 
 
-def _end(sampled: Tensor, tokens: Tensor, rows: Tensor, chosen: Tensor) -> None:
+def keep_tokens(sampled: Tensor, tokens: Tensor, rows: Tensor, chosen: Tensor) -> None:
+    """Put the tokens that were chosen where the host takes them from, and in ``tokens`` for the next step."""
     sampled[: len(chosen)] = chosen
     # The token of a request that ends by an error is not read again, but the row of an embedding is.
     tokens.index_copy_(0, rows, chosen.clamp(min=0))

@@ -18,7 +18,7 @@ from torch import Tensor
 from attnplug import ForwardBatch, ForwardMode, Geometry, ModelSpec
 from attnplug.host import ModelAttention, SlotTable
 from attnplug_engine.capture import Capture
-from attnplug_engine.graphs import CapturedStep
+from attnplug_engine.graphs import CapturedStep, keep_tokens
 from attnplug_engine.inputs import put_newest
 from attnplug_engine.pools import Capacity
 from attnplug_engine.request import Step
@@ -31,7 +31,7 @@ _TIMED = 4
 _PACE = 9e13
 """Multiplications and additions a second of extends by ``triton_mla`` on an H200."""
 _SAVED_A_LAYER = 4e-4
-"""Seconds that a graph saves, where that was not timed: to launch a layer takes the host 0.5 to 0.9 ms."""
+"""Seconds that a graph is taken to save at most: to launch a layer takes the host 0.5 to 0.9 ms."""
 
 
 class PrefillGraphs:
@@ -68,7 +68,8 @@ class PrefillGraphs:
         self._page_table = torch.zeros(self.requests, table.max_pages, dtype=torch.int32, device=tokens.device)
         self._steps: dict[int, CapturedStep] = {}
         self._most_pairs: dict[int, float] = {}
-        self._sampled: dict[int, Tensor] = {}
+        """By size, how much a step may attend to where the captured backend is the slower one."""
+        self._sampled = torch.zeros(self.requests, dtype=torch.int64, device=tokens.device)
         self._logits: Tensor | None = None
         """``[requests, vocab]``, of all sizes: each would else keep its own, of hundreds of megabytes together."""
 
@@ -103,21 +104,21 @@ class PrefillGraphs:
         def run() -> None:
             torch.index_select(mirror, 0, rows, out=geometry.page_table)
             self._attention.refill(batch)
-            chosen = self._sampled[size] = sample(self._kept(self._run_model(batch, lasts), requests), sampling)
-            # The token of a request that ends by an error is not read again, but the row of an embedding is.
-            tokens.index_copy_(0, targets, chosen.clamp(min=0))
+            logits = self._kept(self._run_model(batch, lasts), requests)
+            keep_tokens(self._sampled, tokens, targets, sample(logits, sampling))
 
-        launching = None if self._least is None else _seconds(run, tokens.device, waits=False)
+        launching = 0.0 if self._least is None else _seconds(run, tokens.device, waits=False)
         replay = capture(run)
-        saved = _SAVED_A_LAYER * (0 if self._slower is None else len(self._slower.layers))
-        if self._least is not None and launching is not None:
+        saved = math.inf
+        if self._least is not None:
             saved = self._least(launching - _seconds(replay, tokens.device, waits=True))
-            if saved < 0:
-                del self._sampled[size]
-                return []
+        if saved < 0:
+            return []
         assert self._logits is not None
         self._steps[size] = CapturedStep(size, batch, replay, [self._logits[:requests]])
-        self._most_pairs[size] = math.inf if self._slower is None else saved * _PACE / _work(self._slower)
+        if self._slower is not None:
+            seconds = min(saved, _SAVED_A_LAYER * len(self._slower.layers))
+            self._most_pairs[size] = seconds * _PACE / _work(self._slower)
         return [self._steps[size]]
 
     def _kept(self, logits: Tensor, requests: int) -> Tensor:
@@ -128,14 +129,16 @@ class PrefillGraphs:
 
     def drop(self, size: int) -> None:
         """Do without a size."""
-        for kept in (self._steps, self._most_pairs, self._sampled):
-            kept.pop(size, None)
+        self._steps.pop(size, None)
+        self._most_pairs.pop(size, None)
 
     def fitting(self, step: Step) -> CapturedStep | None:
         """The captured step for these requests: the smallest that holds their tokens."""
         tokens = step.num_tokens
         size = min((size for size in self._steps if size >= tokens), default=None)
-        return None if size is None or _pairs(step) > self._most_pairs[size] else self._steps[size]
+        if size is None or (size in self._most_pairs and _pairs(step) > self._most_pairs[size]):
+            return None
+        return self._steps[size]
 
     def run(self, captured: CapturedStep, step: Step, sampler: Sampler) -> Tensor:
         """Replay a captured step; returns the tokens of its ``sampled_requests``, valid until the next replay."""
@@ -144,7 +147,7 @@ class PrefillGraphs:
         put_newest(self.inputs.ids, step, self._tokens)
         self._attention.plan_captured(captured.batch)
         captured.replay()
-        return self._sampled[captured.size][: len(step.sampled_requests)]
+        return self._sampled[: len(step.sampled_requests)]
 
 
 def _seconds(run: Callable[[], None], device: torch.device, *, waits: bool) -> float:

@@ -196,9 +196,9 @@ class ModelRunner:
                     for captured in making.capture(size, capture):
                         check.run(captured.batch, capture)
                 except torch.OutOfMemoryError:
-                    if ahead is None or making is not ahead or keep_all or self._parallel.size > 1:
+                    if isinstance(making, DecodeGraphs) or keep_all or self._parallel.size > 1:
                         raise
-                    ahead.drop(size)  # nobody asked for it
+                    making.drop(size)  # nobody asked for it
                 if progress is not None:
                     progress(done, len(todo))
         except torch.OutOfMemoryError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,18 @@ in_every_graph_setting = pytest.mark.parametrize(
 )
 
 
+def graph_of(device: torch.device, run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    """Run once, and capture it on a GPU. Without one a replay is the same calls again."""
+    run()
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
 class Capture:
     """A captured batch of fixed memory. Nobody is in it until something is replayed: all its requests are padded."""
 
@@ -27,13 +40,7 @@ class Capture:
         self.step = scene.step(mode, [PADDED] * requests, [per_request] * requests, lane=lane, captured=True)
         self.plan = scene.backend.init_forward_metadata_out_graph(self.step.batch, in_capture=True)
         with_plan(self.step.batch, self.plan)
-        self.graph = None
-        self.run()
-        if scene.device.type == "cuda":
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.run()
+        self.graph = graph_of(scene.device, self.run)
 
     def run(self) -> None:
         self.scene.backend.init_forward_metadata_in_graph(self.step.batch)

@@ -15,6 +15,7 @@ from attnplug import AttentionKind, DeltaInputs, DType, ForwardMode, LayerSpec, 
 from attnplug.host import LinearDims
 from attnplug_hybrid_linear import triton_delta
 from delta_scene import EPS, DeltaScene, DeltaStep
+from linear_capture import graph_of
 from linear_scene import PADDED, random_members, same_bits
 from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS
 from support.batches import with_plan
@@ -119,13 +120,7 @@ class Captured:
         self.scene, self.step = scene, scene.step([PADDED] * size, captured=True)
         self.plan = scene.backend.init_forward_metadata_out_graph(self.step.batch, in_capture=True)
         with_plan(self.step.batch, self.plan)
-        self.graph = None
-        self.run()
-        if scene.device.type == "cuda":
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.run()
+        self.graph = graph_of(scene.device, self.run)
 
     def run(self) -> None:
         self.scene.backend.init_forward_metadata_in_graph(self.step.batch)

@@ -109,7 +109,7 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
     for name, registered in {each.spec.name: each for role in roles for each in selection.serving(role)}.items():
         mine = frozenset(role for role in roles if registered in selection.serving(role))
         built[name] = _build(selection, registered, context, mine)
-    aside = selection.captured_extends({name: backend.claims.cuda_graph for name, backend in built.items()})
+    aside = selection.extending_in_graphs({name: backend.claims.cuda_graph for name, backend in built.items()})
     if aside or any(selection.schedule(role) is not None for role in roles):
         return _by_batch(selection, built, roles, aside)
     return SplitBackend(*built.values(), verify=selection.verify) if len(built) > 1 else next(iter(built.values()))

@@ -57,7 +57,7 @@ def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
         yield from _judged(choice, selection.problem, render)
     if selection.problem.wants_graphs and not selection.unserved:
         yield ""
-        aside = selection.captured_extends(_extend_levels(selection))
+        aside = selection.extending_in_graphs(_extend_levels(selection))
         yield f"CUDA graphs: {captured(selection)}" + (f"; short prefills by {aside[0]}" if aside else "")
 
 

@@ -125,7 +125,7 @@ class Selection:
         """Which of the backends that share a role is the fastest for which batch; ``None`` if there is only one."""
         return self.choices[role].schedule
 
-    def captured_extends(self, levels: Mapping[str, GraphLevel]) -> list[str]:
+    def extending_in_graphs(self, levels: Mapping[str, GraphLevel]) -> list[str]:
         """The backends that may take extends in CUDA graphs, if some of those that serve cannot and ``auto`` chose
         them. ``levels`` says of all that serve what they can capture.
 

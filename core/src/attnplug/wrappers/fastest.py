@@ -31,8 +31,8 @@ class FastestBackend(ForwardingBackend):
     children read and write one cache, so a request may go from one to another at every step. A plan holds one child's
     plan, and says by this who runs it. Without one, or with another backend's, the child that would plan the batch
     refuses to run it. ``left_out`` are backends of a schedule that were not taken, by name, with the reason.
-    ``captured_extends`` is the child that takes every extend of a CUDA graph, if there is one. The host then need not
-    wait for the slowest part of a short extend, its launches, whoever is the fastest without a graph.
+    ``captured_extends`` is the child that takes every extend of a CUDA graph, if there is one: of a short extend the
+    launches, which a graph saves, take longer than any kernel.
     """
 
     def __init__(
