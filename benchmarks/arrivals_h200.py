@@ -1,11 +1,11 @@
 """What captured prefills change for a server: requests that come and go, with and without them, in one run.
 
-python benchmarks/arrivals_h200.py --out benchmarks/results/arrivals_h200.json
+python benchmarks/arrivals_h200.py --attention-backend triton_mha --models llama --out arrivals.json
 python benchmarks/arrivals_h200.py --smoke        the same code on a CPU, with a tiny model, where nothing is captured
 
 As many requests run as ``max_batch`` allows; when one ends the next begins, so that most steps are decode steps and
 some have a prefill in them. Two engines take turns, the order reversed each time. Told are tokens/s, and the time from
-the step in which a request could begin to its first token.
+the step in which a request could begin to its first token. What was measured is in prefill_graphs_h200.json.
 """
 
 from __future__ import annotations
