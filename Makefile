@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core conformance engine plugins/flashattention plugins/flashinfer plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/sglang bridges/transformers bridges/vllm
+PACKAGES := core conformance engine testing plugins/flashattention plugins/flashinfer plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/sglang bridges/transformers bridges/vllm
 PLUGINS := $(filter plugins/% bridges/%,$(PACKAGES))
 # pip would compile all of torch and transformers, one file after another: Python compiles what is imported. That has to
 # be kept, also where the caller's shell says otherwise: tests start many processes.

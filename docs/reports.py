@@ -29,7 +29,7 @@ def on_a_cpu() -> list[Subject]:
     """What the packages' own tests prove."""
     tests = [ROOT / "core" / "tests", *sorted(ROOT.glob("plugins/*/tests"))]
     sys.path[:0] = map(str, tests)
-    importlib.import_module("support.triton_mode").settle_triton()
+    importlib.import_module("attnplug_testing.triton_mode").settle_triton()
     found = []
     for folder in tests:
         spec = importlib.util.spec_from_file_location(f"of_{folder.parent.name}", folder / "test_conformance.py")

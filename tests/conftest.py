@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support.command import attnplug, explained, plain_environment
+from attnplug_testing.command import attnplug, explained, plain_environment
 
 __all__ = ["attnplug", "explained", "plain_environment"]
 

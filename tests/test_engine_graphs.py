@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, need_libraries, watched_logits
-from sharing import share
 
 from attnplug import GraphLevel, Role
 from attnplug.host import build_selection, parse_options
 from attnplug_engine import Engine, SamplingParams
-from support.devices import DEVICES, nothing_waits
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, need_libraries, watched_logits
+from attnplug_testing.sharing import share
 
 pytestmark = [*DEVICES[1].marks]
 

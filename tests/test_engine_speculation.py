@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from draft_checkpoints import random_tensors, save, shapes_of_assistant
-from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, need_libraries
 from safetensors.torch import load_file, save_file
 
 from attnplug import Role
 from attnplug_engine import Engine, SamplingParams
-from support.devices import DEVICES, nothing_waits
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.draft_checkpoints import random_tensors, save, shapes_of_assistant
+from attnplug_testing.rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, need_libraries
 
 pytestmark = [*DEVICES[1].marks]
 

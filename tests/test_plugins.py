@@ -13,8 +13,8 @@ import pytest
 
 from attnplug import BackendSpec, Problem, Role
 from attnplug.host import load_registry
-from support.command import Explained
-from support.configs import KIMI_LINEAR, read
+from attnplug_testing.command import Explained
+from attnplug_testing.configs import KIMI_LINEAR, read
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))

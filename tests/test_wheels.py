@@ -270,7 +270,7 @@ class TestInstallAndUninstall:
             "torch_native from usurper": "broken",
         }
         (broken,) = (row for row in rows if row["status"] == "broken")
-        assert "attnplug 0.1.0" in broken["error"] and "usurper 6.6.7" in broken["error"]
+        assert "attnplug 0.9.0" in broken["error"] and "usurper 6.6.7" in broken["error"]
 
 
 class TestGoodBackend:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from attnplug.cli.plugins import OURS
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     path.parent.relative_to(ROOT).as_posix(): tomllib.loads(path.read_text())["project"]
-    for pattern in ("core", "engine", "conformance", "plugins/*", "bridges/*")
+    for pattern in ("*", "plugins/*", "bridges/*")
     for path in ROOT.glob(f"{pattern}/pyproject.toml")
 }
 PINNED = {
@@ -41,8 +40,10 @@ def test_published_requirements_are_ranges_and_ci_pins_each():
     for name, project in PACKAGES.items():
         for text in project["dependencies"]:
             requirement = Requirement(text)
-            assert not any(part.operator in ("==", "===", "~=") for part in requirement.specifier), f"{name}: {text}"
             if not requirement.name.startswith("attnplug"):
+                assert not any(part.operator in ("==", "===", "~=") for part in requirement.specifier), (
+                    f"{name}: {text}"
+                )
                 assert requirement.name.lower() in PINNED, f"{name}: {text} is not in constraints.txt"
 
 
@@ -83,11 +84,19 @@ def test_relative_links_of_the_documentation_lead_to_files():
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def test_attnplug_plugins_offers_every_package_by_its_description():
-    """The command's catalogue is for people to read; it is right because it is compared."""
-    described = {
-        project["name"]: re.sub(r"^attnplug backends?: ", "", project["description"])
-        for project in PACKAGES.values()
-        if project["name"] != "attnplug"
-    }
-    assert described == OURS
+def test_packages_depend_on_the_contract_version_that_their_specs_declare():
+    """D4: pip and the contract gate agree. Packages released together with core pin its exact version."""
+    for name, project in PACKAGES.items():
+        for text in project["dependencies"]:
+            requirement = Requirement(text)
+            if requirement.name.startswith("attnplug"):
+                exact = name in ("engine", "conformance", "testing")
+                assert str(requirement.specifier) == ("==0.9.0" if exact else "<0.10,>=0.9"), f"{name}: {text}"
+
+
+def test_specs_declare_the_contract_as_a_literal():
+    """D4: a spec that declares whatever is installed can never be refused by the gate."""
+    for path in (*ROOT.glob("plugins/*/src/*/plugin.py"), ROOT / "core/src/attnplug/torch_native/plugin.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        declared = [word.value for call in calls for word in call.keywords if word.arg == "contract"]
+        assert declared and all(isinstance(value, ast.Constant) for value in declared), path

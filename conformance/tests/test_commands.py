@@ -96,9 +96,9 @@ def test_a_new_package_conforms(kind, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert attnplug("new", name, "--kind", kind) == 0
     source = Path(name, "src")
-    info = source / f"{name}-0.1.0.dist-info"
+    info = source / f"{name}-0.9.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.9.0\n")
     (info / "entry_points.txt").write_text(f"[attnplug.plugins]\n{name} = {name}.plugin\n")
     monkeypatch.syspath_prepend(str(source.resolve()))
     verdict = run_checks(Subject(load_registry().backends[name], torch.device("cpu")), all_checks())

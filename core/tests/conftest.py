@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
 
+sys.path.insert(0, str(Path(__file__).parent))  # for core/tests/support
+
 from attnplug.choose.loading import find_plugins
+from attnplug_testing.command import attnplug, package, plain_environment
+from attnplug_testing.triton_mode import settle_triton
 from support.board import board
-from support.command import attnplug, package, plain_environment
 from support.plugins import install, install_source, only_fault
-from support.triton_mode import settle_triton
 
 __all__ = ["attnplug", "board", "install", "install_source", "only_fault", "package", "plain_environment"]
 

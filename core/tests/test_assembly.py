@@ -52,8 +52,8 @@ from attnplug.host import (
     choose_importable,
     select,
 )
+from attnplug_testing.specs import MHA, MLA, claiming, model
 from support.recorder import Recorder
-from support.specs import MHA, MLA, claiming, model
 
 PROBLEM = Problem(model(MHA), "cpu")
 

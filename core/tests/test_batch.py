@@ -13,7 +13,7 @@ from attnplug import BackendId, ForwardBatch, ForwardMode, Plan, PlanError
 from attnplug.contract import batch as batch_module
 from attnplug.contract.batch import apply_skip_attn_backend_init
 from attnplug.host import plan_forward
-from support.batches import geometry, padded, with_plan
+from attnplug_testing.batches import geometry, padded, with_plan
 from support.full_batch import extend_batch
 
 

@@ -10,7 +10,7 @@ import torch
 from attnplug import ForwardBatch, ForwardMode, Geometry, PlanError
 from attnplug.contract.splitting import split_by
 from attnplug.host import HostLengths
-from support.batches import geometry, padded
+from attnplug_testing.batches import geometry, padded
 from support.full_batch import FIELDS, GEOMETRY, extend_batch
 
 

@@ -42,8 +42,8 @@ from attnplug.host import (
     build_selection,
     select,
 )
+from attnplug_testing.specs import EVERYTHING, GDN, MLA, spec
 from support.recorder import MEMBERS, Recorder
-from support.specs import EVERYTHING, GDN, MLA, spec
 
 EVERY_PATH = replace(EVERYTHING, mla_extend=frozenset(ExtendPath))
 SOURCE = Source("made_up", "made_up", "acme-attention", "1.2.3")

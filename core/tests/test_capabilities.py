@@ -29,8 +29,8 @@ from attnplug import (
 from attnplug.choose.loading import Broken
 from attnplug.declare.claims import weakest
 from attnplug.host import PluginError
+from attnplug_testing.specs import EVERYTHING, claiming, page_sizes
 from support.plugins import Install, module, place, spec
-from support.specs import EVERYTHING, claiming, page_sizes
 
 # ---- what a spec must be ----
 

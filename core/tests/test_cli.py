@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.command import Attnplug, in_own_process
+from attnplug_testing.command import Attnplug, in_own_process
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -35,7 +35,7 @@ def test_the_version_is_that_of_the_distribution_and_the_contract(attnplug: Attn
     """D4"""
     outcome = attnplug("--version")
     assert outcome.code == 0
-    assert outcome.out == "attnplug 0.1.0, contract 0.9\n"
+    assert outcome.out == "attnplug 0.9.0, contract 0.9\n"
 
 
 @pytest.mark.parametrize(

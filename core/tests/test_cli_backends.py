@@ -10,7 +10,7 @@ import pytest
 
 from attnplug import Capabilities
 from attnplug.host import describe
-from support.command import PLUGIN, Attnplug, Package, in_own_process
+from attnplug_testing.command import PLUGIN, Attnplug, Package, in_own_process
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -20,7 +20,7 @@ def test_backends_shows_name_distribution_contract_and_status(attnplug: Attnplug
     outcome = attnplug("backends")
     assert outcome.code == 0
     assert outcome.err == ""
-    for text in ("torch_native", "attnplug 0.1.0", "0.9", "mha/mla", "usable here"):
+    for text in ("torch_native", "attnplug 0.9.0", "0.9", "mha/mla", "usable here"):
         assert text in outcome.out
 
 

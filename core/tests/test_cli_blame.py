@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.command import PLUGIN, Attnplug, Package
+from attnplug_testing.command import PLUGIN, Attnplug, Package
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 

@@ -13,7 +13,7 @@ import pytest
 
 from attnplug.cli.app import _parser
 from attnplug.cli.completion import SHELLS, read_commands
-from support.command import Attnplug, Package
+from attnplug_testing.command import Attnplug, Package
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")

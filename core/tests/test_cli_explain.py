@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnplug.host import TINY_CONFIGS
-from support.command import PLUGIN, Attnplug, Package, in_own_process
+from attnplug_testing.command import PLUGIN, Attnplug, Package, in_own_process
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -93,7 +93,7 @@ def test_a_backend_asked_for_and_refused_is_exit_code_1_with_every_reason(attnpl
     assert outcome.code == 1
     for text in ("fast was asked for and cannot serve", "--device", "--dtype", "--kv-dtype", "fast-dist 1.2.3"):
         assert text in outcome.out
-    assert "torch_native (attnplug 0.1.0): usable" in outcome.out
+    assert "torch_native (attnplug 0.9.0): usable" in outcome.out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from attnplug import Problem
 from attnplug.choose.ranking import BY_PREFERENCE
 from attnplug.host import HostSpec, UsageError, load_host
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 

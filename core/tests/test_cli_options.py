@@ -10,7 +10,7 @@ import pytest
 from attnplug import DType, ExtendPath, GraphLevel, Problem, Role
 from attnplug.cli.explain import ExplainOptions
 from attnplug.host import UsageError, load_model, option
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 ROLES = {Role.PREFILL: "two", Role.DECODE: "three", Role.LINEAR: "four"}
 GIVEN = (

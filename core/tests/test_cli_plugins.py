@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attnplug.cli.plugins import OURS
-from support.command import Attnplug, Package
+from attnplug_testing.command import Attnplug, Package
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -22,7 +22,7 @@ def no_commands_or_hosts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_core_alone_offers_all_of_our_packages(attnplug: Attnplug) -> None:
     outcome = attnplug("plugins")
     assert (outcome.code, outcome.err) == (0, "")
-    assert "attnplug 0.1.0" in outcome.out and "torch_native" in outcome.out
+    assert "attnplug 0.9.0" in outcome.out and "torch_native" in outcome.out
     for name, summary in OURS.items():
         assert f"pip install {name}" in outcome.out
         assert summary.split(",")[0][:30] in outcome.out

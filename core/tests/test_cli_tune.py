@@ -13,7 +13,7 @@ import pytest
 
 from attnplug.host import load_registry
 from attnplug.tune.measure import run_job
-from support.command import PLUGIN, Attnplug, Package
+from attnplug_testing.command import PLUGIN, Attnplug, Package
 from support.tuning import FACTORY, FakeClock
 
 pytestmark = pytest.mark.usefixtures("plain_environment")

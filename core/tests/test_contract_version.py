@@ -6,7 +6,7 @@ import pytest
 
 import attnplug as author
 from attnplug import host
-from support.command import Attnplug, Package
+from attnplug_testing.command import Attnplug, Package
 
 GUIDE_PLUGIN = """
 from attnplug import AttentionKind, BackendSpec, Capabilities, DType, hookimpl

@@ -51,9 +51,9 @@ from attnplug.host import (
     planner_claims,
     turns,
 )
-from support.batches import capabilities, with_plan
+from attnplug_testing.batches import capabilities, with_plan
+from attnplug_testing.specs import GDN as LINEAR
 from support.recorder import Hookless, Recorder
-from support.specs import GDN as LINEAR
 
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 FULL = LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnplug import ForwardMode, Geometry, PlanError, to_device
 from attnplug.contract.geometry import _device_slots, _host_slots
 from attnplug.host import HostLengths
-from support.devices import DEVICES
+from attnplug_testing.devices import DEVICES
 
 
 def expected(table: torch.Tensor, lens: Sequence[int], page_size: int) -> list[list[int]]:

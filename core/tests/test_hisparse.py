@@ -44,8 +44,8 @@ from attnplug.host import (
     UsageError,
 )
 from attnplug.torch_native.plugin import attnplug_backends
-from support.devices import DEVICES, INTERPRETED
-from support.sparse_scene import HotStage, SparseStage, sparse
+from attnplug_testing.devices import DEVICES, INTERPRETED
+from attnplug_testing.sparse_scene import HotStage, SparseStage, sparse
 
 BY_KERNEL = [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]]
 DIM, PAGE, CONTEXT, REQUESTS, LAYERS = 10, 4, 64, 3, 2

@@ -35,8 +35,8 @@ from attnplug.host import (
     SplitBackend,
     active_attention,
 )
-from support.batches import with_plan
-from support.kernel_scene import KernelScene, mla
+from attnplug_testing.batches import with_plan
+from attnplug_testing.kernel_scene import KernelScene, mla
 
 FULL = LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
 LINEAR = LayerSpec(0, AttentionKind.GDN, 2, 2, 4, 4, 0.5, linear=LinearDims(2, 2, 4, 4, 24, 4))

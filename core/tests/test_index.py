@@ -31,12 +31,12 @@ from attnplug import (
 from attnplug.host import MLADims
 from attnplug.index import sparse_index
 from attnplug.index.cuts import Room, choose_cut
-from support.devices import DEVICES, INTERPRETED, nothing_waits
+from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
+from attnplug_testing.kernel_scene import KernelCase
+from attnplug_testing.sparse_scene import SparseStage, check_replays, sparse
+from attnplug_testing.trees import random_trees
+from attnplug_testing.triton_mode import compiled_by
 from support.indexed import MULTIPROCESSORS, IndexedBackend
-from support.kernel_scene import KernelCase
-from support.sparse_scene import SparseStage, check_replays, sparse
-from support.trees import random_trees
-from support.triton_mode import compiled_by
 
 DECODE, VERIFY, EXTEND, MIXED = (
     ForwardMode.DECODE,

@@ -14,7 +14,7 @@ from attnplug import DType, LayerSpec, MHAPool, MLAPool, PoolError
 from attnplug.host import KVPools, MLADims, PageCopy, PageLayout, torch_dtype
 from attnplug.kv import buffer
 from attnplug.kv.foreign import page_views
-from support.devices import DEVICES, INTERPRETED
+from attnplug_testing.devices import DEVICES, INTERPRETED
 from support.pools import mha_layer, mla_layer
 
 PAGES, PAGE, HEADS, DIM, ROW = 5, 4, 2, 8, 20

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnplug.host import OutOfPages, PageAllocator, SlotTable
-from support.devices import DEVICES
+from attnplug_testing.devices import DEVICES
 
 
 @pytest.mark.parametrize("device", DEVICES)

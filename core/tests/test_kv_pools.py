@@ -11,7 +11,7 @@ import torch
 from attnplug import DType, MHAPool, MLAPool, PoolError
 from attnplug.host import CacheKey, KVPools, LinearStatePool, PageCopy
 from attnplug.kv import LayoutName
-from support.devices import DEVICES, nothing_waits
+from attnplug_testing.devices import DEVICES, nothing_waits
 from support.pools import ELEMENTS, LAYOUTS, linear_layer, mha_layer, mha_pool, mla_layer, mla_pool
 
 # Copies of pages

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnplug import INDEX_KEYS, AttentionKind, DType, IndexerDims, IndexKeyPool, LayerSpec, MHAPool, MLAPool, PoolError
 from attnplug.host import KVPools, MLADims, PageCopy
-from support.devices import DEVICES, nothing_waits
+from attnplug_testing.devices import DEVICES, nothing_waits
 from support.pools import mha_layer
 from support.writing import WAYS, writing
 

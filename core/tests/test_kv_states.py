@@ -7,7 +7,7 @@ import torch
 
 from attnplug import DType, LayerSpec, PoolError
 from attnplug.host import LinearStatePool
-from support.devices import DEVICES
+from attnplug_testing.devices import DEVICES
 from support.pools import linear_layer
 
 

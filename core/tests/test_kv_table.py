@@ -9,7 +9,7 @@ import torch
 
 from attnplug import PoolError
 from attnplug.host import OutOfPages, PageAllocator, PageCopy, SlotTable
-from support.devices import DEVICES
+from attnplug_testing.devices import DEVICES
 
 
 def make_table(num_pages: int = 8, *, max_requests: int = 4, max_pages: int = 4) -> tuple[PageAllocator, SlotTable]:

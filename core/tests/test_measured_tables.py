@@ -28,6 +28,7 @@ from attnplug.host import (
     write_tables,
 )
 from attnplug.machine.hardware import _cpu_name
+from attnplug_testing.command import Attnplug, Package
 from support.board import (
     BOARD,
     CROSSING,
@@ -41,7 +42,6 @@ from support.board import (
     failure,
     table,
 )
-from support.command import Attnplug, Package
 from support.selection import backend, registry
 
 pytestmark = pytest.mark.usefixtures("board")

@@ -28,8 +28,8 @@ from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAtt
 from attnplug.mla import MLAAttention
 from attnplug.mla.plan import plan_extend
 from attnplug_conformance.checks.mla_paths import UpProjected
-from support.devices import DEVICES
-from support.kernel_scene import KernelCase
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelCase
 from support.stage import Stage, error, small
 
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)

@@ -7,7 +7,7 @@ import torch
 
 from attnplug.host import MLAWeights
 from attnplug.mla import weights as mla_weights
-from support.devices import DEVICES, INTERPRETED
+from attnplug_testing.devices import DEVICES, INTERPRETED
 
 BY_KERNEL = [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]]
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-8}

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from attnplug.hf.model_config import model_from_config
 from attnplug.host import TINY_CONFIGS, ModelConfigError, UsageError, load_model
-from support.configs import DEEPSEEK_V3, KIMI_LINEAR, LLAMA_3_8B, NEMOTRON_H_8B, QWEN3_NEXT, read, refused, without
+from attnplug_testing.configs import (
+    DEEPSEEK_V3,
+    KIMI_LINEAR,
+    LLAMA_3_8B,
+    NEMOTRON_H_8B,
+    QWEN3_NEXT,
+    read,
+    refused,
+    without,
+)
 
 
 def test_reading_a_model_imports_no_torch() -> None:

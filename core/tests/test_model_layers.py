@@ -13,7 +13,7 @@ import pytest
 from attnplug import AttentionKind, CompressedDims, Feature, IndexerDims, LayerSpec, ModelSpec
 from attnplug.hf.model_config import UNBOUNDED_CONTEXT
 from attnplug.host import TINY_CONFIGS, LinearDims, MLADims, ModelConfigError, load_model
-from support.configs import (
+from attnplug_testing.configs import (
     DEEPSEEK_V3,
     KIMI_FULL,
     KIMI_LINEAR,

@@ -11,8 +11,8 @@ import torch
 
 from attnplug import ForwardBatch, ForwardExtras, ForwardMode, Geometry, Plan, PlanError
 from attnplug.host import ExtendPolicy, HostLengths, MLADims, ModelAttention, TorchNativeBackend, plan_forward
+from attnplug_testing.trees import tree_bits
 from support.stage import Stage, error, small
-from support.trees import tree_bits
 
 NAN = float("nan")
 LATENT = MLADims(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4)

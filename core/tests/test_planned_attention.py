@@ -29,8 +29,8 @@ from attnplug import (
 )
 from attnplug.host import KVPools, Limits, MLADims, plan_forward
 from attnplug_conformance.arithmetic import NAN
-from support.batches import captured, padded, with_plan
-from support.kernel_scene import KernelCase
+from attnplug_testing.batches import captured, padded, with_plan
+from attnplug_testing.kernel_scene import KernelCase
 from support.stage import Stage, small
 
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)

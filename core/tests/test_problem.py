@@ -8,8 +8,8 @@ import pytest
 
 from attnplug import DType, LayerSpec, Problem, Role
 from attnplug.host import UsageError
+from attnplug_testing.specs import GDN, MHA, MLA, model
 from support.compressed_scene import compressed_layer
-from support.specs import GDN, MHA, MLA, model
 
 
 @pytest.mark.parametrize(

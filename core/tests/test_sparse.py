@@ -23,9 +23,9 @@ from attnplug.host import (
 )
 from attnplug_conformance.arithmetic import NAN
 from attnplug_conformance.case import LAST, LAYER
-from support.devices import DEVICES
-from support.sparse_scene import SparseStage, sparse
-from support.trees import random_trees
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.sparse_scene import SparseStage, sparse
+from attnplug_testing.trees import random_trees
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 CASES = {

@@ -23,8 +23,8 @@ from attnplug.host import (
     plan_forward,
 )
 from attnplug_conformance.arithmetic import tail
+from attnplug_testing.sparse_scene import SparseStage, sparse
 from support.recorder import Hookless, Recorder
-from support.sparse_scene import SparseStage, sparse
 
 CASES = {
     "decode": sparse(((40, 1), (7, 1), (90, 1), (8, 1)), ForwardMode.DECODE),

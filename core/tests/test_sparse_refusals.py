@@ -31,8 +31,8 @@ from attnplug.host import (
     plan_forward,
 )
 from attnplug_conformance.case import LAST, LAYER
+from attnplug_testing.sparse_scene import SparseStage, sparse
 from support.recorder import Hookless
-from support.sparse_scene import SparseStage, sparse
 
 CASE = sparse(((40, 1), (7, 1), (90, 1), (8, 1)), ForwardMode.DECODE)
 

@@ -23,7 +23,7 @@ from attnplug import (
     RefusalCode,
     Role,
 )
-from support.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spec
+from attnplug_testing.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spec
 
 # ---- each code, from real data ----
 

@@ -28,8 +28,8 @@ from attnplug import (
 )
 from attnplug.declare.factory import factory_refusal
 from attnplug.host import PluginError
-from support.libraries import install_library
-from support.specs import EVERYTHING, spec
+from attnplug_testing.libraries import install_library
+from attnplug_testing.specs import EVERYTHING, spec
 
 # ---- requirements ----
 

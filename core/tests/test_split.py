@@ -9,9 +9,9 @@ import torch
 
 from attnplug import AttentionKind, BackendError, ForwardMode, GraphLevel, LayerSpec, PlanError, Role
 from attnplug.host import HookError, SplitBackend
-from support.batches import with_plan
+from attnplug_testing.batches import with_plan
+from attnplug_testing.specs import GDN as LINEAR
 from support.recorder import Hookless, Recorder, batch_in
-from support.specs import GDN as LINEAR
 
 FULL = LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
 

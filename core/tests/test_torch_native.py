@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from attnplug import DType, ForwardMode, PoolError
 from attnplug.host import MLADims
-from support.devices import DEVICES
-from support.kernel_scene import KernelCase
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelCase
 from support.stage import Stage, error, small
 
 # Measured against float64 as the largest difference over the largest magnitude (1 at least).

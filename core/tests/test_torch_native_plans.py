@@ -9,7 +9,7 @@ import torch
 
 from attnplug import BackendError, ForwardExtras, PlanError
 from attnplug.host import plan_forward
-from support.devices import nothing_waits
+from attnplug_testing.devices import nothing_waits
 from support.stage import Stage, error, small
 
 

@@ -12,14 +12,14 @@ from attnplug import BackendContext, Claims, DType, ForwardBatch, ForwardMode, G
 from attnplug.host import HybridLinearBackend, MLADims, SplitBackend, describe
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_conformance.arithmetic import NAN, relative_error
-from support import kernel_scene
-from support.batches import capabilities
-from support.command import Attnplug
-from support.devices import DEVICES
-from support.kernel_scene import KernelCase, KernelScene
+from attnplug_testing import kernel_scene
+from attnplug_testing.batches import capabilities
+from attnplug_testing.command import Attnplug
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelCase, KernelScene
+from attnplug_testing.specs import GDN, MHA, model
+from attnplug_testing.trees import ancestors, chain, random_trees, tree_attention, tree_bits
 from support.recorder import Recorder
-from support.specs import GDN, MHA, model
-from support.trees import ancestors, chain, random_trees, tree_attention, tree_bits
 
 VERIFY = ForwardMode.TARGET_VERIFY
 NARROW = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16)

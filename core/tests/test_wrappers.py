@@ -36,8 +36,8 @@ from attnplug.host import (
     SplitBackend,
     optional_hooks,
 )
+from attnplug_testing.specs import GDN
 from support.recorder import MEMBERS, PLANNERS, Hookless, Recorder, batch_in
-from support.specs import GDN
 
 LINEAR, FULL = GDN, LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
 MODEL = ModelSpec("half", "test", (LINEAR, FULL), 64)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from attnplug_engine.kernels import experts, routing
-from support import ahead
+from attnplug_testing import ahead
 
 SHAPE = {"HIDDEN": 2048, "WIDTH": 1408}
 FOUND = {"EXPERTS": 64, "BOUNDS": 64}

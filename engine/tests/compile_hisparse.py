@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from attnplug.hisparse.triton_rows import TILE_ROWS, WARPS, _gather, row_constants
 from attnplug.hisparse.triton_swap import _FEW_ROWS, _PLANNING_WARPS, _stage, _swap_in, _translate
-from support.ahead import compiled, resources
+from attnplug_testing.ahead import compiled, resources
 
 INT32 = ("out", "positions", "page_table", "seq_lens", "new_lens", "held", "sources", "targets", "ready", "done")
 INT64 = ("table_rows", "new_slots", "counters", "host", "device", "kept", "cells", "slots")

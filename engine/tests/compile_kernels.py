@@ -13,7 +13,7 @@ from attnplug_engine.kernels.products import _product
 from attnplug_engine.kernels.rotary import _angles, _turn_heads
 from attnplug_engine.kernels.streamed_products import _streamed_product
 from attnplug_engine.kernels.tile_products import _tile_product
-from support import ahead
+from attnplug_testing import ahead
 
 FLOAT32 = dict.fromkeys(("cos", "sin", "frequencies"), "*fp32")
 INTEGERS = dict.fromkeys(("slots", "positions"), "*i64")

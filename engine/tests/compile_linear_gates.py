@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from attnplug_engine.kernels import linear_gates
-from support.ahead import compiled
+from attnplug_testing.ahead import compiled
 
 HEADS = {"HEADS": 32, "WIDTH": 128, "BLOCK": 1024}
 NORM = {"GROUPS": 8, "WIDTH": 512, "WEIGHT_GROUP": 512, "HEAD": 64, "SKIP": True, "GATE_FIRST": True, "SILU": True}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from attnplug_engine.kernels import sample
-from support.ahead import compiled, resources
+from attnplug_testing.ahead import compiled, resources
 
 TYPES = {
     **dict.fromkeys(("logits", "temperature", "top_p", "min_p", "peaks", "scores"), "*fp32"),

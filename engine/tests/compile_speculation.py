@@ -5,7 +5,7 @@ from typing import Any
 
 from attnplug_engine.kernels import growth, ngram, noised, trees
 from attnplug_engine.kernels.sample import CHUNK
-from support.ahead import compiled, resources
+from attnplug_testing.ahead import compiled, resources
 
 TYPES = {
     **dict.fromkeys(("parents", "depths", "bits", "ids", "positions", "tree", "rows", "roots", "proposed"), "*i64"),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from attnplug_engine.kernels import steps
 from attnplug_engine.letters import LETTERS
-from support.ahead import compiled
+from attnplug_testing.ahead import compiled
 
 TYPES = {
     **dict.fromkeys(("page_table", "positions", "inbox", "memory", "turn", "mirror"), "*i32"),

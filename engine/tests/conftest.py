@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from naive_linear import NaiveLinearBackend
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))  # for modules that test files share
+
+
+from naive_linear import NaiveLinearBackend
 
 from attnplug import (
     COMPRESSED,
@@ -51,10 +55,10 @@ from attnplug.host import (
 )
 from attnplug_engine import kernels, prepare
 from attnplug_engine.models.architectures import LoadedModel
-from support.batches import capabilities
-from support.command import attnplug, package
-from support.devices import DEVICES, INTERPRETED
-from support.triton_mode import settle_triton
+from attnplug_testing.batches import capabilities
+from attnplug_testing.command import attnplug, package
+from attnplug_testing.devices import DEVICES, INTERPRETED
+from attnplug_testing.triton_mode import settle_triton
 
 __all__ = ["attnplug", "package"]
 

@@ -19,7 +19,7 @@ from attnplug.cli import app
 from attnplug.host import AttnplugError, load_registry, output
 from attnplug_engine.runner import ModelRunner
 from attnplug_engine.sampler import Sampler
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 
 def in_own_process(*arguments: str) -> subprocess.CompletedProcess[str]:

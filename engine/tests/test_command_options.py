@@ -16,7 +16,7 @@ from attnplug_engine.embedding import EmbedOptions
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.pooling import Pooling
 from attnplug_engine.request import SamplingParams
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 SHARED = (
     *("--model", "tiny:llama", "--prompt", "x", "--attention-backend", "one", "--device", "cpu", "--dtype", "bf16"),

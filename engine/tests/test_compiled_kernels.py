@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.triton_mode import compiled_by
+from attnplug_testing.triton_mode import compiled_by
 
 Facts = dict[str, list[Any]]
 WITH_WEIGHTS = {"product", "absorb", "by_head", "rms_norm", "angles"}

@@ -5,16 +5,6 @@ from __future__ import annotations
 import draft_math as math
 import pytest
 import torch
-from draft_checkpoints import (
-    HIDDEN,
-    VOCAB,
-    Fed,
-    random_tensors,
-    save,
-    shapes_of_block_norms,
-    shapes_of_grouped_attention,
-    shapes_of_llama_mlp,
-)
 from thread_ranks import in_ranks
 from torch.testing import assert_close
 
@@ -25,6 +15,16 @@ from attnplug_engine.models.layers import Linear
 from attnplug_engine.parallel import SINGLE
 from attnplug_engine.speculation.drafts import LAST, NOTHING, DraftError, Takes, draft_spec, load_draft
 from attnplug_engine.speculation.options import Algorithm, Speculation
+from attnplug_testing.draft_checkpoints import (
+    HIDDEN,
+    VOCAB,
+    Fed,
+    random_tensors,
+    save,
+    shapes_of_block_norms,
+    shapes_of_grouped_attention,
+    shapes_of_llama_mlp,
+)
 
 DECODED = 8
 DRAFTED = 40

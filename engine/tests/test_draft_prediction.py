@@ -5,7 +5,16 @@ from __future__ import annotations
 import draft_math as math
 import pytest
 import torch
-from draft_checkpoints import (
+from thread_ranks import in_ranks
+from torch.testing import assert_close
+
+from attnplug.host import TINY_CONFIGS, ModelConfigError
+from attnplug_engine.checkpoint import MissingTensor, UnusedTensors
+from attnplug_engine.models.architectures import load_model
+from attnplug_engine.parallel import SINGLE
+from attnplug_engine.speculation.drafts import LAST, DraftError, draft_spec, load_draft
+from attnplug_engine.speculation.options import Algorithm, Speculation
+from attnplug_testing.draft_checkpoints import (
     HIDDEN,
     VOCAB,
     Fed,
@@ -17,15 +26,6 @@ from draft_checkpoints import (
     shapes_of_grouped_attention,
     shapes_of_llama_mlp,
 )
-from thread_ranks import in_ranks
-from torch.testing import assert_close
-
-from attnplug.host import TINY_CONFIGS, ModelConfigError
-from attnplug_engine.checkpoint import MissingTensor, UnusedTensors
-from attnplug_engine.models.architectures import load_model
-from attnplug_engine.parallel import SINGLE
-from attnplug_engine.speculation.drafts import LAST, DraftError, draft_spec, load_draft
-from attnplug_engine.speculation.options import Algorithm, Speculation
 
 DECODED = 8
 CONFIG = TINY_CONFIGS["deepseek_v3"]

@@ -19,7 +19,7 @@ from attnplug_engine.models.architectures import build_model
 from attnplug_engine.models.architectures import load_model as load
 from attnplug_engine.random_checkpoint import RandomCheckpoint
 from attnplug_engine.runner import ModelRunner
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 TINY = ("--model", "tiny:llama", "--device", "cpu")
 LINES = [{"prompt": "hello", "id": "a"}, {"prompt_token_ids": [1, 2, 3]}, {"prompt": "hello", "id": 7}]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from rounded_oracle import without_fla
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -19,6 +18,7 @@ from attnplug_engine import Embedder, Engine
 from attnplug_engine.checkpoint import MissingTensor
 from attnplug_engine.pooling import Pooling
 from attnplug_engine.pools import bytes_per_page
+from attnplug_testing.rounded_oracle import without_fla
 
 SETTINGS: list[dict[str, Any]] = [
     {"pooling": Pooling.LAST},

@@ -22,7 +22,7 @@ from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.models.architectures import build_model
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.random_checkpoint import RandomCheckpoint
-from support.measured import measured_twins
+from attnplug_testing.measured import measured_twins
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnplug_engine.models.architectures import load_model
 from attnplug_engine.models.experts import MixtureOfExperts
 from attnplug_engine.models.layers import RMSNorm
-from support.devices import DEVICES, nothing_waits
+from attnplug_testing.devices import DEVICES, nothing_waits
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])

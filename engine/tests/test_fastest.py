@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from refilled_native import NAME, RefilledNative, captured
-from sharing import LONGEST, TOYS, share, shared, taking_turns, tune
 from speculating import DEEPSEEK, LLAMA, NGRAM, engine, shaped
 from thread_ranks import in_ranks
 
@@ -34,7 +33,8 @@ from attnplug_engine.graphs import GraphReport
 from attnplug_engine.prepare import insist_on_one_choice
 from attnplug_engine.request import Request, StepEntry
 from attnplug_engine.served import Served
-from support.command import Attnplug, Package
+from attnplug_testing.command import Attnplug, Package
+from attnplug_testing.sharing import LONGEST, TOYS, share, shared, taking_turns, tune
 
 PROMPTS = [[5, 9, 2, 77, 31, 4, 8], [1], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]]
 

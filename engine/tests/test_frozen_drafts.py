@@ -10,7 +10,6 @@ import pytest
 import torch
 from coached_drafts import Coach, caches, params, tokens
 from device_native import on_device_lengths
-from draft_checkpoints import VOCAB, random_tensors, save, shapes_of_assistant
 from refilled_native import RefilledNative, build, captured
 from thread_ranks import in_ranks
 from torch.testing import assert_close
@@ -23,6 +22,7 @@ from attnplug_engine.speculation.batches import EagerBatches
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafts import DraftError
 from attnplug_engine.speculation.frozen import FrozenDrafter
+from attnplug_testing.draft_checkpoints import VOCAB, random_tensors, save, shapes_of_assistant
 
 LLAMA, QWEN, HYBRID = "tiny:llama", "tiny:qwen3", "tiny:qwen3_next"
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]

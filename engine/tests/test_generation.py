@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rounded_oracle import watched_logits
 
 from attnplug import ExtendPath
 from attnplug.host import TINY_CONFIGS, ExtendPolicy
 from attnplug_engine.engine import Engine, EngineOptions
 from attnplug_engine.request import SamplingParams
-from support.configs import TINY_YARN
+from attnplug_testing.configs import TINY_YARN
+from attnplug_testing.rounded_oracle import watched_logits
 
 NEW_TOKENS = 32
 """Enough to go past a page of 64 tokens, past the context that YaRN begins with, and out of a tiny pool."""

@@ -14,8 +14,8 @@ from attnplug import DType, PoolError
 from attnplug.host import HiSparse, UsageError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.request import Request
-from support.command import Attnplug
-from support.devices import INTERPRETED
+from attnplug_testing.command import Attnplug
+from attnplug_testing.devices import INTERPRETED
 
 SPARSE = ["tiny:deepseek_v32", "tiny:glm_moe_dsa"]
 TOPK, LAYERS = 12, 4

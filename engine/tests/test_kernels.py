@@ -23,7 +23,7 @@ from attnplug_engine.models.architectures import LoadedModel, build_model
 from attnplug_engine.models.layers import Linear, relu_squared, silu_and_mul
 from attnplug_engine.models.rope import HalfRotation, PairRotation, PartialRotation
 from attnplug_engine.random_checkpoint import RandomCheckpoint
-from support.devices import DEVICES, INTERPRETED
+from attnplug_testing.devices import DEVICES, INTERPRETED
 
 BY_KERNEL = [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]]
 """Devices on which kernels can run: interpreted where there is no GPU."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from attnplug import DType, ExtendPath, ForwardMode, MLAPool
 from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention, PageLayout, RowPlaces
 from attnplug_engine import kernels
-from support.devices import DEVICES, INTERPRETED
+from attnplug_testing.devices import DEVICES, INTERPRETED
 
 
 @pytest.mark.parametrize("device", BY_KERNEL)
@@ -109,7 +109,7 @@ def test_rows_and_queries_are_made_of_what_a_late_kernel_made(device: str) -> No
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("kernels wait for each other on the device from SM 90 on")
     from attnplug.kv.triton_rows import RowWriter
-    from support.late_kernel import fill_late
+    from attnplug_testing.late_kernel import fill_late
 
     turn, _ = turn_and_twin(True, device)
     norm: Any = SimpleNamespace(weight=random(512, device=device, seed=2), eps=1e-3)

@@ -23,7 +23,7 @@ from attnplug_engine.launch import _Rank, _wait, join_ranks, kept_for_ranks, rea
 from attnplug_engine.parallel import ProcessGroupParallel, RankLost
 from attnplug_engine.prompts import read_prompts
 from attnplug_engine.request import SamplingParams
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 LINES = [{"prompt": "hello"}, {"prompt": "hi", "id": "x"}]
 TEXT = "".join(json.dumps(line) + "\n" for line in LINES)

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnplug import PlanError
 from attnplug_engine import Engine, SamplingParams, graphs
 from attnplug_engine.letters import LETTERS, Letters
-from support.devices import INTERPRETED
+from attnplug_testing.devices import INTERPRETED
 
 SIZE, PAGES = 7, 41
 

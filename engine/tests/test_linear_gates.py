@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from support.devices import DEVICES
+from attnplug_testing.devices import DEVICES
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 ROWS = 3

@@ -13,7 +13,7 @@ from attnplug.host import TINY_CONFIGS, Config
 from attnplug_engine.models.architectures import ARCHITECTURES, UnknownArchitecture, build_model, load_model
 from attnplug_engine.models.rope import HalfRotation, PairRotation, inverse_frequencies
 from attnplug_engine.random_checkpoint import RandomCheckpoint
-from support.configs import TINY_YARN
+from attnplug_testing.configs import TINY_YARN
 
 DECODED = 8
 GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}

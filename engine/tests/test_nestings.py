@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from device_native import DeviceNative
 from refilled_native import captured
-from sharing import taking_turns
 from speculating import DEEPSEEK, HYBRID, LLAMA, MTP, NGRAM, PROMPTS, engine, params, shaped, standalone
 from thread_ranks import in_ranks
 
 from attnplug import AttentionBackend, Role
 from attnplug.host import FastestBackend, HostContext, HybridLinearBackend, Selection, SplitBackend, build_backend
 from attnplug_engine import Engine
+from attnplug_testing.sharing import taking_turns
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {},

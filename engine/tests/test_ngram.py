@@ -10,7 +10,7 @@ import torch
 
 from attnplug_engine.speculation.ngram import History
 from attnplug_engine.speculation.tree import depths
-from support.devices import nothing_waits
+from attnplug_testing.devices import nothing_waits
 
 POISON = 10**6
 CONTEXT = 64

@@ -9,7 +9,7 @@ from attnplug_engine.request import Request, SamplingParams
 from attnplug_engine.sampler import Sampler, gumbel, sample
 from attnplug_engine.sampling_batch import SamplingBatch
 from attnplug_engine.speculation.noised import noised
-from support.devices import nothing_waits
+from attnplug_testing.devices import nothing_waits
 
 HEATS = [0.0, 1.0, 0.6, 0.0, 1.7, 0.01]
 VOCAB = 5000

@@ -24,7 +24,7 @@ from attnplug_engine.options import EngineOptions
 from attnplug_engine.request import PENDING, FinishReason, Request
 from attnplug_engine.speculation.batches import EagerBatches
 from attnplug_engine.speculation.plan_stream import PlanStream
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 VERIFY, EXTEND, DECODE = "target_verify", "draft_extend", "decode"
 CHAIN, TREE = standalone(LLAMA) | shaped(3), standalone(LLAMA) | shaped(3, 2, 5)

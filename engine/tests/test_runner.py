@@ -16,7 +16,7 @@ from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.pools import Capacity, build_pools, bytes_per_state
 from attnplug_engine.request import PENDING, Request, Step, StepEntry
-from support.command import Package
+from attnplug_testing.command import Package
 
 
 @pytest.fixture(params=["tiny:llama", "tiny:deepseek_v3"])

@@ -27,8 +27,8 @@ from attnplug_engine.sampler import (
     sample,
 )
 from attnplug_engine.sampling_batch import SamplingArrays, SamplingBatch
-from support.devices import DEVICES, INTERPRETED, nothing_waits
-from support.triton_mode import settle_triton
+from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
+from attnplug_testing.triton_mode import settle_triton
 
 KINDS: list[dict[str, float]] = [
     {},

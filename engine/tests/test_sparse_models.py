@@ -20,7 +20,7 @@ from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.models.decoder import Block
 from attnplug_engine.pools import Capacity, build_pools, bytes_per_page
 from attnplug_engine.random_checkpoint import RandomCheckpoint
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]
 

@@ -36,7 +36,7 @@ from attnplug.host import BackendRequest, SelectionError, UsageError, load_model
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.speculation.choosing import choose_draft, speculating
 from attnplug_engine.speculation.options import Algorithm, Speculation
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from draft_checkpoints import random_tensors, save, saved_deepseek, shapes_of_assistant
 from refilled_native import build, captured
 from test_frozen_drafts import CONFIG as ASSISTANT
 from thread_ranks import in_ranks
@@ -27,6 +26,7 @@ from attnplug_engine.completion import Completion
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.request import FinishReason, Request
 from attnplug_engine.speculation.state import RoundState
+from attnplug_testing.draft_checkpoints import random_tensors, save, saved_deepseek, shapes_of_assistant
 
 LLAMA, DEEPSEEK, QWEN, KIMI = "tiny:llama", "tiny:deepseek_v3", "tiny:qwen3_next", "tiny:kimi_linear"
 CONTEXT = 64

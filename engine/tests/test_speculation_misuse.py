@@ -11,7 +11,7 @@ from attnplug import Role
 from attnplug.host import UsageError
 from attnplug_engine import Engine
 from attnplug_engine.options import EngineOptions
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 ALGORITHM, DRAFT, NODES = "--speculative-algorithm", "--speculative-draft-model", "--speculative-num-draft-tokens"
 

@@ -7,7 +7,7 @@ import pytest
 from attnplug.host import UsageError
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.speculation.options import Algorithm, Speculation
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 
 def asked(**given: object) -> Speculation | None:

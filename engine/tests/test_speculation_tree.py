@@ -18,7 +18,7 @@ from attnplug_engine.sampling_batch import SamplingBatch
 from attnplug_engine.speculation.accept import Accepted, accept, accept_and_commit, moves
 from attnplug_engine.speculation.tree import Proposal, TreeGrowth, ancestors, depths
 from attnplug_engine.speculation.verify_rows import verify_rows
-from support.devices import nothing_waits
+from attnplug_testing.devices import nothing_waits
 
 SIZES = [1, 2, 3, 8, 17, 64]
 

@@ -20,8 +20,8 @@ from attnplug.host import ExtendPolicy, UsageError
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.two_batch import LEAST_SHARE, Cut, TwoBatch, place_to_cut
-from support.command import Package
-from support.trees import tree_bits
+from attnplug_testing.command import Package
+from attnplug_testing.trees import tree_bits
 
 EXTEND, DECODE, VERIFY, MIXED = (
     ForwardMode.EXTEND,

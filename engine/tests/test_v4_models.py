@@ -19,7 +19,7 @@ from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.parallel import ParallelError
 from attnplug_engine.pools import Capacity, build_pools, bytes_per_page
 from attnplug_engine.random_checkpoint import RandomCheckpoint
-from support.command import Attnplug
+from attnplug_testing.command import Attnplug
 
 NAME, MODEL = "deepseek_v4", "tiny:deepseek_v4"
 REAL = {

@@ -9,7 +9,6 @@ import draft_math as math
 import pytest
 import torch
 from coached_drafts import Coach, caches, params, tokens
-from draft_checkpoints import HIDDEN, saved_deepseek
 from refilled_native import RefilledNative, build, captured
 from torch.testing import assert_close
 
@@ -18,6 +17,7 @@ from attnplug.host import TINY_CONFIGS
 from attnplug_engine import Engine
 from attnplug_engine.speculation.drafts import DraftError
 from attnplug_engine.speculation.window import WindowDrafter
+from attnplug_testing.draft_checkpoints import HIDDEN, saved_deepseek
 
 CONFIG = TINY_CONFIGS["deepseek_v3"]
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]

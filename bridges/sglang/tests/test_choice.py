@@ -16,8 +16,8 @@ from attnplug.host import TINY_CONFIGS, SelectionError, UsageError, load_host, l
 from attnplug_sglang.choice import choose, decode_graphs, insist, served_roles
 from attnplug_sglang.front import refuse_arguments
 from attnplug_sglang.host import HOST, OPTIONS, fit, given_options, render
-from support.measured import measured_twins
-from support.specs import GDN, MHA, model
+from attnplug_testing.measured import measured_twins
+from attnplug_testing.specs import GDN, MHA, model
 
 LLAMA = {
     "model_type": "llama",

@@ -80,7 +80,7 @@ def test_each_step_is_planned_once_for_each_kind_of_layer(monkeypatch):
 
 def test_a_backend_that_does_not_fit_fails_requests_with_every_reason():
     for told in batched("llama", "attnplug:triton_mha"):
-        assert 'triton_mha (attnplug-triton-mha 0.1.0) was asked for by attn_implementation="attnplug:…"' in told
+        assert 'triton_mha (attnplug-triton-mha 0.9.0) was asked for by attn_implementation="attnplug:…"' in told
 
 
 def test_a_model_with_another_implementation_is_refused():

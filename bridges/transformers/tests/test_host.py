@@ -8,10 +8,10 @@ import pytest
 
 from attnplug import DType, GraphLevel, IndexerDims, Problem, Role
 from attnplug.host import BackendRequest
+from attnplug_testing.measured import measured_twins
+from attnplug_testing.specs import GDN, MHA, MLA, model
 from attnplug_transformers import pages
 from attnplug_transformers_host import HOST, fit, refuse
-from support.measured import measured_twins
-from support.specs import GDN, MHA, MLA, model
 
 
 def test_a_draft_is_an_extend_and_no_graphs_are_captured():

@@ -146,7 +146,7 @@ def test_a_backend_that_does_not_fit_is_refused_with_every_reason_in_transformer
     with pytest.raises(BridgeError) as refused:
         llama(torch.ones(1, 4, dtype=torch.long))
     told = str(refused.value)
-    assert 'triton_mha (attnplug-triton-mha 0.1.0) was asked for by attn_implementation="attnplug:…"' in told
+    assert 'triton_mha (attnplug-triton-mha 0.9.0) was asked for by attn_implementation="attnplug:…"' in told
     assert "device cpu" in told and "dtype float32" in told and "usable instead: torch_native" in told
 
 

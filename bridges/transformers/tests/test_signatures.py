@@ -17,13 +17,13 @@ from packaging.version import Version
 from transformers.cache_utils import Cache
 
 from attnplug.host import BackendRequest
+from attnplug_testing.signatures import installed, unpacked
 from attnplug_transformers.attention import Attention
 from attnplug_transformers.cache import PagedCache, PagedLayer
 from attnplug_transformers.calls import _MEANS_NOTHING
 from attnplug_transformers.masks import step_mask
 from attnplug_transformers.paged import PAGED_ARGUMENTS
 from attnplug_transformers_host import HOST
-from support.signatures import installed, unpacked
 
 ROOT = Path(__file__).resolve().parents[3]
 (OLDEST,) = re.findall(r"^TRANSFORMERS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attnplug import DType, GraphLevel, Role
 from attnplug.host import KVPools, ModelAttention
+from attnplug_testing.measured import measured_twins
 from attnplug_vllm import choice
 from attnplug_vllm.choice import Refused
-from support.measured import measured_twins
 from vllm_recorders import MHARecorder, MLARecorder
 from vllm_stage import caches, config, metadata
 from vllm_stand_in import PLACES, Host, QueryLens, Support, vllm

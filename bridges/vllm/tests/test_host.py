@@ -10,8 +10,8 @@ import pytest
 
 from attnplug import CacheLayout, IndexerDims, Problem, Role, Setting
 from attnplug.host import load_host
+from attnplug_testing.specs import GDN, MHA, MLA, model
 from attnplug_vllm.host import HOST, fit, refuse, render
-from support.specs import GDN, MHA, MLA, model
 
 
 def test_every_setting_of_ours_has_a_word_or_none():

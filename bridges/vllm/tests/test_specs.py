@@ -11,6 +11,7 @@ import torch
 
 from attnplug import BackendSpec, CacheLayout, DType, GraphLevel, PageSizes, Problem, Role
 from attnplug.host import KVPools, Registry, UsageError, WorkspaceOwner
+from attnplug_testing.measured import measured_twins
 from attnplug_vllm import choice
 from attnplug_vllm.choice import Refused, choose, graph_level, page_sizes, serving_specs
 from attnplug_vllm.host import fit
@@ -28,7 +29,6 @@ from attnplug_vllm.specs import (
     unsupported,
     verify_tokens,
 )
-from support.measured import measured_twins
 from vllm_stage import config
 
 CPU, H200 = Machine("cpu"), Machine("cuda", 90)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.signatures import _signature
+from attnplug_testing.signatures import _signature
 
 ROOT = Path(__file__).resolve().parents[3]
 (_UNPACKED,) = re.findall(r"^VLLM := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

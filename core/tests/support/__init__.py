@@ -1,5 +1,5 @@
-"""What several test files share. No test file can import another; this they can, by pytest's ``pythonpath``."""
+"""Test support shared by the test files of core."""
 
 import pytest
 
-pytest.register_assert_rewrite("support.command", "support.configs", "support.plugins")
+pytest.register_assert_rewrite("support.plugins")

@@ -44,7 +44,7 @@ from attnplug.host import (
     WorkspaceOwner,
     plan_forward,
 )
-from support.batches import capabilities
+from attnplug_testing.batches import capabilities
 
 FIRST, LAYER = 0, 2
 HEADS, DIM, ROPE, EPS = 2, 16, 6, 1e-6

@@ -13,7 +13,7 @@ from typing import Any
 from attnplug.index.cuts import Room, choose_cut
 from attnplug.index.triton_score import _spread, score
 from attnplug.index.triton_topk import _translate, choose
-from support import ahead
+from attnplug_testing import ahead
 
 PAGE = 64
 SHARED = {80: 163 << 10, 90: 227 << 10}

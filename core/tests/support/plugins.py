@@ -29,7 +29,7 @@ class Distribution(NamedTuple):
         return "".join(f"{key}: {value}\n" for key, value in lines if value is not None) if file == "METADATA" else None
 
 
-EMBEDDED = EntryPoint("torch_native", "attnplug.torch_native.plugin", GROUP)._for(Distribution("attnplug", "0.1.0"))
+EMBEDDED = EntryPoint("torch_native", "attnplug.torch_native.plugin", GROUP)._for(Distribution("attnplug", "0.9.0"))
 """Core's own plugin, as its installation has it."""
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attnplug import CacheLayout, DType, ForwardBatch, ForwardMode
 from attnplug.host import MLADims, TorchNativeBackend
-from support import kernel_scene
-from support.kernel_scene import KernelCase, KernelScene, Lengths, Make
+from attnplug_testing import kernel_scene
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, Lengths, Make
 
 
 def small(

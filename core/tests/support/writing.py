@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnplug.kv import buffer
-from support.devices import DEVICES, INTERPRETED
+from attnplug_testing.devices import DEVICES, INTERPRETED
 
 
 @contextmanager

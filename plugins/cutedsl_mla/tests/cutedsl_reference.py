@@ -5,9 +5,9 @@ from __future__ import annotations
 from attnplug import BackendContext
 from attnplug_cutedsl_mla.build import cutedsl_mla
 from attnplug_cutedsl_mla.plugin import attnplug_backends
+from attnplug_testing.batches import declaring
 from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from generation_checks import Build, skip_unless_served
-from support.batches import declaring
 from trtllm_reference import ReferenceFlashInfer, on_blackwell
 
 

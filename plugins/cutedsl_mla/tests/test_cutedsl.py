@@ -13,14 +13,14 @@ from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_cutedsl_mla.build import cutedsl_mla
 from attnplug_cutedsl_mla.plugin import attnplug_backends
+from attnplug_testing.batches import declaring
+from attnplug_testing.configs import DEEPSEEK_V3, read
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, mla
 from attnplug_trtllm_mla.build import trtllm_mla
 from blackwell_device import PROCESSORS, pretend
 from cutedsl_reference import build_on, reference_cutedsl
 from generation_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
-from support.batches import declaring
-from support.configs import DEEPSEEK_V3, read
-from support.devices import DEVICES
-from support.kernel_scene import KernelScene, check_captured_lanes, mla
 from trtllm_reference import NEWEST, ReferenceFlashInfer, flashinfer_folder, reference_trtllm
 
 (SPEC,) = attnplug_backends()

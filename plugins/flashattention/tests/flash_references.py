@@ -19,7 +19,7 @@ from attnplug_flashattention import kernels
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_flashattention.kernels import FA2Kernels, FA4Kernels, Kernels, TorchKernels
 from attnplug_flashattention.options import FlashAttentionOptions
-from support.batches import declaring
+from attnplug_testing.batches import declaring
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNELS = ("fa4", "fa2", "torch", "torch before paging")
@@ -80,7 +80,7 @@ def skip_without_fa4() -> None:
 
 def on_devices(*names: str) -> pytest.MarkDecorator:
     """Kernels by name on a CPU, where references stand for them, and the real ones of them on a GPU."""
-    from support.devices import DEVICES
+    from attnplug_testing.devices import DEVICES
 
     gpu = DEVICES[1]
     cases: list[Any] = [(name, "cpu") for name in names]

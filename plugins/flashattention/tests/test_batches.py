@@ -12,9 +12,9 @@ from attnplug.host import KVPools
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER
 from attnplug_flashattention.planner import GatheredCall
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, check, mha
 from flash_references import KERNELS, REAL, build, on_cpu, on_devices
-from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelCase, KernelScene, check, mha
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 everywhere = on_devices(*KERNELS)

@@ -11,7 +11,7 @@ from attnplug import AttentionKind, Feature, GraphLevel
 from attnplug_conformance import Subject, conformance_tests
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.runner import Status, run_checks
-from support.seam import over_stand_ins
+from attnplug_testing.seam import over_stand_ins
 
 LESS = {"kinds": frozenset({AttentionKind.MHA}), "cuda_graph": GraphLevel.NEVER}
 NO_CAP = {**LESS, "features": frozenset({Feature.SLIDING_WINDOW, Feature.SINKS})}

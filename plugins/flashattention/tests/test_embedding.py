@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from rounded_oracle import DEEPSEEK_V3
 from torch import Tensor
 from torch.testing import assert_close
 
 from attnplug_engine import Embedder
+from attnplug_testing.command import Package
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.rounded_oracle import DEEPSEEK_V3
 from flash_references import skip_without_fa4
-from support.command import Package
-from support.devices import DEVICES
 
 GQA = {
     "vocab_size": 512,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rounded_oracle import DEEPSEEK_V3, RoundedOracle
 
 from attnplug import DType, ExtendPath, Role
 from attnplug.host import ExtendPolicy
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.rounded_oracle import DEEPSEEK_V3, RoundedOracle
 from flash_references import skip_without_fa4
-from support.devices import DEVICES
 
 pytestmark = [*DEVICES[1].marks]
 

@@ -6,16 +6,16 @@ import pytest
 
 from attnplug import DType, ForwardMode, GraphLevel, PlanError
 from attnplug_conformance.checks.graphs import Capture
-from flash_references import build, on_cpu, on_devices
-from support.captures import check_host_slots, check_overtaking, replay_scenes
-from support.devices import DEVICES
-from support.kernel_scene import (
+from attnplug_testing.captures import check_host_slots, check_overtaking, replay_scenes
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import (
     KernelCase,
     KernelScene,
     check_captured_lanes,
     check_replay,
     mha,
 )
+from flash_references import build, on_cpu, on_devices
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 everywhere = on_devices("fa4")

@@ -23,8 +23,8 @@ from attnplug import (
 from attnplug.host import ExtendPolicy, HybridLinearBackend, SplitBackend, TorchNativeBackend, bind_hook, optional_hooks
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, mla
 from flash_references import build, on_cpu, on_devices
-from support.kernel_scene import KernelCase, KernelScene, mla
 
 ONE_SHOT, CHUNKED = ExtendPath.ONE_SHOT, ExtendPath.CHUNKED
 everywhere = on_devices("fa4", "fa2", "torch", "torch before paging")

@@ -14,9 +14,9 @@ from attnplug.declare.installed import installed_version
 from attnplug.host import UsageError, parse_options
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.plugin import attnplug_backends
-from support.command import Explained
-from support.configs import DEEPSEEK_V3, KIMI_LINEAR, LLAMA_3_8B, QWEN3_NEXT, read
-from support.libraries import install_library
+from attnplug_testing.command import Explained
+from attnplug_testing.configs import DEEPSEEK_V3, KIMI_LINEAR, LLAMA_3_8B, QWEN3_NEXT, read
+from attnplug_testing.libraries import install_library
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3

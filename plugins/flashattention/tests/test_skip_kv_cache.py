@@ -13,9 +13,9 @@ from attnplug.host import ExtendPolicy, plan_forward
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_flashattention.backend import FlashAttentionBackend
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, mha, mla
 from flash_references import build, on_cpu, on_devices
-from support.devices import DEVICES
-from support.kernel_scene import KernelCase, KernelScene, mha, mla
 
 EMBEDDING = Serving(is_embedding=True, chunked_prefill_size=-1, disable_radix_cache=True)
 SERVINGS = [

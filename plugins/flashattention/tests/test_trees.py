@@ -12,9 +12,9 @@ from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import LAYER
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.reference import ancestors
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, check, mha
+from attnplug_testing.trees import chain, random_trees
 from flash_references import KERNELS, build, on_cpu, on_devices
-from support.kernel_scene import KernelCase, KernelScene, check, mha
-from support.trees import chain, random_trees
 
 VERIFY = ForwardMode.TARGET_VERIFY
 everywhere = on_devices(*KERNELS)

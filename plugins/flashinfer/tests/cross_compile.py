@@ -4,7 +4,7 @@ spilled]."""
 import json
 
 from attnplug_flashinfer.triton_kernels import _BLOCK, _fill_schedule
-from support.ahead import compiled, resources
+from attnplug_testing.ahead import compiled, resources
 
 POINTERS = (
     *("request_indices", "tile_indices", "chunk_indices", "parts_indptr", "merge_indptr", "chunk_rows"),

@@ -20,10 +20,10 @@ from attnplug import BackendContext, DType
 from attnplug.host import torch_dtype
 from attnplug_flashinfer.backend import FlashInferBackend
 from attnplug_flashinfer.kernels import CacheType, FlashInferKernels, Library
-from support.batches import declaring
-from support.kernel_scene import KernelCase, KernelScene, check_stored
-from support.kernel_scene import check as check_scene
-from support.signatures import installed, read_signature
+from attnplug_testing.batches import declaring
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_stored
+from attnplug_testing.kernel_scene import check as check_scene
+from attnplug_testing.signatures import installed, read_signature
 
 PROCESSORS = 8
 FP8_TOLERANCE = {"cpu": 1e-6, "cuda": 2e-2}

@@ -10,9 +10,9 @@ import torch
 from attnplug import BackendContext, CacheLayout, DType, ForwardExtras, ForwardMode, PoolError
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.kernel_scene import mha
 from paged_reference import build, check, scene
-from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import mha
 
 DECODE, VERIFY, EXTEND, MIXED = (
     ForwardMode.DECODE,

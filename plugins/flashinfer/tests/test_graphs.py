@@ -10,10 +10,10 @@ import paged_reference
 from attnplug import BackendContext, BackendError, CacheLayout, DType, ForwardMode
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_flashinfer.shapes import LayerShape
+from attnplug_testing.captures import check_host_slots, check_replays, replay_scenes
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_captured_lanes, check_replay, mha, replayed
 from paged_reference import FP8_TOLERANCE, build, scene
-from support.captures import check_host_slots, check_replays, replay_scenes
-from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelCase, KernelScene, check_captured_lanes, check_replay, mha, replayed
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 FP8 = {"kv_dtype": DType.FLOAT8_E4M3, "kv_scales": (0.5, 3.0)}

@@ -15,8 +15,8 @@ from attnplug_flashinfer.backend import FlashInferBackend
 from attnplug_flashinfer.kernels import Library
 from attnplug_flashinfer.options import FlashInferOptions
 from attnplug_flashinfer.plugin import attnplug_backends
-from support.configs import DEEPSEEK_V3, LLAMA_3_8B, read
-from support.kernel_scene import KernelCase, KernelScene, mha
+from attnplug_testing.configs import DEEPSEEK_V3, LLAMA_3_8B, read
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, mha
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3

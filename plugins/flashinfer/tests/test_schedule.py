@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from attnplug_flashinfer.filling import fill_schedule
 from attnplug_flashinfer.schedule import PageCounts, Schedule, UniformBatch
 from attnplug_flashinfer.triton_kernels import launch_fill_schedule
-from support.devices import DEVICES, INTERPRETED
-from support.triton_mode import compiled_by
+from attnplug_testing.devices import DEVICES, INTERPRETED
+from attnplug_testing.triton_mode import compiled_by
 
 lengths = st.lists(
     st.one_of(st.just(0), st.just(1), st.integers(0, 200), st.integers(0, 70000)), min_size=1, max_size=12

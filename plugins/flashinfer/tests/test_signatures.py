@@ -21,10 +21,10 @@ from attnplug_flashinfer import kernels
 from attnplug_flashinfer.backend import FlashInferBackend
 from attnplug_flashinfer.plugin import LIBRARY
 from attnplug_flashinfer.raw import calls
+from attnplug_testing.batches import declaring
+from attnplug_testing.kernel_scene import check, check_replay, mha
+from attnplug_testing.signatures import installed, read_signature, unpacked
 from paged_reference import reference, scene
-from support.batches import declaring
-from support.kernel_scene import check, check_replay, mha
-from support.signatures import installed, read_signature, unpacked
 
 ROOT = Path(__file__).resolve().parents[3]
 (UNPACKED,) = re.findall(r"^FLASHINFER := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

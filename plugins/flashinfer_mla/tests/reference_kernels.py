@@ -13,8 +13,8 @@ from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.kernels import Cache, GraphBuffers
 from attnplug_flashinfer_mla.planner import PagedCall
 from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule
-from support.batches import declaring
-from support.kernel_scene import KernelCase
+from attnplug_testing.batches import declaring
+from attnplug_testing.kernel_scene import KernelCase
 
 NARROW = MLADims(kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64)
 

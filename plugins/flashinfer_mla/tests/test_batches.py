@@ -15,9 +15,9 @@ from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_conformance.reference import Rules, attention
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, check, mla
 from reference_kernels import ReferencePaged, build, on_cpu
-from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelCase, KernelScene, check, mla
 
 DECODE, VERIFY, EXTEND, MIXED = (
     ForwardMode.DECODE,

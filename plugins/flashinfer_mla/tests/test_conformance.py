@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnplug_conformance import conformance_tests
-from support.seam import over_stand_ins
+from attnplug_testing.seam import over_stand_ins
 
 SUBJECTS = [over_stand_ins("flashinfer_mla", "reference_kernels:build", seam="over stand-ins for FlashInfer")]
 test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])

@@ -9,10 +9,17 @@ import pytest
 from attnplug import BackendError, DType, ForwardMode
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.graphs import Capture
+from attnplug_testing.captures import check_overtaking, check_replays, replay_scenes
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.kernel_scene import (
+    KernelScene,
+    check_captured_lanes,
+    check_replay,
+    check_replays_in_parts,
+    mla,
+    replayed,
+)
 from reference_kernels import build, library_schedule, on_cpu
-from support.captures import check_overtaking, check_replays, replay_scenes
-from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelScene, check_captured_lanes, check_replay, check_replays_in_parts, mla, replayed
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 on_every_device = pytest.mark.parametrize("device", DEVICES)

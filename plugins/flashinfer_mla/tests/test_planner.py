@@ -13,7 +13,7 @@ from attnplug_flashinfer_mla.filling import fill_indices
 from attnplug_flashinfer_mla.lengths import Lengths
 from attnplug_flashinfer_mla.planner import divide, padded_heads
 from attnplug_flashinfer_mla.triton_kernels import launch_fill_indices
-from support.devices import DEVICES, INTERPRETED
+from attnplug_testing.devices import DEVICES, INTERPRETED
 
 in_every_way = pytest.mark.parametrize(
     ("fill", "device"),

@@ -13,9 +13,9 @@ from attnplug import DType, GraphLevel, ModelSpec, Problem, Refusal, Role
 from attnplug.host import UsageError, parse_options
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_flashinfer_mla.plugin import attnplug_backends
-from support.command import Explained
-from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
-from support.libraries import install_library
+from attnplug_testing.command import Explained
+from attnplug_testing.configs import DEEPSEEK_V3, KIMI_LINEAR, read
+from attnplug_testing.libraries import install_library
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnplug_flashinfer_mla.filling import fill_schedule
 from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule, UniformBatch, keys_seen, schedule_problem
 from attnplug_flashinfer_mla.triton_kernels import launch_fill_schedule
-from support.devices import DEVICES, INTERPRETED
+from attnplug_testing.devices import DEVICES, INTERPRETED
 
 lengths = st.lists(
     st.one_of(st.just(0), st.just(1), st.integers(0, 200), st.integers(0, 70000)), min_size=1, max_size=12

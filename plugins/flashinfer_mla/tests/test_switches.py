@@ -14,9 +14,9 @@ from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
+from attnplug_testing.batches import declaring
+from attnplug_testing.kernel_scene import KernelScene, mla
 from reference_kernels import ReferenceKernels, on_cpu
-from support.batches import declaring
-from support.kernel_scene import KernelScene, mla
 
 MATRIX = [
     (Serving(skip, mode, no_chunks), no_ragged)

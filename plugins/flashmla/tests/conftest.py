@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from hypothesis import settings
 
-from support.command import attnplug, explained, plain_environment
-from support.triton_mode import settle_triton
+from attnplug_testing.command import attnplug, explained, plain_environment
+from attnplug_testing.triton_mode import settle_triton
 
 __all__ = ["attnplug", "explained", "plain_environment"]
 

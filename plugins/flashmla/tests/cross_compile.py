@@ -5,7 +5,7 @@ import json
 import re
 
 from attnplug_flashmla.triton_kernels import PAIRS, _join
-from support.ahead import compiled, resources
+from attnplug_testing.ahead import compiled, resources
 
 STRIDES = ("latent_row", "latent_head", "rope_row", "rope_head")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from attnplug import BackendContext, DType
 from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_flashmla.kernels import Call, Schedule
-from support.batches import declaring
-from support.kernel_scene import KernelCase, KernelScene
+from attnplug_testing.batches import declaring
+from attnplug_testing.kernel_scene import KernelCase, KernelScene
 
 PARTS = 7
 ROW_DIM, RANK, PAGE = 576, 512, 64

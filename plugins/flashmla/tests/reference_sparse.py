@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attnplug import AttentionKind, BackendContext, DType, ForwardMode, LayerSpec, MLAPool
 from attnplug_flashmla.sparse_backend import SparseFlashMLABackend
-from support.batches import declaring
-from support.kernel_scene import DEEPSEEK, KernelCase, Lengths
-from support.sparse_scene import sparse
+from attnplug_testing.batches import declaring
+from attnplug_testing.kernel_scene import DEEPSEEK, KernelCase, Lengths
+from attnplug_testing.sparse_scene import sparse
 
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 PACKED, ROWS = DType.FP8_DS_MLA, DType.BFLOAT16

@@ -10,9 +10,9 @@ import pytest
 from attnplug import BackendContext, ForwardMode, MLAPool, PlanError
 from attnplug.host import KVPools
 from attnplug_conformance.arithmetic import relative_error
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.kernel_scene import KernelScene, check, lengths, mla
 from reference_flashmla import build, on, scene
-from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelScene, check, lengths, mla
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 INF = float("inf")

@@ -29,7 +29,7 @@ from attnplug_flashmla import deep_gemm_index
 from attnplug_flashmla.deep_gemm_index import DeepGEMM, score_in_fp8
 from attnplug_flashmla.options import SparseOptions
 from attnplug_flashmla.plugin import attnplug_backends
-from support.libraries import install_library
+from attnplug_testing.libraries import install_library
 
 ROOT = Path(__file__).resolve().parents[3]
 (UNPACKED,) = re.findall(r"^DEEPGEMM := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardMode
+from attnplug_testing.captures import (
+    check_copied_slots,
+    check_overtaking,
+    check_replays,
+    check_two_shapes,
+    replay_scenes,
+)
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, check_replays_in_parts, mla
 from reference_flashmla import scene
-from support.captures import check_copied_slots, check_overtaking, check_replays, check_two_shapes, replay_scenes
-from support.devices import DEVICES
-from support.kernel_scene import KernelScene, check_captured_lanes, check_replays_in_parts, mla
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -74,7 +80,7 @@ def test_it_waits_for_queries_of_a_kernel_that_lets_others_start_early(in_parts,
     """FlashMLA's first kernel is launched early and never waits itself."""
     from attnplug_flashmla.backend import ready
     from attnplug_flashmla.kernels import Call, FlashMLAKernels
-    from support.late_kernel import fill_late
+    from attnplug_testing.late_kernel import fill_late
 
     torch.manual_seed(0)
     shape = {"dtype": torch.bfloat16, "device": device}

@@ -11,10 +11,10 @@ from torch import Tensor
 from attnplug import ForwardExtras, ForwardMode
 from attnplug_flashmla.backend import join
 from attnplug_flashmla.triton_kernels import launch_join
+from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
+from attnplug_testing.kernel_scene import mla
+from attnplug_testing.triton_mode import compiled_by
 from reference_flashmla import scene
-from support.devices import DEVICES, INTERPRETED, nothing_waits
-from support.kernel_scene import mla
-from support.triton_mode import compiled_by
 
 RANK, ROPE = 512, 64
 

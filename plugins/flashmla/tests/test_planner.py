@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnplug_flashmla.planner import Pages
 from attnplug_flashmla.triton_kernels import launch_fill_pages
-from support.devices import DEVICES, INTERPRETED, nothing_waits
+from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
 
 NOWHERE = 1 << 30
 UNTOUCHED = -7

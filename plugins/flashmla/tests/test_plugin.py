@@ -17,9 +17,9 @@ from attnplug import BackendError, DType, GraphLevel, IndexerDims, ModelSpec, Pr
 from attnplug_flashmla import kernels
 from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_flashmla.plugin import attnplug_backends
-from support.command import Explained
-from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
-from support.libraries import install_library
+from attnplug_testing.command import Explained
+from attnplug_testing.configs import DEEPSEEK_V3, KIMI_LINEAR, read
+from attnplug_testing.libraries import install_library
 
 SPEC, SPARSE = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3

@@ -23,7 +23,7 @@ from attnplug_flashmla import kernels, sparse_kernels
 from attnplug_flashmla.kernels import Call, FlashMLAKernels, Library, Schedule
 from attnplug_flashmla.raw import calls
 from attnplug_flashmla.sparse_kernels import FlashMLASparseKernels
-from support.signatures import read_signature
+from attnplug_testing.signatures import read_signature
 
 ROOT = Path(__file__).resolve().parents[3]
 (UNPACKED,) = re.findall(r"^FLASHMLA := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

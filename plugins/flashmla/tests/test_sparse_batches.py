@@ -14,9 +14,9 @@ import torch
 from attnplug import DType, ForwardMode, SelectedPositions, SelectedSlots
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_flashmla import sparse_backend
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.sparse_scene import SparseStage
 from reference_sparse import DECODE, EXTEND, PACKED, ROWS, VERIFY, ReferenceSparse, build, case
-from support.devices import DEVICES, nothing_waits
-from support.sparse_scene import SparseStage
 
 INF = float("inf")
 on_every_device = pytest.mark.parametrize("device", DEVICES)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from rounded_oracle import DEEPSEEK_V3, RoundedOracle
 
 from attnplug import DType
-from support.devices import DEVICES
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.rounded_oracle import DEEPSEEK_V3, RoundedOracle
 
 pytestmark = [*DEVICES[1].marks]
 DEEPSEEK_V32 = {**DEEPSEEK_V3, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 192}

@@ -11,9 +11,9 @@ from torch import Tensor
 from attnplug import DType
 from attnplug_conformance.arithmetic import NAN
 from attnplug_conformance.case import LAYER
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.sparse_scene import SparseStage, check_replays
 from reference_sparse import DECODE, PACKED, ROWS, VERIFY, build, case
-from support.devices import DEVICES
-from support.sparse_scene import SparseStage, check_replays
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(kv_dtype, mod
 @pytest.mark.parametrize("kv_dtype", [ROWS, PACKED])
 def test_it_waits_for_queries_of_a_kernel_that_lets_others_start_early(kv_dtype, device):
     from attnplug_flashmla.sparse_kernels import FlashMLASparseKernels
-    from support.late_kernel import fill_late
+    from attnplug_testing.late_kernel import fill_late
 
     torch.manual_seed(0)
     kernels = FlashMLASparseKernels()

@@ -6,7 +6,7 @@ Prints [SM, kind, shared bytes, registers of a thread, bytes spilled] of each; r
 import json
 
 from attnplug_hybrid_linear.triton_delta import _decode
-from support.ahead import compiled, resources
+from attnplug_testing.ahead import compiled, resources
 
 SINGLE = dict.fromkeys(("rate", "bias", "norm", "states"), "*fp32")
 KINDS = {**SINGLE, "slots": "*i64", "counters": "*i32", "scale": "fp32", "eps": "fp32"}

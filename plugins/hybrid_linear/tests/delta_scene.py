@@ -27,10 +27,10 @@ from attnplug import (
     Role,
 )
 from attnplug.host import KVPools, Limits, LinearDims, LinearStatePool, WorkspaceOwner, torch_dtype
+from attnplug_testing.batches import capabilities, geometry, padded, with_plan
 from linear_float64 import Array, relative_error
 from linear_scene import PADDED
 from linear_settings import Setting
-from support.batches import capabilities, geometry, padded, with_plan
 
 EPS = 1e-5
 _DIMS = {AttentionKind.GDN: LinearDims(4, 2, 8, 12, 80, 4), AttentionKind.KDA: LinearDims(1, 1, 12, 5, 29, 3)}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attnplug import ForwardMode, LinearInputs
+from attnplug_testing.batches import with_plan
 from linear_scene import PADDED, LinearScene, Step
 from linear_settings import SETTINGS
-from support.batches import with_plan
 
 in_every_graph_setting = pytest.mark.parametrize(
     "setting", [setting for setting in SETTINGS if setting.id.startswith("fla")]

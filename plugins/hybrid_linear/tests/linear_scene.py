@@ -28,9 +28,9 @@ from attnplug import (
     Role,
 )
 from attnplug.host import KVPools, Limits, LinearDims, LinearStatePool, WorkspaceOwner, torch_dtype
+from attnplug_testing.batches import capabilities, geometry, padded, with_plan
 from linear_float64 import Array, relative_error
 from linear_inputs import random_inputs, tokens_of
-from support.batches import capabilities, geometry, padded, with_plan
 
 PADDED = -1
 """In place of a request's number: a padded request."""

@@ -20,9 +20,9 @@ from attnplug_hybrid_linear.fla_backend import FlaLinearBackend
 from attnplug_hybrid_linear.fla_kernels import CHUNK, Chunks
 from attnplug_hybrid_linear.recurrence import Tokens, advance
 from attnplug_hybrid_linear.torch_backend import TorchLinearBackend
+from attnplug_testing.devices import DEVICES
 from linear_inputs import tokens_of
 from linear_scene import LinearScene
-from support.devices import DEVICES
 
 
 class ReferenceChunks:

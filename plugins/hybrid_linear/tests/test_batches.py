@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from attnplug import ForwardMode, PlanError, PoolError
 from attnplug.host import KVPools, backend_problems
 from attnplug_hybrid_linear.fla_backend import FEW_TOKENS
+from attnplug_testing.batches import with_plan
+from attnplug_testing.devices import nothing_waits
 from linear_scene import LAYERS, PADDED, LinearScene, same_values
 from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS, TORCH, Setting
-from support.batches import with_plan
-from support.devices import nothing_waits
 
 DECODE, EXTEND, MIXED = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED
 in_every_setting = pytest.mark.parametrize("setting", SETTINGS)

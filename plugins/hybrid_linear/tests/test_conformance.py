@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from attnplug_conformance import conformance_tests
 from attnplug_conformance.testing import subject_of
-from support.devices import INTERPRETED
-from support.seam import over_stand_ins
+from attnplug_testing.devices import INTERPRETED
+from attnplug_testing.seam import over_stand_ins
 
 SUBJECTS = [
     subject_of("torch", "cpu"),

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import linear_float64
 from attnplug_hybrid_linear.convolution import convolve, newest_rows
+from attnplug_testing.devices import DEVICES
 from linear_float64 import relative_error
-from support.devices import DEVICES
 
 TOLERANCE = 1e-6
 

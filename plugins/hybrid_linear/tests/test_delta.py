@@ -14,12 +14,12 @@ from torch import Tensor
 from attnplug import AttentionKind, DeltaInputs, DType, ForwardMode, LayerSpec, LinearInputs, PlanError
 from attnplug.host import LinearDims
 from attnplug_hybrid_linear import triton_delta
+from attnplug_testing.batches import with_plan
+from attnplug_testing.triton_mode import compiled_by
 from delta_scene import EPS, DeltaScene, DeltaStep
 from linear_capture import graph_of
 from linear_scene import PADDED, random_members, same_bits
 from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS
-from support.batches import with_plan
-from support.triton_mode import compiled_by
 
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 in_every_setting = pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.id.startswith("fla")])

@@ -7,10 +7,10 @@ import torch
 
 from attnplug import ForwardMode, PlanError
 from attnplug_hybrid_linear import torch_backend
+from attnplug_testing.batches import with_plan
 from linear_capture import Capture, in_every_graph_setting
 from linear_scene import LAYERS, PADDED, LinearScene, Step
 from linear_settings import ON_A_GPU, SETTINGS, TORCH
-from support.batches import with_plan
 
 VERIFY, EXTEND, DECODE = ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND, ForwardMode.DECODE
 in_every_setting = pytest.mark.parametrize("setting", SETTINGS)

@@ -12,9 +12,9 @@ import pytest
 
 from attnplug import AttentionKind, BackendError, DType, GraphLevel, Problem, Refusal, RefusalCode, Role
 from attnplug_hybrid_linear.plugin import attnplug_backends
-from support.command import Explained
-from support.configs import DEEPSEEK_V3, KIMI_LINEAR, NEMOTRON_H_8B, QWEN3_NEXT, read
-from support.libraries import install_library
+from attnplug_testing.command import Explained
+from attnplug_testing.configs import DEEPSEEK_V3, KIMI_LINEAR, NEMOTRON_H_8B, QWEN3_NEXT, read
+from attnplug_testing.libraries import install_library
 
 SPECS = {spec.name: spec for spec in attnplug_backends()}
 SPEC, FLA = SPECS["torch"], SPECS["fla"]

@@ -15,9 +15,9 @@ import linear_float64
 from attnplug import AttentionKind, LinearInputs
 from attnplug.host import LinearDims
 from attnplug_hybrid_linear.recurrence import CHUNK, Tokens, advance, chunked, recurrent
+from attnplug_testing.devices import DEVICES
 from linear_float64 import relative_error
 from linear_inputs import RECURRENT, random_inputs, tokens_of
-from support.devices import DEVICES
 
 TOLERANCE = 1e-5
 SCALE = 0.5

@@ -17,8 +17,8 @@ from attnplug import AttentionKind, LinearInputs
 from attnplug.host import LinearDims
 from attnplug_hybrid_linear.fla_kernels import CHUNK, Chunks, FlaKernels
 from attnplug_hybrid_linear.spans import cut
+from attnplug_testing.signatures import read_signature, unpacked
 from linear_inputs import RECURRENT, random_inputs
-from support.signatures import read_signature, unpacked
 
 ROOT = Path(__file__).resolve().parents[3]
 (VERSION,) = re.findall(r"^FLA := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

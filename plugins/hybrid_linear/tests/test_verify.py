@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug import ForwardMode, PlanError
+from attnplug_testing.devices import nothing_waits
 from linear_scene import LAYERS, PADDED, LinearScene, same_bits
 from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS, TORCH
-from support.devices import nothing_waits
 
 VERIFY, EXTEND, DECODE = ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND, ForwardMode.DECODE
 in_every_setting = pytest.mark.parametrize("setting", SETTINGS)

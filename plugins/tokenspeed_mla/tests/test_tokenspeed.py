@@ -17,16 +17,16 @@ from attnplug.host import ExtendPolicy
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.checks.mla_paths import UpProjected
+from attnplug_testing.batches import declaring
+from attnplug_testing.configs import DEEPSEEK_V3, read
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla
 from attnplug_tokenspeed_mla import build, kernels
 from attnplug_tokenspeed_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.kernels import to_float8
 from blackwell_device import PROCESSORS, pretend
 from generation_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
 from reference_kernels import attend
-from support.batches import declaring
-from support.configs import DEEPSEEK_V3, read
-from support.devices import DEVICES
-from support.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla
 from tokenspeed_reference import NEWEST, OLDEST, ReferenceTokenSpeed, build_on, reference_tokenspeed
 
 (SPEC,) = attnplug_backends()

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendContext
+from attnplug_testing.batches import declaring
+from attnplug_testing.signatures import read_signature, unpacked
 from attnplug_tokenspeed_mla.build import tokenspeed_mla
 from attnplug_tokenspeed_mla.kernels import Library
 from attnplug_tokenspeed_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from generation_checks import Build, skip_unless_served
-from support.batches import declaring
-from support.signatures import read_signature, unpacked
 from trtllm_reference import (
     check_cute_dsl_scratch,
     check_ragged,

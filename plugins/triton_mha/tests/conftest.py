@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from support.triton_mode import settle_triton
+from attnplug_testing.triton_mode import settle_triton
 
 sys.path.insert(0, str(Path(__file__).parent))
 

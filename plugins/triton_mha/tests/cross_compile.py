@@ -14,13 +14,13 @@ from typing import Any
 
 import triton
 
+from attnplug_testing import ahead
 from attnplug_triton_mha.attention import merged_at_once
 from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, MergeCut, Room, fitting, merge_cut
 from attnplug_triton_mha.triton_attention import attend as attend_kernel
 from attnplug_triton_mha.triton_merge import _FEW
 from attnplug_triton_mha.triton_merge import merge as merge_kernel
 from attnplug_triton_mha.triton_plan import _plan
-from support import ahead
 
 GROUP, KV_HEADS = 4, 8
 POINTERS = {

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from attnplug import AttentionBackend, BackendContext, DType
+from attnplug_testing.batches import declaring
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_stored
+from attnplug_testing.kernel_scene import check as check_scene
 from attnplug_triton_mha.configurations import Configuration, Merge
-from support.batches import declaring
-from support.kernel_scene import KernelCase, KernelScene, check_stored
-from support.kernel_scene import check as check_scene
 
 Choose = Callable[[int, int, int, bool], Configuration]
 MULTIPROCESSORS = 3

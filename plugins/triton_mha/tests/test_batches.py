@@ -10,12 +10,12 @@ import torch
 from attnplug import SCRATCH, BackendContext, ForwardExtras, ForwardMode
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER
+from attnplug_testing.batches import with_plan
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.kernel_scene import KernelScene, lengths, mha, ragged
 from attnplug_triton_mha.configurations import ENTRIES, Configuration
 from attnplug_triton_mha.plugin import COUNTERS
 from interpreted_mha import build, check, on, scene, small
-from support.batches import with_plan
-from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelScene, lengths, mha, ragged
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 EXTEND, MIXED = ForwardMode.EXTEND, ForwardMode.MIXED
@@ -171,7 +171,7 @@ class TestOnAGPU:
         """Queries and new rows are made by a kernel that lets the next ones begin at once, and is late with both."""
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("kernels wait for each other on the device from SM 90 on")
-        from support.late_kernel import fill_late
+        from attnplug_testing.late_kernel import fill_late
 
         case = mha(((5000, 1),) * requests, DECODE, lse=False, **heads)
         stage = scene(case, device)

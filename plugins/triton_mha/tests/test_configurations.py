@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from attnplug import ForwardMode, Geometry
+from attnplug_testing.devices import INTERPRETED
+from attnplug_testing.triton_mode import compiled_by
 from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, Room, choose, fitting, most_partial_rows
-from support.devices import INTERPRETED
-from support.triton_mode import compiled_by
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}

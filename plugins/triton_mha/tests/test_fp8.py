@@ -14,10 +14,10 @@ from torch import Tensor
 from attnplug import BackendContext, DType, ForwardMode, MHAPool
 from attnplug.host import KVPools
 from attnplug_conformance.case import LAYER
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_stored, mha
 from attnplug_triton_mha.configurations import TABLE_FP8, Configuration
 from interpreted_mha import FP8_TOLERANCE, build, check, on, scene
-from support.devices import DEVICES
-from support.kernel_scene import KernelCase, KernelScene, check_stored, mha
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rounded_oracle import RoundedOracle
 
 from attnplug import DType, Role
-from support.devices import DEVICES
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.rounded_oracle import RoundedOracle
 
 pytestmark = [*DEVICES[1].marks]
 

@@ -11,10 +11,15 @@ import torch
 from attnplug import DType, ForwardBatch, ForwardMode
 from attnplug_conformance.case import LAYER
 from attnplug_conformance.checks.graphs import Capture
-from interpreted_mha import scene
-from support.captures import check_host_slots, check_overtaking, check_second_capture, check_two_shapes, replay_scenes
-from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import (
+from attnplug_testing.captures import (
+    check_host_slots,
+    check_overtaking,
+    check_second_capture,
+    check_two_shapes,
+    replay_scenes,
+)
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.kernel_scene import (
     KernelCase,
     KernelScene,
     check_captured_lanes,
@@ -22,6 +27,7 @@ from support.kernel_scene import (
     mha,
     replayed,
 )
+from interpreted_mha import scene
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)

@@ -13,8 +13,8 @@ from attnplug.tune.points import Point
 from attnplug.tune.shapes import Task
 from attnplug.tune.stage import Build, Setup, Stage
 from attnplug_conformance.arithmetic import relative_error
+from attnplug_testing.devices import DEVICES
 from interpreted_mha import build
-from support.devices import DEVICES
 
 LAYER = LayerSpec(0, AttentionKind.MHA, 4, 2, 32, 32, 32**-0.5)
 BOTH = frozenset({Role.PREFILL, Role.DECODE})

@@ -15,13 +15,13 @@ from attnplug import SCRATCH, DType, ForwardMode
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.diagnosis import judge
 from attnplug_conformance.scene import Output
+from attnplug_testing.captures import replay_scenes
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_replay, check_stored, lengths, mha, ragged
+from attnplug_testing.trees import random_trees
 from attnplug_triton_mha.configurations import ENTRIES, Configuration
 from attnplug_triton_mha.plugin import COUNTERS
 from interpreted_mha import FP8_TOLERANCE, Choose, check, scene
-from support.captures import replay_scenes
-from support.devices import DEVICES
-from support.kernel_scene import KernelCase, KernelScene, check_replay, check_stored, lengths, mha, ragged
-from support.trees import random_trees
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attnplug import ForwardMode, Geometry
+from attnplug_testing.batches import geometry
+from attnplug_testing.devices import INTERPRETED
 from attnplug_triton_mha.configurations import Configuration
 from attnplug_triton_mha.planner import LayerShape, Schedule
-from support.batches import geometry
-from support.devices import INTERPRETED
 
 pytestmark = INTERPRETED
 PAGE = 16

@@ -11,9 +11,9 @@ import pytest
 
 from attnplug import CacheLayout, DType, GraphLevel, Problem, Refusal, Role, requirement_refusal
 from attnplug.host import BackendRequest, load_registry, select
+from attnplug_testing.command import in_own_process
+from attnplug_testing.configs import DEEPSEEK_V3, LLAMA_3_8B, QWEN3_NEXT, read
 from attnplug_triton_mha.plugin import attnplug_backends
-from support.command import in_own_process
-from support.configs import DEEPSEEK_V3, LLAMA_3_8B, QWEN3_NEXT, read
 
 (SPEC,) = attnplug_backends()
 FA4 = "flash-attn-4>=4.0.0b36"

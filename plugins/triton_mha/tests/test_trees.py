@@ -13,11 +13,11 @@ from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.diagnosis import judge
 from attnplug_conformance.reference import ancestors
 from attnplug_conformance.scene import Output
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.kernel_scene import KernelCase, mha
+from attnplug_testing.trees import chain, random_trees
 from attnplug_triton_mha.configurations import ENTRIES, Configuration
 from interpreted_mha import FP8_TOLERANCE, check, scene
-from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelCase, mha
-from support.trees import chain, random_trees
 
 VERIFY = ForwardMode.TARGET_VERIFY
 on_every_device = pytest.mark.parametrize("device", DEVICES)

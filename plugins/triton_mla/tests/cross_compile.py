@@ -17,13 +17,13 @@ import triton
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from attnplug_testing import ahead
 from attnplug_triton_mla.configurations import ENTRIES, RAGGED, Configuration
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.triton_attention import attend as attend_triton
 from attnplug_triton_mla.triton_merge import _merge
 from attnplug_triton_mla.triton_plan import _KERNELS
-from support import ahead
 
 RANK, ROPE, PAGE = 512, 64, 64
 POINTERS = {

@@ -11,10 +11,10 @@ import torch
 
 from attnplug import AttentionBackend, BackendContext, DType
 from attnplug.host import MLADims
+from attnplug_testing.batches import declaring
+from attnplug_testing.kernel_scene import DEEPSEEK, KernelCase, KernelScene
+from attnplug_testing.kernel_scene import check as check_scene
 from attnplug_triton_mla.configurations import Configuration
-from support.batches import declaring
-from support.kernel_scene import DEEPSEEK, KernelCase, KernelScene
-from support.kernel_scene import check as check_scene
 
 Choose = Callable[..., Configuration]
 MULTIPROCESSORS = 3

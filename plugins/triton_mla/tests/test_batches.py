@@ -14,13 +14,13 @@ from attnplug_conformance.arithmetic import relative_error, tail
 from attnplug_conformance.case import LAYER
 from attnplug_conformance.diagnosis import judge
 from attnplug_conformance.scene import Output
+from attnplug_testing.batches import with_plan
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelScene, lengths, mla, ragged
 from attnplug_triton_mla.configurations import ENTRIES, Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.scratch import COUNTERS
 from interpreted_mla import MULTIPROCESSORS, check, scene, small
-from support.batches import with_plan
-from support.devices import DEVICES
-from support.kernel_scene import KernelScene, lengths, mla, ragged
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 EXTEND, MIXED = ForwardMode.EXTEND, ForwardMode.MIXED
@@ -241,7 +241,7 @@ class TestConfigurations:
         """
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("kernels wait for each other on the device from SM 90 on")
-        from support.late_kernel import fill_late
+        from attnplug_testing.late_kernel import fill_late
 
         heads = 16 if entry.tile == 16 else 128
         stage = scene(mla(((20000, 1), (5, 1)), DECODE, heads=heads), device, lambda *_, **__: entry)

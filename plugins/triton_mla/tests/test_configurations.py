@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnplug_testing.triton_mode import compiled_by
 from attnplug_triton_mla.configurations import (
     ANY,
     ENTRIES,
@@ -24,7 +25,6 @@ from attnplug_triton_mla.configurations import (
     on_triton,
 )
 from attnplug_triton_mla.planner import Schedule, Shape
-from support.triton_mode import compiled_by
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}

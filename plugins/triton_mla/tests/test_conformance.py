@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from attnplug import DType
 from attnplug_conformance import conformance_tests
-from support.devices import INTERPRETED
-from support.seam import over_stand_ins
+from attnplug_testing.devices import INTERPRETED
+from attnplug_testing.seam import over_stand_ins
 
 pytestmark = INTERPRETED
 SUBJECTS = [

@@ -29,10 +29,10 @@ from attnplug import (
 from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, plan_forward, torch_dtype
 from attnplug_conformance.arithmetic import relative_error, zero_by_chance_is_nan
 from attnplug_conformance.reference import Rules, attention
+from attnplug_testing.batches import capabilities
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import DEEPSEEK
 from interpreted_mla import NARROW, build
-from support.batches import capabilities
-from support.devices import DEVICES
-from support.kernel_scene import DEEPSEEK
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 HEADS, LAYERS, LAYER = 4, 3, 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle
 
 from attnplug import DType, Role
 from attnplug.host import TINY_CONFIGS
-from support.devices import DEVICES
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle
 
 pytestmark = [*DEVICES[1].marks]
 

@@ -10,10 +10,7 @@ import torch
 from attnplug import DType, ForwardMode
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.graphs import Capture
-from attnplug_triton_mla.configurations import Configuration
-from attnplug_triton_mla.options import TritonMLAOptions
-from interpreted_mla import scene
-from support.captures import (
+from attnplug_testing.captures import (
     check_copied_slots,
     check_overtaking,
     check_replays,
@@ -21,8 +18,11 @@ from support.captures import (
     check_two_shapes,
     replay_scenes,
 )
-from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla, replayed
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla, replayed
+from attnplug_triton_mla.configurations import Configuration
+from attnplug_triton_mla.options import TritonMLAOptions
+from interpreted_mla import scene
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 EXTEND = ForwardMode.EXTEND

@@ -11,9 +11,9 @@ import pytest
 
 from attnplug import CacheLayout, DType, GraphLevel, IndexerDims, Problem, Refusal, Role
 from attnplug.host import load_registry
+from attnplug_testing.command import in_own_process
+from attnplug_testing.configs import DEEPSEEK_V3, KIMI_LINEAR, read
 from attnplug_triton_mla.plugin import attnplug_backends
-from support.command import in_own_process
-from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3

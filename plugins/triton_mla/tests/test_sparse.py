@@ -14,11 +14,11 @@ from attnplug import BackendError, DType, ForwardMode, SelectedSlots
 from attnplug.host import MLADims
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import LAST, LAYER
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelCase
+from attnplug_testing.sparse_scene import HotStage, SparseStage, check_replays, sparse
+from attnplug_testing.trees import random_trees
 from interpreted_mla import build
-from support.devices import DEVICES
-from support.kernel_scene import KernelCase
-from support.sparse_scene import HotStage, SparseStage, check_replays, sparse
-from support.trees import random_trees
 
 DECODE, VERIFY, EXTEND, MIXED = (
     ForwardMode.DECODE,

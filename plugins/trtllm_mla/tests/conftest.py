@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from hypothesis import settings
 
-from support.command import attnplug, explained, plain_environment
+from attnplug_testing.command import attnplug, explained, plain_environment
 
 __all__ = ["attnplug", "explained", "plain_environment"]
 

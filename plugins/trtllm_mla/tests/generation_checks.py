@@ -12,8 +12,8 @@ from attnplug import AttentionBackend, BackendContext, BackendSpec, DType, Forwa
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.cache import check_written
 from attnplug_conformance.diagnosis import check_padding
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, mla
 from attnplug_trtllm_mla.kernels import to_float8
-from support.kernel_scene import KernelCase, KernelScene, mla
 
 Build = Callable[[BackendContext], AttentionBackend]
 FP8 = DType.FLOAT8_E4M3

@@ -15,6 +15,8 @@ from attnplug.mla.plan import plan_extend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
+from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.kernel_scene import KernelScene, mla
 from attnplug_trtllm_mla.planner import table_width
 from generation_checks import (
     FP8,
@@ -24,8 +26,6 @@ from generation_checks import (
     lengths,
     scene,
 )
-from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelScene, mla
 from trtllm_reference import NEWEST, ReferenceFlashInfer, build_on, flashinfer_folder, reference_trtllm
 
 GPU_PREFIXES = ((900, 333), (0, 90), (64, 1), (1, 30))

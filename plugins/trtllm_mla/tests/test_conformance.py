@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnplug import DType
 from attnplug_conformance import conformance_tests
-from support.seam import over_stand_ins
+from attnplug_testing.seam import over_stand_ins
 
 SUBJECTS = [
     over_stand_ins(

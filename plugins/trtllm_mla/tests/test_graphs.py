@@ -11,11 +11,11 @@ import torch
 from attnplug import ForwardExtras, ForwardMode
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.graphs import Capture
+from attnplug_testing.batches import with_plan
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla
 from attnplug_trtllm_mla.kernels import to_float8
 from generation_checks import FP8, TOLERANCE, scene
-from support.batches import with_plan
-from support.devices import DEVICES
-from support.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla
 from trtllm_reference import ReferenceFlashInfer, build_on, reference_trtllm
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY

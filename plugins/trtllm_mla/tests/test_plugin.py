@@ -11,10 +11,10 @@ import pytest
 
 from attnplug import CacheLayout, DType, GraphLevel, Problem, Refusal, Role
 from attnplug.host import UsageError, load_registry, parse_options
+from attnplug_testing.command import Explained
+from attnplug_testing.configs import DEEPSEEK_V3, KIMI_LINEAR, read
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 from attnplug_trtllm_mla.plugin import attnplug_backends
-from support.command import Explained
-from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendContext
+from attnplug_testing.batches import declaring
+from attnplug_testing.signatures import installed, read_signature, unpacked
 from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from attnplug_trtllm_mla.build import trtllm_mla
 from attnplug_trtllm_mla.kernels import Library
@@ -25,8 +27,6 @@ from attnplug_trtllm_mla.plugin import attnplug_backends
 from blackwell_device import pretend
 from generation_checks import Build, skip_unless_served
 from reference_kernels import attend
-from support.batches import declaring
-from support.signatures import installed, read_signature, unpacked
 
 PROCESSORS = 4
 SCRATCH_MIB = 8

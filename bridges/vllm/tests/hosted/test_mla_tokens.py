@@ -12,10 +12,10 @@ import torch
 
 from attnplug import DType
 from attnplug.host import load_model
+from attnplug_testing.measured import measured_twins
 from attnplug_vllm import choice
 from engines import AGAIN, PROMPTS, asking, engine, generate, prompts_of, runner, tokens
 from mla_models import OPTIONS, MLAModels
-from support.measured import measured_twins
 
 OURS = {"AttnplugCPUMLAImpl"}
 BOTH = asking(prefill="torch_native")

@@ -28,8 +28,8 @@ from attnplug_conformance.case import LAST
 from attnplug_conformance.check import Stand
 from attnplug_conformance.checks.hisparse import HotScene
 from attnplug_conformance.checks.sparse import SparseCapture, SparseScene, judge_selected
-from support.devices import nothing_waits
-from support.kernel_scene import KernelCase, KernelScene, Lengths, Make, mla
+from attnplug_testing.devices import nothing_waits
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, Lengths, Make, mla
 
 NARROW = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 

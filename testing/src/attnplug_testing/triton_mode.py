@@ -231,7 +231,7 @@ def _builtins(package: object) -> list[str]:
 
 
 def compiled_by(script: Path, *arguments: str) -> Any:
-    """What a script that compiles kernels ahead of time prints as JSON. It runs alone, and uses ``support.ahead``."""
+    """Run a script that cross-compiles kernels (see ``attnplug_testing.ahead``) and return the JSON that it prints."""
     server = _compile_server()
     assert server.stdin is not None and server.stdout is not None
     with TemporaryDirectory() as folder:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attnplug_conformance.checks.graphs import Capture
-from support.devices import nothing_waits
-from support.kernel_scene import KernelCase, KernelScene, check_replay, replayed
+from attnplug_testing.devices import nothing_waits
+from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_replay, replayed
 
 
 def replay_scenes(

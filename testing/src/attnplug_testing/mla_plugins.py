@@ -24,8 +24,8 @@ from attnplug import (
     Serving,
 )
 from attnplug.host import HybridLinearBackend, KVPools, LinearDims, LinearStatePool, MLADims, load_registry
-from support.batches import declaring
-from support.kernel_scene import KernelCase
+from attnplug_testing.batches import declaring
+from attnplug_testing.kernel_scene import KernelCase
 
 _PLUGINS = Path(__file__).parents[3] / "plugins"
 _LINEAR = LayerSpec(0, AttentionKind.KDA, 2, 2, 16, 16, 0.25, linear=LinearDims(2, 2, 16, 16, 96, 4))

@@ -1,7 +1,7 @@
 """Compiles Triton kernels for GPUs that need not be there.
 
 For scripts that ``triton_mode.compiled_by`` starts: in the process of a test kernels are interpreted, which is decided
-when they are defined. To start one by hand: ``PYTHONPATH=core/tests python SCRIPT``.
+when they are defined. To start one by hand: ``python SCRIPT``.
 """
 
 from __future__ import annotations
