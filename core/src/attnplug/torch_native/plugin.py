@@ -9,7 +9,6 @@ from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import CacheLayout, DType, ExtendPath, Role
 from attnplug.declare.spec import BackendSpec
-from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.declare.workspace_kind import SCRATCH, WorkspaceKind
 from attnplug.hf.tiny import TINY_CONFIGS
 
@@ -20,7 +19,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="torch_native",
             summary="MHA, GQA and MLA with torch alone: correct everywhere, the reference for the rest",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug.torch_native.backend:TorchNativeBackend",
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MHA, AttentionKind.MLA}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug import CONTRACT_VERSION, BackendSpec, ExtendPath, Role, hookimpl
+from attnplug import BackendSpec, ExtendPath, Role, hookimpl
 from attnplug_trtllm_mla import blackwell
 
 
@@ -12,7 +12,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="cutedsl_mla",
             summary="MLA by FlashInfer's CuTe DSL kernel: decode and verify, with another backend for prefill",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug_cutedsl_mla.factory:cutedsl_mla",
             requires=(blackwell.FLASHINFER, "nvidia-cutlass-dsl>=4.6.2"),
             check=blackwell.refusals,

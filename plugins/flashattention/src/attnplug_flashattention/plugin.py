@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from attnplug import (
-    CONTRACT_VERSION,
     AttentionKind,
     BackendSpec,
     CacheLayout,
@@ -45,7 +44,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="flashattention",
             summary="MHA and GQA by FlashAttention (flash-attn-4, or torch's own kernel); MLA prefill as MHA",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug_flashattention.backend:FlashAttentionBackend",
             uses=("flash-attn-4", "flash-attn"),
             options=FlashAttentionOptions,

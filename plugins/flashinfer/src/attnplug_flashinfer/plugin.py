@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnplug import (
-    CONTRACT_VERSION,
     AttentionKind,
     BackendSpec,
     CacheLayout,
@@ -32,7 +31,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="flashinfer",
             summary="MHA and GQA by FlashInfer's paged kernels: decode, verify and extend",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug_flashinfer.factory:FlashInferBackend",
             requires=((LIBRARY, "flashinfer"),),
             options=FlashInferOptions,

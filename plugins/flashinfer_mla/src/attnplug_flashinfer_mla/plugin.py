@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import get_args
 
 from attnplug import (
-    CONTRACT_VERSION,
     AttentionKind,
     BackendSpec,
     Capabilities,
@@ -60,7 +59,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="flashinfer_mla",
             summary="MLA by FlashInfer: paged decode, verify and extend; prefill as MHA in one shot or by chunks",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug_flashinfer_mla.factory:FlashInferMLABackend",
             requires=((LIBRARY, "flashinfer"),),
             options=FlashInferMLAOptions,

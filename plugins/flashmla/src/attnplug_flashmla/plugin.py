@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnplug import (
-    CONTRACT_VERSION,
     AttentionKind,
     BackendSpec,
     Capabilities,
@@ -37,7 +36,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="flashmla",
             summary="MLA decode and verify by FlashMLA on Hopper GPUs; prefill is another backend's",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug_flashmla.factory:FlashMLABackend",
             requires=((LIBRARY, "flash_mla"),),
             preference=90,  # FlashInfer's calls take a third of the host's time, and need no second backend for prefill
@@ -63,7 +62,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="flashmla_sparse",
             summary="MLA over the rows that an index chooses by FlashMLA on Hopper GPUs, bfloat16 or 656 bytes a row",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug_flashmla.factory:SparseFlashMLABackend",
             requires=((LIBRARY, "flash_mla"),),
             preference=90,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnplug import (
-    CONTRACT_VERSION,
     AttentionKind,
     BackendSpec,
     CacheLayout,
@@ -42,7 +41,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="torch",
             summary="linear attention with torch alone: correct everywhere, the reference for the rest",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug_hybrid_linear.torch_backend:TorchLinearBackend",
             capabilities=Capabilities(
                 kinds=_KINDS,
@@ -57,7 +56,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="fla",
             summary="linear attention in Triton: flash-linear-attention's chunks, and decode on states in place",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug_hybrid_linear.fla_factory:fla",
             requires=((LIBRARY, "fla"),),
             check=refusals,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug import CONTRACT_VERSION, BackendSpec, DType, hookimpl
+from attnplug import BackendSpec, DType, hookimpl
 from attnplug_trtllm_mla import blackwell
 
 LIBRARY = "tokenspeed-mla>=2.0,<3"
@@ -14,7 +14,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="tokenspeed_mla",
             summary="MLA by TokenSpeed's kernels over an fp8 cache: decode, verify, prefill as MHA",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug_tokenspeed_mla.factory:tokenspeed_mla",
             requires=((LIBRARY, "tokenspeed_mla"), blackwell.FLASHINFER),
             check=blackwell.refusals,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnplug import (
-    CONTRACT_VERSION,
     AttentionKind,
     BackendSpec,
     CacheLayout,
@@ -35,7 +34,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="triton_mha",
             summary="MHA and GQA by Triton kernels: paged decode, verify and extend, planned on the device",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug_triton_mha.factory:triton_mha",
             requires=((LIBRARY, "triton"),),
             check=refusals,

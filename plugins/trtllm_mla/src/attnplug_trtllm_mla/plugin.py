@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug import CONTRACT_VERSION, BackendSpec, WorkspaceKind, hookimpl
+from attnplug import BackendSpec, WorkspaceKind, hookimpl
 from attnplug_trtllm_mla import blackwell
 from attnplug_trtllm_mla.memory import CUTE_DSL_SCRATCH, SEMAPHORES
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
@@ -15,7 +15,7 @@ def attnplug_backends() -> list[BackendSpec]:
             name="trtllm_mla",
             summary="MLA by TRT-LLM's generation kernels through FlashInfer: decode, verify, prefill as MHA; the rest "
             "by flashinfer_mla",
-            contract=CONTRACT_VERSION,
+            contract="0.9",
             factory="attnplug_trtllm_mla.factory:trtllm_mla",
             requires=(blackwell.FLASHINFER,),
             options=TRTLLMMLAOptions,
