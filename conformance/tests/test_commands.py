@@ -171,9 +171,3 @@ class TestCheck:
     def test_options_reach_the_backend_they_name(self):
         with pytest.raises(UsageError, match="backend torch_native takes no options"):
             attnplug("check", "--device", "cpu", "--backend-option", "torch_native.speed=11")
-
-
-def test_without_the_kit_core_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("attnplug.cli.foreign.claims", lambda: ({}, []))
-    with pytest.raises(UsageError, match="it comes with attnplug-conformance: pip install attnplug-conformance"):
-        attnplug("check")

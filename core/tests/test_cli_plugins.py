@@ -1,12 +1,9 @@
-"""attnplug plugins: the packages that are installed, and those of ours that could be."""
+"""attnplug plugins: the packages that are installed."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from attnplug.cli.plugins import OURS
 from attnplug_testing.command import Attnplug, Package
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -19,13 +16,12 @@ def no_commands_or_hosts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnplug.cli.plugins._hosts", lambda: [])
 
 
-def test_core_alone_offers_all_of_our_packages(attnplug: Attnplug) -> None:
+def test_core_alone_lists_what_it_provides(attnplug: Attnplug) -> None:
+    """D1: entry points define what is installed; there is no list of what could be."""
     outcome = attnplug("plugins")
     assert (outcome.code, outcome.err) == (0, "")
     assert "attnplug 0.9.0" in outcome.out and "torch_native" in outcome.out
-    for name, summary in OURS.items():
-        assert f"pip install {name}" in outcome.out
-        assert summary.split(",")[0][:30] in outcome.out
+    assert set(attnplug("plugins", "--json").json) == {"installed"}
 
 
 def test_what_is_installed_is_listed_by_package_with_its_state(
@@ -48,21 +44,6 @@ def test_what_is_installed_is_listed_by_package_with_its_state(
     assert states["needy-dist"] == "refused" and states["odd-dist"] == "broken" and states["extra-dist"] == "blocked"
     text = attnplug("plugins").out
     assert "RuntimeError: no driver" in text and "pip install 'no-such-library>=2'" in text
-
-
-def test_an_installed_package_of_ours_is_not_offered(attnplug: Attnplug, package: Package, tmp_path: Path) -> None:
-    package("fast")
-    metadata = tmp_path / "fast_dist-1.2.3.dist-info" / "METADATA"
-    metadata.write_text(metadata.read_text().replace("fast-dist", "attnplug_flashmla"))
-    answer = attnplug("plugins", "--json").json
-    assert "attnplug_flashmla" in [one["distribution"] for one in answer["installed"]]
-    offered = {one["distribution"]: one for one in answer["available"]}
-    assert set(offered) == set(OURS) - {"attnplug-flashmla"}
-    assert offered["attnplug-triton-mla"] == {
-        "distribution": "attnplug-triton-mla",
-        "summary": OURS["attnplug-triton-mla"],
-        "install": "pip install attnplug-triton-mla",
-    }
 
 
 def test_what_a_plugin_brings_beyond_backends_is_listed(attnplug: Attnplug, package: Package) -> None:

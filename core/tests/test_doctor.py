@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -32,6 +31,7 @@ SECTIONS = [
     "variables",
     "cache folders",
 ]
+LIBRARIES = ("fla", "flash_attn", "flash_mla", "flashinfer", "tokenspeed_mla", "triton")
 NO_PLUGINS = dict.fromkeys(("findings", "factories", "tables"), "{}")
 
 
@@ -58,16 +58,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture
-def stand_ins(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty modules in the place of the kernel libraries that are installed here: importing those takes seconds.
-
-    The last test of this file imports the real ones.
-    """
-    folder = tmp_path_factory.mktemp("stand_ins")
-    for name in doctor.KERNEL_LIBRARIES:
-        if importlib.util.find_spec(name) is not None:
-            (folder / f"{name}.py").touch()
-    monkeypatch.syspath_prepend(folder)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No library is probed unless a test installs it: importing the real ones takes seconds."""
+    monkeypatch.setattr(doctor, "_required_libraries", lambda: [])
 
 
 @pytest.fixture
@@ -91,8 +84,18 @@ def library(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor, "_ask_plugins", lambda probes: NO_PLUGINS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
+    monkeypatch.setattr(doctor, "_required_libraries", lambda: list(LIBRARIES))
+    shown = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda name: shown(name) if name in written else None)
+    written = set()
+
     def write(name: str, source: str) -> None:
+        written.add(name)
         (tmp_path / f"{name}.py").write_text(source)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "top_level.txt").write_text(f"{name}\n")
 
     return write
 
@@ -100,7 +103,7 @@ def library(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch) ->
 def libraries(report: Report) -> dict[str, str]:
     """Every library is reported, whatever one of them does."""
     found = report()["kernel libraries"]
-    assert list(found) == list(doctor.KERNEL_LIBRARIES)
+    assert list(found) == list(LIBRARIES)
     return found
 
 
@@ -114,7 +117,7 @@ def test_the_report_names_every_section(run: Callable[..., str], monkeypatch: py
     text = run()
     for section in SECTIONS:
         assert section in text.splitlines()
-    for name in ("python", "attnplug", "contract 0.9", "flashinfer", "torch_native"):
+    for name in ("python", "attnplug", "contract 0.9", "torch_native"):
         assert name in text
 
 
@@ -195,10 +198,28 @@ def test_a_library_that_hangs_is_reported(report: Report, library: Library, monk
 def test_damaged_metadata_costs_one_library_at_most(report: Report, library: Library, tmp_path: Path) -> None:
     """An interrupted pip leaves a .dist-info without METADATA."""
     library("flashinfer", "")
-    damaged = tmp_path / "flashinfer_python-1.0.dist-info"
-    damaged.mkdir()
-    (damaged / "top_level.txt").write_text("flashinfer\n")
-    assert libraries(report)["triton"]
+    library("triton", "")
+    (tmp_path / "flashinfer-1.0.dist-info" / "METADATA").unlink()
+    found = libraries(report)
+    assert (found["flashinfer"], found["triton"]) == ("not installed", "1.0")
+
+
+def test_libraries_are_those_that_installed_plugins_require(plugin: Callable[[str, str], None], tmp_path: Path) -> None:
+    """D1: no list of libraries; what core itself requires, our own packages and test requirements are left out."""
+    plugin("fast", "")
+    metadata = tmp_path / "fast_dist-1.2.3.dist-info" / "METADATA"
+    lines = (
+        "attnplug<1",
+        "torch>=2",
+        "fast-kernels>=3",
+        'slow-kernels; extra == "all"',
+        'pytest; extra == "test"',
+        "?",
+    )
+    metadata.write_text(metadata.read_text() + "".join(f"Requires-Dist: {line}\n" for line in lines))
+    found = doctor._required_libraries()
+    assert {"fast-kernels", "slow-kernels"} <= set(found)
+    assert not {"attnplug", "torch", "pytest"} & set(found)
 
 
 def test_a_probe_that_fails_costs_its_own_section_only(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +425,7 @@ def test_a_plugin_that_takes_the_process_down_does_not_take_the_report(
 ) -> None:
     """It always prints and never fails: a plugin may import a kernel library although it must not."""
     plugin("crash", "import os; os.abort()")
-    for name in ("torch", *doctor.KERNEL_LIBRARIES):  # whose imports take seconds
+    for name in ("torch", "triton", "flashinfer"):  # whose imports take seconds
         (tmp_path / f"{name}.py").write_text("raise ImportError('a stand-in')")
     done = subprocess.run(
         [sys.executable, "-m", "attnplug", "doctor"],

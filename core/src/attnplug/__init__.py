@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.machine import interrupt as _interrupt  # noqa: F401 (first of all: what follows takes a tenth of a second)
-
-# isort: split
 from attnplug.faces import face
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from attnplug.declare.settings import Render
 GROUP = "attnplug.hosts"
 """Entry-point group by which a bridge declares its host: name = the host's, target = a :class:`HostSpec`."""
 
-_BROUGHT_BY = {name: f"attnplug-{name}" for name in ("vllm", "sglang", "transformers")}
+DOCS = "https://github.com/attnplug/attnplug/blob/main/docs/hosts.md"
+"""Documentation of the hosts that there are bridges to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +72,8 @@ def load_host(name: str) -> tuple[HostSpec, Source]:
     points, _ = find_entry_points(GROUP)
     named = [point for point in points if point.name == name]
     if not named:
-        known = sorted({point.name for point in points})
-        hint = f"pip install {_BROUGHT_BY[name]}" if name in _BROUGHT_BY else _known(name, known)
-        raise UsageError(f"no installed package leads to a host {name!r}; {hint}")
+        hint = _hint(name, sorted({point.name for point in points}))
+        raise UsageError(f"no installed package is a bridge to a host {name!r}; {hint}")
     sources = [Source.of(point) for point in named]
     if len(named) > 1:
         claimants = " and ".join(f"{source} ({source.target})" for source in sources)
@@ -92,8 +92,9 @@ def load_host(name: str) -> tuple[HostSpec, Source]:
     return spec, sources[0]
 
 
-def _known(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name.lower(), [*known, *_BROUGHT_BY], n=1)
+def _hint(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), known, n=1)
     if near:
         return f"did you mean {near[0]}?"
-    return f"there are {', '.join(known)}" if known else f"there are bridges to {', '.join(_BROUGHT_BY)}, none is here"
+    installed = f"installed are bridges to {', '.join(known)}" if known else "no bridge is installed"
+    return f"{installed}; {DOCS} lists those that can be"

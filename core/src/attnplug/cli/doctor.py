@@ -6,29 +6,38 @@ their own; all probes run at the same time; the report always prints, and the co
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json as jsonlib
 import operator
 import os
 import platform
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import importlib_metadata as metadata
 
+from attnplug.choose.loading import GROUP, find_entry_points, normal
 from attnplug.choose.measured.store import CACHE_VARIABLE, TABLES_VARIABLE, cache_folder, file_states
 from attnplug.choose.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import listing
 from attnplug.cli.probe import Findings, Probes
 from attnplug.declare.errors import describe_error
+from attnplug.declare.installed import installed_version
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.machine.hardware import this_processor, visible_gpus
 
-KERNEL_LIBRARIES = ("triton", "flashinfer", "flash_attn", "flash_mla", "fla", "tokenspeed_mla", "cutlass", "sgl_kernel")
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+_FOR_TESTS = {"test", "tests", "dev"}
+"""Extras whose requirements no backend uses at run time."""
+
 _VARIABLES = (
     ALLOW_VARIABLE,
     STRICT_VARIABLE,
@@ -112,36 +121,55 @@ def _gpus() -> Findings:
 
 
 def _kernel_libraries(probes: Probes) -> Findings:
-    owners = _owners()
-    with ThreadPoolExecutor(max_workers=len(KERNEL_LIBRARIES)) as pool:
-        states = pool.map(partial(_library, probes, owners), KERNEL_LIBRARIES)
-        return dict(zip(KERNEL_LIBRARIES, states, strict=True))
+    libraries, modules = _required_libraries(), _modules()
+    with ThreadPoolExecutor(max_workers=len(libraries) or 1) as pool:
+        states = pool.map(lambda name: _library(probes, name, modules.get(normal(name), [])), libraries)
+        return dict(zip(libraries, states, strict=True))
 
 
-def _owners() -> Mapping[str, list[str]]:
-    """The distributions that each module belongs to; empty if damaged metadata keeps Python from telling."""
+def _required_libraries() -> list[str]:
+    """Return the distributions that installed plugins require, optional ones included, beyond what core requires."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    own = {normal(Requirement(text).name) for text in metadata.distribution("attnplug").requires or ()}
+    found = set()
+    for point in find_entry_points(GROUP)[0]:
+        for text in (point.dist.requires if point.dist is not None else None) or ():
+            try:
+                requirement = Requirement(text)
+            except InvalidRequirement:
+                continue
+            if normal(requirement.name) not in own and not (_FOR_TESTS & _extras(requirement)):
+                found.add(requirement.name)
+    return sorted(name for name in found if not normal(name).startswith("attnplug"))
+
+
+def _extras(requirement: Requirement) -> set[str]:
+    """Return the extras that a requirement belongs to."""
+    return set(re.findall(r"""extra == ["']([^"']+)["']""", str(requirement.marker or "")))
+
+
+def _modules() -> Mapping[str, list[str]]:
+    """Return the top-level modules of each distribution; empty if metadata is too damaged to tell."""
+    found: dict[str, list[str]] = {}
     try:
-        return metadata.packages_distributions()
+        owners = metadata.packages_distributions()
     except Exception:
-        return {}
+        return found
+    for module, distributions in owners.items():
+        for distribution in set(distributions):
+            found.setdefault(normal(distribution), []).append(module)
+    return found
 
 
-def _library(probes: Probes, owners: Mapping[str, list[str]], name: str) -> str:
-    try:
-        if importlib.util.find_spec(name) is None:
-            return "not installed"
-    except Exception as error:
-        return f"cannot be looked up: {describe_error(error)}"
-    version = _version_of(owners.get(name, []))
-    failure = probes.ask(name, f"import {name}; answer = {{}}").get("failed")
+def _library(probes: Probes, name: str, modules: Sequence[str]) -> str:
+    version = installed_version(name)
+    if version is None:
+        return "not installed"
+    public = sorted(module for module in modules if module.isidentifier() and not module.startswith("_"))
+    code = f"import {', '.join(public)}; answer = {{}}" if public else "answer = {}"
+    failure = probes.ask(name, code).get("failed")
     return version if failure is None else f"{version}; import failed: {failure}"
-
-
-def _version_of(owners: list[str]) -> str:
-    try:
-        return ", ".join(f"{owner} {metadata.version(owner)}" for owner in sorted(set(owners))) or "no distribution"
-    except Exception as error:
-        return f"version unknown ({describe_error(error)})"
 
 
 def _ask_plugins(probes: Probes) -> Findings:

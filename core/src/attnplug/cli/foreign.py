@@ -12,16 +12,9 @@ from importlib_metadata import EntryPoint
 from attnplug.choose.loading import Broken, Source, find_entry_points, guarded, load_entry_point
 from attnplug.declare.errors import PluginError, UsageError, describe_error
 
+DOCS = "https://github.com/attnplug/attnplug/blob/main/docs/commands.md"
 GROUP = "attnplug.commands"
 """Entry-point group by which other packages add commands: name = the command, target = ``declare(commands)``."""
-
-_BROUGHT_BY = {
-    "check": "attnplug-conformance",
-    "conform": "attnplug-conformance",
-    "new": "attnplug-conformance",
-    "run": "attnplug-engine",
-    "embed": "attnplug-engine",
-}
 
 Commands = argparse._SubParsersAction  # what argparse calls the place where commands are added
 
@@ -43,11 +36,8 @@ def add(commands: Commands[argparse.ArgumentParser], asked: str, own: Collection
     found, broken = claims()
     if asked not in found:
         known = [*own, *found]
-        if asked in _BROUGHT_BY:
-            hint = f"it comes with {_BROUGHT_BY[asked]}: pip install {_BROUGHT_BY[asked]}"
-        else:
-            near = difflib.get_close_matches(asked.lower(), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        near = difflib.get_close_matches(asked.lower(), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}; packages add more, see {DOCS}"
         unread = "".join(f"\n  {fault.source}: {fault.error}" for fault in broken)
         raise UsageError(f"there is no command {asked!r}; {hint}{unread}")
     _add(commands, asked, found[asked], own)

@@ -1,12 +1,12 @@
-"""``attnplug plugins``: what installed packages bring, and which packages of ours are not installed."""
+"""``attnplug plugins``: list what installed packages provide."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from attnplug.choose.hosts import GROUP
-from attnplug.choose.loading import Source, find_entry_points, normal
+from attnplug.choose.loading import Source, find_entry_points
 from attnplug.choose.registry import Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import Row, listing
@@ -14,27 +14,6 @@ from attnplug.cli.foreign import claims, conflict
 from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_the_rest
 from attnplug.hf.tiny import TINY
-
-OURS: Mapping[str, str] = {
-    "attnplug-conformance": "Proves an attnplug backend right: every claim against float64, with a diagnosis in plain "
-    "words",
-    "attnplug-engine": "Runs real models on any attnplug backend: checkpoints, models, tensor parallelism, "
-    "continuous batching",
-    "attnplug-flashattention": "MHA, GQA and MLA prefill over FlashAttention kernels",
-    "attnplug-flashinfer": "MHA and GQA over FlashInfer's paged kernels",
-    "attnplug-flashinfer-mla": "latent attention (MLA) over FlashInfer's kernels",
-    "attnplug-flashmla": "latent attention (MLA) decode by FlashMLA on Hopper GPUs",
-    "attnplug-triton-mha": "MHA and GQA by Triton kernels, planned on the device",
-    "attnplug-triton-mla": "latent attention (MLA) by Triton kernels, planned on the device",
-    "attnplug-trtllm-mla": "latent attention (MLA) by TRT-LLM's generation kernels, on Blackwell",
-    "attnplug-tokenspeed-mla": "latent attention (MLA) by TokenSpeed's kernels, on Blackwell",
-    "attnplug-cutedsl-mla": "MLA decode by FlashInfer's CuTe DSL kernel, on Blackwell",
-    "attnplug-hybrid-linear": "linear attention (GDN, KDA, Lightning, Mamba2) and short convolutions",
-    "attnplug-vllm": "any attnplug backend inside vLLM",
-    "attnplug-sglang": "any attnplug backend inside SGLang",
-    "attnplug-transformers": "any attnplug backend inside transformers",
-}
-"""What there is to install, for people to read. Nothing is looked up here: entry points decide what is there (D1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +38,11 @@ def list_plugins(own_commands: Collection[str], *, json: bool) -> int:
     brought += _hosts()
     brought += _other(registry)
     brought.sort(key=lambda one: (one.distribution != "attnplug", one.distribution, one.kind, one.name))
-    here = {normal(one.distribution) for one in brought}
-    missing = {name: text for name, text in OURS.items() if name not in here}
     if json:
-        output.write_json({"installed": _by_package(brought), "available": [_offer(*item) for item in missing.items()]})
+        output.write_json({"installed": _by_package(brought)})
     else:
         cells = [(f"{b.distribution} {b.version}", f"{b.kind} {b.name}", b.text) for b in brought]
         print(table(("installed", "brings", "status"), cells))
-        if missing:
-            print("\n" + table(("not installed", "what it is", "to install"), [_cells(*i) for i in missing.items()]))
     warn_of_the_rest(registry)
     return 0
 
@@ -111,11 +86,3 @@ def _by_package(brought: list[Brought]) -> list[dict[str, object]]:
         {"distribution": distribution, "version": version, "brings": [one.as_json() for one in brings]}
         for (distribution, version), brings in packages.items()
     ]
-
-
-def _offer(distribution: str, summary: str) -> dict[str, str]:
-    return {"distribution": distribution, "summary": summary, "install": f"pip install {distribution}"}
-
-
-def _cells(distribution: str, summary: str) -> tuple[str, str, str]:
-    return distribution, summary, f"pip install {distribution}"

@@ -11,8 +11,6 @@ import re
 MAJOR = 0
 MINOR = 9
 CONTRACT_VERSION = f"{MAJOR}.{MINOR}"
-DRAFT = "1.0"
-"""The version number of the contract's draft, before anybody else depended on it."""
 
 
 def contract_problem(declared: object) -> str | None:
@@ -25,11 +23,6 @@ def contract_problem(declared: object) -> str | None:
     if version == (MAJOR, MINOR):
         return None
     both = f"it speaks contract {declared}, this attnplug speaks {CONTRACT_VERSION}"
-    if declared == DRAFT:
-        return (
-            f"{both}: contract {DRAFT} was a draft that was never released; make the changes that CHANGELOG.md lists "
-            f"under 'Contract {CONTRACT_VERSION}', then declare contract={CONTRACT_VERSION!r}"
-        )
     if version > (MAJOR, MINOR):
         return f"{both}; upgrade attnplug, or install a release of the plugin made for contract {CONTRACT_VERSION}"
     return f"{both}; install a release of the plugin made for contract {CONTRACT_VERSION}"

@@ -1,8 +1,4 @@
-"""Being ended from outside: by an interrupt while modules are imported or something is half changed, or by SIGTERM.
-
-Importing this module prepares for an interrupt that comes before ``main`` could catch it. The package imports it before
-anything else.
-"""
+"""Handling of SIGINT and SIGTERM: while modules are imported, and while state must change as a whole."""
 
 from __future__ import annotations
 
@@ -14,17 +10,18 @@ from types import FrameType, TracebackType
 from typing import Any
 
 EXIT_CODE = 130
-_COMMANDS = ("attnplug", "-m")
-"""The script that pip writes, and ``python -m attnplug`` while this package is being imported."""
 
 
-def _is_the_command() -> bool:
-    arguments = getattr(sys, "argv", None) or [""]  # an embedded interpreter has none
-    return os.path.basename(arguments[0]) in _COMMANDS
+def end_quietly() -> None:
+    """Make an uncaught interrupt end the process with one word and exit code 130, without a traceback.
+
+    For the command: it may be interrupted while ``attnplug.cli`` is being imported, before ``main`` could catch it.
+    """
+    sys.excepthook = _end
 
 
 def _end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """End the process on an interrupt as ``main`` would: with one word, without a traceback."""
+    """Exception hook: end the process on an interrupt, and show any other error as usual."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return
@@ -36,10 +33,6 @@ def _end_now(*_: object) -> None:
         sys.stderr.write("interrupted\n")
         sys.stderr.flush()
     os._exit(EXIT_CODE)  # otherwise the signal would end the interpreter, after a traceback of its own
-
-
-if _is_the_command():
-    sys.excepthook = _end
 
 
 @contextmanager
@@ -62,7 +55,7 @@ def at_once() -> Iterator[None]:
 
 
 class Terminated(SystemExit):
-    """The process was told to end, which is nobody's own ``sys.exit``."""
+    """Raised by SIGTERM, in contrast to a plugin's own ``SystemExit``."""
 
 
 @contextmanager
