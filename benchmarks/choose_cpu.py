@@ -46,7 +46,7 @@ class Idle:
     """A backend that does nothing, so that only what is around it takes time."""
 
     def __init__(self, name: str) -> None:
-        self.backend_id, self.claims = BackendId(name), Claims(GraphLevel.DECODE, needs_cpu_seq_lens=False)
+        self.backend_id, self.claims = BackendId(name), Claims(cuda_graph=GraphLevel.DECODE, needs_cpu_seq_lens=False)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         return Plan(self.backend_id, batch.geometry.mode, batch.geometry.rows, None)

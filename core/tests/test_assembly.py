@@ -348,7 +348,7 @@ class TestShared:
     def test_one_that_would_take_something_from_the_chosen_one_is_left_out_with_the_reason(
         self, built: dict[str, list[BackendContext]], problem: Problem, weaker: dict[str, Any], told: str
     ) -> None:
-        can = Claims(GraphLevel.UNIFORM, needs_cpu_seq_lens=False, mla_extend=frozenset(ExtendPath))
+        can = Claims(cuda_graph=GraphLevel.UNIFORM, needs_cpu_seq_lens=False, mla_extend=frozenset(ExtendPath))
         declared = {name: getattr(can, name) for name in ("cuda_graph", "needs_cpu_seq_lens", "mla_extend")}
         chosen = self.choose(problem, "a", "b", "c", **declared)
         self.claims = {"a": can, "b": replace(can, **weaker), "c": can}

@@ -177,7 +177,9 @@ def test_capabilities_become_claims() -> None:
     capabilities = replace(
         EVERYTHING, page_sizes=sizes, needs_cpu_seq_lens=False, cuda_graph=GraphLevel.DECODE, extras={"lse"}
     )
-    assert capabilities.claims == Claims(GraphLevel.DECODE, sizes, False, extras={"lse"}, trees=True)
+    assert capabilities.claims == Claims(
+        cuda_graph=GraphLevel.DECODE, page_sizes=sizes, needs_cpu_seq_lens=False, extras={"lse"}, trees=True
+    )
 
 
 # ---- capabilities that contradict themselves ----
@@ -208,7 +210,7 @@ LINEAR = {**CUDA, "kinds": {"gdn"}, "roles": {"linear"}}
         ({**CUDA, "kv_dtypes": {"float8_e4m3fn"}, "min_fp8_sm": 100, "max_fp8_sm": 90}, ["min_fp8_sm 100", "90"]),
         ({**CUDA, "min_fp8_sm": 89}, ["fp8 cache", "float32"]),
         ({**CPU, "cuda_graph": GraphLevel.DECODE}, ["DECODE", "cpu"]),
-        ({**CPU, "page_sizes": PageSizes.of(0, 16)}, ["[0, 16]"]),
+        ({**CPU, "page_sizes": PageSizes.of(1 << 17, 16)}, ["[16, 131072]"]),
         ({**CPU, "page_sizes": PageSizes.of()}, ["page_sizes"]),
         ({**CPU, "mla_dims": {(512, 64)}}, ["mla_dims", "mha"]),
         ({**CPU, "kinds": {"mla"}, "head_dims": {(64, 64)}}, ["head_dims", "mla"]),
@@ -299,11 +301,17 @@ def test_every_extra_that_a_caller_may_ask_for_may_be_declared() -> None:
 
 def test_the_weaker_claim_is_taken_and_its_child_named() -> None:
     """A9"""
-    strong = Claims(GraphLevel.ALWAYS, PageSizes(), needs_cpu_seq_lens=False, extras={"lse", "sinks"}, trees=True)
-    weak = Claims(GraphLevel.DECODE, PageSizes.of(64), needs_cpu_seq_lens=True, extras={"lse"})
+    strong = Claims(
+        cuda_graph=GraphLevel.ALWAYS,
+        page_sizes=PageSizes(),
+        needs_cpu_seq_lens=False,
+        extras={"lse", "sinks"},
+        trees=True,
+    )
+    weak = Claims(cuda_graph=GraphLevel.DECODE, page_sizes=PageSizes.of(64), needs_cpu_seq_lens=True, extras={"lse"})
     combined = weakest({"strong": strong, "weak": weak})
     assert combined.claims == weak
-    assert combined.forced_by == {
+    assert combined.limited_by == {
         "cuda_graph": ("weak",),
         "page_sizes": ("weak",),
         "needs_cpu_seq_lens": ("weak",),
@@ -314,11 +322,11 @@ def test_the_weaker_claim_is_taken_and_its_child_named() -> None:
 
 def test_claims_on_which_all_agree_are_forced_by_nobody() -> None:
     """A9"""
-    assert weakest({"one": Claims(), "other": Claims()}).forced_by == {}
+    assert weakest({"one": Claims(), "other": Claims()}).limited_by == {}
 
 
 def test_page_sizes_that_two_force_together_name_both() -> None:
     """A9"""
     combined = weakest({"a": Claims(page_sizes=PageSizes.of(32)), "b": Claims(page_sizes=PageSizes.of(48))})
     assert combined.claims.page_sizes == PageSizes.of(96)
-    assert combined.forced_by == {"page_sizes": ("a", "b")}
+    assert combined.limited_by == {"page_sizes": ("a", "b")}

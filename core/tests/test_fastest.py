@@ -128,7 +128,10 @@ class TestWhoPlans:
     @pytest.mark.parametrize("level", [GraphLevel.DECODE, GraphLevel.UNIFORM])
     def test_extends_in_graphs_go_to_the_child_that_takes_them(self, level: GraphLevel, mode: ForwardMode) -> None:
         """A9: claims stay the weakest, and all else goes by roles."""
-        prefill, decode = Recorder("prefill", Claims(level)), Recorder("decode", Claims(GraphLevel.ALWAYS))
+        prefill, decode = (
+            Recorder("prefill", Claims(cuda_graph=level)),
+            Recorder("decode", Claims(cuda_graph=GraphLevel.ALWAYS)),
+        )
         children, serving = {"prefill": prefill, "decode": decode}, {Role.PREFILL: "prefill", Role.DECODE: "decode"}
         both = FastestBackend(children, serving, captured_extends="decode")
         assert captures_extends(both) and both.claims.cuda_graph is level
@@ -306,7 +309,7 @@ class TestTogether:
     def test_it_claims_what_all_children_can_in_their_roles(self) -> None:
         """A9: one that only decodes does not count for an extend, and one that only prefills not for a captured
         decode."""
-        able = Claims(GraphLevel.UNIFORM, mla_extend=frozenset(ExtendPath), needs_cpu_seq_lens=False)
+        able = Claims(cuda_graph=GraphLevel.UNIFORM, mla_extend=frozenset(ExtendPath), needs_cpu_seq_lens=False)
         children = {
             "a": Recorder("a", able),
             "b": Recorder("b", replace(able, cuda_graph=GraphLevel.NEVER)),
@@ -326,7 +329,9 @@ class TestTogether:
     def test_memory_for_graphs_is_asked_once_of_each_that_is_captured(
         self, level: GraphLevel, reserving: list[str]
     ) -> None:
-        children = {name: Recorder(name, Claims(level), fill=fill) for name, fill in (("a", 9), ("b", 1), ("c", 2))}
+        children = {
+            name: Recorder(name, Claims(cuda_graph=level), fill=fill) for name, fill in (("a", 9), ("b", 1), ("c", 2))
+        }
         shared = FastestBackend(children, {Role.PREFILL: by_length("a", "b"), Role.DECODE: by_length("b", "c")})
         shared.init_cuda_graph_state(8, 16)
         assert [name for name, child in children.items() if child.given("init_cuda_graph_state")] == reserving

@@ -109,7 +109,7 @@ class TestRefusals:
         children = [Recorder("a", Claims(trees=first)), Recorder("b", Claims(trees=second))]
         for made in (SplitBackend(*children), HybridLinearBackend(*children, model(MHA, GDN))):
             assert made.claims.trees is (first and second)
-            assert bool(made.forced_by.get("trees")) is not (first and second)
+            assert bool(made.limited_by.get("trees")) is not (first and second)
 
     def test_a_wrapper_hands_the_tree_to_the_child_that_verifies(self):
         children = [Recorder("a", Claims(trees=True)), Recorder("b", Claims(trees=True))]

@@ -339,11 +339,13 @@ def _stub(signature: inspect.Signature) -> Any:
 class TestClaims:
     def test_wrapper_takes_the_weaker_claim_and_says_who_forced_it(self):
         """A9: graph level the minimum, page sizes the intersection, CPU lengths either."""
-        strong = Claims(GraphLevel.ALWAYS, PageSizes.of(16, 32, 64), needs_cpu_seq_lens=False)
-        weak = Claims(GraphLevel.DECODE, PageSizes.of(32, 64), needs_cpu_seq_lens=True)
+        strong = Claims(cuda_graph=GraphLevel.ALWAYS, page_sizes=PageSizes.of(16, 32, 64), needs_cpu_seq_lens=False)
+        weak = Claims(cuda_graph=GraphLevel.DECODE, page_sizes=PageSizes.of(32, 64), needs_cpu_seq_lens=True)
         split = SplitBackend(child("a", strong), child("b", weak))
-        assert split.claims == Claims(GraphLevel.DECODE, PageSizes.of(32, 64), needs_cpu_seq_lens=True)
-        assert dict(split.forced_by) == {
+        assert split.claims == Claims(
+            cuda_graph=GraphLevel.DECODE, page_sizes=PageSizes.of(32, 64), needs_cpu_seq_lens=True
+        )
+        assert dict(split.limited_by) == {
             "cuda_graph": ("decode",),
             "page_sizes": ("decode",),
             "needs_cpu_seq_lens": ("decode",),
@@ -354,7 +356,7 @@ class TestClaims:
         every = Claims(mla_extend=frozenset(ExtendPath))
         split = SplitBackend(child("a", every), child("b", Claims(mla_extend=frozenset())))
         assert split.claims.mla_extend == frozenset(ExtendPath)
-        assert not split.forced_by
+        assert not split.limited_by
 
     @pytest.mark.parametrize(
         ("prefill", "decode", "level", "forced"),
@@ -370,28 +372,30 @@ class TestClaims:
         """A9: the minimum over the children that run a captured batch; a decode is the decode child's alone."""
         split = SplitBackend(child("a", Claims(cuda_graph=prefill)), child("b", Claims(cuda_graph=decode)))
         assert split.claims.cuda_graph is level
-        assert split.forced_by.get("cuda_graph") == forced
+        assert split.limited_by.get("cuda_graph") == forced
 
     def test_children_that_agree_force_nothing(self):
         """A9"""
-        assert not SplitBackend(child("a"), child("b")).forced_by
+        assert not SplitBackend(child("a"), child("b")).limited_by
 
     def test_each_child_may_force_another_claim(self):
         """A9"""
         combined = weakest(
             {
-                "prefill": Claims(GraphLevel.NEVER, PageSizes.of(64), needs_cpu_seq_lens=False),
-                "decode": Claims(GraphLevel.UNIFORM, PageSizes(), needs_cpu_seq_lens=True),
+                "prefill": Claims(cuda_graph=GraphLevel.NEVER, page_sizes=PageSizes.of(64), needs_cpu_seq_lens=False),
+                "decode": Claims(cuda_graph=GraphLevel.UNIFORM, page_sizes=PageSizes(), needs_cpu_seq_lens=True),
             }
         )
-        assert combined.claims == Claims(GraphLevel.NEVER, PageSizes.of(64), needs_cpu_seq_lens=True)
-        assert combined.forced_by["cuda_graph"] == ("prefill",)
-        assert combined.forced_by["needs_cpu_seq_lens"] == ("decode",)
+        assert combined.claims == Claims(
+            cuda_graph=GraphLevel.NEVER, page_sizes=PageSizes.of(64), needs_cpu_seq_lens=True
+        )
+        assert combined.limited_by["cuda_graph"] == ("prefill",)
+        assert combined.limited_by["needs_cpu_seq_lens"] == ("decode",)
 
     def test_two_children_with_the_same_weak_claim_are_both_named(self):
         """A9"""
-        combined = weakest({"a": Claims(), "b": Claims(), "c": Claims(GraphLevel.ALWAYS)})
-        assert combined.forced_by["cuda_graph"] == ("a", "b")
+        combined = weakest({"a": Claims(), "b": Claims(), "c": Claims(cuda_graph=GraphLevel.ALWAYS)})
+        assert combined.limited_by["cuda_graph"] == ("a", "b")
 
     def test_page_sizes_of_both_count_when_they_only_meet_in_a_multiple(self):
         """A9: 128 is two pages of 64 and four of 32."""
@@ -401,5 +405,9 @@ class TestClaims:
 
     def test_wrappers_nest(self):
         """A9"""
-        inner = SplitBackend(child("a", Claims(GraphLevel.DECODE)), child("b", Claims(GraphLevel.ALWAYS)))
-        assert SplitBackend(inner, child("c", Claims(GraphLevel.ALWAYS))).claims.cuda_graph is GraphLevel.DECODE
+        inner = SplitBackend(
+            child("a", Claims(cuda_graph=GraphLevel.DECODE)), child("b", Claims(cuda_graph=GraphLevel.ALWAYS))
+        )
+        assert (
+            SplitBackend(inner, child("c", Claims(cuda_graph=GraphLevel.ALWAYS))).claims.cuda_graph is GraphLevel.DECODE
+        )

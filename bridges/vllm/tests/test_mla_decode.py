@@ -225,7 +225,7 @@ class TestByBatch:
     }
 
     def setup_method(self) -> None:
-        with_parts = Claims(GraphLevel.UNIFORM, needs_cpu_seq_lens=False, extras=frozenset({"q_rope"}))
+        with_parts = Claims(cuda_graph=GraphLevel.UNIFORM, needs_cpu_seq_lens=False, extras=frozenset({"q_rope"}))
         self.first, self.second = MLARecorder(with_parts, name="first"), MLARecorder(name="second")
         names = ("first", "second")
         schedule = Schedule({name: {at: each[n] for at, each in self.TIMES.items()} for n, name in enumerate(names)})

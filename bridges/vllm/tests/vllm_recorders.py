@@ -59,7 +59,7 @@ class MHARecorder:
 class MLARecorder:
     """A backend that remembers what it is asked for."""
 
-    claims: Claims = field(default_factory=lambda: Claims(GraphLevel.UNIFORM, needs_cpu_seq_lens=False))
+    claims: Claims = field(default_factory=lambda: Claims(cuda_graph=GraphLevel.UNIFORM, needs_cpu_seq_lens=False))
     fill: int = 0
     name: str = "recorder"
     calls: list[tuple[str, Any]] = field(default_factory=list)

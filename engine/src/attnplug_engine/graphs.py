@@ -199,7 +199,7 @@ class GraphReport:
 
     level: GraphLevel
     """What the backend claims."""
-    forced_by: tuple[str, ...] = ()
+    limited_by: tuple[str, ...] = ()
     """The backends that allow no more, where others would."""
     sizes: tuple[int, ...] = ()
     """Requests of decode steps, or of rounds."""
@@ -217,7 +217,7 @@ class GraphReport:
     def __str__(self) -> str:
         if not self.sizes:
             return f"none: {self.why_none}"
-        by = f", by {' and '.join(self.forced_by)}" if self.forced_by else ""
+        by = f", by {' and '.join(self.limited_by)}" if self.limited_by else ""
         sizes = ", ".join(map(str, self.sizes))
         told = f"decode with {sizes} requests"
         if self.prefill_sizes:

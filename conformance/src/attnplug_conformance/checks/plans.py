@@ -265,7 +265,7 @@ def _claims(stand: Stand) -> None:
     """What is built claims what its spec does, or less, and refuses what it does not claim."""
     scene = stand.scene()
     claims, can = scene.backend.claims, stand.subject.can
-    for wider in claims.beyond(can.claims):
+    for wider in claims.exceeding(can):
         raise Wrong(wider)
     if scene.backend.backend_id.name != stand.subject.name:
         raise Wrong(f"its backend_id is named {scene.backend.backend_id.name!r}, not {stand.subject.name!r}")

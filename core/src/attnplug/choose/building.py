@@ -74,7 +74,7 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
     claims = backend.claims
     if AttentionKind.MLA not in declared.kinds:  # then nobody asks how it extends
         claims = replace(claims, mla_extend=declared.mla_extend)
-    yield from claims.beyond(declared.claims)
+    yield from claims.exceeding(declared)
     if claims.page_sizes.kernel_size(page_size) is None:
         yield f"it was built for page size {page_size}, but claims only {claims.page_sizes}"
     needed: dict[str, str] = {}
@@ -89,8 +89,8 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
             yield f"it claims {claim}, but has no {hook}{shown(hook_signatures()[hook])}"
 
 
-def unread(context: BackendContext, declared: Capabilities) -> Iterator[str]:
-    """Every layer whose cache is laid out as the backend does not declare to read it. A host may not have said so."""
+def unreadable_layouts(context: BackendContext, declared: Capabilities) -> Iterator[str]:
+    """Yield every layer whose cache layout the backend does not declare to read. A host may not have named it."""
     if context.roles == {Role.LINEAR}:
         return
     mha, mla, can = context.pools.mha, context.pools.mla, declared.layouts
@@ -104,17 +104,9 @@ def unread(context: BackendContext, declared: Capabilities) -> Iterator[str]:
             )
 
 
-def unmet(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator[str]:
-    """Every way in which a built backend claims less than the problem it was selected for needs."""
-    if problem.captured(roles) > claims.cuda_graph:
-        yield (
-            f"CUDA graphs were asked for at level {problem.cuda_graph.name}, but what was built claims "
-            f"{claims.cuda_graph.name}"
-        )
-    if claims.needs_cpu_seq_lens and not problem.exact_lengths:
-        yield "the host has upper bounds of lengths only, but what was built claims needs_cpu_seq_lens"
-    if problem.speculative_topk > 1 and not claims.trees:
-        yield f"drafts with {problem.speculative_topk} branches are trees, but what was built claims chains only"
+def missing_claims(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator[str]:
+    """Yield every claim that a built backend lacks for the problem it was selected for."""
+    yield from map(str, claims.refusals(problem, roles))
     if problem.model is None or not set(roles) - {Role.LINEAR}:
         return
     layers = problem.model.full_layers
@@ -167,7 +159,7 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
     """Import a backend's factory, build it, and check the result: its hooks can be called, its spec declares its
     claims, and it claims what ``problem`` needs, the one that it was selected for."""
     spec = registered.spec
-    for unreadable in unread(context, spec.capabilities):
+    for unreadable in unreadable_layouts(context, spec.capabilities):
         raise BackendError(f"{_who(registered)}: {unreadable}", settings=[Setting.LAYOUT])
     factory = import_factory(registered)
     with _blamed_on(registered, "built"):  # looking at it runs properties of its own
@@ -183,7 +175,7 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
             f"{_who(registered)}: what {spec.factory} returned is not a backend:\n"
             + "\n".join(f"  {p}" for p in problems)
         )
-    lacking = [] if problem is None else list(unmet(backend.claims, problem, context.roles))
+    lacking = [] if problem is None else list(missing_claims(backend.claims, problem, context.roles))
     if lacking:
         raise BackendError(
             f"{_who(registered)}: what {spec.factory} returned does not serve what it was selected for:\n"

@@ -1,12 +1,11 @@
-"""What a backend can do, as data. It is checked when a plugin is loaded, so no choice of a backend fails on it
-later."""
+"""Static capabilities of a backend, as data. They are validated when a plugin is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from attnplug.declare.claims import Claims, PageSizes
+from attnplug.declare.claims import Claims, declared
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import (
     FP8_CACHES,
@@ -14,11 +13,10 @@ from attnplug.declare.problem import (
     SM_RANGE,
     CacheLayout,
     DType,
-    ExtendPath,
     GraphLevel,
     Role,
 )
-from attnplug.declare.reading import integer, members, of_type, pairs, several
+from attnplug.declare.reading import boolean, integer, members_of, names, optional_integer, pairs
 
 DEVICES = ("cpu", "cuda")
 EXTRAS = ("entries", "lse", "out", "q_rope", "selected", "sinks")
@@ -26,94 +24,60 @@ EXTRAS = ("entries", "lse", "out", "q_rope", "selected", "sinks")
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a backend can do, as data. What is not claimed here is refused.
+class Capabilities(Claims):
+    """Static capabilities of a backend, as data, in addition to its run-time claims. What is not claimed is refused.
 
-    ``head_dims`` are (query/key, value) widths for MHA, ``mla_dims`` are (kv_lora_rank, rope) widths for MLA;
-    ``None`` means any. ``kv_dtypes`` left out means the same as ``dtypes``. ``min_sm`` and ``max_sm`` bound the
-    compute capability on CUDA, both inclusive. ``extras`` names the fields of ``ForwardExtras`` it honours,
-    ``mla_extend`` the ways in which it can run an MLA extend, ``layouts`` the layouts of a cache that it reads.
-
-    ``max_heads`` is the most query heads that one rank may have, ``None`` any number. ``layers_alike``: one plan serves
-    all layers, so they must have one shape. ``kv_matches_dtype``: a cache that is not fp8 has the activations' type.
-    ``min_fp8_sm`` and ``max_fp8_sm`` bound the compute capability for which it reads an fp8 cache, both inclusive.
-    ``trees``: it verifies drafts that are trees (``Geometry.tree``) on layers without a window, as well as chains.
-    ``index_dtypes`` are the types of cached index keys that it reads, for sparse layers; left out, they are ``dtypes``.
-    ``coordinators`` names the coordinators that it works with, for sparse layers: ``attend`` reads no cache rows but
-    those of ``extras.selected``, and takes them as ``SelectedSlots``.
+    ``Capabilities(kinds={AttentionKind.MHA}, devices={"cuda"}, dtypes={DType.BFLOAT16}, min_sm=80)`` is enough for a
+    backend that prefills and decodes. Fields may be given as sets or lists of members or of their values.
     """
 
-    kinds: frozenset[AttentionKind]
-    devices: frozenset[str]
-    dtypes: frozenset[DType]
-    kv_dtypes: frozenset[DType] = frozenset()
-    roles: frozenset[Role] = frozenset({Role.PREFILL, Role.DECODE})
-    min_sm: int | None = None
-    max_sm: int | None = None
-    page_sizes: PageSizes = PageSizes()
-    head_dims: frozenset[tuple[int, int]] | None = None
-    mla_dims: frozenset[tuple[int, int]] | None = None
-    features: frozenset[Feature] = frozenset()
-    max_heads: int | None = None
-    layers_alike: bool = False
-    kv_matches_dtype: bool = False
-    max_speculative_tokens: int = 0
-    cuda_graph: GraphLevel = GraphLevel.NEVER
-    needs_cpu_seq_lens: bool = True
-    extras: frozenset[str] = frozenset()
-    mla_extend: frozenset[ExtendPath] = frozenset({ExtendPath.ABSORBED})
-    layouts: frozenset[CacheLayout] = frozenset({CacheLayout.TOKEN_MAJOR})
-    trees: bool = False
-    index_dtypes: frozenset[DType] = frozenset()
-    coordinators: frozenset[str] = frozenset()
-    min_fp8_sm: int | None = None
-    max_fp8_sm: int | None = None
+    kinds: frozenset[AttentionKind] = declared(members_of(AttentionKind))
+    devices: frozenset[str] = declared(names)
+    dtypes: frozenset[DType] = declared(members_of(DType))
+    """Element types of activations."""
+    kv_dtypes: frozenset[DType] = declared(members_of(DType), frozenset())
+    """Types of the KV cache; the same as ``dtypes`` if left out."""
+    roles: frozenset[Role] = declared(members_of(Role), frozenset({Role.PREFILL, Role.DECODE}))
+    min_sm: int | None = declared(optional_integer, None)
+    """Lowest compute capability on CUDA: 90 for 9.0."""
+    max_sm: int | None = declared(optional_integer, None)
+    """Highest compute capability, inclusive."""
+    head_dims: frozenset[tuple[int, int]] | None = declared(pairs, None)
+    """(query/key, value) widths of MHA; ``None`` means any."""
+    mla_dims: frozenset[tuple[int, int]] | None = declared(pairs, None)
+    """(kv_lora_rank, rope) widths of MLA; ``None`` means any."""
+    features: frozenset[Feature] = declared(members_of(Feature), frozenset())
+    max_heads: int | None = declared(optional_integer, None)
+    """Most query heads of one rank; ``None`` means any number."""
+    layers_alike: bool = declared(boolean, False)
+    """One plan serves all layers, so they must have one shape."""
+    kv_matches_dtype: bool = declared(boolean, False)
+    """A cache that is not fp8 must have the activations' type."""
+    max_speculative_tokens: int = declared(integer, 0)
+    layouts: frozenset[CacheLayout] = declared(members_of(CacheLayout), frozenset({CacheLayout.TOKEN_MAJOR}))
+    """Cache layouts that it reads."""
+    index_dtypes: frozenset[DType] = declared(members_of(DType), frozenset())
+    """Types of cached index keys that it reads, for sparse layers; the same as ``dtypes`` if left out."""
+    coordinators: frozenset[str] = declared(names, frozenset())
+    """Names of the coordinators that it works with, for sparse layers. Its ``attend`` then reads no cache rows but
+    those of ``extras.selected``, given as ``SelectedSlots``."""
+    min_fp8_sm: int | None = declared(optional_integer, None)
+    """Lowest compute capability on which it reads an fp8 cache."""
+    max_fp8_sm: int | None = declared(optional_integer, None)
 
     def __post_init__(self) -> None:
-        read = {
-            "kinds": (kinds := members("kinds", self.kinds, AttentionKind)),
-            "devices": frozenset(several("devices", self.devices)),
-            "dtypes": (dtypes := members("dtypes", self.dtypes, DType)),
-            "kv_dtypes": members("kv_dtypes", self.kv_dtypes, DType) or dtypes,
-            "roles": members("roles", self.roles, Role),
-            "min_sm": integer("min_sm", self.min_sm, optional=True),
-            "max_sm": integer("max_sm", self.max_sm, optional=True),
-            "page_sizes": PageSizes.read(self.page_sizes),
-            "head_dims": pairs("head_dims", self.head_dims),
-            "mla_dims": pairs("mla_dims", self.mla_dims),
-            "features": members("features", self.features, Feature),
-            "max_heads": integer("max_heads", self.max_heads, optional=True),
-            "layers_alike": of_type("layers_alike", self.layers_alike, bool, "True or False"),
-            "kv_matches_dtype": of_type("kv_matches_dtype", self.kv_matches_dtype, bool, "True or False"),
-            "max_speculative_tokens": integer("max_speculative_tokens", self.max_speculative_tokens),
-            "cuda_graph": of_type("cuda_graph", self.cuda_graph, GraphLevel, "a GraphLevel"),
-            "needs_cpu_seq_lens": of_type("needs_cpu_seq_lens", self.needs_cpu_seq_lens, bool, "True or False"),
-            "extras": frozenset(several("extras", self.extras)),
-            "mla_extend": members("mla_extend", self.mla_extend, ExtendPath),
-            "layouts": _layouts(members("layouts", self.layouts, CacheLayout), kinds),
-            "trees": of_type("trees", self.trees, bool, "True or False"),
-            "index_dtypes": members("index_dtypes", self.index_dtypes, DType) or dtypes,
-            "coordinators": frozenset(several("coordinators", self.coordinators)),
-            "min_fp8_sm": integer("min_fp8_sm", self.min_fp8_sm, optional=True),
-            "max_fp8_sm": integer("max_fp8_sm", self.max_fp8_sm, optional=True),
-        }
-        for name, value in read.items():
-            object.__setattr__(self, name, value)
+        super(Capabilities, self).__post_init__()
+        object.__setattr__(self, "kv_dtypes", self.kv_dtypes or self.dtypes)
+        object.__setattr__(self, "index_dtypes", self.index_dtypes or self.dtypes)
+        object.__setattr__(self, "layouts", _layouts(self.layouts, self.kinds))
 
     @property
     def claims(self) -> Claims:
-        """The run-time claims of a backend that is exactly as good as its spec says."""
-        return Claims(
-            cuda_graph=self.cuda_graph,
-            page_sizes=self.page_sizes,
-            needs_cpu_seq_lens=self.needs_cpu_seq_lens,
-            mla_extend=self.mla_extend,
-            extras=self.extras,
-            trees=self.trees,
-        )
+        """Run-time claims of a backend that serves exactly what its spec declares."""
+        return Claims(**{each.name: getattr(self, each.name) for each in fields(Claims)})
 
     def contradictions(self) -> Iterator[str]:
-        """Every way in which these capabilities contradict themselves."""
+        """Yield every way in which these capabilities contradict each other."""
         linear = {kind for kind in self.kinds if kind.is_linear}
         full = self.kinds - linear
         for name in ("kinds", "devices", "dtypes", "roles", "layouts", "head_dims", "mla_dims"):
@@ -135,7 +99,7 @@ class Capabilities:
         yield from self._sm_contradictions()
         if self.cuda_graph > GraphLevel.NEVER and "cuda" not in self.devices:
             yield f"it claims CUDA graphs ({self.cuda_graph.name}) but its devices are {_listed(self.devices)}"
-        if any(not 1 <= size <= LARGEST_PAGE for size in self.page_sizes.kernel or ()):
+        if any(size > LARGEST_PAGE for size in self.page_sizes.kernel or ()):
             yield f"page sizes {sorted(self.page_sizes.kernel or ())} hold one that is not from 1 to {LARGEST_PAGE}"
         if self.page_sizes.kernel is not None and not self.page_sizes.kernel:
             yield "page_sizes allows no page size at all"

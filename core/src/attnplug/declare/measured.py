@@ -10,7 +10,7 @@ from typing import NamedTuple
 from attnplug.declare.errors import PluginError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType, Role
-from attnplug.declare.reading import integer, members, several
+from attnplug.declare.reading import integer, members_of, several
 
 _MOST = 1 << 40
 """Above every count and every number of microseconds that can be."""
@@ -42,11 +42,11 @@ class LayerShape:
         for name in (each.name for each in fields(self)):
             value = getattr(self, name)
             if name in enums:
-                object.__setattr__(self, name, *members(name, [value], enums[name]))
+                object.__setattr__(self, name, *members_of(enums[name])(name, [value]))
             elif name == "hosted":
                 if type(value) is not bool or (value and self.kind is not AttentionKind.MLA):
                     raise PluginError(f"hosted={value!r} must be true or false, and is false of {self.kind}")
-            elif not 0 <= (integer(name, value) or 0) < _MOST:
+            elif not 0 <= integer(name, value) < _MOST:
                 raise PluginError(f"{name}={value!r} must not be negative, and below {_MOST}")
 
     @classmethod
@@ -130,7 +130,7 @@ class MeasuredTable:
         except ValueError:
             raise PluginError(f"a measured table's measured={self.measured!r} must be a day: 2026-11-16") from None
         integer("sm", self.sm)
-        object.__setattr__(self, "role", *members("role", [self.role], Role))
+        object.__setattr__(self, "role", *members_of(Role)("role", [self.role]))
         if not isinstance(self.shape, LayerShape):
             raise PluginError(f"a measured table's shape={self.shape!r} must be a LayerShape")
         if not isinstance(self.failed, str) or not self.failed.isprintable():

@@ -1,14 +1,19 @@
-"""Values of a declaration, read strictly: an error says which field, what was given and what is allowed."""
+"""Strict readers for declared values. Each takes a field's name and its value and returns the normalized value.
+
+A wrong value raises :class:`PluginError`, which names the field, the value and what is allowed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, TypeVar
 
 from attnplug.declare.errors import PluginError
+from attnplug.declare.problem import GraphLevel
 
 _Member = TypeVar("_Member", bound=Enum)
+_Value = TypeVar("_Value")
 
 
 def several(name: str, values: object) -> tuple[Any, ...]:
@@ -17,28 +22,49 @@ def several(name: str, values: object) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def members(name: str, values: object, enum: type[_Member]) -> frozenset[_Member]:
+def names(name: str, values: object) -> frozenset[Any]:
+    return frozenset(several(name, values))
+
+
+def members_of(enum: type[_Member]) -> Callable[[str, object], frozenset[_Member]]:
+    """Return a reader of sets of members of ``enum``, given as members or as their values."""
     known = {str(member.value): member for member in enum}
-    found = []
-    for value in several(name, values):
-        text = str(value.value) if isinstance(value, Enum) else str(value)
-        if text not in known:
-            raise PluginError(f"{name} holds {value!r}; known are {', '.join(known)}")
-        found.append(known[text])
-    return frozenset(found)
+
+    def read(name: str, values: object) -> frozenset[_Member]:
+        found = []
+        for value in several(name, values):
+            text = str(value.value) if isinstance(value, Enum) else str(value)
+            if text not in known:
+                raise PluginError(f"{name} holds {value!r}; known are {', '.join(known)}")
+            found.append(known[text])
+        return frozenset(found)
+
+    return read
 
 
-def of_type(name: str, value: object, wanted: type[Any], words: str) -> Any:
+def of_type(name: str, value: object, wanted: type[_Value], words: str) -> _Value:
     if not isinstance(value, wanted):
         raise PluginError(f"{name}={value!r} must be {words}")
     return value
 
 
-def integer(name: str, value: object, optional: bool = False) -> int | None:
-    if value is None and optional:
-        return None
+def boolean(name: str, value: object) -> bool:
+    return of_type(name, value, bool, "True or False")
+
+
+def graph_level(name: str, value: object) -> GraphLevel:
+    return of_type(name, value, GraphLevel, "a GraphLevel")
+
+
+def integer(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise PluginError(f"{name}={value!r} must be a whole number" + (" or None" if optional else ""))
+        raise PluginError(f"{name}={value!r} must be a whole number")
+    return value
+
+
+def optional_integer(name: str, value: object) -> int | None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise PluginError(f"{name}={value!r} must be a whole number or None")
     return value
 
 

@@ -21,7 +21,7 @@ from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.factory import DOTTED, factory_refusal
 from attnplug.declare.model import AttentionKind, Feature, LayerSpec
 from attnplug.declare.options import options_problems
-from attnplug.declare.problem import FP8_CACHES, LATENT_GROUP, DType, ExtendPath, GraphLevel, Problem, Role
+from attnplug.declare.problem import FP8_CACHES, LATENT_GROUP, DType, ExtendPath, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.requirement import requirement_problem, requirement_refusal
 from attnplug.declare.settings import Setting
@@ -169,32 +169,11 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
         yield _outside(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
     if problem.kv_dtype is not None:
         yield from _kv_dtype_refusals(can, problem, problem.kv_dtype)
-    if problem.page_size is not None and can.page_sizes.kernel_size(problem.page_size) is None:
-        yield Refusal(
-            RefusalCode.PAGE_SIZE,
-            f"page size {problem.page_size} is not supported, only {can.page_sizes}",
-            value=problem.page_size,
-            allowed=sorted(can.page_sizes.kernel or ()),
-            setting=Setting.PAGE_SIZE,
-        )
+    yield from _by_claim(can, "page_sizes", problem, role)
     if problem.layout is not None and problem.layout not in can.layouts:
         yield _outside(RefusalCode.LAYOUT, "cache layout", problem.layout, can.layouts, Setting.LAYOUT)
-    if can.needs_cpu_seq_lens and not problem.exact_lengths:
-        yield Refusal(
-            RefusalCode.LENGTHS,
-            "it needs exact lengths on the CPU, and this host has upper bounds only",
-            value=False,
-            allowed=True,
-            setting=Setting.EXACT_LENGTHS,
-        )
-    if problem.captured([role]) > can.cuda_graph:
-        yield Refusal(
-            RefusalCode.CUDA_GRAPH,
-            f"CUDA graphs are asked for at level {problem.cuda_graph.name}, it supports {can.cuda_graph.name}",
-            value=problem.cuda_graph.name,
-            allowed=[level.name for level in GraphLevel if level <= can.cuda_graph],
-            setting=Setting.CUDA_GRAPH,
-        )
+    yield from _by_claim(can, "needs_cpu_seq_lens", problem, role)
+    yield from _by_claim(can, "cuda_graph", problem, role)
     if problem.speculative_tokens > can.max_speculative_tokens:
         yield Refusal(
             RefusalCode.SPECULATION,
@@ -211,14 +190,12 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
             value=coordinator,
             setting=Setting.ENABLE_HISPARSE,
         )
-    if problem.speculative_topk > 1 and not can.trees:
-        yield Refusal(
-            RefusalCode.SPECULATION,
-            f"drafts with {problem.speculative_topk} branches are trees, and it takes chains only",
-            value=problem.speculative_topk,
-            allowed=1,
-            setting=Setting.SPECULATIVE_TOPK,
-        )
+    yield from _by_claim(can, "trees", problem, role)
+
+
+def _by_claim(can: Capabilities, claim: str, problem: Problem, role: Role | None) -> Iterator[Refusal]:
+    if (refusal := can.refusal(claim, problem, [role])) is not None:
+        yield refusal
 
 
 def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: DType) -> Iterator[Refusal]:

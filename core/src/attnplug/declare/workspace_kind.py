@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from attnplug.declare.errors import PluginError
-from attnplug.declare.reading import of_type
+from attnplug.declare.reading import boolean
 
 _NAME = re.compile(r"[a-z0-9]+([-_.][a-z0-9]+)*")
 
@@ -26,7 +26,7 @@ class WorkspaceKind:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise PluginError(f"workspace kind {self.name!r} must be named in lower case, such as 'acme-counters'")
-        of_type(f"zeroed of workspace kind {self.name!r}", self.zeroed, bool, "True or False")
+        boolean(f"zeroed of workspace kind {self.name!r}", self.zeroed)
 
 
 SCRATCH = WorkspaceKind("scratch")

@@ -48,13 +48,13 @@ class ForwardingBackend(ABC):
 
     A wrapper has an optional hook if one of its children has it. Where several children answer, plans become the parts
     of one plan of the wrapper's; other answers must agree. Claims are the weakest of the children's, except for those
-    that ``decided_by`` leaves to one child. ``forced_by`` says which children weakened each. Children's hooks are bound
-    once, at construction, by their own signatures (A8).
+    that ``decided_by`` leaves to one child. ``limited_by`` names the children that limit a claim. Children's hooks are
+    bound once, at construction, by their own signatures (A8).
     """
 
     backend_id: BackendId
     claims: Claims
-    forced_by: Mapping[str, tuple[str, ...]]
+    limited_by: Mapping[str, tuple[str, ...]]
     captured_extends: str | None = None
     """The child that takes extends in CUDA graphs, where not all children could."""
 
@@ -99,7 +99,7 @@ class ForwardingBackend(ABC):
         """Backends that were to share a role by batch and do not, by name, with the reason."""
         combined = weakest({label: child.claims for label, child in children.items()}, decided_by)
         self.claims = combined.claims
-        self.forced_by = combined.forced_by
+        self.limited_by = combined.limited_by
         self._calls: dict[tuple[str, str], Hook | None] = {
             (label, method): getattr(child, method, None)
             for label, child in children.items()
@@ -161,7 +161,7 @@ class ForwardingBackend(ABC):
 
     def who_forced(self, claim: str) -> tuple[str, ...]:
         """The backends that weakened a claim, by name: children, or children of theirs."""
-        children = [self.children[label] for label in self.forced_by.get(claim, ())]
+        children = [self.children[label] for label in self.limited_by.get(claim, ())]
         return tuple(name for child in children for name in who_forced(child, claim) or (child.backend_id.name,))
 
     def has(self, label: str, name: str) -> bool:

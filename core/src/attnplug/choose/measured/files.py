@@ -54,7 +54,7 @@ def read_tables(path: Path) -> TableFile:
         for title, count in Counter(table.title for table in read).items():
             if count > 1:
                 raise PluginError(f"it has two tables of {title}")
-        return TableFile(path, of_type("device", device, str, "a text"), integer("sm", sm) or 0, tuple(read))
+        return TableFile(path, of_type("device", device, str, "a text"), integer("sm", sm), tuple(read))
     except PluginError as error:
         raise TableError(f"{path} is not a file of measured tables: {' '.join(error.message.split())}") from error
 
