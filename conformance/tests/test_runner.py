@@ -95,7 +95,7 @@ def test_claiming_nothing_that_can_run_does_not_pass():
 @pytest.mark.parametrize(
     ("good", "old", "new", "claim"),
     [
-        ("sparse", "if any(", "if problem.hisparse or any(", "hisparse"),
+        ("sparse", "if any(", "if problem.coordinator or any(", "hisparse"),
         ("sparse", "if any(", "if problem.kv_dtype is DType.FP8_DS_MLA or any(", "mla fp8_ds_mla"),
         ("sparse", "if any(", "if problem.index_dtype is not None or any(", "fp8 index keys"),
         ("compressed", '"entries", ', "", "compressed"),

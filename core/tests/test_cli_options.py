@@ -92,7 +92,7 @@ def test_every_field_of_explain_is_part_of_the_problem_or_of_the_request() -> No
         speculative_topk=4,
         tensor_parallel=2,
         index_dtype=DType.FLOAT8_E4M3,
-        hisparse=True,
+        coordinator="hisparse",
         mla_extend=ExtendPath.ABSORBED,
     )
     request = options.request()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from attnplug import (
     SelectedPositions,
     SelectedSlots,
 )
-from attnplug.hisparse import HiSparse, HostRows, HostSlots, HotPool, HotSizes, LogicalSlots
+from attnplug.hisparse import HiSparse, HostRows, HostSlots, HotPool, HotSizes
 from attnplug.hisparse.tables import HotTables
 from attnplug.host import (
     MLADims,
@@ -178,10 +179,10 @@ class Trace:
         fresh = torch.cat([self.rows[row][layer][-new:] for row, new in zip(order, counts, strict=True)])
         fresh = torch.cat((fresh, torch.full((extra, DIM), float("nan"))))
         positions = torch.tensor(chosen + [[-1] * self.topk] * extra, dtype=torch.int32)
-        found = self.hisparse.bring_in(
+        found = self.hisparse.load_selected(
             layer,
             fresh.to(self.device),
-            LogicalSlots(slots),
+            slots,
             SelectedPositions(positions.to(self.device)),
             geometry,
         ).slots.cpu()
@@ -372,7 +373,7 @@ def refuse(case: str = "decode", **changes: Any) -> None:
             BackendError,
             "layer 3: rows were selected by slots of the page table",
         ),
-        ({"save_kv_cache": False}, PlanError, "HiSparse writes the new rows where it brings in the others"),
+        ({"save_kv_cache": False}, PlanError, "save_kv_cache=True"),
         ({"geometry": {"table_rows": None}}, BackendError, "a batch has no table_rows"),
         (
             {"selected": SelectedPositions(torch.zeros(3, 9, dtype=torch.int32))},
@@ -397,10 +398,10 @@ def test_a_backend_that_writes_by_the_page_table_is_refused():
     assert torch.equal(pool.rows(3).view(torch.uint8), before.view(torch.uint8))
 
 
-def test_a_coordinator_that_is_no_hisparse_is_refused():
+def test_a_coordinator_that_the_spec_does_not_name_is_refused():
     stage = SparseStage(CASES["decode"])
-    with pytest.raises(BackendError, match="brings in rows by HiSparse, and was given a object as its coordinator"):
-        TorchNativeBackend(replace(stage.context, coordinator=object()))
+    with pytest.raises(BackendError, match="was given others"):
+        TorchNativeBackend(replace(stage.context, coordinator=SimpleNamespace(name="others")))
 
 
 @pytest.mark.parametrize(
@@ -421,14 +422,14 @@ def test_buffers_that_do_not_hold_a_choice_are_refused(changes, message):
 
 def test_a_backend_has_to_claim_it():
     """D3: one that serves sparse layers, and reads rows on the device by the page table."""
-    problem = Problem(ModelSpec("m", "test", tuple(layers(5)), 64), "cpu", hisparse=True)
+    problem = Problem(ModelSpec("m", "test", tuple(layers(5)), 64), "cpu", coordinator="hisparse")
     spec = next(each for each in attnplug_backends() if each.name == "torch_native")
     assert list(spec.refusals(problem, Role.DECODE)) == []
-    without = replace(spec, capabilities=replace(spec.capabilities, hisparse=False))
+    without = replace(spec, capabilities=replace(spec.capabilities, coordinators=frozenset()))
     (reason,) = without.refusals(problem, Role.DECODE)
     assert (reason.code, reason.value, reason.setting) == ("feature", "hisparse", "enable_hisparse")
-    assert list(without.refusals(replace(problem, hisparse=False), Role.DECODE)) == []
+    assert list(without.refusals(replace(problem, coordinator=None), Role.DECODE)) == []
     dense = replace(spec.capabilities, features=frozenset())
-    assert "it claims hisparse but not the feature sparse" in dense.contradictions()
+    assert any("coordinators hisparse" in problem for problem in dense.contradictions())
     with pytest.raises(UsageError, match=r"layer 1 of m \(mla\) has no index"):
-        Problem(ModelSpec("m", "test", (layers(5)[0], replace(layers(5)[1], indexer=None)), 64), hisparse=True)
+        Problem(ModelSpec("m", "test", (layers(5)[0], replace(layers(5)[1], indexer=None)), 64), coordinator="hisparse")

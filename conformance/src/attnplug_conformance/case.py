@@ -185,7 +185,7 @@ class Case:
             layout=self.layout,
             is_draft=self.role is Role.DRAFT,
             index_dtype=self.index_dtype,
-            hisparse=self.hisparse,
+            coordinator="hisparse" if self.hisparse else None,
         )
 
     def told(self) -> str:

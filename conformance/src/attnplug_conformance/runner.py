@@ -223,7 +223,7 @@ def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> 
         "sparse": Feature.SPARSE in can.features,
         "mla fp8_ds_mla": AttentionKind.MLA in can.kinds and DType.FP8_DS_MLA in can.kv_dtypes,
         "fp8 index keys": Feature.SPARSE in can.features and DType.FLOAT8_E4M3 in can.index_dtypes,
-        "hisparse": can.hisparse,
+        "hisparse": "hisparse" in can.coordinators,
         "compressed": Feature.COMPRESSED in can.features,
         "lse": "lse" in can.extras,
         "out": "out" in can.extras,

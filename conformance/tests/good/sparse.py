@@ -41,7 +41,7 @@ SPEC = BackendSpec(
         features=frozenset({Feature.SPARSE}),
         max_speculative_tokens=8,
         extras=frozenset({"lse", "out", "selected"}),
-        hisparse=True,
+        coordinators=frozenset({"hisparse"}),
         trees=True,
     ),
 )

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from attnplug.contract.context import HostContext as HostContext
     from attnplug.contract.context import Limits as Limits
     from attnplug.contract.context import Parallel as Parallel
+    from attnplug.contract.coordinator import Coordinator as Coordinator
     from attnplug.contract.geometry import HostLengths as HostLengths
     from attnplug.contract.geometry import spread as spread
     from attnplug.contract.hooks import bind_hook as bind_hook
@@ -99,7 +100,6 @@ if TYPE_CHECKING:
     from attnplug.hisparse import HotStatistics as HotStatistics
     from attnplug.hisparse import LogicalSlots as LogicalSlots
     from attnplug.kv import CacheKey as CacheKey
-    from attnplug.kv import Coordinator as Coordinator
     from attnplug.kv import KVPools as KVPools
     from attnplug.kv import LinearStatePool as LinearStatePool
     from attnplug.kv import OutOfPages as OutOfPages
@@ -175,6 +175,7 @@ _MODULES = {
     ),
     "contract.batch": ("BatchPlan", "apply_skip_attn_backend_init"),
     "contract.context": ("HostContext", "Limits", "Parallel"),
+    "contract.coordinator": ("Coordinator",),
     "contract.geometry": ("HostLengths", "spread"),
     "contract.hooks": ("bind_hook",),
     "contract.plan": ("PlanRecord", "plan_to_run"),
@@ -208,7 +209,6 @@ _MODULES = {
     ),
     "kv": (
         "CacheKey",
-        "Coordinator",
         "KVPools",
         "LinearStatePool",
         "OutOfPages",

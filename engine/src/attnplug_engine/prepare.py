@@ -152,7 +152,7 @@ def prepare(
         cuda_graph=options.demanded_graphs,
         wants_graphs=options.captures and not is_embedding,
         wants_prefill_graphs=options.captures_prefills and not is_embedding,
-        hisparse=options.enable_hisparse,
+        coordinator="hisparse" if options.enable_hisparse else None,
         mla_extend=options.extend_policy.forced,
     )
     if problem.cuda_graph and device.type != "cuda":

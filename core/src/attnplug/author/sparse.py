@@ -12,12 +12,12 @@ from attnplug.author.attention import PlannedAttention
 from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import BackendContext
+from attnplug.contract.coordinator import Coordinator
 from attnplug.contract.plan import Plan
 from attnplug.contract.sparse import IndexInputs, SelectedPositions, SelectedRows, SelectedSlots, selected_tensor
 from attnplug.declare.claims import Claims
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import IndexerDims, LayerSpec
-from attnplug.hisparse import HiSparse, LogicalSlots
 from attnplug.kv import INDEX_KEYS, IndexKeyPool
 
 
@@ -42,14 +42,12 @@ class SparseAttention(PlannedAttention):
                 f"backend {context.name} reads index keys in {', '.join(sorted(readable))}, and the pool has them in "
                 f"{self.index_keys.dtype}"
             )
-        self.hisparse: HiSparse | None = None
-        if context.coordinator is not None and context.model.is_sparse:
-            if not isinstance(context.coordinator, HiSparse):
-                raise BackendError(
-                    f"backend {context.name} brings in rows by HiSparse, and was given a "
-                    f"{type(context.coordinator).__name__} as its coordinator"
-                )
-            self.hisparse = context.coordinator
+        self.coordinator: Coordinator | None = context.coordinator if context.model.is_sparse else None
+        if self.coordinator is not None and self.coordinator.name not in (known := context.declared.coordinators):
+            raise BackendError(
+                f"backend {context.name} works with the coordinators {', '.join(sorted(known)) or 'none'}, and was "
+                f"given {self.coordinator.name} ({type(self.coordinator).__name__})"
+            )
 
     @abstractmethod
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
@@ -89,19 +87,19 @@ class SparseAttention(PlannedAttention):
         save_kv_cache: bool,
         extras: ForwardExtras | None,
     ) -> Tensor:
-        if self.hisparse is not None and layer.indexer is not None and plan.query_rows:
+        if self.coordinator is not None and layer.indexer is not None and plan.query_rows:
             self.layers.check(layer, q, None if extras is None else extras.q_rope)
             wanted = self.layers.wanted(layer, q, extras)
-            slots = self._bring_in(self.hisparse, plan, k, v, layer, batch, save_kv_cache, wanted.selected)
+            slots = self._load_selected(self.coordinator, plan, k, v, layer, batch, save_kv_cache, wanted.selected)
             more = q.shape[0] - plan.query_rows
             if more:
                 slots = torch.cat((slots, _nothing(slots, more, slots.shape[1])))
             extras, save_kv_cache = replace(wanted, selected=SelectedSlots(slots)), False
         return super().run_plan(plan, q, k, v, layer, batch, save_kv_cache, extras)
 
-    def _bring_in(
+    def _load_selected(
         self,
-        hisparse: HiSparse,
+        coordinator: Coordinator,
         plan: Plan,
         k: Tensor | None,
         v: Tensor | None,
@@ -113,18 +111,18 @@ class SparseAttention(PlannedAttention):
         """Where the selected rows lie on the device, ``[plan.query_rows, width]``; writes the new rows."""
         if not isinstance(selected, SelectedPositions):
             raise BackendError(
-                f"layer {layer.layer_id}: rows were selected by slots of the page table, and HiSparse brings in rows "
-                f"by their positions; choose of backend {self.backend_id.name} has to return SelectedPositions"
+                f"layer {layer.layer_id}: rows were selected by slots of the page table, and {coordinator.name} loads "
+                f"rows by their positions; choose of backend {self.backend_id.name} has to return SelectedPositions"
             )
         if not save_kv_cache or plan.new_slots is None:
             raise PlanError(
-                f"layer {layer.layer_id}: HiSparse writes the new rows where it brings in the others, so it needs "
+                f"layer {layer.layer_id}: {coordinator.name} writes the new rows when it loads the others, so it needs "
                 "them, and a plan with new_slots; pass save_kv_cache=True"
             )
         rows = plan.query_rows
         new, _ = self.layers.new_rows(layer, k, v, rows)
         mine = SelectedPositions(selected.positions[:rows])
-        return hisparse.bring_in(layer.layer_id, new, LogicalSlots(plan.new_slots), mine, batch.geometry).slots
+        return coordinator.load_selected(layer.layer_id, new, plan.new_slots, mine, batch.geometry).slots
 
     def _dims(self, layer: LayerSpec) -> IndexerDims:
         dims = layer.indexer

@@ -72,7 +72,7 @@ class ExplainOptions:
             wants_prefill_graphs=not self.speculative_tokens and not self.enable_hisparse,
             speculative_tokens=self.speculative_tokens,
             speculative_topk=self.speculative_topk,
-            hisparse=self.enable_hisparse,
+            coordinator="hisparse" if self.enable_hisparse else None,
             tensor_parallel=self.tensor_parallel,
             mla_extend=None if self.mla_extend is None else ExtendPath.parse(self.mla_extend),
         )

@@ -7,12 +7,12 @@ from typing import Literal, TypeVar
 
 import torch
 
+from attnplug.contract.coordinator import Coordinator
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.errors import BackendError, PoolError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import DType, Role
 from attnplug.kv import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool, KVPools
-from attnplug.kv.coordinator import Coordinator
 from attnplug.kv.workspace import WorkspaceOwner
 
 Options = TypeVar("Options")
@@ -74,7 +74,7 @@ class HostContext:
     parallel: Parallel = Parallel()
     serving: Serving = Serving()
     coordinator: Coordinator | None = None
-    """What keeps part of the cache elsewhere (HiSparse), if anything does. Backends get it when built (A10)."""
+    """Keeps part of the cache outside the pools. Backends capture it in their constructors (A10)."""
 
     def __post_init__(self) -> None:
         for pool in (self.pools.mha, self.pools.mla):

@@ -39,8 +39,8 @@ class Capabilities:
     ``min_fp8_sm`` and ``max_fp8_sm`` bound the compute capability for which it reads an fp8 cache, both inclusive.
     ``trees``: it verifies drafts that are trees (``Geometry.tree``) on layers without a window, as well as chains.
     ``index_dtypes`` are the types of cached index keys that it reads, for sparse layers; left out, they are ``dtypes``.
-    ``hisparse``: it serves sparse layers whose rows a HiSparse coordinator brings in. Backends over ``SparseAttention``
-    do, if ``attend`` reads no rows but those of ``extras.selected``, and takes them as ``SelectedSlots``.
+    ``coordinators`` names the coordinators that it works with, for sparse layers: ``attend`` reads no cache rows but
+    those of ``extras.selected``, and takes them as ``SelectedSlots``.
     """
 
     kinds: frozenset[AttentionKind]
@@ -65,7 +65,7 @@ class Capabilities:
     layouts: frozenset[CacheLayout] = frozenset({CacheLayout.TOKEN_MAJOR})
     trees: bool = False
     index_dtypes: frozenset[DType] = frozenset()
-    hisparse: bool = False
+    coordinators: frozenset[str] = frozenset()
     min_fp8_sm: int | None = None
     max_fp8_sm: int | None = None
 
@@ -93,7 +93,7 @@ class Capabilities:
             "layouts": _layouts(members("layouts", self.layouts, CacheLayout), kinds),
             "trees": of_type("trees", self.trees, bool, "True or False"),
             "index_dtypes": members("index_dtypes", self.index_dtypes, DType) or dtypes,
-            "hisparse": of_type("hisparse", self.hisparse, bool, "True or False"),
+            "coordinators": frozenset(several("coordinators", self.coordinators)),
             "min_fp8_sm": integer("min_fp8_sm", self.min_fp8_sm, optional=True),
             "max_fp8_sm": integer("max_fp8_sm", self.max_fp8_sm, optional=True),
         }
@@ -155,8 +155,8 @@ class Capabilities:
             yield "it claims the role draft but max_speculative_tokens is 0"
         if self.trees and not self.max_speculative_tokens:
             yield "it claims trees of drafts but max_speculative_tokens is 0"
-        if self.hisparse and Feature.SPARSE not in self.features:
-            yield "it claims hisparse but not the feature sparse"
+        if self.coordinators and Feature.SPARSE not in self.features:
+            yield f"it claims the coordinators {_listed(self.coordinators)} but not the feature sparse"
 
     def _sm_contradictions(self) -> Iterator[str]:
         bounds = {name: getattr(self, name) for name in ("min_sm", "max_sm", "min_fp8_sm", "max_fp8_sm")}

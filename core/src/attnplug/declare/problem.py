@@ -159,8 +159,8 @@ class Problem:
     """Whether the model drafts for another. One backend, of the role draft, then does all that its layers need."""
     index_dtype: DType | None = None
     """Element type of cached index keys, for sparse models. ``None``: that of the activations."""
-    hisparse: bool = False
-    """Whether latent rows are kept in host memory, and a coordinator brings in those that sparse layers choose."""
+    coordinator: str | None = None
+    """Name of the coordinator that keeps latent rows outside the pools and loads those that sparse layers select."""
     mla_extend: ExtendPath | None = None
     """The way in which MLA layers must be prefilled. ``None``: any of those that the backend can."""
 
@@ -197,7 +197,7 @@ class Problem:
         if self.page_size is not None and self.page_size % multiple:
             why = f"ends inside a window of {multiple} tokens that the model makes one entry of; give a multiple of it"
             raise _wrong(Setting.PAGE_SIZE, self.page_size, why)
-        if self.hisparse and self.model is not None:
+        if self.coordinator is not None and self.model is not None:
             self._check_sparse(self.model)
         if self.mla_extend is not None and self.model is not None:
             self._check_extend(self.model, self.mla_extend)

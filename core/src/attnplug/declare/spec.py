@@ -203,11 +203,12 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
             allowed=can.max_speculative_tokens,
             setting=Setting.SPECULATIVE_TOKENS,
         )
-    if problem.hisparse and Feature.SPARSE in can.features and not can.hisparse:
+    coordinator = problem.coordinator
+    if coordinator is not None and Feature.SPARSE in can.features and coordinator not in can.coordinators:
         yield Refusal(
             RefusalCode.FEATURE,
-            "latent rows are kept on the host by HiSparse, and it reads those on the device by the page table",
-            value="hisparse",
+            f"latent rows are kept outside the pools by {coordinator}, and it reads those inside by the page table",
+            value=coordinator,
             setting=Setting.ENABLE_HISPARSE,
         )
     if problem.speculative_topk > 1 and not can.trees:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnplug.contract.geometry import Geometry
-from attnplug.contract.sparse import SelectedPositions
+from attnplug.contract.sparse import SelectedPositions, SelectedSlots
 from attnplug.declare.errors import BackendError
 from attnplug.hisparse.addresses import DeviceSlots, LogicalSlots
 from attnplug.hisparse.host_rows import HostRows
@@ -48,7 +48,7 @@ class HotStatistics:
 
 
 class _Swap(Protocol):
-    def bring_in(self, number: int, positions: Tensor, new_slots: LogicalSlots, geometry: Geometry) -> DeviceSlots: ...
+    def swap_in(self, number: int, positions: Tensor, new_slots: LogicalSlots, geometry: Geometry) -> DeviceSlots: ...
 
 
 class HiSparse:
@@ -80,7 +80,7 @@ class HiSparse:
 
     @property
     def name(self) -> str:
-        return "HiSparse"
+        return "hisparse"
 
     @property
     def device_nbytes(self) -> int:
@@ -113,20 +113,10 @@ class HiSparse:
     def reset_statistics(self) -> None:
         self.tables.counters.zero_()
 
-    def bring_in(
-        self,
-        layer_id: int,
-        rows: Tensor,
-        new_slots: LogicalSlots,
-        selected: SelectedPositions,
-        geometry: Geometry,
-    ) -> DeviceSlots:
-        """Write a layer's new rows, and bring what they attend to to the device: where it lies, until the next layer.
-
-        ``rows`` ``[tokens, row_dim]`` or ``[tokens, 1, row_dim]`` are the new rows of the batch with this geometry, and
-        ``new_slots`` ``[tokens]`` their places by the page table, -1 for padding. The result ``[tokens, width]`` int32
-        is ``selected`` in other words. It asks the device only, waits for nothing and can be captured.
-        """
+    def load_selected(
+        self, layer_id: int, rows: Tensor, new_slots: Tensor, selected: SelectedPositions, geometry: Geometry
+    ) -> SelectedSlots:
+        """See ``Coordinator.load_selected``. Slots are int32."""
         tokens, sizes = rows.shape[0], self.pool.sizes
         positions = selected.positions
         if geometry.table_rows is None:
@@ -146,4 +136,5 @@ class HiSparse:
                 f"layer {layer_id}: a request may choose {needed} rows, and its hot buffer has {sizes.buffer_size}"
             )
         self.pool.write_new(layer_id, DeviceSlots(self._new[:tokens]), rows)
-        return self._swap.bring_in(self.pool.number(layer_id), positions, new_slots, geometry)
+        slots = self._swap.swap_in(self.pool.number(layer_id), positions, LogicalSlots(new_slots), geometry)
+        return SelectedSlots(slots.slots)

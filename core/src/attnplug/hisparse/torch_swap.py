@@ -27,12 +27,12 @@ class _Member:
 
 
 class TorchSwap:
-    """See ``HiSparse.bring_in``, of which this is the part after the new rows are on the device."""
+    """See ``HiSparse.load_selected``, of which this is the part after the new rows are on the device."""
 
     def __init__(self, pool: HotPool, host: HostRows, tables: HotTables) -> None:
         self._pool, self._host, self._tables = pool, host, tables
 
-    def bring_in(self, number: int, positions: Tensor, new_slots: LogicalSlots, geometry: Geometry) -> DeviceSlots:
+    def swap_in(self, number: int, positions: Tensor, new_slots: LogicalSlots, geometry: Geometry) -> DeviceSlots:
         pool, counters = self._pool, self._tables.counters
         rows = len(new_slots.slots)
         self._host.write(number, host_slots(new_slots), pool.cells[:rows])

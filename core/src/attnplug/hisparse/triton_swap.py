@@ -211,7 +211,7 @@ def _block(size: int, threads: int) -> int:
 
 
 class TritonSwap:
-    """See ``HiSparse.bring_in``, of which this is the part after the new rows are on the device."""
+    """See ``HiSparse.load_selected``, of which this is the part after the new rows are on the device."""
 
     def __init__(self, pool: HotPool, host: HostRows, tables: HotTables) -> None:
         self._pool, self._tables, sizes = pool, tables, pool.sizes
@@ -224,7 +224,7 @@ class TritonSwap:
         self._lists: Tensor = torch.zeros(2, *buffers, dtype=torch.int32, device=device)
         self._ready, self._done = torch.zeros(2, sizes.max_tokens, dtype=torch.int32, device=device).unbind()
 
-    def bring_in(self, number: int, positions: Tensor, new_slots: LogicalSlots, geometry: Geometry) -> DeviceSlots:
+    def swap_in(self, number: int, positions: Tensor, new_slots: LogicalSlots, geometry: Geometry) -> DeviceSlots:
         sizes, tables, requests = self._pool.sizes, self._tables, geometry.requests
         rows, chosen = positions.shape
         ragged = geometry.new_lens is not None

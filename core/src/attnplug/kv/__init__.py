@@ -6,7 +6,6 @@ from attnplug.kv.allocator import BadPages, OutOfPages, PageAllocator, PageCopy
 from attnplug.kv.buffer import PagedBuffer, torch_dtype
 from attnplug.kv.caches import CacheKey, KVPools, PagedCache
 from attnplug.kv.compressed import COMPRESSED, CompressedPool, EntryCache
-from attnplug.kv.coordinator import Coordinator
 from attnplug.kv.index_keys import INDEX_KEYS, IndexKeyPool
 from attnplug.kv.layout import LayoutName, PageLayout, split_table
 from attnplug.kv.pools import LinearStatePool, MHAPool, MLAPool
@@ -18,7 +17,6 @@ __all__ = [
     "BadPages",
     "CacheKey",
     "CompressedPool",
-    "Coordinator",
     "EntryCache",
     "IndexKeyPool",
     "KVPools",

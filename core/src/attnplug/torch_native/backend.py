@@ -109,7 +109,7 @@ class TorchNativeBackend(SparseAttention):
         if extras.selected is not None and layer.compressed is None:
             slots = selected_slots(extras.selected, rows, group)
         # Rows that HiSparse brings in are found by what was selected alone.
-        if slots is not None and (self.hisparse is not None or not selects_all(slots, group)):
+        if slots is not None and (self.coordinator is not None or not selects_all(slots, group)):
             result, sums = self._attend_selected(q, slots, layer, softmax)
         else:
             more = layer.sinks or layer.compressed is not None  # so the result is not rounded yet

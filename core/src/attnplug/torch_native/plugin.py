@@ -34,7 +34,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 layouts=frozenset(CacheLayout),
                 trees=True,
                 index_dtypes=frozenset(dtype for dtype in DType if dtype.is_element),
-                hisparse=True,
+                coordinators=frozenset({"hisparse"}),
             ),
         )
     ]

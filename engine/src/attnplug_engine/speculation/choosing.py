@@ -92,7 +92,7 @@ def choose_draft(
         index_dtype=index_dtype,
         is_draft=True,
         drafts_by_host=False,
-        hisparse=False,
+        coordinator=None,
         mla_extend=None,
     )
     roles: dict[Role, str] = {role: name for role, name in request.roles.items() if role is Role.DRAFT}

@@ -76,7 +76,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 dtypes=frozenset({DType.BFLOAT16}),
                 kv_dtypes=frozenset({DType.BFLOAT16, DType.FP8_DS_MLA}),
                 index_dtypes=frozenset({DType.BFLOAT16, DType.FLOAT8_E4M3}),
-                hisparse=True,
+                coordinators=frozenset({"hisparse"}),
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 page_sizes=PageSizes.of(PAGE),
                 mla_dims=frozenset({(512, 64)}),

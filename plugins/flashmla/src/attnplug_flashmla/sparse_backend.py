@@ -99,7 +99,7 @@ class SparseFlashMLABackend(SparseAttention):
 
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
         work: Work = plan.metadata
-        width = _width(dims.topk) if self.hisparse is None else dims.topk
+        width = _width(dims.topk) if self.coordinator is None else dims.topk
         return self._index.choose(work.index, index, layer, width)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:

@@ -61,7 +61,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 layouts=frozenset(CacheLayout),
                 trees=True,
                 index_dtypes=DTYPES | {DType.FLOAT8_E4M3},
-                hisparse=True,
+                coordinators=frozenset({"hisparse"}),
             ),
         )
     ]

@@ -18,6 +18,9 @@ class HotRows:
     def device_nbytes(self) -> int:
         return sum(map(len, self.held.values()))
 
+    def load_selected(self, layer_id, rows, new_slots, selected, geometry):
+        raise NotImplementedError
+
     def release(self, row: int) -> None:
         self.held.pop(row, None)
 
