@@ -88,7 +88,7 @@ def test_a_split_is_as_sparse_as_the_weaker_of_both():
 
 def test_a_backend_without_selection_is_found_when_a_sparse_model_is_put_on_it():
     stage = SparseStage(CASES["decode"])
-    with pytest.raises(BackendError, match="has sparse layers, but backend hookless has no select; choose one that"):
+    with pytest.raises(BackendError, match="index keys, but backend hookless has no select"):
         ModelAttention(Hookless(), stage.pools)
 
 
@@ -132,7 +132,5 @@ def test_a_sparse_layer_of_a_batch_that_was_planned_as_mha_is_an_error():
     batch = stage.batch()
     attention.plan(batch)
     q = stage.normal(len(stage.q), stage.layer.num_heads, stage.layer.head_dim)
-    with pytest.raises(BackendError, match="layer 3 is sparse, and the batch was planned to run as MHA"):
+    with pytest.raises(BackendError, match=r"layer 3 .* planned to run as MHA"):
         attention.attend_mla(q, stage.new_rows(stage.keys).squeeze(1), stage.layer, weights(stage), batch)
-    with pytest.raises(BackendError, match="the model was built without a pool of index keys"):
-        attention.select(stage.given(), stage.layer, batch)

@@ -187,5 +187,5 @@ class CompressedPool:
         return (buffer for caches in self._caches.values() for cache in caches for buffer in cache.buffers)
 
 
-COMPRESSED: Final[CacheKey[CompressedPool]] = CacheKey("compressed entries", CompressedPool)
+COMPRESSED: Final[CacheKey[CompressedPool]] = CacheKey("compressed entries", CompressedPool, "select")
 """Finds the entries of compressed layers in ``KVPools``."""

@@ -105,5 +105,5 @@ def _check_type(dtype: DType) -> None:
         raise PoolError(f"index keys cannot be kept as {dtype}, which is a latent row of MLA; give another type")
 
 
-INDEX_KEYS: Final[CacheKey[IndexKeyPool]] = CacheKey("index keys", IndexKeyPool)
+INDEX_KEYS: Final[CacheKey[IndexKeyPool]] = CacheKey("index keys", IndexKeyPool, "select")
 """Finds the index keys in ``KVPools``."""
