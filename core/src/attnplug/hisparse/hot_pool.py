@@ -48,16 +48,11 @@ class HotPool(MLAPool):
                 "device_buffer_size of `hisparse_config`",
                 settings=["max_batch", "num_pages", "hisparse_config"],
             )
-        first = layers[:1]
-        super().__init__(first, num_pages=-(-rows // page_size), page_size=page_size, dtype=dtype, device=device)
+        num_pages = -(-rows // page_size)
+        super().__init__(layers, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, shared=True)
         self._numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
-        self._hold(dict.fromkeys(self._numbers, self._layers[first[0].layer_id]), dtype)
-        self.cells: Tensor = self.rows(first[0].layer_id).view(torch.uint8).flatten(0, 2)
+        self.cells: Tensor = self.rows(layers[0].layer_id).view(torch.uint8).flatten(0, 2)
         """``[rows, row bytes]`` uint8: all of it, as stored."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.cells.numel()
 
     def number(self, layer_id: int) -> int:
         """Which of the pool's layers it is."""
