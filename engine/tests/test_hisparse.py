@@ -11,9 +11,10 @@ import torch
 from refilled_native import build, captured
 
 from attnplug import DType, PoolError
-from attnplug.host import HiSparse, UsageError
+from attnplug.host import UsageError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.request import Request
+from attnplug_sparse.hisparse import HiSparse
 from attnplug_testing.command import Attnplug
 from attnplug_testing.devices import INTERPRETED
 
@@ -138,7 +139,7 @@ def test_rows_that_are_verified_are_brought_in_together(speculation, expected, m
 @INTERPRETED
 def test_kernels_serve_the_engines_batches(expected, monkeypatch):
     """As they are planned: slots of requests that decode are a column of a table."""
-    from attnplug.hisparse import triton_swap
+    from attnplug_sparse.hisparse import triton_swap
 
     monkeypatch.setattr(triton_swap, "_MOST_COPIERS", 1)
     engine = make(chunked_prefill_size=20)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from attnplug import INDEX_KEYS, DType, Feature, ForwardMode, Role
+from attnplug import DType, Feature, ForwardMode, Role
 from attnplug.host import TINY_CONFIGS, ModelConfigError, load_registry
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
@@ -20,6 +20,7 @@ from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.models.decoder import Block
 from attnplug_engine.pools import Capacity, build_pools, bytes_per_page
 from attnplug_engine.random_checkpoint import RandomCheckpoint
+from attnplug_sparse.pools import INDEX_KEYS
 from attnplug_testing.command import Attnplug
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]

@@ -10,7 +10,7 @@ import torch
 from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
-from attnplug import COMPRESSED, DType, Feature, ForwardBatch, ForwardMode, Geometry, Role
+from attnplug import DType, Feature, ForwardBatch, ForwardMode, Geometry, Role
 from attnplug.host import TINY_CONFIGS, ModelConfigError, SelectionError, UsageError, load_registry
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
@@ -19,6 +19,7 @@ from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.parallel import ParallelError
 from attnplug_engine.pools import Capacity, build_pools, bytes_per_page
 from attnplug_engine.random_checkpoint import RandomCheckpoint
+from attnplug_sparse.pools import COMPRESSED
 from attnplug_testing.command import Attnplug
 
 NAME, MODEL = "deepseek_v4", "tiny:deepseek_v4"

@@ -19,10 +19,10 @@ from attnplug import (
     Role,
     Setting,
     hookimpl,
-    index_refusals,
     requirement_refusal,
 )
 from attnplug_flashmla.options import SparseOptions
+from attnplug_sparse.refusals import index_refusals
 
 LIBRARY = "sgl-flash-mla>=1.0,<2"
 DEEP_GEMM = "sgl-deep-gemm>=0.2.5"
