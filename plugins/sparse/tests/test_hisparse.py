@@ -372,11 +372,11 @@ def refuse(case: str = "decode", **changes: Any) -> None:
             "layer 3: rows were selected by slots of the page table",
         ),
         ({"save_kv_cache": False}, PlanError, "save_kv_cache=True"),
-        ({"geometry": {"table_rows": None}}, BackendError, "a batch has no table_rows"),
+        ({"geometry": {"table_rows": None}}, BackendError, "no table_rows"),
         (
             {"selected": SelectedPositions(torch.zeros(3, 9, dtype=torch.int32))},
             BackendError,
-            "a request may choose 9 rows, and its hot buffer has 8",
+            "9 rows, and its hot buffer has 8",
         ),
     ],
 )
@@ -388,7 +388,7 @@ def test_a_call_that_would_read_other_rows_is_refused(changes, error, message):
 def test_a_backend_that_writes_by_the_page_table_is_refused():
     stage = HotStage(CASES["decode"])
     pool = stage.context.pools.mla
-    with pytest.raises(PoolError, match="were to be written by slots of the page table, and HiSparse keeps those on"):
+    with pytest.raises(PoolError, match="slots of the page table"):
         pool.write(3, torch.tensor([0]), torch.zeros(1, pool.rows(3).shape[3]))
     before = pool.rows(3).clone()
     stage.context.pools.copy_pages([PageCopy(0, 1)])
@@ -406,7 +406,7 @@ def test_a_coordinator_that_the_spec_does_not_name_is_refused():
     ("changes", "message"),
     [
         ({"buffer_size": 4}, "device_buffer_size of 4, and the model's index chooses 5 rows; give 5 or more"),
-        ({"buffer_size": 14, "nodes": 3}, "5 rows for each of 3 rows that are verified at once; give 15 or more"),
+        ({"buffer_size": 14, "nodes": 3}, "5 rows for each of 3 rows .* give 15 or more"),
         ({"buffer_size": 1 << 15}, "device_buffer_size of 32768; give 5 to 32767"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_selection_for_a_layer_without_an_index_of_its_own_is_an_error():
     stage = SparseStage(CASE)
     batch, attention = stage.planned(), ModelAttention(stage.backend, stage.pools)
     dense = replace(stage.layer, indexer=None)
-    for layer, why in ((stage.shared, "takes over the choice of layer 3"), (dense, "has no index")):
+    for layer, why in ((stage.shared, "selection of layer 3"), (dense, "has no index")):
         with pytest.raises(BackendError, match=why):
             stage.backend.select(stage.given(), layer, batch)
     for layer, index, why in (

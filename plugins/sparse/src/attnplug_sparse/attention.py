@@ -1,4 +1,4 @@
-"""The base of a backend that serves sparse layers too: all of a selection but the kernel."""
+"""Base class of backends that serve sparse layers."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
 
 
 class SparseAttention(PlannedAttention):
-    """``select`` over ``choose``: it finds the plan, checks the call, writes the new index keys, and returns -1 for
-    padding. It takes the index keys' pool from the context, if some layers have an index.
+    """Implements ``select`` on top of ``choose``: finds the plan, checks the call, writes the new index keys, and
+    returns -1 for padding.
 
-    Where latent rows are kept on the host, ``hisparse`` brings them in. That is done here: new rows are written through
-    it, and ``attend`` is given what was selected as ``SelectedSlots``, which are slots of ``context.pools.mla`` as they
-    always are. Slots of the page table, which plans have, are not.
+    ``index_keys`` is the context's pool, ``None`` if no layer has an index with keys. ``coordinator`` is the context's,
+    ``None`` for models that are not sparse. With one, new rows are written and selected rows are loaded here, before
+    ``attend``, which gets them as ``SelectedSlots``: slots of ``context.pools.mla``. Slots of the page table, which
+    plans have, are then no slots of that pool.
 
-    Subclass contract: ``plan``, ``attend`` and ``choose``. ``attend`` is given ``extras.selected`` for sparse layers.
-    A backend that claims ``hisparse`` reads no other rows, and its ``choose`` returns positions if there is a
-    ``hisparse``.
+    Subclass contract: ``plan``, ``attend`` and ``choose``. ``attend`` gets ``extras.selected`` for sparse layers. A
+    backend that claims coordinators reads no other rows, and its ``choose`` returns positions if there is one.
     """
 
     def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
@@ -61,10 +61,10 @@ class SparseAttention(PlannedAttention):
 
     @abstractmethod
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
-        """What one layer's ``plan.query_rows`` tokens, at least one, attend to, as ``RowSelection.select`` says.
+        """Select the rows of one layer, as ``RowSelection.select`` specifies, for ``plan.query_rows`` tokens.
 
-        ``index`` has as many rows. Its keys are in ``index_keys`` by now; those of its ``entries`` are still to be
-        written.
+        There is at least one token, and ``index`` has as many rows. Its keys are in ``index_keys`` already; the keys
+        that its ``entries`` complete are still to be written.
         """
 
     def select(self, index: IndexInputs, layer: LayerSpec, batch: ForwardBatch) -> SelectedRows:
@@ -118,7 +118,7 @@ class SparseAttention(PlannedAttention):
         save_kv_cache: bool,
         selected: SelectedRows | None,
     ) -> Tensor:
-        """Where the selected rows lie on the device, ``[plan.query_rows, width]``; writes the new rows."""
+        """Write the new rows and return the pool's slots of the selected ones, ``[plan.query_rows, width]``."""
         if not isinstance(selected, SelectedPositions):
             raise BackendError(
                 f"layer {layer.layer_id}: rows were selected by slots of the page table, and {coordinator.name} loads "
@@ -131,16 +131,16 @@ class SparseAttention(PlannedAttention):
             )
         rows = plan.query_rows
         new, _ = self.layers.new_rows(layer, k, v, rows)
-        mine = SelectedPositions(selected.positions[:rows])
-        return coordinator.load_selected(layer.layer_id, new, plan.new_slots, mine, batch.geometry).slots
+        planned = SelectedPositions(selected.positions[:rows])
+        return coordinator.load_selected(layer.layer_id, new, plan.new_slots, planned, batch.geometry).slots
 
     def _dims(self, layer: LayerSpec) -> IndexerDims:
         dims = layer.indexer
         lacking = self.index_keys is None and layer.compressed is None
         if dims is None or dims.shares is not None or lacking:
-            why = "has no index" if dims is None else f"takes over the choice of layer {dims.shares}"
+            why = "has no index" if dims is None else f"reuses the selection of layer {dims.shares}"
             if lacking:
-                why = f"is of no model that backend {self.backend_id.name} was built for: that has no index"
+                why = f"is not of the model that backend {self.backend_id.name} was built for, which has no index"
             raise BackendError(f"rows were to be selected for layer {layer.layer_id}, which {why}")
         return dims
 
@@ -155,10 +155,10 @@ class SparseAttention(PlannedAttention):
 
 
 def _check(index: IndexInputs, layer: LayerSpec, dims: IndexerDims) -> None:
-    """Refuse inputs that are not those of the layer's indexer."""
+    """Raise BackendError unless inputs have the shapes of the layer's indexer."""
     rows = index.q.shape[0]
-    wanted = {"q": (rows, dims.heads, dims.head_dim), "k": (rows, dims.head_dim), "weights": (rows, dims.heads)}
-    for name, shape in wanted.items():
+    expected = {"q": (rows, dims.heads, dims.head_dim), "k": (rows, dims.head_dim), "weights": (rows, dims.heads)}
+    for name, shape in expected.items():
         tensor: Tensor | None = getattr(index, name)
         if tensor is not None and tensor.shape != shape:
             raise BackendError(
@@ -175,4 +175,5 @@ def _check(index: IndexInputs, layer: LayerSpec, dims: IndexerDims) -> None:
 
 
 def _nothing(like: Tensor, rows: int, width: int) -> Tensor:
+    """An empty selection ``[rows, width]``."""
     return torch.full((rows, width), -1, dtype=torch.int32, device=like.device)

@@ -1,4 +1,4 @@
-"""HiSparse: all latent rows in host memory, and on the device those that sparse layers choose (A10)."""
+"""HiSparse: a coordinator that keeps all latent rows in host memory and the hot ones on the device (A10)."""
 
 from __future__ import annotations
 

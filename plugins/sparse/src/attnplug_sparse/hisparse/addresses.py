@@ -1,4 +1,4 @@
-"""Three address spaces, each a type of its own: a slot of one cannot be used where another is meant."""
+"""Address spaces of HiSparse, one type each, so that a slot of one is never used in another."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogicalSlots:
-    """Places by the page table: ``page * page_size + offset``, -1 for none. Index keys lie there, too."""
+    """Slots of the page table: ``page * page_size + offset``, -1 for none. Index keys have the same slots."""
 
     slots: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostSlots:
-    """Rows of a layer's part of ``HostRows``; -1 for none."""
+    """Rows of one layer in ``HostRows``; -1 for none."""
 
     slots: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceSlots:
-    """Rows of ``HotPool``, in which all layers lie; -1 for none."""
+    """Rows of ``HotPool``, which all layers share; -1 for none."""
 
     slots: Tensor
 
 
 def host_slots(logical: LogicalSlots) -> HostSlots:
-    """Where rows of the page table lie in host memory: pages have the same numbers there.
+    """Translate slots of the page table to host memory, whose pages have the same numbers.
 
-    So prefixes that requests share, copies of pages and evictions need nothing more than the page table's own.
+    So shared prefixes, page copies and evictions need no bookkeeping besides the page table.
     """
     return HostSlots(logical.slots)

@@ -1,4 +1,4 @@
-"""The coordinator: what a backend asks for rows, and an engine to give them back."""
+"""The HiSparse coordinator."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from attnplug_sparse.hisparse.torch_swap import TorchSwap
 
 @dataclass(frozen=True, slots=True)
 class HotStatistics:
-    """What was read and moved since the start, in all layers."""
+    """Row counts of all layers since the start or the last reset."""
 
     read: int
-    """Rows of earlier steps that decoding requests attended to."""
+    """Rows of earlier steps that decoding requests selected."""
     loaded: int
-    """Those of them that had to be copied to the device. A row that several queries of a request need counts once."""
+    """Rows among them that were copied to the device. A row that several queries of a request select counts once."""
     staged: int
-    """Rows that were copied to the device for prefills."""
+    """Rows copied to the device for prefills."""
     written: int
-    """New rows that were copied to the host."""
+    """New rows copied to the host."""
     row_nbytes: int
 
     @property
@@ -37,7 +37,7 @@ class HotStatistics:
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes that were copied, in both directions."""
+        """Bytes copied, in both directions."""
         return (self.loaded + self.staged + self.written) * self.row_nbytes
 
     def __str__(self) -> str:
@@ -51,15 +51,15 @@ class _Swap(Protocol):
 
 
 class HiSparse:
-    """Keeps all rows in host memory, and brings those that sparse layers choose to the device (A10).
+    """Coordinator that keeps all latent rows in host memory and loads selected rows to the device (A10).
 
-    Each new row is written to the host when it is written to the device, so a row is on the host from its first step
-    on. A request may therefore lose its rows on the device at any time, and nothing is ever waited for. Host pages are
-    those of the page table. Each running request has a hot buffer in every layer, found by its row of the slot table
-    (``Geometry.table_rows``), and filled by what it chooses: what was not used for longest makes room.
+    Writes go through: each new row is written to device and host in the same step. So a request may lose its rows on
+    the device at any time, and nothing has to be written back. Host pages are those of the page table. Each running
+    request has a hot buffer per layer, an LRU cache of selected rows, found by its row of the slot table
+    (``Geometry.table_rows``).
 
-    Requests with more than ``HotSizes.nodes`` new rows are prefilled: all that their new rows may choose is copied to
-    the device, for one layer at a time. All work is on one stream.
+    Requests with more than ``HotSizes.nodes`` new rows are prefills: all rows that they may select are copied to the
+    device, one layer at a time. All work is on one stream.
     """
 
     def __init__(self, pool: HotPool, host: HostRows) -> None:
@@ -67,9 +67,9 @@ class HiSparse:
         device = pool.cells.device
         self.tables = HotTables(len(pool.layer_ids), pool.sizes, device)
         self._new = torch.arange(pool.sizes.max_tokens, device=device)
-        self._swap: _Swap = self._by_kernels() if device.type == "cuda" else TorchSwap(pool, host, self.tables)
+        self._swap: _Swap = self._triton_swap() if device.type == "cuda" else TorchSwap(pool, host, self.tables)
 
-    def _by_kernels(self) -> _Swap:
+    def _triton_swap(self) -> _Swap:
         try:
             from attnplug_sparse.hisparse.triton_swap import TritonSwap
         except ImportError as error:
@@ -83,7 +83,7 @@ class HiSparse:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes on the device beside the pool: the tables."""
+        """Bytes of the tables on the device, without the pool."""
         return self.tables.nbytes
 
     @property
@@ -91,21 +91,21 @@ class HiSparse:
         return self.host.nbytes
 
     def host_pages(self, layer_id: int) -> Tensor:
-        """``[pages, page_size, 1, row_dim]`` in host memory, in the stored type: all of a layer's rows."""
+        """All rows of a layer, ``[pages, page_size, 1, row_dim]`` in host memory, in the stored type."""
         stored, size = self.pool.rows(layer_id), self.host.page_size
         cells = self.host.cells[self.pool.number(layer_id)].view(stored.dtype)
         return cells.view(self.host.num_pages, size, *stored.shape[2:])
 
     def release(self, row: int) -> None:
-        """Empty the hot buffers of the request in this row of the slot table; its pages are the table's to free."""
+        """Empty the hot buffers of the request in this row of the slot table. Its pages are freed by the table."""
         self.tables.release(row)
 
     def hot_rows(self, row: int) -> int:
-        """How many rows the request in this row of the slot table has on the device, in all layers. Waits."""
+        """Return the number of rows on the device for a row of the slot table, in all layers. Synchronises."""
         return int((self.tables.held[:, row] >= 0).sum())
 
     def statistics(self) -> HotStatistics:
-        """Waits for the device."""
+        """Return the counts. Synchronises with the device."""
         read, loaded, staged, written = self.tables.counters.tolist()
         return HotStatistics(read, loaded, staged, written, self.pool.cells.shape[1])
 
@@ -120,8 +120,8 @@ class HiSparse:
         positions = selected.positions
         if geometry.table_rows is None:
             raise BackendError(
-                f"layer {layer_id}: a batch has no table_rows, by which HiSparse finds the requests' hot buffers; give "
-                "Geometry each request's row of the slot table"
+                f"layer {layer_id}: the batch has no table_rows, by which HiSparse finds hot buffers; give Geometry "
+                "each request's row of the slot table"
             )
         if max(tokens, geometry.requests) > sizes.max_tokens or geometry.max_seq_len > sizes.max_context:
             raise BackendError(
@@ -132,7 +132,7 @@ class HiSparse:
         needed = positions.shape[1] * min(geometry.max_new, sizes.nodes)
         if needed > sizes.buffer_size:
             raise BackendError(
-                f"layer {layer_id}: a request may choose {needed} rows, and its hot buffer has {sizes.buffer_size}"
+                f"layer {layer_id}: a request may select {needed} rows, and its hot buffer has {sizes.buffer_size}"
             )
         self.pool.write_new(layer_id, DeviceSlots(self._new[:tokens]), rows)
         slots = self._swap.swap_in(self.pool.number(layer_id), positions, LogicalSlots(new_slots), geometry)

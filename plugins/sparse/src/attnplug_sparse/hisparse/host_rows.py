@@ -1,4 +1,4 @@
-"""All latent rows of a model in host memory, which a GPU reads and writes by itself."""
+"""All latent rows of a model in host memory, which GPU kernels read and write directly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from attnplug_sparse.hisparse.addresses import HostSlots, LogicalSlots, host_slo
 
 
 class HostRows:
-    """Rows as stored, ``[layers, pages * page_size, row bytes]``: the page table's pages, in memory of the host.
+    """Pages of the page table in host memory: ``[layers, pages * page_size, row_bytes]``, as stored.
 
-    Beside a GPU the memory is pinned, and kernels address it. All that reads or writes it is in the order of the
-    device's stream.
+    For a GPU the memory is pinned and mapped. All accesses are ordered by the device's stream.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class HostRows:
         shape = (layers, num_pages * page_size, row_nbytes)
         try:
             self.cells: Tensor = _aligned(layers * shape[1] * row_nbytes).view(shape)
-            """``[layers, rows, row bytes]`` uint8."""
+            """``[layers, rows, row_bytes]`` uint8."""
             if self.device.type == "cuda":
                 _pin(self, self.cells)
         except RuntimeError as error:
@@ -58,7 +57,7 @@ class HostRows:
         self.move_rows(sources, targets)
 
     def move_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows in every layer from slots to slots of the page table; see ``KVPools.move_rows``."""
+        """Copy rows in every layer between slots of the page table; see ``KVPools.move_rows``."""
         if targets.dim() != 1 or sources.shape != targets.shape:
             raise PoolError(f"rows cannot be moved from {list(sources.shape)} to {list(targets.shape)} slots; give [n]")
         if not targets.numel():
@@ -73,11 +72,11 @@ class HostRows:
         self.cells[:, target.slots[live]] = self.cells[:, source.slots[live]]
 
     def read(self, number: int, slots: HostSlots) -> Tensor:
-        """Rows of a layer, ``[*slots.shape, row bytes]``, on a CPU."""
+        """Return rows of a layer, ``[*slots.shape, row_bytes]``. CPU only."""
         return self.cells[number][slots.slots]
 
     def write(self, number: int, slots: HostSlots, rows: Tensor) -> None:
-        """Store rows of a layer ``[n, row bytes]``, on a CPU, but not where a slot is -1."""
+        """Store rows of a layer ``[n, row_bytes]``, except where a slot is -1. CPU only."""
         live = slots.slots >= 0
         self.cells[number][slots.slots[live]] = rows[live]
 
@@ -87,13 +86,13 @@ _ALIGNMENT = 4096
 
 
 def _aligned(nbytes: int) -> Tensor:
-    """Zeros from the first byte of a page of the system on: a GPU reads whole lines of 128 bytes."""
+    """Allocate page-aligned zeros: a GPU reads whole lines of 128 bytes."""
     memory = torch.zeros(nbytes + _ALIGNMENT, dtype=torch.uint8)
     return memory[-memory.data_ptr() % _ALIGNMENT :][:nbytes]
 
 
 def _pin(owner: HostRows, memory: Tensor) -> None:
-    """Pin memory where it is. torch's own pinned memory is rounded up to a power of two."""
+    """Pin existing memory. torch's own pinned memory is rounded up to a power of two."""
     address = memory.data_ptr()
     register = torch.cuda.cudart().cudaHostRegister
     torch.cuda.check_error(int(register(address, memory.numel(), _PORTABLE_AND_MAPPED)))
@@ -106,4 +105,4 @@ def _unpin(address: int) -> None:
 
 
 HOST_ROWS: Final[CacheKey[HostRows]] = CacheKey("host rows", HostRows)
-"""Finds the rows in host memory in ``KVPools``."""
+"""Key of the rows in host memory in ``KVPools``."""

@@ -1,4 +1,4 @@
-"""The latent rows that are on the device: one block of memory in which all layers lie."""
+"""Pool of the latent rows on the device: one block of memory, shared by all layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from attnplug_sparse.hisparse.sizes import HotSizes
 
 
 class HotPool(MLAPool):
-    """Latent rows by ``DeviceSlots``. Every layer has the same memory as its cache, and slots tell layers apart:
+    """Latent rows by ``DeviceSlots``. All layers share one memory, and slots tell their rows apart:
 
-    - ``0 …``: the new rows of a step, in the order of the batch; of the layer that runs.
-    - ``staging …``: a place for every slot of the page table; of the layer that runs. A prefill reads its prefix there.
+    - ``0 …``: new rows of a step in batch order, of the running layer.
+    - ``staging …``: one row for every slot of the page table, of the running layer. A prefill reads its prefix there.
     - ``hot …``: hot buffers, ``[layers, requests, buffer_size]``.
 
-    So new and staged rows take the memory of one layer. Pages of this pool are no pages of the page table.
+    So new and staged rows take the memory of one layer only. Pages of this pool are not those of the page table.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class HotPool(MLAPool):
         dtype: DType,
         device: torch.device | str,
     ) -> None:
-        """``num_pages`` are those of the page table."""
+        """``num_pages`` is the number of pages of the page table."""
         sizes.check(layers)
         self.sizes = sizes
         self.staging = sizes.max_tokens
@@ -49,35 +49,35 @@ class HotPool(MLAPool):
         super().__init__(layers, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, shared=True)
         self._numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.cells: Tensor = self.rows(layers[0].layer_id).view(torch.uint8).flatten(0, 2)
-        """``[rows, row bytes]`` uint8: all of it, as stored."""
+        """The whole memory as bytes, ``[rows, row_bytes]`` uint8."""
 
     def number(self, layer_id: int) -> int:
-        """Which of the pool's layers it is."""
+        """Return the index of a layer among the pool's layers."""
         try:
             return self._numbers[layer_id]
         except KeyError:
             raise PoolError(f"layer {layer_id} has no hot rows; layers {sorted(self._numbers)} have") from None
 
     def first_of(self, number: int) -> int:
-        """The slot at which the hot buffers of a layer begin."""
+        """Return the first slot of a layer's hot buffers; ``number`` is its index."""
         return self.hot + number * self.sizes.max_requests * self.sizes.buffer_size
 
     def write_new(self, layer_id: int, slots: DeviceSlots, rows: Tensor) -> None:
-        """Store a step's new rows. They are the layer's until the next layer's are written."""
+        """Store a step's new rows of a layer, valid until the next layer's are written."""
         super().write(layer_id, slots.slots, rows)
 
     def write(self, layer_id: int, slots: Tensor, rows: Tensor) -> None:
-        """Refused: a backend that writes by the page table's slots would write to other rows."""
+        """Refused: a backend that writes by slots of the page table would overwrite other rows."""
         raise PoolError(
-            f"rows of layer {layer_id} were to be written by slots of the page table, and HiSparse keeps those on the "
-            "host; the backend has to write through its coordinator, as SparseAttention does"
+            f"rows of layer {layer_id} cannot be written by slots of the page table, which HiSparse keeps on the host; "
+            "the backend has to write through its coordinator, as SparseAttention does"
         )
 
     def by_slot(self, layer_id: int) -> None:
-        """Nothing: no slot of the page table is a slot of this pool."""
+        """Return ``None``: slots of the page table are not slots of this pool."""
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Nothing: rows here belong to positions of requests, and not to pages."""
+        """Do nothing: rows here belong to positions of requests, not to pages."""
 
     def move_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Nothing: only rows of the last step are moved, and these are in no hot buffer yet."""
+        """Do nothing: only rows of the last step are moved, which are in no hot buffer yet."""

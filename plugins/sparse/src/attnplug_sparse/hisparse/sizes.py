@@ -1,4 +1,4 @@
-"""How much memory HiSparse takes, on the device and on the host."""
+"""Sizes of HiSparse's device memory."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from dataclasses import dataclass
 from attnplug import LayerSpec
 from attnplug.kernels import UsageError
 
-MOST_COLUMNS = 32767
-"""Rows of a hot buffer: a column is kept as int16."""
+MAX_COLUMNS = 32767
+"""Largest hot buffer, in rows: columns are stored as int16."""
 
 
 @dataclass(frozen=True, slots=True)
 class HotSizes:
-    """What the memory on the device is made for."""
+    """Limits for which device memory is allocated."""
 
     max_requests: int
-    """Rows of the slot table: each has a hot buffer in every layer."""
+    """Rows of the slot table. Each has one hot buffer per layer."""
     max_tokens: int
-    """New rows of one step, padding included."""
+    """New rows per step, padding included."""
     max_context: int
-    """Rows of one request."""
+    """Rows per request."""
     buffer_size: int
-    """Rows of a hot buffer."""
+    """Rows per hot buffer."""
     nodes: int = 1
-    """New rows of a request up to which it is served from its hot buffer; those of a verify, mostly. A request with
-    more is prefilled: its whole context is copied to the device, one layer at a time."""
+    """Largest number of new rows for which a request is served from its hot buffer, usually that of a verify. A request
+    with more is a prefill: its whole context is copied to the device, one layer at a time."""
 
     def check(self, layers: Sequence[LayerSpec]) -> None:
-        """Refuse layers that these buffers cannot serve. Raises UsageError."""
+        """Raise UsageError for layers that these buffers cannot serve."""
         for layer in layers:
             if layer.mla is None or layer.indexer is None:
                 raise UsageError(
-                    f"`enable_hisparse` keeps rows outside of the device that sparse layers choose from, and layer "
+                    f"`enable_hisparse` keeps the rows that sparse layers select from outside the device, and layer "
                     f"{layer.layer_id} attends to all rows; leave it out",
                     settings=["enable_hisparse"],
                 )
         topk = max(layer.indexer.topk for layer in layers if layer.indexer is not None)
         needed = topk * self.nodes
         if self.buffer_size < needed:
-            rows = f" for each of {self.nodes} rows that are verified at once" if self.nodes > 1 else ""
+            rows = f" for each of {self.nodes} rows that are verified together" if self.nodes > 1 else ""
             raise UsageError(
-                f"`hisparse_config` has a device_buffer_size of {self.buffer_size}, and the model's index chooses "
+                f"`hisparse_config` has a device_buffer_size of {self.buffer_size}, and the model's index selects "
                 f"{topk} rows{rows}; give {needed} or more",
                 settings=["hisparse_config"],
             )
-        if self.buffer_size > MOST_COLUMNS:
+        if self.buffer_size > MAX_COLUMNS:
             raise UsageError(
-                f"`hisparse_config` has a device_buffer_size of {self.buffer_size}; give {needed} to {MOST_COLUMNS}",
+                f"`hisparse_config` has a device_buffer_size of {self.buffer_size}; give {needed} to {MAX_COLUMNS}",
                 settings=["hisparse_config"],
             )
         if len({layer.mla.row_dim for layer in layers if layer.mla is not None}) > 1:
@@ -58,7 +58,7 @@ class HotSizes:
             )
 
     def device_nbytes(self, layers: int, row_nbytes: int) -> int:
-        """Bytes on the device, apart from the place for a layer's row at every slot of the page table."""
+        """Return the bytes on the device, without the staging area (one layer's row per slot of the page table)."""
         buffers = layers * self.max_requests
         rows = buffers * self.buffer_size + self.max_tokens
         tables = buffers * (self.buffer_size * (4 + 2) + self.max_context * 2)

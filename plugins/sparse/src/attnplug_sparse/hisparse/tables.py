@@ -1,4 +1,4 @@
-"""Which positions lie in which rows of the hot buffers: tables on the device, at fixed addresses."""
+"""Device tables that map positions to rows of the hot buffers, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from attnplug_sparse.hisparse.sizes import HotSizes
 class HotTables:
     """Tables of all layers and requests. A column is a row of one hot buffer.
 
-    ``held`` ``[layers, requests, columns]`` int32 is the position that lies in a column, -1 for none: what is not there
-    is not in the buffer. ``hints`` ``[layers, requests, positions]`` int16 is the column in which a position lies, if
-    ``held`` agrees. So nothing is cleared when a position leaves, and a request that ends clears ``held`` alone.
-    ``order`` ``[layers, requests, columns]`` int16 has all columns, the least recently used first.
+    ``held`` ``[layers, requests, columns]`` int32 is the position in a column, -1 for none. A position that is not in
+    it is not in the buffer. ``hints`` ``[layers, requests, positions]`` int16 is the column of a position, valid only
+    if ``held`` agrees. So evicting a position clears nothing, and releasing a request clears ``held`` only. ``order``
+    ``[layers, requests, columns]`` int16 lists the columns, least recently used first.
     """
 
     def __init__(self, layers: int, sizes: HotSizes, device: torch.device | str) -> None:
@@ -24,8 +24,8 @@ class HotTables:
         numbers = torch.arange(columns, dtype=torch.int16, device=device)
         self.order: Tensor = numbers.expand(*buffers, columns).contiguous()
         self.counters: Tensor = torch.zeros(4, dtype=torch.int64, device=device)
-        """Rows that attention read of earlier steps, those of them that were copied for it, rows that were copied for
-        prefills, and rows that were written to the host."""
+        """Counts of rows: read from earlier steps by decodes, loaded for these, staged for prefills, written to the
+        host."""
 
     @property
     def nbytes(self) -> int:
@@ -33,5 +33,5 @@ class HotTables:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def release(self, row: int) -> None:
-        """Empty a request's buffers in all layers. Asks for one operation and waits for nothing."""
+        """Empty a request's buffers in all layers by one operation, without synchronising."""
         self.held[:, row] = -1

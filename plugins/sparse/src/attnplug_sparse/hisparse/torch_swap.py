@@ -1,4 +1,4 @@
-"""Swap-in with torch, for a CPU: request after request. It is what the kernels are compared with."""
+"""Swap-in with torch on a CPU, one request after another. The kernels are compared with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnplug_sparse.hisparse.tables import HotTables
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A request of a batch: its number there, its row of the slot table, its new rows and those before them."""
+    """A request of a batch: index in the batch, row of the slot table, first new row, new rows, rows before them."""
 
     number: int
     row: int
@@ -27,7 +27,7 @@ class _Member:
 
 
 class TorchSwap:
-    """See ``HiSparse.load_selected``, of which this is the part after the new rows are on the device."""
+    """Implements ``HiSparse.load_selected`` once the new rows are on the device."""
 
     def __init__(self, pool: HotPool, host: HostRows, tables: HotTables) -> None:
         self._pool, self._host, self._tables = pool, host, tables
@@ -43,8 +43,8 @@ class TorchSwap:
             wanted = positions[part].long()
             is_new, is_old = wanted >= member.start, (wanted >= 0) & (wanted < member.start)
             slots = torch.where(is_new, wanted + (member.first - member.start), -1)
-            bring = self._staged if member.new > pool.sizes.nodes else self._hot
-            slots[is_old] = bring(number, member, wanted[is_old], geometry)
+            load = self._staged if member.new > pool.sizes.nodes else self._hot
+            slots[is_old] = load(number, member, wanted[is_old], geometry)
             found[part] = slots.int()
         return DeviceSlots(found)
 
@@ -65,7 +65,7 @@ class TorchSwap:
         return LogicalSlots(pages * size + positions % size)
 
     def _staged(self, number: int, member: _Member, wanted: Tensor, geometry: Geometry) -> Tensor:
-        """Copy all earlier rows of a request to their places."""
+        """Copy all earlier rows of a request to the staging area; returns the slots of ``wanted``."""
         pool = self._pool
         prefix = self._logical(member, torch.arange(member.start), geometry)
         pool.cells[pool.staging + prefix.slots] = self._host.read(number, host_slots(prefix))
@@ -73,7 +73,7 @@ class TorchSwap:
         return pool.staging + self._logical(member, wanted, geometry).slots
 
     def _hot(self, number: int, member: _Member, wanted: Tensor, geometry: Geometry) -> Tensor:
-        """Copy what is not in a request's buffer, in place of what was not used for longest."""
+        """Copy missing rows to a request's buffer, over the least recently used; returns the slots of ``wanted``."""
         pool, tables = self._pool, self._tables
         held, hints, order = (table[number, member.row] for table in (tables.held, tables.hints, tables.order))
         columns = hints[wanted].long()

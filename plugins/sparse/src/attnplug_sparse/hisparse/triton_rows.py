@@ -1,4 +1,4 @@
-"""Copies of whole rows, between memory of the device and pinned memory of the host. Needs Triton."""
+"""Triton kernels that copy whole rows between device memory and pinned host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from attnplug_sparse.hisparse.addresses import HostSlots
 
 TILE_ROWS = 32
-"""Rows that a program has on their way at a time, where many are copied."""
+"""Rows in flight per program, for large copies."""
 WARPS = 8
 
 
@@ -19,8 +19,8 @@ def copy_rows(
     target, target_rows, source, source_rows, live,
     WORDS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of ``WORDS`` words, those that are ``live``. All of a row is on its way before any of it is stored: a
-    row on the host is far away."""
+    """Copy the ``live`` rows, of ``WORDS`` words. All loads of a row are issued before its stores, to hide the latency
+    of host memory."""
     to, fro = target_rows.to(tl.int64)[:, None] * WORDS, source_rows.to(tl.int64)[:, None] * WORDS
     column, there = tl.arange(0, MAIN)[None, :], live[:, None]
     main = tl.load(source + fro + column, mask=there)
@@ -35,7 +35,7 @@ def copy_rows(
 @triton.jit
 def _gather(kept, cells, slots, count, layer_words, WORDS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
             ROWS: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
-    """Rows of one layer at some slots, to memory of their own; ``BACK``: from there to the slots."""
+    """Gather rows of one layer from slots to ``kept``; with ``BACK``, scatter them from there to slots."""
     layer, number = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + number, mask=number < count, other=-1)
     place = layer * count + number
@@ -46,20 +46,20 @@ def _gather(kept, cells, slots, count, layer_words, WORDS: tl.constexpr, MAIN: t
 
 
 def word_of(row_nbytes: int) -> torch.dtype:
-    """The widest type that divides rows into whole words."""
+    """Return the widest integer type that divides rows into whole words."""
     widths = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
     return next((word for width, word in widths if row_nbytes % width == 0), torch.uint8)
 
 
 def row_constants(row_nbytes: int) -> dict[str, int]:
-    """How kernels cut a row: into a power of two of words, and what is left of it."""
+    """Return a row's split into a power of two of words and a rest, as constants of the kernels."""
     words = row_nbytes // word_of(row_nbytes).itemsize
     main = 1 << (words.bit_length() - 1)
     return {"WORDS": words, "MAIN": main, "REST": triton.next_power_of_2(words - main) if words > main else 0}
 
 
 def move(cells: Tensor, sources: HostSlots, targets: HostSlots) -> None:
-    """Copy rows of ``cells`` ``[layers, rows, row bytes]`` in all layers. All are read before any is written. A target
+    """Copy rows of ``cells`` ``[layers, rows, row_bytes]`` in all layers. All are read before any is written. A target
     of -1 skips its row."""
     layers, _, nbytes = cells.shape
     count, words = targets.slots.shape[0], cells.view(word_of(nbytes))

@@ -1,8 +1,7 @@
-"""Swap-in by one launch a layer, without the host: which chosen rows are on the device, and copies of the others.
+"""Swap-in by one launch per layer, without the host: finds the selected rows on the device and copies the others.
 
-A request has one program that plans, and several that copy. Those that plan are the first of the grid: they wait for
-nobody, so those that copy may wait for them, however few programs run at a time. Imported only where there is a GPU
-with Triton.
+Each request has one program that plans and several that copy. Planners come first in the grid and wait for nothing, so
+copiers may spin on them, however few programs are resident. Imported only if there is a GPU and Triton.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from attnplug_sparse.hisparse.tables import HotTables
 from attnplug_sparse.hisparse.triton_rows import TILE_ROWS, WARPS, copy_rows, row_constants, word_of
 
 _PROGRAMS = 128
-"""In all, about: as many as a large GPU runs at once."""
-_MOST_COPIERS = 64
+"""Approximate grid size: as many programs as a large GPU runs concurrently."""
+_MAX_COPIERS = 64
 _PLANNING_WARPS = 16
 _FEW_ROWS = 8
-"""Rows that a program has on their way at a time. A request misses some 200, which so are all on their way at once."""
+"""Rows in flight per program. A request misses about 200 rows per step, which are then all in flight."""
 
 
 @triton.jit
 def _new_rows(
     request, seq_lens, new_lens, max_new, RAGGED: tl.constexpr, BLOCK_REQUESTS: tl.constexpr
 ):  # fmt: skip
-    """A request's first row in the batch, its number of new rows, and its length."""
+    """Return a request's first row in the batch, its number of new rows, and its length."""
     length = tl.load(seq_lens + request)
     if RAGGED:
         other = tl.arange(0, BLOCK_REQUESTS)
@@ -50,14 +49,14 @@ def _plan(
     COLUMNS: tl.constexpr, CHOSEN: tl.constexpr, NODES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_WANTED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Find a request's chosen rows, make room for those that are missing, and list these. Returns how many these are,
-    and how many rows of earlier steps were chosen.
+    """Find a request's selected rows, evict columns for the missing ones, and list these. Returns the number of missing
+    rows, and of selected rows of earlier steps.
 
-    Pointers to tables and lists are those of the request. Threads pass numbers to each other through them, so barriers
-    separate stores from loads.
+    Pointers to tables and lists are those of the request. Threads exchange values through them, so barriers separate
+    stores from loads.
     """
-    # Of a number that might not be 0 the compiler assumes no alignment. So it gives threads single elements of all
-    # tensors alike, and need not exchange them between threads where loads and stores are scattered.
+    # ``part`` is 0, but the compiler cannot know that and assumes no alignment. So every thread owns single elements of
+    # all tensors alike, and scattered loads and stores need no exchange between threads.
     place_in = tl.arange(0, BLOCK_COLUMNS) + part
     exists = place_in < tl.where(is_hot, COLUMNS, 0)
     column = tl.load(order + place_in, mask=exists, other=0).to(tl.int32)  # early: it depends on nothing
@@ -71,7 +70,7 @@ def _plan(
     is_hit, is_missing = is_old & (there == position), is_old & (there != position)
     tl.store(touched + hint, 1, mask=is_hit)
     is_first = is_missing
-    if NODES > 1:  # several rows may choose the same: who remains in the hints brings it in
+    if NODES > 1:  # several queries may select the same row: the one left in the hints loads it
         tl.debug_barrier()
         tl.store(hints + position, number.to(tl.int16), mask=is_missing)
         tl.debug_barrier()
@@ -80,7 +79,7 @@ def _plan(
     both = tl.sum(is_first.to(tl.int64) + (is_old.to(tl.int64) << 32))  # one sum is faster than two
     missing, old = both.to(tl.int32), both >> 32
     tl.debug_barrier()
-    # The order is made anew: what stays and was not used, what is replaced now, what was used.
+    # New LRU order: unused columns that stay, columns replaced now, columns used now.
     is_free = exists & (tl.load(touched + column, mask=exists, other=1) == 0)
     free_before = tl.cumsum(is_free.to(tl.int32), 0) - is_free.to(tl.int32)
     free = tl.sum(is_free.to(tl.int32))
@@ -116,7 +115,7 @@ def _swap_in(
     WORDS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_WANTED: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, BLOCK_REQUESTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``request`` plans; ``request + requests * i`` copies its part i, of its new rows to the host first."""
+    """Program ``request`` plans. Program ``request + requests * i`` copies part i, new rows to the host first."""
     request, part = tl.program_id(0) % requests, tl.program_id(0) // requests
     first, new, length = _new_rows(request, seq_lens, new_lens, max_new, RAGGED, BLOCK_REQUESTS)
     if part == 0:
@@ -130,7 +129,7 @@ def _swap_in(
             is_live & (new <= NODES), part,
             COLUMNS, CHOSEN, NODES, PAGE_SIZE, BLOCK_WANTED, BLOCK_COLUMNS,
         )  # fmt: skip
-        tl.debug_barrier()  # what all threads have listed is there for whoever sees that it is ready
+        tl.debug_barrier()  # all lists are written before the request is marked ready
         tl.atomic_xchg(ready + request, missing + 1, sem="release")
         if is_live:
             tl.atomic_add(counters, old, sem="relaxed")
@@ -164,7 +163,7 @@ def _stage(
     NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WORDS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_REQUESTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy some earlier rows of a request that is prefilled to their places on the device."""
+    """Copy earlier rows of a prefilling request to the staging area."""
     request, block = tl.program_id(1), tl.program_id(0)
     _, new, length = _new_rows(request, seq_lens, new_lens, max_new, RAGGED, BLOCK_REQUESTS)
     start = length - new
@@ -184,7 +183,7 @@ def _translate(
     CHOSEN: tl.constexpr, NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """One new row of a request that is prefilled: where what it chose lies. Other rows are left alone."""
+    """Translate the selection of one new row of a prefilling request to slots. Skips other rows."""
     token = tl.program_id(0)
     if RAGGED:
         other = tl.arange(0, BLOCK_REQUESTS)
@@ -206,12 +205,12 @@ def _translate(
 
 
 def _block(size: int, threads: int) -> int:
-    """Elements of a tensor for so many, at least one for each thread: no thread has a copy of another's."""
+    """Return a block size for ``size`` elements, at least one per thread, so that none are replicated."""
     return max(int(triton.next_power_of_2(size)), threads)
 
 
 class TritonSwap:
-    """See ``HiSparse.load_selected``, of which this is the part after the new rows are on the device."""
+    """Implements ``HiSparse.load_selected`` once the new rows are on the device."""
 
     def __init__(self, pool: HotPool, host: HostRows, tables: HotTables) -> None:
         self._pool, self._tables, sizes = pool, tables, pool.sizes
@@ -219,7 +218,7 @@ class TritonSwap:
         self._device, self._host = pool.cells.view(word_of(nbytes)), host.cells.view(word_of(nbytes))
         self._row = row_constants(nbytes)
         buffers = (sizes.max_requests, sizes.buffer_size)
-        # Between launches, columns are not touched, and nothing is ready.
+        # Invariant between launches: ``touched``, ``ready`` and ``done`` are zero.
         self._touched: Tensor = torch.zeros(buffers, dtype=torch.int8, device=device)
         self._lists: Tensor = torch.zeros(2, *buffers, dtype=torch.int32, device=device)
         self._ready, self._done = torch.zeros(2, sizes.max_tokens, dtype=torch.int32, device=device).unbind()
@@ -230,10 +229,10 @@ class TritonSwap:
         ragged = geometry.new_lens is not None
         if positions.stride(1) != 1:
             positions = positions.contiguous()
-        # A column of a table, where a plan has the slots of requests that decode.
+        # The slots of a decode may be a column of a table.
         slots, table_rows = host_slots(new_slots).slots.contiguous(), geometry.table_rows
         assert table_rows is not None
-        # Rows of no request are padding.
+        # Rows without a request are padding.
         out = positions.new_full((rows, chosen), -1) if ragged else positions.new_empty(rows, chosen)
         new_lens = geometry.new_lens if geometry.new_lens is not None else geometry.seq_lens
         table, table_row = geometry.page_table, geometry.page_table.stride(0)
@@ -243,7 +242,7 @@ class TritonSwap:
             "NODES": min(sizes.nodes, geometry.max_new),
             "RAGGED": ragged,
             "PAGE_SIZE": geometry.page_size,
-            # What changes from batch to batch is no constant: one kernel serves all.
+            # No constant may vary with the batch: one kernel serves all batches.
             "BLOCK_REQUESTS": _block(requests, 32) if ragged else 1,
         }
         if geometry.max_new > sizes.nodes:
@@ -256,7 +255,7 @@ class TritonSwap:
                 out, positions, positions.stride(0), *batch, requests, self._pool.staging, **shape, CHOSEN=chosen,
                 BLOCK_CHOSEN=_block(chosen, 32 * 4), num_warps=4,
             )  # fmt: skip
-        copiers = max(1, min(_PROGRAMS // requests - 1, _MOST_COPIERS))
+        copiers = max(1, min(_PROGRAMS // requests - 1, _MAX_COPIERS))
         _swap_in[(requests * (1 + copiers),)](
             out, positions, positions.stride(0), *batch, table_rows.contiguous(), slots,
             tables.held[number], tables.hints[number], tables.order[number], self._touched, self._lists[0],

@@ -1,22 +1,24 @@
-"""The schedule of a batch, by one kernel: which program reads which rows of which request, and where new rows go.
+"""Split-KV schedule of a batch, computed by one kernel, and the slot mapping of its new rows.
 
 The unit of work is a *step*: ``STEP`` cache rows for one *tile*, up to ``TILE`` rows of (query token, head) of one
 request. All steps of all tiles, request by request, form one line of work. Program p of the scheduled kernel takes the
-p-th stretch of it, and all stretches have the same length. So a long request is divided among many programs, short ones
-share one, and the load is even whatever the lengths. The grid always has the same size, as a captured graph needs. If a
-stretch ends within a tile, the next program continues that tile, and its parts must be merged. A program has at most
-two tiles that it shares with others. If lengths differ much, every tile is preceded on the line by a lead of empty
-steps, which stands for the cost of starting a tile: a program with many short tiles gets fewer rows.
+p-th stretch of the line, and all stretches have the same length. So a long request is split among many programs, short
+ones share one, and the load is even whatever the lengths. The grid size is fixed, as a captured graph needs. If a
+stretch ends inside a tile, the next program continues that tile, and the partial results must be merged. A program
+shares at most two tiles with others. If lengths differ much, every tile is preceded on the line by a lead of empty
+steps, which accounts for the cost of starting a tile: a program with many short tiles gets fewer rows.
 
-Every tile counts with all cache rows of its request, even with those that causality hides from it. That way a division
-finds a place on the line. For a verify this costs nothing; in a prefill without prefix, early programs have half the
-work of late ones.
+Every tile counts all cache rows of its request, including those that causality hides from it, so that a division finds
+a position on the line. For a verify this costs nothing; in a prefill without prefix, early programs have half the work
+of late ones.
 
-With ``PARTS`` the partition is batch-invariant: a tile is cut into at most that many parts, by its own request's length
-alone. The line then consists of parts instead of steps, and no part is divided.
+With ``PARTS`` the partition is batch-invariant: a tile is split into at most that many parts, only by its own request's
+length. The line then consists of parts instead of steps, and no part is divided.
 
-This runs once per batch, for all layers. Every program adds up all requests by itself, which costs less than
+The kernel runs once per batch, for all layers. Every program sums over all requests itself, which costs less than
 synchronising, and writes its own entry. It reads 4 to 8 bytes per request.
+
+A scheduled kernel reads the schedule with ``begin_stretch``, ``rows_of_part`` and ``next_tile``.
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ import triton.language as tl
 from torch import Tensor
 
 HEADER = tl.constexpr(8)
-"""Numbers before the records: the length of a program's stretch, the length of the line, and a tile's lead on it."""
+"""Size of the header, in int32: length of a stretch, length of the line, lead of a tile."""
 RECORD = tl.constexpr(8)
-"""Numbers of a request, 32 bytes in one sector: where its work ends, cache rows, cache rows before its new ones, first
-new row, new rows, steps of a unit, units of a tile."""
+"""Size of a request's record, in int32 (one sector of 32 bytes): end of its work on the line, cache rows, cache rows
+before its new ones, first new row, new rows, steps per unit, units per tile."""
 PROGRAM = tl.constexpr(16)
-"""Numbers of a program, after those of all requests: the record and the number of the request that it begins with,
-where on the line its first tile starts, that tile's number, and the page of its first cache row. So a program waits for
-one load before it requests rows, not for a chain of four."""
+"""Size of a program's entry, in int32, after all records: record and index of its first request, start of its first
+tile on the line, index of that tile, page of its first cache row. So a program needs one dependent load before it
+requests rows, not a chain of four."""
 
 UNEVEN = tl.constexpr(4)
-"""Tiles have a lead if a batch's longest request is this many times as long as its shortest. Among similar lengths it
-would even out nothing, and cut tiles into more parts."""
+"""Tiles have a lead if a batch's longest request is more than this many times as long as its shortest. For similar
+lengths it would balance nothing and split tiles into more parts."""
 _ROWS = 128
-"""New rows whose slots are looked up at once."""
+"""New rows per slot lookup."""
 
 
 @triton.jit(do_not_specialize=["table_row", "table_column", "width", "requests", "rows", "programs", "least_steps"])
@@ -53,7 +55,7 @@ def _plan(
     request = tl.arange(0, BLOCK)
     exists = request < requests
     asked = tl.load(seq_lens + request, mask=exists, other=0).to(tl.int32)
-    # Nobody checks lengths on the device: whatever they are, nothing outside the batch may be touched.
+    # Lengths on the device are unchecked: whatever they are, no access may leave the batch.
     kv_len = tl.minimum(tl.maximum(asked, 0), width * PAGE_SIZE)
     if QUERIES:
         new = tl.where(exists, QUERIES, 0)
@@ -137,7 +139,7 @@ def _plan(
 
 @triton.jit
 def begin_stretch(numbers, requests):
-    """What a program begins with: its place on the line, the end of its stretch, and its own record."""
+    """Return a program's position on the line, the end of its stretch, and its first request's record."""
     me = tl.program_id(0)
     mine = numbers + HEADER + requests * RECORD + me * PROGRAM
     stretch, line, lead = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
@@ -155,7 +157,7 @@ def rows_of_part(
     at, stop, kv_len, prefix, new, unit, units, tile_start, tile,
     HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """How many units of its tile a program takes at once, and their cache rows, as far as the tile's last row sees."""
+    """Return the units of its tile that a program takes, and the cache rows of these that the last query sees."""
     piece = at - tile_start
     taken = 1 if INVARIANT else tl.minimum(units - piece, stop - at)
     last_query = tl.minimum((tile * TILE + TILE - 1) // HEADS, new - 1)
@@ -168,7 +170,7 @@ def next_tile(
     at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead, page_table, table_row, table_column,
     HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The tile at or after a place on the line, given the request before it: where it starts, and its record."""
+    """Return the tile at or following a position on the line, given the request before it, and its record."""
     records = numbers + HEADER
     if at >= end:
         # The next request. Requests without new rows have no work and are skipped.
@@ -189,7 +191,7 @@ def next_tile(
 
 
 def size_of_numbers(requests: int, programs: int) -> int:
-    """How many int32 a schedule takes."""
+    """Return the size of a schedule, in int32."""
     size: int = HEADER.value + RECORD.value * requests + PROGRAM.value * programs
     return size
 
@@ -214,8 +216,8 @@ def launch_plan(
 ) -> None:
     """Fill ``slots`` ``[rows]`` int64 and ``numbers`` int32, for ``queries`` new tokens of every request.
 
-    If ``queries`` is 0, ``new_lens`` has the number. A slot is -1 where the page table has no place for the row, or no
-    request has the row. Waits for nothing and can be captured.
+    If ``queries`` is 0, ``new_lens`` ``[requests]`` has their numbers. A slot is -1 if the page table has no page for
+    the row, or no request has the row. Does not synchronise and can be captured.
     """
     requests, width = page_table.shape
     block = max(triton.next_power_of_2(requests), 16)

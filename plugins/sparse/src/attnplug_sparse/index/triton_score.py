@@ -1,17 +1,17 @@
-"""The index of a sparse layer: a score of every visible cache row for every new token, run by a schedule of its own.
+"""Scores of every visible cache row for every new token of a sparse layer, run by a split-KV schedule.
 
 The score of a row is the sum over heads of ``weight * relu(scale * q · key)``. All heads of a token share the keys, so
 a product of keys ``[STEP, dim]`` with queries ``[dim, rows * heads]`` has them all. Keys are its rows: heads are then
-columns, most of which a thread has in its own registers when it adds them up. ``TILE`` tokens of a request share one
-read of its keys. At one token, 64 heads of 128 take 64 operations for each byte of a 16-bit key: bytes decide.
+columns, most of which a thread has in its own registers when it sums over them. ``TILE`` tokens of a request share one
+read of its keys. For one token, 64 heads of 128 take 64 operations per byte of a 16-bit key: it is memory-bound.
 
-A step also leaves the largest score of every ``GROUP`` rows, by which ``triton_topk`` finds most of what it can ignore.
+A step also stores the maximum of every ``GROUP`` scores, by which ``triton_topk`` skips most of the scores.
 
 Keys are ``[pages, page_size, dim]`` of 16 or 32 bits, or fp8 with a scale each: a page is then bytes, all keys first,
-then all scales in float32. fp8 keys are multiplied as fp16. Queries are scaled to fit, by a power of 2 that weights
-take back: relu lets positive factors through.
+then all scales in float32. fp8 keys are multiplied as fp16. Queries are scaled to fit by a power of 2, which the
+weights compensate: relu commutes with positive factors.
 
-A token that sees no more rows than it may choose needs no scores: it takes them all.
+A token that sees no more than top-k rows needs no scores: it selects them all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from attnplug_sparse.index.triton_schedule import HEADER, RECORD, begin_stretch,
 
 UNIT = tl.constexpr(_UNIT)
 LOWEST = tl.constexpr(-3.4e38)
-"""No score is lower, but that of a row which is not seen: -inf."""
+"""Lower bound of all scores, except -inf of rows that are not seen."""
 _ROWS = 32
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter multiplies bfloat16 as the integers of the same bits, so it is given float32."""
@@ -54,8 +54,8 @@ def _spread(numbers, infos, counts, requests, rows, topk, width, ROWS: tl.conste
 
 
 def launch_spread(numbers: Tensor, requests: int, infos: Tensor, counts: Tensor, topk: int, width: int) -> None:
-    """Of every row, from a filled schedule: ``infos`` ``[rows, 2]``, its request and how many cache rows it sees, and
-    ``counts`` ``[rows]``, how many it chooses. At most ``width`` are seen."""
+    """Fill, from a filled schedule, ``infos`` ``[rows, 2]`` with each row's request and the number of cache rows it
+    sees, at most ``width``, and ``counts`` ``[rows]`` with the number that it selects."""
     rows = len(counts)
     block = min(max(triton.next_power_of_2(requests), 16), 256)
     _spread[(triton.cdiv(rows, _ROWS),)](
@@ -74,7 +74,7 @@ def score(
     PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
     TREE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``ALL_HEADS`` and ``ALL_DIMS`` are HEADS and DIM, rounded up to what a product can have."""
+    """``ALL_HEADS`` and ``ALL_DIMS`` are HEADS and DIM, rounded up to sizes that ``tl.dot`` accepts."""
     if OVERLAP:
         gdc_launch_dependents()
     FLOAT8: tl.constexpr = keys.dtype.element_ty == tl.uint8
@@ -189,10 +189,10 @@ def launch_score(
     group: int,
     scale: float,
 ) -> None:
-    """Scores ``[rows, ≥ width]`` of the index queries ``[rows, heads, dim]`` and the best of every ``group`` of them.
+    """Compute scores ``[rows, ≥ width]`` of index queries ``[rows, heads, dim]``, and the maximum of every ``group``.
 
-    ``keys`` is ``[pages, page_size, dim]``, or bytes ``[pages, page bytes]``. ``numbers`` is the schedule. Rows that
-    need no score are left as they are.
+    ``keys`` is ``[pages, page_size, dim]``, or bytes ``[pages, page_bytes]``. ``numbers`` is the schedule. Rows that
+    need no scores are left unchanged.
     """
     _, heads, dim = q.shape
     all_heads = max(triton.next_power_of_2(heads), 16 // tiles.query_tile)

@@ -1,23 +1,23 @@
-"""The best rows of every new token by their scores, and where they lie in the cache: one program per token.
+"""Top-k selection of every new token's cache rows by their scores, and their slots: one program per token.
 
-Nothing is sorted. A threshold is found by counting how many scores reach a guess, and closing in on the number that is
-wanted. Numbers that fit in registers are read once. To make them few, a row of more than ``GROUP * TOPK`` scores is
-first cut down by the largest score of every ``GROUP``:
+Nothing is sorted. The kernel searches for a threshold by counting the scores that reach a guess. Scores that fit in
+registers are read once. To make them few, a row of more than ``GROUP * TOPK`` scores is first reduced by the maximum of
+every ``GROUP``:
 
-1. A bound that about TOPK of the groups reach. At least TOPK scores reach it too, so no lower one is chosen.
-2. A list of these groups, and of the scores among theirs that reach the bound: the candidates, often little more than
-   TOPK. If high scores lie close together there are more, ``GROUP`` times as many at most, but for ties.
-3. The exact threshold among candidates. All above it are chosen, and of those equal to it the first ones.
+1. Find a bound that about TOPK groups reach. At least TOPK scores reach it too, so no lower score is selected.
+2. List these groups, and those of their scores that reach the bound: the candidates, often little more than TOPK. If
+   high scores are adjacent there are more, at most ``GROUP`` times as many, except for ties.
+3. Find the exact threshold among the candidates. Select all above it, and the first ones of those equal to it.
 
-The first guess is the quantile of a normal distribution, later ones assume that scores between the two ends are spread
-evenly (the Illinois method, which does not get stuck at one end). That takes about six counts, where halving the range
-takes twenty. After ``_GUESSES`` the range is halved, in the order of floats' bits, so that any scores end.
+The first guess is the quantile of a normal distribution, later ones interpolate linearly between both ends (the
+Illinois method, which does not get stuck at one end). That takes about six counts, where bisection takes twenty. After
+``_GUESSES`` the range is bisected in the order of the floats' bits, so the search ends for any scores.
 
 All groups of the longest context fit in registers. Scores that do not, because many are equal or because groups are
-large, are read again at every count: slower, and the same result.
+large, are read again at every count: slower, with the same result.
 
-The order of what is chosen is that of positions, first of those above the threshold, then of those equal to it. A score
-of -inf is that of a row which is not seen.
+Selected rows are ordered by position, first those above the threshold, then those equal to it. The score of a row that
+is not seen is -inf.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _HIGHEST = tl.constexpr(3.4e38)
 _LARGEST_BLOCK = 16384
 """Scores that fit in the registers of a program."""
 _CHUNK = 4096
-"""Numbers that are listed at once."""
+"""Scores per iteration where lists are written."""
 
 
 @triton.jit
 def _ordered(number):
-    """Floats as integers of the same order."""
+    """Map floats to integers of the same order."""
     bits = number.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -52,7 +52,7 @@ def _float(ordered):
 
 @triton.jit
 def _scores_at(scores, places, number, count, LISTED: tl.constexpr):
-    """The scores with some numbers, by a list of their places or by their number itself; -inf where there is none."""
+    """Load scores by a list of places, or by their number itself; -inf beyond ``count``."""
     there = number < count
     place = number
     if LISTED:
@@ -62,7 +62,7 @@ def _scores_at(scores, places, number, count, LISTED: tl.constexpr):
 
 @triton.jit
 def _normal_guess(count, sums, squares, wanted):
-    """The number that ``wanted`` of ``count`` normally distributed ones exceed (Abramowitz and Stegun, 26.2.23)."""
+    """Return the value that ``wanted`` of ``count`` normal samples exceed (Abramowitz and Stegun, 26.2.23)."""
     mean = sums / count
     deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
     part = wanted / count
@@ -73,7 +73,7 @@ def _normal_guess(count, sums, squares, wanted):
 
 @triton.jit
 def _guess(low, high, excess, lack, guess, tries):
-    """A number above ``low`` and not above ``high``, both as integers. ``guess`` is the first."""
+    """Return the next guess, in ``(low, high]``, both as integers. ``guess`` is the first."""
     middle = (low | high) - ((low ^ high) >> 1)
     start = _float(low)
     between = tl.where(tries == 0, guess, start + (_float(high) - start) * (excess / (excess + lack)))
@@ -84,7 +84,7 @@ def _guess(low, high, excess, lack, guess, tries):
 
 @triton.jit
 def _narrow(low, high, low_count, above, excess, lack, side, middle, reached, wanted):
-    """The part of a range in which the threshold lies, after a count. An end that stays twice counts half."""
+    """Narrow the range of the threshold by a count. An end that stays twice gets half its weight."""
     enough = reached >= wanted
     again = side == tl.where(enough, 1, -1)
     new_excess = tl.where(enough, (reached - wanted).to(tl.float32) + 0.5, tl.where(again, excess * 0.5, excess))
@@ -99,11 +99,11 @@ def _narrow(low, high, low_count, above, excess, lack, side, middle, reached, wa
 def _threshold(
     scores, places, count, wanted, most, LISTED: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """The largest number that ``wanted`` scores reach, or a lower one that no more than ``most`` reach. Also how many
-    reach it, and how many exceed it if it is that largest number.
+    """Return the largest threshold that ``wanted`` scores reach, or a lower one that at most ``most`` reach; the number
+    of scores that reach it; and, if it is the largest, the number that exceed it.
 
-    ``SIZE`` scores are in registers all the time. If there are more, they are read again and again, ``CHUNK`` at once;
-    if CHUNK is 0 there are not.
+    ``SIZE`` scores stay in registers. Others are read again for every count, ``CHUNK`` per iteration; CHUNK is 0 if
+    there are none.
     """
     values = _scores_at(scores, places, tl.arange(0, SIZE), count, LISTED)
     top, bottom, low_count, sums, squares = _moments(values)
@@ -133,7 +133,7 @@ def _threshold(
 
 @triton.jit
 def _moments(values):
-    """The largest and the least of some scores, how many there are, their sum and that of their squares."""
+    """Return maximum, minimum, count, sum and sum of squares of the scores that are not -inf."""
     seen = values > float("-inf")
     known = tl.where(seen, values, 0.0)
     return (
@@ -166,8 +166,7 @@ def _put_best(
     chosen, scores, places, count, wanted, low, low_count, above, table, table_column,
     LISTED: tl.constexpr, CHUNK: tl.constexpr, PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """All that exceed the threshold, then as many of those that equal it as are wanted. All that reach it, if these are
-    as many as are wanted."""
+    """Write all scores' rows above the threshold, then the first ones equal to it, ``wanted`` in all."""
     all_of_them = (low_count == wanted).to(tl.int32)
     ties_from = tl.where(low_count == wanted, wanted, above)
     sure_count, tie_count = 0, 0
@@ -275,7 +274,7 @@ def _translate(positions, infos, page_table, slots, table_row, table_column, wid
 
 
 def launch_translate(positions: Tensor, infos: Tensor, page_table: Tensor, slots: Tensor, page_size: int) -> None:
-    """The slots of positions ``[rows, width]``, -1 where there is none."""
+    """Translate positions ``[rows, width]`` to ``slots``, -1 where there is none."""
     rows, width = positions.shape
     chunk = min(triton.next_power_of_2(width), 1024)
     _translate[(rows, triton.cdiv(width, chunk))](
@@ -285,7 +284,7 @@ def launch_translate(positions: Tensor, infos: Tensor, page_table: Tensor, slots
 
 
 def group_of(longest: int, least: int = 8) -> int:
-    """How many scores a group has: so many that all groups of the longest row fit in registers."""
+    """Return the scores per group, chosen so that all groups of the longest row fit in registers."""
     group = least
     while -(-longest // group) > _LARGEST_BLOCK:
         group *= 2
@@ -313,10 +312,11 @@ def launch_choose(
     slots: bool,
     overlap: bool,
 ) -> None:
-    """The best ``topk`` rows, ``chosen`` ``[rows, ≥ topk]`` int32, -1 at the end: positions, or ``slots``.
+    """Write the top ``topk`` rows to ``chosen`` ``[rows, ≥ topk]`` int32, -1 at the end: positions, or ``slots``.
 
-    ``infos`` ``[rows, 2]`` are from ``launch_spread``. ``group_list`` and ``candidates`` are memory like ``groups`` and
-    ``scores``, of int32. With ``overlap`` it is launched while the kernel before still runs (SM 90 and newer).
+    ``infos`` ``[rows, 2]`` comes from ``launch_spread``. ``group_list`` and ``candidates`` are int32 scratch memory of
+    the shapes of ``groups`` and ``scores``. With ``overlap`` the kernel is launched while the previous one still runs
+    (SM 90 and newer).
     """
     rows, width = chosen.shape
     block = _block(group, topk)

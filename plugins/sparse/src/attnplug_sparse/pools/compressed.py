@@ -1,7 +1,7 @@
-"""The cache of compressed layers: entries that stand for windows of tokens, and the tokens of unfinished windows.
+"""Cache of compressed layers: entries, each made of a window of tokens, and the tokens of unfinished windows.
 
-Both are addressed by the pages of the requests' page table. So a request needs no state beside its pages: a prefix that
-is found again, a chunk of a prompt and a rejected draft need no care.
+Both are addressed by the requests' page table, so a request has no state besides its pages. Prefix hits, chunked
+prefill and rejected drafts need no special handling.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _KIND = "compressed"
 
 @dataclass(frozen=True, slots=True)
 class EntryShape:
-    """What one compressor of a layer caches, for pages of ``page_size`` tokens.
+    """Cache shape of one compressor of a layer, for pages of ``page_size`` tokens.
 
-    An entry is a row of ``dim``. Of the newest ``kept`` tokens of every page ``[values | gates]`` are kept: a window
-    that is not finished lies in the last page, and with overlap the window before may end the page before.
+    An entry is a row of ``dim``. ``[values | gates]`` of the newest ``kept`` tokens of every page are kept: an
+    unfinished window lies in the last page, and with overlap the previous window may end the page before.
     """
 
     ratio: int
@@ -44,23 +44,23 @@ class EntryShape:
 
     @property
     def entries(self) -> int:
-        """Entries of a page."""
+        """Entries per page."""
         return self.page_size // self.ratio
 
     @property
     def numbers(self) -> int:
-        """Numbers that a page holds."""
+        """Elements per page."""
         return self.entries * self.dim + self.kept * 2 * self.series * self.dim
 
 
 def entry_shapes(layer: LayerSpec, page_size: int, drafts: int = 0) -> tuple[EntryShape, ...]:
-    """What a compressed layer caches: its entries and, for one with an index, the index's."""
+    """Return the cache shapes of a compressed layer: of its entries and, if it has an index, of the index's keys."""
     dims, mla = layer.compressed, layer.mla
     assert dims is not None and mla is not None
     if page_size % dims.ratio:
         raise PoolError(
-            f"pages of {page_size} tokens end inside a window of {dims.ratio}, which layer {layer.layer_id} makes one "
-            "entry of; give a `page_size` that is a multiple of it",
+            f"pages of {page_size} tokens end inside a window of {dims.ratio}, of which layer {layer.layer_id} makes "
+            "one entry; give a `page_size` that is a multiple of it",
             settings=["page_size"],
         )
     kept = min(page_size, dims.span + drafts)
@@ -69,15 +69,15 @@ def entry_shapes(layer: LayerSpec, page_size: int, drafts: int = 0) -> tuple[Ent
 
 
 def compressed_page_bytes(layers: Sequence[LayerSpec], page_size: int, dtype: torch.dtype, drafts: int = 0) -> int:
-    """What one page takes in a ``CompressedPool``."""
+    """Return the bytes of one page in a ``CompressedPool``."""
     own = [layer for layer in layers if layer.compressed is not None]
     return dtype.itemsize * sum(shape.numbers for layer in own for shape in entry_shapes(layer, page_size, drafts))
 
 
 class EntryCache:
-    """Entries of one compressor, and the newest tokens of every page. Slots are those of tokens.
+    """Entries of one compressor, and the newest tokens of every page. All slots are token slots of the page table.
 
-    The entry of a window lies at the slot of its last token, divided by the ratio.
+    The entry of a window is stored at the slot of its last token divided by the ratio.
     """
 
     def __init__(self, shape: EntryShape, num_pages: int, dtype: DType, device: torch.device | str) -> None:
@@ -102,23 +102,23 @@ class EntryCache:
         return self._tokens.pages.squeeze(2)
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store ``entries`` ``[n, dim]`` of the windows whose last tokens have these ``slots``; -1 is not written."""
+        """Store ``entries`` ``[n, dim]`` at the ``slots`` ``[n]`` of their windows' last tokens; -1 is skipped."""
         _write(self._entries, slots.div(self.shape.ratio, rounding_mode="floor"), entries, "entries")
 
     def read(self, slots: Tensor) -> Tensor:
-        """``[*slots.shape, dim]``: entries by the slots of their windows' last tokens."""
+        """Return entries ``[*slots.shape, dim]``, by the slots of their windows' last tokens."""
         return self._entries.read(slots // self.shape.ratio).squeeze(-2)
 
     def write_tokens(self, slots: Tensor, rows: Tensor) -> None:
-        """Keep ``rows`` ``[tokens, values | gates]``. Of a page's tokens only its newest have a slot, others -1."""
+        """Store ``rows`` ``[tokens, values | gates]``. Only the newest tokens of a page have a slot, others -1."""
         _write(self._tokens, self._kept(slots).masked_fill_(slots < 0, -1), rows, "compressed tokens")
 
     def read_tokens(self, slots: Tensor) -> Tensor:
-        """``[*slots.shape, values | gates]`` of tokens that are among the newest of their pages."""
+        """Return ``[*slots.shape, values | gates]`` of tokens that are among the newest of their pages."""
         return self._tokens.read(self._kept(slots)).squeeze(-2)
 
     def _kept(self, slots: Tensor) -> Tensor:
-        """Where tokens are kept: in turn, so that a page's newest take the places of those before."""
+        """Slots of kept tokens: a ring per page, in which the newest tokens overwrite the oldest."""
         size, kept = self.shape.page_size, self.shape.kept
         return slots.div(size, rounding_mode="floor") * kept + slots.remainder(size).remainder(kept)
 
@@ -130,11 +130,11 @@ def _write(buffer: PagedBuffer, slots: Tensor, rows: Tensor, name: str) -> None:
 
 
 class CompressedPool:
-    """Entries of all compressed layers among ``layers``, and of their indexes, in the model's own ``dtype``.
+    """Entries of all compressed layers among ``layers``, and keys of their indexes, in the model's own ``dtype``.
 
-    Requests may share whole pages. A page of which a request shares a part keeps the tokens after that part, and not
-    those before its end: compute such a part again. ``drafts`` is how many of a request's newest tokens may be taken
-    back: those that speculation proposes.
+    Requests may share whole pages only. A partly shared page holds the newest tokens of its end, not those at the end
+    of the shared part, so the shared part has to be recomputed. ``drafts`` is the largest number of a request's newest
+    tokens that speculation may reject.
     """
 
     def __init__(
@@ -168,11 +168,11 @@ class CompressedPool:
         return sum(buffer.nbytes for buffer in self._buffers())
 
     def entries(self, layer_id: int) -> EntryCache:
-        """What a layer attends to."""
+        """Return the cache of the entries that a layer attends to."""
         return held_for(self._caches, layer_id, _KIND)[0]
 
     def index(self, layer_id: int) -> EntryCache | None:
-        """What a layer chooses entries by; ``None`` for one without an index."""
+        """Return the cache of a layer's index keys, by which it selects entries; ``None`` if it has no index."""
         caches = held_for(self._caches, layer_id, _KIND)
         return caches[1] if len(caches) > 1 else None
 
@@ -181,9 +181,10 @@ class CompressedPool:
         copy_pages(self._buffers(), copies)
 
     def move_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Refused: an entry depends on the order of its tokens."""
         raise PoolError(
-            f"rows of compressed layers cannot be moved ({targets.numel()} were to be): an entry is made of tokens in "
-            "their order; verify chains of drafts, and no trees"
+            f"rows of compressed layers cannot be moved ({targets.numel()} were requested): an entry is made of tokens "
+            "in their order; verify chains of drafts, not trees"
         )
 
     def _buffers(self) -> Iterator[PagedBuffer]:
@@ -191,4 +192,4 @@ class CompressedPool:
 
 
 COMPRESSED: Final[CacheKey[CompressedPool]] = CacheKey("compressed entries", CompressedPool, "select")
-"""Finds the entries of compressed layers in ``KVPools``."""
+"""Key of the entries of compressed layers in ``KVPools``."""

@@ -1,4 +1,4 @@
-"""Compressed layers with torch: making entries of windows, choosing among entries, and attention to them."""
+"""Reference implementation of compressed layers: the compressor, selection of entries, and attention to them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from attnplug.sparse import CompressorInputs, CompressorWeights, IndexInputs, Se
 from attnplug_sparse.pools import CompressedPool, EntryCache
 from attnplug_sparse.pools.compressed import EntryShape
 
-# Numbers, or scores, that are worked on at a time: 64 MiB of float32.
+# Elements, or scores, per tile: 64 MiB of float32.
 _TILE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Windows:
-    """The windows that a batch completes, and which of its tokens are kept for later ones.
+    """Windows that a batch completes, and the new tokens that are kept for later windows.
 
-    ``numbers`` ``[windows]`` are those of their entries. Of each of a window's tokens, with overlap of those of the
-    window before too, ``rows`` ``[windows, span]`` says which new row it is, -1 for a token of an earlier step, and
-    ``slots`` ``[windows, span]`` its slot, -1 where there is no window before. ``kept`` ``[rows]`` are the slots of new
-    tokens that are kept, -1 for others. ``earlier`` says whether there are tokens of earlier steps.
+    ``numbers`` ``[windows]`` are the numbers of their entries. The span of a window is its tokens and, with overlap,
+    those of the previous window. ``rows`` ``[windows, span]`` is the new row of each token, -1 for a token of an
+    earlier step. ``slots`` ``[windows, span]`` is its slot, -1 if there is no previous window. ``kept`` ``[rows]`` are
+    the slots of new tokens that are kept, -1 for others. ``earlier`` is True if some tokens are of earlier steps.
     """
 
     numbers: Tensor
@@ -62,7 +62,7 @@ class Windows:
 
 
 class Entries:
-    """The entries of a model's compressed layers: what a backend does for them beside rows."""
+    """Operations on the entries of a model's compressed layers."""
 
     def __init__(self, pool: CompressedPool) -> None:
         self._pool = pool
@@ -70,21 +70,21 @@ class Entries:
         self._shapes = {_key(cache.shape): cache.shape for cache in caches}
 
     def plan(self, geometry: Geometry, new_slots: Tensor) -> Mapping[tuple[int, int], Windows]:
-        """Windows by what ``_key`` says of their compressor."""
+        """Return the completed windows for each kind of compressor, by ``_key``."""
         return {key: Windows.of(geometry, new_slots, shape) for key, shape in self._shapes.items()}
 
     def write(self, layer_id: int, inputs: CompressorInputs, windows: Mapping[tuple[int, int], Windows]) -> None:
-        """Write the entries that new tokens complete, and keep the tokens that later ones need."""
+        """Write the entries that new tokens complete, and keep the tokens of unfinished windows."""
         cache = self._pool.entries(layer_id)
         write_entries(cache, inputs, windows[_key(cache.shape)])
 
     def write_index(self, layer_id: int, inputs: CompressorInputs, windows: Mapping[tuple[int, int], Windows]) -> None:
-        """The same for the keys of the layer's index."""
+        """Write the keys of the layer's index, as ``write`` writes entries."""
         cache = self._index(layer_id)
         write_entries(cache, inputs, windows[_key(cache.shape)])
 
     def choose(self, layer_id: int, index: IndexInputs, group: Group, topk: int, scale: float) -> Tensor:
-        """``[requests * queries, topk]`` int32: the best visible entries of each query of a group, then -1."""
+        """Return the top visible entries of each query of a group, ``[requests * queries, topk]`` int32, then -1."""
         cache = self._index(layer_id)
         extent, ratio = group.extent, cache.shape.ratio
         shape, heads = (extent.requests, extent.queries), index.q.shape[1]
@@ -104,8 +104,11 @@ class Entries:
         return chosen.flatten(0, 1)
 
     def attend(self, layer_id: int, q: Tensor, group: Group, softmax: Softmax) -> tuple[Tensor, Tensor]:
-        """Queries ``[requests * queries, heads, dim]`` over all entries that each sees: output and log-sum-exp
-        ``[requests * queries, heads]``, which is -inf where it sees none and the output means nothing."""
+        """Attend with queries ``[requests * queries, heads, dim]`` to all entries that each sees.
+
+        Returns output and log-sum-exp ``[requests * queries, heads]``. If a query sees none, its log-sum-exp is -inf
+        and its output undefined.
+        """
         cache, extent = self._pool.entries(layer_id), group.extent
         rows = _visible(cache, group).float().unsqueeze(1)
         queries = q.unflatten(0, (extent.requests, extent.queries)).transpose(1, 2).float()
@@ -121,8 +124,10 @@ class Entries:
         return out.flatten(0, 1), lse.flatten(0, 1)
 
     def selected_slots(self, layer_id: int, selected: SelectedRows, rows: Tensor | slice, group: Group) -> Tensor:
-        """``[requests * queries, width]`` int64: slots, as ``read`` takes them, of the entries that a group's queries
-        attend to; -1 for none."""
+        """Return the slots, as ``read`` takes them, of the entries that a group's queries attend to.
+
+        ``[requests * queries, width]`` int64, -1 for none.
+        """
         ratio = self._pool.entries(layer_id).shape.ratio
         most = max(1, group.extent.keys // ratio)
         if isinstance(selected, SelectedSlots):
@@ -134,7 +139,7 @@ class Entries:
         return slots.masked_fill_(numbers < 0, -1).flatten(0, 1)
 
     def read(self, layer_id: int, slots: Tensor) -> Tensor:
-        """``[*slots.shape, dim]``: entries by the slots of their windows' last tokens, or of others of the window."""
+        """Return entries ``[*slots.shape, dim]``, by the slot of any token of their windows."""
         return self._pool.entries(layer_id).read(slots)
 
     def _index(self, layer_id: int) -> EntryCache:
@@ -144,7 +149,7 @@ class Entries:
 
 
 def write_entries(cache: EntryCache, inputs: CompressorInputs, windows: Windows) -> None:
-    """Write the entries of ``windows``, then keep tokens: they take the places of those that were read."""
+    """Write the entries of ``windows``, then keep new tokens, which overwrite tokens that were read before."""
     shape, new = cache.shape, torch.cat((inputs.values, inputs.gates), 1)
     span = windows.rows.shape[1]
     step = max(1, _TILE // (span * new.shape[1]))
@@ -156,16 +161,16 @@ def write_entries(cache: EntryCache, inputs: CompressorInputs, windows: Windows)
             tokens = torch.where((rows < 0).unsqueeze(-1), cache.read_tokens(slots.clamp(min=0)), tokens)
         entries = _entries(tokens.float(), slots < 0, shape, inputs.weights)
         first_positions = windows.numbers[part] * shape.ratio
-        entries = _turned(entries, first_positions, inputs.weights.frequencies)
+        entries = _rotated(entries, first_positions, inputs.weights.frequencies)
         cache.write(slots[:, -1], entries.to(new.dtype))
     cache.write_tokens(windows.kept, new)
 
 
 def _entries(tokens: Tensor, absent: Tensor, shape: EntryShape, weights: CompressorWeights) -> Tensor:
-    """``[windows, dim]`` of tokens ``[windows, span, values | gates]``, of which some may be ``absent``."""
+    """Pool tokens ``[windows, span, values | gates]`` to entries ``[windows, dim]``; some tokens may be ``absent``."""
     values, gates = tokens.chunk(2, -1)
     gates = gates + weights.bias.repeat(shape.series, 1)
-    if shape.series == 2:  # of the window before its first series, of a window itself its second
+    if shape.series == 2:  # first series of the previous window, second series of the window itself
         values, gates = (
             torch.cat((each[:, : shape.ratio, : shape.dim], each[:, shape.ratio :, shape.dim :]), 1)
             for each in (values, gates)
@@ -176,16 +181,16 @@ def _entries(tokens: Tensor, absent: Tensor, shape: EntryShape, weights: Compres
     return F.rms_norm(pooled, (shape.dim,), weights.norm, weights.eps)
 
 
-def _turned(entries: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+def _rotated(entries: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     angles = positions.unsqueeze(1) * frequencies
     plain, rope = entries.tensor_split((entries.shape[1] - 2 * frequencies.shape[0],), 1)
     pairs = torch.view_as_complex(rope.contiguous().unflatten(1, (-1, 2)))
-    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(1)
-    return torch.cat((plain, turned), 1)
+    rotated = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(1)
+    return torch.cat((plain, rotated), 1)
 
 
 def _visible(cache: EntryCache, group: Group) -> Tensor:
-    """``[requests, entries, dim]``: the entries of a group's requests, zero after a request's last one."""
+    """Return the entries of a group's requests, ``[requests, entries, dim]``, zero beyond a request's last one."""
     ratio, extent = cache.shape.ratio, group.extent
     count = extent.keys // ratio
     slots = group.slots[:, ratio - 1 :: ratio][:, :count]
@@ -200,7 +205,7 @@ def _visible(cache: EntryCache, group: Group) -> Tensor:
 
 
 def _hidden(group: Group, ratio: int, entries: int, part: slice) -> Tensor:
-    """``[requests, queries, entries]``: which entries a query must not see, for some of a group's queries."""
+    """Return a mask ``[requests, queries, entries]``, True for entries that a query must not see."""
     extent = group.extent
     places = torch.arange(extent.queries, device=extent.offsets.device)[part]
     complete = (extent.offsets.unsqueeze(1) + places + 1) // ratio

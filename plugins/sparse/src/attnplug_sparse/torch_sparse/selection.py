@@ -1,4 +1,4 @@
-"""Sparse layers with torch: which rows each query attends to, and attention over these alone."""
+"""Reference implementation of sparse layers: top-k selection, and attention to the selected rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from attnplug.kernels import Group, Softmax, attend_by_parts, hidden_keys, tiles
 from attnplug.sparse import IndexInputs, SelectedRows, SelectedSlots
 
-# Numbers of the cache rows that are gathered at a time: 64 MiB of float32.
-_TILE_ROWS = 1 << 24
+# Elements of the cache rows gathered per tile: 64 MiB of float32.
+_TILE_ELEMENTS = 1 << 24
 
 
 def choose_positions(index: IndexInputs, keys: Tensor, group: Group, topk: int, scale: float) -> Tensor:
-    """``[requests * queries, topk]`` int32: the best visible positions of each query of a group, then -1.
+    """Return the top visible positions of each query of a group, ``[requests * queries, topk]`` int32, then -1.
 
-    ``index`` has the group's rows, ``keys`` ``[requests, keys, head_dim]`` are its requests' index keys.
+    ``index`` has the group's rows. ``keys`` ``[requests, keys, head_dim]`` are its requests' index keys.
     """
     extent = group.extent
     shape = (extent.requests, extent.queries)
@@ -39,7 +39,7 @@ def choose_positions(index: IndexInputs, keys: Tensor, group: Group, topk: int, 
 
 
 def selected_slots(selected: SelectedRows, rows: Tensor | slice, group: Group) -> Tensor:
-    """``[requests * queries, width]`` int64: where the rows lie that a group's queries attend to; -1 for none."""
+    """Return the slots that a group's queries attend to, ``[requests * queries, width]`` int64; -1 for none."""
     if isinstance(selected, SelectedSlots):
         return selected.slots[rows, : group.extent.keys].long()
     queries = group.extent.queries
@@ -49,7 +49,7 @@ def selected_slots(selected: SelectedRows, rows: Tensor | slice, group: Group) -
 
 
 def selects_all(slots: Tensor, group: Group) -> bool:
-    """Whether each query attends to every row that it sees: what a dense layer does."""
+    """Return True if each query attends to every row that it sees, as in a dense layer."""
     extent = group.extent
     if extent.tree is not None or extent.keys > slots.shape[1]:
         return False
@@ -60,18 +60,18 @@ def selects_all(slots: Tensor, group: Group) -> bool:
 def attend_selected(
     q: Tensor, slots: Tensor, read: Callable[[Tensor], Tensor], value_dim: int, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Absorbed attention of queries ``[rows, heads, dim]`` to the cache rows at ``slots`` ``[rows, width]`` alone.
+    """Absorbed attention of queries ``[rows, heads, dim]`` to the cache rows at ``slots`` ``[rows, width]`` only.
 
-    ``read`` gives the rows ``[…, dim]`` at some slots; their first ``value_dim`` numbers are the values. Returns
+    ``read`` returns the rows ``[…, dim]`` at some slots; their first ``value_dim`` columns are the values. Returns
     ``[rows, heads, value_dim]`` in q's type, and the log-sum-exp ``[rows, heads]`` float32.
     """
     out = q.new_empty(*q.shape[:2], value_dim)
     sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    step = max(1, _TILE_ROWS // max(1, slots.shape[1] * q.shape[2]))
+    step = max(1, _TILE_ELEMENTS // max(1, slots.shape[1] * q.shape[2]))
     for first in range(0, q.shape[0], step):
         part = slice(first, first + step)
         where, none = slots[part], slots[part] < 0
-        # Where there is none, the query's first choice is read once more, and hidden.
+        # Instead of a missing row, the query's first one is read again, and masked.
         where = torch.where(none, where[:, :1], where)
         empty = none.all(1)
         keys = read(where.clamp(min=0)).float().masked_fill_(empty[:, None, None], 0.0).unsqueeze(1)
