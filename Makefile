@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core conformance engine testing plugins/flashattention plugins/flashinfer plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/sglang bridges/transformers bridges/vllm
-PLUGINS := $(filter plugins/% bridges/%,$(PACKAGES))
+PACKAGES := core conformance engine testing plugins/flashattention plugins/flashinfer plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/sparse plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/sglang bridges/transformers bridges/vllm
+# The engine depends on attnplug-sparse, which requires no kernel library.
+PLUGINS := $(filter-out plugins/sparse,$(filter plugins/% bridges/%,$(PACKAGES)))
 # pip would compile all of torch and transformers, one file after another: Python compiles what is imported. That has to
 # be kept, also where the caller's shell says otherwise: tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
@@ -151,7 +152,7 @@ $(VENV)/vllm/%: | $(VENV)/made
 $(VENV)-%/installed: bridges/%/tests/hosted/requirements.txt bridges/%/pyproject.toml core/pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --requirement $< $(HOST_$*)
-	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e ./core -e ./bridges/$* -e ./plugins/triton_mla
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e ./core -e ./bridges/$* -e ./plugins/sparse -e ./plugins/triton_mla
 	@touch $@
 
 clean:

@@ -49,7 +49,7 @@ def _plugin(name: str) -> tuple[str, str]:
 
 
 ROWS, ROW_TESTS = "core/src/attnplug/kv/triton_rows.py", "core/tests/test_kv_rows.py"
-INDEX, INDEX_TESTS = "core/src/attnplug/index", "core/tests/test_index.py"
+INDEX, INDEX_TESTS = "plugins/sparse/src/attnplug_sparse/index", "plugins/sparse/tests/test_index.py"
 FLASHINFER, FLASHINFER_TESTS = _plugin("flashinfer_mla")
 FLASHMLA, FLASHMLA_TESTS = _plugin("flashmla")
 FLASHATTENTION, FLASHATTENTION_TESTS = _plugin("flashattention")

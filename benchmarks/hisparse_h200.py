@@ -24,7 +24,6 @@ from gpu_clock import device_us
 from gpu_report import Report, attempt, describe
 
 from attnplug import (
-    INDEX_KEYS,
     AttentionKind,
     DType,
     ForwardBatch,
@@ -32,23 +31,14 @@ from attnplug import (
     ForwardMode,
     Geometry,
     GraphLevel,
-    IndexerDims,
-    IndexInputs,
-    IndexKeyPool,
     LayerSpec,
     MLAPool,
     ModelSpec,
     Role,
-    SelectedPositions,
 )
 from attnplug.host import (
-    HOST_ROWS,
-    HiSparse,
     HostContext,
     HostLengths,
-    HostRows,
-    HotPool,
-    HotSizes,
     KVPools,
     Limits,
     MLADims,
@@ -57,6 +47,9 @@ from attnplug.host import (
     build_backend,
     load_registry,
 )
+from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions
+from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes
+from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
 
 WHAT = "one sparse layer's decode step over rows in host memory, against rows on the device"
 PACKAGES = ("torch", "triton", "attnplug", "attnplug-triton-mla")

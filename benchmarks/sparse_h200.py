@@ -25,25 +25,21 @@ from gpu_report import Report, attempt, describe
 from torch import Tensor
 
 from attnplug import (
-    INDEX_KEYS,
     AttentionKind,
     DType,
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
     Geometry,
-    IndexerDims,
-    IndexInputs,
-    IndexKeyPool,
-    IndexPlan,
     LayerSpec,
     MLAPool,
     ModelSpec,
     Role,
-    SelectedSlots,
-    SparseIndex,
 )
 from attnplug.host import BatchPlan, HostContext, KVPools, Limits, MLADims, WorkspaceOwner, load_registry
+from attnplug.sparse import IndexerDims, IndexInputs, SelectedSlots
+from attnplug_sparse.index import IndexPlan, SparseIndex
+from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
 from attnplug_triton_mla.backend import TritonMLABackend
 
 WHAT = (

@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import AttentionKind, DType, IndexerDims, IndexKeyPool, LayerSpec, MLAPool
+from attnplug import AttentionKind, DType, LayerSpec, MLAPool
 from attnplug.host import MLADims
+from attnplug.sparse import IndexerDims
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.packed import index_keys_in_fp8, packed, put_index_keys, unpacked
 from attnplug_conformance.reference import Rules, attention, entry, tree_bits
 from attnplug_conformance.scene import Scene
 from attnplug_conformance.testing import subject_of
+from attnplug_sparse.pools import IndexKeyPool
 
 
 def test_matches_torch_in_float64():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug.host import Coordinator
+from attnplug.sparse import Coordinator
 
 
 class HotRows:

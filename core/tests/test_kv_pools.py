@@ -8,11 +8,21 @@ from typing import Any, assert_type
 import pytest
 import torch
 
-from attnplug import DType, MHAPool, MLAPool, PoolError
-from attnplug.host import CacheKey, KVPools, LinearStatePool, PageCopy
+from attnplug import BackendError, DType, MHAPool, MLAPool, ModelSpec, PoolError
+from attnplug.host import (
+    CacheKey,
+    HostContext,
+    KVPools,
+    Limits,
+    LinearStatePool,
+    ModelAttention,
+    PageCopy,
+    WorkspaceOwner,
+)
 from attnplug.kv import LayoutName
 from attnplug_testing.devices import DEVICES, nothing_waits
 from support.pools import ELEMENTS, LAYOUTS, linear_layer, mha_layer, mha_pool, mla_layer, mla_pool
+from support.recorder import Hookless
 
 # Copies of pages
 
@@ -86,6 +96,8 @@ def test_a_model_without_pools_has_nothing_to_copy() -> None:
 class IndexKeys:
     """One number per token, which moves with the pages."""
 
+    num_pages, page_size = 5, 4
+
     def __init__(self) -> None:
         self.numbers = torch.arange(20)
         self.nbytes = self.numbers.nbytes
@@ -145,6 +157,29 @@ def test_a_cache_that_is_not_held_is_refused(key: CacheKey[Entries]) -> None:
 def test_a_cache_of_another_class_than_its_key_is_refused() -> None:
     with pytest.raises(PoolError, match="cache 'entries' is a IndexKeys; its key says Entries"):
         KVPools(caches={ENTRIES: IndexKeys()})
+
+
+def test_a_cache_of_other_pages_than_the_rows_is_refused() -> None:
+    """One page table addresses both."""
+    wider = MLAPool([mla_layer()], num_pages=6, page_size=4, dtype=DType.FLOAT32, device="cpu")
+    with pytest.raises(PoolError, match="the index keys have 5 pages of 4, and the latent rows 6 of 4"):
+        HostContext(
+            model=ModelSpec("m", "test", (mla_layer(),), 24),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            kv_dtype=DType.FLOAT32,
+            page_size=4,
+            limits=Limits(1, 1, 24),
+            pools=KVPools(mla=wider, caches={INDEX_KEYS: IndexKeys()}),
+            workspace=WorkspaceOwner(),
+        )
+
+
+def test_a_cache_may_need_a_hook_of_the_backend() -> None:
+    """Found when the attention is built, not in the middle of a forward."""
+    key = CacheKey("entries", Entries, "select")
+    with pytest.raises(BackendError, match="entries, but backend plain has no select"):
+        ModelAttention(Hookless("plain"), KVPools(caches={key: Entries()}))
 
 
 # Rows that move; what they hold afterwards is in test_kv_foreign.py

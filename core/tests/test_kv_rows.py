@@ -14,8 +14,8 @@ from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolErro
 from attnplug.host import MLADims, PageCopy, PageLayout, torch_dtype
 from attnplug.kv import LayoutName
 from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.writing import BY_TRITON, WAYS, writing
 from support.pools import ELEMENTS, LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
-from support.writing import BY_TRITON, WAYS, writing
 
 # What is written is read back
 

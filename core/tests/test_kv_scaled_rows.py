@@ -1,4 +1,4 @@
-"""Rows in fp8 with scales of their own: latent rows of 656 bytes, and index keys by pages of keys and scales."""
+"""Rows in fp8 with scales of their own: latent rows of 656 bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import INDEX_KEYS, AttentionKind, DType, IndexerDims, IndexKeyPool, LayerSpec, MHAPool, MLAPool, PoolError
+from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolError
 from attnplug.host import KVPools, MLADims, PageCopy
 from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.writing import WAYS, writing
 from support.pools import mha_layer
-from support.writing import WAYS, writing
 
 PAGES, PAGE = 5, 4
 DIMS = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
-LAYER = LayerSpec(2, AttentionKind.MLA, 4, 4, 192, 128, 1.0, mla=DIMS, indexer=IndexerDims(4, 128, 8))
+LAYER = LayerSpec(2, AttentionKind.MLA, 4, 4, 192, 128, 1.0, mla=DIMS)
 SIZE: dict[str, Any] = {"num_pages": PAGES, "page_size": PAGE}
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 in_every_way = pytest.mark.parametrize("how", WAYS)
@@ -25,10 +25,6 @@ in_every_way = pytest.mark.parametrize("how", WAYS)
 
 def latent(device: str = "cpu") -> MLAPool:
     return MLAPool([LAYER], **SIZE, dtype=DType.FP8_DS_MLA, device=device)
-
-
-def index(device: str = "cpu") -> IndexKeyPool:
-    return IndexKeyPool([LAYER], **SIZE, dtype=DType.FLOAT8_E4M3, device=device)
 
 
 def rows(count: int, width: int, how: str = "cpu") -> Tensor:
@@ -69,21 +65,6 @@ def test_a_latent_row_is_values_scales_and_rotated_columns(how: str) -> None:
 
 
 @in_every_way
-def test_a_page_of_index_keys_is_all_keys_and_then_all_scales(how: str) -> None:
-    """The layout that DeepGEMM reads."""
-    with writing(how) as device:
-        pool, given = index(device), rows(PAGE + 1, 128, how)
-        pool.write(2, torch.tensor([*range(8, 12), -1], device=device), given)
-    assert pool.keys(2).shape == (PAGES, PAGE, 132)
-    page = pool.keys(2)[2].flatten().cpu()
-    keys, scales = page[: PAGE * 128].view(torch.float8_e4m3fn).double(), page[PAGE * 128 :].view(torch.float32)
-    found = keys.view(PAGE, 128) * scales.double().unsqueeze(1)
-    assert torch.equal(found, torch.stack([rounded(key) for key in given[:PAGE].cpu()]))
-    assert torch.equal(pool.read_keys(2, torch.arange(8, 12, device=device)).cpu().double(), found)
-    assert not pool.keys(2)[[0, 1, 3, 4]].any()
-
-
-@in_every_way
 def test_a_group_of_zeros_and_one_that_fills_the_range_are_exact(how: str) -> None:
     with writing(how) as device:
         pool, slots = latent(device), torch.arange(3, device=device)
@@ -106,52 +87,39 @@ def test_a_nan_stays_one_and_spoils_no_other_row() -> None:
 def test_writes_wait_for_no_device(device: str) -> None:
     """They are captured."""
     slots = torch.tensor([1, -1], device=device)
-    for pool, width in ((latent(device), 576), (index(device), 128)):
-        given = rows(2, width, device)
+    pool, given = latent(device), rows(2, 576, device)
+    pool.write(2, slots, given)
+    with nothing_waits(device):
         pool.write(2, slots, given)
-        with nothing_waits(device):
-            pool.write(2, slots, given)
 
 
 @on_every_device
 def test_pages_and_rows_move_with_their_scales(device: str) -> None:
-    """A10: copies of pages, and moves after a verify, in both caches."""
-    pools = KVPools(mla=latent(device), caches={INDEX_KEYS: index(device)})
-    mla, keys = pools.mla, pools.cache(INDEX_KEYS)
-    assert mla is not None
+    """Copies of pages, and moves after a verify."""
+    mla = latent(device)
+    pools = KVPools(mla=mla)
     slots = torch.arange(4, 8, device=device)
     mla.write(2, slots, rows(4, 576, device))
-    keys.write(2, slots, rows(4, 128, device))
     pools.copy_pages([PageCopy(1, 3)])
     moved = torch.tensor([4, 6], device=device)
     pools.move_rows(moved, moved.flip(0))
-    for read in (mla.read_rows, keys.read_keys):
-        assert torch.equal(read(2, slots), read(2, torch.tensor([14, 13, 12, 15], device=device)))
-        assert read(2, slots).any()
+    assert torch.equal(mla.read_rows(2, slots), mla.read_rows(2, torch.tensor([14, 13, 12, 15], device=device)))
+    assert mla.read_rows(2, slots).any()
 
 
 def test_the_memory_that_they_take_is_what_is_told() -> None:
     assert MLAPool.row_nbytes(DIMS, DType.FP8_DS_MLA) == 656
     assert latent().nbytes == PAGES * PAGE * 656
-    assert LAYER.indexer is not None
-    assert IndexKeyPool.key_nbytes(LAYER.indexer, DType.FLOAT8_E4M3) == 132
-    assert index().nbytes == PAGES * PAGE * 132
 
 
 def test_pools_over_a_hosts_bytes_are_the_same_memory() -> None:
-    """As vLLM has them: ``[pages, tokens, 656]`` and ``[pages, tokens, 132]``."""
-    given, keys = rows(2, 576), rows(2, 128)
-    memory, key_memory = torch.zeros(PAGES, PAGE, 656, dtype=torch.uint8), torch.zeros(PAGES, PAGE, 132).byte()
+    """As vLLM has them: ``[pages, tokens, 656]``."""
+    given, memory = rows(2, 576), torch.zeros(PAGES, PAGE, 656, dtype=torch.uint8)
     pool = MLAPool.over([LAYER], {2: memory}, "pages tokens dim", page_size=PAGE, dtype=DType.FP8_DS_MLA)
     pool.write(2, torch.tensor([0, 6]), given)
     own = latent()
     own.write(2, torch.tensor([0, 6]), given)
     assert torch.equal(memory, own.rows(2).squeeze(2))
-    key_pool = IndexKeyPool.over([LAYER], {2: key_memory}, "pages tokens dim", page_size=PAGE, dtype=DType.FLOAT8_E4M3)
-    key_pool.write(2, torch.tensor([0, 6]), keys)
-    own_keys = index()
-    own_keys.write(2, torch.tensor([0, 6]), keys)
-    assert torch.equal(key_memory, own_keys.keys(2))
 
 
 def refused(message: str, make: Any) -> None:
@@ -162,19 +130,11 @@ def refused(message: str, make: Any) -> None:
 def test_what_such_rows_cannot_hold_is_refused() -> None:
     size: dict[str, Any] = {**SIZE, "device": "cpu"}
     small = replace(LAYER, mla=MLADims(96, 128, 64))
-    packed, fp8 = DType.FP8_DS_MLA, DType.FLOAT8_E4M3
+    packed = DType.FP8_DS_MLA
     refused(r"rows of 96 \+ 64 .* a scale for every 128", lambda: MLAPool([small], dtype=packed, **size))
     refused("a scale of 2.0 was given", lambda: MLAPool([LAYER], dtype=packed, scales={2: 2.0}, **size))
     refused("cannot be kept as fp8_ds_mla", lambda: MHAPool([mha_layer()], dtype=packed, **size))
-    refused("index keys cannot be kept as fp8_ds_mla", lambda: IndexKeyPool([LAYER], dtype=packed, **size))
-    odd = replace(LAYER, indexer=IndexerDims(4, 126, 8))
-    refused("keys of 126 numbers", lambda: IndexKeyPool([odd], dtype=fp8, **size))
     refused(r"give \[tokens, 1, 576\]", lambda: latent().write(2, torch.arange(1), torch.zeros(1, 656)))
-    apart = {2: torch.zeros(PAGES, PAGE, 140, dtype=torch.uint8)[..., :132]}
-    refused(
-        "must be contiguous",
-        lambda: IndexKeyPool.over([LAYER], apart, "pages tokens dim", page_size=PAGE, dtype=fp8),
-    )
     floats = {2: torch.zeros(PAGES, PAGE, 656)}
     refused(
         "torch.float32 cannot be a cache in fp8_ds_mla; give torch.uint8",

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from attnplug import AttentionKind, CompressedDims, Feature, IndexerDims, LayerSpec, ModelSpec
+from attnplug import AttentionKind, Feature, LayerSpec, ModelSpec
 from attnplug.hf.model_config import UNBOUNDED_CONTEXT
 from attnplug.host import TINY_CONFIGS, LinearDims, MLADims, ModelConfigError, load_model
+from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_testing.configs import (
     DEEPSEEK_V3,
     KIMI_FULL,

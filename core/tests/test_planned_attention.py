@@ -24,10 +24,10 @@ from attnplug import (
     PlanError,
     PlannedAttention,
     PoolError,
-    SelectedPositions,
     check_lse,
 )
 from attnplug.host import KVPools, Limits, MLADims, plan_forward
+from attnplug.sparse import SelectedPositions
 from attnplug_conformance.arithmetic import NAN
 from attnplug_testing.batches import captured, padded, with_plan
 from attnplug_testing.kernel_scene import KernelCase

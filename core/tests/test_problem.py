@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.compressed_scene import compressed_layer
 
 from attnplug import DType, LayerSpec, Problem, Role
 from attnplug.host import UsageError
 from attnplug_testing.specs import GDN, MHA, MLA, model
-from support.compressed_scene import compressed_layer
 
 
 @pytest.mark.parametrize(

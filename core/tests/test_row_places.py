@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ExtendPath, ForwardMode, IndexerDims, MLAPool, Plan, PlanError
-from attnplug.hisparse import HotPool, HotSizes
+from attnplug import BackendError, DType, ExtendPath, ForwardMode, MLAPool, Plan, PlanError
 from attnplug.host import ExtendPolicy, FastestBackend, MLADims, ModelAttention, RowPlaces, SplitBackend
+from attnplug.sparse import IndexerDims
 from attnplug_conformance.checks.mla_paths import UpProjected
 from support.pools import PLAIN, mla_layer, mla_pool
 from support.stage import Stage, error, small
@@ -158,11 +158,4 @@ def test_pages_that_one_stride_does_not_lead_to_are_the_pools_affair():
     """As where all layers lie together in a page."""
     memory = torch.zeros(5, 2, 4, 20)
     pool = MLAPool.over([mla_layer()], {0: memory[:, 0]}, "pages tokens dim", page_size=4, dtype=DType.FLOAT32)
-    assert pool.by_slot(0) is None
-
-
-def test_rows_of_hot_buffers_are_found_by_no_slot_of_the_page_table():
-    layer = replace(mla_layer(), indexer=IndexerDims(heads=2, head_dim=16, topk=4))
-    sizes = HotSizes(max_requests=3, max_tokens=8, max_context=64, buffer_size=5)
-    pool = HotPool([layer], sizes, num_pages=10, page_size=4, dtype=DType.FLOAT32, device="cpu")
     assert pool.by_slot(0) is None

@@ -11,18 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug import (
-    CacheLayout,
-    Capabilities,
-    DType,
-    Feature,
-    GraphLevel,
-    IndexerDims,
-    PageSizes,
-    Problem,
-    RefusalCode,
-    Role,
-)
+from attnplug import CacheLayout, Capabilities, DType, Feature, GraphLevel, PageSizes, Problem, RefusalCode, Role
+from attnplug.sparse import IndexerDims
 from attnplug_testing.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spec
 
 # ---- each code, from real data ----

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from attnplug.hisparse.triton_rows import TILE_ROWS, WARPS, _gather, row_constants
-from attnplug.hisparse.triton_swap import _FEW_ROWS, _PLANNING_WARPS, _stage, _swap_in, _translate
+from attnplug_sparse.hisparse.triton_rows import TILE_ROWS, WARPS, _gather, row_constants
+from attnplug_sparse.hisparse.triton_swap import _FEW_ROWS, _PLANNING_WARPS, _stage, _swap_in, _translate
 from attnplug_testing.ahead import compiled, resources
 
 INT32 = ("out", "positions", "page_table", "seq_lens", "new_lens", "held", "sources", "targets", "ready", "done")

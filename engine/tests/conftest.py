@@ -21,15 +21,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # for modules that test files sh
 from naive_linear import NaiveLinearBackend
 
 from attnplug import (
-    COMPRESSED,
-    INDEX_KEYS,
+    AttentionBackend,
     AttentionKind,
-    CompressedPool,
     DType,
     ForwardBatch,
     ForwardMode,
     Geometry,
-    IndexKeyPool,
     MHAPool,
     MLAPool,
     ModelSpec,
@@ -55,6 +52,8 @@ from attnplug.host import (
 )
 from attnplug_engine import kernels, prepare
 from attnplug_engine.models.architectures import LoadedModel
+from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool
+from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.batches import capabilities
 from attnplug_testing.command import attnplug, package
 from attnplug_testing.devices import DEVICES, INTERPRETED
@@ -95,7 +94,7 @@ MAX_PAGES = 64
 
 
 class Stage:
-    """A loaded model on torch_native: requests in scattered pages of a poisoned pool, run step by step.
+    """A loaded model on a torch backend: requests in scattered pages of a poisoned pool, run step by step.
 
     Linear layers run on ``make_linear``, a backend over a pool of states, of which those of nobody are poisoned, too.
     """
@@ -139,7 +138,7 @@ class Stage:
         allocator.release(taken[1::2] + taken[0::2])  # so that neighbours in a request are none in the pool
         self.rows = [self.table.admit() for _ in range(requests)]
 
-    def _full_backend(self, spec: ModelSpec, requests: int) -> TorchNativeBackend:
+    def _full_backend(self, spec: ModelSpec, requests: int) -> AttentionBackend:
         host = HostContext(
             model=spec,
             device=torch.device("cpu"),
@@ -150,8 +149,9 @@ class Stage:
             pools=self.pools,
             workspace=WorkspaceOwner(),
         )
-        name, roles = "torch_native", frozenset({Role.PREFILL, Role.DECODE})
-        return TorchNativeBackend(host.for_backend(name, capabilities(name), roles=roles))
+        name, kind = ("torch_sparse", TorchSparseBackend) if self.pools.caches else ("torch_native", TorchNativeBackend)
+        roles = frozenset({Role.PREFILL, Role.DECODE})
+        return kind(host.for_backend(name, capabilities(name), roles=roles))
 
     def step(self, new_tokens: Sequence[Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> list[Tensor]:
         """Run every request by its new tokens; logits ``[new tokens, vocab]`` of each."""

@@ -1,4 +1,4 @@
-"""``torch_native`` with the hooks of captured batches: planned anew at each replay.
+"""``torch_native`` and ``torch_sparse`` with the hooks of captured batches: planned anew at each replay.
 
 On a CPU nothing is captured: a replay makes the same calls again. So padding, planning, sampling and feeding tokens
 back run on the code path that CUDA graphs have.
@@ -23,18 +23,18 @@ from attnplug import (
     ForwardExtras,
     Geometry,
     GraphLevel,
-    IndexerDims,
-    IndexInputs,
     LayerSpec,
     Plan,
     Role,
-    SelectedPositions,
 )
 from attnplug.host import HostContext, HybridLinearBackend, LinearStatePool, Selection, TorchNativeBackend
+from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions
 from attnplug_engine import Engine
 from attnplug_engine.capture import WARM_UPS
+from attnplug_sparse.torch_sparse import TorchSparseBackend
 
 NAME = "torch_native"
+SPARSE = "torch_sparse"
 
 
 class Refilled:
@@ -44,7 +44,9 @@ class Refilled:
     rows = 0
 
 
-class RefilledNative(TorchNativeBackend):
+class Refilling:
+    """Mixin for a reference backend."""
+
     def __init__(self, context: BackendContext, fill: int = 0) -> None:
         super().__init__(context)
         self.claims = replace(self.claims, cuda_graph=GraphLevel.UNIFORM)
@@ -86,6 +88,12 @@ class RefilledNative(TorchNativeBackend):
             out[: refilled.rows] = super().attend(q[: refilled.rows], layer, now, new, extras)
         return out
 
+
+class RefilledNative(Refilling, TorchNativeBackend):
+    pass
+
+
+class RefilledSparse(Refilling, TorchSparseBackend):
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedPositions:
         refilled = plan.metadata
         if not isinstance(refilled, Refilled):
@@ -133,9 +141,11 @@ def build(
 ) -> AttentionBackend:
     role = Role.DRAFT if selection.problem.is_draft else Role.DECODE
     registered = selection.chosen(role)
-    assert registered.spec.name == NAME
+    name = registered.spec.name
+    assert name in (NAME, SPARSE)
+    kind = RefilledSparse if name == SPARSE else kind
     roles = frozenset({Role.DRAFT} if selection.problem.is_draft else {Role.PREFILL, Role.DECODE})
-    full = kind(context.for_backend(NAME, registered.spec.capabilities, roles=roles, options=None))
+    full = kind(context.for_backend(name, registered.spec.capabilities, roles=roles, options=None))
     if context.pools.linear is None:
         return full
     return HybridLinearBackend(full, linear(context.pools.linear), context.model)

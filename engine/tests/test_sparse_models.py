@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from attnplug import INDEX_KEYS, DType, Feature, ForwardMode, Role
+from attnplug import DType, Feature, ForwardMode, Role
 from attnplug.host import TINY_CONFIGS, ModelConfigError, load_registry
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
@@ -20,6 +20,7 @@ from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.models.decoder import Block
 from attnplug_engine.pools import Capacity, build_pools, bytes_per_page
 from attnplug_engine.random_checkpoint import RandomCheckpoint
+from attnplug_sparse.pools import INDEX_KEYS
 from attnplug_testing.command import Attnplug
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]
@@ -297,7 +298,7 @@ def test_run_serves_sparse_models_and_explain_shows_them(name, attnplug: Attnplu
     model = ("--model", f"tiny:{name}", "--device", "cpu")
     answer = ("--prompt", "a prompt of many tokens", "--max-tokens", "4", "--index-dtype", "fp8")
     outcome = attnplug("run", *model, *answer)
-    assert outcome.code == 0 and "decode: torch_native" in outcome.err, outcome.err
+    assert outcome.code == 0 and "decode: torch_sparse" in outcome.err, outcome.err
     told = attnplug("explain", *model, "--index-dtype", "fp8")
     assert told.code == 0 and "+sparse (top 12, index 16×16)" in told.out and "index keys float8_e4m3fn" in told.out
     assert ("shared index" in told.out) is (name == "glm_moe_dsa")
@@ -327,7 +328,7 @@ def test_every_backend_without_sparse_attention_is_refused_by_name_with_the_reas
         if Feature.SPARSE not in registered.spec.capabilities.features
         and Role.DECODE in registered.spec.capabilities.roles
     ]
-    assert "flashinfer_mla" in dense and "torch_native" not in dense
+    assert "flashinfer_mla" in dense and "torch_sparse" not in dense
     told = attnplug("explain", "--model", "tiny:glm_moe_dsa", "--device", "cuda", "--sm", "90", "--json")
     candidates = {each["name"]: each["refusals"] for each in json.loads(told.out)["decode"]["candidates"]}
     for name in dense:

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from thread_ranks import in_ranks
 from torch import Tensor
 
-from attnplug import INDEX_KEYS, ExtendPath, ForwardBatch, ForwardMode, Geometry, Role
+from attnplug import ExtendPath, ForwardBatch, ForwardMode, Geometry, Role
 from attnplug.host import ExtendPolicy, UsageError
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.two_batch import LEAST_SHARE, Cut, TwoBatch, place_to_cut
+from attnplug_sparse.pools import INDEX_KEYS
 from attnplug_testing.command import Package
 from attnplug_testing.trees import tree_bits
 

@@ -10,7 +10,7 @@ import torch
 from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
-from attnplug import COMPRESSED, DType, Feature, ForwardBatch, ForwardMode, Geometry, Role
+from attnplug import DType, Feature, ForwardBatch, ForwardMode, Geometry, Role
 from attnplug.host import TINY_CONFIGS, ModelConfigError, SelectionError, UsageError, load_registry
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
@@ -19,6 +19,7 @@ from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.parallel import ParallelError
 from attnplug_engine.pools import Capacity, build_pools, bytes_per_page
 from attnplug_engine.random_checkpoint import RandomCheckpoint
+from attnplug_sparse.pools import COMPRESSED
 from attnplug_testing.command import Attnplug
 
 NAME, MODEL = "deepseek_v4", "tiny:deepseek_v4"
@@ -275,7 +276,7 @@ def test_a_table_of_experts_that_are_not_there_is_refused(make_oracle):
 def test_run_serves_it_and_explain_shows_it(attnplug: Attnplug):
     model = ("--model", MODEL, "--device", "cpu")
     outcome = attnplug("run", *model, "--prompt", "a prompt of many tokens", "--max-tokens", "4")
-    assert outcome.code == 0 and "decode: torch_native" in outcome.err, outcome.err
+    assert outcome.code == 0 and "decode: torch_sparse" in outcome.err, outcome.err
     told = attnplug("explain", *model)
     assert told.code == 0 and "(an entry for 8 tokens, window 8)" in told.out
     assert "page size  64 (chosen)" in told.out
@@ -289,7 +290,7 @@ def test_every_backend_without_compressed_layers_is_refused_by_name_with_the_rea
         if Feature.COMPRESSED not in registered.spec.capabilities.features
         and Role.DECODE in registered.spec.capabilities.roles
     ]
-    assert "triton_mla" in others and "torch_native" not in others
+    assert "triton_mla" in others and "torch_sparse" not in others
     told = attnplug("explain", "--model", MODEL, "--device", "cuda", "--sm", "90", "--json")
     candidates = {each["name"]: each["refusals"] for each in json.loads(told.out)["decode"]["candidates"]}
     for name in others:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import DType, GraphLevel, IndexerDims, Problem, Role
+from attnplug import DType, GraphLevel, Problem, Role
 from attnplug.host import BackendRequest
+from attnplug.sparse import IndexerDims
 from attnplug_testing.measured import measured_twins
 from attnplug_testing.specs import GDN, MHA, MLA, model
 from attnplug_transformers import pages

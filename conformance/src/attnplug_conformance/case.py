@@ -5,20 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from attnplug import (
-    AttentionKind,
-    CacheLayout,
-    CompressedDims,
-    DType,
-    ForwardMode,
-    GraphLevel,
-    IndexerDims,
-    LayerSpec,
-    ModelSpec,
-    Problem,
-    Role,
-)
+from attnplug import AttentionKind, CacheLayout, DType, ForwardMode, GraphLevel, LayerSpec, ModelSpec, Problem, Role
 from attnplug.host import LinearDims, MLADims
+from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_conformance.reference import Parents
 
 FP8_CACHES = frozenset({DType.FLOAT8_E4M3, DType.FP8_DS_MLA})

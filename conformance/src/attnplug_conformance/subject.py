@@ -22,7 +22,6 @@ from attnplug import (
     Role,
 )
 from attnplug.host import (
-    Coordinator,
     HostContext,
     KVPools,
     Limits,
@@ -36,6 +35,7 @@ from attnplug.host import (
     split_settings,
     torch_dtype,
 )
+from attnplug.sparse import Coordinator
 from attnplug_conformance.case import FP8_CACHES, Case
 
 PAGES = (16, 32, 64, 128, 256, 8, 1)

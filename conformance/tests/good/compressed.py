@@ -1,11 +1,12 @@
-"""A good backend of compressed layers: torch_native. Mutants are small changes of what it is given."""
+"""A good backend of compressed layers: torch_sparse. Mutants are small changes of what it is given."""
 
 from __future__ import annotations
 
 from dataclasses import replace  # noqa: F401 # broken variants use it
 
-from attnplug import COMPRESSED, AttentionKind, BackendSpec, Capabilities, DType, Feature  # noqa: F401 # broken variants use it
-from attnplug.host import TorchNativeBackend
+from attnplug import AttentionKind, BackendSpec, Capabilities, DType, Feature  # broken variants use it
+from attnplug_sparse.pools import COMPRESSED  # noqa: F401 # broken variants use it
+from attnplug_sparse.torch_sparse import TorchSparseBackend
 
 SPEC = BackendSpec(
     name="good_compressed",
@@ -23,7 +24,7 @@ SPEC = BackendSpec(
 )
 
 
-class Backend(TorchNativeBackend):
+class Backend(TorchSparseBackend):
     def choose(self, index, layer, dims, plan):
         return super().choose(index, layer, dims, plan)
 

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from attnplug import (
-    AttentionKind,
-    BackendSpec,
-    Capabilities,
-    DType,
-    Feature,
-    Plan,
-    Refusal,
-    RefusalCode,
-    SelectedPositions,
-    SelectedSlots,
-    SparseAttention,
-)
+from attnplug import AttentionKind, BackendSpec, Capabilities, DType, Feature, Plan, Refusal, RefusalCode
+from attnplug.sparse import SelectedPositions, SelectedSlots
+from attnplug_sparse.attention import SparseAttention
 
 
 def sparse_only(problem, role, options):

@@ -19,13 +19,10 @@ if TYPE_CHECKING:
     from attnplug.author.served_layers import NewRows as NewRows
     from attnplug.author.served_layers import check_lse as check_lse
     from attnplug.author.served_layers import check_rows as check_rows
-    from attnplug.author.sparse import SparseAttention as SparseAttention
     from attnplug.choose.plugin_hooks import hookimpl as hookimpl
     from attnplug.contract.backend import AttentionBackend as AttentionBackend
     from attnplug.contract.backend import ForwardExtras as ForwardExtras
     from attnplug.contract.batch import ForwardBatch as ForwardBatch
-    from attnplug.contract.compressed import CompressorInputs as CompressorInputs
-    from attnplug.contract.compressed import CompressorWeights as CompressorWeights
     from attnplug.contract.context import BackendContext as BackendContext
     from attnplug.contract.context import Serving as Serving
     from attnplug.contract.geometry import Geometry as Geometry
@@ -36,10 +33,6 @@ if TYPE_CHECKING:
     from attnplug.contract.plan import BackendId as BackendId
     from attnplug.contract.plan import Plan as Plan
     from attnplug.contract.ragged import RaggedCall as RaggedCall
-    from attnplug.contract.sparse import IndexInputs as IndexInputs
-    from attnplug.contract.sparse import SelectedPositions as SelectedPositions
-    from attnplug.contract.sparse import SelectedRows as SelectedRows
-    from attnplug.contract.sparse import SelectedSlots as SelectedSlots
     from attnplug.declare.capabilities import Capabilities as Capabilities
     from attnplug.declare.claims import Claims as Claims
     from attnplug.declare.claims import PageSizes as PageSizes
@@ -50,9 +43,7 @@ if TYPE_CHECKING:
     from attnplug.declare.measured import MeasuredTable as MeasuredTable
     from attnplug.declare.measured import Measurement as Measurement
     from attnplug.declare.model import AttentionKind as AttentionKind
-    from attnplug.declare.model import CompressedDims as CompressedDims
     from attnplug.declare.model import Feature as Feature
-    from attnplug.declare.model import IndexerDims as IndexerDims
     from attnplug.declare.model import LayerSpec as LayerSpec
     from attnplug.declare.model import ModelSpec as ModelSpec
     from attnplug.declare.problem import CacheLayout as CacheLayout
@@ -70,16 +61,6 @@ if TYPE_CHECKING:
     from attnplug.declare.version import CONTRACT_VERSION as CONTRACT_VERSION
     from attnplug.declare.workspace_kind import SCRATCH as SCRATCH
     from attnplug.declare.workspace_kind import WorkspaceKind as WorkspaceKind
-    from attnplug.index.plan import IndexPlan as IndexPlan
-    from attnplug.index.refusals import index_refusals as index_refusals
-    from attnplug.index.sparse_index import ScoreInputs as ScoreInputs
-    from attnplug.index.sparse_index import SparseIndex as SparseIndex
-    from attnplug.index.sparse_index import schedule_kernels as schedule_kernels
-    from attnplug.kv import COMPRESSED as COMPRESSED
-    from attnplug.kv import INDEX_KEYS as INDEX_KEYS
-    from attnplug.kv import CompressedPool as CompressedPool
-    from attnplug.kv import EntryCache as EntryCache
-    from attnplug.kv import IndexKeyPool as IndexKeyPool
     from attnplug.kv import MHAPool as MHAPool
     from attnplug.kv import MLAPool as MLAPool
     from attnplug.kv import split_table as split_table
@@ -93,23 +74,20 @@ _MODULES = {
     "author.graphs": ("GraphLimits",),
     "author.planned": ("PlannedBackend",),
     "author.served_layers": ("MLAShape", "NewRows", "check_lse", "check_rows"),
-    "author.sparse": ("SparseAttention",),
     "choose.plugin_hooks": ("hookimpl",),
     "contract.backend": ("AttentionBackend", "ForwardExtras"),
     "contract.batch": ("ForwardBatch",),
-    "contract.compressed": ("CompressorInputs", "CompressorWeights"),
     "contract.context": ("BackendContext", "Serving"),
     "contract.geometry": ("Geometry",),
     "contract.linear": ("DeltaInputs", "DeltaWeights", "LinearInputs"),
     "contract.mode": ("ForwardMode",),
     "contract.plan": ("BackendId", "Plan"),
     "contract.ragged": ("RaggedCall",),
-    "contract.sparse": ("IndexInputs", "SelectedPositions", "SelectedRows", "SelectedSlots"),
     "declare.capabilities": ("Capabilities",),
     "declare.claims": ("Claims", "PageSizes"),
     "declare.errors": ("BackendError", "PlanError", "PoolError"),
     "declare.measured": ("LayerShape", "MeasuredTable", "Measurement"),
-    "declare.model": ("AttentionKind", "CompressedDims", "Feature", "IndexerDims", "LayerSpec", "ModelSpec"),
+    "declare.model": ("AttentionKind", "Feature", "LayerSpec", "ModelSpec"),
     "declare.problem": ("CacheLayout", "DType", "ExtendPath", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),
     "declare.requirement": ("import_library", "requirement_refusal"),
@@ -117,19 +95,7 @@ _MODULES = {
     "declare.spec": ("BackendSpec",),
     "declare.version": ("CONTRACT_VERSION",),
     "declare.workspace_kind": ("SCRATCH", "WorkspaceKind"),
-    "index.plan": ("IndexPlan",),
-    "index.refusals": ("index_refusals",),
-    "index.sparse_index": ("ScoreInputs", "SparseIndex", "schedule_kernels"),
-    "kv": (
-        "COMPRESSED",
-        "INDEX_KEYS",
-        "CompressedPool",
-        "EntryCache",
-        "IndexKeyPool",
-        "MHAPool",
-        "MLAPool",
-        "split_table",
-    ),
+    "kv": ("MHAPool", "MLAPool", "split_table"),
     "kv.workspace": ("Workspace",),
     "machine.transfer": ("on_host", "to_device"),
     "wrappers": ("ForwardingBackend",),

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from attnplug.contract.backend import LinearBackend as LinearBackend
     from attnplug.contract.backend import LinearHooks as LinearHooks
     from attnplug.contract.backend import RaggedAttention as RaggedAttention
-    from attnplug.contract.backend import RowSelection as RowSelection
     from attnplug.contract.backend import optional_hooks as optional_hooks
     from attnplug.contract.batch import BatchPlan as BatchPlan
     from attnplug.contract.batch import apply_skip_attn_backend_init as apply_skip_attn_backend_init
@@ -92,13 +91,6 @@ if TYPE_CHECKING:
     from attnplug.hf.rope_keys import rope_type as rope_type
     from attnplug.hf.rope_keys import rope_type_key as rope_type_key
     from attnplug.hf.tiny import TINY_CONFIGS as TINY_CONFIGS
-    from attnplug.hisparse import HOST_ROWS as HOST_ROWS
-    from attnplug.hisparse import HiSparse as HiSparse
-    from attnplug.hisparse import HostRows as HostRows
-    from attnplug.hisparse import HotPool as HotPool
-    from attnplug.hisparse import HotSizes as HotSizes
-    from attnplug.hisparse import HotStatistics as HotStatistics
-    from attnplug.hisparse import LogicalSlots as LogicalSlots
     from attnplug.kv import CacheKey as CacheKey
     from attnplug.kv import KVPools as KVPools
     from attnplug.kv import LinearStatePool as LinearStatePool
@@ -109,7 +101,6 @@ if TYPE_CHECKING:
     from attnplug.kv import PageLayout as PageLayout
     from attnplug.kv import SlotTable as SlotTable
     from attnplug.kv import torch_dtype as torch_dtype
-    from attnplug.kv.compressed import compressed_page_bytes as compressed_page_bytes
     from attnplug.kv.workspace import WorkspaceOwner as WorkspaceOwner
     from attnplug.kv.workspace import WorkspaceUse as WorkspaceUse
     from attnplug.layers.model_attention import ModelAttention as ModelAttention
@@ -170,7 +161,6 @@ _MODULES = {
         "LinearBackend",
         "LinearHooks",
         "RaggedAttention",
-        "RowSelection",
         "optional_hooks",
     ),
     "contract.batch": ("BatchPlan", "apply_skip_attn_backend_init"),
@@ -198,15 +188,6 @@ _MODULES = {
     "hf.json_files": ("MOST_BYTES", "read_json_object", "read_text", "regular_size"),
     "hf.rope_keys": ("rope_section", "rope_type", "rope_type_key"),
     "hf.tiny": ("TINY_CONFIGS",),
-    "hisparse": (
-        "HOST_ROWS",
-        "HiSparse",
-        "HostRows",
-        "HotPool",
-        "HotSizes",
-        "HotStatistics",
-        "LogicalSlots",
-    ),
     "kv": (
         "CacheKey",
         "KVPools",
@@ -219,7 +200,6 @@ _MODULES = {
         "SlotTable",
         "torch_dtype",
     ),
-    "kv.compressed": ("compressed_page_bytes",),
     "kv.workspace": ("WorkspaceOwner", "WorkspaceUse"),
     "layers.model_attention": ("ModelAttention", "active_attention", "plan_forward"),
     "machine": ("interrupt",),

@@ -6,9 +6,10 @@ import dataclasses
 
 import torch
 
-from attnplug import BackendId, ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall, SelectedPositions
+from attnplug import BackendId, ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
 from attnplug.contract.sparse import LayerChoice
 from attnplug.host import BatchPlan, HostLengths, PlanRecord, TypicalLens
+from attnplug.sparse import SelectedPositions
 
 
 def value_of(field: dataclasses.Field) -> object:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from attnplug import (
-    INDEX_KEYS,
     AttentionKind,
     BackendError,
     DeltaInputs,
@@ -22,8 +21,6 @@ from attnplug import (
     ForwardBatch,
     ForwardExtras,
     Geometry,
-    IndexerDims,
-    IndexInputs,
     LayerSpec,
     LinearInputs,
     MLAPool,
@@ -31,7 +28,6 @@ from attnplug import (
 )
 from attnplug.host import (
     BatchPlan,
-    HiSparse,
     HostLengths,
     KVPools,
     LinearDims,
@@ -40,7 +36,10 @@ from attnplug.host import (
     plan_alike,
     planner_claims,
 )
+from attnplug.sparse import IndexerDims, IndexInputs
 from attnplug_engine.capture import Capture
+from attnplug_sparse.hisparse import HiSparse
+from attnplug_sparse.pools import INDEX_KEYS
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _MOST_PAGES = 64

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnplug import DType, GraphLevel, ModelSpec, PoolError, Role
-from attnplug.host import ExtendPolicy, HotSizes, Selection, UsageError, show
+from attnplug.host import ExtendPolicy, Selection, UsageError, show
 from attnplug_engine.graph_sizes import BATCH_SIZES, PREFILL_SIZES, SizeOption
 from attnplug_engine.hisparse import HiSparseConfig
 from attnplug_engine.host_memory import available_memory
@@ -26,6 +26,7 @@ from attnplug_engine.request import LARGEST_SEED
 from attnplug_engine.scheduler import whole_step_tokens
 from attnplug_engine.speculation.options import Speculation, read_speculation
 from attnplug_engine.speculation.scheduling import spare_rows
+from attnplug_sparse.hisparse import HotSizes
 
 LARGEST_BATCH = 1 << 16
 LARGEST_COUNT = 1 << 40  # of pages, slots or tokens: more than memory has, and less than torch's sizes overflow by

@@ -6,33 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attnplug import (
-    COMPRESSED,
-    INDEX_KEYS,
-    AttentionKind,
-    CompressedPool,
-    DType,
-    IndexKeyPool,
-    MHAPool,
-    MLAPool,
-    ModelSpec,
-    PoolError,
-)
-from attnplug.host import (
-    HOST_ROWS,
-    CacheKey,
-    HiSparse,
-    HostRows,
-    HotPool,
-    HotSizes,
-    KVPools,
-    LinearStatePool,
-    PageAllocator,
-    PagedCache,
-    SlotTable,
-    compressed_page_bytes,
-    torch_dtype,
-)
+from attnplug import AttentionKind, DType, MHAPool, MLAPool, ModelSpec, PoolError
+from attnplug.host import CacheKey, KVPools, LinearStatePool, PageAllocator, PagedCache, SlotTable, torch_dtype
+from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes
+from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool, compressed_page_bytes
 
 
 @dataclass(frozen=True, slots=True)

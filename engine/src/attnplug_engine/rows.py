@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnplug.host import Coordinator, OutOfPages, PageAllocator, PageCopy, SlotTable, UsageError
+from attnplug.host import OutOfPages, PageAllocator, PageCopy, SlotTable, UsageError
+from attnplug.sparse import Coordinator
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import Request
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from attnplug import CacheLayout, DType, Feature, GraphLevel, IndexerDims, ModelSpec, Problem, Refusal, Role
+from attnplug import CacheLayout, DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role
 from attnplug.declare.installed import installed_version
 from attnplug.host import UsageError, parse_options
+from attnplug.sparse import IndexerDims
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.plugin import attnplug_backends
 from attnplug_testing.command import Explained

@@ -12,23 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import (
-    AttentionKind,
-    DType,
-    IndexerDims,
-    IndexKeyPool,
-    LayerSpec,
-    ModelSpec,
-    Problem,
-    Refusal,
-    Role,
-    ScoreInputs,
-)
+from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Refusal, Role
 from attnplug.host import MLADims
+from attnplug.sparse import IndexerDims
 from attnplug_flashmla import deep_gemm_index
 from attnplug_flashmla.deep_gemm_index import DeepGEMM, score_in_fp8
 from attnplug_flashmla.options import SparseOptions
 from attnplug_flashmla.plugin import attnplug_backends
+from attnplug_sparse.index import ScoreInputs
+from attnplug_sparse.pools import IndexKeyPool
 from attnplug_testing.libraries import install_library
 
 ROOT = Path(__file__).resolve().parents[3]

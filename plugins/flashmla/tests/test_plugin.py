@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from attnplug import BackendError, DType, GraphLevel, IndexerDims, ModelSpec, Problem, Refusal, Role
+from attnplug import BackendError, DType, GraphLevel, ModelSpec, Problem, Refusal, Role
+from attnplug.sparse import IndexerDims
 from attnplug_flashmla import kernels
 from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_flashmla.plugin import attnplug_backends

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import DType, ForwardMode, SelectedPositions, SelectedSlots
+from attnplug import DType, ForwardMode
+from attnplug.sparse import SelectedPositions, SelectedSlots
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_flashmla import sparse_backend
 from attnplug_testing.devices import DEVICES, nothing_waits

@@ -17,13 +17,13 @@ import triton
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from attnplug_sparse.index.triton_schedule import _plan
 from attnplug_testing import ahead
 from attnplug_triton_mla.configurations import ENTRIES, RAGGED, Configuration
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.triton_attention import attend as attend_triton
 from attnplug_triton_mla.triton_merge import _merge
-from attnplug_triton_mla.triton_plan import _KERNELS
 
 RANK, ROPE, PAGE = 512, 64, 64
 POINTERS = {
@@ -117,7 +117,7 @@ def plan(sm: int, cut: dict[str, object], queries: int, parts: int, block: int):
         "BLOCK": block,
         "ROWS": queries or 128,
     }
-    return compiled(_KERNELS._plan, sm, constants, {"num_warps": min(max(block // 128, 1), 8)})
+    return compiled(_plan, sm, constants, {"num_warps": min(max(block // 128, 1), 8)})
 
 
 def resources(made) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from attnplug import CacheLayout, DType, GraphLevel, IndexerDims, Problem, Refusal, Role
+from attnplug import CacheLayout, DType, GraphLevel, Problem, Refusal, Role
 from attnplug.host import load_registry
+from attnplug.sparse import IndexerDims
 from attnplug_testing.command import in_own_process
 from attnplug_testing.configs import DEEPSEEK_V3, KIMI_LINEAR, read
 from attnplug_triton_mla.plugin import attnplug_backends

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from attnplug_sparse.index.triton_schedule import begin_stretch, next_tile, rows_of_part
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_triton_mla.configurations import INVARIANT_PARTS, Configuration
 from attnplug_triton_mla.planner import Schedule, Shape
 from attnplug_triton_mla.triton_merge import parts_of_tile, slot_of_part
-from attnplug_triton_mla.triton_plan import begin_stretch, next_tile, rows_of_part
 
 NOWHERE = 1 << 30
 HEADER, RECORD, PROGRAM = 8, 8, 16

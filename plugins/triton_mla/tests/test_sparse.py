@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ForwardMode, SelectedSlots
+from attnplug import BackendError, DType, ForwardMode
 from attnplug.host import MLADims
+from attnplug.sparse import SelectedSlots
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import LAST, LAYER
 from attnplug_testing.devices import DEVICES
@@ -129,7 +130,7 @@ def test_positions_and_slots_are_both_taken_and_fewer_than_were_planned(device):
 def test_more_rows_than_a_layer_chooses_are_refused():
     stage = scene(CASES["decode"])
     rows = torch.zeros(4, 9, dtype=torch.int32)
-    with pytest.raises(BackendError, match="has 9 rows for every token, and the model's layers choose 8"):
+    with pytest.raises(BackendError, match=r"has 9 rows for every token, .* 8;"):
         stage.attend(stage.planned(), SelectedSlots(rows))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,17 +30,8 @@ from attnplug import (
     Role,
     Serving,
 )
-from attnplug.host import (
-    Coordinator,
-    KVPools,
-    Limits,
-    MLADims,
-    ModelAttention,
-    Parallel,
-    Registered,
-    WorkspaceOwner,
-    load_registry,
-)
+from attnplug.host import KVPools, Limits, MLADims, ModelAttention, Parallel, Registered, WorkspaceOwner, load_registry
+from attnplug.sparse import Coordinator
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.checks.cache import check_written
@@ -153,15 +144,19 @@ class Made(Subject):
 
 
 @cache
-def _native() -> Registered:
-    return load_registry().backends["torch_native"]
+def _registered(name: str) -> Registered:
+    return load_registry().backends[name]
 
 
 class KernelScene(Scene):
-    """A scene of a case, for a backend that ``make`` makes."""
+    """A scene of a case, for a backend that ``make`` makes. ``declares`` names the backend whose spec it is given."""
+
+    declares: ClassVar[str] = "torch_native"
 
     def __init__(self, case: KernelCase, device: str, make: Make) -> None:
-        self.made = Made(_native(), torch.device(device), options=case.options, make=make, serving=case.serving)
+        self.made = Made(
+            _registered(self.declares), torch.device(device), options=case.options, make=make, serving=case.serving
+        )
         super().__init__(self.made, case)
         self.asked = case.lse
 

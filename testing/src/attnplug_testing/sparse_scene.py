@@ -7,27 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import (
-    INDEX_KEYS,
-    BackendContext,
-    DType,
-    ForwardBatch,
-    ForwardExtras,
-    ForwardMode,
-    IndexerDims,
-    IndexInputs,
-    IndexKeyPool,
-    LayerSpec,
-    SelectedPositions,
-    SelectedRows,
-    SelectedSlots,
-)
-from attnplug.host import MLADims, TorchNativeBackend
+from attnplug import BackendContext, DType, ForwardBatch, ForwardExtras, ForwardMode, LayerSpec
+from attnplug.host import MLADims
+from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions, SelectedRows, SelectedSlots
 from attnplug_conformance.arithmetic import NAN
 from attnplug_conformance.case import LAST
 from attnplug_conformance.check import Stand
 from attnplug_conformance.checks.hisparse import HotScene
 from attnplug_conformance.checks.sparse import SparseCapture, SparseScene, judge_selected
+from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
+from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.devices import nothing_waits
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, Lengths, Make, mla
 
@@ -54,7 +43,9 @@ def sparse(
 class SparseStage(KernelScene, SparseScene):
     """A scene of a sparse case. The last layer shares the choice of the one under test."""
 
-    def __init__(self, case: KernelCase, device: str = "cpu", make: Make = TorchNativeBackend) -> None:
+    declares = "torch_sparse"
+
+    def __init__(self, case: KernelCase, device: str = "cpu", make: Make = TorchSparseBackend) -> None:
         super().__init__(case, device, make)
 
     @property

@@ -9,20 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnplug import (
-    COMPRESSED,
-    AttentionKind,
+from attnplug import AttentionKind, ForwardBatch, ForwardExtras
+from attnplug.host import KVPools, MLADims, bind_hook, optional_hooks
+from attnplug.sparse import (
     CompressedDims,
-    CompressedPool,
     CompressorInputs,
     CompressorWeights,
-    ForwardBatch,
-    ForwardExtras,
     IndexerDims,
     IndexInputs,
     SelectedPositions,
 )
-from attnplug.host import KVPools, MLADims, bind_hook, optional_hooks
 from attnplug_conformance.arithmetic import NAN, poison, relative_error, tail, zero_by_chance_is_nan
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, Measured, Stand
@@ -30,6 +26,7 @@ from attnplug_conformance.checks.sparse import DECODE, EXTEND
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result
 from attnplug_conformance.reference import Rules, attention, entry
 from attnplug_conformance.scene import Scene
+from attnplug_sparse.pools import COMPRESSED, CompressedPool
 
 EPS = 1e-6
 Lengths = Callable[[int], tuple[tuple[int, int], ...]]

@@ -8,12 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnplug import INDEX_KEYS, DType, ForwardMode, Geometry
-from attnplug.host import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes, KVPools
+from attnplug import DType, ForwardMode, Geometry
+from attnplug.host import KVPools
 from attnplug_conformance.check import Check, Stand
 from attnplug_conformance.checks.cache import check_written
 from attnplug_conformance.checks.sparse import DECODE, EXTEND, VERIFY, SparseScene, judge_sparse, sparse_case
 from attnplug_conformance.diagnosis import wrong_when
+from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes
+from attnplug_sparse.pools import INDEX_KEYS
 
 
 class HotScene(SparseScene):

@@ -8,23 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import (
-    INDEX_KEYS,
-    AttentionKind,
-    DType,
-    ForwardBatch,
-    ForwardExtras,
-    ForwardMode,
-    GraphLevel,
-    IndexerDims,
-    IndexInputs,
-    IndexKeyPool,
-    LayerSpec,
-    SelectedPositions,
-    SelectedRows,
-    SelectedSlots,
-)
+from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, GraphLevel, LayerSpec
 from attnplug.host import KVPools, bind_hook, optional_hooks
+from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions, SelectedRows, SelectedSlots
 from attnplug_conformance.arithmetic import NAN, as_bytes, poison, relative_error, tail, zero_by_chance_is_nan
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, Measured, Stand
@@ -33,6 +19,7 @@ from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, w
 from attnplug_conformance.packed import index_keys_in_fp8, put_index_keys
 from attnplug_conformance.reference import Rules, ancestors, attention
 from attnplug_conformance.scene import Scene
+from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 INDEX = IndexerDims(heads=8, head_dim=16, topk=8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import BackendContext
 from attnplug.contract.plan import Plan
-from attnplug.contract.sparse import first_rows
+from attnplug.contract.sparse import require_entries
 from attnplug.declare.claims import Claims
 from attnplug.declare.errors import PlanError
 from attnplug.declare.model import LayerSpec
@@ -88,7 +87,7 @@ class PlannedAttention(PlannedBackend):
         if rows and self.takes_rows(plan, save_kv_cache):
             new = self.layers.new_rows(layer, k, v, rows)
             if save_kv_cache:
-                self.layers.check_entries(layer, wanted)
+                require_entries(wanted.entries, layer, self.backend_id.name)
                 if plan.new_slots is None and batch.geometry.calls:
                     raise PlanError(
                         f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it "
@@ -111,17 +110,7 @@ class PlannedAttention(PlannedBackend):
         if lse is not None:
             lse[rows:] = float("-inf")
         if rows:
-            q_rope = None if wanted.q_rope is None else wanted.q_rope[:rows]
-            selected = None if wanted.selected is None else first_rows(wanted.selected, rows)
-            entries = None if wanted.entries is None else wanted.entries.first(rows)
-            part = replace(
-                wanted,
-                lse=None if lse is None else lse[:rows],
-                out=out[:rows],
-                q_rope=q_rope,
-                selected=selected,
-                entries=entries,
-            )
+            part = wanted.first(rows, out)
             _put(self.attend(q[:rows], layer, plan, new, part), part.out)
         return out
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.context import BackendContext
 from attnplug.contract.plan import Plan
-from attnplug.contract.sparse import selected_tensor
+from attnplug.contract.sparse import check_entries, check_selected
 from attnplug.declare.errors import BackendError, PlanError, PoolError
 from attnplug.declare.model import LayerSpec, MLADims
 from attnplug.kv import MLAPool, torch_dtype
@@ -65,8 +65,7 @@ class ServedLayers:
         if extras is None:
             if layer.sinks:
                 self._refuse_sinks(layer, NOTHING)
-            if layer.indexer is not None:
-                self._refuse_selected(layer, NOTHING)
+            check_selected(None, layer, q.shape[0], self._name)
             return NOTHING
         if unknown := extras.asked() - self._extras:
             raise BackendError(
@@ -79,14 +78,9 @@ class ServedLayers:
             self._refuse_sinks(layer, extras)
         if extras.sinks is not None and extras.sinks.shape != q.shape[1:2]:
             raise BackendError(f"extras.sinks has shape {tuple(extras.sinks.shape)}, but q has {q.shape[1]} heads")
-        if (layer.indexer is not None) != (extras.selected is not None):
-            self._refuse_selected(layer, extras)
-        if extras.selected is not None:
-            _check_selected(layer, q, selected_tensor(extras.selected))
+        check_selected(extras.selected, layer, q.shape[0], self._name)
         if extras.entries is not None:
-            if layer.compressed is None:
-                raise BackendError(f"layer {layer.layer_id} makes no entries, but extras.entries were given")
-            extras.entries.check(layer, output_width(layer), q.shape[0])
+            check_entries(extras.entries, layer, output_width(layer), q.shape[0])
         shape = (*q.shape[:2], output_width(layer))
         if extras.out is not None and (extras.out.shape != shape or extras.out.dtype is not q.dtype):
             raise BackendError(
@@ -102,24 +96,6 @@ class ServedLayers:
             f"layer {layer.layer_id} has sinks={layer.sinks}, but extras.sinks {given}; give them for such layers, "
             "and for no others"
         )
-
-    def _refuse_selected(self, layer: LayerSpec, extras: ForwardExtras) -> None:
-        if extras.selected is not None:
-            raise BackendError(
-                f"layer {layer.layer_id} attends to all rows, but extras.selected were given; leave them out"
-            )
-        raise BackendError(
-            f"layer {layer.layer_id} attends to rows that an index chooses, but backend {self._name} was given no "
-            "extras.selected; give what `select` returned for this batch"
-        )
-
-    def check_entries(self, layer: LayerSpec, extras: ForwardExtras) -> None:
-        """Refuse to write new rows of a compressed layer without what they bring to entries."""
-        if layer.compressed is not None and extras.entries is None:
-            raise BackendError(
-                f"layer {layer.layer_id} makes an entry of every {layer.compressed.ratio} tokens, but backend "
-                f"{self._name} was given no extras.entries; give what the layer's compressor made of the new tokens"
-            )
 
     def new_rows(self, layer: LayerSpec, k: Tensor | None, v: Tensor | None, rows: int) -> NewRows:
         """The first ``rows`` rows of k and v, checked. An MLA layer has no v."""
@@ -155,14 +131,6 @@ class ServedLayers:
             if self._mha is None:
                 raise PoolError(f"layer {layer.layer_id} is MHA, but backend {self._name} has no MHA pool")
             self._mha.write(layer.layer_id, plan.new_slots, k, v)
-
-
-def _check_selected(layer: LayerSpec, q: Tensor, selected: Tensor) -> None:
-    if selected.dim() != 2 or selected.shape[0] != q.shape[0] or selected.dtype is not torch.int32:
-        raise BackendError(
-            f"layer {layer.layer_id}: extras.selected is {selected.dtype} of shape {tuple(selected.shape)}; give "
-            f"torch.int32 of shape [{q.shape[0]}, rows chosen]"
-        )
 
 
 def output_width(layer: LayerSpec) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol, get_type_hints, runtime_checkable
 
@@ -15,7 +15,7 @@ from attnplug.contract.hooks import Hook, bind_hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
 from attnplug.contract.plan import BackendId, Plan
 from attnplug.contract.ragged import RaggedCall
-from attnplug.contract.sparse import IndexInputs, SelectedRows
+from attnplug.contract.sparse import IndexInputs, SelectedRows, first_rows
 from attnplug.declare.claims import Claims
 from attnplug.declare.model import LayerSpec
 
@@ -46,6 +46,17 @@ class ForwardExtras:
     """Given for layers that are ``compressed``, and for no others: what the new tokens bring to entries. Entries of
     windows that they complete are written with the new rows, before attention; with ``save_kv_cache=False`` it may be
     left out. Rows of the window, entries and the sink are in one softmax."""
+
+    def first(self, tokens: int, out: Tensor) -> ForwardExtras:
+        """Return the extras of the first ``tokens`` tokens, with ``out`` in place of the caller's."""
+        return replace(
+            self,
+            lse=None if self.lse is None else self.lse[:tokens],
+            out=out[:tokens],
+            q_rope=None if self.q_rope is None else self.q_rope[:tokens],
+            selected=None if self.selected is None else first_rows(self.selected, tokens),
+            entries=None if self.entries is None else self.entries.first(tokens),
+        )
 
     def asked(self) -> frozenset[str]:
         return frozenset(name for name in self.__slots__ if getattr(self, name) is not None)

@@ -12,7 +12,7 @@ from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.errors import BackendError, PoolError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import DType, Role
-from attnplug.kv import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool, KVPools
+from attnplug.kv import KVPools
 from attnplug.kv.workspace import WorkspaceOwner
 
 Options = TypeVar("Options")
@@ -83,15 +83,10 @@ class HostContext:
                     f"the context has pages of {self.page_size} in {self.kv_dtype}, but a pool has pages of "
                     f"{pool.page_size} in {pool.dtype}; make both alike"
                 )
-        mla = self.pools.mla
-        for key in (INDEX_KEYS, COMPRESSED):
-            cache = self.pools.caches.get(key)
-            if (
-                self.coordinator is None  # whose latent rows on the device are not those of the page table
-                and isinstance(cache, IndexKeyPool | CompressedPool)
-                and mla is not None
-                and (cache.page_size, cache.num_pages) != (mla.page_size, mla.num_pages)
-            ):
+        # With a coordinator, pages of the MLA pool are not those of the page table.
+        mla = self.pools.mla if self.coordinator is None else None
+        for key, cache in self.pools.caches.items():
+            if mla is not None and (cache.page_size, cache.num_pages) != (mla.page_size, mla.num_pages):
                 raise PoolError(
                     f"the {key.name} have {cache.num_pages} pages of {cache.page_size}, and the latent rows "
                     f"{mla.num_pages} of {mla.page_size}; one page table leads to both, so make them alike"

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from attnplug.contract.compressed import CompressorInputs
+from attnplug.declare.errors import BackendError
+from attnplug.declare.model import LayerSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,3 +74,40 @@ class LayerChoice:
 
     layer_id: int
     rows: SelectedRows
+
+
+def check_selected(selected: SelectedRows | None, layer: LayerSpec, tokens: int, backend: str) -> None:
+    """Raise BackendError unless ``selected`` fits the layer: given for layers with an indexer, and for no others."""
+    if selected is None:
+        if layer.indexer is not None:
+            raise BackendError(
+                f"layer {layer.layer_id} attends to rows that an index chooses, but backend {backend} was given no "
+                "extras.selected; give what `select` returned for this batch"
+            )
+        return
+    if layer.indexer is None:
+        raise BackendError(
+            f"layer {layer.layer_id} attends to all rows, but extras.selected were given; leave them out"
+        )
+    given = selected_tensor(selected)
+    if given.dim() != 2 or given.shape[0] != tokens or given.dtype is not torch.int32:
+        raise BackendError(
+            f"layer {layer.layer_id}: extras.selected is {given.dtype} of shape {tuple(given.shape)}; give torch.int32 "
+            f"of shape [{tokens}, rows chosen]"
+        )
+
+
+def check_entries(entries: CompressorInputs, layer: LayerSpec, dim: int, tokens: int) -> None:
+    """Raise BackendError unless ``entries`` are inputs of the layer's compressor to entries of width ``dim``."""
+    if layer.compressed is None:
+        raise BackendError(f"layer {layer.layer_id} makes no entries, but extras.entries were given")
+    entries.check(layer, dim, tokens)
+
+
+def require_entries(entries: CompressorInputs | None, layer: LayerSpec, backend: str) -> None:
+    """Raise BackendError if new rows of a compressed layer are written without the inputs of its compressor."""
+    if layer.compressed is not None and entries is None:
+        raise BackendError(
+            f"layer {layer.layer_id} makes an entry of every {layer.compressed.ratio} tokens, but backend {backend} "
+            "was given no extras.entries; give what the layer's compressor made of the new tokens"
+        )

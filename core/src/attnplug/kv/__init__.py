@@ -5,20 +5,13 @@ from __future__ import annotations
 from attnplug.kv.allocator import BadPages, OutOfPages, PageAllocator, PageCopy
 from attnplug.kv.buffer import PagedBuffer, torch_dtype
 from attnplug.kv.caches import CacheKey, KVPools, PagedCache
-from attnplug.kv.compressed import COMPRESSED, CompressedPool, EntryCache
-from attnplug.kv.index_keys import INDEX_KEYS, IndexKeyPool
 from attnplug.kv.layout import LayoutName, PageLayout, split_table
 from attnplug.kv.pools import LinearStatePool, MHAPool, MLAPool
 from attnplug.kv.table import SlotTable
 
 __all__ = [
-    "COMPRESSED",
-    "INDEX_KEYS",
     "BadPages",
     "CacheKey",
-    "CompressedPool",
-    "EntryCache",
-    "IndexKeyPool",
     "KVPools",
     "LayoutName",
     "LinearStatePool",

@@ -14,11 +14,18 @@ from attnplug.kv.pools import LinearStatePool, MHAPool, MLAPool
 
 
 class PagedCache(Protocol):
-    """A cache that is addressed by the pages and slots of the requests' page table, and so moves when they do.
+    """A cache addressed by the pages and slots of the requests' page table. It is copied and moved along with them.
 
-    Index keys and compressed entries are such caches. A cache with less than a row per token (an entry for every
-    fourth token, say) moves what belongs to the slots it is given.
+    A cache with less than one row per token (e.g. one for every fourth token) moves what belongs to the given slots.
     """
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page of the page table."""
+        ...
 
     @property
     def nbytes(self) -> int: ...
@@ -38,10 +45,15 @@ C_co = TypeVar("C_co", bound=PagedCache, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class CacheKey(Generic[C_co]):
-    """Finds a cache of class ``kind`` in ``KVPools``: ``INDEX_KEYS = CacheKey("index keys", IndexKeys)``."""
+    """Typed key of a cache in ``KVPools``: ``pools.cache(CacheKey("mean keys", MeanKeys))`` returns a ``MeanKeys``.
+
+    ``name`` is a plural noun for messages. ``hook`` names the optional hook that a backend needs to serve layers with
+    this cache, if there is any.
+    """
 
     name: str
     kind: type[C_co]
+    hook: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,23 +94,16 @@ def _check(fits: bool, tensor: Tensor, layout: str, what: str, difference: str) 
 
 def foreign_buffer(pages: Tensor, dtype: DType, scale: float, what: str) -> PagedBuffer:
     """A buffer over a view of a host's memory, which holds ``dtype``; fp8 may come as bytes."""
-    if pages.dtype == torch.uint8 and dtype is DType.FLOAT8_E4M3:
-        pages = pages.view(torch.float8_e4m3fn)
-    _check_type(pages, torch_dtype(dtype), dtype, what)
-    return PagedBuffer(pages, scale)
+    return PagedBuffer(foreign_pages(pages, torch_dtype(dtype), dtype, what), scale)
 
 
-def foreign_bytes(pages: Tensor, dtype: DType, what: str) -> Tensor:
-    """The bytes of rows that have several types; a host may call them fp8."""
-    if pages.dtype == torch.float8_e4m3fn:
-        pages = pages.view(torch.uint8)
-    _check_type(pages, torch.uint8, dtype, what)
-    return pages
-
-
-def _check_type(pages: Tensor, stored: torch.dtype, dtype: DType, what: str) -> None:
+def foreign_pages(pages: Tensor, stored: torch.dtype, dtype: DType, what: str) -> Tensor:
+    """A host's memory in the type that a cache in ``dtype`` stores. A host may call fp8 bytes, or bytes fp8."""
+    if {pages.dtype, stored} == {torch.uint8, torch.float8_e4m3fn}:
+        pages = pages.view(stored)
     if pages.dtype != stored:
         raise PoolError(f"{what} of type {pages.dtype} cannot be a cache in {dtype}; give {stored}")
+    return pages
 
 
 def check_tensors(tensors: Iterable[int], layers: Iterable[int], kind: str) -> None:

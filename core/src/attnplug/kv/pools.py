@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,10 +13,10 @@ from attnplug.declare.model import AttentionKind, LayerSpec, MLADims
 from attnplug.declare.problem import FP8_CACHES, DType
 from attnplug.kv.allocator import OutOfPages, PageAllocator, PageCopy
 from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows, pair_kernel, torch_dtype
-from attnplug.kv.foreign import check_tensors, check_together, foreign_buffer, foreign_bytes, page_views
+from attnplug.kv.foreign import check_tensors, check_together, foreign_buffer, page_views
 from attnplug.kv.layers import check_scales, check_size, distinct_layers, held_for
 from attnplug.kv.layout import LayoutName, PageLayout
-from attnplug.kv.row_pool import RowPool, Rows
+from attnplug.kv.row_pool import RowFormat, RowPool
 from attnplug.kv.scaled_rows import ScaledRows, latent_row_bytes
 
 
@@ -37,6 +38,18 @@ def _mla_layers(layers: Sequence[LayerSpec], scales: Mapping[int, float] | None)
     return {
         layer_id: (layer.mla, scales.get(layer_id, 1.0)) for layer_id, layer in own.items() if layer.mla is not None
     }
+
+
+def _mla_formats(layers: Sequence[LayerSpec], dtype: DType, scales: Mapping[int, float] | None) -> dict[int, RowFormat]:
+    """Row formats of the MLA layers, by id."""
+    formats = {}
+    for layer_id, (dims, scale) in _mla_layers(layers, scales).items():
+        if dtype is DType.FP8_DS_MLA:
+            _refuse_scale(layer_id, scale)
+            formats[layer_id] = RowFormat(latent_row_bytes(dims), torch.uint8, partial(ScaledRows.latent, dims=dims))
+        else:
+            formats[layer_id] = RowFormat.plain(dims.row_dim, dtype, scale)
+    return formats
 
 
 def _check_heads(dtype: DType) -> None:
@@ -214,18 +227,11 @@ class MLAPool(RowPool):
         dtype: DType,
         device: torch.device | str,
         scales: Mapping[int, float] | None = None,
+        shared: bool = False,
     ) -> None:
-        check_size(num_pages, page_size)
-        held: dict[int, Rows] = {}
-        for layer_id, (dims, scale) in _mla_layers(layers, scales).items():
-            if dtype is DType.FP8_DS_MLA:
-                _refuse_scale(layer_id, scale)
-                shape = num_pages, page_size, 1, latent_row_bytes(dims)
-                held[layer_id] = ScaledRows.latent(torch.zeros(shape, dtype=torch.uint8, device=device), dims)
-            else:
-                layout = PageLayout.token_major(num_pages, page_size, 1, dims.row_dim)
-                held[layer_id] = PagedBuffer.allocate(layout, dtype=dtype, device=device, scale=scale)
-        self._hold(held, dtype)
+        """With ``shared``, all layers have one layer's memory, for a subclass that tells their rows apart by slots."""
+        formats = _mla_formats(layers, dtype, scales)
+        super().__init__(formats, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, shared=shared)
 
     @classmethod
     def over(
@@ -243,29 +249,12 @@ class MLAPool(RowPool):
         vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. Rows of ``DType.FP8_DS_MLA`` are
         bytes, so ``dim`` is ``row_nbytes``.
         """
-        check_size(1, page_size)
-        own = _mla_layers(layers, scales)
-        check_tensors(tensors, own, cls.kind)
-        held: dict[int, Rows] = {}
-        for layer_id, (dims, scale) in own.items():
-            packed, name = dtype is DType.FP8_DS_MLA, f"the {cls.content} of layer {layer_id}"
-            width = latent_row_bytes(dims) if packed else dims.row_dim
-            (pages,) = page_views(tensors[layer_id], layout, page_size, 1, (width,), name)
-            if packed:
-                _refuse_scale(layer_id, scale)
-                held[layer_id] = ScaledRows.latent(foreign_bytes(pages, dtype, name), dims)
-            else:
-                held[layer_id] = foreign_buffer(pages, dtype, scale, name)
-        return cls._over(held, dtype)
+        return cls._over_host(_mla_formats(layers, dtype, scales), tensors, layout, page_size, dtype)
 
     @staticmethod
     def row_nbytes(dims: MLADims, dtype: DType) -> int:
         """What a row takes."""
         return latent_row_bytes(dims) if dtype is DType.FP8_DS_MLA else dims.row_dim * torch_dtype(dtype).itemsize
-
-    def rows(self, layer_id: int) -> Tensor:
-        """``[pages, page_size, 1, row_dim]`` as stored: the cache itself; bytes in ``DType.FP8_DS_MLA``."""
-        return self._of(layer_id).pages
 
     def by_slot(self, layer_id: int) -> Tensor | None:
         """``[slots, row_dim]``: a layer's memory by slots of the page table, for whoever stores new rows itself.
@@ -284,17 +273,6 @@ class MLAPool(RowPool):
     def scale(self, layer_id: int) -> float:
         """What to multiply a stored row by; 1.0 unless the cache is fp8 with one scale for the layer."""
         return self._of(layer_id).scale
-
-    def write(self, layer_id: int, slots: Tensor, rows: Tensor) -> None:
-        """Store ``rows`` ``[tokens, row_dim]`` or ``[tokens, 1, row_dim]`` at flat ``slots`` ``[tokens]`` int64.
-
-        A row with the slot -1 is padding and is not written. Waits for no device.
-        """
-        self._write(layer_id, slots, rows.unsqueeze(1) if rows.dim() == 2 else rows)
-
-    def read_rows(self, layer_id: int, slots: Tensor) -> Tensor:
-        """``[*slots.shape, row_dim]``: in the stored type, or float32 from fp8."""
-        return self._read(layer_id, slots)
 
 
 def _refuse_scale(layer_id: int, scale: float) -> None:

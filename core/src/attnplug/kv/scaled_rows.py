@@ -1,4 +1,4 @@
-"""Rows in fp8 with scales of their own: index keys in pages of 132 bytes a token, and latent rows of 656 bytes."""
+"""Rows in fp8 with scales of their own, e.g. latent rows of 656 bytes."""
 
 from __future__ import annotations
 
@@ -49,18 +49,6 @@ class ScaledRows:
         values = pages[..., :rank].view(torch.float8_e4m3fn)
         return cls(pages, values, pages[..., rank:end].view(torch.float32), pages[..., end:].view(torch.bfloat16))
 
-    @classmethod
-    def index_keys(cls, pages: Tensor, head_dim: int) -> ScaledRows:
-        """Index keys: all values of a page, and then all its scales, one for each key."""
-        count, page_size, _, width = pages.shape
-        if head_dim % _SCALE:
-            raise PoolError(f"index keys of {head_dim} numbers cannot be kept in fp8; give a multiple of {_SCALE}")
-        if pages.stride()[1:] != (width, width, 1) and page_size > 1:
-            raise PoolError(f"a page of index keys in fp8 must be contiguous, and strides are {pages.stride()}")
-        whole = pages.as_strided((count, page_size * width), (pages.stride(0), 1))
-        values = whole[:, : page_size * head_dim].view(torch.float8_e4m3fn).unflatten(1, (page_size, 1, head_dim))
-        return cls(pages, values, whole[:, page_size * head_dim :].view(torch.float32).unflatten(1, (page_size, 1, 1)))
-
     @property
     def parts(self) -> tuple[PagedBuffer, ...]:
         return (self._values, self._scales) if self._rest is None else (self._values, self._scales, self._rest)
@@ -107,11 +95,6 @@ def latent_row_bytes(dims: MLADims) -> int:
     """Bytes of a latent row with scales of its own."""
     rank = dims.kv_lora_rank
     return rank + rank // LATENT_GROUP * _SCALE + dims.qk_rope_head_dim * torch.bfloat16.itemsize
-
-
-def index_key_bytes(head_dim: int) -> int:
-    """Bytes of an index key in fp8."""
-    return head_dim + _SCALE
 
 
 def check_latent(dims: MLADims) -> None:

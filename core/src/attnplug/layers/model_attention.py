@@ -23,9 +23,9 @@ from attnplug.contract.linear import DeltaInputs, LinearInputs
 from attnplug.contract.plan import Plan, received_plan
 from attnplug.contract.sparse import IndexInputs, LayerChoice, SelectedPositions, SelectedRows, SelectedSlots
 from attnplug.declare.errors import BackendError, PlanError
-from attnplug.declare.model import LayerSpec
+from attnplug.declare.model import Feature, LayerSpec
 from attnplug.declare.problem import ExtendPath, GraphLevel
-from attnplug.kv import COMPRESSED, INDEX_KEYS, KVPools
+from attnplug.kv import KVPools
 from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, RowPlaces
 
 
@@ -37,13 +37,15 @@ class ModelAttention:
 
     def __init__(self, backend: AttentionBackend, pools: KVPools, policy: ExtendPolicy | None = None) -> None:
         self.backend = backend
-        sparse = INDEX_KEYS in pools.caches or COMPRESSED in pools.caches
         self._mla = None
         if pools.mla is not None:
-            self._mla = MLAAttention(backend, pools.mla, policy or ExtendPolicy(), absorbed=sparse)
-        self._select = None
-        if sparse:
-            self._select = self._needed("select", "sparse layers", "choose one that claims the feature sparse")
+            # As MHA, a layer reads the latent rows alone. One with further caches reads them where they lie.
+            in_place = bool(pools.caches)
+            self._mla = MLAAttention(backend, pools.mla, policy or ExtendPolicy(), absorbed=in_place)
+        for key in pools.caches:
+            if key.hook is not None:
+                self._needed(key.hook, f"layers with {key.name}", "choose one that supports them")
+        self._select = bind_optional_hook(backend, "select")
         self._graph_hooks = {name: bind_optional_hook(backend, name) for name in methods(GraphPlanning)}
         self._conv = self._linear = self._delta = self._commit = None
         if pools.linear is not None:
@@ -177,7 +179,8 @@ class ModelAttention:
             return self._shared(layer, batch)
         if self._select is None:
             raise BackendError(
-                f"layer {layer.layer_id} is sparse, but the model was built without a pool of index keys"
+                f"layer {layer.layer_id} selects rows, but backend {self.backend.backend_id.name} has no select; "
+                f"choose one that claims the feature {Feature.SPARSE}"
             )
         chosen: SelectedRows = self._select(index, layer, batch)
         if not isinstance(chosen, SelectedPositions | SelectedSlots):

@@ -41,7 +41,7 @@ class RowPlaces:
 class MLAAttention:
     """The MLA layers of one model on one backend. Holds the pool and the policy, and binds the backend's hooks once.
 
-    With ``absorbed`` all batches run so, whatever the policy: layers are sparse, and read chosen rows where they lie.
+    With ``absorbed``, all batches run absorbed, whatever the policy: layers read rows and further caches in place.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class MLAAttention:
     def _only_absorbed(asked: ExtendPath | None) -> ExtendPath:
         if asked not in (None, ExtendPath.ABSORBED):
             raise PlanError(
-                f"the extend path {asked} is asked for, and the model's sparse layers run {ExtendPath.ABSORBED} only; "
-                "ask for that one, or for none"
+                f"the extend path {asked} is asked for, and the model's layers read further caches in place, so they "
+                f"run {ExtendPath.ABSORBED} only; ask for that one, or for none"
             )
         return ExtendPath.ABSORBED
 
@@ -148,8 +148,8 @@ class MLAAttention:
             return weights.project_back(out)
         if layer.indexer is not None:
             raise BackendError(
-                f"layer {layer.layer_id} is sparse, and the batch was planned to run as MHA, over all rows; build the "
-                "model's attention with its pool of index keys, and plan the batch again"
+                f"layer {layer.layer_id} attends to selected rows, and the batch was planned to run as MHA, over all "
+                "rows; build the model's attention with all caches of its layers, and plan the batch again"
             )
         if rows is None:
             raise BackendError(

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from attnplug.author.attention import PlannedAttention
 from attnplug.author.served_layers import NewRows, check_lse, output_width
-from attnplug.author.sparse import SparseAttention
 from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.context import BackendContext
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.plan import Plan
 from attnplug.contract.ragged import RaggedCall
-from attnplug.contract.sparse import IndexInputs, SelectedPositions, SelectedRows
 from attnplug.declare.errors import PoolError
-from attnplug.declare.model import IndexerDims, LayerSpec
+from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import DType
-from attnplug.kv import COMPRESSED
-from attnplug.mla import merge_partial
 from attnplug.torch_native.attention import Softmax, attend, decode
-from attnplug.torch_native.compressed import Entries, Windows
 from attnplug.torch_native.in_place import PagesInPlace
 from attnplug.torch_native.planner import Extent, Group, plan_groups
-from attnplug.torch_native.sparse import attend_selected, choose_positions, selected_slots, selects_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +28,6 @@ class Work:
 
     groups: tuple[Group, ...]
     pages: PagesInPlace | None
-    windows: Mapping[tuple[int, int], Windows] = field(default_factory=dict)
-    """What new tokens complete, in compressed layers."""
 
 
 def _plain(layer: LayerSpec) -> bool:
@@ -49,8 +41,8 @@ def _plain(layer: LayerSpec) -> bool:
     )
 
 
-class TorchNativeBackend(SparseAttention):
-    """MHA, GQA and absorbed MLA, dense, sparse and compressed, over paged caches of any page size.
+class TorchNativeBackend(PlannedAttention):
+    """MHA, GQA and MLA over paged caches of any page size.
 
     Keeps the pools, and nothing of any batch.
     """
@@ -58,7 +50,6 @@ class TorchNativeBackend(SparseAttention):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._mha, self._mla = context.pools.mha, context.pools.mla
-        self._entries = Entries(context.pools.cache(COMPRESSED)) if context.model.compressed_layers else None
         # Short types are converted, which takes a copy anyway.
         self._in_place = (
             self._mha is not None and self._mha.dtype is DType.FLOAT32 and torch.device(context.device).type == "cpu"
@@ -67,8 +58,7 @@ class TorchNativeBackend(SparseAttention):
     def plan(self, geometry: Geometry) -> Plan:
         new_slots, groups = plan_groups(geometry)
         pages = PagesInPlace.of(geometry) if self._in_place else None
-        windows = {} if self._entries is None else self._entries.plan(geometry, new_slots)
-        return Plan.of(self.backend_id, geometry, Work(groups, pages, windows), new_slots)
+        return Plan.of(self.backend_id, geometry, Work(groups, pages), new_slots)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         work: Work = plan.metadata
@@ -80,13 +70,11 @@ class TorchNativeBackend(SparseAttention):
             if first.rows is None and first.extent.shared_mask:  # the one group of a decode
                 return decode(q, *self._read(layer, first), first.extent.bias, layer.scale)
         softmax = Softmax(layer.scale, layer.sliding_window, layer.logit_cap)
-        if extras.entries is not None and new is not None:
-            self._entries_of(layer).write(layer.layer_id, extras.entries, work.windows)
         whole = len(groups) == 1 and groups[0].rows is None
         out = q if whole else q.new_empty(*q.shape[:2], output_width(layer))
         for group in groups:
             rows = slice(None) if group.rows is None else group.rows
-            result, sums = self._attend_group(q[rows], rows, layer, group, softmax, extras)
+            result, sums = self._attend_group(q[rows], layer, group, softmax, extras)
             if lse is not None and sums is not None:
                 lse[rows] = sums
             if whole:
@@ -95,82 +83,19 @@ class TorchNativeBackend(SparseAttention):
         return out
 
     def _attend_group(
-        self,
-        q: Tensor,
-        rows: Tensor | slice,
-        layer: LayerSpec,
-        group: Group,
-        softmax: Softmax,
-        extras: ForwardExtras,
+        self, q: Tensor, layer: LayerSpec, group: Group, softmax: Softmax, extras: ForwardExtras
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and log-sum-exp of a group, whose queries are ``rows`` of the batch's."""
-        sums: Tensor | None
-        slots = None
-        if extras.selected is not None and layer.compressed is None:
-            slots = selected_slots(extras.selected, rows, group)
-        # Rows that HiSparse brings in are found by what was selected alone.
-        if slots is not None and (self.coordinator is not None or not selects_all(slots, group)):
-            result, sums = self._attend_selected(q, slots, layer, softmax)
-        else:
-            more = layer.sinks or layer.compressed is not None  # so the result is not rounded yet
-            queries = (q.float() if more else q).unflatten(0, (group.extent.requests, group.extent.queries))
-            near = group.within(softmax.window)
-            needed = more or extras.lse is not None
-            result, sums = attend(queries, *self._read(layer, near), near.extent, softmax, needed)
-            result, sums = result.flatten(0, 1), None if sums is None else sums.flatten(0, 1)
-        if layer.compressed is not None and sums is not None:
-            part, part_sums = self._attend_entries(q, rows, layer, group, softmax, extras)
-            result, sums = merge_partial(result, sums, part, part_sums)
+        """Return output and log-sum-exp of a group's queries."""
+        # With a sink the result is not rounded yet.
+        queries = (q.float() if layer.sinks else q).unflatten(0, (group.extent.requests, group.extent.queries))
+        near = group.within(softmax.window)
+        needed = layer.sinks or extras.lse is not None
+        result, sums = attend(queries, *self._read(layer, near), near.extent, softmax, needed)
+        result, sums = result.flatten(0, 1), None if sums is None else sums.flatten(0, 1)
         if extras.sinks is not None and sums is not None:
             # The weight that the other keys keep; without a sink it is 1.
             result = result * torch.sigmoid(sums - extras.sinks).unsqueeze(-1)
         return result.to(q.dtype), sums
-
-    def _attend_entries(
-        self,
-        q: Tensor,
-        rows: Tensor | slice,
-        layer: LayerSpec,
-        group: Group,
-        softmax: Softmax,
-        extras: ForwardExtras,
-    ) -> tuple[Tensor, Tensor]:
-        entries, layer_id = self._entries_of(layer), layer.layer_id
-        softmax = Softmax(softmax.scale, None, softmax.cap)
-        if extras.selected is None:
-            return entries.attend(layer_id, q, group, softmax)
-        slots = entries.selected_slots(layer_id, extras.selected, rows, group)
-        return attend_selected(q, slots, lambda where: entries.read(layer_id, where), output_width(layer), softmax)
-
-    def _entries_of(self, layer: LayerSpec) -> Entries:
-        if self._entries is None or layer.compressed is None:
-            raise PoolError(f"layer {layer.layer_id} is not one of the compressed layers of {self.backend_id.name}")
-        return self._entries
-
-    def _attend_selected(self, q: Tensor, slots: Tensor, layer: LayerSpec, softmax: Softmax) -> tuple[Tensor, Tensor]:
-        pool = self._mla
-        if pool is None or layer.mla is None:
-            raise PoolError(f"layer {layer.layer_id} is sparse, and {self.backend_id.name} has no MLA pool to read it")
-        return attend_selected(
-            q, slots, lambda where: pool.read_rows(layer.layer_id, where), layer.mla.kv_lora_rank, softmax
-        )
-
-    def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
-        work: Work = plan.metadata
-        if layer.compressed is not None and index.entries is not None:
-            self._entries_of(layer).write_index(layer.layer_id, index.entries, work.windows)
-        chosen = torch.empty(index.q.shape[0], dims.topk, dtype=torch.int32, device=index.q.device)
-        for group in work.groups:
-            rows = slice(None) if group.rows is None else group.rows
-            part = IndexInputs(index.q[rows], None, index.weights[rows])
-            if layer.compressed is not None:
-                entries = self._entries_of(layer)
-                chosen[rows] = entries.choose(layer.layer_id, part, group, dims.topk, dims.scale)
-                continue
-            assert self.index_keys is not None
-            keys = self.index_keys.read_keys(layer.layer_id, group.slots)
-            chosen[rows] = choose_positions(part, keys, group, dims.topk, dims.scale)
-        return SelectedPositions(chosen)
 
     def forward_ragged(
         self,

@@ -27,14 +27,12 @@ def attnplug_backends() -> list[BackendSpec]:
                 dtypes=frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}),
                 kv_dtypes=frozenset(DType),
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
-                features=frozenset(Feature),
+                features=frozenset(Feature) - {Feature.SPARSE, Feature.COMPRESSED},
                 max_speculative_tokens=64,
-                extras=frozenset({"entries", "lse", "out", "selected", "sinks"}),
+                extras=frozenset({"lse", "out", "sinks"}),
                 mla_extend=frozenset(ExtendPath),
                 layouts=frozenset(CacheLayout),
                 trees=True,
-                index_dtypes=frozenset(dtype for dtype in DType if dtype.is_element),
-                coordinators=frozenset({"hisparse"}),
             ),
         )
     ]

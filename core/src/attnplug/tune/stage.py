@@ -25,7 +25,7 @@ from attnplug.contract.sparse import IndexInputs
 from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
 from attnplug.declare.schedule import TypicalLens
-from attnplug.kv import INDEX_KEYS, CacheKey, IndexKeyPool, KVPools, MHAPool, MLAPool, PagedCache, torch_dtype
+from attnplug.kv import CacheKey, KVPools, MHAPool, MLAPool, PagedCache, torch_dtype
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention
 from attnplug.mla import MLAWeights
@@ -146,6 +146,8 @@ class Stage:
         if self.task.layer.mla is None:
             return KVPools(mha=MHAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device))
         if self.task.layer.indexer is not None:
+            from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
+
             keys = IndexKeyPool(self.layers, num_pages=pages, page_size=size, dtype=shape.dtype, device=device)
             caches[INDEX_KEYS] = keys
         mla = MLAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device)
@@ -168,9 +170,9 @@ class Stage:
                 elif self.pools.mla is not None:
                     self.pools.mla.write(layer.layer_id, slots, keys[:count])
                 if index is not None:
-                    pool = self.pools.caches[INDEX_KEYS]
-                    assert isinstance(pool, IndexKeyPool)
-                    pool.write(layer.layer_id, slots, index[:count])
+                    from attnplug_sparse.pools import INDEX_KEYS
+
+                    self.pools.cache(INDEX_KEYS).write(layer.layer_id, slots, index[:count])
 
     # Batches
 

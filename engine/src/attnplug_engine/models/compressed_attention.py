@@ -11,16 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnplug import (
-    CompressorInputs,
-    CompressorWeights,
-    ForwardBatch,
-    ForwardExtras,
-    IndexerDims,
-    IndexInputs,
-    LayerSpec,
-)
+from attnplug import ForwardBatch, ForwardExtras, LayerSpec
 from attnplug.host import Config, active_attention
+from attnplug.sparse import CompressorInputs, CompressorWeights, IndexerDims, IndexInputs
 from attnplug_engine.models.decoder import Attention, norm_eps
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
 from attnplug_engine.models.rope import PairRotation, Rotation, TorchRotation, inverse_frequencies

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, LayerSpec, SelectedRows
+from attnplug import ForwardBatch, LayerSpec
 from attnplug.host import Config, MLAWeights, active_attention
+from attnplug.sparse import SelectedRows
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnplug import ForwardBatch, IndexerDims, IndexInputs, LayerSpec
+from attnplug import ForwardBatch, LayerSpec
 from attnplug.host import Config, active_attention
+from attnplug.sparse import IndexerDims, IndexInputs
 from attnplug_engine.models.latent_attention import LatentAttention, evens_then_odds
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
 from attnplug_engine.models.rope import Rotation

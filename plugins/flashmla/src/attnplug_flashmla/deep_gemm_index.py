@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import ScoreInputs
 from attnplug_flashmla.plugin import PAGE
+from attnplug_sparse.index import ScoreInputs
 
 _LARGEST = 448.0
 _SMALLEST = 1e-4

@@ -11,4 +11,4 @@ IndexKernel = Literal["own", "deep_gemm"]
 @dataclass(frozen=True, slots=True)
 class SparseOptions:
     index_kernel: IndexKernel = "own"
-    """What scores index keys: core's kernel, or DeepGEMM's, which takes queries and keys in fp8."""
+    """Kernel that scores index keys: attnplug-sparse's, or DeepGEMM's, which takes queries and keys in fp8."""

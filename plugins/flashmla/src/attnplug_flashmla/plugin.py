@@ -19,10 +19,10 @@ from attnplug import (
     Role,
     Setting,
     hookimpl,
-    index_refusals,
     requirement_refusal,
 )
 from attnplug_flashmla.options import SparseOptions
+from attnplug_sparse.refusals import index_refusals
 
 LIBRARY = "sgl-flash-mla>=1.0,<2"
 DEEP_GEMM = "sgl-deep-gemm>=0.2.5"
@@ -92,7 +92,7 @@ def attnplug_backends() -> list[BackendSpec]:
 
 
 def _check_sparse(problem: Problem, role: Role | None, options: SparseOptions) -> Iterator[Refusal]:
-    """Dense layers are the other backend's, and DeepGEMM reads less than core's kernel."""
+    """Refuse dense layers, and index keys that the chosen kernel cannot read."""
     layers = [] if problem.model is None else problem.model.full_layers
     dense = [layer.layer_id for layer in layers if layer.indexer is None]
     if dense and role is not Role.LINEAR:

@@ -8,27 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import (
-    BackendContext,
-    DType,
-    ForwardExtras,
-    Geometry,
-    IndexerDims,
-    IndexInputs,
-    IndexPlan,
-    LayerSpec,
-    MLAShape,
-    NewRows,
-    Plan,
-    SelectedRows,
-    SparseAttention,
-    SparseIndex,
-    import_library,
-)
+from attnplug import BackendContext, DType, ForwardExtras, Geometry, LayerSpec, MLAShape, NewRows, Plan, import_library
+from attnplug.sparse import IndexerDims, IndexInputs, SelectedRows
 from attnplug_flashmla.deep_gemm_index import load_deep_gemm, score_in_fp8
 from attnplug_flashmla.options import SparseOptions
 from attnplug_flashmla.plugin import DEEP_GEMM, PAGE
 from attnplug_flashmla.sparse_kernels import WIDTH, FlashMLASparseKernels, SparseKernels, padded_heads
+from attnplug_sparse.attention import SparseAttention
+from attnplug_sparse.index import IndexPlan, SparseIndex
 
 _MOST_ROWS = 512
 """Rows of one call of the decode kernel: it holds partial results of all of them in float32, 128 MiB for 128 heads."""

@@ -8,22 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import (
-    BackendContext,
-    DType,
-    ForwardExtras,
-    ForwardMode,
-    Geometry,
-    IndexerDims,
-    IndexInputs,
-    LayerSpec,
-    MLAShape,
-    NewRows,
-    Plan,
-    SelectedRows,
-    SparseAttention,
-    SparseIndex,
-)
+from attnplug import BackendContext, DType, ForwardExtras, ForwardMode, Geometry, LayerSpec, MLAShape, NewRows, Plan
+from attnplug.sparse import IndexerDims, IndexInputs, SelectedRows
+from attnplug_sparse.attention import SparseAttention
+from attnplug_sparse.index import SparseIndex
 from attnplug_triton_mla.attention import LayerCache, launch_attend
 from attnplug_triton_mla.configurations import (
     Configuration,

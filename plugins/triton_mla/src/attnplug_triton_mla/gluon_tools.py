@@ -1,4 +1,4 @@
-"""What the Gluon kernels share: functions of ``triton_plan`` and ``triton_merge`` in Gluon's form, and a copy."""
+"""What the Gluon kernels share: functions of ``triton_schedule`` and ``triton_merge`` in Gluon's form, and a copy."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from attnplug_triton_mla import triton_merge, triton_plan
+import attnplug_sparse.index.triton_schedule as triton_schedule
+from attnplug_triton_mla import triton_merge
 
-begin_stretch, next_tile = gluon.jit(triton_plan.begin_stretch.fn), gluon.jit(triton_plan.next_tile.fn)
-rows_of_part = gluon.jit(triton_plan.rows_of_part.fn)
+begin_stretch, next_tile = gluon.jit(triton_schedule.begin_stretch.fn), gluon.jit(triton_schedule.next_tile.fn)
+rows_of_part = gluon.jit(triton_schedule.rows_of_part.fn)
 slot_of_part, log2_sum = gluon.jit(triton_merge.slot_of_part.fn), gluon.jit(triton_merge.log2_sum.fn)
 
 # The name in newer versions, and the one in Triton 3.6. What the mask leaves out becomes zero.

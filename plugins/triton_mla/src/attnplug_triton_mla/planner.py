@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnplug import PlanError
+from attnplug_sparse.index.triton_schedule import launch_plan, size_of_numbers
 from attnplug_triton_mla.configurations import INVARIANT_PARTS, Configuration
-from attnplug_triton_mla.triton_plan import launch_plan, size_of_numbers
 
 _LARGEST_INDEX = 1 << 30
 """Kernels count in 32 bits, and the last program's stretch may end this far past the end of the line."""

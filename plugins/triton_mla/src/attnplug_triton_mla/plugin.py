@@ -18,8 +18,8 @@ from attnplug import (
     Role,
     WorkspaceKind,
     hookimpl,
-    index_refusals,
 )
+from attnplug_sparse.refusals import index_refusals
 from attnplug_triton_mla.options import TritonMLAOptions
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})

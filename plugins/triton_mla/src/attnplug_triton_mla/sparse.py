@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import Geometry, IndexPlan, SelectedRows, SparseIndex
+from attnplug import Geometry
+from attnplug.sparse import SelectedRows
+from attnplug_sparse.index import IndexPlan, SparseIndex
 from attnplug_triton_mla.configurations import Configuration
 from attnplug_triton_mla.planner import Schedule, Shape
 from attnplug_triton_mla.scratch import Partials, Scratch

@@ -1,4 +1,4 @@
-"""MLA over a paged cache: one kernel for decode, verify and extend, which runs what ``triton_plan`` scheduled.
+"""MLA over a paged cache: one kernel for decode, verify and extend, which runs a ``triton_schedule``.
 
 Two numbers decide. Bytes: a cache row has 1152 bytes in 16 bits (latent 512, rope 64), and is both key and value. An
 H200 reads 4.2 TB/s, which is 32 GB/s per multiprocessor, so a step of 64 rows takes 2.3 µs if all of them read.
@@ -17,8 +17,8 @@ thousand, with one warp per scheduler) and for loads that depend on each other (
 - Rows (query token, head) of a request fill one tile: a verify of 2 tokens with 8 heads reads the cache once. A tile
   has at most 32 rows, because queries are read from shared memory at every step, whose bandwidth is the next limit. On
   SM 90, more rows are for ``gluon_wide``, and few requests for ``gluon_low``.
-- Every program takes an equal stretch of the batch's work, whatever the lengths (see ``triton_plan``). It writes its
-  result straight to the output if it has a tile to itself.
+- Every program takes an equal stretch of the batch's work, whatever the lengths (see ``triton_schedule``). It writes
+  its result straight to the output if it has a tile to itself.
 - Anything may follow a request's rows, even NaN. It is neither loaded (zeros take its place, since zero times NaN is
   NaN) nor seen (its logits are -inf).
 - With ``SELECTED``, every query token is a request of its own, and the table holds the slots of its cache rows, one by
@@ -33,8 +33,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug_sparse.index.triton_schedule import begin_stretch, next_tile, rows_of_part
 from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile, slot_of_part
-from attnplug_triton_mla.triton_plan import begin_stretch, next_tile, rows_of_part
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 

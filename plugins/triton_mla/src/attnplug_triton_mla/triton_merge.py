@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug_sparse.index.triton_schedule import HEADER, RECORD
 from attnplug_triton_mla.planner import Schedule
 from attnplug_triton_mla.scratch import Partials
-from attnplug_triton_mla.triton_plan import HEADER, RECORD
 
 LN_2 = tl.constexpr(0.6931471805599453)
 _FEW = 32

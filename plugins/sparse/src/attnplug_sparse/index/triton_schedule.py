@@ -1,0 +1,248 @@
+"""Split-KV schedule of a batch, computed by one kernel, and the slot mapping of its new rows.
+
+The unit of work is a *step*: ``STEP`` cache rows for one *tile*, up to ``TILE`` rows of (query token, head) of one
+request. All steps of all tiles, request by request, form one line of work. Program p of the scheduled kernel takes the
+p-th stretch of the line, and all stretches have the same length. So a long request is split among many programs, short
+ones share one, and the load is even whatever the lengths. The grid size is fixed, as a captured graph needs. If a
+stretch ends inside a tile, the next program continues that tile, and the partial results must be merged. A program
+shares at most two tiles with others. If lengths differ much, every tile is preceded on the line by a lead of empty
+steps, which accounts for the cost of starting a tile: a program with many short tiles gets fewer rows.
+
+Every tile counts all cache rows of its request, including those that causality hides from it, so that a division finds
+a position on the line. For a verify this costs nothing; in a prefill without prefix, early programs have half the work
+of late ones.
+
+With ``PARTS`` the partition is batch-invariant: a tile is split into at most that many parts, only by its own request's
+length. The line then consists of parts instead of steps, and no part is divided.
+
+The kernel runs once per batch, for all layers. Every program sums over all requests itself, which costs less than
+synchronising, and writes its own entry. It reads 4 to 8 bytes per request.
+
+A scheduled kernel reads the schedule with ``begin_stretch``, ``rows_of_part`` and ``next_tile``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADER = tl.constexpr(8)
+"""Size of the header, in int32: length of a stretch, length of the line, lead of a tile."""
+RECORD = tl.constexpr(8)
+"""Size of a request's record, in int32 (one sector of 32 bytes): end of its work on the line, cache rows, cache rows
+before its new ones, first new row, new rows, steps per unit, units per tile."""
+PROGRAM = tl.constexpr(16)
+"""Size of a program's entry, in int32, after all records: record and index of its first request, start of its first
+tile on the line, index of that tile, page of its first cache row. So a program needs one dependent load before it
+requests rows, not a chain of four."""
+
+UNEVEN = tl.constexpr(4)
+"""Tiles have a lead if a batch's longest request is more than this many times as long as its shortest. For similar
+lengths it would balance nothing and split tiles into more parts."""
+_ROWS = 128
+"""New rows per slot lookup."""
+
+
+@triton.jit(do_not_specialize=["table_row", "table_column", "width", "requests", "rows", "programs", "least_steps"])
+def _plan(
+    page_table, table_row, table_column, width, seq_lens, new_lens, slots, numbers,
+    requests, rows, programs, least_steps, part_cost,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, START: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    me = tl.program_id(0)
+    request = tl.arange(0, BLOCK)
+    exists = request < requests
+    asked = tl.load(seq_lens + request, mask=exists, other=0).to(tl.int32)
+    # Lengths on the device are unchecked: whatever they are, no access may leave the batch.
+    kv_len = tl.minimum(tl.maximum(asked, 0), width * PAGE_SIZE)
+    if QUERIES:
+        new = tl.where(exists, QUERIES, 0)
+        begin = request * QUERIES
+    else:
+        new = tl.maximum(tl.load(new_lens + request, mask=exists, other=0).to(tl.int32), 0)
+        begin = tl.minimum(tl.cumsum(new, 0) - new, rows)
+        new = tl.minimum(new, rows - begin)
+
+    tiles = (new * HEADS + TILE - 1) // TILE
+    steps = tl.maximum((kv_len + STEP - 1) // STEP, 1)  # even without cache rows there is an output to write
+    unit = tl.full([BLOCK], 1, tl.int32)
+    if PARTS:
+        unit = tl.maximum((steps + PARTS - 1) // PARTS, least_steps)
+    units = (steps + unit - 1) // unit
+    has_work = tiles > 0
+    longest = tl.max(tl.where(has_work, steps, 0), 0)
+    shortest = tl.min(tl.where(has_work, steps, longest), 0)
+    lead = tl.where(longest > UNEVEN * shortest, START, 0)
+    end = tl.cumsum(tiles * (lead + units), 0)
+    total = tl.sum(tiles * (lead + units), 0)
+    stretch = tl.maximum((total + programs - 1) // programs, 1)
+    if not PARTS:
+        # Dividing a tile of n steps by k costs n / k steps and k merges: least if a part has sqrt(n * cost) steps.
+        worth = tl.ceil(tl.sqrt_rn(longest.to(tl.float32) * part_cost)).to(tl.int32)
+        stretch = tl.maximum(tl.maximum(stretch, worth), least_steps)
+
+    records = numbers + HEADER
+    first = tl.sum(tl.where(exists & (end <= me * stretch), 1, 0), 0)
+    its = request == first
+    its_end, its_len = tl.sum(tl.where(its, end, 0), 0), tl.sum(tl.where(its, kv_len, 0), 0)
+    its_unit, its_units = tl.sum(tl.where(its, unit, 0), 0), tl.sum(tl.where(its, units, 0), 0)
+    its_start = its_end - tl.sum(tl.where(its, tiles, 0), 0) * (lead + its_units)
+    tile = (me * stretch - its_start) // tl.maximum(lead + its_units, 1)
+    tile_start = its_start + tile * (lead + its_units) + lead
+    token = tl.maximum(me * stretch - tile_start, 0) * its_unit * STEP
+    its_page = page_table + first.to(tl.int64) * table_row + token // PAGE_SIZE * table_column
+    mine = records + requests * RECORD + me * PROGRAM
+    tl.store(mine, its_end)
+    tl.store(mine + 1, its_len)
+    tl.store(mine + 2, tl.sum(tl.where(its, asked - new, 0), 0))
+    tl.store(mine + 3, tl.sum(tl.where(its, begin, 0), 0))
+    tl.store(mine + 4, tl.sum(tl.where(its, new, 0), 0))
+    tl.store(mine + 5, its_unit)
+    tl.store(mine + 6, its_units)
+    tl.store(mine + 7, first)
+    tl.store(mine + 8, tile_start)
+    tl.store(mine + 9, tile)
+    tl.store(mine + 10, tl.load(its_page, mask=(me * stretch < total) & (token < its_len), other=0).to(tl.int32))
+    if me == 0:
+        tl.store(numbers, stretch)
+        tl.store(numbers + 1, total)
+        tl.store(numbers + 2, lead)
+        record = records + request * RECORD
+        tl.store(record, end, mask=exists)
+        tl.store(record + 1, kv_len, mask=exists)
+        tl.store(record + 2, asked - new, mask=exists)
+        tl.store(record + 3, begin, mask=exists)
+        tl.store(record + 4, new, mask=exists)
+        tl.store(record + 5, unit, mask=exists)
+        tl.store(record + 6, units, mask=exists)
+
+    for number in range(me, requests, programs):
+        its_new = tl.sum(tl.where(request == number, new, 0), 0)
+        its_begin = tl.sum(tl.where(request == number, begin, 0), 0)
+        its_prefix = tl.sum(tl.where(request == number, asked - new, 0), 0)
+        for at in range(0, its_new, ROWS):
+            row = at + tl.arange(0, ROWS)
+            position = its_prefix + row
+            column = position // PAGE_SIZE
+            placed = (row < its_new) & (position >= 0) & (column < width)
+            entry = page_table + (tl.zeros([ROWS], tl.int64) + number) * table_row + column * table_column
+            page = tl.load(entry, mask=placed, other=0).to(tl.int64)
+            slot = tl.where(placed, page * PAGE_SIZE + position % PAGE_SIZE, -1)
+            tl.store(slots + its_begin + row, slot, mask=row < its_new)
+    if not QUERIES:
+        for at in range(tl.sum(new, 0) + me * ROWS, rows, programs * ROWS):
+            row = at + tl.arange(0, ROWS)
+            tl.store(slots + row, tl.full([ROWS], -1, tl.int64), mask=row < rows)
+
+
+@triton.jit
+def begin_stretch(numbers, requests):
+    """Return a program's position on the line, the end of its stretch, and its first request's record."""
+    me = tl.program_id(0)
+    mine = numbers + HEADER + requests * RECORD + me * PROGRAM
+    stretch, line, lead = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    end, kv_len, prefix, begin = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3)
+    new, unit, units, request = tl.load(mine + 4), tl.load(mine + 5), tl.load(mine + 6), tl.load(mine + 7)
+    tile_start, tile, first_page = tl.load(mine + 8), tl.load(mine + 9), tl.load(mine + 10)
+    at, stop = tl.maximum(me * stretch, tile_start), tl.minimum(me * stretch + stretch, line)
+    return (
+        at, stop, stretch, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_of_part(
+    at, stop, kv_len, prefix, new, unit, units, tile_start, tile,
+    HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
+):  # fmt: skip
+    """Return the units of its tile that a program takes, and the cache rows of these that the last query sees."""
+    piece = at - tile_start
+    taken = 1 if INVARIANT else tl.minimum(units - piece, stop - at)
+    last_query = tl.minimum((tile * TILE + TILE - 1) // HEADS, new - 1)
+    seen = tl.minimum(prefix + last_query + 1, kv_len)
+    return taken, piece * unit * STEP, tl.minimum((piece + taken) * unit * STEP, seen)
+
+
+@triton.jit
+def next_tile(
+    at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead, page_table, table_row, table_column,
+    HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return the tile at or following a position on the line, given the request before it, and its record."""
+    records = numbers + HEADER
+    if at >= end:
+        # The next request. Requests without new rows have no work and are skipped.
+        request += 1
+        while tl.load(records + request * RECORD) <= at:
+            request += 1
+        its = records + request * RECORD
+        end, kv_len, prefix, begin = tl.load(its), tl.load(its + 1), tl.load(its + 2), tl.load(its + 3)
+        new, unit, units = tl.load(its + 4), tl.load(its + 5), tl.load(its + 6)
+    start = end - (new * HEADS + TILE - 1) // TILE * (lead + units)
+    tile = (at - start) // (lead + units)
+    tile_start = start + tile * (lead + units) + lead
+    at = tl.maximum(at, tile_start)
+    token = (at - tile_start) * unit * STEP
+    entry = page_table + request.to(tl.int64) * table_row + token // PAGE_SIZE * table_column
+    first_page = tl.load(entry, mask=token < kv_len, other=0)
+    return at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page
+
+
+def size_of_numbers(requests: int, programs: int) -> int:
+    """Return the size of a schedule, in int32."""
+    size: int = HEADER.value + RECORD.value * requests + PROGRAM.value * programs
+    return size
+
+
+def launch_plan(
+    page_table: Tensor,
+    seq_lens: Tensor,
+    new_lens: Tensor | None,
+    slots: Tensor,
+    numbers: Tensor,
+    *,
+    queries: int,
+    programs: int,
+    least_steps: int,
+    part_cost: float,
+    heads: int,
+    tile: int,
+    step: int,
+    start_steps: int,
+    page_size: int,
+    parts: int,
+) -> None:
+    """Fill ``slots`` ``[rows]`` int64 and ``numbers`` int32, for ``queries`` new tokens of every request.
+
+    If ``queries`` is 0, ``new_lens`` ``[requests]`` has their numbers. A slot is -1 if the page table has no page for
+    the row, or no request has the row. Does not synchronise and can be captured.
+    """
+    requests, width = page_table.shape
+    block = max(triton.next_power_of_2(requests), 16)
+    _plan[(programs,)](
+        page_table,
+        page_table.stride(0),
+        page_table.stride(1),
+        width,
+        seq_lens,
+        seq_lens if new_lens is None else new_lens,
+        slots,
+        numbers,
+        requests,
+        slots.shape[0],
+        programs,
+        least_steps,
+        part_cost,
+        QUERIES=queries,
+        HEADS=heads,
+        TILE=tile,
+        STEP=step,
+        START=start_steps,
+        PAGE_SIZE=page_size,
+        PARTS=parts,
+        BLOCK=block,
+        ROWS=min(triton.next_power_of_2(max(queries, 1)), _ROWS) if queries else _ROWS,
+        num_warps=min(max(block // 128, 1), 8),
+    )

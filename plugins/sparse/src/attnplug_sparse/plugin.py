@@ -1,0 +1,61 @@
+"""Plugin entry point: the spec of ``torch_sparse``. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnplug import (
+    AttentionKind,
+    BackendSpec,
+    CacheLayout,
+    Capabilities,
+    DType,
+    Feature,
+    Problem,
+    Refusal,
+    RefusalCode,
+    Role,
+    hookimpl,
+)
+
+
+@hookimpl
+def attnplug_backends() -> list[BackendSpec]:
+    return [
+        BackendSpec(
+            name="torch_sparse",
+            summary="Sparse and compressed MLA with torch alone: correct everywhere, the reference for the rest",
+            contract="0.9",
+            factory="attnplug_sparse.torch_sparse.backend:TorchSparseBackend",
+            check=_check_layers,
+            capabilities=Capabilities(
+                kinds=frozenset({AttentionKind.MLA}),
+                devices=frozenset({"cpu", "cuda"}),
+                dtypes=frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}),
+                kv_dtypes=frozenset(DType),
+                index_dtypes=frozenset(dtype for dtype in DType if dtype.is_element),
+                roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
+                features=frozenset(Feature),
+                max_speculative_tokens=64,
+                extras=frozenset({"entries", "lse", "out", "selected", "sinks"}),
+                layouts=frozenset(CacheLayout),
+                trees=True,
+                coordinators=frozenset({"hisparse"}),
+            ),
+        )
+    ]
+
+
+def _check_layers(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:
+    """Refuse models without sparse or compressed layers, which ``torch_native`` serves faster."""
+    model = problem.model
+    if model is None or role is Role.LINEAR or not model.full_layers:
+        return
+    if not any(layer.indexer is not None or layer.compressed is not None for layer in model.full_layers):
+        yield Refusal(
+            RefusalCode.FEATURE,
+            f"it serves models with sparse or compressed layers, and {model.name} has none; use torch_native",
+            sorted({str(feature) for layer in model.full_layers for feature in layer.features}),
+            [Feature.COMPRESSED.value, Feature.SPARSE.value],
+            None if role is None else role.setting,
+        )

@@ -1,0 +1,135 @@
+"""The ``torch_sparse`` backend: gathers cache rows by slot and attends to them with torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug import BackendContext, Claims, ForwardExtras, Geometry, LayerSpec, MLAPool, NewRows, Plan, PoolError
+from attnplug.kernels import Group, Softmax, attend, merge_partial, output_width, plan_groups
+from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions, SelectedRows
+from attnplug_sparse.attention import SparseAttention
+from attnplug_sparse.pools import COMPRESSED
+from attnplug_sparse.torch_sparse.entries import Entries, Windows
+from attnplug_sparse.torch_sparse.selection import attend_selected, choose_positions, selected_slots, selects_all
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """Metadata of a plan: groups that cover the batch, and the compressor windows that its new tokens complete."""
+
+    groups: tuple[Group, ...]
+    windows: Mapping[tuple[int, int], Windows]
+
+
+class TorchSparseBackend(SparseAttention):
+    """Absorbed MLA for models with sparse or compressed layers, their dense layers included, with any page size.
+
+    It holds the pools and no state of any batch.
+    """
+
+    def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
+        super().__init__(context, claims)
+        if context.pools.mla is None:
+            raise PoolError(
+                f"backend {context.name} serves MLA layers, and there is no MLA pool; build the pools with it"
+            )
+        self._mla: MLAPool = context.pools.mla
+        self._entries = Entries(context.pools.cache(COMPRESSED)) if context.model.compressed_layers else None
+
+    def plan(self, geometry: Geometry) -> Plan:
+        new_slots, groups = plan_groups(geometry)
+        windows = {} if self._entries is None else self._entries.plan(geometry, new_slots)
+        return Plan.of(self.backend_id, geometry, Work(groups, windows), new_slots)
+
+    def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
+        work: Work = plan.metadata
+        if layer.compressed is not None and index.entries is not None:
+            self._entries_of(layer).write_index(layer.layer_id, index.entries, work.windows)
+        chosen = torch.empty(index.q.shape[0], dims.topk, dtype=torch.int32, device=index.q.device)
+        for group in work.groups:
+            rows = slice(None) if group.rows is None else group.rows
+            part = IndexInputs(index.q[rows], None, index.weights[rows])
+            if layer.compressed is not None:
+                entries = self._entries_of(layer)
+                chosen[rows] = entries.choose(layer.layer_id, part, group, dims.topk, dims.scale)
+                continue
+            assert self.index_keys is not None
+            keys = self.index_keys.read_keys(layer.layer_id, group.slots)
+            chosen[rows] = choose_positions(part, keys, group, dims.topk, dims.scale)
+        return SelectedPositions(chosen)
+
+    def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
+        work: Work = plan.metadata
+        groups, lse = work.groups, extras.lse
+        if extras.entries is not None and new is not None:
+            self._entries_of(layer).write(layer.layer_id, extras.entries, work.windows)
+        whole = len(groups) == 1 and groups[0].rows is None
+        out = q if whole else q.new_empty(*q.shape[:2], output_width(layer))
+        for group in groups:
+            rows = slice(None) if group.rows is None else group.rows
+            result, sums = self._attend_group(q[rows], rows, layer, group, extras)
+            if lse is not None and sums is not None:
+                lse[rows] = sums
+            if whole:
+                return result
+            out[rows] = result
+        return out
+
+    def _attend_group(
+        self, q: Tensor, rows: Tensor | slice, layer: LayerSpec, group: Group, extras: ForwardExtras
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return output and log-sum-exp of a group, whose queries are ``rows`` of the batch's."""
+        softmax = Softmax(layer.scale, layer.sliding_window, layer.logit_cap)
+        slots = None
+        if extras.selected is not None and layer.compressed is None:
+            slots = selected_slots(extras.selected, rows, group)
+        sums: Tensor | None
+        # With a coordinator only the selected rows are in the pool, even if all rows are selected.
+        if slots is not None and (self.coordinator is not None or not selects_all(slots, group)):
+            result, sums = self._attend_selected(q, slots, layer, softmax)
+        else:
+            result, sums = self._attend_dense(q, layer, group, softmax, extras)
+        if layer.compressed is not None and sums is not None:
+            part, part_sums = self._attend_entries(q, rows, layer, group, softmax, extras)
+            result, sums = merge_partial(result, sums, part, part_sums)
+        if extras.sinks is not None and sums is not None:
+            # The weight that the other keys keep; without a sink it is 1.
+            result = result * torch.sigmoid(sums - extras.sinks).unsqueeze(-1)
+        return result.to(q.dtype), sums
+
+    def _attend_dense(
+        self, q: Tensor, layer: LayerSpec, group: Group, softmax: Softmax, extras: ForwardExtras
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention over all rows, or over those of the window. Not rounded if a sink or entries follow."""
+        assert layer.mla is not None
+        unfinished = layer.sinks or layer.compressed is not None
+        queries = (q.float() if unfinished else q).unflatten(0, (group.extent.requests, group.extent.queries))
+        near = group.within(softmax.window)
+        keys = self._mla.read_rows(layer.layer_id, near.slots).unsqueeze(2)
+        values = keys[..., : layer.mla.kv_lora_rank]
+        result, sums = attend(queries, keys, values, near.extent, softmax, unfinished or extras.lse is not None)
+        return result.flatten(0, 1), None if sums is None else sums.flatten(0, 1)
+
+    def _attend_selected(self, q: Tensor, slots: Tensor, layer: LayerSpec, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        assert layer.mla is not None
+        rank, layer_id = layer.mla.kv_lora_rank, layer.layer_id
+        return attend_selected(q, slots, lambda where: self._mla.read_rows(layer_id, where), rank, softmax)
+
+    def _attend_entries(
+        self, q: Tensor, rows: Tensor | slice, layer: LayerSpec, group: Group, softmax: Softmax, extras: ForwardExtras
+    ) -> tuple[Tensor, Tensor]:
+        entries, layer_id = self._entries_of(layer), layer.layer_id
+        softmax = Softmax(softmax.scale, None, softmax.cap)
+        if extras.selected is None:
+            return entries.attend(layer_id, q, group, softmax)
+        slots = entries.selected_slots(layer_id, extras.selected, rows, group)
+        return attend_selected(q, slots, lambda where: entries.read(layer_id, where), output_width(layer), softmax)
+
+    def _entries_of(self, layer: LayerSpec) -> Entries:
+        if self._entries is None or layer.compressed is None:
+            raise PoolError(f"layer {layer.layer_id} is not one of the compressed layers of {self.backend_id.name}")
+        return self._entries

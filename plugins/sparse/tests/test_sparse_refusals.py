@@ -1,0 +1,167 @@
+"""What sparse layers are refused: rows without a choice, choices of another shape, pools that do not fit (A10)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnplug import (
+    BackendError,
+    DType,
+    ExtendPath,
+    ForwardExtras,
+    ForwardMode,
+    MLAPool,
+    PlanError,
+    PoolError,
+    Problem,
+    Role,
+)
+from attnplug.choose.building import claim_problems, missing_claims
+from attnplug.host import (
+    KVPools,
+    ModelAttention,
+    plan_forward,
+)
+from attnplug.sparse import SelectedPositions, SelectedSlots
+from attnplug_conformance.case import LAST, LAYER
+from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
+from attnplug_sparse.torch_sparse import TorchSparseBackend
+from attnplug_testing.sparse_scene import SparseStage, sparse
+from stubs import Hookless
+
+CASE = sparse(((40, 1), (7, 1), (90, 1), (8, 1)), ForwardMode.DECODE)
+
+
+def test_a_sparse_layer_without_selected_rows_is_an_error():
+    """A10: nothing is silently dense."""
+    stage = SparseStage(CASE)
+    batch = stage.planned()
+    for call in (lambda: stage.attend(batch, None), lambda: stage.backend.forward_decode(
+        stage.q, None, None, stage.layer, batch, save_kv_cache=False)):  # fmt: skip
+        with pytest.raises(BackendError, match="layer 3 attends to rows that an index chooses, but backend under_test"):
+            call()
+
+
+def test_selected_rows_for_a_dense_layer_are_an_error():
+    stage = SparseStage(CASE)
+    dense, rows = replace(stage.layer, indexer=None), torch.zeros(4, 8, dtype=torch.int32)
+    with pytest.raises(BackendError, match=r"layer 3 attends to all rows, but extras\.selected were given"):
+        stage.attend(stage.planned(), SelectedPositions(rows), dense)
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.zeros(4, 8), torch.zeros(5, 8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)]
+)
+def test_selected_rows_of_another_shape_or_type_are_an_error(rows):
+    stage = SparseStage(CASE)
+    with pytest.raises(BackendError, match=r"extras.selected is .* give torch.int32 of shape \[4, rows chosen\]"):
+        stage.attend(stage.planned(), SelectedSlots(rows))
+
+
+def test_a_backend_that_does_not_know_selected_rows_refuses_them():
+    def narrow(context):
+        declared = replace(context.declared, extras={"lse", "out"})
+        return TorchSparseBackend(replace(context, declared=declared))
+
+    stage = SparseStage(CASE, make=narrow)
+    rows = SelectedPositions(torch.zeros(4, 8, dtype=torch.int32))
+    with pytest.raises(BackendError, match="was asked for selected; it knows lse, out"):
+        stage.attend(stage.planned(), rows)
+    assert ForwardExtras(selected=rows).asked() == {"selected"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(4, 3, 16)}, r"index.q has shape \(4, 3, 16\); give \(4, 8, 16\) for 4 tokens"),
+        ({"k": torch.zeros(4, 8)}, r"index.k has shape \(4, 8\); give \(4, 16\)"),
+        ({"weights": torch.zeros(3, 8)}, r"index.weights has shape \(3, 8\)"),
+        ({"weights": torch.zeros(4, 8).half()}, "index.weights is torch.float16; give torch.float32"),
+    ],
+)
+def test_an_index_that_is_not_the_layers_is_an_error(change, message):
+    stage = SparseStage(CASE)
+    with pytest.raises(BackendError, match=message):
+        stage.backend.select(replace(stage.given(), **change), stage.layer, stage.planned())
+
+
+def test_a_selection_is_made_by_a_plan_of_the_backend_itself():
+    """B5"""
+    stage = SparseStage(CASE)
+    with pytest.raises(PlanError, match="has no plan"):
+        stage.backend.select(stage.given(), stage.layer, stage.batch())
+    batch = stage.batch()
+    plan_forward(TorchSparseBackend(stage.context), batch)
+    with pytest.raises(PlanError, match="another instance of it"):
+        stage.backend.select(stage.given(), stage.layer, batch)
+
+
+def test_a_selection_for_a_layer_without_an_index_of_its_own_is_an_error():
+    stage = SparseStage(CASE)
+    batch, attention = stage.planned(), ModelAttention(stage.backend, stage.pools)
+    dense = replace(stage.layer, indexer=None)
+    for layer, why in ((stage.shared, "selection of layer 3"), (dense, "has no index")):
+        with pytest.raises(BackendError, match=why):
+            stage.backend.select(stage.given(), layer, batch)
+    for layer, index, why in (
+        (stage.shared, stage.given(), "takes over the choice of layer 3, and was to select rows by an index"),
+        (stage.layer, None, "has an index of its own, and was to select rows by no index"),
+        (dense, stage.given(), "attends to all rows, and was to select rows by an index"),
+    ):
+        with pytest.raises(BackendError, match=why):
+            attention.select(index, layer, batch)
+
+
+def test_a_layer_shares_only_what_was_chosen_in_its_own_batch():
+    """A10: nothing is silently empty."""
+    stage = SparseStage(CASE)
+    batch, attention = stage.planned(), ModelAttention(stage.backend, stage.pools)
+    with pytest.raises(BackendError, match="attends to the rows that layer 3 chose, and in this batch none has chosen"):
+        attention.select(None, stage.shared, batch)
+    attention.select(replace(stage.given(), k=None), replace(stage.layer, layer_id=1), batch)
+    with pytest.raises(BackendError, match="layer 3 chose, and in this batch the last to choose was layer 1"):
+        attention.select(None, stage.shared, batch)
+
+
+def test_pools_without_index_keys_are_refused_for_a_sparse_model():
+    stage = SparseStage(CASE)
+    with pytest.raises(PoolError, match="the pools hold no cache 'index keys' of class IndexKeyPool"):
+        TorchSparseBackend(replace(stage.context, pools=KVPools(mla=stage.pool)))
+
+
+def test_index_keys_of_other_pages_than_the_rows_are_refused():
+    stage = SparseStage(CASE)
+    keys = IndexKeyPool(stage.case.layers, num_pages=3, page_size=16, dtype=DType.FLOAT32, device="cpu")
+    with pytest.raises(PoolError, match="the index keys have 3 pages of 16, and the latent rows"):
+        replace(stage.context, pools=KVPools(mla=stage.pool, caches={INDEX_KEYS: keys}))
+
+
+def test_an_mla_pool_holds_rows_of_sparse_layers_as_of_others():
+    pool = MLAPool(CASE.layers, num_pages=2, page_size=4, dtype=DType.FLOAT32, device="cpu")
+    assert pool.layer_ids == (1, LAYER, LAST)
+
+
+def test_a_backend_that_claims_selected_rows_must_be_able_to_select_them():
+    """D3"""
+    stage = SparseStage(CASE)
+    backend, declared = Hookless(), stage.context.declared
+    backend.claims = replace(declared.claims, mla_extend=frozenset({ExtendPath.ABSORBED}))
+    assert [*claim_problems(backend, declared, 16)] == [
+        "it claims the extra selected, but has no select(index: IndexInputs, layer: LayerSpec, batch: ForwardBatch) -> "
+        "SelectedRows"
+    ]
+
+
+def test_a_backend_that_is_built_with_less_than_a_sparse_model_needs_is_found():
+    """D3"""
+    stage = SparseStage(CASE)
+    claims, problem = stage.backend.claims, Problem(stage.context.model)
+    assert [*missing_claims(claims, problem, [Role.PREFILL, Role.DECODE])] == []
+    less = replace(claims, extras={"lse"}, mla_extend={ExtendPath.ONE_SHOT})
+    assert [*missing_claims(less, problem, [Role.PREFILL])] == [
+        "the model's sparse layers need the extra selected, but what was built claims the extras lse",
+        "it was chosen to prefill sparse MLA, which runs absorbed, but what was built claims no absorbed extend",
+    ]
