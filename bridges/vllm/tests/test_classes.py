@@ -57,10 +57,15 @@ def mha_builder(ours: SimpleNamespace, *names: str) -> Any:
     return ours.mha.AttnplugBuilder(CACHE, list(names), Host.config, CPU)
 
 
-def recorded(builder: Any, backend: Any) -> Any:
-    """The builder, with a backend that remembers what it is asked for."""
+def mha_recorder(ours: SimpleNamespace, backend: Any) -> Any:
+    builder = mha_builder(ours, "model.layers.0.attn")
+    return recorded(builder, builder._planner, backend)
+
+
+def recorded(builder: Any, planner: Any, backend: Any) -> Any:
+    """Return the builder, with a backend that records its calls."""
     attention = ModelAttention(backend, KVPools())
-    builder._group = SimpleNamespace(ready=lambda: attention)
+    planner.group = SimpleNamespace(ready=lambda: attention)
     return builder
 
 
@@ -121,7 +126,7 @@ def test_vllm_may_capture_what_the_weakest_choice_can(ours, monkeypatch):
 
 def test_fp8_scales_are_those_of_keys_and_of_values(ours):
     add("model.layers.0.attn", mha(ours), _v_scale_float=3.0)
-    group = mha_builder(ours, "model.layers.0.attn")._group
+    group = mha_builder(ours, "model.layers.0.attn")._planner.group
     assert group.scales(group.layers[0]) == (2.0, 3.0)
 
 
@@ -165,7 +170,7 @@ def test_memory_for_graphs_is_reserved_for_the_largest_and_replays_are_planned(o
     Host.config.compilation_config.max_cudagraph_capture_size = 32
     add("model.layers.0.attn", mha(ours))
     backend, batch = MHARecorder(), metadata([(0, 1)] * 4)
-    builder = recorded(mha_builder(ours, "model.layers.0.attn"), backend)
+    builder = mha_recorder(ours, backend)
     builder.build_for_cudagraph_capture(batch)
     builder.build(0, batch)
     assert [what for what, _ in backend.calls] == ["reserve", "capture", "replay"]
@@ -174,7 +179,7 @@ def test_memory_for_graphs_is_reserved_for_the_largest_and_replays_are_planned(o
 
 def test_steps_that_the_contract_lacks_are_refused_by_name(ours):
     add("model.layers.0.attn", mha(ours))
-    builder = recorded(mha_builder(ours, "model.layers.0.attn"), MHARecorder())
+    builder = mha_recorder(ours, MHARecorder())
     with pytest.raises(Refused, match="cascade attention"):
         builder.build(16, metadata([(0, 1)]))
     with pytest.raises(Refused, match="non-causal attention"):
@@ -212,8 +217,7 @@ def mla_builder(ours: SimpleNamespace, backend: Any = None) -> Any:
     add(name, mla(ours))
     builder = ours.mla.AttnplugMLABuilder(CACHE, [name], Host.config, CPU)
     if backend is not None:
-        recorded(builder._decode, backend)
-        builder._decode._group.page_size = BLOCK
+        recorded(builder, builder._decode.planner, backend)
     return builder
 
 
@@ -276,15 +280,15 @@ def test_all_that_decode_by_batch_are_told_and_built(ours, monkeypatch, tmp_path
     for before in (3, 60):
         made = builder.build(0, metadata([(before, 1)]))
         held.impl.forward_mqa(q, None, made, SimpleNamespace(layer_name=name))
-        makers += made.decode.batch.plan.attention.makers()
+        makers += made.decode.planned.batch.plan.attention.makers()
     assert makers == ["alpha", "beta"]
 
 
 def test_mla_steps_after_a_capture_are_replays(ours):
     backend, given = MLARecorder(), metadata([(5, 1), (40, 1)])
     builder = mla_builder(ours, backend)
-    assert builder.build_for_cudagraph_capture(given).decode.captured
-    assert not builder.build(0, given).decode.captured
+    assert builder.build_for_cudagraph_capture(given).decode.planned.captured
+    assert builder.build(0, given).decode.planned is None
     assert backend.names() == ["reserve", "capture", "replay"]
 
 
@@ -300,7 +304,7 @@ def test_the_log_sum_exp_of_a_decode_has_tokens_first(ours):
 
 
 def test_the_scale_of_an_fp8_latent_cache_is_its_layers(ours):
-    group = mla_builder(ours)._decode._group
+    group = mla_builder(ours)._decode.planner.group
     assert group.scales(group.layers[0]) == 2.0
 
 

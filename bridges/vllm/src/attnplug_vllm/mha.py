@@ -21,13 +21,13 @@ from vllm.v1.attention.backend import (
 )
 
 from attnplug import GraphLevel, LayerSpec, Refusal, RefusalCode
-from attnplug.host import ModelAttention
 from attnplug_vllm.choice import choose, graph_level, insist, page_sizes, remembered, serving_specs
-from attnplug_vllm.geometry import Shape, of_draft
+from attnplug_vllm.geometry import GeometryBuilder, with_exact_lengths
 from attnplug_vllm.host import BLOCK_STEP
 from attnplug_vllm.memory import GroupAttention, mha_pools
+from attnplug_vllm.planner import GroupPlanner
 from attnplug_vllm.specs import cache_type, has_exact_lengths, layer_ids, limits_of, mha_layer, model_of, verify_tokens
-from attnplug_vllm.steps import CapturedStep, Captures, LayerCall, Step
+from attnplug_vllm.steps import CapturedStep, LayerCall, Step, capture_key
 
 _LEVELS = {
     GraphLevel.NEVER: AttentionCGSupport.NEVER,
@@ -186,14 +186,14 @@ def _unserved(attn_type: str, alibi_slopes: object, others: dict[str, Any]) -> l
 
 
 class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Makes the steps of one KV group."""
+    """Builds the steps of one KV group."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._group, self._layers = _group(kv_cache_spec, layer_names, vllm_config, device), len(layer_names)
-        limits, backends = limits_of(vllm_config), serving_specs(self._group.selection)
+        group, self._layer_count = _group(kv_cache_spec, layer_names, vllm_config, device), len(layer_names)
+        limits, backends = limits_of(vllm_config), serving_specs(group.selection)
         needs_lengths = any(backend.capabilities.needs_cpu_seq_lens for backend in backends)
-        self._shape = Shape(
+        self._geometries = GeometryBuilder(
             kv_cache_spec.block_size,
             -(-limits.max_context // kv_cache_spec.block_size),
             verify_tokens(vllm_config),
@@ -203,33 +203,36 @@ class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         if len(backends) > 1:  # one prefills, another decodes: each gets its part of a mixed batch
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
             self._threshold = self.reorder_batch_threshold or 0
-        most = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        self._captures = Captures(limits.max_requests, max(most, limits.max_requests))
+        capture_size = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self._max_captured = limits.max_requests, max(capture_size, limits.max_requests)
+        self._planner = GroupPlanner(group, *self._max_captured)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         return cudagraph_support()
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
-        if common_prefix_len or common_attn_metadata.causal is not True:
+        metadata = common_attn_metadata
+        if common_prefix_len or metadata.causal is not True:
             insist(_unbuilt(common_prefix_len))
-        attention = self._ready()
-        self._captures.replay(attention, common_attn_metadata)
-        return Step(attention, self._shape, common_attn_metadata, self._threshold)
+        planner = self._current_planner()
+        planner.replay(capture_key(metadata), metadata.seq_lens, metadata.block_table_tensor, metadata.slot_mapping)
+        return Step(planner, self._geometries, metadata, self._threshold)
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Step:
-        if self._shape.exact:
-            common_attn_metadata = of_draft(common_attn_metadata)
+        if self._geometries.exact:
+            common_attn_metadata = with_exact_lengths(common_attn_metadata)
         return self.build(0, common_attn_metadata, fast_build=True)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CapturedStep:
-        return self._captures.capture(self._ready(), self._shape, common_attn_metadata)
+        geometry = self._geometries.captured(common_attn_metadata)
+        return CapturedStep(self._current_planner().capture(capture_key(common_attn_metadata), geometry))
 
-    def _ready(self) -> ModelAttention:
-        if len(self.layer_names) != self._layers:  # vLLM adds the further layers of a draft to the list that it gave
-            self._group = _group(self.kv_cache_spec, self.layer_names, self.vllm_config, self.device)
-            self._layers = len(self.layer_names)
-        return self._group.ready()
+    def _current_planner(self) -> GroupPlanner:
+        if len(self.layer_names) != self._layer_count:  # vLLM appends further draft layers to the list that it gave
+            group = _group(self.kv_cache_spec, self.layer_names, self.vllm_config, self.device)
+            self._planner, self._layer_count = GroupPlanner(group, *self._max_captured), len(self.layer_names)
+        return self._planner
 
 
 def _unbuilt(common_prefix_len: int) -> list[Refusal]:

@@ -29,7 +29,7 @@ from attnplug import LayerSpec, Refusal, RefusalCode, Role, Setting
 from attnplug.host import Selection
 from attnplug_vllm.choice import choose, insist, serving_specs
 from attnplug_vllm.config import OPTION, SECTION
-from attnplug_vllm.geometry import of_draft
+from attnplug_vllm.geometry import with_exact_lengths
 from attnplug_vllm.memory import GroupAttention, mla_pools
 from attnplug_vllm.mha import cudagraph_support, kernel_block_sizes
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
@@ -220,7 +220,7 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> MLACommonMetadata:
         if self._decode.needs_lengths:
-            common_attn_metadata = of_draft(common_attn_metadata)
+            common_attn_metadata = with_exact_lengths(common_attn_metadata)
         return super().build_for_drafting(common_attn_metadata, draft_index)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:

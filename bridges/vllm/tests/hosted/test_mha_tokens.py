@@ -12,7 +12,7 @@ from engines import (
     engine,
     generate,
     impls,
-    planned_modes,
+    planned,
     prompts_of,
     runner,
     scheduler,
@@ -33,7 +33,7 @@ def test_vllms_own_backend_is_left_alone_and_agrees_with_transformers(models, na
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_chunks_of_64_in_blocks_of_16_and_prefix_hits(models, name, monkeypatch):
     with engine(models.path(name), {**asking(), "block_size": 16, "max_num_batched_tokens": 64}) as llm:
-        seen = planned_modes(monkeypatch)
+        seen = planned(monkeypatch)
         assert impls(llm) == OURS
         assert tokens(llm, PROMPTS) == models.expected(name, PROMPTS)
         assert {"mixed", "decode"} <= set(seen)
@@ -90,7 +90,7 @@ def test_one_backend_prefills_and_another_decodes(models, monkeypatch):
     monkeypatch.setattr(choice, "registry", lambda: with_other)
     options = {**asking(prefill="torch_native", decode="other"), "block_size": 16, "max_num_batched_tokens": 64}
     with engine(models.path("llama"), options) as llm:
-        seen = planned_modes(monkeypatch)
+        seen = planned(monkeypatch)
         assert tokens(llm, PROMPTS) == models.expected("llama", PROMPTS)
         (builder,) = (group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups)
         assert builder._group.ready().backend.backend_id.name == "split(torch_native, other)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from attnplug import DType
 from attnplug.host import load_model
 from attnplug_testing.measured import measured_twins
 from attnplug_vllm import choice
-from engines import AGAIN, PROMPTS, asking, engine, generate, prompts_of, runner, tokens
+from engines import AGAIN, PROMPTS, asking, engine, generate, planned, prompts_of, runner, tokens
 from mla_models import OPTIONS, MLAModels
 
 OURS = {"AttnplugCPUMLAImpl"}
@@ -41,24 +40,6 @@ def impls(llm: Any) -> set[str]:
 def builder_of(llm: Any) -> Any:
     (builder,) = (group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups)
     return builder
-
-
-def planned(
-    monkeypatch: pytest.MonkeyPatch, told: Callable[[Any], str] = lambda batch: str(batch.forward_mode)
-) -> list[str]:
-    """What is told of decode steps that are planned from now on: their modes, or something else."""
-    from attnplug_vllm import mla_decode
-
-    seen: list[str] = []
-    plan = mla_decode.plan_forward
-
-    def recording(backend: Any, batch: Any) -> Any:
-        made = plan(backend, batch)
-        seen.append(told(batch))
-        return made
-
-    monkeypatch.setattr(mla_decode, "plan_forward", recording)
-    return seen
 
 
 def test_vllms_own_backend_is_left_alone_and_agrees_with_transformers(deepseek):
