@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionBackend, BackendError, ExtendPath, ForwardBatch, LayerSpec, Plan, RaggedCall
-from attnplug.host import ExtendPolicy, bind_hook, optional_hooks, spread
+from attnplug.host import ExtendPolicy, bind_optional_hook, spread
 from attnplug_sglang.steps import Step, mode_of
-
-_MAY_IGNORE = frozenset({"disable_flashinfer_ragged"})
 
 
 def extend_path(batch: Any, layer: Any, abilities: frozenset[ExtendPath], captured: bool) -> ExtendPath:
@@ -59,11 +57,9 @@ class RaggedPrefill:
     """Runs the calls that SGLang makes of one backend."""
 
     def __init__(self, backend: AttentionBackend) -> None:
-        offered = optional_hooks()
         self._name = backend.backend_id.name
-        self._run = bind_hook(backend, "forward_ragged", offered["forward_ragged"], ())
-        name = "init_mha_chunk_metadata"
-        self._plan_chunks = bind_hook(backend, name, offered[name], _MAY_IGNORE)
+        self._run = bind_optional_hook(backend, "forward_ragged")
+        self._plan_chunks = bind_optional_hook(backend, "init_mha_chunk_metadata")
 
     def plan(self, batch: Any, step: Step) -> RaggedPlan:
         """Plan every call of a batch, once."""

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
-from attnplug.host import ModelAttention, bind_hook, optional_hooks, spread
+from attnplug.host import ModelAttention, bind_optional_hook, spread
 from attnplug_vllm.memory import GroupAttention
-
-_PLANNING = "init_mha_chunk_metadata"
-_RAGGED = "forward_ragged"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,10 +38,8 @@ class RaggedPrefill:
         attention = self._group.ready()
         if attention is not self._attention:
             self._attention, backend = attention, attention.backend
-            self._run = bind_hook(backend, _RAGGED, optional_hooks()[_RAGGED])
-            self._plan_calls = bind_hook(
-                backend, _PLANNING, optional_hooks()[_PLANNING], ("disable_flashinfer_ragged",)
-            )
+            self._run = bind_optional_hook(backend, "forward_ragged")
+            self._plan_calls = bind_optional_hook(backend, "init_mha_chunk_metadata")
         starts = prefill.query_start_loc
         live = starts.shape[0] - 1
         first = common.num_reqs - live
