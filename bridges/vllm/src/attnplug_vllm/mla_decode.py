@@ -10,9 +10,9 @@ from torch import Tensor
 
 from attnplug import ExtendPath, ForwardExtras, ForwardMode, Geometry, Role
 from attnplug.host import HostLengths, TypicalLens, planner_claims
-from attnplug_vllm.choice import serving_specs
-from attnplug_vllm.memory import GroupAttention
+from attnplug_vllm.kv_group import GroupAttention
 from attnplug_vllm.planner import GroupPlanner, PlannedBatch
+from attnplug_vllm.selection import serving_specs
 
 
 @dataclass(slots=True, eq=False)

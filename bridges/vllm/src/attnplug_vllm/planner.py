@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnplug import ForwardBatch, Geometry, PlanError
 from attnplug.host import ModelAttention, plan_forward
-from attnplug_vllm.memory import GroupAttention
+from attnplug_vllm.kv_group import GroupAttention
 
 
 @dataclass(slots=True, eq=False)

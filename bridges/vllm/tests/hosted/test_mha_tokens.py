@@ -81,13 +81,13 @@ def test_preempted_requests_go_on_where_they_were(models, monkeypatch):
 def test_one_backend_prefills_and_another_decodes(models, monkeypatch):
     from dataclasses import replace
 
-    from attnplug_vllm import choice
+    from attnplug_vllm import selection
 
-    both = dict(choice.registry().backends)
+    both = dict(selection.registry().backends)
     native = both["torch_native"]
     both["other"] = replace(native, spec=replace(native.spec, name="other"))
-    with_other = replace(choice.registry(), backends=both)
-    monkeypatch.setattr(choice, "registry", lambda: with_other)
+    with_other = replace(selection.registry(), backends=both)
+    monkeypatch.setattr(selection, "registry", lambda: with_other)
     options = {**asking(prefill="torch_native", decode="other"), "block_size": 16, "max_num_batched_tokens": 64}
     with engine(models.path("llama"), options) as llm:
         seen = planned(monkeypatch)

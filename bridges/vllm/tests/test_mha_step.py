@@ -12,9 +12,9 @@ import torch
 from attnplug import Claims, ForwardMode, PlanError
 from attnplug.host import KVPools, ModelAttention, SplitBackend
 from attnplug_vllm.geometry import GeometryBuilder
+from attnplug_vllm.mha_step import CapturedStep, LayerCall, Step, capture_key
 from attnplug_vllm.planner import GroupPlanner
 from attnplug_vllm.specs import mha_layer
-from attnplug_vllm.steps import CapturedStep, LayerCall, Step, capture_key
 from vllm_recorders import MHARecorder
 from vllm_stage import Metadata, metadata
 
