@@ -52,10 +52,10 @@ def test_whole_prompts_in_blocks_of_64_with_torch_compile(models, name):
 def test_windows_and_full_attention_are_two_groups_with_a_backend_each(models):
     with engine(models.path("gemma2"), {**asking(), "block_size": 16}) as llm:
         builders = [group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups]
-        windows = [{layer.sliding_window for layer in builder._group.model.layers} for builder in builders]
+        windows = [{layer.sliding_window for layer in builder._planner.group.model.layers} for builder in builders]
         assert sorted(windows, key=str) == [{48}, {None}]
         assert tokens(llm, PROMPTS) == models.expected("gemma2", PROMPTS)
-        assert len({id(builder._group.ready().backend) for builder in builders}) == 2
+        assert len({id(builder._planner.group.ready().backend) for builder in builders}) == 2
 
 
 @pytest.mark.parametrize("layout", [layout.name for layout in KVCacheLayout])
@@ -93,7 +93,7 @@ def test_one_backend_prefills_and_another_decodes(models, monkeypatch):
         seen = planned(monkeypatch)
         assert tokens(llm, PROMPTS) == models.expected("llama", PROMPTS)
         (builder,) = (group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups)
-        assert builder._group.ready().backend.backend_id.name == "split(torch_native, other)"
+        assert builder._planner.group.ready().backend.backend_id.name == "split(torch_native, other)"
         assert builder.reorder_batch_threshold == 1 and {"decode", "extend"} <= set(seen)
 
 
