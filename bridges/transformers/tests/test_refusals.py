@@ -23,14 +23,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import attnplug_transformers
 from attnplug import CacheLayout, Role
 from attnplug.host import BackendRequest, Limits, explain, load_model, load_registry
-from attnplug_transformers import BridgeError, names
+from attnplug_transformers import BridgeError, registration
 from attnplug_transformers.attention import Attention
 from attnplug_transformers.blocks import LayerGroup
-from attnplug_transformers.calls import read_call
+from attnplug_transformers.layer_call import read_call
 from attnplug_transformers.masks import mask_window, step_mask
-from attnplug_transformers.paged import Group, PagedBatches, Planned
-from attnplug_transformers.pages import PageStore, problem_of, within
-from attnplug_transformers.steps import Step
+from attnplug_transformers.paged_attention import Group, PagedBatches, Planned
+from attnplug_transformers.pages import PageStore, fits, problem_of
+from attnplug_transformers.step import Step
 from attnplug_transformers_host import HOST
 from tiny_models import CONFIGS, NATIVE, model
 
@@ -43,38 +43,38 @@ def llama():
 
 
 def test_training_is_refused(llama):
-    with pytest.raises(BridgeError, match=r"called for training: backends have no backward pass.*torch\.no_grad"):
+    with pytest.raises(BridgeError, match=r"training.*torch\.no_grad"):
         llama(inputs_embeds=torch.randn(1, 4, 64, requires_grad=True))
 
 
 def test_weights_are_refused(llama):
     module = llama.model.layers[0].self_attn
     q = torch.zeros(1, 8, 1, 16)
-    with pytest.raises(BridgeError, match=r"output_attentions.*use attn_implementation='eager'"):
+    with pytest.raises(BridgeError, match=r"output_attentions.*'eager'"):
         Attention(BackendRequest("torch_native"))(
             module, q, q[:, :2], q[:, :2], step_mask(1, 1, 1), output_attentions=True
         )
 
 
 def test_an_argument_that_the_bridge_does_not_know_is_refused(llama):
-    with pytest.raises(BridgeError, match="was called with fancy_bias"):
+    with pytest.raises(BridgeError, match="fancy_bias"):
         llama(torch.ones(1, 4, dtype=torch.long), fancy_bias=torch.zeros(1))
 
 
 def test_a_mask_of_four_dimensions_is_refused(llama):
-    with pytest.raises(BridgeError, match=r"given a mask of shape \[1, 1, 4, 4\].*give attention_mask as \[batch"):
+    with pytest.raises(BridgeError, match=r"\[1, 1, 4, 4\].*\[batch, tokens\]"):
         llama(torch.ones(1, 4, dtype=torch.long), attention_mask=torch.zeros(1, 1, 4, 4))
 
 
 def test_packed_sequences_are_refused(llama):
     positions = torch.tensor([[0, 1, 0, 1]])
-    with pytest.raises(BridgeError, match="but causal_mask_function and packed_sequence_mask_function"):
+    with pytest.raises(BridgeError, match="causal_mask_function and packed_sequence_mask_function"):
         llama(torch.ones(1, 4, dtype=torch.long), position_ids=positions, use_cache=False)
 
 
 def test_attention_in_both_directions_is_refused(llama, monkeypatch):
     monkeypatch.setattr(llama.config, "is_causal", False, raising=False)
-    with pytest.raises(BridgeError, match="but bidirectional_mask_function"):
+    with pytest.raises(BridgeError, match="bidirectional_mask_function"):
         llama(torch.ones(1, 4, dtype=torch.long))
 
 
@@ -92,19 +92,19 @@ def test_a_window_is_read_from_its_mask():
     ids=["both directions", "a union"],
 )
 def test_a_window_in_another_mask_is_refused(mask):
-    with pytest.raises(BridgeError, match="this mask is neither causal nor a causal sliding window"):
+    with pytest.raises(BridgeError, match="'sdpa'"):
         mask_window(mask)
 
 
 def test_a_mask_for_another_number_of_requests_is_refused():
-    with pytest.raises(BridgeError, match=r"attention_mask has shape \[3, 4\].*give \[2, tokens\]"):
+    with pytest.raises(BridgeError, match=r"\[3, 4\].*\[2, tokens\]"):
         step_mask(2, 4, 4, attention_mask=torch.ones(3, 4))
 
 
 def test_a_step_that_was_prepared_for_another_kind_of_layer_is_refused():
     made = step_mask(1, 1, 30)
     assert step_mask(1, 1, 30, attention_mask=made) is made
-    with pytest.raises(BridgeError, match="prepared for a window of None and 30 columns, and a layer needs 12 and 30"):
+    with pytest.raises(BridgeError, match=r"None and 30 columns.* 12 and 30"):
         step_mask(1, 1, 30, mask_function=sliding_window_causal_mask_function(12), attention_mask=made)
 
 
@@ -114,8 +114,8 @@ def test_a_step_that_was_prepared_for_another_kind_of_layer_is_refused():
         ({}, {"dropout": 0.1}, r"dropout 0\.1.*model\.eval\(\)"),
         ({"is_causal": False}, {}, "is not causal"),
         ({}, {"is_causal": False}, "is not causal"),
-        ({"sinks": torch.ones(4)}, {}, "has sinks, and does not pass them on"),
-        ({}, {"dtype": torch.float16}, "backends need one type for all"),
+        ({"sinks": torch.ones(4)}, {}, "s_aux"),
+        ({}, {"dtype": torch.float16}, r"float32.*float16"),
     ],
 )
 def test_a_layer_that_cannot_be_served_is_refused_by_name(module, change, words):
@@ -128,7 +128,7 @@ def test_a_layer_that_cannot_be_served_is_refused_by_name(module, change, words)
 
 def test_a_layer_with_other_columns_than_its_step_is_refused():
     attention, q = Attention(BackendRequest("torch_native")), torch.zeros(1, 2, 1, 16)
-    with pytest.raises(BridgeError, match=r"1 × 1 queries and 5 columns of keys, .* prepared for 1 × 1 and 6"):
+    with pytest.raises(BridgeError, match=r"1 × 1 queries and 5 columns.* 1 × 1 and 6"):
         attention(torch.nn.Identity(), q, *[torch.zeros(1, 2, 5, 16)] * 2, step_mask(1, 1, 6, 5))
 
 
@@ -137,7 +137,7 @@ def test_padding_between_tokens_is_refused_where_a_window_would_count_it():
     made.set_attn_implementation(NATIVE)
     mask = torch.ones(1, 40, dtype=torch.long)
     mask[:, 20] = 0
-    with pytest.raises(BridgeError, match=r"padding between tokens.*window of 24 positions.*pad on the left"):
+    with pytest.raises(BridgeError, match=r"window of 24 positions.*'left'"):
         made(torch.ones(1, 40, dtype=torch.long), attention_mask=mask)
 
 
@@ -207,14 +207,14 @@ def test_a_choice_with_roles_and_options_is_registered_by_a_name():
 
 
 def test_a_name_that_transformers_would_take_apart_is_refused():
-    with pytest.raises(BridgeError, match="'a/b' cannot be a name for transformers"):
+    with pytest.raises(BridgeError, match="'a/b'"):
         attnplug_transformers.register("a/b", BackendRequest())
 
 
 def test_another_version_of_transformers_is_refused(monkeypatch):
     monkeypatch.setattr(type(HOST), "installed", lambda self: "4.57.6")
-    with pytest.raises(BridgeError, match=r"this is transformers 4\.57\.6, .* made for >=5\.17,<5\.23 \(pip install"):
-        names.check_version()
+    with pytest.raises(BridgeError, match=r"4\.57\.6.*>=5\.17,<5\.23.*pip install"):
+        registration.check_version()
 
 
 def test_rows_of_padding_and_unwritten_rows_are_never_read():
@@ -258,7 +258,7 @@ def test_a_step_whose_start_only_a_gpu_knows_is_planned_alike(padding):
 def test_pages_are_made_for_all_tokens_of_a_step():
     assert step_mask(3, 4, 9, 5).limits == Limits(3, 12, 9)
     for more in (Limits(4, 12, 9), Limits(3, 13, 9), Limits(3, 12, 10)):
-        assert not within(more, Limits(3, 12, 9)) and within(Limits(3, 12, 9), more)
+        assert not fits(more, Limits(3, 12, 9)) and fits(Limits(3, 12, 9), more)
 
 
 def test_tensors_of_another_type_have_pages_of_their_own():

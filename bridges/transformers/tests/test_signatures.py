@@ -20,9 +20,9 @@ from attnplug.host import BackendRequest
 from attnplug_testing.signatures import installed, unpacked
 from attnplug_transformers.attention import Attention
 from attnplug_transformers.cache import PagedCache, PagedLayer
-from attnplug_transformers.calls import _MEANS_NOTHING
+from attnplug_transformers.layer_call import _IGNORED
 from attnplug_transformers.masks import step_mask
-from attnplug_transformers.paged import PAGED_ARGUMENTS
+from attnplug_transformers.paged_attention import PAGED_ARGUMENTS
 from attnplug_transformers_host import HOST
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,7 +95,7 @@ def test_layers_call_attention_as_ours_is_called(folder, name):
     named = {keyword.arg: ... for keyword in call.keywords if keyword.arg is not None}
     bound = signature.bind(*call.args, **named).arguments
     assert set(bound) >= {"module", "query", "key", "value", "attention_mask", "dropout", "scaling"}
-    assert set(bound.get("others", ())) <= _MEANS_NOTHING | {"softcap", "s_aux"}
+    assert set(bound.get("others", ())) <= _IGNORED | {"softcap", "s_aux"}
 
 
 def test_what_continuous_batching_passes_is_known(folder):
@@ -105,7 +105,7 @@ def test_what_continuous_batching_passes_is_known(folder):
         if isinstance(node, ast.AnnAssign)
     }
     taken_by_models = {"input_ids", "attention_mask"}
-    assert passed <= PAGED_ARGUMENTS | _MEANS_NOTHING | taken_by_models
+    assert passed <= PAGED_ARGUMENTS | _IGNORED | taken_by_models
     assert {"cache", "cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index"} <= passed
 
 

@@ -1,4 +1,4 @@
-"""What users write in ``additional_config["attnplug"]``."""
+"""User settings in ``additional_config["attnplug"]``."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import re
 import pytest
 
 from attnplug import Role
-from attnplug.host import UsageError
-from attnplug_vllm.config import read_settings
+from attnplug.host import BackendRequest, UsageError
+from attnplug_vllm.settings import read_request
 
 
-def test_nothing_said_is_auto_and_not_asked():
-    settings = read_settings({"gdn_prefill_backend": "triton"})
-    assert (settings.asked, settings.request.attention) == (False, "auto")
+def test_auto_is_the_default():
+    assert read_request({"gdn_prefill_backend": "triton"}) == BackendRequest("auto")
 
 
 def test_a_backend_a_backend_per_role_and_options():
     section = {"backend": "a", "prefill": "b", "decode": "c", "options": {"b": {"splits": 4, "fast": True, "x": None}}}
-    settings = read_settings({"attnplug": section})
-    assert settings.asked and settings.request.attention == "a"
-    assert settings.request.roles == {Role.PREFILL: "b", Role.DECODE: "c"}
-    assert settings.request.options == {"b": {"splits": "4", "fast": "true", "x": "none"}}
+    request = read_request({"attnplug": section})
+    assert request.attention == "a" and request.roles == {Role.PREFILL: "b", Role.DECODE: "c"}
+    assert request.options == {"b": {"splits": "4", "fast": "true", "x": "none"}}
 
 
 @pytest.mark.parametrize(
@@ -36,4 +34,4 @@ def test_a_backend_a_backend_per_role_and_options():
 )
 def test_what_cannot_be_read_is_said_in_vllms_words(section, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        read_settings({"attnplug": section})
+        read_request({"attnplug": section})

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attnplug import BackendSpec, CacheLayout, DType, GraphLevel, PageSizes, Problem, Role
+from attnplug import BackendSpec, CacheLayout, DType, GraphLevel, PageSizes, Problem, RefusalCode, Role
 from attnplug.host import KVPools, Registry, UsageError, WorkspaceOwner
 from attnplug_testing.measured import measured_twins
-from attnplug_vllm import choice
-from attnplug_vllm.choice import Refused, choose, graph_level, page_sizes, serving_specs
+from attnplug_vllm import selection
 from attnplug_vllm.host import fit
+from attnplug_vllm.selection import Refused, choose, graph_level, page_sizes, serving_specs
+from attnplug_vllm.settings import OPTION
 from attnplug_vllm.specs import (
     Machine,
-    cache_type,
+    cache_dtype,
     context_of,
     has_exact_lengths,
     layer_ids,
@@ -26,10 +26,9 @@ from attnplug_vllm.specs import (
     mla_layer,
     model_of,
     problem_of,
-    unsupported,
     verify_tokens,
 )
-from vllm_stage import config
+from vllm_stage import codes, config
 
 CPU, H200 = Machine("cpu"), Machine("cuda", 90)
 LAYER = mha_layer(0, heads=8, kv_heads=2, head_dim=64, scale=0.125)
@@ -38,22 +37,22 @@ SPECULATION = SimpleNamespace(num_speculative_tokens=2)
 
 @pytest.fixture(autouse=True)
 def _new_process(monkeypatch):
-    monkeypatch.setattr(choice, "other_version", list)
-    choice.forget()
+    monkeypatch.setattr(selection, "version_refusals", list)
+    selection.forget()
     yield
-    choice.forget()
+    selection.forget()
 
 
 def test_types_of_caches():
-    assert cache_type("auto", torch.bfloat16) is DType.BFLOAT16
-    assert cache_type("fp8", torch.bfloat16) is cache_type("fp8_e4m3", torch.float16) is DType.FLOAT8_E4M3
-    assert cache_type("float16", torch.bfloat16) is DType.FLOAT16
+    assert cache_dtype("auto", torch.bfloat16) is DType.BFLOAT16
+    assert cache_dtype("fp8", torch.bfloat16) is cache_dtype("fp8_e4m3", torch.float16) is DType.FLOAT8_E4M3
+    assert cache_dtype("float16", torch.bfloat16) is DType.FLOAT16
 
 
 @pytest.mark.parametrize("name", ["fp8_e5m2", "nvfp4", "int8_per_token_head"])
 def test_other_types_of_caches_are_refused_by_name(name):
-    with pytest.raises(UsageError, match=f"{name} is not supported by attnplug's bridge, only auto, "):
-        cache_type(name, torch.bfloat16)
+    with pytest.raises(UsageError, match=f"{name} .*auto, "):
+        cache_dtype(name, torch.bfloat16)
 
 
 def test_no_cap_is_zero_in_vllm():
@@ -155,10 +154,10 @@ def test_limits_are_the_schedulers():
     ],
 )
 def test_what_the_contract_lacks_is_refused_by_vllms_names(changes, words):
-    (reason,) = unsupported(config(**changes))
-    assert words in reason.message
-    with pytest.raises(Refused, match=re.escape(words)):
+    with pytest.raises(Refused) as raised:
         choose(config(**changes), model_of(config(), [LAYER]), "auto", CPU)
+    (reason,) = raised.value.refusals
+    assert reason.code == RefusalCode.FEATURE and words in reason.value
 
 
 def test_a_choice_is_refused_with_every_reason_in_vllms_words():
@@ -166,10 +165,9 @@ def test_a_choice_is_refused_with_every_reason_in_vllms_words():
     odd = mha_layer(0, heads=8, kv_heads=2, head_dim=40, scale=0.125)
     with pytest.raises(Refused) as raised:
         choose(asked, model_of(asked, [odd]), "fp8", H200)
-    told = str(raised.value)
-    assert "dtype float32 is not supported" in told and "(change --dtype)" in told
-    assert "KV dtype float8_e4m3fn is not supported" in told and "(change --kv-cache-dtype)" in told
-    assert "head dims (qk, v) (40, 40)" in told and "(change --additional-config.attnplug.backend)" in told
+    assert codes(raised.value, "flashattention") >= {RefusalCode.DTYPE, RefusalCode.KV_DTYPE, RefusalCode.HEAD_DIM}
+    message = str(raised.value)
+    assert all(f"change {name})" in message for name in ("--dtype", "--kv-cache-dtype", f"{OPTION}.backend"))
 
 
 def test_drafts_are_vllms_but_checking_them_is_ours():
@@ -178,14 +176,16 @@ def test_drafts_are_vllms_but_checking_them_is_ours():
         speculative_config=SimpleNamespace(num_speculative_tokens=64),
         scheduler_config__async_scheduling=False,
     )
-    with pytest.raises(Refused, match="65 speculative tokens are asked for, it takes 64"):
+    with pytest.raises(Refused) as raised:
         choose(asked, model_of(asked, [LAYER]), "auto", CPU)
+    assert RefusalCode.SPECULATION in codes(raised.value, "torch_native")
 
 
 def test_a_backend_that_needs_lengths_is_refused_where_vllm_has_bounds():
     asked = config({"attnplug": {"backend": "torch_native"}}, speculative_config=SPECULATION)
-    with pytest.raises(Refused, match=r"upper bounds only \(change --no-async-scheduling\)"):
+    with pytest.raises(Refused, match="change --no-async-scheduling") as raised:
         choose(asked, model_of(asked, [LAYER]), "auto", CPU)
+    assert codes(raised.value, "torch_native") == {RefusalCode.LENGTHS}
 
 
 def test_what_another_engine_had_chosen_is_forgotten():
@@ -194,21 +194,21 @@ def test_what_another_engine_had_chosen_is_forgotten():
     choose(first, model_of(first, [LAYER]), "auto", CPU)
     draft = config({"attnplug": {"backend": "torch_native"}}, compilation_config=first.compilation_config)
     choose(draft, model_of(draft, [replace(LAYER, num_kv_heads=1)]), "auto", CPU)
-    assert len(choice.remembered()) == 2
+    assert len(selection.remembered()) == 2
     chosen = choose(second, model_of(second, [LAYER]), "auto", CPU)
-    assert choice.remembered() == (chosen,)
+    assert selection.remembered() == (chosen,)
 
 
 def test_what_was_chosen_is_remembered_for_questions_without_a_configuration():
-    assert page_sizes().kernel is None and not choice.remembered()
+    assert page_sizes().kernel is None and not selection.remembered()
     chosen = choose(config(), model_of(config(), [LAYER]), "auto", CPU)
-    assert choice.remembered() == (chosen,)
+    assert selection.remembered() == (chosen,)
 
 
 def test_auto_takes_the_backend_that_was_measured_the_fastest(monkeypatch, tmp_path):
     """MHA and GQA have one for all batches."""
     twins = measured_twins(monkeypatch, tmp_path, LAYER, DType.FLOAT32)
-    monkeypatch.setattr(choice, "registry", lambda: twins)
+    monkeypatch.setattr(selection, "registry", lambda: twins)
     chosen = choose(config(), model_of(config(), [LAYER]), "auto", CPU)
     assert [backend.spec.name for backend in chosen.serving(Role.DECODE)] == ["beta"]
 
@@ -221,7 +221,7 @@ def twins_by_batch(monkeypatch, tmp_path, **alpha):
     twins = dict(measured_twins(monkeypatch, tmp_path, MLA_LAYER, DType.FLOAT32).backends)
     spec = twins["alpha"].spec
     twins["alpha"] = replace(twins["alpha"], spec=replace(spec, capabilities=replace(spec.capabilities, **alpha)))
-    monkeypatch.setattr(choice, "registry", lambda: Registry(twins))
+    monkeypatch.setattr(selection, "registry", lambda: Registry(twins))
     return choose(config(), model_of(config(), [MLA_LAYER]), "auto", CPU)
 
 
@@ -251,7 +251,7 @@ def test_graphs_are_those_that_all_can_that_decode_by_batch(monkeypatch, tmp_pat
 
 
 def test_settings_that_cannot_be_read_are_refused_when_layers_are_made():
-    with pytest.raises(Refused, match="has no key 'x'"):
+    with pytest.raises(Refused, match="'x'"):
         choose(config({"attnplug": {"x": 1}}), model_of(config(), [LAYER]), "auto", CPU)
 
 
@@ -282,8 +282,9 @@ def test_a_level_that_a_backend_declares_and_refuses_here_is_not_claimed():
 
 def test_blocks_that_the_bridge_cannot_carry_are_refused_when_layers_are_made():
     asked = config(cache_config__user_specified_block_size=True, cache_config__block_size=24)
-    with pytest.raises(Refused, match=r"only multiples of 16 \(change --block-size\)"):
+    with pytest.raises(Refused) as raised:
         choose(asked, model_of(asked, [LAYER]), "auto", CPU)
+    assert [(reason.code, reason.value) for reason in raised.value.refusals] == [(RefusalCode.PAGE_SIZE, 24)]
 
 
 def test_an_mla_layer_has_its_latent_whole():

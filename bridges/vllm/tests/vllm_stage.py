@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnplug.host import SelectionError
+
 NULL_BLOCK = 0
 
 
@@ -141,3 +143,11 @@ def caches(layout: str, *, layers: int, blocks: int, heads: int, block_size: int
 def layer(cache: Tensor) -> SimpleNamespace:
     """A layer of vLLM's that has its cache."""
     return SimpleNamespace(kv_cache=cache, _k_scale_float=1.0, _v_scale_float=1.0)
+
+
+def codes(error: BaseException, backend: str) -> set[str]:
+    """Codes of the refusals of one backend, from the selection that failed."""
+    failed = getattr(error, "error", None) or error.__cause__
+    assert isinstance(failed, SelectionError)
+    candidates = (candidate for choice in failed.selection.choices.values() for candidate in choice.candidates)
+    return {reason.code for each in candidates if each.backend.spec.name == backend for reason in each.refusals}

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import pytest
 
 import attnplug_vllm
-from attnplug_vllm import choice
+from attnplug_vllm import selection
 
 OURS = ("mha", "mla")
 Metadata = TypeVar("Metadata")
@@ -180,11 +180,11 @@ def vllm() -> Iterator[SimpleNamespace]:
                 if path not in sys.modules:
                     patch.setitem(sys.modules, path, ModuleType(path))
             vars(sys.modules[name]).update(members)
-        choice.forget()
+        selection.forget()
         try:
             yield SimpleNamespace(**{name: import_module(f"attnplug_vllm.{name}") for name in OURS})
         finally:
-            choice.forget()
+            selection.forget()
             for name in OURS:
                 sys.modules.pop(f"attnplug_vllm.{name}", None)
                 vars(attnplug_vllm).pop(name, None)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from attnplug.contract.backend import LinearBackend as LinearBackend
     from attnplug.contract.backend import LinearHooks as LinearHooks
     from attnplug.contract.backend import RaggedAttention as RaggedAttention
+    from attnplug.contract.backend import bind_optional_hook as bind_optional_hook
     from attnplug.contract.backend import optional_hooks as optional_hooks
     from attnplug.contract.batch import BatchPlan as BatchPlan
     from attnplug.contract.batch import apply_skip_attn_backend_init as apply_skip_attn_backend_init
@@ -161,6 +162,7 @@ _MODULES = {
         "LinearBackend",
         "LinearHooks",
         "RaggedAttention",
+        "bind_optional_hook",
         "optional_hooks",
     ),
     "contract.batch": ("BatchPlan", "apply_skip_attn_backend_init"),

@@ -1,1 +1,1 @@
-"""attnplug's backends inside SGLang. See ``attnplug_sglang.plugin``."""
+"""SGLang bridge: runs every installed attnplug backend inside SGLang. The entry point is ``attnplug_sglang.plugin``."""

@@ -1,4 +1,4 @@
-"""The attention backend that SGLang sees: one of ours over SGLang's caches."""
+"""SGLang's attention backend class over attnplug backends and SGLang's own caches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from attnplug import BackendError, ForwardExtras, ForwardMode, PlanError
 from attnplug.host import HookError, ModelAttention
+from attnplug_sglang.kv_pools import PageTable
 from attnplug_sglang.layers import Layers
-from attnplug_sglang.memory import PageTable
-from attnplug_sglang.prefill import RaggedPrefill
-from attnplug_sglang.steps import CapturedSteps, Group, Step, eager_step, mode_of
+from attnplug_sglang.mla_prefill import RaggedPrefill
+from attnplug_sglang.planning import CapturedSteps, Group, Step, eager_step, mode_of
 
 
 class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not typed
-    """SGLang's protocol over ``ModelAttention``, one for each KV group.
+    """Implements SGLang's protocol with one ``ModelAttention`` per KV group.
 
-    SGLang plans by ``init_forward_metadata*`` and then runs layers, so what was planned last is kept here, as in every
-    backend of SGLang's. Batches that are in flight at the same time have backends of their own there. ``forward``
-    checks the mode and the rows of the plan, and refuses another batch's (B5).
+    SGLang plans with ``init_forward_metadata*`` and then runs layers, so the last plan is kept here, as in SGLang's own
+    backends. Batches in flight at the same time have backend objects of their own. ``forward_*`` check the plan's mode
+    and rows and refuse the plan of another batch (B5).
     """
 
     extend_dummy_seqs_capped_by_req_pool = True
@@ -47,7 +47,7 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
 
     @property
     def attention(self) -> tuple[ModelAttention, ...]:
-        """Our side, one for each KV group."""
+        """Attention of each KV group."""
         return tuple(group.attention for group in self._groups)
 
     # Planning
@@ -58,19 +58,19 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         self.forward_metadata = None if idle else eager_step(forward_batch, self._groups, self.max_context_len)
 
     def init_mha_chunk_metadata(self, forward_batch: Any, disable_flashinfer_ragged: bool = False) -> None:
-        """Plan the calls of an MLA prefill as MHA, before its first layer (C2)."""
+        """Plan the calls of an MLA prefill that runs as MHA, before its first layer (C2)."""
         if self._ragged is not None:
             self._ragged.plan(forward_batch, self._step(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what graphs hold the addresses of. A second call may ask for no more than the first."""
-        held = self._captured
-        if held is None:
+        """Allocate the static tensors of captured graphs. A second call may not request more than the first."""
+        captured = self._captured
+        if captured is None:
             self._captured = CapturedSteps(self._groups, max_bs, max_num_tokens, self.max_context_len)
-        elif max_bs > held.max_requests or max_num_tokens > held.max_rows:
+        elif max_bs > captured.max_requests or max_num_tokens > captured.max_rows:
             raise BackendError(
-                f"memory for graphs of {held.max_requests} requests and {held.max_rows} rows is in use; it cannot grow "
-                f"to {max_bs} and {max_num_tokens}"
+                f"graph memory for {captured.max_requests} requests and {captured.max_rows} rows is in use; it cannot "
+                f"grow to {max_bs} and {max_num_tokens}"
             )
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -81,16 +81,16 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         self.forward_metadata = plan(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """The part of planning that is captured. It comes first inside the graph."""
+        """Run the captured part of planning, first inside the graph."""
         if self._captured is not None and self.forward_metadata is not None:
             self._captured.refill(self.forward_metadata, forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of padded requests. SGLang expects 1 or more; their pages are page 0, which no request has."""
-        return max(1, *(_padding(group.attention) for group in self._groups))
+        """Length of padded requests: at least 1, as SGLang expects. Their page is page 0, which no request uses."""
+        return max(1, *(_padding_length(group.attention) for group in self._groups))
 
     def support_triton(self) -> bool:
-        """Whether SGLang may prepare batches by Triton kernels."""
+        """Return True if SGLang may prepare batches with Triton kernels."""
         return torch.device(self.device).type == "cuda"
 
     # Layers
@@ -119,11 +119,11 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
     ) -> Tensor | tuple[Tensor, Tensor]:
         if self._ragged is None or not self._layers.runs_as_mha(layer):
             return self._attend(q, k, v, layer, forward_batch, save_kv_cache, extras)
-        self._no_more(extras, ())
+        self._check_extras(extras, ())
         step, spec = self._step(forward_batch), self._layers.spec(layer)
         assert k is not None and v is not None
         if save_kv_cache:
-            raise BackendError(f"layer {spec.layer_id} runs as MHA, and its keys and values are not what is cached")
+            raise BackendError(f"layer {spec.layer_id} runs as MHA: its k and v cannot be saved to the latent cache")
         q = q.view(-1, spec.num_heads, spec.head_dim)
         out, lse = self._ragged.attend(q, k, v, spec, forward_batch, step)
         return out.flatten(1) if lse is None else (out, lse)
@@ -138,17 +138,17 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         save_kv_cache: bool,
         extras: dict[str, Any],
     ) -> Tensor:
-        self._no_more(extras, ("sinks",))
+        self._check_extras(extras, ("sinks",))
         step, spec = self._step(forward_batch), self._layers.spec(layer)
         number = self._group_of[spec.layer_id]
         if self.token_to_kv_pool.layer_transfer_counter is not None:
-            self.token_to_kv_pool.get_key_buffer(spec.layer_id)  # waits until the host cache has loaded this layer
+            self.token_to_kv_pool.get_key_buffer(spec.layer_id)  # waits for the hierarchical cache to load the layer
         sinks = extras.get("sinks")
         if (sinks is not None) != spec.sinks:
             raise BackendError(
-                f"layer {spec.layer_id} {'gives' if sinks is not None else 'does not give'} sink logits, and its "
-                f"backend was chosen for a layer {'with' if spec.sinks else 'without'} them; choose a backend of "
-                "SGLang's"
+                f"layer {spec.layer_id} {'passes' if sinks is not None else 'does not pass'} sink logits, but its "
+                f"backend was selected for a layer {'with' if spec.sinks else 'without'} them; use one of SGLang's "
+                "own backends"
             )
         out = self._groups[number].attention.attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -169,15 +169,15 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         return step
 
     @staticmethod
-    def _no_more(extras: dict[str, Any], known: tuple[str, ...]) -> None:
-        """Refuse what a model gives beyond q, k and v and what we honour: nothing is dropped silently."""
-        more = sorted(name for name, value in extras.items() if value is not None and name not in known)
-        if more:
-            raise BackendError(f"the model gives attention {', '.join(more)}, which attnplug does not take")
+    def _check_extras(extras: dict[str, Any], known: tuple[str, ...]) -> None:
+        """Raise for arguments other than q, k, v and ``known``: nothing is dropped silently."""
+        unknown = sorted(name for name, value in extras.items() if value is not None and name not in known)
+        if unknown:
+            raise BackendError(f"the model passes {', '.join(unknown)} to attention, which attnplug does not support")
 
 
-def _padding(attention: ModelAttention) -> int:
+def _padding_length(attention: ModelAttention) -> int:
     try:
         return attention.padding_length()
-    except (BackendError, HookError):  # a backend that is never captured has no such length
+    except (BackendError, HookError):  # a backend without graphs has no padding length
         return 0

@@ -1,4 +1,4 @@
-"""From SGLang's model runner to a backend of ours over its caches."""
+"""Builds attnplug backends from SGLang's model runner, over its caches."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from attnplug.host import (
     load_registry,
 )
 from attnplug_sglang.backend import AttnplugBackend
-from attnplug_sglang.choice import choose, decode_graphs, insist, resolved, served_roles
-from attnplug_sglang.host import render
+from attnplug_sglang.host import Refused, render
+from attnplug_sglang.kv_pools import PageTable, kv_dtype, kv_groups, pools_over
 from attnplug_sglang.layers import Layers, with_sinks
-from attnplug_sglang.memory import PageTable, kv_dtype, kv_groups, pools_over
-from attnplug_sglang.prefill import extend_path
+from attnplug_sglang.mla_prefill import extend_path
+from attnplug_sglang.selection import choose, decode_graphs, raise_if_unsupported, resolved, served_roles
 
 logger = logging.getLogger(__name__)
 
 
 def build(name: str, runner: Any) -> AttnplugBackend:
-    """What SGLang's registry calls for ``attnplug:NAME``. A refusal is a ValueError with every reason."""
+    """Build the backend ``attnplug:NAME`` for SGLang's registry. Raises :class:`Refused` with every reason."""
     try:
         return _build(name, runner)
     except AttnplugError as error:
-        raise ValueError(f"{name}: {error.told(render)}") from error
+        raise Refused(f"{name}: {error.told(render)}", error=error) from error
 
 
 def _build(name: str, runner: Any) -> AttnplugBackend:
     arguments = resolved(runner.server_args)
     if runner.is_draft_worker:
         raise BackendError(
-            "it cannot run drafts: SGLang's draft workers know only its own backends; give "
+            "it cannot run drafts: SGLang's draft workers support only its own backends; give "
             "`draft_attention_backend`, such as triton",
             settings=["draft_attention_backend"],
         )
-    insist(arguments, name)
+    raise_if_unsupported(arguments, name)
     layers, model = _model(runner)
     roles = served_roles(name, runner.prefill_attention_backend_str, runner.decode_attention_backend_str)
     problem = _problem(runner, model)
@@ -57,7 +57,7 @@ def _build(name: str, runner: Any) -> AttnplugBackend:
         roles,
         problem,
         verify=Role(arguments.speculative_attention_mode),
-        graphs=problem.device == "cuda" and decode_graphs(arguments.cuda_graph_config, _disabled(arguments)),
+        graphs=problem.device == "cuda" and decode_graphs(arguments.cuda_graph_config, _graphs_disabled(arguments)),
     )
     groups = []
     workspace = WorkspaceOwner()
@@ -71,12 +71,12 @@ def _build(name: str, runner: Any) -> AttnplugBackend:
     backend = AttnplugBackend(runner, layers, groups)
     if runner.use_mla_backend:
         _register_prefill(name, backend)
-    logger.info("%s: %s", name, _told(selection))
+    logger.info("%s: %s", name, _summary(selection))
     return backend
 
 
 def _model(runner: Any) -> tuple[Layers, ModelSpec]:
-    """The attention layers as this rank has them: read off the loaded model, so that heads are the rank's own."""
+    """Attention layers of this rank, read from the loaded model: their heads are the rank's own."""
     config, model = runner.model_config, runner.model
     modules = [module for module in model.modules() if isinstance(module, RadixAttention)]
     dims, v_head_dim = None, 0
@@ -86,8 +86,8 @@ def _model(runner: Any) -> tuple[Layers, ModelSpec]:
     layers = Layers(modules, dims, v_head_dim, with_sinks(model.named_modules(), RadixAttention))
     if not layers.specs:
         raise BackendError(f"{type(model).__name__} has no attention layer that SGLang's backends serve")
-    whole, own = config.num_attention_heads, layers.specs[0].num_heads
-    ranks = whole // own if own and whole % own == 0 else 1
+    total, own = config.num_attention_heads, layers.specs[0].num_heads
+    ranks = total // own if own and total % own == 0 else 1
     kind = getattr(config.hf_config, "model_type", type(model).__name__)
     spec = ModelSpec(kind, kind, layers.specs, config.context_len, str(runner.dtype).removeprefix("torch."), ranks)
     return layers, spec
@@ -112,12 +112,12 @@ def _problem(runner: Any, model: ModelSpec) -> Problem:
     )
 
 
-def _disabled(arguments: Any) -> bool:
+def _graphs_disabled(arguments: Any) -> bool:
     return bool(getattr(arguments, "disable_cuda_graph", False))
 
 
 def _scales(runner: Any) -> dict[int, tuple[float, float]]:
-    """fp8 scales that a checkpoint brought, by layer."""
+    """fp8 scales from the checkpoint, by layer id."""
     if runner.kv_cache_dtype is not torch.float8_e4m3fn:
         return {}
     modules = (module for module in runner.model.modules() if isinstance(module, RadixAttention))
@@ -155,7 +155,7 @@ def _context(runner: Any, model: ModelSpec, pools: Any, workspace: WorkspaceOwne
 
 
 def _register_prefill(name: str, backend: AttnplugBackend) -> None:
-    """Tell SGLang's MLA models how a batch extends: by our claims and its thresholds, not by a name (C1)."""
+    """Register how SGLang's MLA models run an extend: by the backend's claims and SGLang's thresholds (C1)."""
     from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
@@ -174,7 +174,7 @@ def _register_prefill(name: str, backend: AttnplugBackend) -> None:
     handlers.AttentionBackendRegistry.register(name, handle)
 
 
-def _told(selection: Selection) -> str:
+def _summary(selection: Selection) -> str:
     return ", ".join(
         f"{role} by {choice.chosen_name} ({choice.why(render)})" for role, choice in selection.choices.items()
     )

@@ -1,4 +1,4 @@
-"""SGLang's words for ours: names, option names, versions, and what it fixes or lacks. Imports neither it nor torch."""
+"""Host description of SGLang: option names, supported versions, fixed properties. Imports neither SGLang nor torch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from attnplug import CacheLayout, Feature, GraphLevel, Problem, Refusal, RefusalCode, Setting
-from attnplug.host import HostSpec, split_settings
+from attnplug.host import AttnplugError, HostSpec, split_settings
 
 PREFIX = "attnplug:"
-"""What the names of our backends start with in SGLang's options."""
+"""Prefix of attnplug's backends in SGLang's options."""
 AUTO = "auto"
 OPTIONS = "ATTNPLUG_OPTIONS"
-"""The environment variable with options of backends: ``NAME.KEY=VALUE``, several separated by spaces.
+"""Environment variable with backend options: ``NAME.KEY=VALUE``, separated by spaces.
 
-SGLang has no free-form option that reaches an attention backend. Its own kernels are set by environment variables too,
-and every process of a server inherits them.
+SGLang has no free-form option that reaches an attention backend. Its own kernels use environment variables too, and
+every process of a server inherits them.
 """
 DEFAULT_PAGE_SIZE = 1
-"""SGLang's own, where ``--page-size`` is left out."""
+"""SGLang's default of ``--page-size``."""
 
 _OPTIONS: Mapping[str, str] = {
     Setting.ATTENTION_BACKEND: "--attention-backend",
@@ -43,21 +43,21 @@ _OPTIONS: Mapping[str, str] = {
 
 
 def render(key: str) -> str | None:
-    """A setting as SGLang's users write it; ``None`` if they cannot set it."""
+    """SGLang's name for a setting; ``None`` if it has none."""
     name, dot, _ = key.partition(".")
     return f"{key} in {OPTIONS}" if dot and name else _OPTIONS.get(key)
 
 
 def given_options(environment: Mapping[str, str] | None = None) -> dict[str, dict[str, str]]:
-    """Options by backend. Raises UsageError if the variable cannot be read."""
+    """Options by backend. Raises :class:`UsageError` if the variable is malformed."""
     return split_settings((os.environ if environment is None else environment).get(OPTIONS, "").split())
 
 
 def fit(problem: Problem) -> Problem:
-    """The problem as SGLang poses it.
+    """Adapt a problem to SGLang.
 
-    Its caches lie token by token, and it captures decode, and the verification of drafts. Lengths on the CPU are upper
-    bounds while it speculates. Linear layers, and drafts, are served by SGLang's own backends.
+    Its caches are token-major, and it captures decode and the verification of drafts. With speculation, lengths on the
+    CPU are upper bounds. Linear layers and drafts run on SGLang's own backends.
     """
     speculates, model = problem.speculative_tokens > 0, problem.model
     level = GraphLevel.NEVER
@@ -78,7 +78,7 @@ def fit(problem: Problem) -> Problem:
 
 
 def refuse(problem: Problem) -> Sequence[Refusal]:
-    """What SGLang, or this bridge, cannot carry of a model."""
+    """Refusals that hold for every backend."""
     model = problem.model
     if model is not None and model.is_sparse:
         message = "sparse attention runs on SGLang's own backends only: its indexer asks them for what they planned"
@@ -100,9 +100,20 @@ HOST = HostSpec(
 )
 
 
-def refuse_version(name: str) -> None:
-    """Raise a ValueError for ``name`` if SGLang's version is outside the range."""
+class Refused(ValueError):
+    """A backend that cannot serve, with every reason in SGLang's option names.
+
+    ``refusals`` are the bridge's own reasons; ``error`` is attnplug's error, if one is the cause.
+    """
+
+    def __init__(self, message: str, refusals: Sequence[Refusal] = (), error: AttnplugError | None = None) -> None:
+        super().__init__(message)
+        self.refusals, self.error = tuple(refusals), error
+
+
+def check_version(name: str) -> None:
+    """Raise :class:`Refused` for ``name`` if SGLang's version is not supported."""
     found = HOST.installed()
     refusal = None if found is None else HOST.version_refusal(found)
     if refusal is not None:
-        raise ValueError(f"{name}: {refusal.told(render)}")
+        raise Refused(f"{name}: {refusal.told(render)}", [refusal])

@@ -1,4 +1,4 @@
-"""SGLang's attention modules as ``LayerSpec``s, and what of them the contract lacks."""
+"""Conversion of SGLang's attention modules to ``LayerSpec``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from attnplug.host import MLADims
 
 
 class Layers:
-    """The attention modules of one model on this rank, each with its spec. All heads are the rank's own."""
+    """Attention modules of a model on this rank with their specs. Head counts are those of the rank."""
 
     def __init__(self, modules: Iterable[Any], mla: MLADims | None, v_head_dim: int, sinks: Iterable[int] = ()) -> None:
-        """``sinks`` are the ids of layers that pass sink logits. ``v_head_dim`` is that of MLA's values."""
+        """``sinks``: ids of layers that pass sink logits. ``v_head_dim``: of MLA's up-projected values.
+
+        Raises :class:`BackendError` for modules that the contract cannot describe.
+        """
         self._mla, self._v_head_dim, self._sinks = mla, v_head_dim, frozenset(sinks)
         self._specs: dict[Any, LayerSpec] = {}
         self._as_mha = set[Any]()
         by_id: dict[int, LayerSpec] = {}
         for module in modules:
-            if problems := list(unsupported(module)):
-                raise BackendError(f"layer {module.layer_id} {', and '.join(problems)}; choose a backend of SGLang's")
+            if reasons := list(unsupported(module)):
+                raise BackendError(
+                    f"layer {module.layer_id} {', and '.join(reasons)}; use one of SGLang's own backends"
+                )
             if mla is not None and not self._absorbed(module, mla):
                 self._as_mha.add(module)
                 continue
@@ -28,7 +33,7 @@ class Layers:
             if by_id.setdefault(spec.layer_id, spec) != spec:
                 raise BackendError(
                     f"layer {spec.layer_id} has two kinds of attention over one cache, {by_id[spec.layer_id]} and "
-                    f"{spec}, which attnplug cannot describe; choose a backend of SGLang's"
+                    f"{spec}, which attnplug cannot describe; use one of SGLang's own backends"
                 )
         for module in self._as_mha:
             if module.layer_id not in by_id:
@@ -37,7 +42,7 @@ class Layers:
         self.specs = tuple(by_id[layer_id] for layer_id in sorted(by_id))
 
     def _absorbed(self, module: Any, mla: MLADims) -> bool:
-        """Whether a module of an MLA layer runs in latent space; the other one runs the same layer as MHA."""
+        """Return True if a module of an MLA layer runs absorbed; its other module runs the same layer as MHA."""
         shape = (module.tp_k_head_num, module.head_dim, module.v_head_dim)
         return bool(shape == (1, mla.row_dim, mla.kv_lora_rank))
 
@@ -47,7 +52,7 @@ class Layers:
             "layer_id": module.layer_id,
             "num_heads": heads,
             "scale": float(module.scaling),
-            # SGLang counts the keys before a query, we count the query's own too.
+            # SGLang's window excludes the query's own key, attnplug's includes it.
             "sliding_window": None if module.sliding_window_size < 0 else module.sliding_window_size + 1,
             "logit_cap": float(module.logit_cap) or None,
             "sinks": module.layer_id in self._sinks,
@@ -71,21 +76,22 @@ class Layers:
         )
 
     def spec(self, module: Any) -> LayerSpec:
-        found = self._specs.get(module)
-        if found is None:
+        """Spec of a module. Raises :class:`BackendError` for a module of another model."""
+        spec = self._specs.get(module)
+        if spec is None:
             raise BackendError(
-                f"layer {module.layer_id} is not one of the model's that this backend was built for; its layers are "
-                f"{', '.join(str(spec.layer_id) for spec in self.specs)}"
+                f"layer {module.layer_id} does not belong to the model that this backend was built for; its layers are "
+                f"{', '.join(str(each.layer_id) for each in self.specs)}"
             )
-        return found
+        return spec
 
     def runs_as_mha(self, module: Any) -> bool:
-        """Whether this module runs an MLA layer as MHA, over rows at hand."""
+        """Return True if this module runs an MLA layer as MHA, over keys and values passed as arguments."""
         return module in self._as_mha
 
 
 def unsupported(module: Any) -> Iterator[str]:
-    """What a module needs that the contract lacks."""
+    """Reasons against a module: features that the contract lacks."""
     if module.is_cross_attention:
         yield "is cross attention, over an encoder's output"
     kind = getattr(module.attn_type, "value", module.attn_type)
@@ -102,7 +108,7 @@ def unsupported(module: Any) -> Iterator[str]:
 
 
 def with_sinks(named_modules: Iterable[tuple[str, Any]], attention: type[Any]) -> Iterator[int]:
-    """The ids of layers whose module has sink logits beside its attention, by the names that SGLang's models use."""
+    """Ids of layers with sink logits, recognized by the attribute names that SGLang's models use."""
     for _, module in named_modules:
         if any(getattr(module, name, None) is not None for name in _SINKS):
             yield from (child.layer_id for child in module.children() if isinstance(child, attention))

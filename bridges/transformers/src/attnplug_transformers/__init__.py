@@ -1,10 +1,10 @@
-"""attnplug's backends in transformers. Import it, then load a model with ``attn_implementation="attnplug:NAME"``."""
+"""transformers bridge. Import it, then load a model with ``attn_implementation="attnplug:NAME"``."""
 
 from __future__ import annotations
 
 from attnplug_transformers.cache import PagedCache
 from attnplug_transformers.errors import BridgeError
-from attnplug_transformers.names import check_version, continuous_batching, register, register_installed
+from attnplug_transformers.registration import check_version, continuous_batching, register, register_installed
 
 check_version()
 register_installed()

@@ -1,4 +1,4 @@
-"""The memory of ``PagedAttentionCache``, which transformers changed in 5.18: one reader for each form."""
+"""Access to the memory of transformers' ``PagedAttentionCache``, in the form of 5.17 and in that of 5.18 and later."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ KeysAndValues = Mapping[int, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one kind, which share page tables.
+    """Layers of one type, which share page tables.
 
-    Row i of the cache, as read and write indices count, is in page ``i // stride``, at ``i % stride``.
+    Row i of the cache, by transformers' read and write indices, is in page ``i // stride`` at offset ``i % stride``.
     """
 
     index: int
@@ -31,7 +31,7 @@ class LayerGroup:
 
     @classmethod
     def of(cls, cache: BlockCache, layer: int) -> LayerGroup:
-        """The group of a layer."""
+        """Return the group of a layer."""
         if hasattr(cache, "layer_to_allocator"):
             allocator = cache.layer_to_allocator[layer]
             return cls(
@@ -55,14 +55,14 @@ class LayerGroup:
         )
 
     def tensors(self, cache: BlockCache) -> KeysAndValues:
-        """The memory of the group's layers, for layers without a window."""
+        """Keys and values of the group's layers, for layers without a window."""
         if hasattr(cache, "layer_to_allocator"):
-            # One buffer, in which a block holds the keys and then the values of every layer of a kind.
+            # One buffer: a block holds the keys and then the values of every layer of the group.
             allocator = cache.layer_to_allocator[self.layers[0]]
             step = self.stride // self.page_size
             pairs = {index: allocator.get_cache_for_block_table(index) for index in self.layers}
             return {index: (keys[::step], values[::step]) for index, (keys, values) in pairs.items()}
-        # 5.17: a tensor of keys and one of values for each place in a group.
+        # 5.17: one tensor of keys and one of values for each position in a group.
         places = {index: cache.layer_index_to_group_indices[index][1] for index in self.layers}
         pages = -1, self.page_size
         return {
@@ -74,9 +74,9 @@ class LayerGroup:
 def read_gathered(
     cache: BlockCache, key: Tensor, value: Tensor, layer: int, others: Mapping[str, object]
 ) -> tuple[Tensor, Tensor]:
-    """Let transformers write new rows and read those of all requests, as ``[rows, kv_heads, dim]``."""
+    """Have transformers write the new rows and gather the rows of all requests as ``[rows, kv_heads, dim]``."""
     if "kwargs" in inspect.signature(cache.update).parameters:
-        given = dict(others)  # it changes some
+        given = dict(others)  # update() modifies it
         keys, values = cache.update(key, value, layer, given)
         return keys[0].transpose(0, 1), values[0].transpose(0, 1)
     keys, values = cache.update(key, value, layer, others["read_index"], others["write_index"])

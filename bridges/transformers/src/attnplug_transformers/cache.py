@@ -1,4 +1,4 @@
-"""A cache of our own for ``generate``: keys and values are written to a backend's pages, and never copied again."""
+"""``PagedCache`` for ``generate``: keys and values are written to a backend's pages and never copied again."""
 
 from __future__ import annotations
 
@@ -14,57 +14,59 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from attnplug import LayerSpec
 from attnplug.host import BackendRequest, Limits
 from attnplug_transformers.errors import BridgeError
-from attnplug_transformers.pages import Pages, grown, within
-from attnplug_transformers.steps import Step
+from attnplug_transformers.pages import Pages, fits, grown_limits
+from attnplug_transformers.step import Step
 
-_KINDS = ("full_attention", "sliding_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class PagedCache(Cache):
-    """Pass it as ``past_key_values`` to ``generate`` of a model with ``attn_implementation="attnplug:NAME"``.
+    """KV cache in pages, for a model with ``attn_implementation="attnplug:NAME"``. It grows as needed.
 
-    It grows as it is filled. Layers with a window keep every row, too.
+    Layers with a window also keep every row. Example::
+
+        model.generate(**inputs, past_key_values=PagedCache(model.config))
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         given: Any = config
         text = given.get_text_config(decoder=True)
-        kinds = list(getattr(text, "layer_types", None) or [_KINDS[0]] * text.num_hidden_layers)
-        others = sorted(set(kinds) - set(_KINDS))
+        kinds = list(getattr(text, "layer_types", None) or [_LAYER_TYPES[0]] * text.num_hidden_layers)
+        others = sorted(set(kinds) - set(_LAYER_TYPES))
         if others:
             raise BridgeError(
-                f"PagedCache holds keys and values, and the model has layers of type {', '.join(others)}; leave "
+                f"PagedCache holds keys and values, but the model has layers of type {', '.join(others)}; leave "
                 "past_key_values out, and transformers makes a cache for it"
             )
         if getattr(text, "kv_lora_rank", None) is not None:
             raise BridgeError(
-                f"PagedCache holds keys and values, and the model caches latent rows of {text.kv_lora_rank}, which it "
+                f"PagedCache holds keys and values, but the model caches latent rows of {text.kv_lora_rank}, which it "
                 "expands before attention; leave past_key_values out, and transformers makes a cache for it"
             )
         layers = [PagedLayer(self, index) for index in range(len(kinds))]
         super().__init__(layers=list(layers))
-        self._same = [[other for other, kind in enumerate(kinds) if kind == own] for own in kinds]
+        self._same_type = [[other for other, kind in enumerate(kinds) if kind == own] for own in kinds]
         self._pages: dict[LayerSpec, Pages] = {}
         self._request: BackendRequest | None = None
         self._step: Step | None = None
         self._valid: Tensor | None = None
 
     def pages(self, index: int, request: BackendRequest, layer: LayerSpec, like: Tensor, step: Step) -> Pages:
-        """The pages of a layer, for a step."""
+        """Pages of a layer, large enough for a step. Raises :class:`BridgeError` for another backend request."""
         if self._request not in (None, request):
             raise BridgeError(
-                f"this PagedCache was filled with {self._request}, and is read with {request} now; a cache belongs to "
+                f"this PagedCache was filled with {self._request} and is now read with {request}; a cache belongs to "
                 "one attn_implementation"
             )
         self._request = request
-        self._follow(step)
+        self._check_padding(step)
         found, limits = self._pages.get(layer), step.limits
-        if found is None or not within(limits, found.limits):
+        if found is None or not fits(limits, found.limits):
             found = self._pages[layer] = self._grown(index, request, layer, like, limits, found)
         return found
 
-    def _follow(self, step: Step) -> None:
-        """Refuse a step whose padding among older tokens is not what it was: padding has no rows in the pages."""
+    def _check_padding(self, step: Step) -> None:
+        """Raise if the padding among older tokens has changed: padding has no rows in the pages."""
         if step is self._step:
             return
         assert isinstance(step.start, int)
@@ -72,23 +74,23 @@ class PagedCache(Cache):
         same = before is now if before is None or now is None else torch.equal(before, now)
         if not same:
             raise BridgeError(
-                "attention_mask says otherwise of tokens that are in this PagedCache already; padding is not kept, so "
-                "it cannot change. Pass the same mask again, with 1 for each new token"
+                "attention_mask differs for tokens that are already in this PagedCache; padding is not stored, so it "
+                "cannot change. Pass the same mask again, with 1 for each new token"
             )
         self._step, self._valid = step, step.valid
 
     def _grown(
         self, index: int, request: BackendRequest, layer: LayerSpec, like: Tensor, limits: Limits, old: Pages | None
     ) -> Pages:
-        layers = {other: replace(layer, layer_id=other) for other in self._same[index]}
-        made = Pages.make(request, layers, like, grown(limits, None if old is None else old.limits))
+        layers = {other: replace(layer, layer_id=other) for other in self._same_type[index]}
+        made = Pages.make(request, layers, like, grown_limits(limits, None if old is None else old.limits))
         if old is not None:
             for source, target in zip(old.rows(), made.rows(), strict=True):
                 target[: source.shape[0], : source.shape[1]] = source
         return made
 
     def select(self, requests: Tensor) -> None:
-        """Give request i the rows of ``requests[i]``, in all layers."""
+        """Replace the rows of request i by those of ``requests[i]``, in all layers."""
         count = requests.numel()
         if self._valid is not None:
             self._valid = self._valid.index_select(0, requests.to(self._valid.device))
@@ -111,15 +113,15 @@ class PagedCache(Cache):
         self.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        held = max((layer.requests for layer in self._own_layers()), default=0)
-        self.select(torch.arange(held).repeat_interleave(repeats))
+        count = max((layer.requests for layer in self._own_layers()), default=0)
+        self.select(torch.arange(count).repeat_interleave(repeats))
 
     def _own_layers(self) -> Sequence[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """A layer's part of the cache: how many tokens it has seen. What it returns are the new tokens alone."""
+    """One layer of a ``PagedCache``. It counts tokens; ``update`` returns only the new keys and values."""
 
     is_sliding = False
     is_croppable = True
@@ -128,7 +130,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache, self._index = cache, index
         self._length = 0
-        self._waiting = False
+        self._unread = False
         self.requests = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -137,30 +139,30 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        if self._waiting:
+        if self._unread:
             raise BridgeError(
-                f"PagedCache was updated for layer {self._index} again, before attention read the last tokens; it is "
-                "for models with attn_implementation='attnplug:…' alone"
+                f"PagedCache was updated for layer {self._index} again before attention read the last tokens; it is "
+                "only for models with attn_implementation='attnplug:…'"
             )
         self.lazy_initialization(key_states, value_states)
-        self.requests, self._length, self._waiting = key_states.shape[0], self._length + key_states.shape[2], True
-        keys = key_states.view_as(key_states)  # an object of its own, which carries the way back to here
+        self.requests, self._length, self._unread = key_states.shape[0], self._length + key_states.shape[2], True
+        keys = key_states.view_as(key_states)  # a new object, so that the attribute below belongs to this call
         keys.attnplug_layer = self  # type: ignore[attr-defined]
         return keys, value_states
 
     def pages(
         self, module: torch.nn.Module, request: BackendRequest, layer: LayerSpec, like: Tensor, step: Step
     ) -> tuple[Pages, LayerSpec]:
-        """Where the layer that calls finds its rows, and what it is there."""
+        """Pages of the calling layer, and its spec in them. Raises :class:`BridgeError` for another layer's keys."""
         index = getattr(module, "layer_idx", None)
-        if index != self._index or not self._waiting or step.columns != self._length:
+        if index != self._index or not self._unread or step.columns != self._length:
             raise BridgeError(
                 f"{type(module).__name__} {index} was given the keys of layer {self._index}, or the same ones twice; "
                 "layers that share a cache are not supported"
             )
-        self._waiting = False
-        found = self._cache.pages(self._index, request, layer, like, step)
-        return found, found.layers[self._index]
+        self._unread = False
+        pages = self._cache.pages(self._index, request, layer, like, step)
+        return pages, pages.layers[self._index]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._length + query_length, 0
@@ -172,29 +174,27 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget as many of the last tokens as this negative number says."""
+        """Remove the last ``-tokens_to_remove`` tokens."""
         if tokens_to_remove > 0:
-            raise BridgeError(
-                f"crop({tokens_to_remove}) is not a number of tokens to remove; give it as a negative one"
-            )
+            raise BridgeError(f"crop({tokens_to_remove}): the number of tokens to remove must be negative")
         self._length = max(self._length + tokens_to_remove, 0)
 
     def reset(self) -> None:
-        self._length, self._waiting, self.requests = 0, False, 0
+        self._length, self._unread, self.requests = 0, False, 0
 
     def offload(self) -> None:
-        raise BridgeError("PagedCache stays where the backend reads it, and cannot be offloaded")
+        raise BridgeError("PagedCache stays on the backend's device and cannot be offloaded")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise BridgeError("the layers of a PagedCache are reordered together, by the cache")
 
 
 def _padding(valid: Tensor | None, columns: int) -> Tensor | None:
-    """The first columns of a mask; ``None`` if none of them is padding."""
+    """The first ``columns`` of a mask; ``None`` if they contain no padding."""
     return None if valid is None or bool(valid[:, :columns].all()) else valid[:, :columns]
 
 
-def held_by(keys: Tensor) -> PagedLayer | None:
-    """The layer of a PagedCache that returned these keys, if one did."""
-    found = getattr(keys, "attnplug_layer", None)
-    return found if isinstance(found, PagedLayer) else None
+def paged_layer_of(keys: Tensor) -> PagedLayer | None:
+    """Return the layer of a ``PagedCache`` that returned these keys, if any."""
+    layer = getattr(keys, "attnplug_layer", None)
+    return layer if isinstance(layer, PagedLayer) else None

@@ -1,4 +1,4 @@
-"""What the bridge refuses."""
+"""Errors of the bridge."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from attnplug.host import AttnplugError
 
 
 class BridgeError(AttnplugError):
-    """transformers asked for something that no backend can be given, or that the bridge cannot tell apart from it."""
+    """A call from transformers that the bridge or the selected backends do not support."""

@@ -1,7 +1,7 @@
-"""The mask function of our names: it makes no mask, it says which rows each request has.
+"""Mask function of ``attnplug:NAME``. Instead of a mask it returns a ``Step``, which describes each request's rows.
 
-transformers calls it once per forward pass and kind of layer (full, sliding), and gives its result to every layer of
-that kind. So the result is also where a step's plan is kept.
+transformers calls it once per forward pass and layer type (full, sliding) and passes the result to every layer of that
+type. The step therefore also keeps the plan.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function, sliding_window_overlay
 
 from attnplug_transformers.errors import BridgeError
-from attnplug_transformers.steps import Step
+from attnplug_transformers.step import Step
 
 MaskFunction = Callable[..., Any]
 
@@ -29,25 +29,27 @@ def step_mask(
     attention_mask: Tensor | Step | None = None,
     **others: object,
 ) -> Step:
-    """The step of one kind of layer. Column j of the keys is the position ``kv_offset + j``, and query i is
-    ``q_offset + i``. ``attention_mask`` ``[batch, positions]`` is false for padding."""
+    """Step of one layer type. Column j of the keys has position ``kv_offset + j``, query i has ``q_offset + i``.
+
+    ``attention_mask`` ``[batch, positions]`` is false for padding. Raises :class:`BridgeError` for other masks.
+    """
     window = mask_window(mask_function)
-    if isinstance(attention_mask, Step):  # made by ``generate`` before the model asks, for caches of a fixed size
+    if isinstance(attention_mask, Step):  # ``generate`` makes it in advance for static caches
         made = attention_mask
         if (made.batch, made.queries, made.columns, made.window) != (batch_size, q_length, kv_length, window):
             raise BridgeError(
-                f"the mask was prepared for a window of {made.window} and {made.columns} columns, and a layer needs "
-                f"{window} and {kv_length}; models that reuse one mask for several kinds of layers are not supported"
+                f"the mask was prepared for a window of {made.window} and {made.columns} columns, but a layer needs "
+                f"{window} and {kv_length}; models that reuse one mask for several layer types are not supported"
             )
         return made
-    start = q_offset - kv_offset  # a static cache counts in place: this is a tensor of its own
+    start = q_offset - kv_offset  # a new tensor: a static cache updates its counter in place
     if isinstance(start, Tensor) and start.device.type == "cpu":
         start = int(start)
     valid = None
     if attention_mask is not None:
         if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size:
             raise BridgeError(
-                f"attention_mask has shape {list(attention_mask.shape)}; a backend takes lengths and no mask, so give "
+                f"attention_mask has shape {list(attention_mask.shape)}; backends take lengths and no mask, so pass "
                 f"[{batch_size}, tokens] with 0 for padding"
             )
         valid = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -57,21 +59,21 @@ def step_mask(
 
 
 def mask_window(mask_function: MaskFunction) -> int | None:
-    """The window of a causal mask, ``None`` for one without. Any other mask is refused: a backend cannot honour it.
+    """Window of a causal mask; ``None`` if it has none. Raises :class:`BridgeError` for any other mask.
 
-    Masks are functions. A sliding window is the conjunction of two, and its size is in the closure of one of them.
+    Masks are functions. A sliding window is the conjunction of two, and the closure of one of them has its size.
     """
     if mask_function is causal_mask_function:
         return None
     parts = _closure(mask_function).get("mask_functions")
-    if _same(mask_function, _SLIDING) and isinstance(parts, tuple) and len(parts) == 2:
+    if _same_code(mask_function, _SLIDING) and isinstance(parts, tuple) and len(parts) == 2:
         window = _closure(parts[0]).get("sliding_window")
-        if _same(parts[0], _WINDOW) and parts[1] is causal_mask_function and isinstance(window, int):
+        if _same_code(parts[0], _WINDOW) and parts[1] is causal_mask_function and isinstance(window, int):
             return window
     raise BridgeError(
-        f"this mask is neither causal nor a causal sliding window, but {_described(mask_function)}; backends derive "
-        "what a token sees from lengths. Packed sequences, chunked, blockwise, prefix and bidirectional attention need "
-        "an attn_implementation of transformers, such as 'sdpa'"
+        f"this mask is neither causal nor a causal sliding window, but {_describe(mask_function)}; backends derive the "
+        "visible tokens from lengths. Packed sequences, chunked, blockwise, prefix and bidirectional attention need an "
+        "attn_implementation of transformers, such as 'sdpa'"
     )
 
 
@@ -83,16 +85,16 @@ def _closure(function: MaskFunction) -> dict[str, Any]:
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
-def _same(function: MaskFunction, other: MaskFunction) -> bool:
-    """Whether two closures are of one function."""
+def _same_code(function: MaskFunction, other: MaskFunction) -> bool:
+    """Return True if two closures come from one function."""
     return getattr(function, "__code__", None) is other.__code__
 
 
-def _described(function: MaskFunction) -> str:
-    """The names of the functions that a mask is made of."""
+def _describe(function: MaskFunction) -> str:
+    """Names of the functions that a mask consists of."""
     inner = _closure(function).get("mask_functions")
     if isinstance(inner, tuple):
-        return " and ".join(_described(part) for part in inner)
+        return " and ".join(_describe(part) for part in inner)
     return getattr(function, "__qualname__", repr(function)).partition(".")[0]
 
 

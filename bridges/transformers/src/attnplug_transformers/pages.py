@@ -1,4 +1,4 @@
-"""Pages of our own, and the backend that reads them."""
+"""Pages of the bridge, and the attention over them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from attnplug_transformers_host import HOST
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """Memory for the rows of some requests, and attention over it. ``table`` ``[requests, pages]`` int32 gives each
-    request pages of its own, which lie one after the other."""
+    """KV memory for a number of requests, and the attention over it. ``table`` ``[requests, pages]`` int32 gives each
+    request its own consecutive pages."""
 
     attention: ModelAttention
     pool: MHAPool
@@ -40,9 +40,9 @@ class Pages:
     limits: Limits
 
     @classmethod
-    @torch.inference_mode(False)  # they outlive this call, and memory of inference mode could not be written outside
+    @torch.inference_mode(False)  # inference tensors could not be written outside of inference mode
     def make(cls, request: BackendRequest, layers: Mapping[int, LayerSpec], like: Tensor, limits: Limits) -> Pages:
-        """Pages of some layers, with tensors like this one, for steps of up to these limits."""
+        """Allocate pages for layers, with the device and dtype of ``like``, for steps of up to ``limits``."""
         model = ModelSpec("transformers", "transformers", tuple(layers.values()), limits.max_context)
         problem = problem_of(model, like.device, like.dtype, None, CacheLayout.TOKEN_MAJOR)
         selection = choose(request, problem)
@@ -64,6 +64,7 @@ class Pages:
         return self.pool.page_size
 
     def planned(self, geometry: Geometry) -> ForwardBatch:
+        """Plan a batch over these pages."""
         return planned(self.attention, geometry)
 
     def rows(self) -> Iterator[Tensor]:
@@ -74,7 +75,7 @@ class Pages:
 
 
 def planned(attention: ModelAttention, geometry: Geometry) -> ForwardBatch:
-    """A batch with its plan. Only backends that plan on the host wait for exact lengths."""
+    """Plan a batch. Synchronizes with the device only for backends that need exact lengths on the host."""
     if attention.backend.claims.needs_cpu_seq_lens:
         geometry = geometry.measured()
     batch = ForwardBatch(geometry)
@@ -83,7 +84,7 @@ def planned(attention: ModelAttention, geometry: Geometry) -> ForwardBatch:
 
 
 def choose(request: BackendRequest, problem: Problem) -> Selection:
-    """The backends for a problem, or one message with every reason, in the words of transformers' users."""
+    """Select backends. Raises :class:`BridgeError` with every reason, in transformers' option names."""
     try:
         refusals = HOST.refuse(problem)
         if refusals:
@@ -97,7 +98,7 @@ def choose(request: BackendRequest, problem: Problem) -> Selection:
 def problem_of(
     model: ModelSpec, device: torch.device, dtype: torch.dtype, page_size: int | None, layout: CacheLayout
 ) -> Problem:
-    """What a backend has to serve, as it is at run time."""
+    """Problem of a model on a device."""
     sm = None
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -111,7 +112,7 @@ def problem_of(
 def attention_over(
     selection: Selection, model: ModelSpec, pool: MHAPool, device: torch.device, dtype: torch.dtype, limits: Limits
 ) -> ModelAttention:
-    """What was chosen, built over a pool."""
+    """Build the selected backends over a pool."""
     pools = KVPools(mha=pool)
     context = HostContext(
         model=model,
@@ -127,9 +128,9 @@ def attention_over(
 
 
 class PageStore(threading.local):
-    """The pages of one thread, by what they hold: layers of one shape share them, as they run one after the other.
+    """Pages of one thread, by layer shape, device and dtype. Layers of one shape share them, as they run in sequence.
 
-    A batch that needs more gets new ones, of twice the size.
+    A batch that exceeds them gets new ones of at least twice the size.
     """
 
     def __init__(self, request: BackendRequest) -> None:
@@ -137,32 +138,33 @@ class PageStore(threading.local):
         self._pages: dict[tuple[LayerSpec, torch.device, torch.dtype], Pages] = {}
 
     def pages(self, layer: LayerSpec, like: Tensor, limits: Limits) -> Pages:
-        """Pages for a layer with tensors like this one, for steps of up to these limits."""
+        """Pages for a layer, with the device and dtype of ``like``, for steps of up to ``limits``."""
         key = layer, like.device, like.dtype
-        found = self._pages.get(key)
-        if found is None or not within(limits, found.limits):
-            limits = grown(limits, None if found is None else found.limits)
-            found = self._pages[key] = Pages.make(self._request, {layer.layer_id: layer}, like, limits)
-        return found
+        pages = self._pages.get(key)
+        if pages is None or not fits(limits, pages.limits):
+            limits = grown_limits(limits, None if pages is None else pages.limits)
+            pages = self._pages[key] = Pages.make(self._request, {layer.layer_id: layer}, like, limits)
+        return pages
 
 
-def within(asked: Limits, limits: Limits) -> bool:
+def fits(needed: Limits, limits: Limits) -> bool:
+    """Return True if ``needed`` does not exceed ``limits``."""
     return (
-        asked.max_requests <= limits.max_requests
-        and asked.max_tokens <= limits.max_tokens
-        and asked.max_context <= limits.max_context
+        needed.max_requests <= limits.max_requests
+        and needed.max_tokens <= limits.max_tokens
+        and needed.max_context <= limits.max_context
     )
 
 
-def grown(asked: Limits, had: Limits | None) -> Limits:
-    """Powers of two, so that a cache that grows by a token a step is seldom built for again."""
-    had = had or Limits(1, 1, 1)
+def grown_limits(needed: Limits, current: Limits | None) -> Limits:
+    """Round limits up to powers of two, so that a cache that grows by one token per step is seldom rebuilt."""
+    current = current or Limits(1, 1, 1)
     return Limits(
-        max_requests=_power(max(asked.max_requests, had.max_requests)),
-        max_tokens=_power(max(asked.max_tokens, had.max_tokens)),
-        max_context=_power(max(asked.max_context, had.max_context, 256)),
+        max_requests=_power_of_two(max(needed.max_requests, current.max_requests)),
+        max_tokens=_power_of_two(max(needed.max_tokens, current.max_tokens)),
+        max_context=_power_of_two(max(needed.max_context, current.max_context, 256)),
     )
 
 
-def _power(number: int) -> int:
+def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()

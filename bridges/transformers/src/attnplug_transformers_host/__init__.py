@@ -1,6 +1,6 @@
-"""What transformers is to attnplug, as data. Imports neither torch nor transformers.
+"""Host description of transformers: supported versions, option names, fixed properties.
 
-``attnplug explain --host transformers`` reads it, and the bridge itself judges by the same functions.
+``attnplug explain --host transformers`` and the running bridge both use it. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from attnplug import AttentionKind, DType, Feature, GraphLevel, LayerSpec, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import HostSpec
 
-_SPELLINGS = {
+_OPTIONS = {
     Setting.ATTENTION_BACKEND: 'attn_implementation="attnplug:…"',
     Setting.PREFILL_ATTENTION_BACKEND: "attnplug_transformers.register(…)",
     Setting.DECODE_ATTENTION_BACKEND: "attnplug_transformers.register(…)",
@@ -24,18 +24,21 @@ _SPELLINGS = {
 
 
 def render(key: str) -> str | None:
-    """A setting as users of transformers write it."""
+    """transformers' name for a setting; ``None`` if it has none."""
     if "." in key:  # an option of a backend
         return f"attnplug_transformers.register(…): option {key}"
-    return _SPELLINGS.get(Setting(key)) if key in set(Setting) else None
+    return _OPTIONS.get(Setting(key)) if key in set(Setting) else None
 
 
 def fit(problem: Problem) -> Problem:
-    """What the bridge asks of a backend. Only softmax layers reach it, and latent ones arrive as MHA: transformers
-    expands their keys and values. It captures no graphs, and a draft is checked by an extend like any other."""
+    """Adapt a problem to transformers.
+
+    Only softmax layers reach the bridge. MLA layers arrive as MHA, because transformers expands their keys and values.
+    No CUDA graphs are captured, and drafts are verified by ordinary extends.
+    """
     model = problem.model
     if model is not None:
-        model = replace(model, layers=tuple(_expanded(layer) for layer in model.full_layers))
+        model = replace(model, layers=tuple(_as_mha(layer) for layer in model.full_layers))
     kv_dtype = problem.dtype if problem.kv_dtype is None else problem.kv_dtype
     return replace(
         problem, model=model, kv_dtype=kv_dtype, cuda_graph=GraphLevel.NEVER, wants_graphs=False, speculative_tokens=0
@@ -43,7 +46,7 @@ def fit(problem: Problem) -> Problem:
 
 
 def refuse(problem: Problem) -> list[Refusal]:
-    """What the bridge cannot carry of a model."""
+    """Refusals that hold for every backend."""
     return list(_refusals(problem))
 
 
@@ -52,8 +55,8 @@ def _refusals(problem: Problem) -> Iterator[Refusal]:
     if problem.kv_dtype in fp8:
         yield Refusal(
             RefusalCode.KV_DTYPE,
-            "transformers gives attention its keys and values in the model's dtype, quantized caches too; an fp8 cache "
-            "would never be read",
+            "transformers passes keys and values to attention in the model's dtype, even from quantized caches; an fp8 "
+            "cache would never be read",
             str(problem.kv_dtype),
             [str(dtype) for dtype in DType if dtype not in fp8],
             Setting.KV_DTYPE,
@@ -62,17 +65,15 @@ def _refusals(problem: Problem) -> Iterator[Refusal]:
     if model is None:
         return
     if not model.full_layers:
-        message = f"{model.name} has no softmax attention; transformers runs linear attention by itself"
+        message = f"{model.name} has no softmax attention; transformers runs linear attention itself"
         yield Refusal(RefusalCode.KIND, message, sorted(model.kinds), [AttentionKind.MHA, AttentionKind.MLA])
     sparse = [layer.layer_id for layer in model.full_layers if Feature.SPARSE in layer.features]
     if sparse:
-        message = (
-            f"layer {sparse[0]} attends to chosen tokens, by a mask; backends derive what a token sees from lengths"
-        )
+        message = f"layer {sparse[0]} selects tokens by a mask; backends derive the visible tokens from lengths"
         yield Refusal(RefusalCode.FEATURE, message, str(Feature.SPARSE))
 
 
-def _expanded(layer: LayerSpec) -> LayerSpec:
+def _as_mha(layer: LayerSpec) -> LayerSpec:
     if layer.mla is None:
         return layer
     return replace(layer, kind=AttentionKind.MHA, mla=None, num_kv_heads=layer.num_heads)

@@ -1,1 +1,1 @@
-"""attnplug inside vLLM: every installed backend as an attention backend there. See ``attnplug_vllm.register``."""
+"""vLLM bridge: runs every installed attnplug backend inside vLLM. The entry point is ``attnplug_vllm.register``."""

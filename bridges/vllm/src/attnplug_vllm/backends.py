@@ -1,10 +1,9 @@
-"""The classes that vLLM finds by name: ``register`` puts paths to them into vLLM's registry.
+"""Attributes that vLLM's backend registry points to, resolved when vLLM looks them up.
 
-Which class a name stands for is decided when vLLM looks it up, by the configuration that is current then: one for MHA
-and another for MLA, and the backend that had the place before where the configuration does not ask for attnplug.
+The current configuration decides what a name resolves to: the MHA class, the MLA class, or the previously registered
+backend if the configuration does not request attnplug. A configuration requests attnplug by naming CUSTOM.
 
-To ask is to name CUSTOM. vLLM remembers a class by the name that was asked for, so engines that follow each other in a
-process get a class each.
+vLLM caches a class by the requested name, so consecutive engines in one process get a class each.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attnplug_vllm.choice import Refused
-from attnplug_vllm.config import CUSTOM, SECTION, without_custom
+from attnplug_vllm.selection import Refused
+from attnplug_vllm.settings import CUSTOM, SECTION, missing_custom
 
 _NAMES = {"Custom": CUSTOM, "CPUAttention": "CPU_ATTN", "CPUMLA": "CPU_MLA", "AMXMLA": "AMX_MLA"}
-"""Our names, and whose place they take in ``AttentionBackendEnum``."""
-before: dict[str, str | None] = {}
-"""The path that each place had before, by our name."""
+"""Attributes of this module, and the ``AttentionBackendEnum`` members that point to them."""
+replaced: dict[str, str | None] = {}
+"""Path that a member had before, by attribute."""
 
 
 def path(name: str) -> str:
+    """Qualified name of an attribute, as vLLM's registry stores it."""
     return f"{__name__}.{name}"
 
 
@@ -32,16 +32,19 @@ def __getattr__(name: str) -> Any:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     config = get_current_vllm_config_or_none()
-    other = before.get(name)
-    if other is not None and (config is None or not asks(config, name)):
-        return resolve_obj_by_qualname(other)
+    previous = replaced.get(name)
+    if previous is not None and (config is None or not requests_attnplug(config, name)):
+        return resolve_obj_by_qualname(previous)
     if config is not None and config.model_config is not None and config.model_config.use_mla:
         return resolve_obj_by_qualname("attnplug_vllm.mla.AttnplugMLABackend")
     return resolve_obj_by_qualname("attnplug_vllm.mha.AttnplugBackend")
 
 
-def asks(config: Any, name: str) -> bool:
-    """Whether a configuration asks for attnplug at a place that was another one's."""
+def requests_attnplug(config: Any, name: str) -> bool:
+    """Return True if a configuration requests attnplug for a member that another backend had before.
+
+    Raises :class:`Refused` if it has attnplug's section but names other backends.
+    """
     has_section = isinstance(config.additional_config, Mapping) and SECTION in config.additional_config
     if name == "Custom":
         return has_section
@@ -49,7 +52,7 @@ def asks(config: Any, name: str) -> bool:
     named = [attention.backend, *(getattr(attention, "backend_per_kind", None) or {}).values()]
     names = [backend.name for backend in named if backend is not None]
     if CUSTOM in names:
-        return has_section or before.get("Custom") is None
-    if has_section and config.speculative_config is None:  # with one, these may be the layers of a draft
-        raise Refused(without_custom(names))
+        return has_section or replaced.get("Custom") is None
+    if has_section and config.speculative_config is None:  # with one, these may be draft layers
+        raise Refused(missing_custom(names))
     return False

@@ -1,4 +1,4 @@
-"""vLLM's metadata of a step, ``CommonAttentionMetadata``, as the geometry that our planners read. Nothing is copied."""
+"""Geometries for MHA planners, made from vLLM's ``CommonAttentionMetadata`` without a copy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from attnplug.host import HostLengths
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What does not change from step to step. ``pages`` is how many columns of a block table can be in use.
+class GeometryBuilder:
+    """Makes the geometries of a KV group. ``pages`` is the number of block-table columns that a request can use.
 
-    ``verify`` is the number of new tokens of a request whose draft is checked, 0 without speculation. ``exact`` says
-    that the backend needs exact lengths on the CPU, and that vLLM has them.
+    ``verify`` is the number of new tokens of a request whose draft is verified, 0 without speculation. ``exact``: the
+    backend needs exact lengths on the CPU, and vLLM has them.
     """
 
     page_size: int
@@ -25,16 +25,16 @@ class Shape:
     verify: int = 0
     exact: bool = False
 
-    def geometry(self, metadata: Any) -> Geometry:
-        """The geometry of a step that runs outside of a graph.
+    def eager(self, metadata: Any) -> Geometry:
+        """Geometry of a step that runs without a graph.
 
-        vLLM's number of tokens may count padding. What belongs to requests is what ``query_start_loc_cpu`` says.
+        vLLM's number of tokens may include padding, so the rows are counted by ``query_start_loc_cpu``.
         """
         requests, longest = metadata.num_reqs, metadata.max_query_len
         rows = int(metadata.query_start_loc_cpu[-1])
         new_lens = None
         if rows == requests * longest:
-            mode = self._uniform(longest)
+            mode = self._uniform_mode(longest)
         else:
             starts = metadata.query_start_loc
             mode, new_lens = ForwardMode.MIXED, starts[1:] - starts[:-1]
@@ -48,26 +48,26 @@ class Shape:
             max_seq_len=min(metadata.max_seq_len, table.shape[1] * self.page_size),
             max_new=longest,
             new_lens=new_lens,
-            host=lengths_of(metadata) if self.exact else None,
+            host=host_lengths(metadata) if self.exact else None,
             slots=slots if slots.shape[0] == rows else slots[:rows],
         )
 
     def captured(self, metadata: Any) -> Geometry:
-        """The geometry of a batch that a graph captures: bounds, over vLLM's own persistent tensors.
+        """Geometry of a batch that a graph captures: upper bounds, over vLLM's own persistent tensors.
 
-        Every request has equally many new tokens. Where the rest of the batch is padding, rows that belong to no
-        request come last.
+        Every request has the same number of new tokens. Padding rows, which belong to no request, come last. Raises
+        :class:`PlanError` for any other batch.
         """
         requests, longest = metadata.num_reqs, metadata.max_query_len
         rows = requests * longest
         if rows > metadata.num_actual_tokens:
             raise PlanError(
                 f"vLLM captures {metadata.num_actual_tokens} tokens for {requests} requests of up to {longest}; "
-                "attnplug's bridge captures batches in which each request has equally many"
+                "attnplug's bridge captures only batches in which every request has the same number"
             )
         table = self._table(metadata)
         return Geometry(
-            self._uniform(longest),
+            self._uniform_mode(longest),
             table,
             metadata.seq_lens,
             self.page_size,
@@ -78,7 +78,7 @@ class Shape:
             captured=True,
         )
 
-    def _uniform(self, longest: int) -> ForwardMode:
+    def _uniform_mode(self, longest: int) -> ForwardMode:
         if longest == 1:
             return ForwardMode.DECODE
         return ForwardMode.TARGET_VERIFY if longest == self.verify else ForwardMode.EXTEND
@@ -88,28 +88,28 @@ class Shape:
         return table[:, : self.pages] if table.shape[1] > self.pages else table
 
 
-def lengths_of(metadata: Any) -> HostLengths:
-    """Exact lengths on the CPU. vLLM calls them an upper bound; they are exact unless it speculates ahead."""
+def host_lengths(metadata: Any) -> HostLengths:
+    """Exact lengths on the CPU. vLLM calls them an upper bound; without asynchronous speculation they are exact."""
     starts = metadata.query_start_loc_cpu.tolist()
     kv_lens = metadata.seq_lens_cpu_upper_bound.tolist()
     return HostLengths([end - start for start, end in itertools.pairwise(starts)], kv_lens)
 
 
-def of_draft(metadata: Any) -> Any:
-    """The metadata of a step that drafts, with exact lengths: those on the CPU may be one step old. This waits for a
-    GPU."""
+def with_exact_lengths(metadata: Any) -> Any:
+    """Metadata of a drafting step with lengths read back from the device, because those on the CPU may be one step
+    old. Synchronizes with the GPU."""
     return metadata.replace(seq_lens_cpu_upper_bound=metadata.seq_lens.cpu())
 
 
-def decoding(metadata: Any, threshold: int) -> int:
-    """How many requests at the front have at most ``threshold`` new tokens. vLLM puts those first."""
+def leading_decodes(metadata: Any, threshold: int) -> int:
+    """Number of leading requests with at most ``threshold`` new tokens. vLLM puts those first."""
     starts = metadata.query_start_loc_cpu
     long = (starts[1:] - starts[:-1]) > threshold
     return int(long.int().argmax()) if bool(long.any()) else int(metadata.num_reqs)
 
 
 def split(metadata: Any, requests: int) -> tuple[Any, Any]:
-    """A mixed batch as two: its first ``requests``, which decode, and the rest."""
+    """Split a mixed batch into its first ``requests``, which decode, and the rest."""
     starts = metadata.query_start_loc_cpu
     lens, tokens, total = starts[1:] - starts[:-1], int(starts[requests]), metadata.num_reqs
     return (

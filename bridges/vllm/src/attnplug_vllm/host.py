@@ -1,22 +1,22 @@
-"""What vLLM is to attnplug, as data: its versions, its words for our settings, and what it fixes or lacks.
+"""Host description of vLLM: supported versions, option names, fixed properties and unsupported features.
 
-``attnplug explain --host vllm`` reads this, and so does the bridge when it runs: both judge alike. Neither torch nor
-vLLM is imported here.
+``attnplug explain --host vllm`` and the running bridge both use it, so they give the same answer. Imports neither torch
+nor vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from attnplug import AttentionKind, CacheLayout, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import HostSpec
-from attnplug_vllm.config import OPTION
+from attnplug_vllm.settings import OPTION
 
 BLOCK_STEP = 16
-"""vLLM's blocks are multiples of 16 tokens with this bridge, as with its own kernels."""
+"""Block sizes are multiples of this many tokens, as for vLLM's own kernels."""
 
-_WORDS: dict[str, str | None] = {
+_OPTIONS: dict[str, str | None] = {
     Setting.ATTENTION_BACKEND: f"{OPTION}.backend",
     Setting.PREFILL_ATTENTION_BACKEND: f"{OPTION}.prefill",
     Setting.DECODE_ATTENTION_BACKEND: f"{OPTION}.decode",
@@ -43,16 +43,16 @@ _WORDS: dict[str, str | None] = {
 
 
 def render(key: str) -> str | None:
-    """A key of ours as vLLM's users write it; an option of a backend is ``NAME.KEY``."""
-    return _WORDS.get(key, f"{OPTION}.options.{key}")
+    """vLLM's name for a setting, or None if vLLM has none. A backend's option has the key ``NAME.KEY``."""
+    return _OPTIONS.get(key, f"{OPTION}.options.{key}")
 
 
 def fit(problem: Problem) -> Problem:
-    """The problem as vLLM poses it.
+    """Adapt a problem to vLLM.
 
-    Linear layers run on vLLM's own kernels, and so does the prefill of MLA, unless a backend is named for it. Keys and
-    values share a row of the cache. One graph serves all lengths of a batch size. With speculation, vLLM schedules
-    ahead and knows upper bounds of lengths only; what drafts is not ours to choose.
+    Linear layers run on vLLM's own kernels, and so does MLA prefill unless a backend is named for it. Keys and values
+    share a cache row. One graph serves all lengths of a batch size. With speculation, vLLM schedules ahead and knows
+    only upper bounds of lengths. vLLM selects the draft's backend.
     """
     model = problem.model
     if model is not None and model.linear_layers and model.full_layers:
@@ -71,7 +71,7 @@ def fit(problem: Problem) -> Problem:
 
 
 def refuse(problem: Problem) -> Iterator[Refusal]:
-    """What this bridge cannot carry, whichever backend is chosen."""
+    """Refusals that hold for every backend."""
     model = problem.model
     if model is not None and model.linear_layers and not model.full_layers:
         kinds = sorted({layer.kind for layer in model.linear_layers})
@@ -88,6 +88,16 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
             f"multiples of {BLOCK_STEP}",
             Setting.PAGE_SIZE,
         )
+
+
+def unsupported_feature(feature: str) -> Refusal:
+    """Refusal of a feature that the contract lacks. Its value is the feature."""
+    return Refusal(RefusalCode.FEATURE, f"{feature}: not supported by attnplug's vLLM bridge", feature)
+
+
+def refusal_message(reasons: Iterable[Refusal]) -> str:
+    """Format all reasons as one message, with vLLM's option names."""
+    return "attnplug cannot serve this in vLLM:\n" + "\n".join(f"  - {reason.told(render)}" for reason in reasons)
 
 
 HOST = HostSpec(

@@ -1,7 +1,7 @@
-"""MHA and GQA inside vLLM: the three classes that it wants of a backend.
+"""MHA and GQA in vLLM: the backend, implementation and metadata builder classes.
 
-What is refused is refused when a layer is made, before weights are loaded: its constructor knows everything, and a
-message of its own reaches the user as it is.
+Refusals are raised by a layer's constructor, before weights are loaded: it knows everything, and vLLM shows its message
+to the user unchanged.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from vllm.v1.attention.backend import (
 )
 
 from attnplug import GraphLevel, LayerSpec, Refusal, RefusalCode
-from attnplug.host import ModelAttention
-from attnplug_vllm.choice import choose, graph_level, insist, page_sizes, remembered, serving_specs
-from attnplug_vllm.geometry import Shape, of_draft
-from attnplug_vllm.host import BLOCK_STEP
-from attnplug_vllm.memory import GroupAttention, mha_pools
-from attnplug_vllm.specs import cache_type, has_exact_lengths, layer_ids, limits_of, mha_layer, model_of, verify_tokens
-from attnplug_vllm.steps import CapturedStep, Captures, LayerCall, Step
+from attnplug_vllm.geometry import GeometryBuilder, with_exact_lengths
+from attnplug_vllm.host import BLOCK_STEP, unsupported_feature
+from attnplug_vllm.kv_group import GroupAttention, mha_pools
+from attnplug_vllm.mha_step import CapturedStep, LayerCall, Step, capture_key
+from attnplug_vllm.planner import GroupPlanner
+from attnplug_vllm.selection import choose, graph_level, page_sizes, raise_if_refused, remembered, serving_specs
+from attnplug_vllm.specs import cache_dtype, has_exact_lengths, layer_ids, limits_of, mha_layer, model_of, verify_tokens
 
 _LEVELS = {
     GraphLevel.NEVER: AttentionCGSupport.NEVER,
@@ -38,21 +38,21 @@ _LEVELS = {
 
 
 def kernel_block_sizes() -> list[int | MultipleOf]:
-    """The block sizes of everything chosen for an engine, in vLLM's words."""
+    """Block sizes that every backend selected for the engine supports."""
     kernel = page_sizes().kernel
     return [MultipleOf(max(size, BLOCK_STEP)) for size in sorted(kernel)] if kernel else [MultipleOf(BLOCK_STEP)]
 
 
 def cudagraph_support() -> AttentionCGSupport:
-    """What vLLM may capture, by the weakest of everything chosen for an engine."""
+    """CUDA-graph support of the weakest selection for the engine."""
     return _LEVELS[min((graph_level(selection) for selection in remembered()), default=GraphLevel.NEVER)]
 
 
-class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not there when types are checked
-    """What vLLM asks before and around a model's layers."""
+class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not installed where types are checked
+    """Backend class that vLLM queries for its properties."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = []  # any: a layer's constructor says which, and why
+    supported_kv_cache_dtypes: ClassVar[list[str]] = []  # any; a layer's constructor refuses others with a reason
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod
@@ -75,12 +75,12 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not the
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Up to 0.28, the shape of a layer's cache: keys and values share a row."""
+        """Shape of a layer's cache, for vLLM up to 0.28. Keys and values share a row."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Up to 0.28, the order of a cache's dimensions in memory, by ``VLLM_KV_CACHE_LAYOUT``."""
+        """Memory order of a cache's dimensions by ``VLLM_KV_CACHE_LAYOUT``, for vLLM up to 0.28."""
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
         by_heads = get_kv_cache_layout() == "HND"
@@ -90,15 +90,15 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not the
 
     @classmethod
     def validate_configuration(cls, **selector: Any) -> list[str]:
-        """What a layer's constructor is not told. vLLM gives more from release to release, so all of it is taken."""
-        found = {
+        """Reasons that a layer's constructor cannot know. Any keyword is accepted: vLLM's releases add new ones."""
+        requested = {
             "MLA layers in a model that is not MLA": selector.get("use_mla", False),
             "sparse attention": selector.get("use_sparse", False),
             "scales per head in an fp8 cache": selector.get("use_per_head_quant_scales", False),
             "batch invariance (VLLM_BATCH_INVARIANT)": selector.get("use_batch_invariant", False),
             "adaptive verification": selector.get("use_adaptive_verification", False),
         }
-        return [f"{name}: attnplug's bridge does not carry it" for name, asked in found.items() if asked]
+        return [unsupported_feature(name).message for name, is_requested in requested.items() if is_requested]
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -106,7 +106,7 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not the
 
 
 class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
-    """One layer. ``spec`` is given to it by the metadata builder of its KV group."""
+    """One attention layer. The metadata builder of its KV group sets ``spec``."""
 
     spec: LayerSpec | None = None
 
@@ -131,11 +131,11 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
         self.sliding_window, self.logits_soft_cap = sliding_window, logits_soft_cap
         self.sinks, self._sinks32 = sinks, None if sinks is None else sinks.detach().float().clone()
         config = get_current_vllm_config()
-        insist(_unserved(attn_type, alibi_slopes, others))
+        raise_if_refused(_layer_refusals(attn_type, alibi_slopes, others))
         self.selection = choose(config, model_of(config, [self.layer(0, head_size)]), kv_cache_dtype)
 
     def layer(self, layer_id: int, v_head_dim: int) -> LayerSpec:
-        """This layer for attnplug."""
+        """Spec of this layer."""
         return mha_layer(
             layer_id,
             heads=self.num_heads,
@@ -150,7 +150,7 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if self.sinks is not None and self._sinks32 is not None:
-            self._sinks32.copy_(self.sinks.detach())  # in place: graphs know the address when weights are loaded again
+            self._sinks32.copy_(self.sinks.detach())  # in place: captured graphs hold the address
 
     def forward(
         self,
@@ -164,7 +164,7 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        if attn_metadata is None:  # vLLM measures memory, before there are caches
+        if attn_metadata is None:  # memory profiling, before caches exist
             return output.fill_(0)
         spec, save = self.spec, self.kv_sharing_target_layer_name is None
         assert spec is not None, "vLLM makes a metadata builder for every layer that it runs"
@@ -172,28 +172,28 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
         return output
 
 
-def _unserved(attn_type: str, alibi_slopes: object, others: dict[str, Any]) -> list[Refusal]:
-    """What a layer asks for that the contract lacks, by name."""
-    found = []
+def _layer_refusals(attn_type: str, alibi_slopes: object, others: dict[str, Any]) -> list[Refusal]:
+    """Refusals of layer features that the contract lacks."""
+    features = []
     if attn_type != AttentionType.DECODER:
-        found.append(
-            f"attention type {getattr(attn_type, 'value', attn_type)} (only causal decoder attention is served)"
+        features.append(
+            f"attention type {getattr(attn_type, 'value', attn_type)} (only causal decoder attention is supported)"
         )
     if alibi_slopes is not None:
-        found.append("ALiBi slopes (the model's)")
-    found += [f"{name}={value} (the model's)" for name, value in others.items() if value not in (None, False, -1)]
-    return [Refusal(RefusalCode.FEATURE, f"{text}: attnplug's bridge does not carry it") for text in found]
+        features.append("ALiBi slopes (the model's)")
+    features += [f"{name}={value} (the model's)" for name, value in others.items() if value not in (None, False, -1)]
+    return [unsupported_feature(feature) for feature in features]
 
 
 class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Makes the steps of one KV group."""
+    """Builds the steps of one KV group."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._group, self._layers = _group(kv_cache_spec, layer_names, vllm_config, device), len(layer_names)
-        limits, backends = limits_of(vllm_config), serving_specs(self._group.selection)
+        group, self._layer_count = _group(kv_cache_spec, layer_names, vllm_config, device), len(layer_names)
+        limits, backends = limits_of(vllm_config), serving_specs(group.selection)
         needs_lengths = any(backend.capabilities.needs_cpu_seq_lens for backend in backends)
-        self._shape = Shape(
+        self._geometries = GeometryBuilder(
             kv_cache_spec.block_size,
             -(-limits.max_context // kv_cache_spec.block_size),
             verify_tokens(vllm_config),
@@ -203,44 +203,43 @@ class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         if len(backends) > 1:  # one prefills, another decodes: each gets its part of a mixed batch
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
             self._threshold = self.reorder_batch_threshold or 0
-        most = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        self._captures = Captures(limits.max_requests, max(most, limits.max_requests))
+        capture_size = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self._max_captured = limits.max_requests, max(capture_size, limits.max_requests)
+        self._planner = GroupPlanner(group, *self._max_captured)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         return cudagraph_support()
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
-        if common_prefix_len or common_attn_metadata.causal is not True:
-            insist(_unbuilt(common_prefix_len))
-        attention = self._ready()
-        self._captures.replay(attention, common_attn_metadata)
-        return Step(attention, self._shape, common_attn_metadata, self._threshold)
+        metadata = common_attn_metadata
+        if common_prefix_len or metadata.causal is not True:
+            feature = "cascade attention" if common_prefix_len else "non-causal attention"
+            raise_if_refused([unsupported_feature(feature)])
+        planner = self._current_planner()
+        planner.replay(capture_key(metadata), metadata.seq_lens, metadata.block_table_tensor, metadata.slot_mapping)
+        return Step(planner, self._geometries, metadata, self._threshold)
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Step:
-        if self._shape.exact:
-            common_attn_metadata = of_draft(common_attn_metadata)
+        if self._geometries.exact:
+            common_attn_metadata = with_exact_lengths(common_attn_metadata)
         return self.build(0, common_attn_metadata, fast_build=True)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CapturedStep:
-        return self._captures.capture(self._ready(), self._shape, common_attn_metadata)
+        geometry = self._geometries.captured(common_attn_metadata)
+        return CapturedStep(self._current_planner().capture(capture_key(common_attn_metadata), geometry))
 
-    def _ready(self) -> ModelAttention:
-        if len(self.layer_names) != self._layers:  # vLLM adds the further layers of a draft to the list that it gave
-            self._group = _group(self.kv_cache_spec, self.layer_names, self.vllm_config, self.device)
-            self._layers = len(self.layer_names)
-        return self._group.ready()
-
-
-def _unbuilt(common_prefix_len: int) -> list[Refusal]:
-    what = "cascade attention" if common_prefix_len else "non-causal attention"
-    return [Refusal(RefusalCode.FEATURE, f"{what}: attnplug's bridge does not carry it")]
+    def _current_planner(self) -> GroupPlanner:
+        if len(self.layer_names) != self._layer_count:  # vLLM appends further draft layers to the list that it gave
+            group = _group(self.kv_cache_spec, self.layer_names, self.vllm_config, self.device)
+            self._planner, self._layer_count = GroupPlanner(group, *self._max_captured), len(self.layer_names)
+        return self._planner
 
 
 def _group(kv_cache_spec: Any, names: list[str], config: Any, device: torch.device) -> GroupAttention:
-    """The layers that share a block table, as a model of attnplug's. Each layer is told which one it is there.
+    """Attention of the layers that share a block table. Sets ``spec`` of each layer's implementation.
 
-    A layer of a draft is in two groups, one of all layers and one of its draft's: it is the same one in both.
+    A draft's layer is in two groups, that of all layers and that of the draft. It has the same id in both.
     """
     every = config.compilation_config.static_forward_context
     ids = layer_ids([name for name, layer in every.items() if hasattr(layer, "impl")])
@@ -250,14 +249,14 @@ def _group(kv_cache_spec: Any, names: list[str], config: Any, device: torch.devi
     for name, target in targets.items():
         spec = every[name].impl.layer(ids[target], every[name].head_size_v)
         if spec != specs[target]:
-            text = f"{name} shares the cache of {target}, but differs from it: attnplug's bridge does not carry it"
-            insist([Refusal(RefusalCode.LAYERS, text)])
+            text = f"{name} shares the cache of {target}, but differs from it: not supported by attnplug's vLLM bridge"
+            raise_if_refused([Refusal(RefusalCode.LAYERS, text, name)])
         every[name].impl.spec = spec
-    types = {every[name].kv_cache_dtype for name in own}
-    if len(types) > 1:
-        text = f"the layers of one KV group have caches in {', '.join(sorted(types))}: give them one type"
-        insist([Refusal(RefusalCode.KV_DTYPE, text)])
-    (kv_cache_dtype,) = types
+    dtypes = {every[name].kv_cache_dtype for name in own}
+    if len(dtypes) > 1:
+        text = f"the layers of one KV group have caches in {', '.join(sorted(dtypes))}: give them one dtype"
+        raise_if_refused([Refusal(RefusalCode.KV_DTYPE, text, sorted(dtypes))])
+    (kv_cache_dtype,) = dtypes
     model = model_of(config, list(specs.values()))
     return GroupAttention(
         config,
@@ -265,7 +264,7 @@ def _group(kv_cache_spec: Any, names: list[str], config: Any, device: torch.devi
         model,
         {ids[name]: every[name] for name in own},
         choose(config, model, kv_cache_dtype),
-        cache_type(kv_cache_dtype, config.model_config.dtype),
+        cache_dtype(kv_cache_dtype, config.model_config.dtype),
         kv_cache_spec.block_size,
         mha_pools,
         lambda layer: (layer._k_scale_float, layer._v_scale_float),

@@ -1,7 +1,7 @@
-"""MLA in vLLM: the backend class that it asks for capabilities, and the implementation that its layers call.
+"""MLA in vLLM: the backend, implementation, metadata builder and prefill classes.
 
-vLLM absorbs, chunks and merges MLA itself. Its decode calls arrive at ``forward_mqa``, with absorbed queries
-(``mla_decode``). Its prefill runs on a backend of vLLM's own, or on one of ours that is named for it (``mla_ragged``).
+vLLM absorbs, chunks and merges MLA itself. It calls ``forward_mqa`` with absorbed queries to decode (``mla_decode``).
+Prefill runs on vLLM's own backend, or on an attnplug backend that is named for it (``mla_prefill``).
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from attnplug import LayerSpec, Refusal, RefusalCode, Role, Setting
 from attnplug.host import Selection
-from attnplug_vllm.choice import choose, insist, serving_specs
-from attnplug_vllm.config import OPTION, SECTION
-from attnplug_vllm.geometry import of_draft
-from attnplug_vllm.memory import GroupAttention, mla_pools
+from attnplug_vllm.geometry import with_exact_lengths
+from attnplug_vllm.host import unsupported_feature
+from attnplug_vllm.kv_group import GroupAttention, mla_pools
 from attnplug_vllm.mha import cudagraph_support, kernel_block_sizes
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
-from attnplug_vllm.mla_ragged import RaggedPrefill
-from attnplug_vllm.specs import cache_type, layer_ids, mla_layer, model_of
+from attnplug_vllm.mla_prefill import RaggedPrefill
+from attnplug_vllm.selection import choose, raise_if_refused, serving_specs
+from attnplug_vllm.settings import OPTION, SECTION
+from attnplug_vllm.specs import cache_dtype, layer_ids, mla_layer, model_of
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not there when types are checked
-    """What vLLM asks of a class. Whether a backend of ours serves is judged when the first layer is made, with every
-    reason, and before weights are loaded."""
+class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not installed where types are checked
+    """Backend class that vLLM queries for its properties. The constructor of the first layer selects a backend or
+    refuses with every reason, before weights are loaded."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -63,9 +64,9 @@ class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not 
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """64 where it serves: kernels then look up one page for many rows."""
-        wanted = max(default_block_size, 64)
-        return wanted if cls.supports_block_size(wanted) else super().get_preferred_block_size(default_block_size)
+        """64 if supported, so that kernels look up one page for many rows."""
+        preferred = max(default_block_size, 64)
+        return preferred if cls.supports_block_size(preferred) else super().get_preferred_block_size(default_block_size)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -73,12 +74,13 @@ class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not 
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        return True  # what is not served is refused by its name
+        return True  # a layer's constructor refuses others with a reason
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """From 0.29 on: rows of a layer without gaps, which every backend reads, and which 0.26 has anyway."""
-        import vllm.v1.kv_cache_interface as caches  # what is read of it is not in 0.26
+        """Layouts without gaps between a layer's rows, which every backend reads. For vLLM from 0.29 on; up to 0.28
+        there is no other."""
+        import vllm.v1.kv_cache_interface as caches  # 0.26 has no KVCacheLayout
 
         layouts = caches.KVCacheLayout
         return layouts.LBNHC, layouts.LBHNC, layouts.LHBNC
@@ -89,7 +91,7 @@ class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not 
 
 
 class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
-    """One layer. ``spec`` and ``selection`` are what the builder of its KV group builds a backend from."""
+    """One attention layer. The metadata builder of its KV group builds a backend from ``spec`` and ``selection``."""
 
     can_return_lse_for_decode: bool = True
 
@@ -105,18 +107,18 @@ class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         logits_soft_cap: float | None,
         attn_type: str,
         kv_sharing_target_layer_name: str | None,
-        **mla_args: Any,  # vLLM's own, which grow with its versions
+        **mla_args: Any,  # vLLM's releases add new ones
     ) -> None:
         config = get_current_vllm_config()
         fp8_on_cpu = current_platform.is_cpu() and kv_cache_dtype in ("fp8", "fp8_e4m3")
-        features = {
+        requested = {
             "ALiBi slopes": alibi_slopes is not None,
             "a sliding window over latent rows": sliding_window is not None,
             "a soft cap of latent attention's logits": bool(logits_soft_cap),
             "sparse MLA (an indexer, as in DeepSeek-V3.2)": mla_args.get("indexer") is not None,
             "latent rows in fp8 on the CPU (--kv-cache-dtype)": fp8_on_cpu,
         }
-        insist(_unsupported(config, [name for name, asked in features.items() if asked]))
+        raise_if_refused(_refusals(config, [name for name, is_requested in requested.items() if is_requested]))
         self.spec = mla_layer(
             0,
             heads=num_heads,
@@ -140,7 +142,7 @@ class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        self.supports_quant_query_input = False  # queries stay in the model's type, whatever the cache holds
+        self.supports_quant_query_input = False  # queries keep the model's dtype for every cache dtype
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return Role.PREFILL not in self.selection.choices and bool(super().fused_output_quant_supported(quant_key))
@@ -152,7 +154,8 @@ class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         attn_metadata: MLACommonMetadata,
         layer: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with absorbed queries, given as latent and rotary part. The rows are in the cache already."""
+        """Attend with absorbed queries: latent part ``[rows, heads, latent]`` and rotary part ``[rows, heads, rope]``,
+        or both in one. vLLM has already written the new rows to the cache."""
         step = attn_metadata.decode
         assert isinstance(step, DecodeStep)
         latent, rope = q if isinstance(q, tuple) else (q, None)
@@ -163,7 +166,7 @@ class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
 
 
 class AttnplugCPUMLAImpl(AttnplugMLAImpl):
-    """On the CPU, where vLLM has no kernel that writes latent rows."""
+    """Implementation for the CPU, where vLLM has no kernel that writes latent rows."""
 
     def do_kv_cache_update(
         self,
@@ -184,22 +187,22 @@ class AttnplugCPUMLAImpl(AttnplugMLAImpl):
 
 
 class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
-    """vLLM's own builder, with our decode part, and with our prefill backend where one is named."""
+    """vLLM's own builder with attnplug's decode metadata and, if one is named, an attnplug prefill backend."""
 
     query_len_support: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
-    _ours: AttnplugMLAPrefill | None = None
+    _attnplug_prefill: AttnplugMLAPrefill | None = None
     _lengths: Tensor | None = None
-    """Lengths on the CPU of the step that is being built."""
+    """CPU lengths of the step that is being built."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         return cudagraph_support()
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        self._given = kv_cache_spec, layer_names, vllm_config, device
-        group = _group(*self._given)
+        self._arguments = kv_cache_spec, layer_names, vllm_config, device
+        group = _group(*self._arguments)
         self._decode, selection = _decode(group, layer_names), group.selection
-        if self._decode.extends:  # one class serves every backend, so this is set on its objects
+        if self._decode.extends:  # set on the object, because one class serves every backend
             self.query_len_support = QueryLenSupport.VARLEN
         elif self._decode.verifies:
             self.query_len_support = QueryLenSupport.UNIFORM
@@ -207,20 +210,20 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if Role.PREFILL in selection.choices:
             chosen = replace(selection, choices={Role.PREFILL: selection.choices[Role.PREFILL]})
-            self._ours = self._prefill_backend = AttnplugMLAPrefill.of(replace(group, selection=chosen))
+            self._attnplug_prefill = self._prefill_backend = AttnplugMLAPrefill.of(replace(group, selection=chosen))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
-        names = self._given[1]
-        if len(names) != len(self._decode.specs):  # vLLM adds the further layers of a draft to the list that it gave
-            self._decode = _decode(_group(*self._given), names)
+        names = self._arguments[1]
+        if len(names) != len(self._decode.specs):  # vLLM appends further draft layers to the list that it gave
+            self._decode = _decode(_group(*self._arguments), names)
         self._lengths = common_attn_metadata.seq_lens_cpu_upper_bound
-        if self._ours is not None:
-            self._ours.common = common_attn_metadata
+        if self._attnplug_prefill is not None:
+            self._attnplug_prefill.common = common_attn_metadata
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> MLACommonMetadata:
         if self._decode.needs_lengths:
-            common_attn_metadata = of_draft(common_attn_metadata)
+            common_attn_metadata = with_exact_lengths(common_attn_metadata)
         return super().build_for_drafting(common_attn_metadata, draft_index)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
@@ -264,14 +267,15 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
 
 
 class AttnplugMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
-    """Made by the builder of a KV group, in place of the one that vLLM chose for its layers."""
+    """Prefill backend of a KV group. Its builder uses it in place of the one that vLLM selected."""
 
     ragged: RaggedPrefill
     common: Any = None
-    """The metadata of the step that is being built."""
+    """``CommonAttentionMetadata`` of the step that is being built."""
 
     @classmethod
     def of(cls, group: GroupAttention) -> AttnplugMLAPrefill:
+        """Make the prefill backend of a KV group."""
         layer = group.model.layers[0]
         assert layer.mla is not None
         made = cls(
@@ -302,23 +306,23 @@ class AttnplugMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        assert out is None and output_scale is None, "neither is claimed"
+        assert out is None and output_scale is None, "vLLM passes these only to backends that declare them"
         result, lse = self.ragged.new_tokens(q, k, v, return_softmax_lse)
         return result if lse is None else (result, lse)
 
     def run_prefill_context_chunk(
         self, *, q: Tensor, k: Tensor, v: Tensor, chunk_idx: int = 0, chunk: Any = None, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """vLLM gives the number of a chunk with all queries or, in later versions, the chunk with its own queries."""
-        assert out is None, "it is not claimed"
+        """Attend to one chunk. vLLM 0.26 passes its index and all queries, 0.32 the chunk and its own queries."""
+        assert out is None, "vLLM passes it only to backends that declare it"
         return self.ragged.context_chunk(chunk_idx if chunk is None else chunk.index, q, k, v)
 
 
 def _group(kv_cache_spec: Any, names: Sequence[str], config: Any, device: torch.device) -> GroupAttention:
-    """The layers that share a block table, as a model of attnplug's."""
-    found = config.compilation_config.static_forward_context
-    layers = {layer_id: found[name] for name, layer_id in layer_ids(names).items()}
-    first = found[names[0]].impl
+    """Attention of the layers that share a block table."""
+    every = config.compilation_config.static_forward_context
+    layers = {layer_id: every[name] for name, layer_id in layer_ids(names).items()}
+    first = every[names[0]].impl
     specs = [replace(layer.impl.spec, layer_id=layer_id) for layer_id, layer in layers.items()]
     return GroupAttention(
         config=config,
@@ -326,7 +330,7 @@ def _group(kv_cache_spec: Any, names: Sequence[str], config: Any, device: torch.
         model=model_of(config, specs),
         layers=layers,
         selection=first.selection,
-        kv_dtype=cache_type(first.kv_cache_dtype, config.model_config.dtype),
+        kv_dtype=cache_dtype(first.kv_cache_dtype, config.model_config.dtype),
         page_size=kv_cache_spec.block_size,
         make_pools=mla_pools,
         scales=lambda layer: layer._k_scale_float,
@@ -334,14 +338,14 @@ def _group(kv_cache_spec: Any, names: Sequence[str], config: Any, device: torch.
 
 
 def _decode(group: GroupAttention, names: Sequence[str]) -> DecodeGroup:
-    """The decode part of a group."""
+    """Decode backends of a KV group."""
     choices = {Role.DECODE: group.selection.choices[Role.DECODE]}
     decode = replace(group, selection=replace(group.selection, choices=choices))
     return DecodeGroup(decode, layer_ids(names), group.config.compilation_config.max_cudagraph_capture_size or 0)
 
 
 def _choose(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selection:
-    """The selection of an equal layer that was made before, or a new one."""
+    """Return the selection of an equal layer made before, or make one and log it."""
     for layer in reversed(config.compilation_config.static_forward_context.values()):
         other = getattr(layer, "impl", None)
         if isinstance(other, AttnplugMLAImpl) and (other.spec, other.kv_cache_dtype) == (spec, kv_cache_dtype):
@@ -352,18 +356,18 @@ def _choose(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selection:
     if Role.PREFILL in selection.choices:
         logger.info_once("attnplug: %s decodes, %s prefills", decode, selection.chosen(Role.PREFILL).spec.name)
     else:
-        told = "attnplug: %s decodes, vLLM's own MLA prefill backend prefills; %s.prefill names another one"
-        logger.info_once(told, decode, OPTION)
+        message = "attnplug: %s decodes, vLLM's own MLA prefill backend prefills; %s.prefill names another one"
+        logger.info_once(message, decode, OPTION)
     return selection
 
 
-def _unsupported(config: Any, features: Sequence[str]) -> list[Refusal]:
-    """What a layer asks for that the contract lacks, and two backends that are named for one thing."""
-    refusals = [Refusal(RefusalCode.FEATURE, f"{name}: attnplug's bridge does not carry it") for name in features]
+def _refusals(config: Any, features: Sequence[str]) -> list[Refusal]:
+    """Refusals of layer features that the contract lacks, and of two prefill backends."""
+    refusals = [unsupported_feature(feature) for feature in features]
     theirs = config.attention_config.mla_prefill_backend
     if theirs is not None and "prefill" in (config.additional_config or {}).get(SECTION, {}):
         message = (
-            f"--attention-config.mla_prefill_backend {theirs.name} names another backend to prefill; leave one out"
+            f"--attention-config.mla_prefill_backend {theirs.name} names another prefill backend; leave one of them out"
         )
         refusals.append(Refusal(RefusalCode.ROLE, message, theirs.name, setting=Setting.PREFILL_ATTENTION_BACKEND))
     return refusals

@@ -1,8 +1,4 @@
-"""The decode part of MLA steps in vLLM: absorbed queries over the cache of a KV group.
-
-A step only notes what it reads; it is planned when its first layer attends. A step that replays a full CUDA graph runs
-no layer's Python, so it is not planned at all, except for what a backend does before a replay.
-"""
+"""Decode part of MLA steps: absorbed queries over the cache of a KV group."""
 
 from __future__ import annotations
 
@@ -12,21 +8,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnplug import ExtendPath, ForwardBatch, ForwardExtras, ForwardMode, Geometry, PlanError, Role
-from attnplug.host import HostLengths, ModelAttention, TypicalLens, plan_forward, planner_claims
-from attnplug_vllm.choice import serving_specs
-from attnplug_vllm.memory import GroupAttention
+from attnplug import ExtendPath, ForwardExtras, ForwardMode, Geometry, Role
+from attnplug.host import HostLengths, TypicalLens, planner_claims
+from attnplug_vllm.kv_group import GroupAttention
+from attnplug_vllm.planner import GroupPlanner, PlannedBatch
+from attnplug_vllm.selection import serving_specs
 
 
 @dataclass(slots=True, eq=False)
 class DecodeStep:
-    """The requests of a step that decode, with ``rows`` new tokens in all and at most ``max_new`` each.
+    """The requests of a step that decode, with ``rows`` new tokens in total and at most ``max_new`` each.
 
-    The first two are what vLLM's own metadata of a decode has, too. ``starts`` ``[requests + 1]`` are the first rows of
-    requests. ``host`` are starts and lengths on the CPU, where backends are chosen by these or need them; exact ones if
-    they need them. ``takes_parts`` says that the backend which planned takes queries in two parts. ``filled`` says for
-    which run a captured step was last filled: the one that warms up, or the capture that follows with the same
-    metadata.
+    vLLM reads ``block_table`` and ``seq_lens`` of its own decode metadata, too. ``starts`` ``[requests + 1]`` are the
+    first rows of the requests. ``host`` has starts and lengths on the CPU if a backend needs them or is chosen by them;
+    they are exact if a backend needs them. ``takes_q_rope``: the backend that planned takes queries in two parts.
     """
 
     block_table: Tensor
@@ -37,102 +32,68 @@ class DecodeStep:
     max_seq_len: int
     starts: Tensor
     host: tuple[Tensor, Tensor] | None = None
-    attention: ModelAttention | None = None
-    batch: ForwardBatch | None = None
-    takes_parts: bool = False
-    captured: bool = False
-    filled: bool | None = None
+    planned: PlannedBatch | None = None
+    takes_q_rope: bool = False
 
     def attend(self, q: Tensor, q_rope: Tensor | None, layer_name: str, lse: Tensor | None) -> Tensor:
-        """One layer, ``[rows, heads, latent]``. The first one plans the step for all."""
-        attention, batch = self.attention, self.batch
-        if attention is None or batch is None:
-            attention, batch = self.group.plan(self)
-        elif self.captured and self.filled is not (capturing := torch.cuda.is_current_stream_capturing()):
-            self.filled = capturing
-            attention.refill(batch)
-        if q_rope is not None and not self.takes_parts:
+        """Run one layer. q ``[rows, heads, latent]`` with q_rope ``[rows, heads, rope]``, or q with both in one;
+        returns ``[rows, heads, latent]`` and fills lse ``[rows, heads]``. The first layer plans the step for all."""
+        planned = self.planned
+        if planned is None:
+            planned = self.group.plan(self)
+        elif planned.captured:
+            planned.refill()
+        if q_rope is not None and not self.takes_q_rope:
             q, q_rope = torch.cat((q, q_rope), -1), None
-        backend = attention.backend
+        backend, batch = planned.attention.backend, planned.batch
         run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
         extras = None if q_rope is None and lse is None else ForwardExtras(lse=lse, q_rope=q_rope)
         return run(q, None, None, self.group.specs[layer_name], batch, save_kv_cache=False, extras=extras)
 
 
 class DecodeGroup:
-    """The decode backend of a KV group, and the batches that CUDA graphs have captured.
+    """Decode backends of a KV group.
 
-    Several may share the role, by batch. Then only what all of them declare is relied on.
+    Several backends may share the role, one per batch. vLLM is then promised only what all of them declare.
     """
 
-    def __init__(self, attention: GroupAttention, names: Mapping[str, int], captured_rows: int) -> None:
-        self._group, self._captured_rows = attention, captured_rows
+    def __init__(self, attention: GroupAttention, names: Mapping[str, int], max_captured_rows: int) -> None:
+        self.planner, self._page_size = (
+            GroupPlanner(attention, max_captured_rows, max_captured_rows),
+            attention.page_size,
+        )
         by_id = {spec.layer_id: spec for spec in attention.model.layers}
         self.specs = {name: by_id[layer_id] for name, layer_id in names.items()}
         self.pages = -(-attention.model.context_length // attention.page_size)
-        able = [spec.capabilities for spec in serving_specs(attention.selection, Role.DECODE)]
-        self.extends = all(ExtendPath.ABSORBED in can.mla_extend for can in able)
-        self.verifies = all(can.max_speculative_tokens for can in able)
-        self.needs_lengths = any(can.needs_cpu_seq_lens for can in able)
-        self.shared = len(able) > 1
-        self._attention: ModelAttention | None = None
-        self._batches: dict[tuple[int, int], ForwardBatch] = {}
-        """Of the attention that is built now, by requests and rows."""
+        declared = [spec.capabilities for spec in serving_specs(attention.selection, Role.DECODE)]
+        self.extends = all(ExtendPath.ABSORBED in capabilities.mla_extend for capabilities in declared)
+        self.verifies = all(capabilities.max_speculative_tokens for capabilities in declared)
+        self.needs_lengths = any(capabilities.needs_cpu_seq_lens for capabilities in declared)
+        self.shared = len(declared) > 1
 
-    def ready(self) -> ModelAttention:
-        """The attention over the caches that are bound now; graphs over others are gone."""
-        attention = self._group.ready()
-        if attention is not self._attention:
-            self._attention = attention
-            self._batches.clear()
-        return attention
-
-    def plan(self, step: DecodeStep) -> tuple[ModelAttention, ForwardBatch]:
+    def plan(self, step: DecodeStep) -> PlannedBatch:
         """Plan a step that runs without a graph."""
-        attention = self.ready()
-        batch = ForwardBatch(self.geometry(step))
-        plan_forward(attention.backend, batch)
-        self._planned(step, attention, batch)
-        return attention, batch
+        return self._publish(step, self.planner.plan(self.geometry(step)))
 
     def capture(self, step: DecodeStep) -> None:
-        """Plan a step that a graph is about to capture. It reads lengths and pages where they lie at every replay."""
-        attention = self.ready()
-        if not self._batches:
-            attention.reserve_graphs(self._captured_rows, self._captured_rows)
-            if padding := attention.padding_length():
-                raise PlanError(
-                    f"backend {attention.backend.backend_id.name} captures graphs with padded requests of length "
-                    f"{padding}, and vLLM's have none; set --compilation-config.cudagraph_mode PIECEWISE"
-                )
-        batch = ForwardBatch(self.geometry(step, captured=True))
-        attention.plan_captured(batch, in_capture=True)
-        self._batches[batch.batch_size, step.rows] = batch
-        self._planned(step, attention, batch)
-        step.captured = True
-
-    @staticmethod
-    def _planned(step: DecodeStep, attention: ModelAttention, batch: ForwardBatch) -> None:
-        assert batch.plan is not None
-        step.attention, step.batch = attention, batch
-        step.takes_parts = "q_rope" in planner_claims(attention.backend, batch.plan.attention).extras
+        """Plan a step that a graph is about to capture."""
+        key = step.block_table.shape[0], step.rows
+        self._publish(step, self.planner.capture(key, self.geometry(step, captured=True)))
 
     def replay(self, step: DecodeStep) -> None:
-        """Plan the replay of a graph, if a batch of this shape was captured. vLLM may still run it without the graph.
+        """Plan the replay of a graph, if a batch of this shape was captured."""
+        self.planner.replay((step.block_table.shape[0], step.rows), step.seq_lens, step.block_table)
 
-        Captured kernels read vLLM's tensors where they were; other ones are copied there.
-        """
-        batch = self._batches.get((step.block_table.shape[0], step.rows))
-        if batch is None or self._group.ready() is not self._attention:
-            return
-        table, seq_lens = batch.geometry.page_table, batch.geometry.seq_lens
-        if step.seq_lens.data_ptr() != seq_lens.data_ptr():
-            seq_lens.copy_(step.seq_lens)
-        if step.block_table.data_ptr() != table.data_ptr():
-            table.copy_(step.block_table[:, : table.shape[1]])
-        self._attention.plan_captured(batch)
+    @staticmethod
+    def _publish(step: DecodeStep, planned: PlannedBatch) -> PlannedBatch:
+        plan = planned.batch.plan
+        assert plan is not None
+        step.takes_q_rope = "q_rope" in planner_claims(planned.attention.backend, plan.attention).extras
+        step.planned = planned
+        return planned
 
     def geometry(self, step: DecodeStep, *, captured: bool = False) -> Geometry:
+        """Geometry of a step. That of a captured step has upper bounds only."""
         table, rows = step.block_table, step.rows
         requests = table.shape[0]
         if table.shape[1] > self.pages:
@@ -142,7 +103,7 @@ class DecodeGroup:
             mode = ForwardMode.EXTEND
         else:
             mode = ForwardMode.DECODE if step.max_new == 1 else ForwardMode.TARGET_VERIFY
-        page_size, known = self._group.page_size, None if captured else step.host
+        page_size, known = self._page_size, None if captured else step.host
         geometry = Geometry(
             mode,
             table,
@@ -153,18 +114,18 @@ class DecodeGroup:
             max_new=step.max_new,
             new_lens=None if uniform else step.starts.diff(),
             captured=captured,
-            typical=_typical(known[1]) if known is not None and self.shared else None,
+            typical=_typical_lengths(known[1]) if known is not None and self.shared else None,
         )
-        return geometry if known is None or not self.needs_lengths else _exact(geometry, *known)
+        return geometry if known is None or not self.needs_lengths else _with_exact_lengths(geometry, *known)
 
 
-def _typical(seq_lens: Tensor) -> TypicalLens:
-    """Of requests that are there: those that only pad a batch have length 0."""
+def _typical_lengths(seq_lens: Tensor) -> TypicalLens:
+    """Typical KV lengths, without padded requests, which have length 0."""
     return TypicalLens.of([length for length in seq_lens.tolist() if length])
 
 
-def _exact(geometry: Geometry, starts: Tensor, seq_lens: Tensor) -> Geometry:
-    """With exact lengths on the host. Requests that only pad the batch, at its end, are left out."""
+def _with_exact_lengths(geometry: Geometry, starts: Tensor, seq_lens: Tensor) -> Geometry:
+    """Add exact lengths on the host and drop padded requests, which come last."""
     kv_lens, new_lens = seq_lens.tolist(), starts.diff().tolist()
     while new_lens and not new_lens[-1]:
         new_lens.pop()

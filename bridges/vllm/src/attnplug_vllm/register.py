@@ -1,4 +1,4 @@
-"""What vLLM calls when it loads plugins: in every process, and more than once (``vllm.general_plugins``)."""
+"""Entry point of ``vllm.general_plugins``. vLLM calls it in every process, and more than once."""
 
 from __future__ import annotations
 
@@ -6,43 +6,42 @@ import sys
 
 from attnplug.host import AttnplugError
 from attnplug_vllm import backends
-from attnplug_vllm.choice import other_version, registry
-from attnplug_vllm.config import SECTION
-from attnplug_vllm.front_end import additional_config, check_command_line, options_of
-from attnplug_vllm.host import render
+from attnplug_vllm.command_line import additional_config, check_command_line, options_of
+from attnplug_vllm.host import refusal_message, render
+from attnplug_vllm.selection import registry, version_refusals
+from attnplug_vllm.settings import SECTION
 from attnplug_vllm.specs import Machine
-from attnplug_vllm.words import refused
 
 
 def register() -> None:
-    """Put attnplug into vLLM's registry: at CUSTOM, and on the CPU, whose platform ignores CUSTOM, at its own members.
+    """Register attnplug in vLLM's backend registry, as CUSTOM. The CPU platform ignores CUSTOM, so as its members too.
 
-    A place that another plugin has keeps serving everyone who does not ask for attnplug.
+    A member that another backend had keeps resolving to that one unless a configuration requests attnplug.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    taken = {"Custom": "CUSTOM"}
+    members = {"Custom": "CUSTOM"}
     if current_platform.is_cpu():
-        taken |= {"CPUAttention": "CPU_ATTN", "CPUMLA": "CPU_MLA", "AMXMLA": "AMX_MLA"}
-    for ours, theirs in taken.items():
-        member = AttentionBackendEnum.__members__.get(theirs)
-        if member is None:  # a version without it
+        members |= {"CPUAttention": "CPU_ATTN", "CPUMLA": "CPU_MLA", "AMXMLA": "AMX_MLA"}
+    for attribute, name in members.items():
+        member = AttentionBackendEnum.__members__.get(name)
+        if member is None:  # this version of vLLM does not have it
             continue
-        found = member.get_path() if member.is_overridden() or member.value else None
-        if found == backends.path(ours):
+        current = member.get_path() if member.is_overridden() or member.value else None
+        if current == backends.path(attribute):
             continue
-        backends.before[ours] = found
-        register_backend(member, backends.path(ours))
+        backends.replaced[attribute] = current
+        register_backend(member, backends.path(attribute))
     check(sys.argv)
 
 
 def check(argv: list[str]) -> None:
-    """End the program, with a message and no traceback, if its command line asks for what attnplug cannot do."""
+    """Exit with a message and no traceback if attnplug cannot serve the command line."""
     if SECTION not in additional_config(options_of(argv)):
         return
-    if reasons := other_version():
-        raise SystemExit(refused(reasons))
+    if reasons := version_refusals():
+        raise SystemExit(refusal_message(reasons))
     try:
         machine = Machine.current()
         check_command_line(argv, registry(), machine.device, machine.sm)

@@ -1,7 +1,6 @@
-"""From vLLM's configuration and layers to what attnplug chooses and builds by: specs, a problem, limits, a context.
+"""Conversion of vLLM's configuration and layers to attnplug's specs, problem, limits and context.
 
-Everything is a rank's own: vLLM's layers have the heads of one rank, and the layers of a model are those of one KV
-group.
+Everything describes one rank: vLLM's layers have the heads of one rank. A model here has the layers of one KV group.
 """
 
 from __future__ import annotations
@@ -13,31 +12,31 @@ from typing import Any
 
 import torch
 
-from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Refusal, RefusalCode, Setting
+from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Refusal, Setting
 from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, UsageError, WorkspaceOwner
-from attnplug_vllm.host import HOST
+from attnplug_vllm.host import HOST, unsupported_feature
 
 _FP8 = ("fp8", "fp8_e4m3")
-_SAME = ("auto", "float16", "bfloat16", "float32")
+_UNQUANTIZED = ("auto", "float16", "bfloat16", "float32")
 
 
-# Element types
+# Dtypes
 
 
-def element_type(dtype: torch.dtype) -> DType:
-    """A type of activations as attnplug names it."""
+def attnplug_dtype(dtype: torch.dtype) -> DType:
+    """Convert the dtype of activations."""
     return DType.parse(str(dtype), Setting.DTYPE)
 
 
-def cache_type(name: str, dtype: torch.dtype) -> DType:
-    """What a cache holds for vLLM's ``kv_cache_dtype``; ``dtype`` is the activations'."""
+def cache_dtype(name: str, dtype: torch.dtype) -> DType:
+    """Dtype of a cache by vLLM's ``kv_cache_dtype``; ``dtype`` is that of activations. Raises :class:`UsageError`."""
     if name == "auto":
-        return element_type(dtype)
+        return attnplug_dtype(dtype)
     if name in _FP8:
         return DType.FLOAT8_E4M3
-    if name in _SAME:
+    if name in _UNQUANTIZED:
         return DType.parse(name, Setting.KV_DTYPE)
-    allowed = ", ".join((*_SAME, *_FP8))
+    allowed = ", ".join((*_UNQUANTIZED, *_FP8))
     raise UsageError(
         f"`{Setting.KV_DTYPE}` {name} is not supported by attnplug's bridge, only {allowed}",
         settings=[Setting.KV_DTYPE],
@@ -59,7 +58,7 @@ def mha_layer(
     cap: float | None = None,
     sinks: bool = False,
 ) -> LayerSpec:
-    """An MHA or GQA layer. vLLM's windows count keys as ours do, the query's own included; 0 is no cap there."""
+    """Spec of an MHA or GQA layer. vLLM's windows include the query's own key, as attnplug's do; a cap of 0 is none."""
     return LayerSpec(
         layer_id,
         AttentionKind.MHA,
@@ -77,7 +76,7 @@ def mha_layer(
 def mla_layer(
     layer_id: int, *, heads: int, scale: float, kv_lora_rank: int, nope: int, rope: int, v_head_dim: int
 ) -> LayerSpec:
-    """An MLA layer: its latent row is whole on every rank."""
+    """Spec of an MLA layer. Every rank has whole latent rows."""
     return LayerSpec(
         layer_id,
         AttentionKind.MLA,
@@ -91,16 +90,16 @@ def mla_layer(
 
 
 def layer_ids(names: Sequence[str]) -> dict[str, int]:
-    """A number for each of some layers: the one in its name, or its place where those are not distinct."""
+    """Layer ids by name: the number in the name, or the position if those numbers are not distinct."""
     numbers = [re.search(r"\.(\d+)\.", f"{name}.") for name in names]
-    found = [int(number.group(1)) for number in numbers if number is not None]
-    if len(set(found)) < len(names):
-        found = list(range(len(names)))
-    return dict(zip(names, found, strict=True))
+    ids = [int(number.group(1)) for number in numbers if number is not None]
+    if len(set(ids)) < len(names):
+        ids = list(range(len(names)))
+    return dict(zip(names, ids, strict=True))
 
 
 def model_of(config: Any, layers: Sequence[LayerSpec]) -> ModelSpec:
-    """These layers as a model: one KV group, on one rank."""
+    """Model of the given layers: one KV group on one rank."""
     model = config.model_config
     return ModelSpec(
         name=str(model.model),
@@ -116,13 +115,14 @@ def model_of(config: Any, layers: Sequence[LayerSpec]) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where vLLM runs: its platform, as attnplug says it."""
+    """Device type of vLLM's platform, with the compute capability of a GPU (90 for SM 90)."""
 
     device: str
     sm: int | None = None
 
     @classmethod
     def current(cls) -> Machine:
+        """Read vLLM's current platform. Raises :class:`UsageError` unless it is CUDA or CPU."""
         from vllm.platforms import current_platform
 
         if current_platform.is_cuda():
@@ -131,21 +131,21 @@ class Machine:
         if current_platform.is_cpu():
             return cls("cpu")
         raise UsageError(
-            f"attnplug's bridge runs on vLLM's CUDA and CPU platforms, and this is {current_platform.device_name}"
+            f"attnplug's bridge runs on vLLM's CUDA and CPU platforms; this is {current_platform.device_name}"
         )
 
 
 def problem_of(
     config: Any, model: ModelSpec, machine: Machine, kv_cache_dtype: str, dtype: torch.dtype | None = None
 ) -> Problem:
-    """What vLLM asks of a backend for these layers, as ``attnplug explain --host vllm`` poses it too."""
+    """Problem that backends of these layers must solve. ``attnplug explain --host vllm`` uses the same."""
     cache, activations = config.cache_config, config.model_config.dtype if dtype is None else dtype
     problem = Problem(
         model,
         device=machine.device,
         sm=machine.sm,
-        dtype=element_type(activations),
-        kv_dtype=cache_type(kv_cache_dtype, activations),
+        dtype=attnplug_dtype(activations),
+        kv_dtype=cache_dtype(kv_cache_dtype, activations),
         page_size=cache.block_size if cache.user_specified_block_size else None,
         speculative_tokens=verify_tokens(config),
     )
@@ -154,21 +154,21 @@ def problem_of(
 
 
 def has_exact_lengths(config: Any) -> bool:
-    """Whether vLLM knows the length of every request on the CPU when it builds metadata.
+    """Return True if vLLM knows every request's length on the CPU when it builds metadata.
 
-    It does not if it schedules a step before the last one's accepted tokens are known.
+    It does not if it schedules a step before the accepted tokens of the previous one are known.
     """
     return config.speculative_config is None or not config.scheduler_config.async_scheduling
 
 
 def captures(config: Any) -> bool:
-    """Whether CUDA graphs are on, by any mode that holds attention."""
+    """Return True if CUDA graphs that contain attention are enabled."""
     mode = config.compilation_config.cudagraph_mode
     return mode is not None and bool(mode.has_full_cudagraphs())
 
 
 def verify_tokens(config: Any) -> int:
-    """New tokens of a request whose draft is checked: the drafted ones, and one more. 0 without speculation."""
+    """New tokens of a request whose draft is verified: the drafted ones and one more. 0 without speculation."""
     speculation = config.speculative_config
     return (
         0 if speculation is None or not speculation.num_speculative_tokens else 1 + speculation.num_speculative_tokens
@@ -176,10 +176,10 @@ def verify_tokens(config: Any) -> int:
 
 
 def unsupported(config: Any) -> Iterator[Refusal]:
-    """What a configuration asks for that attnplug's contract lacks, by vLLM's names."""
+    """Refusals of configured features that attnplug's contract lacks, by vLLM's names."""
     parallel, cache = config.parallel_config, config.cache_config
     text = config.model_config.hf_text_config
-    found: Mapping[str, bool] = {
+    requested: Mapping[str, bool] = {
         "decode context parallelism (--decode-context-parallel-size)": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism (--prefill-context-parallel-size)": parallel.prefill_context_parallel_size > 1,
         "dual batch overlap (--enable-dbo, --ubatch-size)": parallel.use_ubatching,
@@ -189,20 +189,18 @@ def unsupported(config: Any) -> Iterator[Refusal]:
         "computed scales (--calculate-kv-scales)": bool(getattr(cache, "calculate_kv_scales", False)),
         "chunked local attention (the model's attention_chunk_size)": bool(getattr(text, "attention_chunk_size", None)),
         "reference sliding windows (the model's)": getattr(config.model_config, "rswa_window", None) is not None,
-        # MLA's cache is laid out, written and gathered by vLLM itself, as connectors know it.
+        # vLLM itself lays out, writes and gathers MLA's cache, so connectors work with it.
         "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None
         and not getattr(config.model_config, "use_mla", False),
     }
-    for name, is_there in found.items():
-        if is_there:
-            yield Refusal(RefusalCode.FEATURE, f"{name}: attnplug's bridge does not carry it")
+    yield from (unsupported_feature(name) for name, is_requested in requested.items() if is_requested)
 
 
 # Building
 
 
 def limits_of(config: Any) -> Limits:
-    """The largest step that vLLM runs."""
+    """Limits of the largest step that vLLM runs."""
     scheduler = config.scheduler_config
     return Limits(
         max_requests=scheduler.max_num_seqs,
@@ -221,7 +219,7 @@ def context_of(
     pools: KVPools,
     workspace: WorkspaceOwner,
 ) -> HostContext:
-    """What the backends of one KV group are built from."""
+    """Context from which the backends of one KV group are built."""
     parallel = config.parallel_config
     return HostContext(
         model=model,

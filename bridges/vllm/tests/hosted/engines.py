@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,8 @@ from transformers import (
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from attnplug.host import ModelAttention
+from attnplug import ForwardBatch, Geometry
+from attnplug_vllm.planner import GroupPlanner, PlannedBatch
 
 VOCABULARY, NEW = 512, 24
 _SHAPE = {
@@ -155,14 +156,17 @@ def impls(llm: LLM) -> set[str]:
     return {type(layer.impl).__name__ for layer in layers}
 
 
-def planned_modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modes in which steps are planned from now on."""
+def planned(
+    monkeypatch: pytest.MonkeyPatch, record: Callable[[ForwardBatch], str] = lambda batch: str(batch.forward_mode)
+) -> list[str]:
+    """Record every eager step that is planned from now on: its mode, unless ``record`` returns something else."""
     seen: list[str] = []
-    plan = ModelAttention.plan
+    plan = GroupPlanner.plan
 
-    def recording(self: ModelAttention, batch: Any) -> Any:
-        seen.append(str(batch.forward_mode))
-        return plan(self, batch)
+    def recording(self: GroupPlanner, geometry: Geometry) -> PlannedBatch:
+        made = plan(self, geometry)
+        seen.append(record(made.batch))
+        return made
 
-    monkeypatch.setattr(ModelAttention, "plan", recording)
+    monkeypatch.setattr(GroupPlanner, "plan", recording)
     return seen

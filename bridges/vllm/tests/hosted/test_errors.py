@@ -12,8 +12,9 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionType
 
-from attnplug_vllm.choice import Refused
+from attnplug import RefusalCode
 from attnplug_vllm.mha import AttnplugBackend, AttnplugImpl
+from attnplug_vllm.selection import Refused
 from engines import asking, engine
 
 
@@ -37,10 +38,10 @@ def test_a_plain_layer_is_served(models):
     ("given", "words"),
     [
         ({"alibi_slopes": [0.1] * 8}, "ALiBi slopes"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type encoder_only (only causal decoder attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type encoder_only"),
         ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type encoder_decoder"),
         ({"chunk_lookback": 2}, "chunk_lookback=2 (the model's)"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is not supported"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
     ],
 )
 def test_layers_that_the_contract_lacks_are_refused_by_name(models, given, words):
@@ -51,8 +52,8 @@ def test_layers_that_the_contract_lacks_are_refused_by_name(models, given, words
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"backend": "torch_nativ"}, "there is no backend 'torch_nativ'; did you mean torch_native"),
-        ({"bakend": "torch_native"}, "--additional-config.attnplug has no key 'bakend'"),
+        ({"backend": "torch_nativ"}, "'torch_nativ'"),
+        ({"bakend": "torch_native"}, "'bakend'"),
         ({"options": {"torch_native": {"x": 1}}}, "--additional-config.attnplug.options.torch_native.x"),
     ],
 )
@@ -66,15 +67,16 @@ def test_an_unfit_backend_stops_the_engine_before_weights_are_loaded(models, mon
 
     monkeypatch.setattr(DefaultModelLoader, "load_weights", lambda *_: pytest.fail("weights are loaded"))
     with (
-        pytest.raises(Refused, match="--kv-cache-dtype fp8_e5m2 is not supported by attnplug's bridge, only auto"),
+        pytest.raises(Refused, match="--kv-cache-dtype fp8_e5m2"),
         engine(models.path("llama"), {**asking(), "kv_cache_dtype": "fp8_e5m2"}),
     ):
         pass
 
 
 def test_blocks_that_are_no_multiple_of_16_are_refused(models):
-    with pytest.raises(Refused, match=r"only multiples of 16 \(change --block-size\)"):
+    with pytest.raises(Refused) as raised:
         layer(models.path("llama"), engine_args={"block_size": 8})
+    assert [(reason.code, reason.value) for reason in raised.value.refusals] == [(RefusalCode.PAGE_SIZE, 8)]
 
 
 def test_what_only_vllms_selector_knows_is_refused_there():
@@ -98,5 +100,5 @@ def test_the_command_line_is_refused_at_once_and_without_a_traceback(models):
         command = [sys.executable, "-c", PARSE, "serve", models.path("llama"), *asked, name]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert done.returncode == status and ("parsed" in done.stdout) is (status == 0)
-        assert ("there is no backend 'torch_nativ'" in done.stderr) is (status == 1)
+        assert ("'torch_nativ'" in done.stderr) is (status == 1)
         assert "Traceback" not in done.stderr

@@ -12,7 +12,7 @@ from engines import (
     engine,
     generate,
     impls,
-    planned_modes,
+    planned,
     prompts_of,
     runner,
     scheduler,
@@ -33,7 +33,7 @@ def test_vllms_own_backend_is_left_alone_and_agrees_with_transformers(models, na
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_chunks_of_64_in_blocks_of_16_and_prefix_hits(models, name, monkeypatch):
     with engine(models.path(name), {**asking(), "block_size": 16, "max_num_batched_tokens": 64}) as llm:
-        seen = planned_modes(monkeypatch)
+        seen = planned(monkeypatch)
         assert impls(llm) == OURS
         assert tokens(llm, PROMPTS) == models.expected(name, PROMPTS)
         assert {"mixed", "decode"} <= set(seen)
@@ -52,10 +52,10 @@ def test_whole_prompts_in_blocks_of_64_with_torch_compile(models, name):
 def test_windows_and_full_attention_are_two_groups_with_a_backend_each(models):
     with engine(models.path("gemma2"), {**asking(), "block_size": 16}) as llm:
         builders = [group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups]
-        windows = [{layer.sliding_window for layer in builder._group.model.layers} for builder in builders]
+        windows = [{layer.sliding_window for layer in builder._planner.group.model.layers} for builder in builders]
         assert sorted(windows, key=str) == [{48}, {None}]
         assert tokens(llm, PROMPTS) == models.expected("gemma2", PROMPTS)
-        assert len({id(builder._group.ready().backend) for builder in builders}) == 2
+        assert len({id(builder._planner.group.ready().backend) for builder in builders}) == 2
 
 
 @pytest.mark.parametrize("layout", [layout.name for layout in KVCacheLayout])
@@ -81,19 +81,19 @@ def test_preempted_requests_go_on_where_they_were(models, monkeypatch):
 def test_one_backend_prefills_and_another_decodes(models, monkeypatch):
     from dataclasses import replace
 
-    from attnplug_vllm import choice
+    from attnplug_vllm import selection
 
-    both = dict(choice.registry().backends)
+    both = dict(selection.registry().backends)
     native = both["torch_native"]
     both["other"] = replace(native, spec=replace(native.spec, name="other"))
-    with_other = replace(choice.registry(), backends=both)
-    monkeypatch.setattr(choice, "registry", lambda: with_other)
+    with_other = replace(selection.registry(), backends=both)
+    monkeypatch.setattr(selection, "registry", lambda: with_other)
     options = {**asking(prefill="torch_native", decode="other"), "block_size": 16, "max_num_batched_tokens": 64}
     with engine(models.path("llama"), options) as llm:
-        seen = planned_modes(monkeypatch)
+        seen = planned(monkeypatch)
         assert tokens(llm, PROMPTS) == models.expected("llama", PROMPTS)
         (builder,) = (group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups)
-        assert builder._group.ready().backend.backend_id.name == "split(torch_native, other)"
+        assert builder._planner.group.ready().backend.backend_id.name == "split(torch_native, other)"
         assert builder.reorder_batch_threshold == 1 and {"decode", "extend"} <= set(seen)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engines import NEW, PROMPTS, VOCABULARY, asking, engine, impls, planned_modes, tokens
+from engines import NEW, PROMPTS, VOCABULARY, asking, engine, impls, planned, tokens
 
 
 def test_a_draft_runs_on_a_backend_that_is_named_for_it(models, monkeypatch):
@@ -13,7 +13,7 @@ def test_a_draft_runs_on_a_backend_that_is_named_for_it(models, monkeypatch):
     options = {**asking(), "block_size": 16, "speculative_config": {**drafts, "attention_backend": "CUSTOM"}}
     with engine(models.path("llama"), options) as llm:
         assert impls(llm) == {"AttnplugImpl"}
-        seen = planned_modes(monkeypatch)
+        seen = planned(monkeypatch)
         assert tokens(llm, PROMPTS[4:5]) == models.expected("llama", PROMPTS)[4:5]
         assert seen.count("target_verify") == -(-(NEW - 1) // 4)
 
@@ -25,6 +25,6 @@ def test_drafts_are_verified(models, monkeypatch):
         torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(seed)).tolist()[:440] for seed in (7, 8)
     ]
     with engine(models.path("llama"), {**asking(), "block_size": 16, "speculative_config": drafts}) as llm:
-        seen = planned_modes(monkeypatch)
+        seen = planned(monkeypatch)
         assert tokens(llm, given) == models.expected("llama", given)
         assert "target_verify" in seen

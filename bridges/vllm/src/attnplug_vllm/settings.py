@@ -1,33 +1,24 @@
-"""What users ask of the bridge: ``additional_config["attnplug"]`` of a vLLM configuration, as a ``BackendRequest``."""
+"""User settings: ``additional_config["attnplug"]`` of a vLLM configuration as a ``BackendRequest``."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from attnplug import Role
 from attnplug.host import BackendRequest, UsageError
 
 CUSTOM = "CUSTOM"
-"""What vLLM calls a backend that is not its own."""
+"""vLLM's name for a backend from outside."""
 SECTION = "attnplug"
 OPTION = f"--additional-config.{SECTION}"
 ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 KEYS = ("backend", *ROLES, "options")
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """``asked`` says whether the configuration mentions attnplug at all."""
-
-    request: BackendRequest
-    asked: bool
-
-
-def read_settings(additional_config: object) -> Settings:
-    """What a vLLM configuration asks for; ``auto`` where it says nothing. Raises UsageError for what it cannot mean."""
+def read_request(additional_config: object) -> BackendRequest:
+    """Read attnplug's section; ``auto`` is the default. Raises :class:`UsageError` if the section is malformed."""
     if not isinstance(additional_config, Mapping) or SECTION not in additional_config:
-        return Settings(BackendRequest(), asked=False)
+        return BackendRequest()
     section = additional_config[SECTION]
     if not isinstance(section, Mapping):
         raise UsageError(
@@ -37,20 +28,17 @@ def read_settings(additional_config: object) -> Settings:
     if unknown := [key for key in section if key not in KEYS]:
         raise UsageError(f"{OPTION} has no key {unknown[0]!r}; it has {', '.join(KEYS)}")
     names = {key: _name(key, section[key]) for key in ("backend", *ROLES) if key in section}
-    return Settings(
-        BackendRequest(
-            attention=names.get("backend", "auto"),
-            roles={role: names[key] for key, role in ROLES.items() if key in names},
-            options=_options(section.get("options", {})),
-        ),
-        asked=True,
+    return BackendRequest(
+        attention=names.get("backend", "auto"),
+        roles={role: names[key] for key, role in ROLES.items() if key in names},
+        options=_options(section.get("options", {})),
     )
 
 
-def without_custom(names: Collection[str]) -> str:
-    """What a user is told who asks for attnplug, while vLLM is told to use something else, or nothing."""
-    instead = f"uses {', '.join(names)}" if names else "is not told to use it"
-    return f"--additional-config asks for {SECTION}, but vLLM {instead}; give --attention-backend {CUSTOM}"
+def missing_custom(names: Collection[str]) -> str:
+    """Error message for a configuration with attnplug's section that selects other backends, or none."""
+    instead = f"uses {', '.join(names)}" if names else "is not configured to use it"
+    return f"--additional-config has a section {SECTION}, but vLLM {instead}; give --attention-backend {CUSTOM}"
 
 
 def _name(key: str, value: object) -> str:
@@ -60,7 +48,7 @@ def _name(key: str, value: object) -> str:
 
 
 def _options(value: object) -> dict[str, dict[str, str]]:
-    """Options by backend: ``{"NAME": {"KEY": VALUE}}``. Values are read as the command line's are."""
+    """Options by backend, ``{"NAME": {"KEY": VALUE}}``, with values as strings, as on a command line."""
     if not isinstance(value, Mapping):
         raise UsageError(f'{OPTION}.options is {value!r}; give {{"NAME": {{"KEY": VALUE}}}}')
     options = {}
@@ -72,5 +60,5 @@ def _options(value: object) -> dict[str, dict[str, str]]:
 
 
 def _text(value: object) -> str:
-    """A JSON value as a person would type it."""
+    """Format a JSON value as a user would type it on a command line."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

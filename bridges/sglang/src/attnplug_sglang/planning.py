@@ -1,4 +1,4 @@
-"""SGLang's forward batches as geometries, one for each KV group; eager ones, and those of CUDA graphs."""
+"""Plans for SGLang's forward batches, one geometry per KV group: eager batches, and those of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnplug import BackendError, ForwardBatch, ForwardMode, Geometry, PlanError
 from attnplug.host import HostLengths, ModelAttention, plan_forward
-from attnplug_sglang.memory import PageTable
+from attnplug_sglang.kv_pools import PageTable
 
 _MODES = {
     "EXTEND": ForwardMode.EXTEND,
@@ -21,26 +21,26 @@ _MODES = {
     "DRAFT_EXTEND_V2": ForwardMode.DRAFT_EXTEND,
     "IDLE": ForwardMode.IDLE,
 }
-_LACKING = {
+_UNSUPPORTED = {
     "SPLIT_PREFILL": "a prefill that is split by layers (--enable-pdmux)",
     "DLLM_EXTEND": "a diffusion language model, which attends in both directions",
 }
 
 
 def mode_of(batch: Any) -> ForwardMode:
-    """What a batch of SGLang's asks for, in our words."""
+    """Convert a batch's forward mode. Raises :class:`BackendError` for unsupported ones."""
     name = batch.forward_mode.name
     if name not in _MODES:
         raise BackendError(
-            f"the batch is of mode {name}, {_LACKING.get(name, 'which attnplug does not know')}; choose a backend of "
-            "SGLang's"
+            f"the batch is of mode {name}, {_UNSUPPORTED.get(name, 'which attnplug does not know')}; use one of "
+            "SGLang's own backends"
         )
     return _MODES[name]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """One KV group: all attention of its layers, and where its pages lie."""
+    """One KV group: the attention of its layers, and its page table."""
 
     attention: ModelAttention
     table: PageTable
@@ -48,19 +48,19 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """What is planned for one batch: our batches, one for each group, in the groups' order."""
+    """Planned batches, one per KV group, in the groups' order."""
 
     mode: ForwardMode
     batches: tuple[ForwardBatch, ...]
     new_tokens: int = 1
-    """Of each request, for those modes in which all have as many."""
+    """New tokens per request, for modes in which all requests have the same number."""
     ragged: Any = field(default=None)
-    """The calls of an MLA prefill as MHA, once they are planned."""
+    """``RaggedPlan`` of an MLA prefill as MHA, once planned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of a batch as SGLang knows them: bounds, and exact ones where it has them."""
+    """Lengths of a batch: upper bounds, and exact host lengths if SGLang has them."""
 
     rows: int
     max_seq_len: int
@@ -73,7 +73,7 @@ class Lengths:
 def eager_step(batch: Any, groups: Sequence[Group], max_context: int) -> Step:
     """Plan a batch that runs eagerly."""
     mode = mode_of(batch)
-    lengths = lengths_of(batch, mode, max_context, exact=any(_exact(group) for group in groups))
+    lengths = lengths_of(batch, mode, max_context, exact=any(_needs_host_lengths(group) for group in groups))
     batches = []
     for group in groups:
         geometry = Geometry(
@@ -88,7 +88,7 @@ def eager_step(batch: Any, groups: Sequence[Group], max_context: int) -> Step:
             host=lengths.host,
             slots=group.table.slots(batch.out_cache_loc[: lengths.rows]),
         )
-        if _exact(group):
+        if _needs_host_lengths(group):
             geometry = geometry.measured()
         ours = ForwardBatch(geometry)
         plan_forward(group.attention.backend, ours)
@@ -96,12 +96,12 @@ def eager_step(batch: Any, groups: Sequence[Group], max_context: int) -> Step:
     return Step(mode, tuple(batches), lengths.max_new)
 
 
-def _exact(group: Group) -> bool:
+def _needs_host_lengths(group: Group) -> bool:
     return group.attention.backend.claims.needs_cpu_seq_lens
 
 
 def lengths_of(batch: Any, mode: ForwardMode, max_context: int, *, exact: bool) -> Lengths:
-    """The lengths of an eager batch. Host lengths of a decode are given only if they are asked for: they cost time."""
+    """Lengths of an eager batch. Host lengths of a decode are read only if ``exact``: that takes time."""
     requests = batch.batch_size
     if mode in (ForwardMode.EXTEND, ForwardMode.MIXED) or (
         mode is ForwardMode.DRAFT_EXTEND and batch.extend_seq_lens_cpu is not None
@@ -114,7 +114,7 @@ def lengths_of(batch: Any, mode: ForwardMode, max_context: int, *, exact: bool) 
             sum(new), max(total, default=0), max(new, default=0), seq_lens, new_lens, HostLengths(new, total)
         )
     each = new_tokens(batch, mode)
-    before = 0 if mode is ForwardMode.DECODE else each  # a verify's lengths leave its new tokens out
+    before = 0 if mode is ForwardMode.DECODE else each  # the lengths of a verify exclude its new tokens
     known = batch.seq_lens_cpu
     host = None
     if exact and known is not None:
@@ -125,12 +125,12 @@ def lengths_of(batch: Any, mode: ForwardMode, max_context: int, *, exact: bool) 
 
 
 def new_tokens(batch: Any, mode: ForwardMode) -> int:
-    """New tokens of each request, for modes in which all have as many."""
+    """New tokens per request, for modes in which all requests have the same number."""
     if mode is ForwardMode.DECODE:
         return 1
     info = batch.spec_info
     if getattr(info, "ragged_verify_layout", None) is not None:
-        raise BackendError("SGLang verifies requests by different numbers of tokens, which attnplug does not do here")
+        raise BackendError("SGLang verifies different numbers of tokens per request, which attnplug does not support")
     tokens = getattr(info, "draft_token_num", None) or getattr(info, "num_tokens_per_req", None)
     if not tokens or tokens < 1:
         raise PlanError(f"a batch of mode {mode} does not say how many tokens each request has: {info!r}")
@@ -138,10 +138,10 @@ def new_tokens(batch: Any, mode: ForwardMode) -> int:
 
 
 class CapturedSteps:
-    """Batches that CUDA graphs hold, over one set of static tensors for each group.
+    """Captured batches, over one set of static tensors per KV group.
 
-    SGLang lets the scheduler write to its table of slots as soon as a replay was prepared. So page tables are copied
-    before the graph, and only lengths, which are in SGLang's own static tensors, are read inside it.
+    SGLang's scheduler may write to the slot table as soon as a replay is prepared. Page tables are therefore copied
+    before the graph runs. Only lengths, which are in SGLang's own static tensors, are read inside it.
     """
 
     def __init__(self, groups: Sequence[Group], max_requests: int, max_rows: int, max_context: int) -> None:
@@ -161,7 +161,7 @@ class CapturedSteps:
         self.max_requests, self.max_rows = max_requests, max_rows
 
     def capture(self, batch: Any) -> Step:
-        """Plan the batch that is about to be captured; its tensors are SGLang's static ones."""
+        """Plan the batch that is about to be captured. Its tensors are SGLang's static ones."""
         mode, requests = mode_of(batch), batch.batch_size
         each = new_tokens(batch, mode)
         rows, batches = requests * each, []
@@ -185,7 +185,7 @@ class CapturedSteps:
         return step
 
     def replay(self, batch: Any) -> Step:
-        """Bring the batch's static tensors up to date, and plan it again."""
+        """Update the static tensors and plan the replay. Raises :class:`PlanError` if the shape was not captured."""
         mode, requests = mode_of(batch), batch.batch_size
         step = self._steps.get((mode, requests))
         if step is None:
@@ -197,7 +197,7 @@ class CapturedSteps:
         return step
 
     def refill(self, step: Step, batch: Any) -> None:
-        """What the graph itself does first. ``batch`` is the one that was captured: its tensors are static."""
+        """Run the captured part of planning. ``batch`` is the captured one: its tensors are static."""
         lens = self._seq_lens[: batch.batch_size]
         if step.mode is ForwardMode.DECODE:
             lens.copy_(batch.seq_lens)
@@ -213,6 +213,6 @@ class CapturedSteps:
         for group, table, slots in zip(self._groups, self._tables, self._slots, strict=True):
             group.table.fill(table[: batch.batch_size], batch.req_pool_indices, longest)
             if slots is not None and batch.out_cache_loc is not None:
-                own = group.table.slots(batch.out_cache_loc)  # without the padding, which goes to slot 0
+                own = group.table.slots(batch.out_cache_loc)  # without padding, which goes to slot 0
                 slots[: own.shape[0]].copy_(own)
                 slots[own.shape[0] :].zero_()

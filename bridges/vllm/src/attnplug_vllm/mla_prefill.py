@@ -1,6 +1,6 @@
-"""MLA prefill in vLLM on a backend of ours: causal over the new tokens, then chunk by chunk over cached context.
+"""MLA prefill on an attnplug backend: causal attention over the new tokens, then over cached context chunk by chunk.
 
-vLLM gathers and up-projects the rows of a chunk and merges partial results. What is left is ``forward_ragged``.
+vLLM gathers and up-projects the rows of a chunk and merges partial results. The backend runs ``forward_ragged``.
 """
 
 from __future__ import annotations
@@ -13,51 +13,46 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
-from attnplug.host import ModelAttention, bind_hook, optional_hooks, spread
-from attnplug_vllm.memory import GroupAttention
-
-_PLANNING = "init_mha_chunk_metadata"
-_RAGGED = "forward_ragged"
+from attnplug.host import ModelAttention, bind_optional_hook, spread
+from attnplug_vllm.kv_group import GroupAttention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkCall:
-    """A call over one chunk of context. ``rows`` are the queries that take part, of those that vLLM gives; ``None``
-    means all of them. The others have no context in this chunk."""
+    """Call over one chunk of context. ``rows`` selects the queries with context in this chunk; ``None`` is all."""
 
     call: RaggedCall
     rows: slice | Tensor | None = None
 
 
 class RaggedPrefill:
-    """The prefill backend of a KV group, and the calls of the present step."""
+    """Prefill backend of a KV group, with the planned calls of the current step."""
 
     def __init__(self, group: GroupAttention) -> None:
-        self._group, self._layer = group, group.model.layers[0]  # layers of a group are alike
+        self._group, self._layer = group, group.model.layers[0]  # the layers of a group are alike
         self._attention: ModelAttention | None = None
 
     def prepare(self, prefill: Any, common: Any) -> None:
-        """Take a step's ``MLACommonPrefillMetadata``, the last requests of its ``CommonAttentionMetadata``."""
+        """Plan the calls of a step from its ``MLACommonPrefillMetadata``: the last requests of ``common``, its
+        ``CommonAttentionMetadata``."""
         attention = self._group.ready()
         if attention is not self._attention:
             self._attention, backend = attention, attention.backend
-            self._run = bind_hook(backend, _RAGGED, optional_hooks()[_RAGGED])
-            self._plan_calls = bind_hook(
-                backend, _PLANNING, optional_hooks()[_PLANNING], ("disable_flashinfer_ragged",)
-            )
+            self._run = bind_optional_hook(backend, "forward_ragged")
+            self._plan_calls = bind_optional_hook(backend, "init_mha_chunk_metadata")
         starts = prefill.query_start_loc
         live = starts.shape[0] - 1
         first = common.num_reqs - live
         new_lens = common.query_start_loc_cpu[first:].diff().tolist()
-        while live and not new_lens[live - 1]:  # requests that only pad the batch
+        while live and not new_lens[live - 1]:  # padded requests
             live -= 1
         new_lens, starts = new_lens[:live], starts[: live + 1]
         self._new = RaggedCall(0, tuple(new_lens), tuple(new_lens), True, starts, starts)
         self._chunks = chunk_calls(prefill, new_lens)
-        self._plan = self._planned(prefill, common, first)
+        self._plan = self._plan_step(prefill, common, first)
 
-    def _planned(self, prefill: Any, common: Any, first: int) -> Plan | None:
-        """What a backend plans for all calls of this step, if it plans them."""
+    def _plan_step(self, prefill: Any, common: Any, first: int) -> Plan | None:
+        """Plan all calls of this step; ``None`` if the backend plans none."""
         if self._plan_calls is None:
             return None
         lens = self._new.query_lens
@@ -77,13 +72,13 @@ class RaggedPrefill:
         return plan
 
     def new_tokens(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """Causal over the new rows. The log-sum-exp is ``[heads, rows]``, as vLLM merges it."""
+        """Attend causally to the new rows. Returns ``[rows, heads, v_head_dim]`` and vLLM's LSE ``[heads, rows]``."""
         lse = _new_lse(q) if with_lse else None
         result = self._ragged(self._new, q, k, v, lse)
         return result, None if lse is None else lse.t().contiguous()
 
     def context_chunk(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Not causal, over the rows of a chunk. Queries without any there have the log-sum-exp -inf."""
+        """Attend to the rows of a chunk, without a causal mask. LSE is -inf for queries without rows in the chunk."""
         planned = self._chunks[index]
         if planned.rows is None:
             lse = _new_lse(q)
@@ -108,26 +103,26 @@ def _new_lse(q: Tensor) -> Tensor:
 
 
 def chunk_calls(prefill: Any, new_lens: Sequence[int]) -> list[ChunkCall]:
-    """The calls over chunks of context, as this version of vLLM plans them."""
+    """Calls over chunks of context, from the metadata of either form that vLLM's versions have."""
     context = prefill.chunked_context
     if context is None:
         return []
     if hasattr(context, "chunks"):
-        return [_of_chunk(chunk, new_lens) for chunk in context.chunks]
+        return [_call_of_chunk(chunk, new_lens) for chunk in context.chunks]
     return [
-        _of_lengths(index, new_lens, lens, prefill.query_start_loc, context.cu_seq_lens[index])
+        _call_of_all(index, new_lens, lens, prefill.query_start_loc, context.cu_seq_lens[index])
         for index, lens in enumerate(context.seq_lens.tolist())
     ]
 
 
-def _of_chunk(chunk: Any, new_lens: Sequence[int]) -> ChunkCall:
-    """A run of requests that all have rows in the chunk."""
+def _call_of_chunk(chunk: Any, new_lens: Sequence[int]) -> ChunkCall:
+    """Call of consecutive requests that all have rows in the chunk (newer versions)."""
     queries, rows = tuple(new_lens[chunk.request_slice]), tuple(chunk.seq_lens.tolist())
     return ChunkCall(RaggedCall(1 + chunk.index, queries, rows, False, chunk.query_start_loc, chunk.cu_seq_lens))
 
 
-def _of_lengths(index: int, new_lens: Sequence[int], lens: Sequence[int], starts: Tensor, ends: Tensor) -> ChunkCall:
-    """All requests, of which some may have no rows in the chunk; our calls have no empty sequences."""
+def _call_of_all(index: int, new_lens: Sequence[int], lens: Sequence[int], starts: Tensor, ends: Tensor) -> ChunkCall:
+    """Call of the requests that have rows in the chunk (0.26, which lists all): calls have no empty sequences (C3)."""
     live = [request for request, rows in enumerate(lens[: len(new_lens)]) if rows]
     if len(live) == len(new_lens):
         count = len(live) + 1

@@ -1,4 +1,4 @@
-"""The check of SGLang's arguments in its front end: the same choice as in the scheduler, from the model's config."""
+"""Early check of SGLang's ``ServerArgs``: the same selection as in the scheduler, but from the model's config."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from typing import Any
 
 from attnplug import DType, Problem, Role
 from attnplug.host import AttnplugError, ModelConfigError, load_model, load_registry, model_dtype
-from attnplug_sglang.choice import check_options, choose, decode_graphs, insist, resolved, served_roles
-from attnplug_sglang.host import PREFIX, refuse, refuse_version, render
+from attnplug_sglang.host import PREFIX, Refused, check_version, refuse, render
+from attnplug_sglang.selection import check_options, choose, decode_graphs, raise_if_unsupported, resolved, served_roles
 
 _AUTO = ("auto", None)
 
 
-def refuse_arguments(arguments: Any) -> None:
-    """Raise a ValueError with every reason if one of our names is asked for and cannot serve.
+def check_server_args(arguments: Any) -> None:
+    """Raise :class:`Refused` with every reason if an ``attnplug:NAME`` is requested that cannot serve.
 
-    A model that is not a local folder is not looked at here; the scheduler does.
+    A model that is not a local folder is checked later, by the scheduler.
     """
     arguments = resolved(arguments)
     prefill, decode = attention_backends(arguments)
     for name in dict.fromkeys((prefill, decode)):
         if name is None or not name.startswith(PREFIX):
             continue
-        refuse_version(name)
+        check_version(name)
         try:
             _check(name, served_roles(name, prefill, decode), arguments)
         except AttnplugError as error:
-            raise ValueError(f"{name}: {error.told(render)}") from None
+            raise Refused(f"{name}: {error.told(render)}", error=error) from None
 
 
 def attention_backends(arguments: Any) -> tuple[Any, Any]:
-    """The names for prefill and decode."""
+    """Names of the prefill and the decode backend."""
     both = arguments.attention_backend
     return arguments.prefill_attention_backend or both, arguments.decode_attention_backend or both
 
@@ -38,10 +38,10 @@ def attention_backends(arguments: Any) -> tuple[Any, Any]:
 def _check(name: str, roles: tuple[Role, ...], arguments: Any) -> None:
     registry = load_registry()
     check_options(registry)
-    insist(arguments, name)
+    raise_if_unsupported(arguments, name)
     try:
         model = load_model(arguments.model_path, registry)
-    except ModelConfigError:  # not a local folder, or a model that we cannot read but SGLang can
+    except ModelConfigError:  # not a local folder, or a model that only SGLang can read
         model = None
     speculates = arguments.speculative_algorithm is not None
     dtype = arguments.dtype if arguments.dtype not in _AUTO else None
@@ -55,8 +55,8 @@ def _check(name: str, roles: tuple[Role, ...], arguments: Any) -> None:
         speculative_tokens=(arguments.speculative_num_draft_tokens or 0) if speculates else 0,
         tensor_parallel=arguments.tp_size if not getattr(arguments, "enable_dp_attention", False) else 1,
     )
-    for refusal in refuse(problem):
-        raise AttnplugError(refusal.message)
+    if refusals := refuse(problem):
+        raise Refused(f"{name}: {refusals[0].message}", refusals)
     graphs = problem.device == "cuda" and decode_graphs(
         arguments.cuda_graph_config, bool(getattr(arguments, "disable_cuda_graph", False))
     )

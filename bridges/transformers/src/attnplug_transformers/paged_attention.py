@@ -1,4 +1,4 @@
-"""Continuous batching: backends over the memory of ``PagedAttentionCache``."""
+"""Attention for continuous batching, over the memory of transformers' ``PagedAttentionCache``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from attnplug import CacheLayout, ForwardBatch, ForwardExtras, ForwardMode, Geometry, LayerSpec, MHAPool, ModelSpec
 from attnplug.host import BackendRequest, Limits, ModelAttention
 from attnplug_transformers.blocks import BlockCache, LayerGroup, read_gathered
-from attnplug_transformers.calls import read_call
 from attnplug_transformers.errors import BridgeError
+from attnplug_transformers.layer_call import read_call
 from attnplug_transformers.pages import PageStore, attention_over, choose, planned, problem_of
 
 PAGED_ARGUMENTS = frozenset(
@@ -37,7 +37,7 @@ PAGED_ARGUMENTS = frozenset(
 
 @dataclass(slots=True, eq=False)
 class Planned:
-    """What the layers of a group run in one step. ``slots`` are those of all rows, for layers that are copied."""
+    """Planned batch of a group's layers in one step. ``slots``: slots of all rows, for layers whose rows are copied."""
 
     attention: ModelAttention
     batch: ForwardBatch
@@ -46,29 +46,30 @@ class Planned:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A cache's layers of one kind, and the step that they are in."""
+    """Layers of one type in a cache, and their current step."""
 
     blocks: LayerGroup
     over: ModelAttention | None = None
     """Attention over the cache's own memory, for layers without a window."""
     layers: dict[int, LayerSpec] = field(default_factory=dict)
     lengths: object = None
-    """``cu_seq_lens_q`` of the step. transformers makes a new one for each; it is kept, so no other can be it."""
+    """``cu_seq_lens_q`` of the step, which identifies it: transformers makes a new object for each step, and keeping
+    this one prevents its id from being reused."""
     seen: set[int] = field(default_factory=set)
     planned: Planned | None = None
 
     def of_step(self, index: int, lengths: object, attention: ModelAttention, plan: Callable[[], Planned]) -> Planned:
-        """What was planned for this step, by the first of the group's layers. No layer runs twice in a step."""
-        found = self.planned
-        if found is None or self.lengths is not lengths or index in self.seen or found.attention is not attention:
-            found = self.planned = plan()
+        """Return the plan of this step, made by the group's first layer. No layer runs twice in a step."""
+        planned = self.planned
+        if planned is None or self.lengths is not lengths or index in self.seen or planned.attention is not attention:
+            planned = self.planned = plan()
             self.lengths, self.seen = lengths, set()
         self.seen.add(index)
-        return found
+        return planned
 
 
 class PagedBatches:
-    """Attention over the caches of continuous batching, for one choice of backends."""
+    """Attention over the caches of continuous batching, for one backend request."""
 
     def __init__(self, request: BackendRequest, store: PageStore) -> None:
         self._request = request
@@ -86,8 +87,8 @@ class PagedBatches:
         scaling: float | None,
         others: Mapping[str, object],
     ) -> Tensor:
-        """q ``[1, heads, tokens, dim]``, with the requests' tokens one after the other; returns ``[1, tokens, heads,
-        v_dim]``."""
+        """Attend: query ``[1, heads, tokens, dim]`` with the tokens of all requests in sequence. Returns
+        ``[1, tokens, heads, v_dim]``."""
         _check(query, mask, others)
         cache: BlockCache = others["cache"]
         index: int = module.layer_idx  # type: ignore[assignment]
@@ -101,7 +102,7 @@ class PagedBatches:
         layer = group.layers[index]
         if replace(call.layer, layer_id=index) != layer:
             raise BridgeError(
-                f"layer {index} is {replace(call.layer, layer_id=index)}, and another that shares its blocks is "
+                f"layer {index} is {replace(call.layer, layer_id=index)}, but another that shares its blocks is "
                 f"{layer}; such models are not supported in continuous batching"
             )
         step = group.of_step(
@@ -120,9 +121,9 @@ class PagedBatches:
             groups |= dict.fromkeys(group.blocks.layers, group)
         return groups[index]
 
-    @torch.inference_mode(False)  # what a backend allocates outlives this call
+    @torch.inference_mode(False)  # the backend's allocations outlive this call
     def _over(self, cache: BlockCache, group: Group, layer: LayerSpec, query: Tensor) -> ModelAttention:
-        """Attention over the cache's own blocks. Built once: they stay where they are."""
+        """Attention over the cache's own blocks. Built once, because they do not move."""
         if group.over is not None:
             return group.over
         blocks = group.blocks
@@ -154,8 +155,8 @@ class PagedBatches:
         extras: ForwardExtras | None,
         others: Mapping[str, object],
     ) -> Tensor:
-        """Layers with a window keep a ring, which is no sequence of pages: transformers reads it, and its rows are
-        attended to in pages of our own."""
+        """Attend in a layer with a window. Its cache is a ring buffer and not a sequence of pages, so transformers
+        gathers its rows and they are copied to pages of the bridge."""
         keys, values = read_gathered(cache, key, value, index, others)
         starts_q, starts_k, most_new, most = _lengths(group.blocks, others)
         pages = self._store.pages(layer, query, Limits(starts_q.shape[0] - 1, query.shape[2], most))
@@ -189,10 +190,10 @@ class PagedBatches:
 
 def _check(query: Tensor, mask: object, others: Mapping[str, object]) -> None:
     if mask is not None:
-        raise BridgeError("continuous batching gave a mask along with lengths; backends read lengths only")
+        raise BridgeError("continuous batching passed a mask along with lengths; backends read only lengths")
     if others.get("block_table") is not None:
         raise BridgeError(
-            "continuous batching gave a block table, which is for flash attention's own kernel; turn that off: "
+            "continuous batching passed a block table, which is for flash attention's own kernel; turn it off: "
             "ContinuousBatchingConfig(max_blocks_per_request=0)"
         )
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -203,7 +204,7 @@ def _check(query: Tensor, mask: object, others: Mapping[str, object]) -> None:
 
 
 def _lengths(blocks: LayerGroup, others: Mapping[str, object]) -> tuple[Tensor, Tensor, int, int]:
-    """Where each request's queries and rows begin ``[requests + 1]`` int64, and bounds of how many there are."""
+    """Start offsets of each request's queries and rows, ``[requests + 1]`` int64, and the maxima of both."""
     given: Any = others
     rows, most = given["cu_seq_lens_k"], given.get("max_length_k", given.get("max_seqlen_k"))
     if isinstance(rows, dict):
@@ -213,9 +214,9 @@ def _lengths(blocks: LayerGroup, others: Mapping[str, object]) -> tuple[Tensor, 
 
 
 def _geometry(blocks: LayerGroup, others: Mapping[str, object]) -> Geometry:
-    """The page table, from the indices of cache rows: a request's rows fill one block after the other.
+    """Geometry with a page table made from the read indices: a request's rows fill one block after another.
 
-    A step that reads no older rows has no indices to read by. Its requests' rows are those that it writes.
+    A step without older rows has no read indices. The rows of its requests are those that it writes.
     """
     given: Any = others
     starts_q, starts_k, most_new, most = _lengths(blocks, others)

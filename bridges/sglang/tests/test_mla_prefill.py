@@ -10,8 +10,8 @@ import torch
 
 from attnplug import AttentionKind, BackendError, BackendId, ExtendPath, ForwardBatch, Geometry, LayerSpec
 from attnplug.host import MLADims, TorchNativeBackend, merge_partial
-from attnplug_sglang.prefill import RaggedPrefill, extend_path
-from attnplug_sglang.steps import Step, mode_of
+from attnplug_sglang.mla_prefill import RaggedPrefill, extend_path
+from attnplug_sglang.planning import Step, mode_of
 from sglang_fakes import Mode, batch, slots_table
 
 LAYER = LayerSpec(0, AttentionKind.MLA, 2, 2, 12, 8, 12**-0.5, mla=MLADims(16, 8, 4))

@@ -1,4 +1,4 @@
-"""SGLang's pools as ours, without a copy, and its tables of slots as page tables."""
+"""KV pools over SGLang's memory, without a copy, and page tables from its slot tables."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from attnplug import BackendError, DType, LayerSpec, MHAPool, MLAPool
 from attnplug.host import KVPools, UsageError
 
 Translate = Callable[[Tensor], Tensor]
-"""Slots of SGLang's own numbering → slots of a pool."""
+"""Translates SGLang's full slot numbers to those of a pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose caches share one numbering of slots."""
+    """Layers whose caches share one slot numbering."""
 
     layers: tuple[LayerSpec, ...]
     translate: Translate | None = None
 
 
 def kv_groups(pool: Any, layers: Sequence[LayerSpec]) -> tuple[KVGroup, ...]:
-    """One group; or two, if SGLang keeps layers with a window in a smaller pool of their own (``SWAKVPool``)."""
+    """KV groups of a pool: one, or two if SGLang keeps sliding-window layers in a smaller pool (``SWAKVPool``)."""
     mapping = getattr(pool, "layers_mapping", None)
     if mapping is None:
         return (KVGroup(tuple(layers)),)
@@ -34,15 +34,15 @@ def kv_groups(pool: Any, layers: Sequence[LayerSpec]) -> tuple[KVGroup, ...]:
     for layer in windowed:
         if layer.sliding_window is None:
             raise BackendError(
-                f"layer {layer.layer_id} has no window, but SGLang keeps only a window of its rows; choose a backend "
-                "of SGLang's, or give --disable-hybrid-swa-memory"
+                f"layer {layer.layer_id} has no window, but SGLang keeps only a window of its rows; use one of "
+                "SGLang's own backends, or give --disable-hybrid-swa-memory"
             )
     groups = KVGroup(whole), KVGroup(windowed, pool.translate_loc_from_full_to_swa)
     return tuple(group for group in groups if group.layers)
 
 
 def pools_over(pool: Any, group: KVGroup, page_size: int, scales: Mapping[int, tuple[float, float]]) -> KVPools:
-    """Our pools over the memory of some layers. ``scales`` are those of fp8 keys and values, by layer."""
+    """KV pools over SGLang's memory of a group's layers. ``scales``: fp8 scales of keys and values by layer id."""
     dtype = kv_dtype(pool.dtype)
     if group.layers[0].mla is not None:
         rows = {layer.layer_id: _pages(pool.get_key_buffer(layer.layer_id), page_size) for layer in group.layers}
@@ -60,6 +60,7 @@ def pools_over(pool: Any, group: KVGroup, page_size: int, scales: Mapping[int, t
 
 
 def kv_dtype(dtype: torch.dtype) -> DType:
+    """Convert the dtype of a KV cache. Raises :class:`BackendError` for one that attnplug does not know."""
     try:
         return DType.parse(str(dtype), "kv_dtype")
     except UsageError as error:
@@ -67,22 +68,22 @@ def kv_dtype(dtype: torch.dtype) -> DType:
 
 
 def _pages(buffer: Tensor, page_size: int) -> Tensor:
-    """The whole pages of a buffer. Page 0 is among them: SGLang never gives it to a request, and pads with it."""
+    """Whole pages of a buffer, including page 0, which SGLang uses for padding and never gives to a request."""
     return buffer[: buffer.shape[0] // page_size * page_size]
 
 
 class PageTable:
-    """SGLang's slots of each request, ``req_to_token`` ``[rows, positions]``, seen as pages.
+    """Page view of SGLang's slot table ``req_to_token`` ``[rows, positions]``.
 
-    A page's slots follow each other, so its first one tells the page. Everything runs on the device and waits for
-    nothing.
+    The slots of a page are contiguous, so its first slot identifies the page. Everything runs on the device without
+    synchronization.
     """
 
     def __init__(self, req_to_token: Tensor, page_size: int, translate: Translate | None = None) -> None:
         self._first = req_to_token[:, ::page_size]
         self.page_size, self._translate = page_size, translate
         self.width = self._first.shape[1]
-        """Pages of the longest request that the table holds."""
+        """Pages of the longest possible request."""
 
     @property
     def device(self) -> torch.device:
@@ -90,19 +91,20 @@ class PageTable:
 
     @property
     def translated(self) -> bool:
-        """Whether the pool numbers its slots in its own way."""
+        """Return True if the pool has its own slot numbering."""
         return self._translate is not None
 
     def pages_for(self, tokens: int) -> int:
+        """Number of pages for ``tokens`` rows, at most ``width``."""
         return min(-(-tokens // self.page_size), self.width)
 
     def gather(self, requests: Tensor, tokens: int) -> Tensor:
-        """``[requests, pages]`` int32 for requests of up to ``tokens`` rows."""
+        """Page table ``[requests, pages]`` int32 for requests of up to ``tokens`` rows."""
         slots = self._first_slots(requests, tokens)
         return (slots if self.page_size == 1 else slots // self.page_size).to(torch.int32)
 
     def fill(self, out: Tensor, requests: Tensor, tokens: int) -> None:
-        """The same into the first columns of ``out`` ``[requests, width]``, whose address graphs hold."""
+        """Write the page table to the first columns of ``out`` ``[requests, width]``, whose address graphs hold."""
         slots = self._first_slots(requests, tokens)
         torch.floor_divide(slots, self.page_size, out=out[:, : slots.shape[1]])
 
@@ -110,9 +112,9 @@ class PageTable:
         slots = self._first[:, : self.pages_for(tokens)].index_select(0, requests)
         if self._translate is None:
             return slots
-        return self._translate(slots).clamp_(min=0)  # rows that left the window have no slot, and are not read
+        return self._translate(slots).clamp_(min=0)  # rows outside the window have no slot and are not read
 
     def slots(self, out_cache_loc: Tensor) -> Tensor:
-        """Where new rows go, int64. Padding goes to slot 0, which no request has."""
+        """Slot mapping of new rows, int64. Padding goes to slot 0, which no request uses."""
         slots = out_cache_loc if self._translate is None else self._translate(out_cache_loc)
         return slots.to(torch.int64)

@@ -9,12 +9,13 @@ import torch
 
 from attnplug import DType, Role
 from attnplug.host import BackendRequest, FastestBackend, TorchNativeBackend, load_registry, select
-from attnplug_vllm import memory
-from attnplug_vllm.choice import Refused
-from attnplug_vllm.geometry import Shape
-from attnplug_vllm.memory import GroupAttention, mha_pools, mla_pools
+from attnplug_vllm import kv_group
+from attnplug_vllm.geometry import GeometryBuilder
+from attnplug_vllm.kv_group import GroupAttention, mha_pools, mla_pools
+from attnplug_vllm.mha_step import LayerCall, Step
+from attnplug_vllm.planner import GroupPlanner
+from attnplug_vllm.selection import Refused
 from attnplug_vllm.specs import Machine, mha_layer, mla_layer, model_of, problem_of
-from attnplug_vllm.steps import LayerCall, Step
 from vllm_stage import LAYOUTS, caches, config, layer, metadata
 
 HEADS, KV_HEADS, DIM, LAYERS, BLOCKS, BLOCK_SIZE = 4, 2, 16, 2, 24, 16
@@ -44,8 +45,8 @@ def memory_of(layout: str, block_size: int = BLOCK_SIZE) -> list[torch.Tensor]:
 
 def run(attention: GroupAttention, lengths: list[tuple[int, int]], seed: int, rows: int | None = None) -> torch.Tensor:
     batch = metadata(lengths, block_size=attention.page_size)
-    shape = Shape(attention.page_size, 16, exact=True)
-    step, random = Step(attention.ready(), shape, batch), torch.Generator().manual_seed(seed)
+    geometries = GeometryBuilder(attention.page_size, 16, exact=True)
+    step, random = Step(GroupPlanner(attention, 8, 8), geometries, batch), torch.Generator().manual_seed(seed)
     tokens, results = batch.num_actual_tokens if rows is None else rows, []
     for spec in attention.model.layers:
         q, k, v = (torch.randn(tokens, h, DIM, generator=random) for h in (HEADS, KV_HEADS, KV_HEADS))
@@ -92,9 +93,9 @@ def test_who_was_left_out_when_it_was_built_is_logged_with_the_reason(monkeypatc
             {"one": TorchNativeBackend(own)}, {Role.DECODE: "one"}, left_out={"other": "it cannot be captured"}
         )
 
-    monkeypatch.setattr(memory, "build_selection", build)
+    monkeypatch.setattr(kv_group, "build_selection", build)
     told = []
-    monkeypatch.setattr(memory.logger, "info", lambda message, *values: told.append(message % values))
+    monkeypatch.setattr(kv_group.logger, "info", lambda message, *values: told.append(message % values))
     group(memory_of("NHD")).ready()
     assert told == ["attnplug: without other: it cannot be captured"]
 
@@ -116,7 +117,7 @@ def test_it_is_built_when_the_caches_are_there_and_again_when_they_have_moved():
 
 def test_caches_that_do_not_fit_are_refused_in_one_message():
     wrong = caches("NHD", layers=LAYERS, blocks=BLOCKS, heads=KV_HEADS, block_size=8, content=2 * DIM)
-    with pytest.raises(Refused, match="the cache of layer 0 of shape"):
+    with pytest.raises(Refused, match="layer 0"):
         group(wrong).ready()
 
 
@@ -148,20 +149,20 @@ def test_latent_rows_in_fp8_have_the_scale_of_their_layer():
 
 
 def test_scratch_that_grew_stays_where_graphs_know_it():
-    before = memory._allocate(8, torch.device("cpu"), True)
-    memory._allocate(16, torch.device("cpu"), False)
-    assert any(kept is before for kept in memory._kept)
+    before = kv_group._allocate(8, torch.device("cpu"), True)
+    kv_group._allocate(16, torch.device("cpu"), False)
+    assert any(kept is before for kept in kv_group._buffers)
 
 
 def test_scratch_is_zero_where_a_backend_asks_for_that(monkeypatch):
-    monkeypatch.setattr(memory.torch, "empty", torch.ones)
-    assert not memory._allocate(8, torch.device("cpu"), True).any()
+    monkeypatch.setattr(kv_group.torch, "empty", torch.ones)
+    assert not kv_group._allocate(8, torch.device("cpu"), True).any()
 
 
 def test_a_layer_that_shares_a_cache_writes_nothing():
     tensors = memory_of("NHD")
     attention = group(tensors)
-    step = Step(attention.ready(), Shape(BLOCK_SIZE, 16, exact=True), metadata([(4, 1)]))
+    step = Step(GroupPlanner(attention, 8, 8), GeometryBuilder(BLOCK_SIZE, 16, exact=True), metadata([(4, 1)]))
     q = torch.randn(1, HEADS, DIM)
     step.attend(LayerCall(attention.model.layers[0], q, None, None, torch.empty_like(q), False))
     assert not tensors[0].any()

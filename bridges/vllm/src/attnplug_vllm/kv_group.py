@@ -1,4 +1,4 @@
-"""Attention of one KV group over vLLM's own cache tensors: built when they exist, and again when they have moved."""
+"""Attention of one KV group over vLLM's own cache tensors. Built when they exist and rebuilt when they move."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attnplug import DType, ForwardingBackend, LayerSpec, MHAPool, MLAPool, ModelSpec
 from attnplug.host import AttnplugError, KVPools, ModelAttention, Selection, WorkspaceOwner, build_selection
-from attnplug_vllm.choice import Refused
 from attnplug_vllm.host import render
+from attnplug_vllm.selection import Refused
 from attnplug_vllm.specs import context_of
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -22,7 +22,7 @@ MHA_LAYOUT = "pages heads tokens (kv dim)"
 MLA_LAYOUT = "pages tokens dim"
 
 MakePools = Callable[[Sequence[LayerSpec], Mapping[int, Tensor], int, DType, Mapping[int, Any]], KVPools]
-"""Pools over caches by layer id: layers, caches, page size, what the caches hold, fp8 scales by layer id."""
+"""Makes pools from layers, caches by layer id, page size, dtype of the caches and fp8 scales by layer id."""
 
 
 def mha_pools(
@@ -32,7 +32,7 @@ def mha_pools(
     dtype: DType,
     scales: Mapping[int, tuple[float, float]],
 ) -> KVPools:
-    """Over tensors ``[blocks, heads, tokens, 2 * dim]``, whatever their strides."""
+    """KV pools over tensors ``[blocks, heads, tokens, 2 * dim]`` of any strides."""
     fp8 = scales if dtype is DType.FLOAT8_E4M3 else None
     return KVPools(mha=MHAPool.over(layers, caches, MHA_LAYOUT, page_size=page_size, dtype=dtype, scales=fp8))
 
@@ -44,31 +44,31 @@ def mla_pools(
     dtype: DType,
     scales: Mapping[int, float],
 ) -> KVPools:
-    """Over tensors ``[blocks, tokens, latent + rope]``."""
+    """KV pools over tensors ``[blocks, tokens, latent + rope]``."""
     fp8 = scales if dtype is DType.FLOAT8_E4M3 else None
     return KVPools(mla=MLAPool.over(layers, caches, MLA_LAYOUT, page_size=page_size, dtype=dtype, scales=fp8))
 
 
-_kept: list[Tensor] = []
+_buffers: list[Tensor] = []
 
 
 def _allocate(nbytes: int, device: torch.device, zeroed: bool) -> Tensor:
-    """Scratch that lives as long as the process: graphs may hold its address, also after it was replaced by more."""
+    """Allocate scratch memory that is never freed: graphs may hold its address after a larger buffer replaced it."""
     buffer = (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
-    _kept.append(buffer)
+    _buffers.append(buffer)
     return buffer
 
 
 workspace = WorkspaceOwner(_allocate)
-"""One for all KV groups of this process: their layers run one after the other, on one stream."""
+"""Shared by all KV groups of the process, because their layers run one after another on one stream."""
 
 
 @dataclass(slots=True, eq=False)
 class GroupAttention:
-    """The attention of a KV group. ``layers`` are vLLM's own, by our layer id; each has its cache in ``kv_cache``.
+    """Attention of a KV group. ``layers`` are vLLM's layers by attnplug layer id, each with its cache in ``kv_cache``.
 
-    vLLM makes metadata builders before caches, and may bind other caches later. So this is built by :meth:`ready`, at
-    the first step, and again if the address of a cache is another one.
+    vLLM makes metadata builders before caches and may bind other caches later. :meth:`ready` therefore builds the
+    attention at the first step, and again if the first cache has another address.
     """
 
     config: Any
@@ -80,17 +80,17 @@ class GroupAttention:
     page_size: int
     make_pools: MakePools
     scales: Callable[[Any], Any]
-    """The fp8 scales of a layer of vLLM's, as its pool takes them."""
-    _first: Any = None
+    """Reads the fp8 scales of a vLLM layer in the form that its pool takes."""
+    _first_layer: Any = None
     _address: int = 0
     _attention: ModelAttention | None = None
 
     def __post_init__(self) -> None:
-        self._first = next(iter(self.layers.values()))
+        self._first_layer = next(iter(self.layers.values()))
 
     def ready(self) -> ModelAttention:
-        """The attention over the caches that are bound now."""
-        if self._attention is None or self._first.kv_cache.data_ptr() != self._address:
+        """Return the attention over the caches that are bound now. Raises :class:`Refused` if it cannot be built."""
+        if self._attention is None or self._first_layer.kv_cache.data_ptr() != self._address:
             self._attention = self._build()
         return self._attention
 
@@ -111,9 +111,9 @@ class GroupAttention:
             backend = build_selection(self.selection, context)
             attention = ModelAttention(backend, pools)
         except AttnplugError as error:
-            raise Refused(error.told(render)) from error
+            raise Refused(error.told(render), error=error) from error
         if isinstance(backend, ForwardingBackend):
-            for name, why in backend.left_out.items():
-                logger.info("attnplug: without %s: %s", name, why)
-        self._address = self._first.kv_cache.data_ptr()
+            for name, reason in backend.left_out.items():
+                logger.info("attnplug: without %s: %s", name, reason)
+        self._address = self._first_layer.kv_cache.data_ptr()
         return attention

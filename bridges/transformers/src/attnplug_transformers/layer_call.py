@@ -1,4 +1,4 @@
-"""One call of a model's attention layer, read and checked: what the layer is, as a ``LayerSpec``."""
+"""Validation of a model's attention call, and its layer as a ``LayerSpec``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from attnplug import AttentionKind, LayerSpec
 from attnplug_transformers.errors import BridgeError
 
-_MEANS_NOTHING = frozenset(
+_IGNORED = frozenset(
     {
         "cache_position",
         "deterministic",
@@ -24,22 +24,22 @@ _MEANS_NOTHING = frozenset(
         "position_embeddings",
         "position_ids",
         "return_dict",
-        "sliding_window",  # what the mask says is what counts
+        "sliding_window",  # the mask's window applies
         "use_cache",
     }
 )
-"""What models pass on that no attention depends on. Anything else that is set is refused: it may matter."""
+"""Arguments that attention does not depend on. Any other that is set is refused, because it may matter."""
 _READ = frozenset({"softcap", "s_aux"})
 _ADVICE = {
     "output_attentions": "no backend computes weights; use attn_implementation='eager' for them",
-    "position_bias": "a bias on logits is beyond what backends take",
-    "cu_seq_lens_q": "packed sequences are not told apart by lengths here; pad them, or use generate_batch",
+    "position_bias": "backends do not support a bias on logits",
+    "cu_seq_lens_q": "packed sequences are not supported here; pad them, or use generate_batch",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one layer is given besides q, k and v."""
+    """Spec of the calling layer, and its sink logits ``[heads]`` float32, if any."""
 
     layer: LayerSpec
     sinks: Tensor | None
@@ -56,7 +56,10 @@ def read_call(
     others: Mapping[str, object],
     expected: frozenset[str] = frozenset(),
 ) -> Call:
-    """Read a call of a layer. ``expected`` are names that the caller reads itself."""
+    """Validate a layer's call. ``expected``: names of arguments that the caller handles itself.
+
+    Raises :class:`BridgeError` for training, dropout, non-causal attention and unknown arguments.
+    """
     name = type(module).__name__
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise BridgeError(
@@ -64,22 +67,22 @@ def read_call(
             "train with attn_implementation='sdpa'"
         )
     if dropout:
-        raise BridgeError(f"{name} asks for dropout {dropout}: backends run inference alone; call model.eval()")
+        raise BridgeError(f"{name} asks for dropout {dropout}: backends support only inference; call model.eval()")
     causal = others.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise BridgeError(f"{name} is not causal (encoder or cross attention); backends serve causal attention only")
+        raise BridgeError(f"{name} is not causal (encoder or cross attention); backends support only causal attention")
     for key_name, given in others.items():
-        if key_name in _MEANS_NOTHING | _READ | expected or given is None or given is False:
+        if key_name in _IGNORED | _READ | expected or given is None or given is False:
             continue
         advice = _ADVICE.get(key_name, "it may change what attention computes; use attn_implementation='sdpa'")
         raise BridgeError(f"{name} was called with {key_name}, which the bridge does not pass on: {advice}")
     if not query.dtype == key.dtype == value.dtype:
         raise BridgeError(
-            f"{name} has q, k and v in {query.dtype}, {key.dtype} and {value.dtype}; backends need one type for all"
+            f"{name} has q, k and v in {query.dtype}, {key.dtype} and {value.dtype}; backends need one dtype for all"
         )
     sinks, softcap = others.get("s_aux"), others.get("softcap")
     if sinks is None and isinstance(getattr(module, "sinks", None), Tensor):
-        raise BridgeError(f"{name} has sinks, and does not pass them on as s_aux; its attention cannot be served")
+        raise BridgeError(f"{name} has sinks but does not pass them as s_aux; it is not supported")
     assert sinks is None or isinstance(sinks, Tensor)
     assert softcap is None or isinstance(softcap, int | float)
     layer = LayerSpec(

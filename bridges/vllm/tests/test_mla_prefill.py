@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnplug import BackendId, Claims, ExtendPath, ForwardBatch, Plan, RaggedCall
 from attnplug.host import KVPools, ModelAttention
-from attnplug_vllm.mla_ragged import RaggedPrefill, chunk_calls
+from attnplug_vllm.mla_prefill import RaggedPrefill, chunk_calls
 from attnplug_vllm.specs import mla_layer
 from vllm_stage import metadata
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from attnplug import CacheLayout, DType, GraphLevel, Problem, Role
+from attnplug import CacheLayout, DType, Feature, GraphLevel, Problem, RefusalCode, Role, Setting
 from attnplug.host import TINY_CONFIGS, SelectionError, UsageError, load_host, load_model, load_registry
-from attnplug_sglang.choice import choose, decode_graphs, insist, served_roles
-from attnplug_sglang.front import refuse_arguments
-from attnplug_sglang.host import HOST, OPTIONS, fit, given_options, render
+from attnplug_sglang.host import HOST, OPTIONS, Refused, fit, given_options, render
+from attnplug_sglang.selection import choose, decode_graphs, raise_if_unsupported, served_roles
+from attnplug_sglang.server_args import check_server_args
 from attnplug_testing.measured import measured_twins
 from attnplug_testing.specs import GDN, MHA, model
 
@@ -82,29 +82,28 @@ def test_the_problem_is_as_sglang_poses_it() -> None:
 def test_refusals_are_in_sglangs_words(folder: str) -> None:
     """D3."""
     with pytest.raises(ValueError, match=r"--dtype 'float64'"):
-        refuse_arguments(arguments(folder, dtype="float64"))
-    with pytest.raises(ValueError) as refused:
-        refuse_arguments(arguments(folder, attention_backend="attnplug:triton_mla"))
+        check_server_args(arguments(folder, dtype="float64"))
+    with pytest.raises(Refused) as refused:
+        check_server_args(arguments(folder, attention_backend="attnplug:triton_mla"))
     text = str(refused.value)
-    assert "attnplug:triton_mla: triton_mla" in text
-    assert "asked for by --attention-backend" in text
-    assert "change --device" in text
+    assert text.startswith("attnplug:triton_mla: triton_mla")
+    assert "--attention-backend" in text and "change --device" in text
 
 
 def test_a_wrong_name_is_refused_in_the_front_end(folder: str) -> None:
     with pytest.raises(ValueError, match="torch_natve"):
-        refuse_arguments(arguments(folder, attention_backend="attnplug:torch_natve"))
+        check_server_args(arguments(folder, attention_backend="attnplug:torch_natve"))
 
 
 def test_other_backends_are_sglangs_own_matter(folder: str) -> None:
-    refuse_arguments(arguments(folder, attention_backend="triton", speculative_algorithm="NGRAM"))
-    refuse_arguments(arguments(folder))
+    check_server_args(arguments(folder, attention_backend="triton", speculative_algorithm="NGRAM"))
+    check_server_args(arguments(folder))
 
 
 def test_a_model_that_is_not_here_is_left_to_the_scheduler() -> None:
-    refuse_arguments(arguments("organisation/model"))
+    check_server_args(arguments("organisation/model"))
     with pytest.raises(ValueError, match="nobody"):
-        refuse_arguments(arguments("organisation/model", attention_backend="attnplug:nobody"))
+        check_server_args(arguments("organisation/model", attention_backend="attnplug:nobody"))
 
 
 def test_each_role_is_judged_by_itself(folder: str) -> None:
@@ -114,8 +113,9 @@ def test_each_role_is_judged_by_itself(folder: str) -> None:
     problem = Problem(load_model(folder), device="cpu", dtype=DType.FLOAT32, page_size=1)
     selection = choose(load_registry(), "attnplug:auto", (Role.DECODE,), problem, verify=Role.DECODE, graphs=False)
     assert list(selection.choices) == [Role.DECODE]
-    with pytest.raises(SelectionError, match="decode_attention_backend"):
+    with pytest.raises(SelectionError) as refused:
         choose(load_registry(), "attnplug:triton_mla", (Role.DECODE,), problem, verify=Role.DECODE, graphs=False)
+    assert refused.value.selection.choices[Role.DECODE].setting is Setting.DECODE_ATTENTION_BACKEND
 
 
 def test_auto_takes_the_backend_that_was_measured_the_fastest(
@@ -166,7 +166,7 @@ def test_whether_decode_is_captured(config: Any, disabled: bool, captured: bool)
         ({"speculative_algorithm": "EAGLE"}, "--speculative-draft-attention-backend"),
         (
             {"speculative_algorithm": "EAGLE", "speculative_draft_attention_backend": "attnplug:auto"},
-            "not on attnplug:auto",
+            "attnplug:auto",
         ),
         ({"enable_pdmux": True}, "--enable-pdmux"),
         ({"dllm_algorithm": "x"}, "--dllm-algorithm"),
@@ -180,7 +180,7 @@ def test_whether_decode_is_captured(config: Any, disabled: bool, captured: bool)
 )
 def test_what_cannot_be_carried_is_refused_by_name(folder: str, change: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError) as refused:
-        refuse_arguments(arguments(folder, **change))
+        check_server_args(arguments(folder, **change))
     assert named in str(refused.value)
 
 
@@ -195,27 +195,28 @@ CHAIN = {
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"tp_size": 3}, "cannot be divided among 3 ranks (change --tp-size)"),
-        (CHAIN, "65 speculative tokens are asked for, it takes 64 (change --speculative-num-draft-tokens)"),
+        ({"tp_size": 3}, "change --tp-size"),
+        (CHAIN, "change --speculative-num-draft-tokens"),
         ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype 'fp4_e2m1'"),
-        ({"attention_backend": None, "decode_attention_backend": "attnplug:nobody"}, "there is no backend 'nobody'"),
+        ({"attention_backend": None, "decode_attention_backend": "attnplug:nobody"}, "'nobody'"),
         ({"page_size": 1 << 40}, "--page-size"),
     ],
 )
 def test_what_a_server_is_started_with_is_judged(folder: str, change: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError) as refused:
-        refuse_arguments(arguments(folder, **change))
+        check_server_args(arguments(folder, **change))
     assert named in str(refused.value)
 
 
 def test_heads_are_not_divided_where_attention_is_data_parallel(folder: str) -> None:
-    refuse_arguments(arguments(folder, tp_size=3, enable_dp_attention=True))
+    check_server_args(arguments(folder, tp_size=3, enable_dp_attention=True))
 
 
 def test_a_model_of_linear_layers_alone_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnplug_sglang.front.load_model", lambda *_: model(GDN))
-    with pytest.raises(ValueError, match=r"every attention layer is linear \(gdn\)"):
-        refuse_arguments(arguments(folder))
+    monkeypatch.setattr("attnplug_sglang.server_args.load_model", lambda *_: model(GDN))
+    with pytest.raises(Refused) as refused:
+        check_server_args(arguments(folder))
+    assert [(reason.code, reason.value) for reason in refused.value.refusals] == [(RefusalCode.KIND, "gdn")]
 
 
 def test_linear_layers_and_drafts_are_left_to_sglang() -> None:
@@ -239,7 +240,7 @@ def test_options_of_backends_that_are_not_asked_for_are_left_alone(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(OPTIONS, "triton_mla.batch_invariant=true")
-    refuse_arguments(arguments(folder))
+    check_server_args(arguments(folder))
 
 
 def test_a_chain_of_drafts_with_a_draft_backend_of_sglangs_is_carried(folder: str) -> None:
@@ -249,7 +250,7 @@ def test_a_chain_of_drafts_with_a_draft_backend_of_sglangs_is_carried(folder: st
         "speculative_num_draft_tokens": 4,
         "speculative_draft_attention_backend": "triton",
     }
-    insist(arguments(folder, **chain), "attnplug:triton_mla")
+    raise_if_unsupported(arguments(folder, **chain), "attnplug:triton_mla")
 
 
 def test_the_range_ends_with_what_was_read() -> None:
@@ -259,18 +260,19 @@ def test_the_range_ends_with_what_was_read() -> None:
 
 def test_a_version_outside_the_range_is_refused_with_the_range(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnplug.choose.hosts.installed_version", lambda name: "0.5.9")
-    with pytest.raises(ValueError, match=r"SGLang 0\.5\.9.*>=0\.5\.14"):
-        refuse_arguments(arguments(folder))
+    with pytest.raises(Refused) as refused:
+        check_server_args(arguments(folder))
+    assert [(reason.code, reason.value) for reason in refused.value.refusals] == [(RefusalCode.REQUIREMENT, "0.5.9")]
 
 
 def test_options_come_from_the_environment(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OPTIONS, "triton_mla.batch_invariant=true a.b=1")
     assert given_options() == {"triton_mla": {"batch_invariant": "true"}, "a": {"b": "1"}}
     with pytest.raises(ValueError, match="'a'"):
-        refuse_arguments(arguments(folder))
+        check_server_args(arguments(folder))
     monkeypatch.setenv(OPTIONS, "torch_native.speed=1")
     with pytest.raises(ValueError, match=rf"torch_native\.speed in {OPTIONS}"):
-        refuse_arguments(arguments(folder))
+        check_server_args(arguments(folder))
     with pytest.raises(UsageError, match=r"NAME\.KEY=VALUE"):
         given_options({OPTIONS: "nonsense"})
 
@@ -279,5 +281,6 @@ def test_a_sparse_model_is_refused_whatever_the_backend_claims(folder) -> None:
     """A10: SGLang's indexer would find nobody to ask, and the layers nothing selected."""
     config = {**TINY_CONFIGS["deepseek_v32"], "num_hidden_layers": 1}
     (Path(folder) / "config.json").write_text(json.dumps(config))
-    with pytest.raises((UsageError, ValueError), match="sparse attention runs on SGLang's own backends only"):
-        refuse_arguments(arguments(folder))
+    with pytest.raises(Refused) as refused:
+        check_server_args(arguments(folder))
+    assert [(reason.code, reason.value) for reason in refused.value.refusals] == [(RefusalCode.FEATURE, Feature.SPARSE)]

@@ -1,4 +1,4 @@
-"""MLA prefill as MHA, which SGLang drives itself: which way a batch takes, and the calls that it makes (C1, C2)."""
+"""MLA prefill as MHA: the extend path of a batch, and the calls that SGLang makes of the backend (C1, C2)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionBackend, BackendError, ExtendPath, ForwardBatch, LayerSpec, Plan, RaggedCall
-from attnplug.host import ExtendPolicy, bind_hook, optional_hooks, spread
-from attnplug_sglang.steps import Step, mode_of
-
-_MAY_IGNORE = frozenset({"disable_flashinfer_ragged"})
+from attnplug.host import ExtendPolicy, bind_optional_hook, spread
+from attnplug_sglang.planning import Step, mode_of
 
 
 def extend_path(batch: Any, layer: Any, abilities: frozenset[ExtendPath], captured: bool) -> ExtendPath:
-    """How a batch of an MLA model runs. ``layer`` is SGLang's, with its thresholds; ``captured``: inside a graph."""
+    """Choose the extend path of a batch. ``layer``: SGLang's, with its thresholds. ``captured``: inside a CUDA graph.
+
+    Raises :class:`BackendError` if the batch needs the absorbed path and the backend lacks it.
+    """
     if captured or not batch.forward_mode.is_extend_without_speculative() or batch.extend_seq_lens_cpu is None:
         if ExtendPath.ABSORBED not in abilities:
             raise BackendError(
-                f"a batch of mode {batch.forward_mode.name} runs in latent space, and this backend can only run "
-                f"{', '.join(sorted(abilities))}; choose another one for it, by --decode-attention-backend"
-                + " or by --disable-cuda-graph"
+                f"a batch of mode {batch.forward_mode.name} runs absorbed, but this backend supports only "
+                f"{', '.join(sorted(abilities))}; select another one with --decode-attention-backend"
+                + " or give --disable-cuda-graph"
                 * captured
             )
         return ExtendPath.ABSORBED
@@ -40,7 +41,7 @@ def extend_path(batch: Any, layer: Any, abilities: frozenset[ExtendPath], captur
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedPart:
-    """One call. ``rows`` are the query rows that take part, if not all do."""
+    """One ragged call. ``rows`` are the query rows that take part; ``None`` is all."""
 
     call: RaggedCall
     rows: Tensor | None
@@ -48,7 +49,7 @@ class RaggedPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedPlan:
-    """The calls of a batch: the causal one first, then one for each chunk of the prefix."""
+    """Calls of a batch: the causal one first, then one for each prefix chunk. ``queries`` counts the new tokens."""
 
     parts: tuple[RaggedPart, ...]
     plan: Plan | None
@@ -56,17 +57,15 @@ class RaggedPlan:
 
 
 class RaggedPrefill:
-    """Runs the calls that SGLang makes of one backend."""
+    """Plans and runs the ragged calls of one backend."""
 
     def __init__(self, backend: AttentionBackend) -> None:
-        offered = optional_hooks()
         self._name = backend.backend_id.name
-        self._run = bind_hook(backend, "forward_ragged", offered["forward_ragged"], ())
-        name = "init_mha_chunk_metadata"
-        self._plan_chunks = bind_hook(backend, name, offered[name], _MAY_IGNORE)
+        self._run = bind_optional_hook(backend, "forward_ragged")
+        self._plan_chunks = bind_optional_hook(backend, "init_mha_chunk_metadata")
 
     def plan(self, batch: Any, step: Step) -> RaggedPlan:
-        """Plan every call of a batch, once."""
+        """Plan all calls of a batch, once per step."""
         if step.ragged is None:
             geometry = step.batches[0].geometry
             parts = tuple(_parts(batch, geometry.device))
@@ -75,18 +74,18 @@ class RaggedPrefill:
                 calls = tuple(part.call for part in parts)
                 plan = self._plan_chunks(ForwardBatch(replace(geometry, calls=calls)), False)
             step.ragged = RaggedPlan(parts, plan, sum(batch.extend_seq_lens_cpu))
-        found: RaggedPlan = step.ragged
-        return found
+        planned: RaggedPlan = step.ragged
+        return planned
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec, batch: Any, step: Step
     ) -> tuple[Tensor, Tensor | None]:
-        """The call that SGLang's batch is at: ``[tokens, heads, v_head_dim]``, and the log-sum-exp if it asks for it.
+        """Run the batch's current call: ``[tokens, heads, v_head_dim]``, and the LSE ``[tokens, heads]`` if requested.
 
-        Requests without a row in a chunk get zero and -inf. So do rows of padding.
+        Requests without rows in a chunk, and padding, get zero and -inf.
         """
         if self._run is None:
-            raise BackendError(f"SGLang runs layer {layer.layer_id} as MHA, but backend {self._name} does not")
+            raise BackendError(f"SGLang runs layer {layer.layer_id} as MHA, but {self._name} has no forward_ragged")
         planned = self.plan(batch, step)
         part = planned.parts[1 + batch.prefix_chunk_idx if batch.attn_attend_prefix_cache else 0]
         queries = q[: planned.queries] if part.rows is None else q[part.rows]
@@ -121,7 +120,7 @@ def _parts(batch: Any, device: torch.device) -> Sequence[RaggedPart]:
 
 
 def _part(index: int, new: Sequence[int], rows: Sequence[int], device: torch.device, *, causal: bool) -> RaggedPart:
-    """A call of the requests that have queries and keys in it: a kernel never sees an empty one (C3)."""
+    """Call of the requests that have both queries and keys: kernels never see an empty span (C3)."""
     live = [request for request, pair in enumerate(zip(new, rows, strict=True)) if all(pair)]
     queries, keys = [new[request] for request in live], [rows[request] for request in live]
     call = RaggedCall.of(index, queries, keys, causal=causal, device=device)

@@ -1,7 +1,7 @@
-"""What can be refused before vLLM starts any process: the command line, read for what concerns attention.
+"""Early check of vLLM's command line, before vLLM starts any process.
 
-vLLM gives plugins no configuration when it loads them, and makes layers in worker processes, tens of seconds later. The
-command line is there at once. A program that calls vLLM's ``LLM`` has none, and is judged when its layers are made.
+vLLM loads plugins without a configuration and makes layers in worker processes, tens of seconds later. The command line
+is available at once. Programs that call vLLM's ``LLM`` have none and are checked when layers are made.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from attnplug.host import (
     model_dtype,
     select,
 )
-from attnplug_vllm.config import CUSTOM, SECTION, read_settings, without_custom
-from attnplug_vllm.host import HOST, render
-from attnplug_vllm.words import refused
+from attnplug_vllm.host import HOST, refusal_message, render
+from attnplug_vllm.settings import CUSTOM, SECTION, missing_custom, read_request
 
 _SHORT = {"-tp": "--tensor-parallel-size", "-ac": "--attention-config"}
-"""vLLM's short names of options that are read here."""
-_OTHER_CONFIG = {"hf-overrides", "hf-config-path", "config-format"}
-_NO_MLA = "VLLM_MLA_DISABLE"
+"""vLLM's short forms of the options read here."""
+_OVERRIDES = {"hf-overrides", "hf-config-path", "config-format"}
+_DISABLES_MLA = "VLLM_MLA_DISABLE"
 
 
 def options_of(argv: Sequence[str]) -> dict[str, str]:
-    """``--name value`` and ``--name=value``, by name without dashes; the last one counts. A flag alone is empty."""
+    """Parse ``--name value`` and ``--name=value``, by name without dashes. The last one wins; a flag has value ""."""
     found: dict[str, str] = {}
     arguments = list(argv)
-    for place, given in enumerate(arguments):
+    for index, given in enumerate(arguments):
         short = re.split(r"[.=]", given, maxsplit=1)[0]
         argument = _SHORT.get(short, short) + given[len(short) :]
         if argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
-            following = arguments[place + 1] if place + 1 < len(arguments) else "--"
+            following = arguments[index + 1] if index + 1 < len(arguments) else "--"
             name, _, keys = name.partition(".")
             key = name.replace("_", "-") + (f".{keys}" if keys else "")
             found[key] = value if equals else "" if following.startswith("--") else following
@@ -51,7 +50,7 @@ def options_of(argv: Sequence[str]) -> dict[str, str]:
 
 
 def object_of(option: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """What an option gives as JSON in one piece, or key by key; nothing where vLLM itself will complain."""
+    """Value of an option given as a JSON object or key by key; empty if the JSON is invalid, which vLLM reports."""
     try:
         whole = json.loads(options.get(option, "{}"))
     except ValueError:
@@ -69,12 +68,12 @@ def object_of(option: str, options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def additional_config(options: Mapping[str, str]) -> dict[str, Any]:
-    """What ``--additional-config`` gives."""
+    """Value of ``--additional-config``."""
     return object_of("additional-config", options)
 
 
 def attention_backends(options: Mapping[str, str]) -> list[str]:
-    """The attention backends that are named for all layers, or for some kind of layer."""
+    """Attention backends named for all layers, or for one kind of layer."""
     attention = object_of("attention-config", options)
     kinds = attention.get("backend_per_kind")
     named = [options.get("attention-backend"), attention.get("backend")]
@@ -83,55 +82,57 @@ def attention_backends(options: Mapping[str, str]) -> list[str]:
 
 
 def check_command_line(argv: Sequence[str], registry: Registry, device: str | None, sm: int | None) -> None:
-    """Raise UsageError for a command line that asks for attnplug and cannot have it."""
+    """Raise :class:`UsageError` if the command line requests attnplug and attnplug cannot serve it."""
     options = options_of(argv)
     config = additional_config(options)
     if SECTION not in config:
         return
-    request = read_settings(config).request
+    request = read_request(config)
     names = attention_backends(options)
-    if CUSTOM not in names and "config" not in options:  # a file may name it
-        raise UsageError(without_custom(names))
+    if CUSTOM not in names and "config" not in options:  # a configuration file may name it
+        raise UsageError(missing_custom(names))
     model = _model(argv, options)
     try:
         problem = HOST.fit(_problem(options, model, device, sm))
-    except (ValueError, UsageError):  # vLLM complains of these itself
+    except (ValueError, UsageError):  # vLLM reports these itself
         problem = Problem()
     reasons: list[Refusal] = list(HOST.refuse(problem))
     if reasons:
-        raise UsageError(refused(reasons))
+        raise UsageError(refusal_message(reasons))
     ranking = default_ranking(registry, problem, per_batch=HOST.per_batch(problem))
     try:
         select(registry, request, problem, ranking=ranking)
     except AttnplugError as error:
-        raise UsageError(error.told(render)) from None
+        raise UsageError(error.told(render)) from error
 
 
 def _problem(options: Mapping[str, str], model: ModelSpec | None, device: str | None, sm: int | None) -> Problem:
-    dtype = _type(options.get("dtype", "auto"), Setting.DTYPE)
+    dtype = _dtype(options.get("dtype", "auto"), Setting.DTYPE)
     if dtype is None and model is not None:
         dtype = model_dtype(model)
         if dtype is DType.FLOAT32 and options.get("dtype", "auto") == "auto":
-            dtype = None  # vLLM takes a smaller type then
+            dtype = None  # vLLM then uses a smaller dtype
     return Problem(
         model,
         device=device,
         sm=sm,
         dtype=dtype,
-        kv_dtype=_type(options.get("kv-cache-dtype", "auto"), Setting.KV_DTYPE),
+        kv_dtype=_dtype(options.get("kv-cache-dtype", "auto"), Setting.KV_DTYPE),
         page_size=int(options["block-size"]) if options.get("block-size") else None,
         tensor_parallel=int(options.get("tensor-parallel-size") or 1),
     )
 
 
 def _model(argv: Sequence[str], options: Mapping[str, str]) -> ModelSpec | None:
-    """The model, if it is a folder here whose layers attnplug can read; vLLM knows more models, and fetches some. Not
-    judged is one that vLLM is told to see in another way."""
-    places = [place for place, argument in enumerate(argv) if argument == "serve"]
-    name = options.get("model") or (argv[places[0] + 1] if places and places[0] + 1 < len(argv) else "")
+    """Model to check: a local folder whose layers attnplug can read.
+
+    None for other models, which vLLM may know or download, and for options that override the model's configuration.
+    """
+    serve = [index for index, argument in enumerate(argv) if argument == "serve"]
+    name = options.get("model") or (argv[serve[0] + 1] if serve and serve[0] + 1 < len(argv) else "")
     if not name or name.startswith("-") or not Path(name, "config.json").is_file():
         return None
-    if {option.partition(".")[0] for option in options} & _OTHER_CONFIG or os.environ.get(_NO_MLA, "0") != "0":
+    if {option.partition(".")[0] for option in options} & _OVERRIDES or os.environ.get(_DISABLES_MLA, "0") != "0":
         return None
     try:
         return load_model(name)
@@ -139,7 +140,7 @@ def _model(argv: Sequence[str], options: Mapping[str, str]) -> ModelSpec | None:
         return None
 
 
-def _type(name: str, setting: Setting) -> DType | None:
+def _dtype(name: str, setting: Setting) -> DType | None:
     return None if name == "auto" else DType.parse(name, setting)
 
 

@@ -1,4 +1,4 @@
-"""Which backend SGLang's options ask for, for which roles, and whether it can serve; nothing is built here."""
+"""Backend selection for SGLang's options, before anything is built."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from attnplug.host import BackendRequest, Registry, Selection, SelectionError, U
 from attnplug_sglang.host import PREFIX, fit, given_options
 
 _CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP")
-"""Speculation whose drafts are chains, if ``--speculative-eagle-topk`` is 1."""
+"""Speculative algorithms whose drafts are chains if ``--speculative-eagle-topk`` is 1."""
 
 
 def served_roles(name: str, prefill: str, decode: str) -> tuple[Role, ...]:
-    """The roles that SGLang's two options give to ``name``."""
+    """Roles for which SGLang's two options name ``name``."""
     return tuple(role for role, given in ((Role.PREFILL, prefill), (Role.DECODE, decode)) if given == name)
 
 
 def choose(
     registry: Registry, name: str, roles: tuple[Role, ...], problem: Problem, *, verify: Role, graphs: bool
 ) -> Selection:
-    """The backend for ``attnplug:NAME``, or an error with every reason against it.
+    """Select the backend for ``attnplug:NAME``. Raises :class:`SelectionError` with every reason against it.
 
-    ``graphs`` is False if the user turned them off. Roles that SGLang gives to another backend are left to that one.
+    ``graphs`` is False if the user turned them off. Roles with another backend of SGLang's are not considered.
     """
-    asked = name.removeprefix(PREFIX)
-    own = {role: asked for role in roles if len(roles) == 1}
-    options = {of: given for of, given in given_options().items() if asked in ("auto", of)}
-    request = BackendRequest("auto" if own else asked, own, options, verify)
+    requested = name.removeprefix(PREFIX)
+    own = {role: requested for role in roles if len(roles) == 1}
+    options = {of: given for of, given in given_options().items() if requested in ("auto", of)}
+    request = BackendRequest("auto" if own else requested, own, options, verify)
     fitted = fit(problem)
     if not graphs:
         fitted = replace(fitted, cuda_graph=GraphLevel.NEVER, wants_graphs=False)
@@ -43,13 +43,13 @@ def choose(
 
 
 def check_options(registry: Registry) -> None:
-    """Refuse options of backends that are not installed. Those of installed ones are read when they are chosen."""
+    """Raise for options of backends that are not installed. The others are parsed when a backend is selected."""
     for name in given_options():
         registry.get(name)
 
 
 def resolved(arguments: Any) -> Any:
-    """SGLang's arguments with what it decided about them. Before it kept the two apart, it changed them in place."""
+    """Server arguments with SGLang's overrides. Older versions change the arguments in place."""
     try:
         from sglang.srt.arg_groups.overrides import resolved_view
     except ImportError:
@@ -58,7 +58,7 @@ def resolved(arguments: Any) -> Any:
 
 
 def unsupported(arguments: Any) -> Iterator[str]:
-    """What SGLang is asked for that this bridge cannot carry, by its options. ``arguments`` is its ``ServerArgs``."""
+    """Reasons against SGLang's ``ServerArgs``: options that this bridge does not support."""
 
     def given(name: str) -> Any:
         return getattr(arguments, name, None)
@@ -75,9 +75,9 @@ def unsupported(arguments: Any) -> Iterator[str]:
     if given("enable_hisparse"):
         yield "--enable-hisparse keeps part of the cache on the host"
     if given("enable_unified_memory"):
-        yield "--enable-unified-memory numbers slots in its own way"
+        yield "--enable-unified-memory uses its own slot numbering"
     if given("enable_mis"):
-        yield "--enable-mis: multi-item scoring needs a mask of its own"
+        yield "--enable-mis: multi-item scoring needs its own mask"
     if _prefill_graphs(given("cuda_graph_config")) == "full":
         yield "--cuda-graph-backend-prefill full captures attention of prefill; use breakable or disabled"
 
@@ -88,13 +88,13 @@ def _speculation(algorithm: str, given: Any) -> Iterator[str]:
         return
     if (given("speculative_eagle_topk") or 1) > 1:
         yield (
-            f"--speculative-eagle-topk {given('speculative_eagle_topk')} makes trees of drafts, and only chains are "
-            "verified; give 1"
+            f"--speculative-eagle-topk {given('speculative_eagle_topk')} makes trees of drafts, but only chains are "
+            "supported; give 1"
         )
     draft = given("speculative_draft_attention_backend")
     if draft is None or draft.startswith(PREFIX):
         yield (
-            f"drafts run on a backend of SGLang's own, not on {draft or 'the one of the target'}; give "
+            f"drafts run on one of SGLang's own backends, not on {draft or 'that of the target'}; give "
             "--speculative-draft-attention-backend, such as triton"
         )
 
@@ -105,13 +105,13 @@ def _prefill_graphs(config: Any) -> str | None:
 
 
 def decode_graphs(config: Any, disabled: bool) -> bool:
-    """Whether SGLang captures decode."""
+    """Return True if SGLang captures decode steps in CUDA graphs."""
     phase = config.get("decode") if isinstance(config, dict) else getattr(config, "decode", None)
     backend = phase.get("backend") if isinstance(phase, dict) else getattr(phase, "backend", None)
     return not disabled and backend != "disabled"
 
 
-def insist(arguments: Any, name: str) -> None:
-    """Raise one error with everything that cannot be carried."""
-    if problems := list(unsupported(arguments)):
-        raise UsageError(f"{name} cannot serve this in SGLang:\n" + "\n".join(f"  - {problem}" for problem in problems))
+def raise_if_unsupported(arguments: Any, name: str) -> None:
+    """Raise one :class:`UsageError` with every unsupported option."""
+    if reasons := list(unsupported(arguments)):
+        raise UsageError(f"{name} cannot serve this in SGLang:\n" + "\n".join(f"  - {reason}" for reason in reasons))

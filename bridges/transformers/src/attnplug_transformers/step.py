@@ -1,4 +1,4 @@
-"""One forward pass: which rows each request has, and where they go in pages."""
+"""Rows of one forward pass, and their slots in pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnplug_transformers.pages import Pages
 
 
 class Planned(NamedTuple):
-    """A step over some pages: its batch, planned, and the slot of every column ``[batch * columns]``, -1 for none."""
+    """Planned batch of a step over some pages, and the slot of every column ``[batch * columns]``, -1 for none."""
 
     batch: ForwardBatch
     slots: Tensor
@@ -23,10 +23,10 @@ class Planned(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """The rows of one forward pass, for the layers of one kind.
+    """Rows of one forward pass, for the layers of one type.
 
-    Keys have ``columns`` columns. The new tokens are the columns ``start … start + queries - 1``, and what follows was
-    not written yet. ``start`` is a tensor where only the device knows it. ``valid`` ``[batch, columns]`` is false for
+    Keys have ``columns`` columns. The new tokens are the columns ``start … start + queries - 1``; columns behind them
+    are not written yet. ``start`` is a tensor if only the device knows it. ``valid`` ``[batch, columns]`` is false for
     padding; ``None`` if there is none.
     """
 
@@ -41,39 +41,38 @@ class Step:
 
     @property
     def ndim(self) -> int:
-        """transformers asks each mask for it, and leaves alone what is not 2-dimensional."""
+        """0: transformers reads it of each mask and modifies only two-dimensional ones."""
         return 0
 
     def contiguous(self) -> Step:
-        """``generate`` asks each mask for it."""
+        """Return self. ``generate`` calls it on each mask."""
         return self
 
     @property
     def limits(self) -> Limits:
-        """What a backend is built for, at least, to run it."""
+        """Smallest limits of a backend that can run the step."""
         return Limits(self.batch, self.batch * self.queries, self.columns)
 
     @property
     def is_fresh(self) -> bool:
-        """Whether all rows are new."""
+        """Return True if all rows are new."""
         return isinstance(self.start, int) and self.start == 0
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """The new tokens ``[batch, heads, queries, dim]`` as rows ``[batch * queries, heads, dim]``: those of the
-        requests one after the other, then padding."""
+        """Convert new tokens ``[batch, heads, queries, dim]`` to rows ``[batch * queries, heads, dim]``: those of all
+        requests in sequence, then padding."""
         rows, order = tensor.transpose(1, 2).flatten(0, 1), self._compact_order(tensor.device)
         return rows if order is None else rows.index_select(0, order)
 
     def columns_of(self, rows: Tensor) -> Tensor:
-        """``rows`` ``[batch * queries, heads, dim]`` back in place, as ``[batch, queries, heads, dim]``."""
+        """Convert rows ``[batch * queries, heads, dim]`` back to ``[batch, queries, heads, dim]``."""
         if (order := self._compact_order(rows.device)) is not None:
             rows = torch.empty_like(rows).index_copy_(0, order, rows)
         placed: Tensor = rows.unflatten(0, (self.batch, self.queries))
         return placed
 
     def _compact_order(self, device: torch.device) -> Tensor | None:
-        """The new tokens without padding, then the others. ``None`` if they are so: one token per request needs no
-        order."""
+        """Order of the new tokens with padding last. ``None`` for the identity: one token per request needs none."""
         if self.valid is None or self.queries == 1:
             return None
         if self._order is None:
@@ -81,24 +80,24 @@ class Step:
         return self._order.to(device)
 
     def _new(self, valid: Tensor) -> Tensor:
-        """``[batch, queries]``: which of the new tokens are no padding."""
+        """Mask ``[batch, queries]`` of the new tokens that are not padding."""
         if isinstance(self.start, int):
             return valid[:, self.start : self.start + self.queries]
         columns = torch.arange(self.queries, device=valid.device) + self.start.to(valid.device)
         return valid.index_select(1, columns)
 
     def planned(self, pages: Pages) -> Planned:
-        """The step's batch over these pages. It is planned by the first layer that asks."""
-        if (found := self._planned.get(pages)) is None:
-            found = self._planned[pages] = self._plan(pages)
-        return found
+        """Return the planned batch over these pages. The first layer that calls this plans it."""
+        if (planned := self._planned.get(pages)) is None:
+            planned = self._planned[pages] = self._plan(pages)
+        return planned
 
     def _plan(self, pages: Pages) -> Planned:
         device = pages.device
         start = self.start.to(device) if isinstance(self.start, Tensor) else self.start
         end = start + self.queries
         columns = torch.arange(self.columns, device=device)
-        held = (columns < end).expand(self.batch, -1)
+        present = (columns < end).expand(self.batch, -1)
         mode = ForwardMode.DECODE if self.queries == 1 else ForwardMode.EXTEND
         table = pages.table[: self.batch]
         valid = None if self.valid is None else self.valid.to(device)  # layers may be on several devices
@@ -106,14 +105,14 @@ class Step:
             rank = columns.expand(self.batch, -1)
         else:
             self._check_window(valid)
-            held = held & valid
-            rank = held.cumsum(1) - 1
+            present = present & valid
+            rank = present.cumsum(1) - 1
         firsts = table[:, :1].long() * pages.page_size
-        slots = torch.where(held, firsts + rank, -1).flatten()
+        slots = torch.where(present, firsts + rank, -1).flatten()
         if valid is None and isinstance(end, int):
             lengths = [self.queries] * self.batch, [end] * self.batch
             return Planned(pages.planned(Geometry.of_lengths(mode, table, *lengths, pages.page_size)), slots)
-        lens = held.sum(1, dtype=torch.int32)
+        lens = present.sum(1, dtype=torch.int32)
         new_lens = None
         if valid is not None:
             new = self._new(valid).sum(1, dtype=torch.int32)
@@ -133,12 +132,12 @@ class Step:
         return Planned(pages.planned(geometry), slots)
 
     def _check_window(self, valid: Tensor) -> None:
-        """A window counts positions, and a backend counts rows. They agree if padding only comes first or last."""
+        """Raise if padding lies between tokens: a window counts positions, but a backend counts rows."""
         if self.window is None or self.window >= self.columns:
             return
         begins = valid[:, 1:] & ~valid[:, :-1]
         if bool(((begins.sum(1) + valid[:, 0]) > 1).any()):
             raise BridgeError(
-                f"attention_mask has padding between tokens, and these layers have a window of {self.window} "
-                "positions, which would count it; pad on the left: tokenizer.padding_side = 'left'"
+                f"attention_mask has padding between tokens, which would count toward the window of {self.window} "
+                "positions of these layers; pad on the left: tokenizer.padding_side = 'left'"
             )

@@ -1,0 +1,137 @@
+"""Backend selection for a vLLM configuration, before anything is built.
+
+vLLM asks backend classes for block sizes while no configuration is set. The selections made for an engine's layers are
+therefore remembered until another engine in this process makes its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache, reduce
+from typing import Any
+from weakref import ReferenceType, ref
+
+from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Problem, Refusal, Role
+from attnplug.host import (
+    AttnplugError,
+    BackendRequest,
+    Registry,
+    Selection,
+    choose_importable,
+    default_ranking,
+    load_registry,
+)
+from attnplug_vllm.host import HOST, refusal_message, render
+from attnplug_vllm.settings import read_request
+from attnplug_vllm.specs import Machine, problem_of, unsupported
+
+_selections: dict[tuple[str, Problem], Selection] = {}
+"""Selections of one engine, by request and problem. Most layers of a model are alike, so this is also a cache."""
+_engine: ReferenceType[Any] | None = None
+"""Compilation configuration of that engine: the one object that a model shares with its draft."""
+
+
+class Refused(ValueError):
+    """A configuration that cannot be served, with every reason in vLLM's option names.
+
+    ``refusals`` are the bridge's own reasons; ``error`` is attnplug's error, if one is the cause. A ValueError, because
+    vLLM shows those to users.
+    """
+
+    def __init__(self, message: str, refusals: Iterable[Refusal] = (), error: AttnplugError | None = None) -> None:
+        super().__init__(message)
+        self.refusals, self.error = tuple(refusals), error
+
+
+@cache
+def registry() -> Registry:
+    """Installed backends, loaded once per process."""
+    return load_registry()
+
+
+def request_of(config: Any) -> BackendRequest:
+    """Read attnplug's section of a vLLM configuration. Raises :class:`Refused` if it is malformed."""
+    try:
+        return read_request(config.additional_config)
+    except AttnplugError as error:
+        raise Refused(error.told(render), error=error) from None
+
+
+def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine | None = None) -> Selection:
+    """Select the backends for layers of one KV group. Raises :class:`Refused` with every reason. Builds nothing."""
+    request = request_of(config)
+    raise_if_refused(version_refusals())
+    _forget_other_engines(config.compilation_config)
+    try:
+        problem = problem_of(config, model, machine or Machine.current(), kv_cache_dtype)
+        raise_if_refused([*unsupported(config), *HOST.refuse(problem)])
+        key = repr(request), problem
+        if (selection := _selections.get(key)) is None:
+            ranking = default_ranking(registry(), problem, per_batch=HOST.per_batch(problem))
+            selection = choose_importable(registry(), request, problem, ranking)
+    except AttnplugError as error:
+        raise Refused(error.told(render), error=error) from None
+    _selections[key] = selection
+    return selection
+
+
+def _forget_other_engines(engine: Any) -> None:
+    global _engine
+    if _engine is None or _engine() is not engine:
+        _selections.clear()
+        _engine = ref(engine)
+
+
+def version_refusals() -> list[Refusal]:
+    """The refusal of the installed vLLM version, if this bridge does not support it."""
+    from vllm import __version__
+
+    refusal = HOST.version_refusal(__version__)
+    return [] if refusal is None else [refusal]
+
+
+def raise_if_refused(refusals: Iterable[Refusal]) -> None:
+    """Raise :class:`Refused` with all refusals, if there are any."""
+    if reasons := list(refusals):
+        raise Refused(refusal_message(reasons), reasons)
+
+
+def remembered() -> tuple[Selection, ...]:
+    """All selections of the engine whose layers were made last."""
+    return tuple(_selections.values())
+
+
+def forget() -> None:
+    """Drop the remembered selections. For tests."""
+    _selections.clear()
+
+
+def serving_specs(selection: Selection, *roles: Role) -> tuple[BackendSpec, ...]:
+    """Backends that serve ``roles`` (all if none is given).
+
+    Several, if one prefills and another decodes, or if the backend depends on the batch.
+    """
+    serving = (backend.spec for role in roles or selection.choices for backend in selection.serving(role))
+    return tuple({spec.name: spec for spec in serving}.values())
+
+
+def page_sizes() -> PageSizes:
+    """Page sizes that every backend selected for the engine supports."""
+    specs = [spec for selection in remembered() for spec in serving_specs(selection)]
+    return reduce(PageSizes.intersection, (spec.capabilities.page_sizes for spec in specs), PageSizes())
+
+
+def graph_level(selection: Selection) -> GraphLevel:
+    """Highest CUDA-graph level that every decode backend supports on this machine. Decode includes verification.
+
+    A backend may declare more than it accepts here. Prefill backends take no part in captured batches.
+    """
+    return min(_graph_level(backend, selection) for backend in serving_specs(selection, Role.DECODE))
+
+
+def _graph_level(backend: BackendSpec, selection: Selection) -> GraphLevel:
+    problem, options = selection.problem, selection.options.get(backend.name)
+    problems = (replace(problem, cuda_graph=level) for level in GraphLevel)
+    accepted = [each.cuda_graph for each in problems if not backend.refusals(each, Role.DECODE, options)]
+    return max(accepted, default=GraphLevel.NEVER)
