@@ -1,5 +1,5 @@
-"""For all tests: nothing of this machine's user decides what a test sees, and garbage collection leaves alone what is
-imported and collected. On some CPUs torch multiplies small matrices by another library."""
+"""Process settings for all tests, in any environment: the user's files stay out of them, torch runs on one thread and
+with the fastest library for small matrices, and garbage collection skips imported modules and collected tests."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def _onednn_only_slows() -> bool:
     return here and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+torch.set_num_threads(1)  # two test processes on two cores: one thread each is fastest
 if _onednn_only_slows():
     torch.backends.mkldnn.enabled = False
 

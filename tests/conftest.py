@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from attnplug_testing.command import attnplug, explained, plain_environment
-
-__all__ = ["attnplug", "explained", "plain_environment"]
+sys.path.insert(0, str(Path(__file__).parent))  # for modules that test files share
 
 ROOT = Path(__file__).parent.parent
 

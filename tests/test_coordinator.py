@@ -9,7 +9,7 @@ import pytest
 import attnplug_trtllm_mla.build as trtllm
 from attnplug import BackendContext
 from attnplug_testing.kernel_scene import KernelScene, mla
-from attnplug_testing.mla_plugins import PLUGINS
+from mla_plugins import PLUGINS
 
 
 def test_a_fallback_is_built_from_its_owners_context(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from attnplug.mla.plan import plan_extend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.kernel_scene import KernelScene, mla
-from attnplug_testing.mla_plugins import PLUGINS, Chunks, joined, serving_mla
+from mla_plugins import PLUGINS, Chunks, joined, serving_mla
 
 HOOK = "init_mha_chunk_metadata"
 CAPACITY = 16

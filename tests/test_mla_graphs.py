@@ -11,7 +11,7 @@ from attnplug import BackendContext, ForwardBatch, ForwardMode, GraphLevel
 from attnplug.host import SplitBackend
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_testing.kernel_scene import KernelScene, check_replay, mla
-from attnplug_testing.mla_plugins import PLUGINS
+from mla_plugins import PLUGINS
 
 
 @pytest.mark.parametrize("name", ["flashmla", "flashinfer_mla", "triton_mla"])

@@ -1,4 +1,4 @@
-"""Settings for all tests of core, and the fixtures that several files use."""
+"""Fixtures that several files of core's tests use."""
 
 from __future__ import annotations
 
@@ -6,32 +6,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # for core/tests/support
 
 from attnplug.choose.loading import find_plugins
-from attnplug_testing.command import attnplug, package, plain_environment
-from attnplug_testing.triton_mode import settle_triton
 from support.board import board
 from support.plugins import install, install_source, only_fault
 
-__all__ = ["attnplug", "board", "install", "install_source", "only_fault", "package", "plain_environment"]
-
-settle_triton()
-
-# Two test processes on two cores: one thread each is fastest.
-torch.set_num_threads(1)
-
-# A shared machine may stall any example for a second; slowness is measured in benchmarks/, not here.
-settings.register_profile("attnplug", deadline=None, print_blob=True)
-settings.load_profile("attnplug")
+__all__ = ["board", "install", "install_source", "only_fault"]
 
 
 @pytest.fixture(autouse=True)
 def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test of core finds installed is core and what the test itself installs, not the plugins beside core."""
+    """Hide the plugins installed beside core: a test finds core and what the test itself installs."""
 
     def find():
         points, broken = find_plugins()

@@ -55,13 +55,7 @@ from attnplug_engine.models.architectures import LoadedModel
 from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.batches import capabilities
-from attnplug_testing.command import attnplug, package
 from attnplug_testing.devices import DEVICES, INTERPRETED
-from attnplug_testing.triton_mode import settle_triton
-
-__all__ = ["attnplug", "package"]
-
-settle_triton()
 
 # Every engine looks for all plugins.
 _find_plugins = prepare.load_registry
@@ -85,8 +79,6 @@ def _missing(module: str, *_places: str) -> str | None:
     return missing_module(module)
 
 
-# Two test processes on two cores: one thread each is fastest.
-torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 PAGE_SIZE = 4

@@ -1,11 +1,6 @@
-"""Lets the tests of this bridge import what they share, and settles how they run."""
+"""Puts this folder on the path: its modules are shared by the tests beside them."""
 
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent))
-
-# Two test processes on two cores: one thread each is fastest.
-torch.set_num_threads(1)

@@ -4,10 +4,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 collect_ignore = [] if find_spec("vllm") else ["hosted"]
-
-torch.set_num_threads(1)

@@ -17,11 +17,11 @@ from attnplug_testing.batches import declaring
 from attnplug_testing.configs import DEEPSEEK_V3, read
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, mla
+from attnplug_testing.references.blackwell import PROCESSORS, pretend
+from attnplug_testing.references.cutedsl_mla import build_on, reference_cutedsl
+from attnplug_testing.references.trtllm_mla import NEWEST, ReferenceFlashInfer, flashinfer_folder, reference_trtllm
+from attnplug_testing.trtllm_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
 from attnplug_trtllm_mla.build import trtllm_mla
-from blackwell_device import PROCESSORS, pretend
-from cutedsl_reference import build_on, reference_cutedsl
-from generation_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
-from trtllm_reference import NEWEST, ReferenceFlashInfer, flashinfer_folder, reference_trtllm
 
 (SPEC,) = attnplug_backends()
 ON_A_B200 = Problem(read(DEEPSEEK_V3), "cuda", 100, DType.BFLOAT16, DType.BFLOAT16, 64)

@@ -1,23 +1,6 @@
-"""Lets the tests of this plugin import what they share, and settles how they run."""
+"""Puts this folder on the path: its modules are shared by the tests beside them."""
 
 import sys
 from pathlib import Path
 
-import torch
-from hypothesis import settings
-
-from attnplug_testing.command import attnplug, explained, package, plain_environment
-from attnplug_testing.triton_mode import settle_triton
-
-__all__ = ["attnplug", "explained", "package", "plain_environment"]
-
 sys.path.insert(0, str(Path(__file__).parent))
-
-settle_triton()
-
-# Two test processes on two cores: one thread each is fastest.
-torch.set_num_threads(1)
-
-# A shared machine may stall any example for a second; slowness is measured in benchmarks/, not here.
-settings.register_profile("attnplug", deadline=None, print_blob=True)
-settings.load_profile("attnplug")

@@ -14,7 +14,7 @@ from attnplug_conformance.case import LAYER
 from attnplug_flashattention.planner import GatheredCall
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check, mha
-from flash_references import KERNELS, REAL, build, on_cpu, on_devices
+from attnplug_testing.references.flashattention import KERNELS, REAL, build, on_cpu, on_devices
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 everywhere = on_devices(*KERNELS)

@@ -19,7 +19,7 @@ from attnplug_flashattention.tables import fill_parts, fill_slots
 from attnplug_flashattention.triton_kernels import launch_fill_parts, launch_fill_slots, launch_merge_parts
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check, mha
-from flash_references import build, on_cpu, on_devices
+from attnplug_testing.references.flashattention import build, on_cpu, on_devices
 
 H200 = Division(kv_heads=8, processors=132)
 NAN, EMPTY = float("nan"), float("-inf")

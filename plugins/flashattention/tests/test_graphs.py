@@ -15,7 +15,7 @@ from attnplug_testing.kernel_scene import (
     check_replay,
     mha,
 )
-from flash_references import build, on_cpu, on_devices
+from attnplug_testing.references.flashattention import build, on_cpu, on_devices
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 everywhere = on_devices("fa4")

@@ -24,7 +24,7 @@ from attnplug.host import ExtendPolicy, HybridLinearBackend, SplitBackend, Torch
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, mla
-from flash_references import build, on_cpu, on_devices
+from attnplug_testing.references.flashattention import build, on_cpu, on_devices
 
 ONE_SHOT, CHUNKED = ExtendPath.ONE_SHOT, ExtendPath.CHUNKED
 everywhere = on_devices("fa4", "fa2", "torch", "torch before paging")

@@ -26,7 +26,7 @@ from attnplug_flashattention import kernels
 from attnplug_flashattention.kernels import FA2Kernels, FA4Kernels, Softmax, TorchKernels, choose_kernels, key_tiles
 from attnplug_flashattention.planner import PagedCall
 from attnplug_flashattention.raw import calls
-from flash_references import (
+from attnplug_testing.references.flashattention import (
     fa2_varlen_func,
     fa4_varlen_func,
     key_tile,

@@ -15,7 +15,7 @@ from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, mha, mla
-from flash_references import build, on_cpu, on_devices
+from attnplug_testing.references.flashattention import build, on_cpu, on_devices
 
 EMBEDDING = Serving(is_embedding=True, chunked_prefill_size=-1, disable_radix_cache=True)
 SERVINGS = [

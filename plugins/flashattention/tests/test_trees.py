@@ -13,8 +13,8 @@ from attnplug_conformance.case import LAYER
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.reference import ancestors
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check, mha
+from attnplug_testing.references.flashattention import KERNELS, build, on_cpu, on_devices
 from attnplug_testing.trees import chain, random_trees
-from flash_references import KERNELS, build, on_cpu, on_devices
 
 VERIFY = ForwardMode.TARGET_VERIFY
 everywhere = on_devices(*KERNELS)

@@ -17,7 +17,7 @@ from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check, mla
-from reference_kernels import ReferencePaged, build, on_cpu
+from attnplug_testing.references.flashinfer_mla import ReferencePaged, build, on_cpu
 
 DECODE, VERIFY, EXTEND, MIXED = (
     ForwardMode.DECODE,

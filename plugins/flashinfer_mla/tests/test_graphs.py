@@ -19,7 +19,7 @@ from attnplug_testing.kernel_scene import (
     mla,
     replayed,
 )
-from reference_kernels import build, library_schedule, on_cpu
+from attnplug_testing.references.flashinfer_mla import build, library_schedule, on_cpu
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -102,7 +102,7 @@ def test_captured_lanes_run_on_two_streams(mode, new, device):
 def test_a_plan_laid_out_in_an_unknown_way_is_not_captured(monkeypatch, rearranged):
     """A later FlashInfer may lay its plans out differently: then there are no graphs, instead of wrong results."""
     stage = KernelScene(mla(((20, 1), (9, 1)), DECODE, dtype=DType.FLOAT32), "cpu", build)
-    monkeypatch.setattr("reference_kernels.library_schedule", rearranged)
+    monkeypatch.setattr("attnplug_testing.references.flashinfer_mla.library_schedule", rearranged)
     capture = Capture(stage).reserve()
     with pytest.raises(BackendError, match=r"a way that this plugin does not know: .* run without CUDA graphs"):
         capture.capture()

@@ -16,7 +16,7 @@ from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import KernelScene, mla
-from reference_kernels import ReferenceKernels, on_cpu
+from attnplug_testing.references.flashinfer_mla import ReferenceKernels, on_cpu
 
 MATRIX = [
     (Serving(skip, mode, no_chunks), no_ragged)

@@ -12,7 +12,7 @@ from attnplug.host import KVPools
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import KernelScene, check, lengths, mla
-from reference_flashmla import build, on, scene
+from attnplug_testing.references.flashmla import build, on, scene
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 INF = float("inf")

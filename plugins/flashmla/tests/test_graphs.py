@@ -16,7 +16,7 @@ from attnplug_testing.captures import (
 )
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, check_replays_in_parts, mla
-from reference_flashmla import scene
+from attnplug_testing.references.flashmla import scene
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)

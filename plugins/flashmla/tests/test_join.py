@@ -13,8 +13,8 @@ from attnplug_flashmla.backend import join
 from attnplug_flashmla.triton_kernels import launch_join
 from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
 from attnplug_testing.kernel_scene import mla
+from attnplug_testing.references.flashmla import scene
 from attnplug_testing.triton_mode import compiled_by
-from reference_flashmla import scene
 
 RANK, ROPE = 512, 64
 

@@ -21,13 +21,19 @@ from attnplug_testing.batches import declaring
 from attnplug_testing.configs import DEEPSEEK_V3, read
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla
+from attnplug_testing.references.blackwell import PROCESSORS, pretend
+from attnplug_testing.references.flashinfer_mla import attend
+from attnplug_testing.references.tokenspeed_mla import (
+    NEWEST,
+    OLDEST,
+    ReferenceTokenSpeed,
+    build_on,
+    reference_tokenspeed,
+)
+from attnplug_testing.trtllm_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
 from attnplug_tokenspeed_mla import build, kernels
 from attnplug_tokenspeed_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.kernels import to_float8
-from blackwell_device import PROCESSORS, pretend
-from generation_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
-from reference_kernels import attend
-from tokenspeed_reference import NEWEST, OLDEST, ReferenceTokenSpeed, build_on, reference_tokenspeed
 
 (SPEC,) = attnplug_backends()
 ON_A_B200 = Problem(read(DEEPSEEK_V3), "cuda", 100, DType.BFLOAT16, FP8, 64)

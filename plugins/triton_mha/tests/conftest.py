@@ -1,15 +1,6 @@
-"""Lets the tests of this plugin import what they share, and settles how they run."""
+"""Puts this folder on the path: its modules are shared by the tests beside them."""
 
 import sys
 from pathlib import Path
 
-import torch
-
-from attnplug_testing.triton_mode import settle_triton
-
 sys.path.insert(0, str(Path(__file__).parent))
-
-settle_triton()
-
-# Two test processes on two cores: one thread each is fastest.
-torch.set_num_threads(1)

@@ -17,10 +17,10 @@ from attnplug_conformance.scene import Output
 from attnplug_testing.batches import with_plan
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelScene, lengths, mla, ragged
+from attnplug_testing.references.triton_mla import MULTIPROCESSORS, check, scene, small
 from attnplug_triton_mla.configurations import ENTRIES, Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.scratch import COUNTERS
-from interpreted_mla import MULTIPROCESSORS, check, scene, small
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 EXTEND, MIXED = ForwardMode.EXTEND, ForwardMode.MIXED

@@ -32,7 +32,7 @@ from attnplug_conformance.reference import Rules, attention
 from attnplug_testing.batches import capabilities
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import DEEPSEEK
-from interpreted_mla import NARROW, build
+from attnplug_testing.references.triton_mla import NARROW, build
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 HEADS, LAYERS, LAYER = 4, 3, 1

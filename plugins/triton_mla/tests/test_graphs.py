@@ -20,9 +20,9 @@ from attnplug_testing.captures import (
 )
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla, replayed
+from attnplug_testing.references.triton_mla import scene
 from attnplug_triton_mla.configurations import Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
-from interpreted_mla import scene
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 EXTEND = ForwardMode.EXTEND

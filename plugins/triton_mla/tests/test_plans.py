@@ -12,8 +12,8 @@ from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import mla
+from attnplug_testing.references.triton_mla import scene
 from attnplug_triton_mla.options import TritonMLAOptions
-from interpreted_mla import scene
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 INF = float("inf")

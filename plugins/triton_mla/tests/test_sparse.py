@@ -17,9 +17,9 @@ from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import LAST, LAYER
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelCase
+from attnplug_testing.references.triton_mla import build
 from attnplug_testing.sparse_scene import HotStage, SparseStage, check_replays, sparse
 from attnplug_testing.trees import random_trees
-from interpreted_mla import build
 
 DECODE, VERIFY, EXTEND, MIXED = (
     ForwardMode.DECODE,

@@ -16,9 +16,9 @@ from attnplug_conformance.reference import ancestors
 from attnplug_conformance.scene import Output
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import KernelCase, check_replay, mla
+from attnplug_testing.references.triton_mla import check, scene
 from attnplug_testing.trees import chain, random_trees
 from attnplug_triton_mla.configurations import ENTRIES, Configuration
-from interpreted_mla import check, scene
 
 VERIFY = ForwardMode.TARGET_VERIFY
 on_every_device = pytest.mark.parametrize("device", DEVICES)

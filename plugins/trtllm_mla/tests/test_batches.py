@@ -17,8 +17,14 @@ from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import KernelScene, mla
-from attnplug_trtllm_mla.planner import table_width
-from generation_checks import (
+from attnplug_testing.references.trtllm_mla import (
+    NEWEST,
+    ReferenceFlashInfer,
+    build_on,
+    flashinfer_folder,
+    reference_trtllm,
+)
+from attnplug_testing.trtllm_checks import (
     FP8,
     TOLERANCE,
     check_absorbed,
@@ -26,7 +32,7 @@ from generation_checks import (
     lengths,
     scene,
 )
-from trtllm_reference import NEWEST, ReferenceFlashInfer, build_on, flashinfer_folder, reference_trtllm
+from attnplug_trtllm_mla.planner import table_width
 
 GPU_PREFIXES = ((900, 333), (0, 90), (64, 1), (1, 30))
 # Said once by torch on a CPU that has no bfloat16 instructions.

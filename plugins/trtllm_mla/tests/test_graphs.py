@@ -14,9 +14,9 @@ from attnplug_conformance.checks.graphs import Capture
 from attnplug_testing.batches import with_plan
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla
+from attnplug_testing.references.trtllm_mla import ReferenceFlashInfer, build_on, reference_trtllm
+from attnplug_testing.trtllm_checks import FP8, TOLERANCE, scene
 from attnplug_trtllm_mla.kernels import to_float8
-from generation_checks import FP8, TOLERANCE, scene
-from trtllm_reference import ReferenceFlashInfer, build_on, reference_trtllm
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 

@@ -12,10 +12,10 @@ from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.plugin import CAPABILITIES
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import KernelScene, mla
+from attnplug_testing.references.blackwell import pretend
 from attnplug_trtllm_mla import build as plugin
 from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
-from blackwell_device import pretend
 
 MIB = 1 << 20
 CASE = mla(((20, 1),), ForwardMode.DECODE, heads=128)

@@ -1,5 +1,8 @@
 """Test support shared by the packages of this repository."""
 
+import pkgutil
+
 import pytest
 
-pytest.register_assert_rewrite("attnplug_testing.command", "attnplug_testing.configs")
+# Failed assertions of these modules show their values, as those of test files do.
+pytest.register_assert_rewrite(*(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)))

@@ -1,7 +1,7 @@
-"""Compiles Triton kernels for GPUs that need not be there.
+"""Ahead-of-time compilation of Triton kernels, for GPUs that the machine need not have.
 
-For scripts that ``triton_mode.compiled_by`` starts: in the process of a test kernels are interpreted, which is decided
-when they are defined. To start one by hand: ``python SCRIPT``.
+Used by scripts that ``triton_mode.compiled_by`` starts. A test's own process interprets kernels, which Triton decides
+when a kernel is defined. To run such a script by hand: ``python SCRIPT``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def compiled(
     aligned: Collection[str] = (),
     source: Any = ASTSource,
 ) -> Any:
-    """As the launcher would compile it: addresses, and the numbers that are ``aligned``, are multiples of 16.
+    """Compile a kernel as the launcher would: pointers and the ``aligned`` integers are multiples of 16.
 
-    ``kinds`` are the types of arguments; the others are 32-bit integers.
+    ``kinds`` maps argument names to Triton types; the remaining arguments are 32-bit integers.
     """
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
@@ -49,19 +49,19 @@ def compiled(
 
 
 def resources(made: Any) -> tuple[int, int]:
-    """The registers of a thread, and the bytes that do not fit in them, by ptxas."""
+    """Return registers per thread and spilled bytes, as reported by ptxas."""
     return made.metadata.registers, made.metadata.spilled
 
 
 def _keep_resources(backend: Any = None, stages: Any = None, options: Any = None, *_: object) -> tuple[str, str]:
-    """Triton's hook: what ptxas says of a kernel is kept with it, so that nobody runs ptxas once more to ask."""
+    """Triton's stages hook: store ptxas' resource report in the kernel's metadata, which saves a second ptxas run."""
     if stages is not None:
 
         def make_cubin(ptx: str, metadata: dict[str, object]) -> bytes:
-            with redirect_stdout(StringIO()) as said, knobs.nvidia.scope():
+            with redirect_stdout(StringIO()) as report, knobs.nvidia.scope():
                 knobs.nvidia.dump_ptxas_log = True
-                cubin = backend.make_cubin(ptx, metadata, options, backend.target.arch)
-            text = said.getvalue()
+                cubin: bytes = backend.make_cubin(ptx, metadata, options, backend.target.arch)
+            text = report.getvalue()
             registers, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)
             assert registers and spilled, text
             metadata |= {"registers": int(registers[1]), "spilled": int(spilled[1])}

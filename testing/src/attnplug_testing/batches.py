@@ -1,4 +1,4 @@
-"""Batches of tests, from lengths; and contexts that carry what a backend's spec declares."""
+"""Batches built from lengths, and contexts with an installed backend's capabilities."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def geometry(
     state_slots: torch.Tensor | None = None,
     lane: int = 0,
 ) -> Geometry:
-    """Without ``exact`` the host knows upper bounds of the lengths only, as one that plans ahead does."""
+    """Return a geometry. Without ``exact`` the host knows only upper bounds of the lengths, as in planning ahead."""
     known = Geometry.of_lengths(
         mode, page_table.to(device), list(new), list(totals), page_size, state_slots=state_slots, lane=lane
     )
@@ -34,7 +34,7 @@ def geometry(
 
 
 def padded(batch: ForwardBatch, rows: int) -> ForwardBatch:
-    """The same with padding rows after those of its requests."""
+    """Add ``rows`` padding rows to a batch, in place, and return it."""
     batch.input_ids = torch.zeros(batch.geometry.rows + rows, dtype=torch.int64, device=batch.geometry.device)
     return batch
 
@@ -42,7 +42,7 @@ def padded(batch: ForwardBatch, rows: int) -> ForwardBatch:
 def captured(
     mode: ForwardMode, requests: int, per_request: int, *, pages: int, page_size: int, device: torch.device, fill: int
 ) -> ForwardBatch:
-    """A batch of fixed memory, every request of it padded, as a graph is captured with."""
+    """Return a batch as a graph is captured with: fixed memory, all requests padding."""
     return ForwardBatch(
         Geometry(
             mode,
@@ -58,17 +58,17 @@ def captured(
 
 
 def with_plan(batch: ForwardBatch, plan: Plan) -> ForwardBatch:
-    """The batch, with what a backend planned for it."""
+    """Attach a backend's plan to a batch, in place, and return it."""
     batch.plan = BatchPlan(plan)
     return batch
 
 
 @cache
 def capabilities(name: str) -> Capabilities:
-    """What an installed backend declares."""
+    """Return the capabilities that an installed backend declares."""
     return load_registry().backends[name].spec.capabilities
 
 
 def declaring(context: BackendContext, name: str) -> BackendContext:
-    """A scene's context for an installed backend: it declares what that one's spec does."""
+    """Return the context with the capabilities of an installed backend."""
     return replace(context, declared=capabilities(name))

@@ -1,4 +1,4 @@
-"""What a captured batch must bear, for the tests of any plugin: other batches in its place, and other captures."""
+"""Checks of captured batches for any plugin: replays with other batches, and several captures side by side."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_replay,
 def replay_scenes(
     make: Callable[[KernelCase], KernelScene], case: KernelCase, new: int, prefixes: Sequence[Sequence[int]], room: int
 ) -> tuple[KernelScene, list[KernelScene]]:
-    """A pool for four requests of up to ``room`` cached rows to capture on, and a batch to replay for each of
-    ``prefixes``: its requests' cached rows."""
+    """Return a scene to capture on and the scenes to replay.
+
+    The first has a pool for four requests of up to ``room`` cached rows. Each item of ``prefixes`` holds the cached
+    rows of one replayed batch's requests.
+    """
     stage = make(replace(case, lengths=((room, new),) * 4))
     others = [
         make(replace(case, lengths=tuple((prefix, new) for prefix in some), seed=seed))
@@ -27,20 +30,19 @@ def replay_scenes(
 
 
 def full(others: Sequence[KernelScene]) -> list[KernelScene]:
-    """The batches of as many requests as are captured."""
+    """Return the scenes with as many requests as the capture."""
     return [other for other in others if len(other.totals) == 4]
 
 
 def check_replays(stage: KernelScene, others: Sequence[KernelScene], most: float | None = None) -> None:
-    """One capture serves all the others."""
+    """Replay one capture for every other scene."""
     capture = Capture(stage).reserve().capture()
     for other in others:
         check_replay(capture, other, most)
 
 
 def check_two_shapes(stage: KernelScene, others: Sequence[KernelScene]) -> None:
-    """Two shapes captured side by side do not disturb each other: they share memory, and each is planned in its own
-    graph."""
+    """Check that captures of two batch sizes, which share memory, do not disturb each other."""
     large = Capture(stage).reserve().capture()
     small = Capture(stage, 0, large.attention, requests=2).capture()
     alone = [replayed(large, other).clone() for other in full(others)]
@@ -50,7 +52,7 @@ def check_two_shapes(stage: KernelScene, others: Sequence[KernelScene]) -> None:
 
 
 def check_second_capture(stage: KernelScene, other: KernelScene) -> None:
-    """Two captures of a shape share a plan, and each graph reads the memory that it was captured with."""
+    """Check that two captures of one shape share a plan while each graph reads its own batch's memory."""
     first = Capture(stage).reserve().capture()
     second = Capture(stage, 0, first.attention).capture()
     assert first.plan is second.plan
@@ -59,7 +61,7 @@ def check_second_capture(stage: KernelScene, other: KernelScene) -> None:
 
 
 def check_host_slots(stage: KernelScene, other: KernelScene) -> None:
-    """New rows go where a host that owns its slots says, from wherever the batch has them when the graph runs."""
+    """Check that a replay writes new rows to the slot mapping that the host has filled in by then."""
     capture = Capture(stage).reserve()
     slots = torch.full((4,), -1, dtype=torch.int64, device=stage.device)
     capture.batch.geometry = replace(capture.batch.geometry, slots=slots)
@@ -71,19 +73,21 @@ def check_host_slots(stage: KernelScene, other: KernelScene) -> None:
 
 
 def check_copied_slots(stage: KernelScene) -> None:
-    """A host's slots are copied inside the graph."""
+    """Check that the host's slot mapping is copied inside the graph."""
     capture = Capture(stage).reserve()
     slots = torch.tensor([64, -1, 7, -1], device=stage.device)
     capture.batch.geometry = replace(capture.batch.geometry, slots=slots)
     capture.capture()
-    assert capture.plan.new_slots.tolist() == slots.tolist() and capture.plan.new_slots is not slots
+    planned = capture.plan.new_slots
+    assert planned is not None and planned.tolist() == slots.tolist() and planned is not slots
     slots.copy_(torch.tensor([-1, 3, -1, 9]))
     capture.attention.refill(capture.batch)
-    assert capture.plan.new_slots.tolist() == [-1, 3, -1, 9]
+    refilled = capture.plan.new_slots
+    assert refilled is not None and refilled.tolist() == [-1, 3, -1, 9]
 
 
 def check_overtaking(stage: KernelScene, others: Sequence[KernelScene]) -> None:
-    """On a GPU: replays are queued one after the other, each with lengths of its own, while the device is busy."""
+    """Check, on a GPU, replays with different lengths that are queued while the device is busy."""
     capture = Capture(stage).reserve().capture()
     ready = [_ready(capture, other) for other in full(others)]
     alone = [replay() for replay in ready]
@@ -98,7 +102,7 @@ def check_overtaking(stage: KernelScene, others: Sequence[KernelScene]) -> None:
 
 
 def _ready(capture: Capture, other: KernelScene) -> Callable[[], Tensor]:
-    """A batch made ready on the device; call it to replay it there."""
+    """Copy a batch's inputs to the device; return a function that replays the capture with them."""
     copies = capture.copies(other)
 
     def replay() -> Tensor:

@@ -1,4 +1,4 @@
-"""The command as a test runs it, and distributions with a plugin that it finds installed."""
+"""Fixtures that run the ``attnplug`` command, and that install distributions with a plugin for it to find."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ Package = Callable[..., None]
 
 
 class Outcome(NamedTuple):
+    """Exit code, standard output and standard error of a command."""
+
     code: int
     out: str
     err: str
 
     @property
     def json(self) -> Any:
-        """Standard output as JSON that any parser reads: it holds nothing else, and no NaN."""
+        """Standard output parsed as strict JSON: nothing else in it, and no NaN."""
         return json.loads(self.out, parse_constant=pytest.fail)
 
 
 @pytest.fixture
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide GPUs, and the user's settings of attnplug, for one test."""
     for name in ("ATTNPLUG_PLUGINS", "ATTNPLUG_STRICT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # what is refused here must not depend on the machine
@@ -40,7 +43,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def attnplug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Attnplug:
-    """Runs the command in this process. An exception that would be a traceback fails the test."""
+    """Return a function that runs the command in this process. A traceback fails the test."""
 
     def run(*arguments: str) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["attnplug", *arguments])
@@ -57,9 +60,9 @@ def attnplug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 @pytest.fixture
 def explained(plain_environment: None, attnplug: Attnplug) -> Explained:
-    """Asks ``attnplug explain`` where no GPU is to be seen: its exit code, and what it answers for each role.
+    """Return a function that runs ``attnplug explain --json`` without a GPU: exit code, and the answer per role.
 
-    In this process, which has imported the libraries that it looks at: a process of its own takes seconds for that.
+    It runs in this process, which has imported the libraries already; a process of its own takes seconds.
     """
 
     def ask(*arguments: str) -> tuple[int, Any]:
@@ -70,7 +73,7 @@ def explained(plain_environment: None, attnplug: Attnplug) -> Explained:
 
 
 def in_own_process(*arguments: str, path: Path | None = None, **environment: str) -> Outcome:
-    """Runs the command as a user's shell does, with what is under ``path`` installed."""
+    """Run the command in a new process, as a shell does, with the distributions under ``path`` installed."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [sys.executable, "-m", "attnplug", *arguments],
@@ -100,7 +103,7 @@ def attnplug_backends():
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
-    """Installs a distribution with one plugin module: real metadata in a folder on the path, as pip writes it."""
+    """Return a function that installs a distribution with one plugin module: metadata on the path, as pip writes it."""
     monkeypatch.syspath_prepend(tmp_path)
     modules: list[str] = []
 

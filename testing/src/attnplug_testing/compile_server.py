@@ -1,8 +1,7 @@
-"""Runs scripts that compile kernels, each in a fork of this process, which has imported what all of them import.
+"""Server that runs kernel-compiling scripts, each in a fork that has torch and Triton imported already.
 
-``triton_mode.compiled_by`` starts it, once for all tests of a process: torch and Triton take longer to import than a
-small kernel takes to compile. Every line it reads is a list, ``[output, errors, script, *arguments]``, and the answer
-is the script's exit code.
+``triton_mode.compiled_by`` starts one per test process: the imports take longer than compiling a small kernel. Each
+input line is a JSON list ``[output, errors, script, *arguments]``; the reply is the script's exit code.
 """
 
 import json
@@ -16,6 +15,7 @@ import triton.compiler  # noqa: F401
 
 
 def run(output: str, errors: str, script: str, *arguments: str) -> int:
+    """Run a script as ``__main__`` with its output and errors in files; returns its exit code."""
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.argv, code = [script, *arguments], 0

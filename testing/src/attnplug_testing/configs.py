@@ -1,4 +1,4 @@
-"""Published configs of models, and how a test reads and changes them."""
+"""Published model configs, and functions to read them with changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TINY_YARN: dict[str, Any] = {
         "original_max_position_embeddings": 64,
     },
 }
-"""For a tiny model: it begins within the contexts of tests."""
+"""YaRN for a tiny model: scaling begins within the contexts of tests."""
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
@@ -100,10 +100,12 @@ NEMOTRON_H_8B: dict[str, Any] = {
 
 
 def read(config: dict[str, Any], **changes: Any) -> ModelSpec:
+    """Return the spec of a config with changed keys."""
     return model_from_config({**config, **changes}, "a-model")
 
 
 def refused(config: dict[str, Any], key: str, **changes: Any) -> str:
+    """Check that a config with changed keys is refused because of ``key``; returns the message."""
     with pytest.raises(ModelConfigError) as caught:
         read(config, **changes)
     assert caught.value.key == key
@@ -113,4 +115,5 @@ def refused(config: dict[str, Any], key: str, **changes: Any) -> str:
 
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """Return a config without these keys."""
     return {key: value for key, value in config.items() if key not in keys}

@@ -1,4 +1,4 @@
-"""The devices that a test runs on: a GPU where there is one."""
+"""Devices to parametrize tests by: the CPU, and a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")],
-    ),
+GPU_MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
 ]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
 
 INTERPRETED = pytest.mark.skipif(
     torch.cuda.is_available() or find_spec("triton") is None,
-    reason="Triton is not installed, or there is a GPU, beside which nothing is interpreted in one process",
+    reason="Triton is not installed, or there is a GPU: a process cannot both compile and interpret kernels",
 )
-"""On tests of kernels in Triton's interpreter."""
+"""Mark of tests that run kernels in Triton's interpreter."""
 
 
 @contextmanager
 def nothing_waits(device: str) -> Iterator[None]:
-    """Inside, whatever waits for a GPU raises; on a CPU there is nobody to wait for."""
+    """Raise if an operation synchronizes with the GPU. Does nothing on a CPU."""
     if device != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of drafts with random weights, under the names that the originals have."""
+"""Tiny draft-model checkpoints with random weights, under the tensor names of published ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIDDEN, VOCAB = 64, 128
 
 
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], *, centred: bool = False) -> dict[str, Tensor]:
-    """Vectors around 1 if they are norms, unless those are ``centred`` on 0."""
+    """Return random tensors by name. Norm weights are drawn around 1, or around 0 if ``centred``."""
     generator = torch.Generator().manual_seed(5)
     tensors = {}
     for name, shape in shapes.items():
@@ -30,6 +30,7 @@ def random_tensors(shapes: Mapping[str, tuple[int, ...]], *, centred: bool = Fal
 
 
 def save(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """Write a checkpoint; returns its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -37,7 +38,7 @@ def save(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) ->
 
 
 def saved_target(folder: Path, name: str, extra: Mapping[str, Tensor], **keys: Any) -> tuple[Path, dict[str, Tensor]]:
-    """The checkpoint of ``tiny:NAME`` with ``extra`` tensors and changed config keys, and all of its tensors."""
+    """Save ``tiny:NAME`` with ``extra`` tensors and changed config keys; returns the folder and all tensors."""
     source = RandomCheckpoint({**TINY_CONFIGS[name], **keys}, name=f"tiny:{name}")
     loaded = load_model(f"tiny:{name}", dtype=torch.float32, device="cpu")
     build_model(source, loaded.spec, dtype=torch.float32, device="cpu")
@@ -47,7 +48,10 @@ def saved_target(folder: Path, name: str, extra: Mapping[str, Tensor], **keys: A
 
 
 class Fed(nn.Module):
-    """A draft as a decoder: what it takes of the target is ``table[token]``. Its logits follow its hidden states."""
+    """A draft model run as a decoder. ``table[token]`` stands for the target's hidden state.
+
+    Its logits are ``[tokens, hidden + vocab]``: hidden states, then the draft's logits.
+    """
 
     def __init__(self, draft: DraftModel, table: Tensor | None, step: int = 0) -> None:
         super().__init__()
@@ -55,9 +59,9 @@ class Fed(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Any) -> Tensor:
         hidden = None if self.table is None else self.table[input_ids]
-        before = None if hidden is None else hidden.clone()
-        out = self.draft(input_ids, positions, hidden, batch, step=self.step)
-        assert hidden is None or torch.equal(hidden, before), "what a draft is given is not its to write to"
+        out: Tensor = self.draft(input_ids, positions, hidden, batch, step=self.step)
+        if self.table is not None and hidden is not None:
+            assert torch.equal(hidden, self.table[input_ids]), "a draft must not write to its input"
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -76,7 +80,7 @@ def shapes_of_llama_mlp(name: str, intermediate: int) -> dict[str, tuple[int, ..
 
 
 def shapes_of_grouped_attention(name: str, dim: int, *, width: int = HIDDEN, gated: bool = False) -> dict[str, Any]:
-    """Four query heads and two KV heads."""
+    """Shapes of GQA with four query heads and two KV heads of width ``dim``."""
     shapes = {
         f"{name}.q_proj.weight": (4 * dim * (2 if gated else 1), width),
         f"{name}.k_proj.weight": (2 * dim, width),
@@ -91,7 +95,7 @@ def shapes_of_block_norms(name: str) -> dict[str, tuple[int, ...]]:
 
 
 def shapes_of_deepseek_layer(name: str, *, own: bool = True) -> dict[str, tuple[int, ...]]:
-    """A layer for multi-token prediction; ``own`` says that it has an embedding and a head."""
+    """Shapes of a multi-token-prediction layer; ``own`` adds its own embedding and head."""
     attention, experts = f"{name}.self_attn", f"{name}.mlp"
     shapes = {
         f"{name}.enorm.weight": (HIDDEN,),
@@ -118,7 +122,7 @@ def shapes_of_deepseek_layer(name: str, *, own: bool = True) -> dict[str, tuple[
 
 
 def saved_deepseek(folder: Path, layers: int = 1, *, own: bool = False, **keys: Any) -> tuple[Path, dict[str, Tensor]]:
-    """The checkpoint of ``tiny:deepseek_v3`` with so many layers for multi-token prediction."""
+    """Save ``tiny:deepseek_v3`` with ``layers`` layers for multi-token prediction."""
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(layers):
         shapes |= shapes_of_deepseek_layer(f"model.layers.{3 + index}", own=own)
@@ -126,7 +130,7 @@ def saved_deepseek(folder: Path, layers: int = 1, *, own: bool = False, **keys: 
 
 
 def shapes_of_assistant(config: Mapping[str, Any], dim: int, *, norms: bool = False) -> dict[str, tuple[int, ...]]:
-    """With queries of width ``dim``, and a norm on each of them if it has ``norms``."""
+    """Shapes of an assistant model with queries of width ``dim``, normalised if ``norms``."""
     hidden, heads, intermediate = (config[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
     backbone = config["backbone_hidden_size"]
     shapes = {

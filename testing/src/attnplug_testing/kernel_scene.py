@@ -1,6 +1,6 @@
-"""The conformance kit's scene under a plugin's own tests: cases with nothing left open, and any function as a factory.
+"""The conformance kit's scene for plugins' own tests: fully specified cases, and any function as the factory.
 
-The model is one rank's of two: whoever divides a rank's heads once more is found by every test.
+The model is one rank's share of two, so every test detects a backend that divides the rank's heads again.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ Make = Callable[[BackendContext], AttentionBackend]
 
 @dataclass(frozen=True)
 class KernelCase(Case):
-    """A case, and what its backend is served with."""
+    """A case with the serving settings and options of its backend."""
 
     serving: Serving = field(default_factory=Serving)
     options: Any = None
     lse: bool = True
-    """Whether it is asked for."""
+    """Request the log-sum-exp."""
 
 
 def mha(
@@ -67,6 +67,7 @@ def mha(
     dtype: DType = DType.BFLOAT16,
     **changes: Any,
 ) -> KernelCase:
+    """Return a case of an MHA layer with ``heads`` query heads."""
     dims = head_dim, head_dim if v_head_dim is None else v_head_dim
     return KernelCase(lengths, mode, AttentionKind.MHA, page_size, kv_heads, heads // kv_heads, dims, dtype=dtype,
                       **changes)  # fmt: skip
@@ -84,26 +85,27 @@ def mla(
     alike: bool = True,
     **changes: Any,
 ) -> KernelCase:
+    """Return a case of an MLA layer with the dimensions of DeepSeek-V3."""
     return KernelCase(lengths, mode, AttentionKind.MLA, page_size, mla=dims, v_head_dim=v_head_dim, mla_heads=heads,
                       dtype=dtype, alike=alike, **changes)  # fmt: skip
 
 
 def lengths(count: int, longest: int, new: int, seed: int) -> Lengths:
-    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens after them."""
+    """Draw ``(prefix, new)`` per request: prefixes of no row, one row, whole pages, or up to ``longest`` rows."""
     chance = random.Random(seed)
     prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
     return tuple((prefix, new) for prefix in prefixes)
 
 
 def ragged(count: int, longest: int, most: int, seed: int) -> Lengths:
-    """The same with some new tokens each, or none."""
+    """Draw the same with 0 to ``most`` new tokens per request."""
     chance, prefixes = random.Random(seed), lengths(count, longest, 1, seed)
     return tuple((prefix, chance.choice([0, 1, chance.randint(1, most)])) for prefix, _ in prefixes)
 
 
 @dataclass(frozen=True, eq=False)
 class Made(Subject):
-    """A backend made by a function, whatever its spec says of the case. ``contexts`` are what it was given."""
+    """A subject whose backend ``make`` builds, even if no spec serves the case. ``contexts`` records its arguments."""
 
     make: Make = field(kw_only=True)
     serving: Serving = field(default_factory=Serving)
@@ -149,7 +151,7 @@ def _registered(name: str) -> Registered:
 
 
 class KernelScene(Scene):
-    """A scene of a case, for a backend that ``make`` makes. ``declares`` names the backend whose spec it is given."""
+    """A scene of a case, for a backend that ``make`` builds. ``declares`` names the backend whose spec it is given."""
 
     declares: ClassVar[str] = "torch_native"
 
@@ -171,42 +173,43 @@ class KernelScene(Scene):
         return self.made.contexts[0].workspace
 
     def over(self, pool: MHAPool | MLAPool) -> None:
-        """Let another pool, which the backend was built over, hold the prefixes."""
+        """Store the prefixes in another pool, over which the backend was built."""
         self.pools = KVPools(mla=pool) if isinstance(pool, MLAPool) else KVPools(mha=pool)
         self.store(LAYER, [(0, before) for before, _ in self.case.lengths])
 
     def results(self, batch: ForwardBatch | None = None, *, save: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Plan, unless the batch is planned, and run; output and log-sum-exp, padding rows included."""
+        """Plan the batch if necessary and run it; returns output and log-sum-exp, padding rows included."""
         output = self.run(batch, lse=self.asked, save=save)
         return output.out, output.lse
 
     def error(self, batch: ForwardBatch | None = None) -> float:
-        """The relative error of a run."""
+        """Return the relative error of a run."""
         wanted = self.wanted()[0]
         return relative_error(self.results(batch)[0][: len(wanted)], wanted)
 
     def written(self) -> int:
-        """How many rows of the cache hold something, in all its memories alike."""
+        """Count the cache rows that have been written; all tensors of the cache must agree."""
         full = [~self.numbers(memory).isnan().flatten(2).all(-1) for memory in self.memories(LAYER)]
         assert all(torch.equal(each, full[0]) for each in full)
         return int(full[0].sum())
 
     def halves(self) -> list[KernelScene]:
-        """Two batches over one pool and one backend: each has half of the requests, in a lane of its own."""
+        """Split into two scenes over the same pool and backend, with half of the requests each."""
         found, half = [], len(self.new) // 2
-        for mine in (slice(0, half), slice(half, None)):
+        for part_slice in (slice(0, half), slice(half, None)):
             part = copy(self)
-            part.case = replace(self.case, lengths=self.case.lengths[mine])
-            part.new, part.totals, part.page_table = self.new[mine], self.totals[mine], self.page_table[mine]
-            part.keys, part.values = self.keys[mine], self.values[mine]
-            begin = sum(self.new[: mine.start or 0])
+            part.case = replace(self.case, lengths=self.case.lengths[part_slice])
+            part.new, part.totals = self.new[part_slice], self.totals[part_slice]
+            part.page_table = self.page_table[part_slice]
+            part.keys, part.values = self.keys[part_slice], self.values[part_slice]
+            begin = sum(self.new[: part_slice.start])
             part.q = self.q[begin : begin + sum(part.new)]
             found.append(part)
         return found
 
 
 def check(stage: KernelScene) -> KernelScene:
-    """Output and log-sum-exp are float64's, padding gives zero and -inf, and nothing but new rows was written."""
+    """Check output and log-sum-exp against float64, zero and -inf for padding, and that only new rows were written."""
     before = stage.snapshot()
     out, lse = stage.results()
     check_written(stage, before)
@@ -215,7 +218,7 @@ def check(stage: KernelScene) -> KernelScene:
 
 
 def check_stored(stage: KernelScene, most: float) -> KernelScene:
-    """The same against what an fp8 cache holds: results are far nearer to that than fp8 is to what was stored."""
+    """Check results against float64 over the cache's rounded fp8 contents, to the relative error ``most``."""
     before = stage.snapshot()
     found = stage.results()
     check_written(stage, before)
@@ -226,12 +229,13 @@ def check_stored(stage: KernelScene, most: float) -> KernelScene:
 
 
 def replayed(capture: Capture, other: Scene) -> Tensor:
+    """Replay a capture with another scene's batch."""
     capture.put(other)
     return capture.replay()
 
 
 def check_replay(capture: Capture, other: KernelScene, most: float | None = None) -> None:
-    """A replay gives float64's result; padded requests read and write nothing; NaN is everywhere else."""
+    """Check a replay against float64, and that padded requests read and write nothing (all else is NaN)."""
     out, wanted = replayed(capture, other), other.wanted()[0]
     error = relative_error(out[: len(wanted)], wanted)
     assert error <= (most or other.tolerance), error
@@ -241,7 +245,7 @@ def check_replay(capture: Capture, other: KernelScene, most: float | None = None
 
 
 class CaptureInParts(Capture):
-    """Queries in their two parts, where the whole ones lie."""
+    """A capture that passes queries in two parts, views of the whole ones."""
 
     def run(self) -> None:
         backend, mla = self.scene.backend, self.scene.case.mla
@@ -254,14 +258,14 @@ class CaptureInParts(Capture):
 
 
 def check_replays_in_parts(stage: KernelScene, others: Iterable[KernelScene]) -> None:
-    """One capture that takes queries in two parts, replayed for other batches."""
+    """Check replays of a capture that takes queries in two parts."""
     capture = CaptureInParts(stage).reserve().capture()
     for other in others:
         check_replay(capture, other)
 
 
 def check_captured_lanes(stage: KernelScene) -> None:
-    """On a GPU: captured batches of two lanes at once, many times over, each on a stream of its own."""
+    """Check, on a GPU, captured batches of two lanes that replay concurrently on two streams."""
     halves, attention = stage.halves(), ModelAttention(stage.backend, stage.pools)
     captures = [Capture(half, lane, attention) for lane, half in enumerate(halves)]
     captures[0].reserve()

@@ -1,4 +1,4 @@
-"""A kernel that lets the next ones begin at once, and only much later fills what they read. For SM 90 and newer."""
+"""Kernel that starts its dependents at once and writes their input much later. For SM 90 and newer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _fill_late(target, source, count, nanoseconds, BLOCK: tl.constexpr):
 
 
 def fill_late(target: Tensor, source: Tensor, milliseconds: int) -> None:
-    """Copy ``source`` to ``target``, both flat, so long after kernels behind this one may have begun."""
+    """Copy ``source`` to ``target``, both flat, ``milliseconds`` after dependent kernels may have begun."""
     block = 4096
     grid = (triton.cdiv(target.numel(), block),)
     _fill_late[grid](target, source, target.numel(), milliseconds * 1_000_000, BLOCK=block)

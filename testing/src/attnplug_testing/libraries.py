@@ -1,4 +1,4 @@
-"""Kernel libraries as pip installs them, made of metadata and of what modules a test gives them."""
+"""Fake kernel libraries: metadata as pip writes it, and modules that a test provides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def install_library(folder: Path, distribution: str, version: str, modules: dict[str, str] | None = None) -> None:
-    """Write a distribution into a folder that is on the path; ``modules`` are source texts by dotted name."""
+    """Write a distribution into a folder on the path. ``modules`` maps dotted names to source text."""
     info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")

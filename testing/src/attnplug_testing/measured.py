@@ -1,4 +1,4 @@
-"""Two backends that differ only in what was measured of them, for tests of what hosts do with measured times."""
+"""Two backends that differ only in their measured times, for tests of hosts that use them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from attnplug.host import Registry, load_registry, table_path, this_processor, v
 
 
 def measured_twins(monkeypatch: pytest.MonkeyPatch, folder: Path, layer: LayerSpec, dtype: DType) -> Registry:
-    """``alpha`` and ``beta``, both torch_native: this machine's table says that beta is the faster for long requests
-    by far, and alpha for short ones."""
+    """Return a registry with ``alpha`` and ``beta``, both torch_native.
+
+    This machine's table, written to ``folder``, makes alpha faster for short requests and beta for long ones.
+    """
     monkeypatch.setenv("ATTNPLUG_CACHE_DIR", str(folder))
     native = load_registry().get("torch_native")
     twins = {name: replace(native, spec=replace(native.spec, name=name)) for name in ("alpha", "beta")}

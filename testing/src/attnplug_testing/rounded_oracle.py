@@ -1,7 +1,7 @@
-"""Generation in bfloat16 on a GPU, judged by transformers: in float32, and in bfloat16 to see what that costs.
+"""Check of generation in bfloat16 on a GPU against transformers in float32 and in bfloat16.
 
-Tokens cannot be asked to be equal where rounding alone decides between two of them. So logits must be about as near to
-float32's as transformers' own in bfloat16 are, and tokens equal wherever the margin exceeds that.
+Rounding alone may decide between two tokens. So logits must be about as close to float32's as transformers' bfloat16
+logits are, and tokens must be equal wherever the margin exceeds that error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DEEPSEEK_V3 = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-"""Small, with the dimensions of attention that kernels are made for."""
+"""A small model with the attention dimensions that kernels are made for."""
 KIMI_LINEAR = {
     **{key: value for key, value in TINY_CONFIGS["kimi_linear"].items() if key not in ("architectures", "model_type")},
     "hidden_size": 256,
@@ -63,7 +63,7 @@ KIMI_LINEAR = {
     "initializer_range": 0.06,
     "dtype": "bfloat16",
 }
-"""The same of a hybrid. Every expert is chosen: which of two is would else be rounding's choice."""
+"""The same for a hybrid model. Every expert is chosen, since rounding would decide between two otherwise."""
 
 
 LIBRARIES = {
@@ -72,11 +72,11 @@ LIBRARIES = {
     "flashmla": "flash_mla",
     "flashattention": "flash_attn.cute",
 }
-"""The modules without which a backend does not run, or on torch's kernels alone."""
+"""The module that each backend needs for its own kernels."""
 
 
 def need_libraries(settings: dict[str, Any]) -> None:
-    """Skip where a backend of an engine's ``settings`` has no library."""
+    """Skip the test if a backend named in an engine's ``settings`` lacks its library."""
     names = {settings.get("attention_backend"), *settings.get("role_backends", {}).values()}
     for name, module in LIBRARIES.items():
         if name in names and "backend_options" not in settings:
@@ -85,9 +85,9 @@ def need_libraries(settings: dict[str, Any]) -> None:
 
 @contextmanager
 def without_fla() -> Iterator[None]:
-    """Inside, nobody can import the kernels for linear layers that transformers would silently run on."""
+    """Hide flash-linear-attention and causal_conv1d, which transformers would silently use."""
     kept = {name: sys.modules.get(name) for name in ("fla", "causal_conv1d")}
-    sys.modules.update(dict.fromkeys(kept))
+    sys.modules.update(dict.fromkeys(kept))  # type: ignore[arg-type] # None makes an import fail
     try:
         yield
     finally:
@@ -99,11 +99,11 @@ def without_fla() -> Iterator[None]:
 
 
 class RoundedOracle:
-    """A random checkpoint in ``folder``, and what transformers computes from it."""
+    """A random checkpoint in ``folder``, with transformers models of it in float32 and bfloat16."""
 
     def __init__(self, folder: str, name: str, config: dict[str, Any]) -> None:
         with without_fla():
-            from transformers import AutoConfig, AutoModelForCausalLM
+            from transformers.models.auto import AutoConfig, AutoModelForCausalLM
 
             torch.manual_seed(3)
             model = AutoModelForCausalLM.from_config(
@@ -131,11 +131,11 @@ class RoundedOracle:
         return logits
 
     def check(self, *, slack: float = 1.5, **settings: Any) -> None:
-        """An engine with these settings generates what it should, within ``slack`` times transformers' rounding."""
+        """Check an engine with these settings: errors must stay within ``slack`` times transformers' rounding error."""
         self.judge(self.prompts(), *generate(self.folder, self.prompts(), **settings), slack=slack)
 
     def errors(self, **settings: Any) -> list[float]:
-        """How far an engine's logits are from float32's, for each prompt, as a share of them."""
+        """Return the relative error of an engine's logits against float32, per prompt."""
         found, prompts = [], self.prompts()
         for prompt, chosen, logits in zip(prompts, *generate(self.folder, prompts, **settings), strict=True):
             wanted = self._logits(self._exact, (prompt + chosen)[:-1])[len(prompt) - 1 :]
@@ -145,7 +145,7 @@ class RoundedOracle:
     def judge(
         self, prompts: Sequence[list[int]], tokens: Sequence[list[int]], seen: Sequence[Tensor], slack: float = 1.5
     ) -> None:
-        """Whether these tokens, chosen from these logits, are right."""
+        """Check tokens and the logits that they were chosen from."""
         equal = decided = 0
         for prompt, chosen, found in zip(prompts, tokens, seen, strict=True):
             sequence, first = prompt + chosen, len(prompt) - 1
@@ -173,7 +173,7 @@ def generate(folder: str, prompts: Sequence[list[int]], **settings: Any) -> tupl
 
 @contextmanager
 def watched_logits() -> Iterator[dict[int, list[Tensor]]]:
-    """Inside, the logits that every token is chosen from, in order, by request id; of captured steps too."""
+    """Record the logits that each token is chosen from, by request id, captured steps included."""
     seen: dict[int, list[Tensor]] = {}
 
     class Watched(Launched):
@@ -182,8 +182,6 @@ def watched_logits() -> Iterator[dict[int, list[Tensor]]]:
                 seen.setdefault(request.id, []).append(row.float().clone())
             super().__init__(step, logits, *given, **named)
 
-    kept, runner.Launched = runner.Launched, Watched  # type: ignore[misc] # for as long as this lasts
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "Launched", Watched)
         yield seen
-    finally:
-        runner.Launched = kept  # type: ignore[misc]

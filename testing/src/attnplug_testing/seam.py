@@ -1,4 +1,4 @@
-"""An installed backend on a CPU, built over stand-ins for its kernels: what the conformance kit proves of it there."""
+"""Conformance subjects on a CPU: installed backends built over reference kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def over_stand_ins(
     longest: int = 300,
     **claims: Any,
 ) -> Subject:
-    """The backend as it is declared, but on a CPU in ``dtypes``, built by a ``factory`` of its tests."""
+    """Return an installed backend as a subject on a CPU, built by ``factory`` over reference kernels.
+
+    It claims what its spec does, but in ``dtypes`` and for any GPU generation; ``claims`` replace capabilities.
+    """
     registered = load_registry().backends[name]
     own = {
         "devices": frozenset({"cpu", "cuda"}),

@@ -1,4 +1,4 @@
-"""Backends that share their roles by batch, on a CPU: what tests of them have in common."""
+"""Backends that share roles, chosen per batch, on a CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from attnplug import AttentionBackend, DType, LayerShape, MeasuredTable, Measurement, Role
+from attnplug.declare.schedule import Point
 from attnplug.host import (
     HostContext,
     Schedule,
@@ -22,7 +23,7 @@ from attnplug.host import (
 )
 
 LONGEST = 48
-"""Lengths after which the last one stays the fastest."""
+"""Length from which on the last backend stays the fastest."""
 
 TOYS = """
 import torch
@@ -72,17 +73,17 @@ def attnplug_backends():
 
 
 def taking_turns(*names: str, longest: int = LONGEST) -> Schedule:
-    """A schedule by which the fastest is another one at every length."""
+    """Return a schedule whose fastest backend changes with every length."""
     return Schedule(
         {
-            name: {(1, length, 1): 1.0 + (length % len(names) != number) for length in range(1, longest)}
+            name: {Point(1, length, 1): 1.0 + (length % len(names) != number) for length in range(1, longest)}
             for number, name in enumerate(names)
         }
     )
 
 
 def shared(selection: Selection, *names: str, longest: int = LONGEST) -> Selection:
-    """The selection, with these backends of all that are installed in every role for full attention."""
+    """Return the selection with these installed backends in every role for full attention."""
     choices, options = dict(selection.choices), dict(selection.options)
     for role in choices.keys() - {Role.LINEAR}:
         by_name = {candidate.backend.spec.name: candidate.backend for candidate in choices[role].candidates}
@@ -93,7 +94,7 @@ def shared(selection: Selection, *names: str, longest: int = LONGEST) -> Selecti
 
 
 def share(monkeypatch: pytest.MonkeyPatch, *names: str, longest: int = LONGEST) -> None:
-    """Have every engine run on these backends, by turns, as a ranking of measured times would."""
+    """Let every engine run on these backends alternately, as a ranking of measured times would."""
 
     def build(selection: Selection, context: HostContext) -> AttentionBackend:
         return build_selection(shared(selection, *names, longest=longest), context)
@@ -103,7 +104,7 @@ def share(monkeypatch: pytest.MonkeyPatch, *names: str, longest: int = LONGEST) 
 
 
 def tune(model: str, *names: str) -> None:
-    """Write what a user would have measured here, if these backends took turns at decoding the model."""
+    """Write measured tables by which these backends alternate in decoding the model."""
     processor, registry = this_processor("cpu"), load_registry()
     assert processor is not None
     (shape,) = {LayerShape.of(layer, DType.FLOAT32, DType.FLOAT32, 64) for layer in load_model(model).layers}

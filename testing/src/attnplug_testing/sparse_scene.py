@@ -1,4 +1,4 @@
-"""The conformance kit's scenes of sparse layers under tests of a backend, with all of its rows on the device or not."""
+"""The conformance kit's scenes of sparse layers, for tests of a backend with or without HiSparse."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def sparse(
     dtype: DType = DType.FLOAT32,
     **changes: Any,
 ) -> KernelCase:
-    """``index`` are the heads of the index and their width."""
+    """Return a case of a sparse MLA layer. ``index`` is the indexer's ``(heads, head_dim)``."""
     return mla(lengths, mode, page_size, heads, dims=dims, v_head_dim=16, dtype=dtype,
                index=IndexerDims(*index, topk), **changes)  # fmt: skip
 
 
 class SparseStage(KernelScene, SparseScene):
-    """A scene of a sparse case. The last layer shares the choice of the one under test."""
+    """A scene of a sparse case. The last layer shares the selection of the layer under test."""
 
     declares = "torch_sparse"
 
@@ -61,18 +61,18 @@ class SparseStage(KernelScene, SparseScene):
         return self.pools.cache(INDEX_KEYS)
 
     def store_shared(self) -> None:
-        """The same rows in the layer that shares the choice."""
+        """Store the same rows in the layer that shares the selection."""
         self.store(LAST, [(0, before) for before, _ in self.case.lengths])
 
     def planned(self) -> ForwardBatch:
         return self.plan(self.batch())
 
     def given(self) -> IndexInputs:
-        """What the batch brings to the index, padding included."""
+        """Return the batch's index inputs, padding included."""
         return self.index_inputs(sum(self.new) + self.case.padding)
 
     def visible(self) -> list[tuple[int, list[int]]]:
-        """The request of each token, and the positions that it sees."""
+        """Return, for each token, its request and the positions that it sees."""
         spans = enumerate(self.case.lengths)
         return [
             (each, self.seen(each, place)) for each, (before, new) in spans for place in range(before, before + new)
@@ -81,29 +81,29 @@ class SparseStage(KernelScene, SparseScene):
     def attend(
         self, batch: ForwardBatch, selected: SelectedRows | None, layer: LayerSpec | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, padding rows included."""
+        """Return output and log-sum-exp, padding rows included."""
         lse = torch.full((batch.num_tokens, self.layer.num_heads), NAN, device=self.device)
         return self.forward(batch, layer=layer, extras=ForwardExtras(lse=lse, selected=selected)), lse
 
     def check(self, batch: ForwardBatch | None = None) -> SelectedRows:
-        """Rows are chosen as well as float64 chooses them, and attended to as float64 does."""
+        """Check selection and attention against float64; return the selected rows."""
         batch = batch or self.planned()
         selected = self.select(batch)
         self.check_attends(batch, selected)
         return selected
 
     def check_attends(self, batch: ForwardBatch, selected: SelectedRows, layer: LayerSpec | None = None) -> None:
-        """To the rows that are ``chosen``, and to no others; padding gives nothing."""
+        """Check that exactly the ``chosen`` rows are attended to, and that padding gives zero."""
         judge_selected(Stand(self.made, self.case), self, *self.attend(batch, selected, layer))
 
     def by_position(self, choices: list[list[int]], columns: int | None = None) -> SelectedPositions:
-        """Positions for each token, as another backend may choose them."""
+        """Return chosen positions per token, padded with -1 to ``columns``, as another backend might select them."""
         columns, self.chosen = columns or self.index.topk, choices
         rows = [row + [-1] * (columns - len(row)) for row in choices]
         return SelectedPositions(torch.tensor(rows, dtype=torch.int32, device=self.device))
 
     def as_slots(self, selected: SelectedPositions) -> SelectedSlots:
-        """The same rows by their slots, with a row for each token that is not padding."""
+        """Convert positions to slots, ``[tokens, topk]`` without padding tokens."""
         requests = torch.tensor([request for request, _ in self.visible()])
         positions = selected.positions[: len(requests)].cpu().long()
         pages = self.page_table[requests[:, None], (positions // self.page_size).clamp(min=0)]
@@ -111,17 +111,19 @@ class SparseStage(KernelScene, SparseScene):
         return SelectedSlots(slots.where(positions >= 0, -1).int().to(self.device))
 
     def slot(self, request: int, position: int) -> tuple[int, int]:
-        """The page of a row, and its place there."""
+        """Return the page of a cached row and its offset in the page."""
         return int(self.page_table[request, position // self.page_size]), position % self.page_size
 
 
 class HotStage(SparseStage, HotScene):
-    """The same with a backend that HiSparse brings rows to."""
+    """A sparse scene whose backend gets its rows through HiSparse."""
 
 
 def check_replays(stage: SparseStage, others: list[SparseStage], *, exact: bool = True) -> None:
-    """A batch that was captured once chooses and attends as float64 does, writes no rows but new ones, and waits for
-    nothing; if ``exact``, its bits are those of a batch that was not captured."""
+    """Check replays against float64: selection, attention, rows written, and no wait for the device.
+
+    If ``exact``, the results are also bitwise those of an eager run.
+    """
     capture = SparseCapture(stage)
     capture.reserve().capture()
     for other in others:
@@ -134,5 +136,6 @@ def check_replays(stage: SparseStage, others: list[SparseStage], *, exact: bool 
         if exact:
             batch, tokens = other.planned(), len(other.q)
             selected = other.select(batch)
+            assert isinstance(capture.selected, SelectedSlots) and isinstance(selected, SelectedSlots)
             assert torch.equal(capture.selected.slots[:tokens], selected.slots)
             assert torch.equal(out[:tokens], other.attend(batch, selected)[0])

@@ -1,4 +1,4 @@
-"""Layers of each sort, and specs that claim everything but for what a test takes away."""
+"""One layer of each kind, and backend specs that claim everything except what a test removes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MLA = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.07, mla=MLADims(512, 1
 GDN = LayerSpec(0, AttentionKind.GDN, 4, 4, 16, 16, 0.25, linear=LinearDims(4, 2, 16, 16, 8, 4))
 
 EVERYTHING = Capabilities(
-    kinds=set(AttentionKind),
-    devices={"cpu", "cuda"},
-    dtypes=set(DType),
-    roles=set(Role),
-    features=set(Feature),
+    kinds=frozenset(AttentionKind),
+    devices=frozenset({"cpu", "cuda"}),
+    dtypes=frozenset(DType),
+    roles=frozenset(Role),
+    features=frozenset(Feature),
     max_speculative_tokens=1 << 40,
     trees=True,
     cuda_graph=GraphLevel.ALWAYS,
@@ -38,6 +38,7 @@ EVERYTHING = Capabilities(
 
 
 def spec(capabilities: Capabilities = EVERYTHING, **changes: Any) -> BackendSpec:
+    """Return the spec of a backend ``fast`` with these capabilities; ``changes`` replace its other fields."""
     fields: dict[str, Any] = {
         "name": "fast",
         "summary": "a backend of a test",
@@ -48,11 +49,12 @@ def spec(capabilities: Capabilities = EVERYTHING, **changes: Any) -> BackendSpec
 
 
 def model(*layers: LayerSpec) -> ModelSpec:
+    """Return a model with these layers, numbered from 0."""
     return ModelSpec("m", "test", tuple(replace(layer, layer_id=i) for i, layer in enumerate(layers)), 4096)
 
 
 def claiming(**less: Any) -> BackendSpec:
-    """A spec that claims everything but for these."""
+    """Return a spec that claims everything, with these capabilities replaced."""
     return spec(replace(EVERYTHING, **less))
 
 

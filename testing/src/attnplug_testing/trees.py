@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: random ones, their bits, and the float64 result, row by row, over chosen keys alone."""
+"""Trees of drafted tokens: random trees, their bit masks, and tree attention in float64."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 Parents = tuple[int, ...]
-"""The parent of each new row, which precedes it; -1 for a row that has none."""
+"""The parent of each new row, which precedes it; -1 for a root."""
 
 
 def chain(rows: int) -> Parents:
+    """Return a tree without branches."""
     return tuple(range(-1, rows - 1))
 
 
 def random_trees(requests: int, rows: int, seed: int = 0) -> tuple[Parents, ...]:
-    """Another tree for each request: most rows have a parent, and some parents several children."""
+    """Return a different tree per request. Most rows have a parent; some parents have several children."""
     chance = random.Random(seed)
     return tuple(
         tuple(chance.choice([-1, chance.randrange(-1, row), row - 1]) for row in range(rows)) for _ in range(requests)
@@ -25,7 +26,7 @@ def random_trees(requests: int, rows: int, seed: int = 0) -> tuple[Parents, ...]
 
 
 def ancestors(parents: Parents, row: int) -> list[int]:
-    """The row and its ancestors, in ascending order."""
+    """Return a row and its ancestors, in ascending order."""
     found = []
     while row >= 0:
         found.append(row)
@@ -34,7 +35,7 @@ def ancestors(parents: Parents, row: int) -> list[int]:
 
 
 def tree_bits(trees: Sequence[Parents], device: torch.device | str = "cpu") -> Tensor:
-    """``[requests, rows]`` int64, as ``Geometry.tree`` has them; bit 63 is the sign."""
+    """Return ancestor masks ``[requests, rows]`` in int64, as in ``Geometry.tree``; bit 63 is the sign."""
     bits = [[sum(1 << seen for seen in ancestors(tree, row)) for row in range(len(tree))] for tree in trees]
     signed = [[number - (1 << 64) if number >> 63 else number for number in row] for row in bits]
     return torch.tensor(signed, dtype=torch.int64, device=device)
@@ -43,9 +44,10 @@ def tree_bits(trees: Sequence[Parents], device: torch.device | str = "cpu") -> T
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, parents: Parents, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one request in float64: q ``[rows, heads, dim]`` are those of a tree, after the other rows of k.
+    """Attention of one request's tree in float64: output ``[rows, heads, dim]`` and log-sum-exp ``[rows, heads]``.
 
-    Each row takes the keys that it sees and no others: what the others hold cannot matter.
+    ``q [rows, heads, dim]`` belongs to the last rows of ``k [keys, heads, dim]``. Each row gathers the keys that it
+    sees, so the contents of other keys cannot matter.
     """
     q, k, v = q.double(), k.double(), v.double()
     prefix, outs, sums = len(k) - len(parents), [], []

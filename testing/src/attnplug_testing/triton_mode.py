@@ -1,4 +1,4 @@
-"""How Triton kernels run in tests. Called by the ``conftest.py`` of plugins that have some, before any is defined."""
+"""Execution mode of Triton kernels in tests: interpreted, compiled on a GPU, or cross-compiled by a server process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import torch
 
 
 def settle_triton() -> None:
-    """Without a GPU kernels are interpreted; on one, nobody else's are tuned.
+    """Interpret kernels if there is no GPU; otherwise disable autotuning. Call it before any kernel is defined.
 
-    flash-linear-attention tries all of a kernel's configurations at its first use, for a minute. Any will do here.
+    flash-linear-attention tries all configurations of a kernel at its first use, which takes a minute. Any will do.
     """
     if find_spec("triton") is None:  # core's tests run without it
         return
@@ -31,7 +31,7 @@ def settle_triton() -> None:
         return
     from triton.runtime.autotuner import Autotuner
 
-    def first_configuration(self, *args, **kwargs):
+    def first_configuration(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.configs[0]
         if config.pre_hook is not None:
             config.pre_hook({**dict(zip(self.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()})
@@ -40,14 +40,14 @@ def settle_triton() -> None:
     Autotuner.run = first_configuration
 
 
-@cache  # for all that call settle_triton
+@cache  # settle_triton may be called again
 def _quicken_interpreter() -> None:
-    """What Triton's interpreter does again and again, and need not.
+    """Remove repeated work from Triton's interpreter.
 
-    At every launch it looks through all that triton.language has for what it replaces, and whenever one function of a
-    kernel calls another, it replaces all of it once more. Which names these are does not change, and what is replaced
-    stays so until the launch is over. Every sum and product of integers is computed twice, the second time in 64 bits
-    to find overflows, which no kernel on a GPU does.
+    At every launch it searches triton.language for the functions to patch, and it patches them again whenever one
+    function of a kernel calls another. The list of names does not change, and patches last until the launch is over.
+    It also computes every integer sum and product twice, the second time in 64 bits to detect overflows, which no
+    kernel on a GPU does.
     """
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
@@ -89,10 +89,9 @@ def _quicken_interpreter() -> None:
 
 
 def _quicken_types() -> None:
-    """What every operation of the interpreter finds out about its result, once for each shape and each type.
+    """Cache the result type of interpreted operations per shape and dtype: it takes half of the interpreter's time.
 
-    There are few of them, and half of its time goes there. Triton's own code looks at each when it first comes, and
-    refuses it as before.
+    Triton's own code still validates each combination the first time.
     """
     from triton.language import core
     from triton.runtime import interpreter
@@ -139,11 +138,10 @@ def _quicken_types() -> None:
 
 
 def _quicken_operands() -> None:
-    """What every sum and every comparison finds out about its operands, once for each pair of types.
+    """Cache type promotion and broadcasting of binary operations per pair of types.
 
-    Triton's own code looks at a pair when it first comes, and what it made of it is done again: the types that operands
-    are cast to, and the shape that they are spread to. A number becomes the same tensor again, which nobody can write
-    to. Memory is filled for a wider shape, which for small blocks takes a fifth of what a view of them takes.
+    Triton's own code handles a pair the first time; later calls repeat its casts and broadcast shapes. A number becomes
+    the same read-only tensor each time. A broadcast copies, which for small blocks takes a fifth of a view's time.
     """
     import numpy
     from triton.language import core, semantic
@@ -173,14 +171,14 @@ def _quicken_operands() -> None:
             return broadcast_once(self, lhs, rhs if right is None else self.cast(rhs, right))
         if type(rhs) is not int and (type(rhs) is not float or rhs == 0):  # which may be -0.0
             return check(self, lhs, rhs, *how)
-        key = lhs.type.name, type(rhs), rhs, how
-        if key in numbers:
-            left, number = numbers[key]
+        number_key = lhs.type.name, type(rhs), rhs, how
+        if number_key in numbers:
+            left, number = numbers[number_key]
             return lhs if left is None else self.cast(lhs, left), number
         found = check(self, lhs, rhs, *how)
         handle = found[1].handle
         handle.data = numpy.broadcast_to(handle.data.reshape(-1)[:1], handle.data.shape)
-        numbers[key] = other_dtype(lhs, found[0]), found[1]
+        numbers[number_key] = other_dtype(lhs, found[0]), found[1]
         return found
 
     def spread(value: Any, wider: Any) -> Any:
@@ -224,7 +222,7 @@ def _quicken_operands() -> None:
 
 @cache
 def _builtins(package: object) -> list[str]:
-    """The names of what is replaced; first asked before anything is."""
+    """Names of the builtins to patch. The first call must precede any patching."""
     from triton.language.core import is_builtin
 
     return [name for name, member in inspect.getmembers(package) if is_builtin(member)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnplug.kv import buffer
-from attnplug_testing.devices import DEVICES, INTERPRETED
+from attnplug_testing.devices import DEVICES, GPU_MARKS, INTERPRETED
 
 
 @contextmanager
@@ -29,5 +29,5 @@ def writing(how: str) -> Iterator[str]:
 
 
 BY_TRITON = pytest.param("cpu by triton", marks=INTERPRETED)
-WAYS = [*DEVICES, BY_TRITON, pytest.param("cuda without triton", marks=DEVICES[1].marks)]
+WAYS = [*DEVICES, BY_TRITON, pytest.param("cuda without triton", marks=GPU_MARKS)]
 """Ways in which rows are written: by torch on a CPU, by one kernel on a GPU, interpreted, and by torch on a GPU too."""

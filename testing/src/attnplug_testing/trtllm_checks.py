@@ -1,4 +1,4 @@
-"""What holds for every backend of this family, as functions of how one is built: variants ask the same."""
+"""Checks of every backend of the TRT-LLM family (trtllm_mla, tokenspeed_mla, cutedsl_mla)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from attnplug_trtllm_mla.kernels import to_float8
 Build = Callable[[BackendContext], AttentionBackend]
 FP8 = DType.FLOAT8_E4M3
 TOLERANCE = 1.5e-2
-"""Of bfloat16, for a token and head."""
+"""Relative error of bfloat16, per token and head."""
 
 
 def skip_unless_served(spec: BackendSpec, device: str) -> None:
-    """Skip on a GPU that the backend refuses, in its own words."""
+    """Skip the test on a GPU that the backend refuses, with its reasons."""
     if device != "cuda":
         return
     major, minor = torch.cuda.get_device_capability()
@@ -31,7 +31,7 @@ def skip_unless_served(spec: BackendSpec, device: str) -> None:
 
 
 def scene(case: KernelCase, device: str, build: Build) -> KernelScene:
-    """Over an fp8 cache queries are rounded to fp8; here they are so before, that the result can be told exactly."""
+    """Return a scene. Over an fp8 cache its queries are rounded to fp8 beforehand, as the backend would round them."""
     stage = KernelScene(case, device, build)
     if case.kv_dtype is FP8:
         stage.q = to_float8(stage.q).to(stage.dtype)
@@ -39,14 +39,14 @@ def scene(case: KernelCase, device: str, build: Build) -> KernelScene:
 
 
 def lengths(count: int, longest: int, new: int | tuple[int, int], seed: int) -> tuple[tuple[int, int], ...]:
-    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens after them."""
+    """Draw ``(prefix, new)`` per request: prefixes of no row, one row, whole pages, or up to ``longest`` rows."""
     chance = random.Random(seed)
     prefixes = [chance.choice([0, 1, 31, 63, 64, 65, 127, 128, chance.randint(2, longest)]) for _ in range(count)]
     return tuple((p, new if isinstance(new, int) else chance.randint(*new)) for p in prefixes)
 
 
 def check_absorbed(case: KernelCase, device: str, build: Build) -> KernelScene:
-    """Output, log-sum-exp, padding, and that exactly the requests' rows are in the cache afterwards."""
+    """Check output, log-sum-exp, padding, and that exactly the requests' rows are in the cache afterwards."""
     stage = scene(case, device, build)
     before = stage.snapshot()
     out, lse = stage.results()
@@ -62,6 +62,7 @@ def check_absorbed(case: KernelCase, device: str, build: Build) -> KernelScene:
 
 
 def check_decode(build: Build, device: str, kv_dtype: DType | None, page_size: int, heads: int) -> None:
+    """Check a decode batch of five requests."""
     longest = 300 if device == "cpu" else 3000
     scales = (0.37, 0.37) if kv_dtype else (1.0, 1.0)
     case = mla(lengths(5, longest, 1, seed=heads + page_size), ForwardMode.DECODE, page_size, heads,
@@ -70,6 +71,7 @@ def check_decode(build: Build, device: str, kv_dtype: DType | None, page_size: i
 
 
 def check_verify(build: Build, device: str, kv_dtype: DType | None, new: int) -> None:
+    """Check the verification of ``new`` drafted tokens for each of four requests."""
     case = mla(lengths(4, 300, new, seed=new), ForwardMode.TARGET_VERIFY, (32, 64)[new % 2], 16,
                    kv_dtype=kv_dtype, padding=new % 4)  # fmt: skip
     check_absorbed(case, device, build)

@@ -1,7 +1,7 @@
-"""The libraries' functions in plain torch, as strict as they are: a result on them tests planning, and no kernel.
+"""FlashAttention's functions in plain torch, as strict as the libraries' own. They test planning, not a kernel.
 
-They stand where the real ones do, behind the plugin's own adapters, and compute in float64. Beside the libraries' types
-they take float32, so that nothing hides behind rounding.
+They replace the real ones behind the plugin's adapters and compute in float64. They also take float32, so that no error
+hides behind rounding.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from attnplug_flashattention import kernels
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_flashattention.kernels import FA2Kernels, FA4Kernels, Kernels, TorchKernels
 from attnplug_flashattention.options import FlashAttentionOptions
+from attnplug_flashattention.plugin import fa4_problem
 from attnplug_testing.batches import declaring
+from attnplug_testing.devices import GPU_MARKS
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNELS = ("fa4", "fa2", "torch", "torch before paging")
 REAL = ("fa4", "torch")
-"""Those of the kernels that a GPU is there for."""
+"""The kernels that a GPU test has the libraries for."""
 
 
 def on_cpu(case: Any) -> Any:
-    """The same planning in float32."""
+    """Return the case in float32."""
     return replace(case, dtype=DType.FLOAT32) if case.dtype is DType.BFLOAT16 else case
 
 
@@ -43,7 +45,7 @@ def reference(name: str) -> Kernels:
 
 
 def build(name: str = "fa4", processors: int = 132) -> Callable[[BackendContext], FlashAttentionBackend]:
-    """Makes backends: with real kernels where there is a GPU, else with reference ones."""
+    """Return a factory of backends: real kernels on a GPU, reference kernels on a CPU."""
 
     def made(context: BackendContext) -> FlashAttentionBackend:
         context = declaring(context, "flashattention")
@@ -51,8 +53,10 @@ def build(name: str = "fa4", processors: int = 132) -> Callable[[BackendContext]
             return FlashAttentionBackend(context, kernels=reference(name), processors=processors)
         if name == "fa4":
             skip_without_fa4()
-        options = context.options or FlashAttentionOptions()
-        return FlashAttentionBackend(replace(context, options=replace(options, kernel=name)))
+        given = context.options
+        options = given if isinstance(given, FlashAttentionOptions) else FlashAttentionOptions()
+        chosen = replace(options, kernel=name)  # type: ignore[arg-type] # of KERNELS, "torch before paging" never is real
+        return FlashAttentionBackend(replace(context, options=chosen))
 
     return made
 
@@ -60,16 +64,16 @@ def build(name: str = "fa4", processors: int = 132) -> Callable[[BackendContext]
 on_fa4, on_fa2, on_torch, on_torch_before_paging = (
     build(name) for name in ("fa4", "fa2", "torch", "torch before paging")
 )
-"""What the conformance kit builds."""
+"""Factories for the conformance kit."""
 
 
 def on_references(context: BackendContext) -> FlashAttentionBackend:
-    """A factory as an entry point names one: the backend on a CPU."""
+    """Factory, as a spec names one, of the backend on a CPU."""
     return FlashAttentionBackend(context, kernels=reference("fa4"))
 
 
 def skip_without_fa4() -> None:
-    problem = kernels.fa4_problem(10 * torch.cuda.get_device_capability()[0], ())
+    problem = fa4_problem(10 * torch.cuda.get_device_capability()[0], ())
     try:
         kernels.load_fa4()
     except Exception as error:
@@ -79,12 +83,9 @@ def skip_without_fa4() -> None:
 
 
 def on_devices(*names: str) -> pytest.MarkDecorator:
-    """Kernels by name on a CPU, where references stand for them, and the real ones of them on a GPU."""
-    from attnplug_testing.devices import DEVICES
-
-    gpu = DEVICES[1]
+    """Parametrize by kernel and device: references on a CPU, real kernels on a GPU."""
     cases: list[Any] = [(name, "cpu") for name in names]
-    cases += [pytest.param(name, "cuda", marks=gpu.marks) for name in names if name in REAL]
+    cases += [pytest.param(name, "cuda", marks=GPU_MARKS) for name in names if name in REAL]
     return pytest.mark.parametrize(("kernel", "device"), cases)
 
 
@@ -94,7 +95,7 @@ def on_devices(*names: str) -> pytest.MarkDecorator:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None, cap: float
 ) -> tuple[Tensor, Tensor]:
-    """One sequence; query i sees keys ``i + keys - queries - left`` to ``… + right``, ``None`` being without end."""
+    """Attention of one sequence: query i sees keys ``i + keys - queries - left`` to ``… + right``."""
     queries, keys, heads = q.shape[0], k.shape[0], q.shape[1]
     k, v = (rows.double().repeat_interleave(heads // rows.shape[1], 1) for rows in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
@@ -114,7 +115,7 @@ def attend(
 
 
 def paged_rows(pages: Tensor, table: Tensor, count: int) -> Tensor:
-    """The first ``count`` rows by one row of a page table; nothing behind them is looked at."""
+    """Gather the first ``count`` rows by one row of a page table, and read nothing else."""
     size = pages.shape[1]
     used = table[: -(-count // size)].long()
     assert ((used >= 0) & (used < pages.shape[0])).all(), "a page that is not there"
@@ -139,7 +140,7 @@ def check_types(*tensors: Tensor) -> None:
 
 
 def key_tile(head_dim: int, v_head_dim: int, local: bool) -> tuple[int, ...]:
-    """What its pages are compared with, on SM 90 and on SM 100."""
+    """The key tile that page sizes are compared with, on SM 90 and on SM 100."""
     if head_dim <= 64:
         tile = 128
     elif head_dim <= 96:
@@ -308,7 +309,7 @@ def _flash_attention_2(
     table: Tensor | None,
     kv_lens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and log-sum-exp ``[heads, rows]``."""
+    """Return output, and log-sum-exp ``[heads, rows]``."""
     check_types(q, k, v)
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0, "one width for all"
     assert q.shape[1] % k.shape[-2] == 0 and scale is not None

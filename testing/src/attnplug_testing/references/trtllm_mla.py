@@ -1,7 +1,7 @@
-"""FlashInfer's two functions in plain torch, as strict as the real ones: they test planning, and prove no kernel.
+"""FlashInfer's two functions in plain torch, as strict as the real ones. They test planning, not a kernel.
 
-Each takes exactly the calls that the real signature takes, and asserts what the library states of its arguments: in its
-Python, in its launcher, or in words. What only the words say the library does not look at; its kernel would go wrong.
+Each takes exactly the calls that the real signature takes, and asserts every limit that the library states: in its
+Python, in its launcher, or in its documentation. The library does not check the latter; its kernel would go wrong.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from torch import Tensor
 
 from attnplug import BackendContext
 from attnplug_testing.batches import declaring
+from attnplug_testing.references.blackwell import pretend
+from attnplug_testing.references.flashinfer_mla import attend
 from attnplug_testing.signatures import installed, read_signature, unpacked
+from attnplug_testing.trtllm_checks import Build, skip_unless_served
 from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from attnplug_trtllm_mla.build import trtllm_mla
 from attnplug_trtllm_mla.kernels import Library
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 from attnplug_trtllm_mla.plugin import attnplug_backends
-from blackwell_device import pretend
-from generation_checks import Build, skip_unless_served
-from reference_kernels import attend
 
 PROCESSORS = 4
 SCRATCH_MIB = 8
-"""Small, so that calls with a log-sum-exp are divided."""
+"""Small, so that calls with a log-sum-exp are split."""
 NEWEST = "0.7.2.post1"
 TYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
 def flashinfer_folder(version: str | None) -> Path | None:
-    """A FlashInfer on disk: the installed one for ``None``."""
+    """Return the folder of a FlashInfer version; ``None`` is the installed one."""
     return installed("flashinfer") if version is None else unpacked("flashinfer", version)
 
 
 class ReferenceFlashInfer:
-    """The functions of one version, by its signatures; remembers the calls."""
+    """The functions of one version, with its signatures; records the calls."""
 
     def __init__(self, version: str | None = None) -> None:
         folder = flashinfer_folder(version)
@@ -146,7 +146,7 @@ class ReferenceFlashInfer:
 
 
 def check_tables(tables: Tensor, lens: Tensor, longest: int, queries: int, pages: Tensor) -> None:
-    """What every decode kernel states of page tables and lengths; their launchers look at little of it."""
+    """Check the limits that decode kernels state for page tables and lengths; launchers check few of them."""
     assert tables.dim() == 2 and tables.dtype is torch.int32 and tables.is_contiguous()
     assert lens.dtype is torch.int32 and lens.is_contiguous() and lens.shape == tables.shape[:1]
     page_size = pages.shape[1]
@@ -157,7 +157,10 @@ def check_tables(tables: Tensor, lens: Tensor, longest: int, queries: int, pages
 
 
 def check_cute_dsl_scratch(scratch: Tensor, types: tuple[torch.dtype, ...], tiles: int, rows: int) -> None:
-    """Partial results of tiles that are divided as long as there are multiprocessors for it, in pairs or alone."""
+    """Check that the scratch memory holds partial results of all splits, and fill it with garbage.
+
+    The kernel splits tiles as long as multiprocessors are left, in pairs or alone.
+    """
     splits = max(1, PROCESSORS // (tiles * rows // 64))
     needed = 0 if splits == 1 else tiles * rows * splits * (512 + 1) * 4
     assert scratch.dtype in types and scratch.is_contiguous() and scratch.numel() >= needed
@@ -178,7 +181,7 @@ def check_ragged(
 
 
 def apart(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share no memory."""
+    """Return True if two tensors share no memory."""
     starts = [tensor.data_ptr() for tensor in (one, other)]
     ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in (one, other)]
     return max(starts) >= min(ends)
@@ -219,7 +222,7 @@ def run_ragged(
 
 
 def reference_trtllm(context: BackendContext, flashinfer: ReferenceFlashInfer | None = None) -> TRTLLMMLABackend:
-    """trtllm_mla by its own factory, all of it but the library."""
+    """Build trtllm_mla by its own factory, over the reference library."""
     options = TRTLLMMLAOptions(SCRATCH_MIB) if context.options is None else context.options
     library = (flashinfer or ReferenceFlashInfer()).library
     return on_blackwell(trtllm_mla, library, replace(context, options=options))
@@ -228,7 +231,7 @@ def reference_trtllm(context: BackendContext, flashinfer: ReferenceFlashInfer | 
 def on_blackwell(
     factory: Callable[[BackendContext], TRTLLMMLABackend], library: object, context: BackendContext
 ) -> TRTLLMMLABackend:
-    """What the factory builds on a GPU of few multiprocessors, with ``library`` in place of the one it would load.
+    """Build a backend by the plugin's factory on a simulated GPU of few multiprocessors, over ``library``.
 
     A factory of this family has the name of its backend.
     """
@@ -239,6 +242,6 @@ def on_blackwell(
 
 
 def build_on(device: str) -> Build:
-    """trtllm_mla on a device: on a GPU all of it, where it serves that."""
+    """Return a factory of trtllm_mla on a device; skips a GPU that it does not serve."""
     skip_unless_served(attnplug_backends()[0], device)
     return reference_trtllm if device == "cpu" else lambda context: trtllm_mla(declaring(context, "trtllm_mla"))

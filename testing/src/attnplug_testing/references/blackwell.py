@@ -1,4 +1,4 @@
-"""A CPU that looks like a Blackwell GPU to whoever builds a backend on it, with references for FlashInfer's kernels."""
+"""A CPU that poses as a Blackwell GPU while backends are built, with reference kernels for FlashInfer's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from attnplug import MLAShape
 from attnplug_flashinfer_mla import backend as flashinfer
-from reference_kernels import ReferenceKernels
+from attnplug_testing.references.flashinfer_mla import ReferenceKernels
 
 PROCESSORS = 148
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, sm: int = 100, processors: int = PROCESSORS) -> list[Tensor]:
-    """Let a backend and its fallback be built by the plugin's own code; returns the fallback's workspaces."""
+    """Patch torch and FlashInfer so that the plugin's own code builds backends; returns the fallback's workspaces."""
     given: list[Tensor] = []
 
     def kernels(shape: MLAShape, workspace: Tensor, kernel: str) -> ReferenceKernels:

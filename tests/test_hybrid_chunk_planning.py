@@ -11,7 +11,7 @@ from attnplug import AttentionBackend, BackendContext, ExtendPath, ForwardBatch
 from attnplug.host import ExtendPolicy, HybridLinearBackend, ModelAttention
 from attnplug_testing.batches import geometry
 from attnplug_testing.kernel_scene import KernelScene, mla
-from attnplug_testing.mla_plugins import PLUGINS, joined, serving_mla
+from mla_plugins import PLUGINS, joined, serving_mla
 
 
 def test_every_plugin_that_serves_mla_is_here():

@@ -1,4 +1,4 @@
-"""The plugin's kernels in plain torch, as strict as FlashInfer's: a result on them tests planning, and no kernel."""
+"""flashinfer_mla's kernels in plain torch, as strict as FlashInfer's. They test planning, not a kernel."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ NARROW = MLADims(kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64)
 
 
 def on_cpu(case: KernelCase) -> KernelCase:
-    """The same planning in narrower rows, and in float32: nothing hides behind rounding."""
+    """Return the case with narrower rows, in float32, so that no error hides behind rounding."""
     narrow = replace(case, mla=NARROW)
     return replace(narrow, dtype=DType.FLOAT32) if case.dtype is DType.BFLOAT16 else narrow
 
 
 @dataclass
 class ReferenceKernels:
-    """Makes the reference kernels of one lane and remembers what it made."""
+    """Factory of one lane's reference kernels; ``made`` records their names."""
 
     shape: MLAShape
     made: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, context: BackendContext) -> list[ReferenceKernels]:
-        """One for each lane."""
+        """Return one factory per lane."""
         return [cls(MLAShape.of(context)) for _ in range(context.limits.lanes)]
 
     def paged(self, *, decode: bool, graph: GraphBuffers | None = None) -> ReferencePaged:
@@ -47,13 +47,13 @@ class ReferenceKernels:
 
 
 def build(context: BackendContext) -> FlashInferMLABackend:
-    """Real kernels where there is a GPU, else the reference ones."""
+    """Build the backend with real kernels on a GPU, else with reference kernels."""
     own = declaring(context, "flashinfer_mla")
     return FlashInferMLABackend(own, kernels=ReferenceKernels.of(own) if own.device.type == "cpu" else None)
 
 
 class ReferencePaged:
-    """A call over pages. A captured one does what its schedule says, item by item and merge by merge."""
+    """A call over pages. A captured call executes its schedule, work item by work item and merge by merge."""
 
     ready = True
 
@@ -141,7 +141,7 @@ class ReferencePaged:
 
 
 def library_schedule(call: PagedCall, clusters: int = 7) -> Schedule:
-    """A valid schedule of a captured call as the library might make it, in memory laid out as the library does it."""
+    """Return a valid schedule of a captured call, in the library's memory layout."""
     new, heads = int(call.lengths.qo_indptr[1]), call.heads
     cluster_size = 2 if new * heads > 64 else 1
     counts = [MOST_WORKS] * 3 + [clusters * cluster_size] * 5 + [MOST_WORKS] * 5 + [clusters + 1]
@@ -189,7 +189,7 @@ class ReferenceRagged:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor, lse: Tensor | None) -> None:
-    """One request; the last query sees the last key. k and v may have one head for all."""
+    """Attention of one request; the last query sees the last key. k and v may have a single head."""
     queries, keys = q.shape[0], k.shape[0]
     logits = torch.einsum("qhd,khd->hqk", q.double(), k.double().expand(-1, q.shape[1], -1)) * scale
     if causal:

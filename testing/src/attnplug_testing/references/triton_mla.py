@@ -1,10 +1,11 @@
-"""The backend on a scene: in Triton's interpreter on a CPU, on a GPU with what the table says."""
+"""triton_mla on a scene: in Triton's interpreter on a CPU, with its table's configurations on a GPU."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from attnplug_triton_mla.configurations import Configuration
 
 Choose = Callable[..., Configuration]
 MULTIPROCESSORS = 3
-"""Of the imaginary GPU: few, since each is a loop in Python, and enough to divide a request."""
+"""Multiprocessors of the simulated GPU: few, since each is a loop in Python, but enough to split a request."""
 NARROW = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16)
 
 
 def small(rows: int, requests: int, tokens: int, **_: bool) -> Configuration:
-    """Short steps and low tiles, so that small batches have many of both."""
-    tile, merge = 16 if rows <= 16 else 32, "kernel" if requests < 4 else "last"
+    """Return a configuration of small tiles, of which small batches have many."""
+    tile = 16 if rows <= 16 else 32
+    merge: Literal["last", "kernel"] = "kernel" if requests < 4 else "last"
     return Configuration(tile, 16, 4, 2, start_steps=1, merge=merge, merge_columns=512)
 
 
@@ -32,8 +34,8 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
     on_cpu = context.device.type == "cpu"
     if on_cpu:
         if torch.cuda.is_available():
-            pytest.skip("there is a GPU, for which Triton compiles: nothing is interpreted beside it in one process")
-        os.environ["TRITON_INTERPRET"] = "1"  # for whoever is not under this folder's conftest
+            pytest.skip("there is a GPU: a process cannot both compile and interpret kernels")
+        os.environ["TRITON_INTERPRET"] = "1"  # for the conformance command, which loads no pytest plugin
     from attnplug_triton_mla.backend import TritonMLABackend
 
     context = declaring(context, "triton_mla")

@@ -1,4 +1,4 @@
-"""TokenSpeed's functions in plain torch, as strict as the real ones: they test planning, and prove no kernel."""
+"""TokenSpeed's functions in plain torch, as strict as the real ones. They test planning, not a kernel."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from torch import Tensor
 
 from attnplug import BackendContext
 from attnplug_testing.batches import declaring
-from attnplug_testing.signatures import read_signature, unpacked
-from attnplug_tokenspeed_mla.build import tokenspeed_mla
-from attnplug_tokenspeed_mla.kernels import Library
-from attnplug_tokenspeed_mla.plugin import attnplug_backends
-from attnplug_trtllm_mla.backend import TRTLLMMLABackend
-from generation_checks import Build, skip_unless_served
-from trtllm_reference import (
+from attnplug_testing.references.trtllm_mla import (
     check_cute_dsl_scratch,
     check_ragged,
     check_tables,
@@ -24,13 +18,19 @@ from trtllm_reference import (
     run_decode,
     run_ragged,
 )
+from attnplug_testing.signatures import read_signature, unpacked
+from attnplug_testing.trtllm_checks import Build, skip_unless_served
+from attnplug_tokenspeed_mla.build import tokenspeed_mla
+from attnplug_tokenspeed_mla.kernels import Library
+from attnplug_tokenspeed_mla.plugin import attnplug_backends
+from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 
 OLDEST, NEWEST = "2.0.0", "2.0.4"
 FLOAT8 = torch.float8_e4m3fn
 
 
 class ReferenceTokenSpeed:
-    """The functions of one version, by its signatures; remembers the calls."""
+    """The functions of one version, with its signatures; records the calls."""
 
     def __init__(self, version: str = NEWEST) -> None:
         folder = unpacked("tokenspeed_mla", version)
@@ -91,7 +91,7 @@ class ReferenceTokenSpeed:
 
 
 def reference_tokenspeed(context: BackendContext, tokenspeed: ReferenceTokenSpeed | None = None) -> TRTLLMMLABackend:
-    """tokenspeed_mla by its own factory, all of it but the library."""
+    """Build tokenspeed_mla by its own factory, over the reference library."""
     return on_blackwell(tokenspeed_mla, (tokenspeed or ReferenceTokenSpeed()).library, context)
 
 

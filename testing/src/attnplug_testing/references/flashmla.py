@@ -1,4 +1,4 @@
-"""The plugin's kernels in plain torch, as strict as FlashMLA's: a result on them tests planning, and no kernel."""
+"""flashmla's kernels in plain torch, as strict as FlashMLA's. They test planning, not a kernel."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROW_DIM, RANK, PAGE = 576, 512, 64
 
 
 def build(context: BackendContext) -> FlashMLABackend:
-    """Real kernels where there is a GPU, else the reference ones."""
+    """Build the backend with real kernels on a GPU, else with reference kernels."""
     kernels = ReferenceFlashMLA() if context.device.type == "cpu" else None
     return FlashMLABackend(declaring(context, "flashmla"), kernels=kernels)
 
 
 def on(case: KernelCase, device: str) -> KernelCase:
-    """The case as it runs on a device; on a CPU in float32, where nothing hides behind rounding."""
+    """Return the case as it runs on a device; on a CPU in float32, so that no error hides behind rounding."""
     return replace(case, dtype=DType.FLOAT32) if device == "cpu" else case
 
 
@@ -33,7 +33,7 @@ def scene(case: KernelCase, device: str) -> KernelScene:
 
 
 class ReferenceFlashMLA:
-    """Notes in a schedule what it was made for, and takes it for nothing else."""
+    """Kernels that record in a schedule what it was made for, and refuse it for anything else."""
 
     def schedule(self, kv_lens: Tensor, queries: int) -> Schedule:
         assert kv_lens.dtype is torch.int32 and kv_lens.is_contiguous() and kv_lens.dim() == 1 and len(kv_lens)

@@ -1,4 +1,4 @@
-"""cutedsl_mla on FlashInfer's functions in plain torch, which are trtllm_mla's."""
+"""cutedsl_mla on the same reference functions of FlashInfer as trtllm_mla."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from attnplug import BackendContext
 from attnplug_cutedsl_mla.build import cutedsl_mla
 from attnplug_cutedsl_mla.plugin import attnplug_backends
 from attnplug_testing.batches import declaring
+from attnplug_testing.references.trtllm_mla import ReferenceFlashInfer, on_blackwell
+from attnplug_testing.trtllm_checks import Build, skip_unless_served
 from attnplug_trtllm_mla.backend import TRTLLMMLABackend
-from generation_checks import Build, skip_unless_served
-from trtllm_reference import ReferenceFlashInfer, on_blackwell
 
 
 def reference_cutedsl(context: BackendContext, flashinfer: ReferenceFlashInfer | None = None) -> TRTLLMMLABackend:
-    """cutedsl_mla by its own factory, all of it but the library."""
+    """Build cutedsl_mla by its own factory, over the reference library."""
     return on_blackwell(cutedsl_mla, (flashinfer or ReferenceFlashInfer()).library, context)
 
 

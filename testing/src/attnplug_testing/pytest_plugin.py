@@ -1,0 +1,25 @@
+"""Pytest plugin of this repository's tests: process settings, and the fixtures that several packages share.
+
+The entry point ``pytest11`` loads it wherever attnplug-testing is installed. It acts only if pytest's root directory is
+a checkout of this repository: the runs that tests start elsewhere, and other projects' tests, stay as they are.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Prepare the process before any conftest is imported: Triton decides how a kernel runs when it is defined."""
+    if not (early_config.rootpath / "testing/src/attnplug_testing").is_dir():
+        return
+    import hypothesis
+
+    from attnplug_testing.triton_mode import settle_triton
+
+    settle_triton()
+    # A shared machine may stall any example for a second; slowness is measured in benchmarks/, not here.
+    hypothesis.settings.register_profile("attnplug", deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("attnplug")
+    early_config.pluginmanager.import_plugin("attnplug_testing.command")

@@ -1,0 +1,58 @@
+"""Each package's tests run on their own: shared code is in attnplug-testing, not in another package's folder."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = [ROOT / "tests", *(path for pattern in ("*", "*/*") for path in sorted(ROOT.glob(f"{pattern}/tests")))]
+
+
+def project(package: Path) -> dict[str, Any]:
+    return tomllib.loads((package / "pyproject.toml").read_text())["project"]
+
+
+def modules(folder: Path) -> set[str]:
+    """The names that files in a folder can be imported by, once the folder is on the path."""
+    return {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the top-level name of each module that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def name(folder: Path) -> str:
+    return folder.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=name)
+def test_no_test_imports_from_another_packages_tests(folder):
+    elsewhere = set().union(*(modules(other) for other in FOLDERS if other != folder)) - sys.stdlib_module_names
+    for path in folder.rglob("*.py"):
+        assert not elsewhere & set(imported(path)) - modules(folder) - modules(path.parent), path
+
+
+TESTED = [folder for folder in FOLDERS[1:] if "test" in project(folder.parent).get("optional-dependencies", {})]
+
+
+@pytest.mark.parametrize("folder", TESTED, ids=name)
+def test_packages_of_ours_that_tests_import_are_declared(folder):
+    itself = project(folder.parent)
+    declared = {Requirement(text).name for text in (*itself["dependencies"], *itself["optional-dependencies"]["test"])}
+    if "attnplug-testing" in declared:
+        declared |= {Requirement(text).name for text in project(ROOT / "testing")["dependencies"]}
+    used = {module for path in folder.rglob("*.py") for module in imported(path) if module.startswith("attnplug")}
+    assert {module.replace("_", "-") for module in used} <= declared | {itself["name"]}
