@@ -60,7 +60,7 @@ def explain(
     judge = _Judge(registry, request, problem, failed or {}, given, ranking)
     by_name = [Role.PREFILL] if problem.prefilled_by_host and Role.PREFILL in request.roles else []
     choices = {role: judge.choose(role) for role in (*by_name, *problem.roles())}
-    registry.insist_on_checks((c.backend, c.refusals) for choice in choices.values() for c in choice.candidates)
+    registry.raise_if_check_failed((c.backend, c.refusals) for choice in choices.values() for c in choice.candidates)
     for role, name in request.roles.items():
         if role not in choices and name != AUTO:
             message = f"`{role.setting}` {name} is given, but {_unneeded(role, problem)}; leave it out"

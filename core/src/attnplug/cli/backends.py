@@ -86,7 +86,7 @@ def listing(registry: Registry, every: bool) -> Iterator[Row]:
     """Usable and refused backends, by name; with ``every``, broken and blocked ones after them."""
     here = [Problem(device="cuda", sm=gpu.sm) for gpu in visible_gpus()] + [Problem(device="cpu")]
     judged = [(backend, [backend.spec.refusals(problem) for problem in here]) for backend in registry.backends.values()]
-    registry.insist_on_checks((backend, reasons) for backend, outcomes in judged for reasons in outcomes)
+    registry.raise_if_check_failed((backend, reasons) for backend, outcomes in judged for reasons in outcomes)
     for backend, outcomes in judged:
         # The reasons on this machine: none if it can use a device here, otherwise those for the likeliest device.
         reasons = min(outcomes, key=len)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import importlib_metadata as metadata
 
-from attnplug.choose.loading import GROUP, find_entry_points, normal
+from attnplug.choose.loading import GROUP, canonical_name, find_entry_points
 from attnplug.choose.measured.store import CACHE_VARIABLE, TABLES_VARIABLE, cache_folder, file_states
 from attnplug.choose.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
 from attnplug.cli import output
@@ -123,7 +123,7 @@ def _gpus() -> Findings:
 def _kernel_libraries(probes: Probes) -> Findings:
     libraries, modules = _required_libraries(), _modules()
     with ThreadPoolExecutor(max_workers=len(libraries) or 1) as pool:
-        states = pool.map(lambda name: _library(probes, name, modules.get(normal(name), [])), libraries)
+        states = pool.map(lambda name: _library(probes, name, modules.get(canonical_name(name), [])), libraries)
         return dict(zip(libraries, states, strict=True))
 
 
@@ -131,7 +131,7 @@ def _required_libraries() -> list[str]:
     """Return the distributions that installed plugins require, optional ones included, beyond what core requires."""
     from packaging.requirements import InvalidRequirement, Requirement
 
-    own = {normal(Requirement(text).name) for text in metadata.distribution("attnplug").requires or ()}
+    own = {canonical_name(Requirement(text).name) for text in metadata.distribution("attnplug").requires or ()}
     found = set()
     for point in find_entry_points(GROUP)[0]:
         for text in (point.dist.requires if point.dist is not None else None) or ():
@@ -139,9 +139,9 @@ def _required_libraries() -> list[str]:
                 requirement = Requirement(text)
             except InvalidRequirement:
                 continue
-            if normal(requirement.name) not in own and not (_FOR_TESTS & _extras(requirement)):
+            if canonical_name(requirement.name) not in own and not (_FOR_TESTS & _extras(requirement)):
                 found.add(requirement.name)
-    return sorted(name for name in found if not normal(name).startswith("attnplug"))
+    return sorted(name for name in found if not canonical_name(name).startswith("attnplug"))
 
 
 def _extras(requirement: Requirement) -> set[str]:
@@ -158,7 +158,7 @@ def _modules() -> Mapping[str, list[str]]:
         return found
     for module, distributions in owners.items():
         for distribution in set(distributions):
-            found.setdefault(normal(distribution), []).append(module)
+            found.setdefault(canonical_name(distribution), []).append(module)
     return found
 
 
