@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from attnplug.choose.explanation import explanation, passed_over
+from attnplug.choose.explanation import explanation, unrelated_candidates
 from attnplug.choose.hosts import load_host
 from attnplug.choose.measured.ranking import default_ranking
 from attnplug.choose.models import load_model
@@ -128,7 +128,7 @@ def _shown(selection: Selection, render: Render, *, json: bool, host: Mapping[st
         output.write_json({**roles, **({} if host is None else {"host": host})})
     else:
         print("\n".join(explanation(selection, render)))
-        if any(map(passed_over, selection.choices.values())):
+        if any(map(unrelated_candidates, selection.choices.values())):
             print("\n--json has every reason against backends for another role or kind of attention")
     return 1 if selection.unserved else 0
 
