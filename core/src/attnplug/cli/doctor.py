@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 _FOR_TESTS = {"test", "tests", "dev"}
-"""Extras whose requirements no backend uses at run time."""
+"""Extras that no backend needs at run time."""
 
 _VARIABLES = (
     ALLOW_VARIABLE,
@@ -48,14 +48,13 @@ _VARIABLES = (
     "TRITON_CACHE_DIR",
     "HF_HOME",
 )
-_AT_ONCE = 9
-"""A thread for each section, and one to ask about plugins."""
+_THREADS = 9  # one per section, and one for the plugin probe
 
 
 def report(*, json: bool) -> int:
     probes = Probes(sys.stderr if sys.stderr.isatty() and not json else None)
-    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
-        plugins = pool.submit(_ask_plugins, probes)
+    with ThreadPoolExecutor(max_workers=_THREADS) as pool:
+        plugins = pool.submit(_probe_plugins, probes)
         sections: dict[str, Callable[[], Findings]] = {
             "environment": _environment,
             "torch": partial(_torch, probes),
@@ -73,7 +72,7 @@ def report(*, json: bool) -> int:
             else:
                 for title, future in found.items():
                     probes.print(_section(title, future.result()))
-        except BaseException:  # an interrupt, or output that cannot be written: nobody waits for the rest
+        except BaseException:  # an interrupt, or output that cannot be written
             probes.stop()
             raise
     return 0
@@ -112,7 +111,7 @@ for number in range(torch.cuda.device_count()):
     gpu = torch.cuda.get_device_properties(number)
     answer[f"cuda:{number}"] = f"{gpu.name}, SM {gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
 """
-    found = probes.ask("torch", code)
+    found = probes.run("torch", code)
     return {"import failed": found["failed"]} if "failed" in found else found
 
 
@@ -150,7 +149,7 @@ def _extras(requirement: Requirement) -> set[str]:
 
 
 def _modules() -> Mapping[str, list[str]]:
-    """Return the top-level modules of each distribution; empty if metadata is too damaged to tell."""
+    """Return the top-level modules of each distribution; empty if metadata is damaged."""
     found: dict[str, list[str]] = {}
     try:
         owners = metadata.packages_distributions()
@@ -168,17 +167,17 @@ def _library(probes: Probes, name: str, modules: Sequence[str]) -> str:
         return "not installed"
     public = sorted(module for module in modules if module.isidentifier() and not module.startswith("_"))
     code = f"import {', '.join(public)}; answer = {{}}" if public else "answer = {}"
-    failure = probes.ask(name, code).get("failed")
+    failure = probes.run(name, code).get("failed")
     return version if failure is None else f"{version}; import failed: {failure}"
 
 
-def _ask_plugins(probes: Probes) -> Findings:
-    """Listed in a process of its own: a plugin that crashes its process must not take the report along."""
-    return probes.ask("plugins", "from attnplug.cli.doctor import plugin_answer; answer = plugin_answer()")
+def _probe_plugins(probes: Probes) -> Findings:
+    """List plugins in a separate process, because a plugin may crash it."""
+    return probes.run("plugins", "from attnplug.cli.doctor import plugin_answer; answer = plugin_answer()")
 
 
-def _plugins(probes: Probes, asked: Future[Findings]) -> Findings:
-    answer = asked.result()
+def _plugins(probes: Probes, probed: Future[Findings]) -> Findings:
+    answer = probed.result()
     if "failed" in answer:
         return answer
     findings, factories = jsonlib.loads(answer["findings"]), jsonlib.loads(answer["factories"])
@@ -188,13 +187,13 @@ def _plugins(probes: Probes, asked: Future[Findings]) -> Findings:
 
 
 def _factory_failures(probes: Probes, factories: Mapping[str, str]) -> Findings:
-    """Why the factories of usable backends cannot be imported. Metadata does not tell."""
-    failures = probes.ask("factories", _importing(factories)) if factories else {}
+    """Return the import errors of usable backends' factories, by backend."""
+    failures = probes.run("factories", _importing(factories)) if factories else {}
     if "failed" not in failures:
         return failures
     found: dict[str, str] = {}
-    for name, factory in factories.items():  # one of them crashed the process
-        alone = probes.ask(name, _importing({name: factory}))
+    for name, factory in factories.items():  # one of them crashed the process: import each separately
+        alone = probes.run(name, _importing({name: factory}))
         found |= {name: alone["failed"]} if "failed" in alone else alone
     return found
 
@@ -204,7 +203,7 @@ def _importing(factories: Mapping[str, str]) -> str:
 
 
 def import_factories(factories: Mapping[str, str]) -> Findings:
-    """Import each, and return what the failing ones raise."""
+    """Import each factory and return the errors of those that fail."""
     failures = {}
     for name, factory in factories.items():
         module, _, attribute = factory.partition(":")
@@ -216,12 +215,12 @@ def import_factories(factories: Mapping[str, str]) -> Findings:
 
 
 def plugin_answer() -> Findings:
-    """What to say about each plugin, where the factories of usable backends are, and which tables are measured."""
+    """Return findings about plugins, factories of usable backends and states of measured tables, each as JSON."""
     environment = {name: value for name, value in os.environ.items() if name != STRICT_VARIABLE}
     registry = load_registry(environment=environment)
     rows = list(listing(registry, every=True))
     texts = [(row.name, f"{row.distribution} {row.version}: {row.text}") for row in rows]
-    texts += [(name, f"named in {ALLOW_VARIABLE}, but no installed plugin matches it") for name in registry.unmatched]
+    texts += [(name, f"listed in {ALLOW_VARIABLE}, but no installed plugin matches it") for name in registry.unmatched]
     findings: dict[str, str] = {}
     for name, text in texts:
         findings[name] = f"{findings[name]}\n{text}" if name in findings else text
@@ -231,13 +230,13 @@ def plugin_answer() -> Findings:
     return {name: jsonlib.dumps(answer) for name, answer in answers.items()}
 
 
-def _tables(asked: Future[Findings]) -> Findings:
-    answer = asked.result()
+def _tables(probed: Future[Findings]) -> Findings:
+    answer = probed.result()
     return answer if "failed" in answer else {str(k): str(text) for k, text in jsonlib.loads(answer["tables"]).items()}
 
 
 def _table_states(registry: Registry) -> Findings:
-    """What to say about each file of measured tables of this machine, and about each plugin that brings some."""
+    """Return the state of each file of measured tables for this machine, and of each plugin's tables."""
     processors = [found for device in ("cuda", "cpu") if (found := this_processor(device)) is not None]
     states = [f for processor in processors for f in file_states(registry, processor).items()]
     return dict(states) or {"of this user": f"none in {cache_folder()}; 'attnplug tune' measures"}
