@@ -32,7 +32,7 @@ SECTIONS = [
     "cache folders",
 ]
 LIBRARIES = ("fla", "flash_attn", "flash_mla", "flashinfer", "tokenspeed_mla", "triton")
-NO_PLUGINS = dict.fromkeys(("findings", "factories", "tables"), "{}")
+NO_PLUGINS: dict[str, Any] = {"findings": {}, "factories": {}, "tables": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -272,7 +272,7 @@ def test_a_terminal_is_told_what_is_being_probed(capsys: pytest.CaptureFixture[s
     """In one line, which a part of the report takes the place of."""
     terminal = io.StringIO()
     probes = probe.Probes(terminal)
-    assert probes.run("flashinfer", "answer = {'a': 1}") == {"a": "1"}
+    assert probes.run("flashinfer", "answer = {'a': 1}") == {"a": 1}
     probes.print("report")
     assert terminal.getvalue().split("\r\x1b[K") == ["", "probing flashinfer … 0/1", "", "", ""]
     assert capsys.readouterr().out == "report\n"
@@ -289,8 +289,9 @@ def test_progress_is_for_people_at_a_terminal(
             shown.extend([] if terminal is None else [terminal])
             super().__init__(None)
 
-    for name in ("_torch", "_kernel_libraries", "_probe_plugins"):
-        monkeypatch.setattr(doctor, name, lambda probes: NO_PLUGINS)
+    monkeypatch.setattr(doctor, "_torch", lambda probes: {})
+    monkeypatch.setattr(doctor, "_kernel_libraries", lambda probes: {})
+    monkeypatch.setattr(doctor, "_probe_plugins", lambda probes: NO_PLUGINS)
     monkeypatch.setattr(doctor, "Probes", Watched)
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     run(*arguments)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -64,12 +64,6 @@ def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
             bind_optional_hook(backend, name)
         except (HookError, AttributeError) as error:  # the latter from a property that fails
             yield describe_error(error)
-
-
-def name_problems(backend: AttentionBackend, name: str) -> Iterator[str]:
-    """Yield a problem if the backend's id does not carry its registered name, which error messages use."""
-    if backend.backend_id.name != name:
-        yield f"its backend_id is named {backend.backend_id.name!r}; use the context's name, which is {name!r}"
 
 
 def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size: int) -> Iterator[str]:
@@ -135,11 +129,8 @@ def missing_claims(claims: Claims, problem: Problem, roles: Collection[Role]) ->
 def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:
     """Import a backend's factory. Raises :class:`BackendError` for any failure."""
     spec = registered.spec
-    module_name, _, attribute = spec.factory.partition(":")
     with _attributed_to(registered, "imported"):
-        factory: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
+        factory = pkgutil.resolve_name(spec.factory)
     if not callable(factory):
         raise BackendError(f"{_label(registered)}: {spec.factory} is {factory!r}, which is not callable")
     found: Callable[[BackendContext], Any] = factory
@@ -177,10 +168,9 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
         backend = factory(context)
         problems = list(backend_problems(backend, linear=context.roles == {Role.LINEAR}))
         if not problems:
-            problems = [
-                *name_problems(backend, context.name),
-                *claim_problems(backend, spec.capabilities, context.page_size),
-            ]
+            problems = list(claim_problems(backend, spec.capabilities, context.page_size))
+            if (name := backend.backend_id.name) != context.name:  # error messages use the id
+                problems.append(f"its backend_id is named {name!r}; use the context's name, which is {context.name!r}")
     if problems:
         raise BackendError(
             f"{_label(registered)}: {spec.factory} did not return a valid backend:\n"

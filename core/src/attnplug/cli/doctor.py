@@ -6,10 +6,8 @@ their own; all probes run at the same time; the report always prints, and the co
 
 from __future__ import annotations
 
-import importlib
-import json as jsonlib
-import operator
 import os
+import pkgutil
 import platform
 import re
 import sys
@@ -180,10 +178,11 @@ def _plugins(probes: Probes, probed: Future[Findings]) -> Findings:
     answer = probed.result()
     if "failed" in answer:
         return answer
-    findings, factories = jsonlib.loads(answer["findings"]), jsonlib.loads(answer["factories"])
+    findings: Findings = answer["findings"]
+    factories = answer["factories"]
     for name, failure in _factory_failures(probes, factories).items():
         findings[name] += f", but its factory {factories[name]} cannot be imported: {failure}"
-    return {str(name): str(text) for name, text in findings.items()}
+    return findings
 
 
 def _factory_failures(probes: Probes, factories: Mapping[str, str]) -> Findings:
@@ -206,16 +205,15 @@ def import_factories(factories: Mapping[str, str]) -> Findings:
     """Import each factory and return the errors of those that fail."""
     failures = {}
     for name, factory in factories.items():
-        module, _, attribute = factory.partition(":")
         try:
-            operator.attrgetter(attribute)(importlib.import_module(module))
+            pkgutil.resolve_name(factory)
         except BaseException as error:  # libraries raise anything on import, even SystemExit
             failures[name] = describe_error(error)
     return failures
 
 
 def plugin_answer() -> Findings:
-    """Return findings about plugins, factories of usable backends and states of measured tables, each as JSON."""
+    """Return findings about plugins, factories of usable backends and states of measured tables."""
     environment = {name: value for name, value in os.environ.items() if name != STRICT_VARIABLE}
     registry = load_registry(environment=environment)
     rows = list(listing(registry, every=True))
@@ -225,14 +223,12 @@ def plugin_answer() -> Findings:
     for name, text in texts:
         findings[name] = f"{findings[name]}\n{text}" if name in findings else text
     factories = {row.name: registry.backends[row.name].spec.factory for row in rows if row.status == "usable"}
-    tables = _guarded(partial(_table_states, registry))
-    answers = {"findings": findings, "factories": factories, "tables": tables}
-    return {name: jsonlib.dumps(answer) for name, answer in answers.items()}
+    return {"findings": findings, "factories": factories, "tables": _guarded(partial(_table_states, registry))}
 
 
 def _tables(probed: Future[Findings]) -> Findings:
     answer = probed.result()
-    return answer if "failed" in answer else {str(k): str(text) for k, text in jsonlib.loads(answer["tables"]).items()}
+    return answer if "failed" in answer else answer["tables"]
 
 
 def _table_states(registry: Registry) -> Findings:

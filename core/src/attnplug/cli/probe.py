@@ -12,10 +12,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
-Findings = Mapping[str, str]
+Findings = dict[str, Any]
 TIMEOUT_SECONDS = 120.0
 
 
@@ -31,7 +30,7 @@ class Probes:
         self._stopped = False
 
     def run(self, name: str, code: str) -> Findings:
-        """Run Python code in a new process and return its variable ``answer``, or ``{"failed": reason}``."""
+        """Run Python code in a new process and return its variable ``answer``, a dict, or ``{"failed": reason}``."""
         with self._lock:
             self._started += 1
         with self._slots:
@@ -70,7 +69,8 @@ class Probes:
             return {"failed": f"no answer within {TIMEOUT_SECONDS:g} s"}
         for line in reversed(out.decode(errors="replace").splitlines()):
             if line.startswith(mark):
-                return {str(key): str(text) for key, text in json.loads(line.removeprefix(mark)).items()}
+                answer: Findings = json.loads(line.removeprefix(mark))
+                return answer
         status = process.returncode
         ended = f"killed by signal {-status}" if status < 0 else f"exit code {status}"
         return {"failed": f"the process ended during the import ({ended})"}

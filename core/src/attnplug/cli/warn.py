@@ -6,7 +6,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any
 
 from attnplug.choose.registry import ALLOW_VARIABLE, Registry
 from attnplug.declare.errors import PluginWarning, TableWarning
@@ -38,18 +38,11 @@ def shown_as_lines() -> Iterator[None]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def show_line(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show_line(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
             if issubclass(category, _CATEGORIES):
                 print(f"warning: {message}", file=sys.stderr)
             else:
-                show(message, category, filename, lineno, file, line)
+                show(message, category, *rest, **named)
 
         for category in _CATEGORIES:
             warnings.simplefilter("default", category)  # each once, regardless of -W
