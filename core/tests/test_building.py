@@ -140,7 +140,7 @@ class TestHooks:
         assert isinstance(build_backend(made, context()), Recorder)
 
     def test_a_factory_that_cannot_be_called_is_refused_with_what_it_is(self, registered):
-        assert "made_up:fast is 7, which cannot be called to build a backend" in refused(registered(7))
+        assert "made_up:fast is 7, which is not callable" in refused(registered(7))
 
     def test_an_interrupt_is_no_fault_of_the_backend(self, registered):
         def interrupted(context: BackendContext) -> Any:
@@ -280,11 +280,11 @@ class TestClaims:
             (
                 {},
                 {"exact_lengths": False},
-                "this host has upper bounds only",
+                "upper bounds only",
             ),
             ({}, {"speculative_topk": 2}, "2 branches are trees"),
-            ({"extras": ["lse"]}, {"model": SINKS}, "need the extra sinks, but what was built claims the extras lse"),
-            ({"mla_extend": []}, {"model": ModelSpec("m", "test", (MLA,), 4096)}, "its mla_extend is empty"),
+            ({"extras": ["lse"]}, {"model": SINKS}, "extra sinks"),
+            ({"mla_extend": []}, {"model": ModelSpec("m", "test", (MLA,), 4096)}, "mla_extend"),
         ],
         ids=["graphs", "lengths", "trees", "extras", "paths"],
     )
@@ -293,7 +293,7 @@ class TestClaims:
         capabilities = replace(EVERY_PATH, needs_cpu_seq_lens=False, extras={"lse", "sinks"})
         built = registered(backend(Claims(**claims)), capabilities=capabilities)
         build_backend(built, context(), Problem())
-        with pytest.raises(BackendError, match="does not serve what it was selected for") as error:
+        with pytest.raises(BackendError, match="does not meet the requirements") as error:
             build_backend(built, context(), Problem(**asked))
         assert said in str(error.value)
 
@@ -319,7 +319,7 @@ def test_a_cache_of_another_layout_than_the_spec_declares_is_refused(registered)
     pool = MLAPool.over([MLA], {0: torch.zeros(shape)[:, 0]}, "pages tokens dim", page_size=64, dtype=DType.FLOAT32)
     own = context(pools=KVPools(mla=pool))
     build_backend(registered(backend(), capabilities=replace(EVERY_PATH, layouts={"strided"})), own)
-    with pytest.raises(BackendError, match=r"backend fast .*layer 0 is laid out strided, .* reads only .*token_major"):
+    with pytest.raises(BackendError, match=r"backend fast .*layer 0 .*strided.*token_major"):
         build_backend(registered(backend(), capabilities=replace(EVERY_PATH, layouts={"token_major"})), own)
 
 
@@ -376,7 +376,7 @@ class TestContext:
         modest = registered(lambda context: Recorder(context.name, Claims()), "modest", capabilities)
         problem = Problem(ModelSpec("m", "test", (FULL,), 4096), page_size=64, cuda_graph=GraphLevel.DECODE)
         selection = select(Registry({"modest": modest}), BackendRequest("modest"), problem)
-        with pytest.raises(BackendError, match="level DECODE, it supports NEVER"):
+        with pytest.raises(BackendError, match=r"DECODE.*NEVER"):
             build_selection(selection, context(name="", roles=frozenset(), model=problem.model))
 
     def test_one_backend_of_both_roles_is_built_once(self, registered):

@@ -25,7 +25,7 @@ def test_every_command_has_help(attnplug: Attnplug, command: list[str]) -> None:
 
 def test_help_shows_every_default_there_is(attnplug: Attnplug) -> None:
     text = " ".join(attnplug("explain", "--help").out.split())
-    for line in ("backend for full attention (default: auto)", "draft tokens a step (default: 0)", "as in run)"):
+    for line in ("backend for full attention (default: auto)", "draft tokens per step (default: 0)", "as in run)"):
         assert line in text
     for nothing in ("default: None", "default: False", "default: []", "SUPPRESS"):
         assert nothing not in text

@@ -97,7 +97,7 @@ def test_a_version_outside_the_range_is_refused(
     bridge(engine=version)
     outcome = attnplug(*EXPLAIN)
     assert f"host       Engine >=2,<3, {version} (bridge 1.0)" in outcome.out
-    told = f"this is Engine {version}, and the bridge to it is made for >=2,<3 (pip install 'engine-of-a-test>=2,<3'"
+    told = f"this is Engine {version}, but the bridge is made for >=2,<3 (pip install 'engine-of-a-test>=2,<3'"
     assert (told in outcome.out) is refused
 
 
@@ -134,7 +134,7 @@ def test_an_interrupt_while_a_bridge_loads_is_one(bridge: Bridge) -> None:
 
 @pytest.mark.parametrize(
     ("source", "told"),
-    [("HOST = 3\n", "it is 3; make it a HostSpec"), ("raise SystemExit('gone')\n", "SystemExit: gone")],
+    [("HOST = 3\n", "it is 3, not a HostSpec"), ("raise SystemExit('gone')\n", "SystemExit: gone")],
 )
 def test_a_broken_bridge_is_named(attnplug: Attnplug, bridge: Bridge, source: str, told: str) -> None:
     bridge(source)

@@ -32,7 +32,7 @@ SECTIONS = [
     "cache folders",
 ]
 LIBRARIES = ("fla", "flash_attn", "flash_mla", "flashinfer", "tokenspeed_mla", "triton")
-NO_PLUGINS = dict.fromkeys(("findings", "factories", "tables"), "{}")
+NO_PLUGINS: dict[str, Any] = {"findings": {}, "factories": {}, "tables": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def report(run: Callable[..., str], stand_ins: None, monkeypatch: pytest.MonkeyP
 def library(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Library:
     """Puts a fake kernel library on the path of this process and of those it starts. Plugins are not listed."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(doctor, "_ask_plugins", lambda probes: NO_PLUGINS)
+    monkeypatch.setattr(doctor, "_probe_plugins", lambda probes: NO_PLUGINS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     monkeypatch.setattr(doctor, "_required_libraries", lambda: list(LIBRARIES))
@@ -123,7 +123,7 @@ def test_the_report_names_every_section(run: Callable[..., str], monkeypatch: py
 
 @pytest.mark.usefixtures("stand_ins")
 def test_torch_is_reported_with_its_version(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_ask_plugins", lambda probes: NO_PLUGINS)
+    monkeypatch.setattr(doctor, "_probe_plugins", lambda probes: NO_PLUGINS)
     found = json.loads(run("--json"))["torch"]
     assert found["version"]
     assert found["CUDA available"] in ("True", "False")
@@ -190,7 +190,7 @@ def test_a_library_that_prints_garbage_does_not_spoil_the_report(report: Report,
 
 
 def test_a_library_that_hangs_is_reported(report: Report, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "SECONDS", 0.5)
+    monkeypatch.setattr(probe, "TIMEOUT_SECONDS", 0.5)
     library("fla", "import time; time.sleep(60)")
     assert "no answer within 0.5 s" in libraries(report)["fla"]
 
@@ -260,7 +260,7 @@ def test_sections_are_found_out_at_the_same_time_and_given_in_order(
         meeting.wait(timeout=60)  # one after the other they would wait in vain
         return NO_PLUGINS
 
-    for name in ("_torch", "_kernel_libraries", "_ask_plugins"):
+    for name in ("_torch", "_kernel_libraries", "_probe_plugins"):
         monkeypatch.setattr(doctor, name, meet)
     found = json.loads(run("--json"))
     assert list(found) == SECTIONS
@@ -272,7 +272,7 @@ def test_a_terminal_is_told_what_is_being_probed(capsys: pytest.CaptureFixture[s
     """In one line, which a part of the report takes the place of."""
     terminal = io.StringIO()
     probes = probe.Probes(terminal)
-    assert probes.ask("flashinfer", "answer = {'a': 1}") == {"a": "1"}
+    assert probes.run("flashinfer", "answer = {'a': 1}") == {"a": 1}
     probes.print("report")
     assert terminal.getvalue().split("\r\x1b[K") == ["", "probing flashinfer … 0/1", "", "", ""]
     assert capsys.readouterr().out == "report\n"
@@ -289,8 +289,9 @@ def test_progress_is_for_people_at_a_terminal(
             shown.extend([] if terminal is None else [terminal])
             super().__init__(None)
 
-    for name in ("_torch", "_kernel_libraries", "_ask_plugins"):
-        monkeypatch.setattr(doctor, name, lambda probes: NO_PLUGINS)
+    monkeypatch.setattr(doctor, "_torch", lambda probes: {})
+    monkeypatch.setattr(doctor, "_kernel_libraries", lambda probes: {})
+    monkeypatch.setattr(doctor, "_probe_plugins", lambda probes: NO_PLUGINS)
     monkeypatch.setattr(doctor, "Probes", Watched)
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     run(*arguments)
@@ -302,12 +303,12 @@ def test_what_runs_is_ended_when_nobody_waits_for_it(tmp_path: Path) -> None:
     probes, started = probe.Probes(None), tmp_path / "started"
     code = f"open({str(started)!r}, 'w'); import time; time.sleep(1000)"
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(probes.ask, "flashinfer", code)
+        asked = pool.submit(probes.run, "flashinfer", code)
         while not started.exists():
             time.sleep(0.01)
         probes.stop()
         assert "killed by signal" in asked.result()["failed"]
-    assert probes.ask("triton", "answer = {}") == {"failed": "interrupted"}
+    assert probes.run("triton", "answer = {}") == {"failed": "interrupted"}
 
 
 def test_a_report_that_cannot_be_written_waits_for_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +322,7 @@ def test_a_report_that_cannot_be_written_waits_for_no_probe(monkeypatch: pytest.
         def stop(self) -> None:
             stopped.append(True)
 
-    for name in ("_torch", "_kernel_libraries", "_ask_plugins"):
+    for name in ("_torch", "_kernel_libraries", "_probe_plugins"):
         monkeypatch.setattr(doctor, name, lambda probes: NO_PLUGINS)
     monkeypatch.setattr(doctor, "Probes", Watched)
     with pytest.raises(BrokenPipeError):

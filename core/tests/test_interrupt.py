@@ -22,7 +22,7 @@ def interruptible() -> Iterator[None]:
 
 
 def held(*signals: signal.Signals, done: list[str]) -> None:
-    with interrupt.held():
+    with interrupt.deferred():
         for number in signals:
             signal.raise_signal(number)
             done.append(number.name)
@@ -41,7 +41,7 @@ def test_a_block_inside_another_holds_for_both() -> None:
     done: list[str] = []
 
     def twice() -> None:
-        with interrupt.held():
+        with interrupt.deferred():
             held(signal.SIGINT, done=done)
             done.append("whole")
 
@@ -60,16 +60,16 @@ def test_a_second_interrupt_comes_at_once() -> None:
 
 def test_a_termination_is_held_where_it_raises() -> None:
     done: list[str] = []
-    with interrupt.terminated_in_order(), pytest.raises(SystemExit):
+    with interrupt.raise_on_sigterm(), pytest.raises(SystemExit):
         held(signal.SIGTERM, done=done)
     assert done == ["SIGTERM"]
-    with interrupt.held():
+    with interrupt.deferred():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_an_interrupt_that_is_ignored_stays_so() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interrupt.held():
+    with interrupt.deferred():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
@@ -79,7 +79,7 @@ def test_other_threads_may_hold_too() -> None:
     done = []
 
     def run() -> None:
-        with interrupt.held():
+        with interrupt.deferred():
             done.append("whole")
 
     thread = threading.Thread(target=run)

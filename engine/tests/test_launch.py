@@ -69,7 +69,7 @@ def run(parsed):
         return launch.run_ranks(2, sys.argv[1:])
     launch._end_with_parent()
     try:
-        with interrupt.terminated_in_order():
+        with interrupt.raise_on_sigterm():
             print("waiting", flush=True)
             threading.Event().wait()
     finally:

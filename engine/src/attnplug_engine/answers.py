@@ -42,7 +42,7 @@ class Answers:
             self._write(_text_line(self._waiting.pop(min(self._waiting))))
 
     def _write(self, line: str) -> None:
-        with interrupt.held():  # it comes as a rule when a line was seen
+        with interrupt.deferred():  # it comes as a rule when a line was seen
             if self._json:
                 output.write_line(line)
             else:

@@ -141,7 +141,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
-    with interrupt.at_once():
+    with interrupt.exit_immediately():
         from attnplug_engine.generate import generate
 
     return generate(parsed, lines)

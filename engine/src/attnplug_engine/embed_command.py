@@ -40,7 +40,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _embed(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
-    with interrupt.at_once():
+    with interrupt.exit_immediately():
         from attnplug_engine.embed import embed
 
     return embed(parsed, lines)

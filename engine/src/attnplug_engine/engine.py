@@ -223,7 +223,7 @@ class Engine:
             special = self.tokenizer.special_tokens
             named = {special[text] for text in params.stop if text in special}
             params = replace(params, stop_token_ids=params.stop_token_ids | named)
-        with self._turn, self._lock, interrupt.held():
+        with self._turn, self._lock, interrupt.deferred():
             request = Request(self._next_id, tokens, params, transcript=transcript)
             self.scheduler.add(request)
             self._next_id += 1
@@ -233,7 +233,7 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now; what it has so far stays with it."""
-        with self._lock, interrupt.held():
+        with self._lock, interrupt.deferred():
             self._leaving.append(request)
             if not self._stepping:  # as it is where an iterator is collected in the middle of a step
                 self._let_leave()
@@ -246,7 +246,7 @@ class Engine:
         with an error; the others go on as if it had never been there. When a step fails, all that are in flight are
         taken back, and its error is raised; their requests may go on. An interrupt is raised after the step.
         """
-        with self._lock, interrupt.held():
+        with self._lock, interrupt.deferred():
             self._stepping = True
             try:
                 return self._step()
@@ -365,7 +365,7 @@ class Engine:
                 unfinished -= update.token is None
                 yield update
         finally:
-            with self._lock, interrupt.held():
+            with self._lock, interrupt.deferred():
                 for request, follower in zip(requests, followers, strict=True):
                     if follower in request.followers:
                         request.followers.remove(follower)

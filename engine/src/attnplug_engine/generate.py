@@ -128,7 +128,7 @@ def _generate(engine: Engine, requests: Sequence[Request], answers: Answers | No
     code = 0
     shown = len(requests) > 1 and not output.on_terminal()
     try:
-        with interrupt.terminated_in_order(), _progress(console, "generating", shown, len(requests)) as (bar, task):
+        with interrupt.raise_on_sigterm(), _progress(console, "generating", shown, len(requests)) as (bar, task):
             for update in engine.follow(requests):
                 if update.token is not None:
                     continue

@@ -236,7 +236,7 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
     ranks: list[_Rank] = []
     with ExitStack() as files:
         try:
-            with interrupt.terminated_in_order():
+            with interrupt.raise_on_sigterm():
                 # Ctrl-C goes to all processes of the terminal. Ranks inherit that it is blocked: only we speak of it.
                 unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 try:

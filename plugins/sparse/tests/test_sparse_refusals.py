@@ -161,7 +161,5 @@ def test_a_backend_that_is_built_with_less_than_a_sparse_model_needs_is_found():
     claims, problem = stage.backend.claims, Problem(stage.context.model)
     assert [*missing_claims(claims, problem, [Role.PREFILL, Role.DECODE])] == []
     less = replace(claims, extras={"lse"}, mla_extend={ExtendPath.ONE_SHOT})
-    assert [*missing_claims(less, problem, [Role.PREFILL])] == [
-        "the model's sparse layers need the extra selected, but what was built claims the extras lse",
-        "it was chosen to prefill sparse MLA, which runs absorbed, but what was built claims no absorbed extend",
-    ]
+    extra, path = missing_claims(less, problem, [Role.PREFILL])
+    assert "extra selected" in extra and "absorbed" in path

@@ -1,4 +1,4 @@
-"""From a selection to the backend that runs: built once per backend, joined where roles or batches differ."""
+"""Build the selected backends, each once, and combine them if roles or batches use different ones."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Built = TypeVar("Built")
 
 
 class BuildError(BackendError):
-    """A chosen backend could not be built. ``backend`` is that backend, with the plugin that brought it."""
+    """A selected backend could not be built. ``backend`` is its registration, with the plugin's distribution."""
 
     def __init__(self, backend: Registered, error: AttnplugError) -> None:
-        who, text = f"backend {backend.spec.name} ({backend.source})", error.message
-        super().__init__(text if text.startswith(who) else f"{who}: {text}", settings=error.settings)
+        label, text = f"backend {backend.spec.name} ({backend.source})", error.message
+        super().__init__(text if text.startswith(label) else f"{label}: {text}", settings=error.settings)
         self.backend = backend
-        self.exit_code = error.exit_code  # a UsageError's, if the backend refuses its options
+        self.exit_code = error.exit_code  # that of a UsageError if the backend refuses its options
 
 
 def build_chosen(
@@ -42,12 +42,18 @@ def build_chosen(
     failed: Mapping[str, Refusal] | None = None,
     ranking: Ranking = BY_PREFERENCE,
 ) -> tuple[Selection, Built]:
-    """Select, and build what was chosen. If ``auto`` chose one that cannot be built, warn and choose again (D2).
+    """Select backends and build them. If one that ``auto`` chose cannot be built, warn and select again (D2).
 
-    ``build`` makes everything that depends on the choice, pools included, since another backend may want another page
-    size. It raises what :func:`build_selection` raises. A backend that was asked for by name, or given options, is
-    never replaced, and in strict mode none is. ``failed`` is taken from an earlier selection, such as the one of
-    :func:`choose_importable`, which finds out before weights are loaded.
+    ``build`` creates everything that depends on the selection, including the pools, because another backend may need
+    another page size. It raises what :func:`build_selection` raises. A backend that was requested by name or given
+    options is never replaced; in strict mode none is. ``failed`` holds backends that an earlier selection left out, by
+    name, such as that of :func:`choose_importable`. Example::
+
+        def build(selection):
+            pools = make_pools(selection.page_size)
+            return build_selection(selection, HostContext(pools=pools, ...))
+
+        selection, backend = build_chosen(load_registry(), BackendRequest(), problem, build)
     """
     left_out = dict(failed or {})
     while True:
@@ -56,7 +62,7 @@ def build_chosen(
             return selection, build(selection)
         except BuildError as error:
             name = error.backend.spec.name
-            if registry.strict or request.options.get(name) or _asked_for(selection, error.backend):
+            if registry.strict or request.options.get(name) or _requested_by_name(selection, error.backend):
                 raise
             left_out[name] = Refusal(RefusalCode.FACTORY, str(error), value=name)
             warnings.warn(f"{error}; auto goes on without it", PluginWarning, stacklevel=2)
@@ -65,9 +71,9 @@ def build_chosen(
 def choose_importable(
     registry: Registry, request: BackendRequest, problem: Problem, ranking: Ranking = BY_PREFERENCE
 ) -> Selection:
-    """Select backends whose factories can be imported, kernel libraries included; nothing is built yet (D3).
+    """Select backends whose factories, including their kernel libraries, can be imported (D3). Builds nothing.
 
-    For hosts that load weights before they build backends: what cannot be imported is reported before that.
+    For hosts that load weights before they build backends: a failing import is reported before weights are loaded.
     """
     return build_chosen(registry, request, problem, _import_chosen, ranking=ranking)[0]
 
@@ -75,24 +81,27 @@ def choose_importable(
 def _import_chosen(selection: Selection) -> None:
     for role in selection.choices:
         for registered in selection.serving(role):
-            _told(import_factory, registered)
+            _attributed(import_factory, registered)
 
 
-def _asked_for(selection: Selection, backend: Registered) -> bool:
+def _requested_by_name(selection: Selection, backend: Registered) -> bool:
     return any(choice.chosen is backend and choice.requested != AUTO for choice in selection.choices.values())
 
 
 def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:
-    """Build what was chosen for each role. A backend's context combines what all share with what is its own.
+    """Build the selected backends and combine them into one. Raises :class:`BuildError` if one cannot be built.
 
-    The context holds pools and coordinators, so these exist before any backend does (A10's order). If different
-    backends prefill and decode, they are split. If several share a role by batch, each batch goes to the fastest. A
-    backend for linear layers is joined to the one that serves the others. A draft's model has one role for all that it
-    does. A backend that cannot be built is a :class:`BuildError`.
+    The context holds pools and coordinators, so these exist before any backend (A10's order). Each backend gets its own
+    view of it, with its name, roles and options.
+
+    - If prefill and decode have different backends, they become a ``SplitBackend``.
+    - If several backends share a role by batch, a ``FastestBackend`` sends each batch to the fastest.
+    - A backend for linear layers and the one for the other layers become a ``HybridLinearBackend``.
+    - A draft model has one role for prefill and decode.
     """
     full = _full_attention(selection, context)
     if Role.LINEAR not in selection.choices:
-        assert full is not None, "a model has layers of one sort or the other"
+        assert full is not None, "a model has full-attention or linear layers"
         return full
     registered = selection.chosen(Role.LINEAR)
     linear = _build(selection, registered, context, frozenset({Role.LINEAR}))
@@ -107,18 +116,18 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
         return None
     built: dict[str, AttentionBackend] = {}
     for name, registered in {each.spec.name: each for role in roles for each in selection.serving(role)}.items():
-        mine = frozenset(role for role in roles if registered in selection.serving(role))
-        built[name] = _build(selection, registered, context, mine)
-    aside = selection.extending_in_graphs({name: backend.claims.cuda_graph for name, backend in built.items()})
-    if aside or any(selection.schedule(role) is not None for role in roles):
-        return _by_batch(selection, built, roles, aside)
+        own_roles = frozenset(role for role in roles if registered in selection.serving(role))
+        built[name] = _build(selection, registered, context, own_roles)
+    extenders = selection.graph_extenders({name: backend.claims.cuda_graph for name, backend in built.items()})
+    if extenders or any(selection.schedule(role) is not None for role in roles):
+        return _dispatch_by_batch(selection, built, roles, extenders)
     return SplitBackend(*built.values(), verify=selection.verify) if len(built) > 1 else next(iter(built.values()))
 
 
-def _by_batch(
-    selection: Selection, built: Mapping[str, AttentionBackend], roles: list[Role], aside: list[str]
+def _dispatch_by_batch(
+    selection: Selection, built: Mapping[str, AttentionBackend], roles: list[Role], extenders: list[str]
 ) -> FastestBackend:
-    """The backends that share a role by batch, without those that would take something from the chosen one."""
+    """Combine backends that share a role by batch, without those that lack an ability of the chosen one."""
     serving: dict[Role, Schedule | str] = {}
     left_out: dict[str, str] = {}
     for role in roles:
@@ -129,18 +138,18 @@ def _by_batch(
         weaker = {
             name: "; ".join(reasons)
             for name in schedule.candidates
-            if (reasons := list(_lost(built[chosen], built[name].claims, selection, role)))
+            if (reasons := list(_lacking(built[chosen], built[name].claims, selection, role)))
         }
         left_out |= {name: f"{why}, so it does not share {role} with {chosen}" for name, why in weaker.items()}
         serving[role] = schedule.only(name for name in schedule.candidates if name not in weaker) or chosen
     used = {name for by in serving.values() for name in ((by,) if isinstance(by, str) else by.candidates)}
     children = {name: backend for name, backend in built.items() if name in used}
-    extends = next((name for name in aside if name in used), None)
+    extends = next((name for name in extenders if name in used), None)
     return FastestBackend(children, serving, verify=selection.verify, left_out=left_out, captured_extends=extends)
 
 
-def _lost(chosen: AttentionBackend, other: Claims, selection: Selection, role: Role) -> Iterator[str]:
-    """What a role's chosen backend can do and the host wants, and could not rely on if this one shared the role."""
+def _lacking(chosen: AttentionBackend, other: Claims, selection: Selection, role: Role) -> Iterator[str]:
+    """Yield abilities of a role's chosen backend that the host needs and a backend with claims ``other`` lacks."""
     problem, claims = selection.problem, chosen.claims
     model, drafts = problem.model, problem.speculative_tokens > 0
     assert model is not None, "a selection has roles"
@@ -151,9 +160,9 @@ def _lost(chosen: AttentionBackend, other: Claims, selection: Selection, role: R
     if captured and problem.wants_graphs and problem.device == "cuda":
         wanted = min(claims.cuda_graph, GraphLevel.UNIFORM if drafts else GraphLevel.DECODE)
         if other.cuda_graph < wanted:
-            yield f"it claims CUDA graphs at level {other.cuda_graph.name} and not {wanted.name}"
+            yield f"it claims CUDA graphs at level {other.cuda_graph.name}, not {wanted.name}"
     if drafts and other.needs_cpu_seq_lens and not claims.needs_cpu_seq_lens:
-        yield "it plans by lengths on the host, for which every round would wait"
+        yield "it plans from lengths on the host, so every round would wait for them"
 
 
 def _build(
@@ -161,11 +170,11 @@ def _build(
 ) -> AttentionBackend:
     spec = registered.spec
     own = context.for_backend(spec.name, spec.capabilities, roles=roles, options=selection.options.get(spec.name))
-    return _told(build_backend, registered, own, selection.problem)
+    return _attributed(build_backend, registered, own, selection.problem)
 
 
-def _told(step: Callable[..., Built], registered: Registered, *rest: object) -> Built:
-    """The result of one step of building; errors name the backend."""
+def _attributed(step: Callable[..., Built], registered: Registered, *rest: object) -> Built:
+    """Run one build step. Its errors become a BuildError, which names the backend."""
     try:
         return step(registered, *rest)
     except AttnplugError as error:

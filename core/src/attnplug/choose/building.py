@@ -1,9 +1,9 @@
-"""Building one backend: import its factory, give it its context, and judge what comes back."""
+"""Build one backend: import its factory, call it with the context, and validate the result."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,11 +30,14 @@ from attnplug.declare.problem import ExtendPath, GraphLevel, Problem, Role
 from attnplug.declare.settings import Setting
 
 EXTRA_OF = {Feature.SINKS: "sinks", Feature.SPARSE: "selected", Feature.COMPRESSED: "entries"}
-"""The extra by which a layer's feature reaches ``forward``."""
+"""Extras of ``forward`` that carry a layer's feature."""
 
 
 def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
-    """Every way in which an object falls short of the protocol, with ``linear`` of the one for linear attention."""
+    """Yield every way in which an object violates the backend protocol.
+
+    With ``linear``, check against the protocol of linear attention. An empty result means that ``backend`` conforms.
+    """
     for name, wanted in protocol_attributes().items():
         found = getattr(backend, name, None)
         if found is None:
@@ -63,16 +66,10 @@ def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
             yield describe_error(error)
 
 
-def name_problems(backend: AttentionBackend, name: str) -> Iterator[str]:
-    """Errors name a backend by its identity, so it must carry the name by which it is asked for."""
-    if backend.backend_id.name != name:
-        yield f"its backend_id is named {backend.backend_id.name!r}; use the context's name, which is {name!r}"
-
-
 def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size: int) -> Iterator[str]:
-    """Every claim of a built backend that its spec does not declare, or for which it lacks the hooks."""
+    """Yield every claim of a built backend that exceeds its spec, or whose hooks are missing."""
     claims = backend.claims
-    if AttentionKind.MLA not in declared.kinds:  # then nobody asks how it extends
+    if AttentionKind.MLA not in declared.kinds:  # then mla_extend has no meaning
         claims = replace(claims, mla_extend=declared.mla_extend)
     yield from claims.exceeding(declared)
     if claims.page_sizes.kernel_size(page_size) is None:
@@ -90,7 +87,7 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
 
 
 def unreadable_layouts(context: BackendContext, declared: Capabilities) -> Iterator[str]:
-    """Yield every layer whose cache layout the backend does not declare to read. A host may not have named it."""
+    """Yield every layer whose cache layout the backend does not support. Hosts may omit the layout from the problem."""
     if context.roles == {Role.LINEAR}:
         return
     mha, mla, can = context.pools.mha, context.pools.mla, declared.layouts
@@ -99,13 +96,13 @@ def unreadable_layouts(context: BackendContext, declared: Capabilities) -> Itera
     for layer, layout in layouts:
         if layout.name not in can:
             yield (
-                f"the cache of layer {layer} is laid out {layout.name}, with shape {layout.shape} and strides "
-                f"{layout.strides}, and it reads only {', '.join(sorted(can))}"
+                f"the cache of layer {layer} has layout {layout.name}, with shape {layout.shape} and strides "
+                f"{layout.strides}; the backend reads only {', '.join(sorted(can))}"
             )
 
 
 def missing_claims(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator[str]:
-    """Yield every claim that a built backend lacks for the problem it was selected for."""
+    """Yield everything that the problem needs and the built backend does not claim."""
     yield from map(str, claims.refusals(problem, roles))
     if problem.model is None or not set(roles) - {Role.LINEAR}:
         return
@@ -114,36 +111,31 @@ def missing_claims(claims: Claims, problem: Problem, roles: Collection[Role]) ->
         extra = EXTRA_OF.get(feature)
         if extra is not None and extra not in claims.extras:
             claimed = ", ".join(sorted(claims.extras)) or "none"
-            yield f"the model's {feature} layers need the extra {extra}, but what was built claims the extras {claimed}"
+            yield f"the model's {feature} layers need the extra {extra}, but the built backend claims {claimed}"
     if Role.PREFILL in roles and problem.model.is_sparse and ExtendPath.ABSORBED not in claims.mla_extend:
-        yield "it was chosen to prefill sparse MLA, which runs absorbed, but what was built claims no absorbed extend"
+        yield "prefill of sparse MLA runs absorbed, but the built backend claims no absorbed extend"
     if Role.PREFILL in roles and not claims.mla_extend and any(layer.mla is not None for layer in layers):
-        yield "it was chosen to prefill MLA, but what was built claims no way to do so: its mla_extend is empty"
+        yield "prefill of MLA needs an extend path, but the mla_extend of the built backend is empty"
 
 
 def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:
-    """Import a backend's factory, which nothing did before. Raises :class:`BackendError`, whatever is wrong."""
+    """Import a backend's factory. Raises :class:`BackendError` for any failure."""
     spec = registered.spec
-    module_name, _, attribute = spec.factory.partition(":")
-    with _blamed_on(registered, "imported"):
-        factory: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
+    with _attributed_to(registered, "imported"):
+        factory = pkgutil.resolve_name(spec.factory)
     if not callable(factory):
-        raise BackendError(
-            f"{_who(registered)}: {spec.factory} is {factory!r}, which cannot be called to build a backend"
-        )
+        raise BackendError(f"{_label(registered)}: {spec.factory} is {factory!r}, which is not callable")
     found: Callable[[BackendContext], Any] = factory
     return found
 
 
 @contextmanager
-def _blamed_on(registered: Registered, action: str) -> Iterator[None]:
-    """Turn whatever a plugin's code raises into an error that names the plugin. Kernel libraries raise anything."""
-    where = f"{_who(registered)}: {registered.spec.factory} cannot be {action}"
+def _attributed_to(registered: Registered, action: str) -> Iterator[None]:
+    """Raise any exception of a plugin's code as an error that names the plugin. Kernel libraries raise anything."""
+    where = f"{_label(registered)}: {registered.spec.factory} cannot be {action}"
     try:
         yield
-    except PluginError as error:  # about what it declares: says what is wrong, but not in which plugin
+    except PluginError as error:  # raised by a declaration, which does not know its plugin
         raise BackendError(f"{where}: {error}") from error
     except (AttnplugError, KeyboardInterrupt):
         raise
@@ -151,35 +143,36 @@ def _blamed_on(registered: Registered, action: str) -> Iterator[None]:
         raise BackendError(f"{where}: {describe_error(error)}") from error
 
 
-def _who(registered: Registered) -> str:
+def _label(registered: Registered) -> str:
     return f"backend {registered.spec.name} ({registered.source})"
 
 
 def build_backend(registered: Registered, context: BackendContext, problem: Problem | None = None) -> AttentionBackend:
-    """Import a backend's factory, build it, and check the result: its hooks can be called, its spec declares its
-    claims, and it claims what ``problem`` needs, the one that it was selected for."""
+    """Import a backend's factory, build the backend and validate it. Raises BackendError with every problem found.
+
+    Its hooks must be callable, and its claims within its spec and sufficient for ``problem``, if given.
+    """
     spec = registered.spec
     for unreadable in unreadable_layouts(context, spec.capabilities):
-        raise BackendError(f"{_who(registered)}: {unreadable}", settings=[Setting.LAYOUT])
+        raise BackendError(f"{_label(registered)}: {unreadable}", settings=[Setting.LAYOUT])
     factory = import_factory(registered)
-    with _blamed_on(registered, "built"):  # looking at it runs properties of its own
+    with _attributed_to(registered, "built"):  # the checks run the plugin's properties
         backend = factory(context)
         problems = list(backend_problems(backend, linear=context.roles == {Role.LINEAR}))
         if not problems:
-            problems = [
-                *name_problems(backend, context.name),
-                *claim_problems(backend, spec.capabilities, context.page_size),
-            ]
+            problems = list(claim_problems(backend, spec.capabilities, context.page_size))
+            if (name := backend.backend_id.name) != context.name:  # error messages use the id
+                problems.append(f"its backend_id is named {name!r}; use the context's name, which is {context.name!r}")
     if problems:
         raise BackendError(
-            f"{_who(registered)}: what {spec.factory} returned is not a backend:\n"
+            f"{_label(registered)}: {spec.factory} did not return a valid backend:\n"
             + "\n".join(f"  {p}" for p in problems)
         )
-    lacking = [] if problem is None else list(missing_claims(backend.claims, problem, context.roles))
-    if lacking:
+    missing = [] if problem is None else list(missing_claims(backend.claims, problem, context.roles))
+    if missing:
         raise BackendError(
-            f"{_who(registered)}: what {spec.factory} returned does not serve what it was selected for:\n"
-            + "\n".join(f"  {p}" for p in lacking)
+            f"{_label(registered)}: {spec.factory} returned a backend that does not meet the requirements:\n"
+            + "\n".join(f"  {p}" for p in missing)
         )
     built: AttentionBackend = backend
     return built

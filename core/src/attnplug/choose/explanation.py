@@ -1,4 +1,4 @@
-"""A selection in words: every role with every candidate and every reason, or why something is refused (D3)."""
+"""Text explanations of a selection: every role, every candidate and every refusal (D3)."""
 
 from __future__ import annotations
 
@@ -12,37 +12,36 @@ from attnplug.declare.settings import Render
 from attnplug.declare.spec import BackendSpec
 
 _SHOWN_BATCHES = {Role.PREFILL: ((1, 512), (1, 4096)), Role.DECODE: ((1, 1), (8, 1), (64, 1))}
-"""For which (requests, tokens) an explanation of a schedule says who is the fastest."""
+"""Batches, as (requests, tokens), for which an explanation names the fastest backend of a schedule."""
 
 
 def refusal_lines(selection: Selection, render: Render) -> Iterator[str]:
-    """Why roles are not served: the own reasons of a backend that was asked for, or under ``auto`` every
-    candidate's."""
-    asked: dict[str, list[RoleChoice]] = {}
+    """Yield why roles are not served: the refusals of the requested backend, or of every candidate under ``auto``."""
+    by_name: dict[str, list[RoleChoice]] = {}
     for choice in selection.unserved:
         if choice.requested != AUTO:
-            asked.setdefault(choice.requested, []).append(choice)
-    for choices in asked.values():
+            by_name.setdefault(choice.requested, []).append(choice)
+    for choices in by_name.values():
         yield from _refused_by_name(choices, render)
         yield ""
     yield from _inputs(selection)
     for choice in selection.unserved:
         if choice.requested == AUTO:
             yield ""
-            yield from _judged(choice, selection.problem, render)
+            yield from _role_lines(choice, selection.problem, render)
 
 
 def _refused_by_name(choices: Sequence[RoleChoice], render: Render) -> Iterator[str]:
-    """For a backend that was asked for in these roles: its reasons, then in one line what could serve instead."""
+    """Yield the refusals of a backend that was requested for these roles, and the backends usable instead."""
     asked = choices[0].candidates[0].backend
     roles = " and ".join(choice.role for choice in choices)
     by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
     yield f"{asked.spec.name} ({asked.source}) was asked for by {by} and cannot serve {roles}:"
-    found: dict[str, list[RoleChoice]] = {}
+    reasons: dict[str, list[RoleChoice]] = {}
     for choice in choices:
         for refusal in choice.candidates[0].refusals:
-            found.setdefault(refusal.told(render), []).append(choice)
-    for reason, concerned in found.items():
+            reasons.setdefault(refusal.told(render), []).append(choice)
+    for reason, concerned in reasons.items():
         yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
     usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
     names = ", ".join(name for name in usable[0] if all(name in others for others in usable))
@@ -50,23 +49,28 @@ def _refused_by_name(choices: Sequence[RoleChoice], render: Render) -> Iterator[
 
 
 def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
-    """Lines: the inputs, then every role with every candidate and every reason."""
+    """Yield the inputs of a selection, then every role with every candidate and every refusal, as lines.
+
+    ``render`` spells settings as the host's users know them. Example::
+
+        print("\\n".join(explanation(explain(registry, BackendRequest(), problem))))
+    """
     yield from _inputs(selection)
     for choice in selection.choices.values():
         yield ""
-        yield from _judged(choice, selection.problem, render)
+        yield from _role_lines(choice, selection.problem, render)
     if selection.problem.wants_graphs and not selection.unserved:
         yield ""
-        aside = selection.extending_in_graphs(_extend_levels(selection))
-        yield f"CUDA graphs: {captured(selection)}" + (f"; short prefills by {aside[0]}" if aside else "")
+        extenders = selection.graph_extenders(_extend_levels(selection))
+        yield f"CUDA graphs: {_graph_level(selection)}" + (f"; short prefills by {extenders[0]}" if extenders else "")
 
 
-def captured(selection: Selection) -> str:
-    """What a host can capture with the backends that serve, by their declarations; which allow no more, and why."""
+def _graph_level(selection: Selection) -> str:
+    """Return the CUDA graph level that all serving backends declare, and the backends that limit it."""
     levels: dict[str, tuple[GraphLevel, str]] = {}
     for role in selection.choices:
         for backend in selection.serving(role):
-            name, limit = backend.spec.name, _captured(selection, backend.spec, role)
+            name, limit = backend.spec.name, _declared_level(selection, backend.spec, role)
             levels[name] = min(limit, levels.get(name, limit))
     lowest, highest = min(levels.values())[0], max(levels.values())[0]
     if lowest is highest and lowest is not GraphLevel.NEVER:
@@ -80,13 +84,13 @@ def captured(selection: Selection) -> str:
 
 
 def _extend_levels(selection: Selection) -> dict[str, GraphLevel]:
-    """What backends that serve declare to capture when they prefill."""
+    """Return the graph level that each serving backend declares for prefills."""
     serving = [backend.spec for role in selection.choices for backend in selection.serving(role)]
-    return {spec.name: _captured(selection, spec, Role.PREFILL)[0] for spec in serving}
+    return {spec.name: _declared_level(selection, spec, Role.PREFILL)[0] for spec in serving}
 
 
-def _captured(selection: Selection, spec: BackendSpec, role: Role) -> tuple[GraphLevel, str]:
-    """The most that a role's backend allows, and why not more; no reason where it allows all."""
+def _declared_level(selection: Selection, spec: BackendSpec, role: Role) -> tuple[GraphLevel, str]:
+    """Return the highest graph level that a backend allows in a role, and the reason against the next one, if any."""
     allowed = GraphLevel.NEVER
     for level in list(GraphLevel)[1:]:
         problem = replace(selection.problem, cuda_graph=level)
@@ -98,9 +102,8 @@ def _captured(selection: Selection, spec: BackendSpec, role: Role) -> tuple[Grap
     return allowed, ""
 
 
-def _judged(choice: RoleChoice, problem: Problem, render: Render) -> Iterator[str]:
-    """One role: what it gets, and every candidate. If ``auto`` found one, backends that are made for something else are
-    only named."""
+def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterator[str]:
+    """Yield the outcome for one role and every candidate. Unrelated candidates are only named."""
     if choice.chosen_name is not None:
         yield f"{choice.role}: {' or '.join(b.spec.name for b in choice.serving)} ({choice.why(render)})"
     elif choice.requested != AUTO:
@@ -113,11 +116,15 @@ def _judged(choice: RoleChoice, problem: Problem, render: Render) -> Iterator[st
         for requests, tokens in _SHOWN_BATCHES[choice.role]:
             size = f"{requests} × {tokens} new tokens" if tokens > 1 else f"{requests} request{'s' * (requests > 1)}"
             yield f"  {size}: {_by_batch(choice.schedule, choice.role, problem, requests, tokens)}"
-    if choice.chosen is None and choice.role is Role.LINEAR and not _for_linear(choice):
-        yield "  none is made for linear attention; 'attnplug plugins' lists packages that bring some"
-    elsewhere = passed_over(choice)
+    if (
+        choice.chosen is None
+        and choice.role is Role.LINEAR
+        and not any(Role.LINEAR in candidate.backend.spec.capabilities.roles for candidate in choice.candidates)
+    ):
+        yield "  no available backend supports linear attention; 'attnplug plugins' shows broken and blocked ones too"
+    unrelated = unrelated_candidates(choice)
     for candidate in choice.candidates:
-        if candidate in elsewhere:
+        if candidate in unrelated:
             continue
         spec = candidate.backend.spec
         if not candidate.refusals:
@@ -126,8 +133,8 @@ def _judged(choice: RoleChoice, problem: Problem, render: Render) -> Iterator[st
         yield f"  {spec.name} ({candidate.backend.source}): refused"
         for refusal in candidate.refusals:
             yield f"    - {refusal.told(render)}"
-    if elsewhere:
-        names = ", ".join(candidate.backend.spec.name for candidate in elsewhere)
+    if unrelated:
+        names = ", ".join(candidate.backend.spec.name for candidate in unrelated)
         yield f"  for another role or kind of attention: {names}"
 
 
@@ -140,15 +147,11 @@ def _by_batch(schedule: Schedule, role: Role, problem: Problem, requests: int, t
     return captured if captured == by_length else f"{captured} in a graph; without, {by_length}"
 
 
-def passed_over(choice: RoleChoice) -> list[Candidate]:
-    """Candidates that an explanation only names: if ``auto`` found one, those made for something else."""
+def unrelated_candidates(choice: RoleChoice) -> list[Candidate]:
+    """Return the candidates that an explanation only names: unrelated ones, if ``auto`` chose a backend."""
     if choice.requested != AUTO or choice.chosen is None:
         return []
-    return [candidate for candidate in choice.candidates if candidate.for_something_else]
-
-
-def _for_linear(choice: RoleChoice) -> bool:
-    return any(Role.LINEAR in candidate.backend.spec.capabilities.roles for candidate in choice.candidates)
+    return [candidate for candidate in choice.candidates if candidate.is_unrelated]
 
 
 def _inputs(selection: Selection) -> Iterator[str]:

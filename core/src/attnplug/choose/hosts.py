@@ -1,7 +1,7 @@
-"""Engines that bridges carry backends into, as data: what they fix, what they lack, and their words for our settings.
+"""Specs of foreign engines that a bridge connects to: supported versions, limits, and their names for our settings.
 
-A bridge declares its host by an entry point. An explanation reads it, and so does the bridge when it runs: both judge
-alike.
+A bridge declares its host by an entry point. ``attnplug explain`` and the running bridge use the same spec, so they
+refuse the same problems.
 """
 
 from __future__ import annotations
@@ -18,62 +18,71 @@ from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.settings import Render
 
 GROUP = "attnplug.hosts"
-"""Entry-point group by which a bridge declares its host: name = the host's, target = a :class:`HostSpec`."""
+"""Entry-point group in which a bridge declares its host: name = the host's name, target = a :class:`HostSpec`."""
 
 DOCS = "https://github.com/attnplug/attnplug/blob/main/docs/hosts.md"
-"""Documentation of the hosts that there are bridges to."""
+"""Documentation of the available bridges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
-    """A host. The module that defines it imports neither torch nor the host."""
+    """Spec of a host. The module that defines it must import neither torch nor the host.
+
+    Example::
+
+        HOST = HostSpec(title="vLLM", distributions=("vllm",), versions=">=0.26,<0.33", render=..., fit=..., refuse=...)
+    """
 
     title: str
-    """Its name as its users write it: ``vLLM``."""
+    """Name as its users write it: ``vLLM``."""
     distributions: tuple[str, ...]
-    """What pip calls it; more than one if it is published under several names."""
+    """Names of its distributions; more than one if it is published under several names."""
     versions: str
-    """The versions that the bridge is made for: ``>=0.26,<0.33``."""
+    """Versions that the bridge supports: ``>=0.26,<0.33``."""
     render: Render
+    """Return the host's spelling of a setting, or None if the host has no such setting."""
     fit: Callable[[Problem], Problem]
-    """The problem as this host poses it: with the layout, the lengths and the graphs that it has."""
+    """Return the problem with the host's cache layout, kind of lengths and CUDA graphs."""
     refuse: Callable[[Problem], Iterable[Refusal]]
-    """What cannot be carried there, whichever backend is chosen."""
+    """Return refusals that hold for every backend."""
     per_batch: Callable[[Problem], bool] = lambda problem: False
-    """Whether ``auto`` gives such a problem a backend for each batch, as :func:`default_ranking` takes it."""
+    """Return True if ``auto`` may choose a backend per batch for a problem (see :func:`default_ranking`)."""
 
     def installed(self) -> str | None:
-        """The version that is installed here; ``None`` if it is not."""
+        """Return the installed version, or None."""
         return next((found for name in self.distributions if (found := installed_version(name)) is not None), None)
 
     def version_refusal(self, found: str) -> Refusal | None:
-        """The refusal of a version that the bridge is not made for; ``None`` if it is."""
-        from packaging.specifiers import SpecifierSet  # here: a start-up that asks for no host need not pay for it
+        """Return the refusal of a version that the bridge does not support, or None."""
+        from packaging.specifiers import SpecifierSet  # imported here to keep start-up without a host fast
 
         if SpecifierSet(self.versions).contains(found, prereleases=True):
             return None
         return Refusal(
             RefusalCode.REQUIREMENT,
-            f"this is {self.title} {found}, and the bridge to it is made for {self.versions}",
+            f"this is {self.title} {found}, but the bridge is made for {self.versions}",
             found,
             self.versions,
             advice=f"pip install '{self.distributions[0]}{self.versions}', or another version of the bridge",
         )
 
     def refusals(self, problem: Problem) -> list[Refusal]:
-        """Every reason against this host as it is installed here."""
+        """Return every refusal of a problem by this host, including that of the installed version."""
         found = self.installed()
         version = None if found is None else self.version_refusal(found)
         return [*([] if version is None else [version]), *self.refuse(problem)]
 
 
 def load_host(name: str) -> tuple[HostSpec, Source]:
-    """A host that an installed bridge declares, and the bridge. Raises UsageError where none has that name."""
+    """Load the spec of a host and return it with its bridge's source.
+
+    Raises UsageError if no installed bridge declares the host, and PluginError if its spec cannot be loaded.
+    """
     points, _ = find_entry_points(GROUP)
     named = [point for point in points if point.name == name]
     if not named:
         hint = _hint(name, sorted({point.name for point in points}))
-        raise UsageError(f"no installed package is a bridge to a host {name!r}; {hint}")
+        raise UsageError(f"no installed package provides a bridge to host {name!r}; {hint}")
     sources = [Source.of(point) for point in named]
     if len(named) > 1:
         claimants = " and ".join(f"{source} ({source.target})" for source in sources)
@@ -82,7 +91,7 @@ def load_host(name: str) -> tuple[HostSpec, Source]:
         with guarded():
             spec = load_entry_point(named[0])
         if not isinstance(spec, HostSpec):
-            raise PluginError(f"it is {spec!r}; make it a HostSpec")
+            raise PluginError(f"it is {spec!r}, not a HostSpec")
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"while loading host {name} ({sources[0]})") from error
     except BaseException as error:  # packages raise anything on import
@@ -96,5 +105,5 @@ def _hint(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name.lower(), known, n=1)
     if near:
         return f"did you mean {near[0]}?"
-    installed = f"installed are bridges to {', '.join(known)}" if known else "no bridge is installed"
-    return f"{installed}; {DOCS} lists those that can be"
+    installed = f"installed: bridges to {', '.join(known)}" if known else "no bridge is installed"
+    return f"{installed}; {DOCS} lists the available ones"

@@ -1,9 +1,8 @@
-"""Finding plugins and loading them, one at a time, each isolated from the others (D2).
+"""Plugin discovery and loading. Entry points are loaded one at a time, each isolated from the others (D2).
 
-Hooks are called through pluggy, with one plugin registered at a time. pluggy's own loader stops at the first broken
-plugin, skips a second one of the same name, never calls a misspelled hook and never fills an argument with a default,
-all in silence. Each of these is an error here, reported with the plugin's distribution and version and its author's own
-signature.
+A plugin marks its hooks with pluggy's decorator, but pluggy neither loads nor calls them. Its loader stops at the first
+broken plugin, skips a second one of the same name, never calls a misspelled hook and never fills an argument with a
+default, all silently. Here each of these is an error, reported with the plugin's distribution, version and signature.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ import inspect
 import json
 import os
 import re
+import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -35,12 +35,10 @@ from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.declare.workspace_kind import WorkspaceKind
 
 GROUP = "attnplug.plugins"
-MOST_ITEMS = 1000
-"""The most items of one hook. An endless generator must not hang whoever lists backends."""
-HOOKS = tuple(name for name in vars(plugin_hooks) if name.startswith("attnplug_"))
+MAX_ITEMS = 1000
+"""Maximum number of items that a hook may return. An endless generator must not hang ``attnplug backends``."""
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,8 @@ class Source:
         return f"{self.distribution} {self.version}"
 
 
-def normal(distribution: str) -> str:
-    """A distribution's name as pip compares it."""
+def canonical_name(distribution: str) -> str:
+    """Normalize a distribution's name as pip does for comparison."""
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
 
@@ -95,18 +93,18 @@ class Provided(Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What one plugin brings, hook by hook."""
+    """Items provided by one plugin, one field per hook: ``attnplug_backends`` fills ``backends``."""
 
     source: Source
-    backends: Sequence[BackendSpec]
-    workspace_kinds: Sequence[WorkspaceKind]
-    rankings: Sequence[MeasuredTable]
-    tiny_models: Mapping[str, Mapping[str, object]]
+    backends: Sequence[BackendSpec] = ()
+    workspace_kinds: Sequence[WorkspaceKind] = ()
+    rankings: Sequence[MeasuredTable] = ()
+    tiny_models: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A plugin, or one thing that it brings, that cannot be used. ``name`` is the backend's, if it is known."""
+    """A plugin, or one of its items, that cannot be used. ``name`` is the backend's name if known."""
 
     name: str
     source: Source
@@ -118,229 +116,193 @@ class Broken:
 
 
 def find_plugins() -> tuple[list[EntryPoint], list[Broken]]:
-    """Every entry point of our group, and installations whose entry points cannot be read."""
+    """Find the entry points of all plugins, and installations whose entry points cannot be read."""
     return find_entry_points(GROUP)
 
 
 def find_entry_points(group: str) -> tuple[list[EntryPoint], list[Broken]]:
-    """Every entry point of a group, and installations whose entry points cannot be read."""
-    try:
+    """Find every entry point of a group, and installations whose entry points cannot be read."""
+    with contextlib.suppress(Exception):  # one damaged installation fails the whole call
         return list(metadata.entry_points(group=group)), []
-    except Exception:  # one damaged installation fails the whole call
-        return _find_one_by_one(group)
-
-
-def _find_one_by_one(group: str) -> tuple[list[EntryPoint], list[Broken]]:
     points: dict[tuple[str, str], EntryPoint] = {}
     broken: list[Broken] = []
     for distribution in metadata.distributions():
         name, version = _identity(distribution)
         try:
             for point in distribution.entry_points.select(group=group):
-                points.setdefault((name, point.name), point)  # the first on the path is the one that is imported
+                points.setdefault((name, point.name), point)  # the first one on sys.path is imported
         except Exception as error:
             source = Source("", "entry_points.txt", name, version)
             broken.append(Broken(name, source, f"its entry points cannot be read: {describe_error(error)}"))
     return list(points.values()), broken
 
 
-def new_manager() -> pluggy.PluginManager:
-    manager = pluggy.PluginManager(plugin_hooks.PROJECT)
-    manager.add_hookspecs(plugin_hooks)
-    return manager
+def load_plugin(point: EntryPoint, source: Source, known: dict[str, Any]) -> Loaded | Broken:
+    """Import a plugin and call its hooks. Raises only KeyboardInterrupt; any other fault is returned.
 
-
-def load_plugin(
-    manager: pluggy.PluginManager, point: EntryPoint, source: Source, known: dict[str, Any]
-) -> Loaded | Broken:
-    """What one plugin brings, or what is wrong with it. Raises nothing but an interrupt, which names the plugin.
-
-    No plugin is registered with ``manager``, before or after. A broken plugin may leave anything there, so another
-    manager is needed after it. ``known`` holds the plugins that were loaded before, by distribution and entry point.
+    ``known`` holds the plugins loaded so far, by distribution and entry point. This one is added to it.
     """
-    name = f"{source.distribution}:{source.entry_point}"
     try:
         with guarded():
             plugin = load_entry_point(point)
-            _check_hooks(manager, plugin, source)
-            if before := [other for other, one in known.items() if one is plugin]:
-                raise PluginError(
-                    f"{source.target} is loaded already, by entry point {before[0]}; remove one of the two"
-                )
-            known[name] = plugin
-            manager.register(plugin, name)
-            loaded = Loaded(
-                source,
-                _call(manager.hook.attnplug_backends, partial(_items, BackendSpec), ()),
-                _call(manager.hook.attnplug_workspace_kinds, partial(_items, WorkspaceKind), ()),
-                _call(manager.hook.attnplug_rankings, partial(_items, MeasuredTable), ()),
-                _call(manager.hook.attnplug_tiny_models, _models, {}),
-            )
-            if not (loaded.backends or loaded.workspace_kinds or loaded.rankings or loaded.tiny_models):
-                raise PluginError("it brings nothing: its hooks returned nothing")
-            manager.unregister(plugin)
-            return loaded
+            hooks = _implementations(plugin, source)
+            for name, other in known.items():
+                if other is plugin:
+                    raise PluginError(f"{source.target} is already loaded by entry point {name}; remove one of the two")
+            known[f"{source.distribution}:{source.entry_point}"] = plugin
+            results = {hook.removeprefix("attnplug_"): _call(hook, function) for hook, function in hooks.items()}
+            if not any(results.values()):
+                raise PluginError("it provides nothing: all of its hooks returned nothing")
+            return Loaded(source, **results)
     except KeyboardInterrupt as error:
-        # Either the user, who wants to know what took so long, or the plugin itself: Python cannot tell them apart.
+        # Either the user's, who wants to know what took so long, or the plugin's own: Python cannot tell them apart.
         raise KeyboardInterrupt(f"while loading plugin {source.entry_point} ({source})") from error
     except BaseException as error:  # plugins raise anything: SystemExit, types of their own
         return Broken(source.entry_point, source, describe_error(error))
 
 
 def load_entry_point(point: EntryPoint) -> Any:
-    """What an entry point leads to. Raises whatever the imported module raises, so call it ``guarded``."""
+    """Import an entry point's target. Raises whatever the imported module raises, so call it ``guarded``."""
     if point.pattern.match(point.value) is None:
-        raise PluginError(f"its entry point leads to {point.value!r}; write 'package.module'")
+        raise PluginError(f"the entry point's target is {point.value!r}; write 'package.module'")
     return point.load()
 
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """For running foreign code: what it prints stays out of our output. What it removes from the import system is put
-    back and reported, because otherwise nothing could be loaded after it. What it adds there stays: its backend may
-    need it later. Standard error, warning filters and the current folder are put back too, in silence."""
+    """Isolate the process from code of other packages. Exceptions propagate.
+
+    - Output to stdout goes to stderr.
+    - Entries removed from the import system are restored and reported by a PluginError, because otherwise nothing could
+      be imported afterwards. Added entries stay, because a plugin's backend may need them later.
+    - stderr, warning filters and the current directory are restored silently.
+    """
     lists: dict[str, list[Any]] = {name: getattr(sys, name) for name in ("path", "meta_path", "path_hooks")}
     entries = {name: list(found) for name, found in lists.items()}
     raised: BaseException | None = None
     try:
         streams = contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(sys.stderr)
-        with streams[0], streams[1], warnings.catch_warnings(), _same_folder():
+        with streams[0], streams[1], warnings.catch_warnings(), _same_directory():
             yield
     except BaseException as error:
         raised = error
-    taken = []
+    removed = []
     for name, before in entries.items():
         now = getattr(sys, name, None)
         if not isinstance(now, list) or any(entry not in now for entry in before):
             lists[name][:] = before
             setattr(sys, name, lists[name])
-            taken.append(f"sys.{name}")
-    if taken and not isinstance(raised, KeyboardInterrupt):
+            removed.append(f"sys.{name}")
+    if removed and not isinstance(raised, KeyboardInterrupt):
         then = "" if raised is None else f"; then: {describe_error(raised)}"
-        raise PluginError(f"it removed entries from {' and '.join(taken)}, which were put back{then}") from raised
+        raise PluginError(f"it removed entries from {' and '.join(removed)}, which were restored{then}") from raised
     if raised is not None:
         raise raised
 
 
-@contextlib.contextmanager
-def _same_folder() -> Iterator[None]:
+def _same_directory() -> contextlib.AbstractContextManager[None]:
+    """Restore the current directory on exit, unless it has been deleted."""
     try:
-        folder = os.getcwd()
-    except OSError:  # the folder was deleted
-        folder = None
-    try:
-        yield
-    finally:
-        if folder is not None:
-            os.chdir(folder)
+        return contextlib.chdir(os.getcwd())
+    except OSError:
+        return contextlib.nullcontext()
 
 
-def _check_hooks(manager: pluggy.PluginManager, plugin: Any, source: Source) -> None:
-    """The checks of a plugin's hooks that pluggy leaves out."""
+def _implementations(plugin: Any, source: Source) -> dict[str, Callable[[], Any]]:
+    """Return a plugin's hook implementations by hook. Raises PluginError for mistakes that pluggy ignores."""
     if inspect.isclass(plugin):
         raise PluginError(f"{source.target} is a class; let the entry point name a module, or an instance of the class")
-    found: dict[str, Callable[..., Any]] = {}
+    found: dict[str, Callable[[], Any]] = {}
     for attribute in dir(plugin):
-        options = manager.parse_hookimpl_opts(plugin, attribute)
+        options = _MANAGER.parse_hookimpl_opts(plugin, attribute)
         if options is None:
-            if attribute in HOOKS and callable(candidate := getattr(plugin, attribute)):
+            if attribute in _READERS and callable(candidate := getattr(plugin, attribute)):
                 where = _signature(candidate, attribute)
                 raise PluginError(f"{where} is not marked as a hook; put @attnplug.hookimpl above it")
             continue
         hook, function = options.get("specname") or attribute, getattr(plugin, attribute)
-        _check_hook(hook, function, options)
+        where = _signature(function)
+        if hook not in _READERS:
+            near = difflib.get_close_matches(hook, _READERS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"hooks are {', '.join(_READERS)}"
+            raise PluginError(f"{where} implements an unknown hook, which would never be called; {hint}")
+        if options.get("wrapper") or options.get("hookwrapper"):
+            raise PluginError(f"{where} is a hook wrapper; a plugin may only return its own items")
+        if names := ", ".join(inspect.signature(function).parameters):
+            raise PluginError(f"{where}: {hook}() takes no arguments, so {names} would never be passed; remove it")
         if hook in found:
-            both = f"{_signature(found[hook])} and {_signature(function)}"
-            raise PluginError(f"{both} both implement {hook}; let one return what both do")
+            raise PluginError(f"{_signature(found[hook])} and {where} both implement {hook}; merge them into one")
         found[hook] = function
     if not found:
         raise PluginError(
             f"{source.target} has no hookimpl; define attnplug_backends() there, marked @attnplug.hookimpl, "
             "returning a list of BackendSpec"
         )
+    return found
 
 
-def _check_hook(hook: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    where = _signature(function)
-    if hook not in HOOKS:
-        near = difflib.get_close_matches(hook, HOOKS, n=1)
-        raise PluginError(
-            f"{where} implements a hook that does not exist, so it would never be called; "
-            + (f"did you mean {near[0]}?" if near else f"hooks are {', '.join(HOOKS)}")
-        )
-    if options.get("wrapper") or options.get("hookwrapper"):
-        raise PluginError(f"{where} is a hook wrapper; a plugin only returns what it brings itself")
-    names = list(inspect.signature(function).parameters)
-    if names:
-        raise PluginError(
-            f"{where}: parameter {', '.join(names)} would never be filled, with or without a default: "
-            f"{hook}() takes none; remove it"
-        )
-
-
-def _call(hook: pluggy.HookCaller, read: Callable[[Any], Result], nothing: Any) -> Result:
-    """Call a plugin's hook and read what it returns, ``nothing`` if it has no such hook.
-
-    An error shows the author's signature.
-    """
-    implementations = hook.get_hookimpls()
-    if not implementations:
-        return read(nothing)
+def _call(hook: str, function: Callable[[], Any]) -> Any:
+    """Call a hook and validate its result. Errors show the author's signature."""
     try:
-        return read(next(iter(hook()), None))  # one implementation; pluggy drops a None
+        return _READERS[hook](function())
     except Exception as error:
-        where = _signature(implementations[0].function)
-        raise PluginError(f"{where}: {describe_error(error)}{_hint(error)}") from error
+        hint = ""
+        if isinstance(error, TypeError) and any(cls in str(error) for cls in ("BackendSpec", "Capabilities")):
+            hint = f" (this attnplug has contract {CONTRACT_VERSION}; a plugin for another one may use other fields)"
+        raise PluginError(f"{_signature(function)}: {describe_error(error)}{hint}") from error
 
 
 def _items(item: type[Item], result: Any) -> list[Item]:
-    """The result of a hook that returns a list."""
+    """Validate the result of a hook that returns a list."""
     name = item.__name__
     if isinstance(result, item):
-        raise PluginError(f"it returned one {name}; return a list of them, even of one")
+        raise PluginError(f"returned one {name}; return a list, even of one")
     if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
-        raise PluginError(f"it returned {_brief(result)}; return a list of {name}")
-    items = list(islice(result, MOST_ITEMS + 1))
-    if len(items) > MOST_ITEMS:
-        raise PluginError(f"it returned more than {MOST_ITEMS} items, perhaps without end")
+        raise PluginError(f"returned {_brief(result)}; return a list of {name}")
+    items = list(islice(result, MAX_ITEMS + 1))
+    if len(items) > MAX_ITEMS:
+        raise PluginError(f"returned more than {MAX_ITEMS} items; the generator may be endless")
     for position, one in enumerate(items):
         if type(one) is not item:  # a subclass's own code would run unguarded
-            raise PluginError(f"it returned {_brief(one)} at position {position}, not a {name}")
+            raise PluginError(f"returned {_brief(one)} at position {position}, not a {name}")
     return items
 
 
 def _models(result: Any) -> dict[str, Mapping[str, object]]:
-    """The result of ``attnplug_tiny_models``, as plain copies."""
+    """Validate the result of ``attnplug_tiny_models``. Returns plain copies."""
     if not isinstance(result, Mapping):
-        raise PluginError(f"it returned {_brief(result)}; return a dict of configs by name: {{'acme': {{…}}}}")
+        raise PluginError(f"returned {_brief(result)}; return a dict of configs by name: {{'acme': {{…}}}}")
     models = {}
     for name, config in result.items():
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
-            raise PluginError(f"tiny model {name!r} must be named by letters, digits, '_', '-' and '.'")
+            raise PluginError(f"the name of tiny model {name!r} must consist of letters, digits, '_', '-' and '.'")
         if not isinstance(config, Mapping) or not isinstance(config.get("model_type"), str):
             raise PluginError(
-                f"tiny model {name!r} is {_brief(config)}; give the dict of its config.json, model_type too"
+                f"tiny model {name!r} is {_brief(config)}; return its config.json as a dict, with model_type"
             )
         try:
             models[name] = json.loads(json.dumps(dict(config)))
         except (TypeError, ValueError) as error:
-            raise PluginError(f"tiny model {name!r} holds what a config.json cannot: {error}") from error
+            raise PluginError(f"tiny model {name!r} has a value that a config.json cannot have: {error}") from error
     return models
 
 
-def _hint(error: Exception) -> str:
-    if isinstance(error, TypeError) and any(cls in str(error) for cls in ("BackendSpec", "Capabilities")):
-        return f" (this attnplug speaks contract {CONTRACT_VERSION}; a plugin for another one may use other fields)"
-    return ""
+_MANAGER = pluggy.PluginManager(plugin_hooks.PROJECT)
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "attnplug_backends": partial(_items, BackendSpec),
+    "attnplug_workspace_kinds": partial(_items, WorkspaceKind),
+    "attnplug_rankings": partial(_items, MeasuredTable),
+    "attnplug_tiny_models": _models,
+}
+"""Functions that validate what a hook returned, by hook."""
 
 
 def _brief(value: object) -> str:
-    text = repr(value)
-    return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
 def _signature(function: Callable[..., Any], name: str | None = None) -> str:
-    """``def name(parameters) (file:line)``, so that an author finds the place at once."""
+    """Format a function as ``def name(parameters) (file:line)`` for error messages."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     try:

@@ -1,4 +1,4 @@
-"""From a model reference to a ``ModelSpec``, tiny models of plugins included."""
+"""Resolve a model reference, including a plugin's ``tiny:NAME``, to a ``ModelSpec``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from attnplug.hf.tiny import TINY, TINY_CONFIGS
 
 
 def load_model(reference: str, registry: Registry | None = None) -> ModelSpec:
-    """Read the model that ``reference`` names: ``tiny:NAME``, a ``config.json`` or the folder that holds one.
+    """Read a model's config. ``reference`` is ``tiny:NAME``, a ``config.json`` or the folder that contains one.
 
-    Raises ModelConfigError, whatever is wrong with it. Without a registry, the one of the installed plugins is used.
+    Raises ModelConfigError for anything that cannot be read. ``registry`` defaults to the installed plugins. Example::
+
+        load_model("tiny:deepseek_v3").layers[0].mla
     """
     if reference.startswith(TINY):
         return model_from_config(tiny_config(reference, registry), reference)
@@ -24,7 +26,7 @@ def load_model(reference: str, registry: Registry | None = None) -> ModelSpec:
 
 
 def tiny_config(reference: str, registry: Registry | None = None) -> Mapping[str, object]:
-    """The config of ``tiny:NAME``, or an error that says which names there are."""
+    """Return the config of ``tiny:NAME``. Raises ModelConfigError with the known names."""
     name = reference.removeprefix(TINY)
     if registry is None:
         if name in TINY_CONFIGS:  # core keeps its names, so no plugin needs to be loaded
@@ -32,11 +34,11 @@ def tiny_config(reference: str, registry: Registry | None = None) -> Mapping[str
         registry = load_registry()
     if name in registry.tiny_models:
         return registry.tiny_models[name].value
-    faults = [str(broken) for broken in registry.broken if broken.name == reference]
+    faults = [str(fault) for fault in registry.broken if fault.name == reference]
     if faults:
         raise PluginError(f"the model {reference!r} cannot be used:\n" + "\n".join(f"  {fault}" for fault in faults))
     near = difflib.get_close_matches(name, registry.tiny_models, n=2)
     meant = f"did you mean {' or '.join(TINY + match for match in near)}? " if near else ""
     known = ", ".join(TINY + known for known in registry.tiny_models)
-    lost = "; 'attnplug doctor' shows the broken plugins, which may bring more" if registry.broken else ""
-    raise ModelConfigError(f"{reference!r} is not a built-in model; {meant}known: {known}{lost}", reference)
+    broken = "; 'attnplug doctor' shows the broken plugins, which may provide more" if registry.broken else ""
+    raise ModelConfigError(f"{reference!r} is not a built-in model; {meant}known: {known}{broken}", reference)

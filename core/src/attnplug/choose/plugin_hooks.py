@@ -1,9 +1,13 @@
-"""The hooks that a plugin may implement, and the marker with which it does.
+"""Hook specifications, and the ``hookimpl`` marker for plugins.
 
-Each hook is called once per plugin, when the plugin is loaded. A plugin implements those that it needs. The module that
-implements them must import neither torch nor a kernel library, because ``attnplug backends`` loads every plugin. If
-something cannot be used, it is reported with the plugin's distribution, and the rest of that plugin is not used either.
-Other plugins are not affected (D2).
+Each hook is called once per plugin, when the plugin is loaded. A plugin implements the ones it needs. The module that
+implements them must import neither torch nor a kernel library, because ``attnplug backends`` loads every plugin. An
+invalid result is reported with the plugin's distribution, and the whole plugin is left out. Other plugins are not
+affected (D2). Example::
+
+    @attnplug.hookimpl
+    def attnplug_backends():
+        return [BackendSpec(name="my_backend", factory="my_package.backend:MyBackend", ...)]
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def attnplug_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body] # a hookspec has none
-    """Return the specs of the backends that this plugin brings.
+    """Return the specs of this plugin's backends.
 
-    The factory named in a spec is imported only when a backend is built. A backend's name is unique: two plugins
-    that claim one are both refused it, with an error that names both. Core's own names stay core's.
+    The factory named in a spec is imported only when the backend is built. Backend names are unique: if two plugins
+    claim one, neither gets it, and the error names both. Core keeps its own names.
     """
 
 
@@ -35,24 +39,24 @@ def attnplug_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body] # 
 def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty-body] # a hookspec has none
     """Return the kinds of workspace memory that this plugin's kernels need, beyond ``attnplug.SCRATCH``.
 
-    Plugins that declare an equal kind share its memory. Two that declare one name with different contracts are an
-    error that names both.
+    Plugins that declare equal kinds share memory. One name with different contracts is an error that names both
+    plugins.
     """
 
 
 @hookspec
 def attnplug_rankings() -> Iterable[MeasuredTable]:  # type: ignore[empty-body] # a hookspec has none
-    """Return measured tables by which backends can be ranked, of this plugin's backends or of others.
+    """Return measured tables for ranking backends, this plugin's or others.
 
-    Two tables for the same backend, role, shape of layer and GPU are an error that names both plugins.
+    Two tables for the same backend, role, layer shape and GPU are an error that names both plugins.
     """
 
 
 @hookspec
 def attnplug_tiny_models() -> Mapping[str, Mapping[str, object]]:  # type: ignore[empty-body] # a hookspec has none
-    """Return tiny models by name: what a Hugging Face ``config.json`` of that model would hold.
+    """Return Hugging Face configs of tiny models by name, as ``config.json`` would hold them.
 
     ``tiny:NAME`` is then a model with random weights, like core's own. The engine's tokens for it are ASCII characters,
-    so its ``vocab_size`` is 128 or more. Two plugins that claim one name are both refused it, with an error that names
-    both. Core's own names stay core's.
+    so ``vocab_size`` must be at least 128. If two plugins claim one name, neither gets it, and the error names both.
+    Core keeps its own names.
     """

@@ -1,4 +1,4 @@
-"""All that installed plugins bring, by name (D1, D2). There is no list of names here: entry points are the list."""
+"""Registry of everything that installed plugins provide (D1, D2). Entry points are the only list of names."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from attnplug.choose.loading import (
     Provided,
     Registered,
     Source,
+    canonical_name,
     find_plugins,
     load_plugin,
-    new_manager,
-    normal,
 )
 from attnplug.declare.errors import PluginError, UsageError
 from attnplug.declare.factory import factory_refusal
@@ -30,14 +29,20 @@ from attnplug.declare.version import CONTRACT_VERSION, contract_problem
 from attnplug.declare.workspace_kind import WorkspaceKind
 
 SLOW_SECONDS = 1.0
-"""A plugin that takes longer to load is reported: loading should take milliseconds."""
+"""Load time above which a plugin is reported. Loading should take milliseconds."""
 ALLOW_VARIABLE = "ATTNPLUG_PLUGINS"
 STRICT_VARIABLE = "ATTNPLUG_STRICT"
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """Every plugin found: the backends to choose from, the broken ones, and those the environment blocks."""
+    """Installed plugins: selectable backends and other items by name, broken plugins, and blocked ones.
+
+    Load it once and pass it on::
+
+        registry = load_registry()
+        registry.get("torch_native").spec.capabilities
+    """
 
     backends: Mapping[str, Registered]
     broken: tuple[Broken, ...] = ()
@@ -45,16 +50,19 @@ class Registry:
     unmatched: tuple[str, ...] = ()
     """Names in ``ATTNPLUG_PLUGINS`` that match no installed plugin."""
     slow: Mapping[Source, float] = field(default_factory=dict)
-    """Plugins that took long to load, with their seconds."""
+    """Seconds that each slow plugin took to load."""
     strict: bool = False
-    """``ATTNPLUG_STRICT`` is set: what is wrong with any plugin is an error."""
+    """``ATTNPLUG_STRICT`` is set, so any fault of a plugin is an error."""
     workspace_kinds: Mapping[str, Provided[WorkspaceKind]] = field(default_factory=dict)
     rankings: Mapping[str, Provided[MeasuredTable]] = field(default_factory=dict)
-    """Measured tables by their title."""
+    """Measured tables by title."""
     tiny_models: Mapping[str, Provided[Mapping[str, object]]] = field(default_factory=dict)
 
     def get(self, name: str) -> Registered:
-        """The backend of this name, or an error that says why there is none and which names are near."""
+        """Return the backend named ``name``.
+
+        Raises PluginError if its plugin is broken, and UsageError, with similar names, if it is blocked or unknown.
+        """
         if name in self.backends:
             return self.backends[name]
         faults = [broken for broken in self.broken if name in (broken.name, broken.source.entry_point)]
@@ -63,7 +71,7 @@ class Registry:
         barred = [source for source in self.blocked if name == source.entry_point]
         if barred:
             raise UsageError(
-                f"backend {name!r} ({barred[0]}) is blocked: {ALLOW_VARIABLE} does not name it; "
+                f"backend {name!r} ({barred[0]}) is blocked because {ALLOW_VARIABLE} does not list it; "
                 f"add {barred[0].distribution} to it, or unset it"
             )
         near = _near(name, self.backends)
@@ -73,117 +81,110 @@ class Registry:
             "'attnplug doctor' shows the broken and blocked ones too"
         )
 
-    def insist_on_checks(self, reasons: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
-        """In strict mode, a backend's own check that fails is an error, which lists all that do."""
+    def raise_if_check_failed(self, refusals: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
+        """In strict mode, raise a PluginError that lists every backend whose own check raised an exception."""
         if self.strict:
-            _fail(
-                dict.fromkeys(
-                    f"{backend.spec.name} ({backend.source}): {reason}"
-                    for backend, refusals in reasons
-                    for reason in refusals
-                    if reason.code == RefusalCode.CHECK_FAILED
-                )
-            )
+            failed = [
+                f"{backend.spec.name} ({backend.source}): {refusal}"
+                for backend, found in refusals
+                for refusal in found
+                if refusal.code == RefusalCode.CHECK_FAILED
+            ]
+            _raise_faults(dict.fromkeys(failed))
 
 
 def load_registry(
     plugins: Iterable[EntryPoint] | None = None, environment: Mapping[str, str] | None = None
 ) -> Registry:
-    """Find and load every plugin. In strict mode a broken plugin is an error that lists all broken ones."""
+    """Load every plugin. By default, ``plugins`` are the installed ones and ``environment`` is ``os.environ``.
+
+    A broken plugin is recorded in ``Registry.broken``. In strict mode it is a PluginError that lists all broken ones.
+    """
     environment = os.environ if environment is None else environment
-    found, broken = find_plugins() if plugins is None else (list(plugins), [])
-    points = {point: Source.of(point) for point in found}
-    ordered = sorted(points, key=lambda point: (points[point].distribution, point.name))
-    allowed, blocked, unmatched = _permit(ordered, points, environment.get(ALLOW_VARIABLE))
-    manager = new_manager()
+    points, broken = find_plugins() if plugins is None else (list(plugins), [])
+    found = sorted(
+        ((point, Source.of(point)) for point in points), key=lambda each: (each[1].distribution, each[0].name)
+    )
+    allowed, blocked, unmatched = _apply_allow_list(found, environment.get(ALLOW_VARIABLE))
     loaded: list[Loaded] = []
     known: dict[str, Any] = {}
     slow: dict[Source, float] = {}
-    for point in allowed:
+    for point, source in allowed:
         started = monotonic()
-        outcome = load_plugin(manager, point, points[point], known)
+        outcome = load_plugin(point, source, known)
         seconds = monotonic() - started
         if isinstance(outcome, Loaded):
             loaded.append(outcome)
         else:
             broken.append(outcome)
-            manager = new_manager()
-        if seconds > SLOW_SECONDS and not points[point].embedded:
-            slow[points[point]] = seconds
-    backends = _settle("the name {!r}", "{}", _backends(loaded, broken), broken, CONTRACT_VERSION)
-    kinds = _settle(
-        "the workspace kind {!r} (zeroed by one, not by the other)", "workspace kind {}", _kinds(loaded), broken
-    )
+        if seconds > SLOW_SECONDS and not source.embedded:
+            slow[source] = seconds
     tables = [(table.title, Provided(table, plugin.source)) for plugin in loaded for table in plugin.rankings]
-    rankings = _settle("the measured table of {}", "measured table of {}", tables, broken)
     models = [
         (name, Provided(config, plugin.source)) for plugin in loaded for name, config in plugin.tiny_models.items()
     ]
-    tiny_models = _settle("the name 'tiny:{}'", "tiny:{}", models, broken)
+    kind_title = "the workspace kind {!r} (zeroed by one, not by the other)"
     registry = Registry(
-        backends,
-        tuple(broken),
-        tuple(points[point] for point in blocked),
-        unmatched,
-        slow,
-        _strict(environment.get(STRICT_VARIABLE)),
-        kinds,
-        rankings,
-        tiny_models,
+        backends=_unique("the name {!r}", "{}", _backends(loaded, broken), broken, CONTRACT_VERSION),
+        workspace_kinds=_unique(kind_title, "workspace kind {}", _kinds(loaded), broken),
+        rankings=_unique("the measured table of {}", "measured table of {}", tables, broken),
+        tiny_models=_unique("the name 'tiny:{}'", "tiny:{}", models, broken),
+        broken=tuple(broken),
+        blocked=tuple(blocked),
+        unmatched=unmatched,
+        slow=slow,
+        strict=(environment.get(STRICT_VARIABLE) or "").strip().lower() not in ("", "0", "false", "no", "off"),
     )
     if registry.strict:
-        _insist(registry)
+        _raise_if_broken(registry)
     return registry
 
 
 def _near(name: str, backends: Iterable[str]) -> list[str]:
-    """Similar names; one that differs only in case or hyphens is certainly meant."""
+    """Return similar names, or only the one that differs in nothing but case or hyphens."""
     lower = name.lower().replace("-", "_")
     known = list(backends)
     return [lower] if lower in known else difflib.get_close_matches(lower, known, n=3, cutoff=0.5)
 
 
-def _permit(
-    points: list[EntryPoint], sources: Mapping[EntryPoint, Source], setting: str | None
-) -> tuple[list[EntryPoint], list[EntryPoint], tuple[str, ...]]:
-    """Divide plugins by the allow-list: allowed, blocked, and the names in the list that match nothing."""
+def _apply_allow_list(
+    plugins: list[tuple[EntryPoint, Source]], setting: str | None
+) -> tuple[list[tuple[EntryPoint, Source]], list[Source], tuple[str, ...]]:
+    """Return the allowed plugins, the sources of the blocked ones, and listed names that match no plugin."""
     if setting is None:
-        return points, [], ()
-    wanted = {normal(name): name.strip() for name in setting.split(",") if name.strip()}
+        return plugins, [], ()
+    wanted = {canonical_name(name): name.strip() for name in setting.split(",") if name.strip()}
+    allowed: list[tuple[EntryPoint, Source]] = []
+    blocked: list[Source] = []
     known: set[str] = set()
-    allowed: list[EntryPoint] = []
-    blocked: list[EntryPoint] = []
-    for point in points:
-        distribution = normal(sources[point].distribution)
-        names = {distribution, normal(point.name)}
+    for point, source in plugins:
+        names = {canonical_name(source.distribution), canonical_name(point.name)}
         known |= names
-        permitted = sources[point].embedded or not names.isdisjoint(wanted)
-        (allowed if permitted else blocked).append(point)
+        if source.embedded or not names.isdisjoint(wanted):
+            allowed.append((point, source))
+        else:
+            blocked.append(source)
     return allowed, blocked, tuple(sorted(text for name, text in wanted.items() if name not in known))
 
 
-def _strict(setting: str | None) -> bool:
-    return (setting or "").strip().lower() not in ("", "0", "false", "no", "off")
-
-
-def _insist(registry: Registry) -> None:
+def _raise_if_broken(registry: Registry) -> None:
     faults = [str(broken) for broken in registry.broken]
-    faults += [f"{ALLOW_VARIABLE} names {name!r}, which matches no installed plugin" for name in registry.unmatched]
+    faults += [f"{ALLOW_VARIABLE} lists {name!r}, which matches no installed plugin" for name in registry.unmatched]
     faults += [
         f"{name} ({backend.source}): {missing}"
         for name, backend in registry.backends.items()
         if (missing := factory_refusal(backend.spec.factory)) is not None
     ]
-    _fail(faults)
+    _raise_faults(faults)
 
 
-def _fail(faults: Collection[str]) -> None:
+def _raise_faults(faults: Collection[str]) -> None:
     if faults:
         raise PluginError(f"{STRICT_VARIABLE} is set and plugins are broken:\n" + "\n".join(f"  {f}" for f in faults))
 
 
 def _backends(loaded: Iterable[Loaded], broken: list[Broken]) -> list[tuple[str, Registered]]:
-    """The backends of our contract by name. Those of another contract are left out and added to ``broken``."""
+    """Return backends with a compatible contract, with their names. Append the others to ``broken``."""
     found = []
     for plugin in loaded:
         for spec in plugin.backends:
@@ -196,8 +197,8 @@ def _backends(loaded: Iterable[Loaded], broken: list[Broken]) -> list[tuple[str,
 
 
 def _kinds(loaded: Iterable[Loaded]) -> list[tuple[str, Provided[WorkspaceKind]]]:
-    """Kinds by name, each contract once: plugins that declare an equal kind share it. Core's own declaration counts."""
-    core_last = sorted(loaded, key=lambda plugin: plugin.source.embedded)
+    """Return workspace kinds with their names. Plugins that declare equal kinds share one; core's own has priority."""
+    core_last = sorted(loaded, key=lambda plugin: plugin.source.embedded)  # the last one is kept
     kinds = {kind: Provided(kind, plugin.source) for plugin in core_last for kind in plugin.workspace_kinds}
     return [(kind.name, provided) for kind, provided in kinds.items()]
 
@@ -210,31 +211,31 @@ class _Sourced(Protocol):
 Claim = TypeVar("Claim", bound=_Sourced)
 
 
-def _settle(
+def _unique(
     title: str, label: str, claims: Iterable[tuple[str, Claim]], broken: list[Broken], contract: str | None = None
 ) -> dict[str, Claim]:
-    """Make names unique. Core keeps its own; otherwise two claims to one name are an error of both (D2), in ``broken``.
+    """Return the items by name. If several have one name, core keeps its own, and the others go to ``broken`` (D2).
 
-    ``title`` and ``label`` are formats of the name, for the error's text and for the name of what is broken.
+    ``title`` and ``label`` are format strings for the name: in the error's text, and as the name of the broken item.
     """
     by_name: dict[str, list[Claim]] = {}
     for name, claim in claims:
         by_name.setdefault(name, []).append(claim)
-    kept: dict[str, Claim] = {}
+    unique: dict[str, Claim] = {}
     for name, claimants in sorted(by_name.items()):
         embedded = [claimant for claimant in claimants if claimant.source.embedded]
         keeper = next((group[0] for group in (embedded, claimants) if len(group) == 1), None)
         if keeper is not None:
-            kept[name] = keeper
-        error = _taken(title.format(name), claimants, keeper)
+            unique[name] = keeper
+        error = _conflict(title.format(name), claimants, keeper)
         broken += [Broken(label.format(name), one.source, error, contract) for one in claimants if one is not keeper]
-    return kept
+    return unique
 
 
-def _taken(title: str, claimants: Sequence[_Sourced], keeper: _Sourced | None) -> str:
+def _conflict(title: str, claimants: Sequence[_Sourced], keeper: _Sourced | None) -> str:
     owners = [f"{claimant.source} (entry point {claimant.source.entry_point})" for claimant in claimants]
     if len(set(owners)) == 1:
-        return f"{title} is given {len(owners)} times by {owners[0]}, so none is used; keep one of them"
+        return f"{title} is used {len(owners)} times by {owners[0]}, so none of them is available; keep one"
     claimed = f"{title} is claimed by {' and '.join(owners)}"
     if keeper is not None:
         return f"{claimed}; attnplug's own keeps it; uninstall the other, or give it another name"

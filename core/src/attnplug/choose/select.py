@@ -1,7 +1,7 @@
-"""Settings → one backend per role, or every reason why not (D3).
+"""Selection of one backend per role, or every reason against each candidate (D3).
 
-Nothing is built here and nothing heavy is imported. A choice is judged from specs and a problem, both plain data, so it
-works for hardware that is not there.
+Nothing is built and no kernel library is imported. A selection depends only on specs and a problem, both plain data, so
+it also works for absent hardware.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from attnplug.declare.refusal import Refusal
 from attnplug.declare.settings import Render, Setting
 
 _CAPTURED = (Role.DECODE, Role.LINEAR, Role.DRAFT)
-"""The roles that take part in a captured decode."""
+"""Roles that take part in a captured decode step."""
 DEFAULT_PAGE_SIZE = 64
 
 
 class SelectionError(AttnplugError):
-    """Some role cannot be served. ``selection`` holds every candidate with every reason."""
+    """A role cannot be served. ``selection`` holds every candidate with every refusal."""
 
     def __init__(self, selection: Selection) -> None:
         super().__init__("\n".join(refusal_lines(selection, str)))
@@ -47,34 +47,34 @@ def explain(
     failed: Mapping[str, Refusal] | None = None,
     ranking: Ranking = BY_PREFERENCE,
 ) -> Selection:
-    """Judge every role. Only a request that cannot be understood is an error here; a refusal is an answer.
+    """Select backends for every role. Only an invalid request raises (UsageError); refusals are part of the result.
 
-    ``failed`` are backends that could not be built although nothing spoke against them: reasons by name.
+    ``failed`` holds backends that were selected before and could not be built, with the reason, by name.
     """
     given = {name: _parsed(registry, name, settings) for name, settings in request.options.items()}
     for name in (request.attention, *request.roles.values()):
         if name != AUTO:
-            registry.get(name)  # a wrong name is an error even where the role is not needed, or no model is known yet
+            registry.get(name)  # an unknown name is an error even if the role is not needed or no model is known
     if problem.model is None:
         return Selection(problem, {}, problem.page_size, given, failed or {}, request.verify)
-    judge = _Judge(registry, request, problem, failed or {}, given, ranking)
+    chooser = _Chooser(registry, request, problem, failed or {}, given, ranking)
     by_name = [Role.PREFILL] if problem.prefilled_by_host and Role.PREFILL in request.roles else []
-    choices = {role: judge.choose(role) for role in (*by_name, *problem.roles())}
-    registry.insist_on_checks((c.backend, c.refusals) for choice in choices.values() for c in choice.candidates)
+    choices = {role: chooser.choose(role) for role in (*by_name, *problem.roles())}
+    registry.raise_if_check_failed((c.backend, c.refusals) for choice in choices.values() for c in choice.candidates)
     for role, name in request.roles.items():
         if role not in choices and name != AUTO:
-            message = f"`{role.setting}` {name} is given, but {_unneeded(role, problem)}; leave it out"
+            message = f"`{role.setting}` {name} is given, but {_why_unneeded(role, problem)}; leave it out"
             also = [Setting.SPECULATIVE_TOKENS] if role is Role.DRAFT else []
             raise UsageError(message, settings=[role.setting, *also])
     if request.attention != AUTO and set(choices) == {Role.LINEAR}:
         raise UsageError(
-            f"`{Setting.ATTENTION_BACKEND}` {request.attention} is given, but {_unneeded(Role.PREFILL, problem)}; "
+            f"`{Setting.ATTENTION_BACKEND}` {request.attention} is given, but {_why_unneeded(Role.PREFILL, problem)}; "
             f"leave it out, or give `{Role.LINEAR.setting}`",
             settings=[Setting.ATTENTION_BACKEND, Role.LINEAR.setting],
         )
     page_size = _page_size(problem, [choice.chosen for choice in choices.values() if choice.chosen is not None])
-    choices = {role: _sharing_pages(choice, page_size) for role, choice in choices.items()}
-    _insist_on_options(registry, request, choices)
+    choices = {role: _with_page_size(choice, page_size) for role, choice in choices.items()}
+    _raise_if_options_unused(registry, request, choices)
     names = {backend.spec.name for choice in choices.values() for backend in choice.serving}
     options = {name: given.get(name, _parsed(registry, name, {})) for name in sorted(names)}
     return Selection(problem, choices, page_size, options, failed or {}, request.verify)
@@ -87,7 +87,13 @@ def select(
     failed: Mapping[str, Refusal] | None = None,
     ranking: Ranking = BY_PREFERENCE,
 ) -> Selection:
-    """The backends to build, judged before anything is built. Raises :class:`SelectionError` with every reason."""
+    """Select the backends to build. Raises :class:`SelectionError`, with every refusal, if a role cannot be served.
+
+    Example::
+
+        problem = Problem(load_model("tiny:llama"), device="cpu")
+        select(load_registry(), BackendRequest(), problem).chosen(Role.DECODE).spec.name
+    """
     selection = explain(registry, request, problem, failed, ranking)
     if selection.unserved:
         raise SelectionError(selection)
@@ -95,15 +101,15 @@ def select(
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
-    """What the choice for every role depends on."""
+class _Chooser:
+    """Inputs that the choice for every role depends on."""
 
     registry: Registry
     request: BackendRequest
     problem: Problem
     failed: Mapping[str, Refusal]
     options: Mapping[str, Any]
-    """Parsed options, by backend, for the backends that were given any."""
+    """Parsed options by backend name."""
     ranking: Ranking
 
     def choose(self, role: Role) -> RoleChoice:
@@ -119,7 +125,7 @@ class _Judge:
             failing = self.ranking.failures(usable, role, self.problem)
             if others := [backend for backend in usable if backend.spec.name not in failing]:
                 usable, candidates = others, tuple(_with_failure(candidate, failing) for candidate in candidates)
-            able = self._captured(usable, role) or usable
+            able = self._capturable(usable, role) or usable
             ranked = self.ranking.rank(able, role, self.problem)
             chosen, why, schedule = ranked.backends[0], ranked.why, ranked.schedule
             if schedule is not None:
@@ -130,18 +136,20 @@ class _Judge:
             if chosen.spec.name in failing:
                 why += f"; but {failing[chosen.spec.name].message}"
         setting = self.request.setting_for(role)
-        return self._verifying(RoleChoice(role, requested, setting, chosen, candidates, why, schedule))
+        return self._with_captured_verify(RoleChoice(role, requested, setting, chosen, candidates, why, schedule))
 
-    def _captured(self, usable: list[Registered], role: Role) -> list[Registered]:
-        """Those of some usable backends that can be captured, where the host wants that."""
+    def _capturable(self, usable: list[Registered], role: Role) -> list[Registered]:
+        """Return the usable backends that can be captured, or all of them if the host does not want graphs."""
         problem = self.problem
         if not problem.wants_graphs or problem.device != "cuda" or role not in _CAPTURED:
             return usable
-        captured = replace(problem, cuda_graph=GraphLevel.DECODE)  # more is demanded of all that are usable
+        captured = replace(
+            problem, cuda_graph=GraphLevel.DECODE
+        )  # a higher level would be a requirement, which all usable ones meet
         return [b for b in usable if not b.spec.refusals(captured, role, self.options.get(b.spec.name))]
 
-    def _verifying(self, choice: RoleChoice) -> RoleChoice:
-        """The choice without those of its schedule whose verifying cannot be captured, if the chosen one's can."""
+    def _with_captured_verify(self, choice: RoleChoice) -> RoleChoice:
+        """Drop backends from the schedule whose verify steps cannot be captured, if the chosen one's can."""
         problem, role = self.problem, choice.role
         drafts = problem.speculative_tokens and role is self.request.verify
         if choice.schedule is None or not drafts or not problem.wants_graphs or problem.device != "cuda":
@@ -149,12 +157,12 @@ class _Judge:
         captured = replace(problem, cuda_graph=GraphLevel.UNIFORM)
         options = self.options
         able = [b for b in choice.serving if not b.spec.refusals(captured, role, options.get(b.spec.name))]
-        return _shared_by(able, choice, "CUDA graphs that verify drafts") if choice.chosen in able else choice
+        return _restricted(choice, able, "CUDA graphs that verify drafts") if choice.chosen in able else choice
 
     def _refusals(self, backend: Registered, role: Role) -> Iterator[Refusal]:
         spec = backend.spec
         for refusal in spec.refusals(self.problem, role, self.options.get(spec.name)):
-            yield _deciding(self.request, role, refusal)
+            yield _with_setting(self.request, role, refusal)
         if spec.name in self.failed:
             yield self.failed[spec.name]
 
@@ -164,12 +172,12 @@ def _with_failure(candidate: Candidate, failing: Mapping[str, Refusal]) -> Candi
     return candidate if found is None else replace(candidate, refusals=(*candidate.refusals, found))
 
 
-def _deciding(request: BackendRequest, role: Role, refusal: Refusal) -> Refusal:
-    """The refusal, naming the setting that decided the role, which is often not the one for this role alone."""
+def _with_setting(request: BackendRequest, role: Role, refusal: Refusal) -> Refusal:
+    """Return the refusal with the setting that decided the role, which may be the one for all roles."""
     return replace(refusal, setting=request.setting_for(role)) if refusal.setting == role.setting else refusal
 
 
-def _unneeded(role: Role, problem: Problem) -> str:
+def _why_unneeded(role: Role, problem: Problem) -> str:
     if role is Role.DECODE and problem.is_embedding:
         return "an embedding decodes nothing"
     if role is Role.LINEAR:
@@ -180,7 +188,7 @@ def _unneeded(role: Role, problem: Problem) -> str:
 
 
 def _page_size(problem: Problem, chosen: list[Registered]) -> int | None:
-    """The page size asked for, or one that all chosen backends can read."""
+    """Return the requested page size, or one that all chosen backends support."""
     if problem.page_size is not None or not chosen:
         return problem.page_size
     common = reduce(PageSizes.intersection, (backend.spec.capabilities.page_sizes for backend in chosen))
@@ -191,16 +199,16 @@ def _page_size(problem: Problem, chosen: list[Registered]) -> int | None:
     return math.lcm(min(common.kernel), multiple)
 
 
-def _sharing_pages(choice: RoleChoice, page_size: int | None) -> RoleChoice:
-    """The choice without those of its schedule that cannot read the pages which the chosen backends have in common."""
+def _with_page_size(choice: RoleChoice, page_size: int | None) -> RoleChoice:
+    """Drop backends from the schedule that do not support the page size of the chosen backends."""
     if choice.schedule is None or page_size is None:
         return choice
     able = [b for b in choice.serving if b.spec.capabilities.page_sizes.kernel_size(page_size) is not None]
-    return _shared_by(able, choice, f"pages of {page_size}")
+    return _restricted(choice, able, f"pages of {page_size}")
 
 
-def _shared_by(able: list[Registered], choice: RoleChoice, need: str) -> RoleChoice:
-    """The choice with only these of its schedule, because the others lack something."""
+def _restricted(choice: RoleChoice, able: list[Registered], need: str) -> RoleChoice:
+    """Keep only the backends of the schedule that are ``able`` to serve ``need``."""
     assert choice.schedule is not None
     others = " and ".join(backend.spec.name for backend in choice.serving if backend not in able)
     if not others:
@@ -213,12 +221,12 @@ def _parsed(registry: Registry, name: str, settings: Mapping[str, str]) -> Any:
     return parse_options(name, registry.get(name).spec.options, settings)
 
 
-def _insist_on_options(registry: Registry, request: BackendRequest, choices: Mapping[Role, RoleChoice]) -> None:
-    """Options for a backend that is neither chosen nor asked for would be ignored: an error."""
+def _raise_if_options_unused(registry: Registry, request: BackendRequest, choices: Mapping[Role, RoleChoice]) -> None:
+    """Raise UsageError for options of a backend that is neither chosen nor requested: they would be ignored."""
     chosen = {backend.spec.name for choice in choices.values() for backend in choice.serving}
-    asked = {request.name_for(role) for role in choices}
+    requested = {request.name_for(role) for role in choices}
     for name, settings in request.options.items():
-        if not settings or name in chosen | asked:
+        if not settings or name in chosen | requested:
             continue
         backend, given = registry.get(name), f"{name}.{next(iter(settings))}"
         if refusals := _own_refusals(backend, choices):
@@ -235,16 +243,16 @@ def _insist_on_options(registry: Registry, request: BackendRequest, choices: Map
 
 
 def _own_refusals(backend: Registered, choices: Mapping[Role, RoleChoice]) -> list[Refusal]:
-    """Why a backend was not chosen for the first of the roles it is made for; empty if it could have been."""
+    """Return a backend's refusals for the first role that it is made for; empty if it is usable there."""
     for choice in choices.values():
         (candidate,) = (c for c in choice.candidates if c.backend is backend)
-        if not candidate.for_something_else:
+        if not candidate.is_unrelated:
             return list(candidate.refusals)
     return []
 
 
 def _setting_of(backend: Registered) -> Setting:
-    """The setting that gives a backend all of its roles, or the first of them."""
+    """Return the setting that requests a backend for all of its roles, or for the first one."""
     roles = backend.spec.capabilities.roles
     both = {Role.PREFILL, Role.DECODE} <= roles
     return Setting.ATTENTION_BACKEND if both else min(roles, key=list(Role).index).setting

@@ -1,4 +1,4 @@
-"""What was asked for and what came of it: one backend per role, or every reason against each candidate."""
+"""Backend requests and their result: one backend per role, or every refusal of every candidate."""
 
 from __future__ import annotations
 
@@ -18,51 +18,54 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class BackendRequest:
-    """What a user asked for: a backend for full attention, exceptions by role, and options by backend name."""
+    """A user's backend request: default backend, per-role overrides, per-backend options.
+
+    Example: ``BackendRequest("flashinfer_mla", {Role.DECODE: "flashmla"}, {"flashinfer_mla": {"kernel": "fa2"}})``.
+    """
 
     attention: str = AUTO
     roles: Mapping[Role, str] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     verify: Role = Role.DECODE
-    """Whose backend checks the tokens that a draft proposed, where prefill and decode have different ones. It is an
-    extend of a few tokens, which decode kernels are made for."""
+    """Role whose backend verifies draft tokens if prefill and decode have different ones. A verify is an extend of a
+    few tokens, which suits decode kernels."""
 
     def __post_init__(self) -> None:
         if self.verify not in (Role.PREFILL, Role.DECODE):
             raise UsageError(
-                f"`{Setting.SPECULATIVE_ATTENTION_MODE}` {self.verify} does not verify; use {Role.PREFILL} or "
+                f"`{Setting.SPECULATIVE_ATTENTION_MODE}` {self.verify} cannot verify; use {Role.PREFILL} or "
                 f"{Role.DECODE}",
                 settings=[Setting.SPECULATIVE_ATTENTION_MODE],
             )
 
     def name_for(self, role: Role) -> str:
-        """The name asked for in a role. ``attention`` is for full attention, not for linear layers."""
+        """Return the backend name requested for a role. ``attention`` does not apply to linear layers."""
         return self.roles.get(role, AUTO if role is Role.LINEAR else self.attention)
 
     def setting_for(self, role: Role) -> Setting:
-        """The setting that decides the role."""
+        """Return the setting that decides a role."""
         return role.setting if role in self.roles or role is Role.LINEAR else Setting.ATTENTION_BACKEND
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend as a candidate for one role, with every reason against it."""
+    """A backend as a candidate for one role, with every refusal."""
 
     backend: Registered
     refusals: tuple[Refusal, ...]
 
     @property
-    def for_something_else(self) -> bool:
-        """Whether it is made for another role or kind of attention."""
+    def is_unrelated(self) -> bool:
+        """True if the backend is made for another role or attention kind."""
         return any(refusal.code in (RefusalCode.ROLE, RefusalCode.KIND) for refusal in self.refusals)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleChoice:
-    """The outcome for one role. ``candidates`` holds all installed backends, the one asked for first.
+    """Outcome for one role. ``candidates`` holds all installed backends, the requested one first.
 
-    ``setting`` decided the role; ``rank`` says why ``auto`` took this one among the usable ones. ``schedule`` is there
-    if several backends share the role by batch, each where it is the fastest; the chosen one is its first.
+    ``setting`` decided the role. ``rank`` is the reason why ``auto`` prefers the chosen backend to other usable ones.
+    ``schedule`` is set if several backends share the role by batch; the chosen one is its first candidate.
     """
 
     role: Role
@@ -75,7 +78,7 @@ class RoleChoice:
 
     @property
     def serving(self) -> tuple[Registered, ...]:
-        """The backends to build for the role: the chosen one, or all of its schedule, the chosen one first."""
+        """Backends to build for the role: the chosen one, followed by the others of its schedule."""
         if self.schedule is None:
             return () if self.chosen is None else (self.chosen,)
         by_name = {candidate.backend.spec.name: candidate.backend for candidate in self.candidates}
@@ -86,7 +89,7 @@ class RoleChoice:
         return None if self.chosen is None else self.chosen.spec.name
 
     def why(self, render: Render = str) -> str:
-        """Why this one, in one line."""
+        """Return the reason for the choice in one line."""
         if self.chosen is None:
             return "nothing can serve"
         if self.requested != AUTO:
@@ -97,16 +100,20 @@ class RoleChoice:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """One backend per role that the problem needs, or the reasons against each."""
+    """One backend for each role that the problem needs, or the refusals of each candidate.
+
+    ``page_size`` is the requested one, or one that all chosen backends support. ``options`` holds the parsed options by
+    backend name.
+    """
 
     problem: Problem
     choices: Mapping[Role, RoleChoice]
     page_size: int | None
     options: Mapping[str, Any]
     failed: Mapping[str, Refusal] = field(default_factory=dict)
-    """Backends that were left out because they could not be built, by name, with the reason."""
+    """Reasons why backends could not be built, by name. These backends were left out."""
     verify: Role = Role.DECODE
-    """Whose backend verifies."""
+    """Role whose backend verifies draft tokens."""
 
     @property
     def unserved(self) -> tuple[RoleChoice, ...]:
@@ -118,18 +125,18 @@ class Selection:
         return found
 
     def serving(self, role: Role) -> tuple[Registered, ...]:
-        """The backends that share a role, the chosen one first; more than one only if the role has a schedule."""
+        """Return the backends that share a role, the chosen one first. There are several only if it has a schedule."""
         return self.choices[role].serving
 
     def schedule(self, role: Role) -> Schedule | None:
-        """Which of the backends that share a role is the fastest for which batch; ``None`` if there is only one."""
+        """Return the per-batch schedule of a role, or None if it has only one backend."""
         return self.choices[role].schedule
 
-    def extending_in_graphs(self, levels: Mapping[str, GraphLevel]) -> list[str]:
-        """The backends that may take extends in CUDA graphs, if some of those that serve cannot and ``auto`` chose
-        them. ``levels`` says of all that serve what they can capture.
+    def graph_extenders(self, levels: Mapping[str, GraphLevel]) -> list[str]:
+        """Return the backends that can run extends in CUDA graphs, if ``auto`` also chose backends that cannot.
 
-        Who was asked for by name prefills alone. So it is where a way of extending MLA was asked for.
+        ``levels`` holds the graph level of every serving backend. A prefill backend that was requested by name serves
+        all prefills, and so does the chosen one if an MLA extend path was requested; the result is then empty.
         """
         problem, prefill = self.problem, self.choices.get(Role.PREFILL)
         if not problem.wants_prefill_graphs or problem.device != "cuda" or problem.mla_extend is not None:

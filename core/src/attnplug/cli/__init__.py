@@ -1,1 +1,1 @@
-"""The command ``attnplug``. ``main`` is its entry; each command has a module, imported when it is called."""
+"""The command ``attnplug``. ``main`` is its entry point. Each subcommand has a module, imported when it runs."""

@@ -1,7 +1,7 @@
-"""The commands and their options. What each does is in a module of its own, imported when it is called.
+"""Subcommands and their options. Each command's implementation is in its own module, imported when it runs.
 
-argparse and not a friendlier library: ``attnplug backends`` answers in under 0.3 s with 50 plugins installed, and
-importing typer alone, with what it brings, would take a third of that.
+Uses argparse instead of a friendlier library: ``attnplug backends`` must answer within 0.3 s with 50 plugins installed,
+and importing typer with its dependencies would take a third of that.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from attnplug.cli.options import option, options_of
 from attnplug.cli.warn import shown_as_lines
 from attnplug.declare.problem import ExtendPath, Role
 
-EPILOG = "Exit codes: 0 good, 1 a refusal or a failed check, 2 wrong usage."
+EPILOG = "Exit codes: 0 success, 1 a refusal or a failed check, 2 a usage error."
 
 
 class _Help(argparse.HelpFormatter):
-    """Shows the default of every option that has one."""
+    """Help formatter that shows the default of every option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
@@ -40,13 +40,13 @@ class _Version(argparse.Action):
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line. The result's ``render`` spells a setting as an option of the command, if it has one."""
+    """Parse a command line. ``render`` of the result formats a setting as an option of the command, if it has one."""
     arguments = sys.argv[1:] if arguments is None else arguments
     return _parser(arguments).parse_args(arguments)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run the command of a parsed command line; returns the exit code."""
+    """Run a parsed command and return its exit code."""
     if parsed.json:
         output.reserve_for_json()
     command: Callable[[argparse.Namespace], int] = parsed.command
@@ -62,27 +62,35 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for declare in _OWN.values():
         declare(commands)
-    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if asked is None and "--version" not in arguments:
+    name = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if name is None and "--version" not in arguments:
         foreign.add_all(commands, _OWN)
-    elif asked is not None and asked not in _OWN:  # only then look at what other packages bring
-        foreign.add(commands, asked, _OWN)
+    elif name is not None and name not in _OWN:  # load other packages only if needed
+        foreign.add(commands, name, _OWN)
     return parser
 
 
 def add_command(
     commands: Commands[argparse.ArgumentParser], name: str, text: str, call: Callable[..., int]
 ) -> argparse.ArgumentParser:
-    """Add a command that runs ``call(parsed)`` and exits with what it returns.
+    """Add a command that runs ``call(parsed)`` and exits with the code that it returns.
 
-    ``parsed.render`` spells a setting as an option of the command; ``None`` for one that it does not have.
+    ``parsed.json`` is the option ``--json``, which every command has. ``parsed.render`` formats a setting as an option
+    of the command, or returns None if the command has no such option. Example, for the entry-point group
+    ``attnplug.commands``::
+
+        def declare(commands):
+            parser = add_command(commands, "hello", "Print a greeting.", lambda parsed: print("hello") or 0)
+            parser.add_argument("--name")
     """
-    # allow_abbrev: --device must not be taken for whatever longer option comes along in a later version.
-    shown = text.replace("%", "%%")  # argparse formats it, but not the description
+    # allow_abbrev=False: --device must not match a longer option that a later version adds.
+    shown = text.replace("%", "%%")  # argparse formats the help, but not the description
     parser = commands.add_parser(
         name, help=shown, description=text, epilog=EPILOG, formatter_class=_Help, allow_abbrev=False
     )
-    parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
+    parser.add_argument(
+        "--json", action="store_true", help="write JSON to standard output, everything else to standard error"
+    )
     parser.set_defaults(command=call, render=options_of(parser))
     return parser
 
@@ -96,7 +104,9 @@ def _declare_backends(commands: Commands[argparse.ArgumentParser]) -> None:
     text = "List the installed backends: what each supports, and whether it is usable here."
     parser = add_command(commands, "backends", text, call)
     parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
-    parser.add_argument("--names", action="store_true", help="only the names to choose from, one a line")
+    parser.add_argument(
+        "--names", action="store_true", help="print only the names of selectable backends, one per line"
+    )
 
 
 def _declare_plugins(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -105,7 +115,7 @@ def _declare_plugins(commands: Commands[argparse.ArgumentParser]) -> None:
 
         return list_plugins(_OWN, json=parsed.json)
 
-    text = "List the packages that bring backends and commands: what is installed, and what could be."
+    text = "List the installed packages that provide backends, commands and hosts."
     add_command(commands, "plugins", text, call)
 
 
@@ -134,33 +144,33 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
         )
         return explain_choice(options, parsed.render, json=parsed.json)
 
-    text = "Say which backend each role gets for a model, and every reason against every candidate."
+    text = "Show the backend that each role gets for a model, and every reason against every candidate."
     parser = add_command(commands, "explain", text, call)
     parser.add_argument(
-        "--model", required=True, metavar="CONFIG", help="a config.json, a folder that holds one, or tiny:NAME"
+        "--model", required=True, metavar="CONFIG", help="a config.json, a folder that contains one, or tiny:NAME"
     )
     parser.add_argument(
-        "--host", metavar="NAME", help="an engine that a bridge leads to: vllm, sglang or transformers (default: ours)"
+        "--host", metavar="NAME", help="engine of a bridge: vllm, sglang or transformers (default: ours)"
     )
     add_backend_options(parser)
     for role in Role:
         otherwise = "auto" if role is Role.LINEAR else "as --attention-backend"
-        text = f"backend for the role {role} alone (default: {otherwise})"
+        text = f"backend for the role {role} only (default: {otherwise})"
         parser.add_argument(option(role.setting), metavar="NAME|auto", help=text)
-    text = "compute capability, 9.0 is 90; need not be present here (default: that of the first GPU)"
+    text = "compute capability, 90 for 9.0, of a GPU that may be absent (default: that of the first GPU)"
     parser.add_argument("--sm", type=int, metavar="90", help=text)
     parser.add_argument("--dtype", metavar="DTYPE", help="element type of activations (default: the model's)")
     text = "element type of a sparse model's index keys (default: as --dtype)"
     parser.add_argument("--index-dtype", metavar="DTYPE", help=text)
-    parser.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help="draft tokens a step")
-    text = "branches of a draft; with more than 1, drafts are trees"
+    parser.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help="draft tokens per step")
+    text = "branches of a draft; drafts with more than 1 are trees"
     parser.add_argument("--speculative-topk", type=int, default=1, metavar="K", help=text)
-    text = "keep latent rows in host memory, where sparse layers choose from them"
+    text = "keep latent rows in host memory, from which sparse layers select"
     parser.add_argument("--enable-hisparse", action="store_true", help=text)
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
-    text = f"how MLA must prefill: {', '.join(ExtendPath)} (default: as the backend can)"
+    text = f"required MLA prefill path: {', '.join(ExtendPath)} (default: chosen by the backend's abilities)"
     parser.add_argument("--mla-extend", metavar="PATH", help=text)
-    text = "never, decode, uniform or always (default: what can be captured, as in run)"
+    text = "required level: never, decode, uniform or always (default: what can be captured, as in run)"
     parser.add_argument("--cuda-graph", metavar="LEVEL", help=text)
 
 
@@ -180,7 +190,7 @@ def _declare_completion(commands: Commands[argparse.ArgumentParser]) -> None:
 
         return print_script(parsed.shell, _parser([]), json=parsed.json)
 
-    parser = add_command(commands, "completion", "Print a script by which a shell completes this command.", call)
+    parser = add_command(commands, "completion", "Print a completion script for a shell.", call)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
 
 
@@ -250,7 +260,7 @@ def _count(text: str) -> int:
 
 
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every command that chooses a backend."""
+    """Add the options of every command that selects a backend."""
     parser.add_argument("--attention-backend", default="auto", metavar="NAME|auto", help="backend for full attention")
     _add_device(parser)
     _add_cache_options(parser)
@@ -258,21 +268,24 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--device", metavar="cpu|cuda", help="where to run (default: cuda where there is a GPU, else cpu)"
+        "--device", metavar="cpu|cuda", help="device to run on (default: cuda if there is a GPU, otherwise cpu)"
     )
 
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kv-dtype", metavar="DTYPE", help="element type of the cache (default: as --dtype)")
+    parser.add_argument("--kv-dtype", metavar="DTYPE", help="element type of the KV cache (default: as --dtype)")
     parser.add_argument(
-        "--page-size", type=int, metavar="TOKENS", help="tokens per cache page (default: one that all backends read)"
+        "--page-size",
+        type=int,
+        metavar="TOKENS",
+        help="tokens per cache page (default: a size that all backends support)",
     )
     parser.add_argument(
         "--backend-option",
         action="append",
         default=[],
         metavar="NAME.KEY=VALUE",
-        help="an option of one backend; may be repeated",
+        help="option of one backend; may be repeated",
     )
 
 

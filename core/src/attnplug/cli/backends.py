@@ -1,4 +1,4 @@
-"""``attnplug backends``: every installed backend, what it supports and whether it is usable here."""
+"""``attnplug backends``: list installed backends, their abilities and their status on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnplug.choose.registry import ALLOW_VARIABLE, Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.options import option, refusal_as_json
 from attnplug.cli.text import table
-from attnplug.cli.warn import warn_of_the_rest
+from attnplug.cli.warn import warn_of_slow_and_unmatched
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.problem import GraphLevel, Problem
 from attnplug.declare.refusal import Refusal
@@ -19,7 +19,7 @@ from attnplug.machine.hardware import visible_gpus
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the listing."""
+    """One backend or plugin of the listing. ``status`` is ``usable``, ``refused``, ``broken`` or ``blocked``."""
 
     name: str
     distribution: str
@@ -43,7 +43,7 @@ class Row:
 
     @property
     def text(self) -> str:
-        """The status as people read it."""
+        """Status as text."""
         if self.status == "usable":
             return "usable here"
         if self.status == "refused":
@@ -52,7 +52,7 @@ class Row:
 
 
 def _no_option(setting: str) -> None:
-    """A listing has no option by which a reader could change a setting."""
+    """Render no setting: ``backends`` has no options to change one."""
 
 
 def list_backends(*, json: bool, every: bool) -> int:
@@ -65,15 +65,15 @@ def list_backends(*, json: bool, every: bool) -> int:
         cells = [(r.name, f"{r.distribution} {r.version}", r.contract or "", r.supports, r.text) for r in rows]
         print(table(columns, cells))
     hidden = [] if every else [(len(registry.broken), "broken"), (len(registry.blocked), "blocked")]
-    counts = " and ".join(f"{count} {what}" for count, what in hidden if count)
+    counts = " and ".join(f"{count} {status}" for count, status in hidden if count)
     if counts:
         print(f"{counts} not shown; 'attnplug backends --all' shows them", file=sys.stderr)
-    warn_of_the_rest(registry)
+    warn_of_slow_and_unmatched(registry)
     return 0
 
 
 def list_names(*, json: bool) -> int:
-    """The names that can be asked for, usable here or not: quick enough for a shell that completes them."""
+    """Print the names of all selectable backends, usable here or not. Fast enough for shell completion."""
     names = list(load_registry().backends)
     if json:
         output.write_json(names)
@@ -83,13 +83,15 @@ def list_names(*, json: bool) -> int:
 
 
 def listing(registry: Registry, every: bool) -> Iterator[Row]:
-    """Usable and refused backends, by name; with ``every``, broken and blocked ones after them."""
+    """Yield usable and refused backends by name. With ``every``, broken and blocked plugins follow."""
     here = [Problem(device="cuda", sm=gpu.sm) for gpu in visible_gpus()] + [Problem(device="cpu")]
-    judged = [(backend, [backend.spec.refusals(problem) for problem in here]) for backend in registry.backends.values()]
-    registry.insist_on_checks((backend, reasons) for backend, outcomes in judged for reasons in outcomes)
-    for backend, outcomes in judged:
-        # The reasons on this machine: none if it can use a device here, otherwise those for the likeliest device.
-        reasons = min(outcomes, key=len)
+    outcomes = [
+        (backend, [backend.spec.refusals(problem) for problem in here]) for backend in registry.backends.values()
+    ]
+    registry.raise_if_check_failed((backend, refusals) for backend, found in outcomes for refusals in found)
+    for backend, found in outcomes:
+        # Empty if the backend can use any device of this machine; otherwise the refusals of the closest match.
+        reasons = min(found, key=len)
         yield Row(
             backend.spec.name,
             backend.source.distribution,
@@ -104,12 +106,12 @@ def listing(registry: Registry, every: bool) -> Iterator[Row]:
             source = broken.source
             yield Row(broken.name, source.distribution, source.version, broken.contract, "broken", error=broken.error)
         for source in registry.blocked:
-            error = f"{ALLOW_VARIABLE} does not name it"
+            error = f"{ALLOW_VARIABLE} does not list it"
             yield Row(source.entry_point, source.distribution, source.version, None, "blocked", error=error)
 
 
 def describe(can: Capabilities) -> str:
-    """What a backend supports, in one line."""
+    """Return a one-line summary of a backend's capabilities."""
     parts = ["/".join(sorted(can.kinds)), "for " + "/".join(sorted(can.roles)), "on " + "/".join(sorted(can.devices))]
     parts += _sms(can.min_sm, can.max_sm)
     parts.append("/".join(sorted(can.dtypes)))

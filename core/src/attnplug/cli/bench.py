@@ -17,7 +17,7 @@ from attnplug.cli import output
 from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text
 from attnplug.cli.options import option
 from attnplug.declare.errors import UsageError
-from attnplug.machine.interrupt import terminated_in_order
+from attnplug.machine.interrupt import raise_on_sigterm
 from attnplug.tune.measure import Failed, Timed
 from attnplug.tune.page import plot_rows
 from attnplug.tune.place import bandwidth, commit
@@ -51,7 +51,7 @@ def bench(parsed: argparse.Namespace) -> int:
     rows, failed = [], []
     header = _header(plan, names, rate)
     try:
-        with terminated_in_order(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
+        with raise_on_sigterm(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
             for job in jobs:
                 for outcome in in_own_process(job):
                     watching(outcome)

@@ -1,4 +1,4 @@
-"""Who is to blame for an unexpected error."""
+"""Attribution of unexpected errors to the plugin whose code raised them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnplug.declare.errors import PluginError, describe_error
 
 
 def plugin_fault(error: BaseException) -> PluginError | None:
-    """What to tell a user about an error in a plugin's code; ``None`` if it does not come from there."""
+    """Return a PluginError that names the plugin whose code raised ``error``, or None if none did."""
     packages = {package: Source.of(point) for point in find_plugins()[0] for package in _packages(point)}
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         source = packages.get(str(frame.f_globals.get("__name__")).partition(".")[0])
@@ -22,7 +22,7 @@ def plugin_fault(error: BaseException) -> PluginError | None:
 
 
 def _packages(point: EntryPoint) -> set[str]:
-    """The packages and modules of a plugin: the one its entry point leads to, and those installed with it."""
+    """Return the top-level packages and modules of a plugin's target and of its distribution."""
     try:
         files = point.dist.files or [] if point.dist is not None else []
         return {point.module.partition(".")[0], *(file.parts[0].removesuffix(".py") for file in files)}

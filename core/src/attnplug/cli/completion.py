@@ -1,7 +1,7 @@
-"""``attnplug completion``: a script by which a shell completes commands, options and the names of backends.
+"""``attnplug completion``: shell scripts that complete commands, options and backend names.
 
-The scripts are generated from the command line's own parser. Only the names of backends are looked up when they are
-needed, because they change with every plugin that is installed.
+Scripts are generated from the argument parser. Backend names change with the installed plugins, so a script looks them
+up on each completion.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _VALUES = {
     "LEVEL": " ".join(level.name.lower() for level in GraphLevel),
     "NAME|auto": "auto $(attnplug backends --names 2>/dev/null)",
 }
-"""Words for an option's value, by its placeholder in the help. Others take files, or values that cannot be listed."""
+"""Completions of an option's value, by metavar. Other options take files or values that cannot be listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a command: its name, its help, and whether it takes a value and of which sort."""
+    """One option of a command. ``value`` is the metavar of its value, or None for a flag."""
 
     name: str
     help: str
@@ -41,7 +41,7 @@ class Command:
     help: str
     options: tuple[Option, ...]
     words: tuple[str, ...] = ()
-    """What it takes besides options."""
+    """Values of its positional arguments."""
 
 
 def print_script(shell: str, parser: argparse.ArgumentParser, *, json: bool) -> int:
@@ -54,7 +54,7 @@ def print_script(shell: str, parser: argparse.ArgumentParser, *, json: bool) -> 
 
 
 def read_commands(parser: argparse.ArgumentParser) -> list[Command]:
-    """Every command of the parser."""
+    """Return every command of a parser."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     texts = {action.dest: action.help or "" for action in commands._choices_actions}
     return [Command(name, texts.get(name, ""), *_read(own)) for name, own in commands.choices.items()]
@@ -95,7 +95,7 @@ def bash(commands: list[Command]) -> Iterator[str]:
 
 
 def _by_words(commands: list[Command]) -> Mapping[str | None, list[str]]:
-    """Options that take a value, by the words for it."""
+    """Return options that take a value, grouped by its completions."""
     found: dict[str | None, list[str]] = {}
     for command in commands:
         for option in command.options:
@@ -151,7 +151,7 @@ def fish(commands: list[Command]) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """In single quotes, as all three shells read them; an apostrophe becomes a typographic one."""
+    """Quote for all three shells. An apostrophe becomes a typographic one."""
     return "'" + text.replace("'", "’") + "'"
 
 

@@ -6,10 +6,8 @@ their own; all probes run at the same time; the report always prints, and the co
 
 from __future__ import annotations
 
-import importlib
-import json as jsonlib
-import operator
 import os
+import pkgutil
 import platform
 import re
 import sys
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import importlib_metadata as metadata
 
-from attnplug.choose.loading import GROUP, find_entry_points, normal
+from attnplug.choose.loading import GROUP, canonical_name, find_entry_points
 from attnplug.choose.measured.store import CACHE_VARIABLE, TABLES_VARIABLE, cache_folder, file_states
 from attnplug.choose.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
 from attnplug.cli import output
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 _FOR_TESTS = {"test", "tests", "dev"}
-"""Extras whose requirements no backend uses at run time."""
+"""Extras that no backend needs at run time."""
 
 _VARIABLES = (
     ALLOW_VARIABLE,
@@ -48,14 +46,13 @@ _VARIABLES = (
     "TRITON_CACHE_DIR",
     "HF_HOME",
 )
-_AT_ONCE = 9
-"""A thread for each section, and one to ask about plugins."""
+_THREADS = 9  # one per section, and one for the plugin probe
 
 
 def report(*, json: bool) -> int:
     probes = Probes(sys.stderr if sys.stderr.isatty() and not json else None)
-    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
-        plugins = pool.submit(_ask_plugins, probes)
+    with ThreadPoolExecutor(max_workers=_THREADS) as pool:
+        plugins = pool.submit(_probe_plugins, probes)
         sections: dict[str, Callable[[], Findings]] = {
             "environment": _environment,
             "torch": partial(_torch, probes),
@@ -73,7 +70,7 @@ def report(*, json: bool) -> int:
             else:
                 for title, future in found.items():
                     probes.print(_section(title, future.result()))
-        except BaseException:  # an interrupt, or output that cannot be written: nobody waits for the rest
+        except BaseException:  # an interrupt, or output that cannot be written
             probes.stop()
             raise
     return 0
@@ -112,7 +109,7 @@ for number in range(torch.cuda.device_count()):
     gpu = torch.cuda.get_device_properties(number)
     answer[f"cuda:{number}"] = f"{gpu.name}, SM {gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
 """
-    found = probes.ask("torch", code)
+    found = probes.run("torch", code)
     return {"import failed": found["failed"]} if "failed" in found else found
 
 
@@ -123,7 +120,7 @@ def _gpus() -> Findings:
 def _kernel_libraries(probes: Probes) -> Findings:
     libraries, modules = _required_libraries(), _modules()
     with ThreadPoolExecutor(max_workers=len(libraries) or 1) as pool:
-        states = pool.map(lambda name: _library(probes, name, modules.get(normal(name), [])), libraries)
+        states = pool.map(lambda name: _library(probes, name, modules.get(canonical_name(name), [])), libraries)
         return dict(zip(libraries, states, strict=True))
 
 
@@ -131,7 +128,7 @@ def _required_libraries() -> list[str]:
     """Return the distributions that installed plugins require, optional ones included, beyond what core requires."""
     from packaging.requirements import InvalidRequirement, Requirement
 
-    own = {normal(Requirement(text).name) for text in metadata.distribution("attnplug").requires or ()}
+    own = {canonical_name(Requirement(text).name) for text in metadata.distribution("attnplug").requires or ()}
     found = set()
     for point in find_entry_points(GROUP)[0]:
         for text in (point.dist.requires if point.dist is not None else None) or ():
@@ -139,9 +136,9 @@ def _required_libraries() -> list[str]:
                 requirement = Requirement(text)
             except InvalidRequirement:
                 continue
-            if normal(requirement.name) not in own and not (_FOR_TESTS & _extras(requirement)):
+            if canonical_name(requirement.name) not in own and not (_FOR_TESTS & _extras(requirement)):
                 found.add(requirement.name)
-    return sorted(name for name in found if not normal(name).startswith("attnplug"))
+    return sorted(name for name in found if not canonical_name(name).startswith("attnplug"))
 
 
 def _extras(requirement: Requirement) -> set[str]:
@@ -150,7 +147,7 @@ def _extras(requirement: Requirement) -> set[str]:
 
 
 def _modules() -> Mapping[str, list[str]]:
-    """Return the top-level modules of each distribution; empty if metadata is too damaged to tell."""
+    """Return the top-level modules of each distribution; empty if metadata is damaged."""
     found: dict[str, list[str]] = {}
     try:
         owners = metadata.packages_distributions()
@@ -158,7 +155,7 @@ def _modules() -> Mapping[str, list[str]]:
         return found
     for module, distributions in owners.items():
         for distribution in set(distributions):
-            found.setdefault(normal(distribution), []).append(module)
+            found.setdefault(canonical_name(distribution), []).append(module)
     return found
 
 
@@ -168,33 +165,34 @@ def _library(probes: Probes, name: str, modules: Sequence[str]) -> str:
         return "not installed"
     public = sorted(module for module in modules if module.isidentifier() and not module.startswith("_"))
     code = f"import {', '.join(public)}; answer = {{}}" if public else "answer = {}"
-    failure = probes.ask(name, code).get("failed")
+    failure = probes.run(name, code).get("failed")
     return version if failure is None else f"{version}; import failed: {failure}"
 
 
-def _ask_plugins(probes: Probes) -> Findings:
-    """Listed in a process of its own: a plugin that crashes its process must not take the report along."""
-    return probes.ask("plugins", "from attnplug.cli.doctor import plugin_answer; answer = plugin_answer()")
+def _probe_plugins(probes: Probes) -> Findings:
+    """List plugins in a separate process, because a plugin may crash it."""
+    return probes.run("plugins", "from attnplug.cli.doctor import plugin_answer; answer = plugin_answer()")
 
 
-def _plugins(probes: Probes, asked: Future[Findings]) -> Findings:
-    answer = asked.result()
+def _plugins(probes: Probes, probed: Future[Findings]) -> Findings:
+    answer = probed.result()
     if "failed" in answer:
         return answer
-    findings, factories = jsonlib.loads(answer["findings"]), jsonlib.loads(answer["factories"])
+    findings: Findings = answer["findings"]
+    factories = answer["factories"]
     for name, failure in _factory_failures(probes, factories).items():
         findings[name] += f", but its factory {factories[name]} cannot be imported: {failure}"
-    return {str(name): str(text) for name, text in findings.items()}
+    return findings
 
 
 def _factory_failures(probes: Probes, factories: Mapping[str, str]) -> Findings:
-    """Why the factories of usable backends cannot be imported. Metadata does not tell."""
-    failures = probes.ask("factories", _importing(factories)) if factories else {}
+    """Return the import errors of usable backends' factories, by backend."""
+    failures = probes.run("factories", _importing(factories)) if factories else {}
     if "failed" not in failures:
         return failures
     found: dict[str, str] = {}
-    for name, factory in factories.items():  # one of them crashed the process
-        alone = probes.ask(name, _importing({name: factory}))
+    for name, factory in factories.items():  # one of them crashed the process: import each separately
+        alone = probes.run(name, _importing({name: factory}))
         found |= {name: alone["failed"]} if "failed" in alone else alone
     return found
 
@@ -204,40 +202,37 @@ def _importing(factories: Mapping[str, str]) -> str:
 
 
 def import_factories(factories: Mapping[str, str]) -> Findings:
-    """Import each, and return what the failing ones raise."""
+    """Import each factory and return the errors of those that fail."""
     failures = {}
     for name, factory in factories.items():
-        module, _, attribute = factory.partition(":")
         try:
-            operator.attrgetter(attribute)(importlib.import_module(module))
+            pkgutil.resolve_name(factory)
         except BaseException as error:  # libraries raise anything on import, even SystemExit
             failures[name] = describe_error(error)
     return failures
 
 
 def plugin_answer() -> Findings:
-    """What to say about each plugin, where the factories of usable backends are, and which tables are measured."""
+    """Return findings about plugins, factories of usable backends and states of measured tables."""
     environment = {name: value for name, value in os.environ.items() if name != STRICT_VARIABLE}
     registry = load_registry(environment=environment)
     rows = list(listing(registry, every=True))
     texts = [(row.name, f"{row.distribution} {row.version}: {row.text}") for row in rows]
-    texts += [(name, f"named in {ALLOW_VARIABLE}, but no installed plugin matches it") for name in registry.unmatched]
+    texts += [(name, f"listed in {ALLOW_VARIABLE}, but no installed plugin matches it") for name in registry.unmatched]
     findings: dict[str, str] = {}
     for name, text in texts:
         findings[name] = f"{findings[name]}\n{text}" if name in findings else text
     factories = {row.name: registry.backends[row.name].spec.factory for row in rows if row.status == "usable"}
-    tables = _guarded(partial(_table_states, registry))
-    answers = {"findings": findings, "factories": factories, "tables": tables}
-    return {name: jsonlib.dumps(answer) for name, answer in answers.items()}
+    return {"findings": findings, "factories": factories, "tables": _guarded(partial(_table_states, registry))}
 
 
-def _tables(asked: Future[Findings]) -> Findings:
-    answer = asked.result()
-    return answer if "failed" in answer else {str(k): str(text) for k, text in jsonlib.loads(answer["tables"]).items()}
+def _tables(probed: Future[Findings]) -> Findings:
+    answer = probed.result()
+    return answer if "failed" in answer else answer["tables"]
 
 
 def _table_states(registry: Registry) -> Findings:
-    """What to say about each file of measured tables of this machine, and about each plugin that brings some."""
+    """Return the state of each file of measured tables for this machine, and of each plugin's tables."""
     processors = [found for device in ("cuda", "cpu") if (found := this_processor(device)) is not None]
     states = [f for processor in processors for f in file_states(registry, processor).items()]
     return dict(states) or {"of this user": f"none in {cache_folder()}; 'attnplug tune' measures"}

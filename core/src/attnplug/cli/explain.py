@@ -1,11 +1,11 @@
-"""``attnplug explain``: the choice for each role, with every reason against every candidate."""
+"""``attnplug explain``: show the choice for each role and every refusal of every candidate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from attnplug.choose.explanation import explanation, passed_over
+from attnplug.choose.explanation import explanation, unrelated_candidates
 from attnplug.choose.hosts import load_host
 from attnplug.choose.measured.ranking import default_ranking
 from attnplug.choose.models import load_model
@@ -26,7 +26,7 @@ from attnplug.machine.hardware import visible_gpus
 
 @dataclass(frozen=True, slots=True)
 class ExplainOptions:
-    """The command line of ``explain``, as given."""
+    """Command-line options of ``explain``, unparsed."""
 
     model: str
     attention: str = AUTO
@@ -43,16 +43,16 @@ class ExplainOptions:
     tensor_parallel: int = 1
     mla_extend: str | None = None
     cuda_graph: str | None = None
-    """The level that is demanded; ``None`` for what the chosen backends can."""
+    """Required graph level; None for the highest that the chosen backends support."""
     settings: tuple[str, ...] = ()
     host: str | None = None
-    """The engine that a bridge carries backends into; ``None`` for ours."""
+    """Engine of a bridge; None for ours."""
 
     def request(self) -> BackendRequest:
         return BackendRequest(self.attention, self.roles, split_settings(self.settings))
 
     def problem(self, model: ModelSpec) -> Problem:
-        device, sm = where(self.device, self.sm)
+        device, sm = target_device(self.device, self.sm)
         dtype = DType.parse(self.dtype, Setting.DTYPE) if self.dtype is not None else model_dtype(model)
         if self.speculative_topk > 1 and not self.speculative_tokens:
             raise UsageError(
@@ -78,8 +78,8 @@ class ExplainOptions:
         )
 
 
-def where(device: str | None, sm: int | None) -> tuple[str, int | None]:
-    """The device and SM to judge for: those asked for, which need not be here, or else those that are here."""
+def target_device(device: str | None, sm: int | None) -> tuple[str, int | None]:
+    """Return the device and SM to explain for: the requested ones, which may be absent, or those of this machine."""
     if device is not None and device not in DEVICES:
         raise UsageError(f"--device {device!r} is unknown; use one of {', '.join(DEVICES)}")
     if device == "cpu":
@@ -93,8 +93,8 @@ def where(device: str | None, sm: int | None) -> tuple[str, int | None]:
         return "cuda", gpus[0].sm
     if device == "cuda":
         raise UsageError(
-            "--device cuda is asked for, but there is no CUDA device here; "
-            "say for which one with --sm (90 for an H100 or H200, 100 for a B200)"
+            "--device cuda is requested, but this machine has no CUDA device; "
+            "give the target's --sm (90 for an H100 or H200, 100 for a B200)"
         )
     return "cpu", None
 
@@ -110,7 +110,7 @@ def graph_level(text: str) -> GraphLevel:
 def explain_choice(options: ExplainOptions, render: Render, *, json: bool) -> int:
     if options.host is not None and options.mla_extend is not None:
         raise UsageError(
-            f"--mla-extend {options.mla_extend} is for our own engine, and {options.host} decides itself how MLA "
+            f"--mla-extend {options.mla_extend} is for our own engine, but {options.host} decides itself how MLA "
             "prefills; leave one of them out"
         )
     registry = load_registry()
@@ -119,30 +119,29 @@ def explain_choice(options: ExplainOptions, render: Render, *, json: bool) -> in
     if options.host is not None:
         return _explain_in_host(registry, options.host, options.request(), problem, json=json)
     ranking = default_ranking(registry, problem, per_batch=True)
-    return _shown(explain(registry, options.request(), problem, ranking=ranking), render, json=json)
+    return _show(explain(registry, options.request(), problem, ranking=ranking), render, json=json)
 
 
-def _shown(selection: Selection, render: Render, *, json: bool, host: Mapping[str, object] | None = None) -> int:
+def _show(selection: Selection, render: Render, *, json: bool, host: Mapping[str, object] | None = None) -> int:
     if json:
         roles = {role.value: _as_json(choice, render) for role, choice in selection.choices.items()}
         output.write_json({**roles, **({} if host is None else {"host": host})})
     else:
         print("\n".join(explanation(selection, render)))
-        if any(map(passed_over, selection.choices.values())):
+        if any(map(unrelated_candidates, selection.choices.values())):
             print("\n--json has every reason against backends for another role or kind of attention")
     return 1 if selection.unserved else 0
 
 
 def _explain_in_host(registry: Registry, name: str, request: BackendRequest, problem: Problem, *, json: bool) -> int:
-    """The same for an engine of others: in its words, after what it fixes or cannot carry."""
+    """Explain the selection inside a bridge's engine, with its own refusals and setting names."""
     host, bridge = load_host(name)
     refusals, found = host.refusals(problem), host.installed()
     if not json:
-        here = "not installed here" if found is None else found
-        print(f"host       {host.title} {host.versions}, {here} ({bridge})")
+        print(f"host       {host.title} {host.versions}, {found or 'not installed here'} ({bridge})")
         for refusal in refusals:
             print(f"  - {refusal.told(host.render)}")
-    told = {
+    summary = {
         "name": name,
         "version": found,
         "versions": host.versions,
@@ -151,7 +150,7 @@ def _explain_in_host(registry: Registry, name: str, request: BackendRequest, pro
     fitted = host.fit(replace(problem, wants_prefill_graphs=False))
     ranking = default_ranking(registry, fitted, per_batch=host.per_batch(fitted))
     selection = explain(registry, request, fitted, ranking=ranking)
-    unserved = _shown(selection, host.render, json=json, host=told)
+    unserved = _show(selection, host.render, json=json, host=summary)
     return 1 if refusals else unserved
 
 

@@ -1,4 +1,4 @@
-"""Commands that other packages bring, by entry points. A broken one matters only to those who ask for it."""
+"""Commands of other packages, found by entry points. A broken command is an error only for its own users."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from attnplug.declare.errors import PluginError, UsageError, describe_error
 
 DOCS = "https://github.com/attnplug/attnplug/blob/main/docs/commands.md"
 GROUP = "attnplug.commands"
-"""Entry-point group by which other packages add commands: name = the command, target = ``declare(commands)``."""
+"""Entry-point group of commands: name = the command's name, target = a function ``declare(commands)``."""
 
-Commands = argparse._SubParsersAction  # what argparse calls the place where commands are added
+Commands = argparse._SubParsersAction  # argparse's class of subcommands, private but returned by add_subparsers
 
 
 def add_all(commands: Commands[argparse.ArgumentParser], own: Collection[str]) -> None:
-    """Add every command that can be loaded, with one line on standard error for each that cannot."""
+    """Add every command that can be loaded. Print one line to standard error for each that cannot."""
     found, broken = claims()
     for fault in broken:
         print(f"warning: {fault.source}: {fault.error}", file=sys.stderr)
@@ -31,20 +31,20 @@ def add_all(commands: Commands[argparse.ArgumentParser], own: Collection[str]) -
             print(f"warning: {error}", file=sys.stderr)
 
 
-def add(commands: Commands[argparse.ArgumentParser], asked: str, own: Collection[str]) -> None:
-    """Add the command that was asked for; none of the others is loaded."""
+def add(commands: Commands[argparse.ArgumentParser], name: str, own: Collection[str]) -> None:
+    """Add one command without loading the others. Raises UsageError if no package provides it."""
     found, broken = claims()
-    if asked not in found:
+    if name not in found:
         known = [*own, *found]
-        near = difflib.get_close_matches(asked.lower(), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}; packages add more, see {DOCS}"
-        unread = "".join(f"\n  {fault.source}: {fault.error}" for fault in broken)
-        raise UsageError(f"there is no command {asked!r}; {hint}{unread}")
-    _add(commands, asked, found[asked], own)
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(known)}; packages add more, see {DOCS}"
+        unreadable = "".join(f"\n  {fault.source}: {fault.error}" for fault in broken)
+        raise UsageError(f"there is no command {name!r}; {hint}{unreadable}")
+    _add(commands, name, found[name], own)
 
 
 def claims() -> tuple[Mapping[str, list[EntryPoint]], list[Broken]]:
-    """Every command's name with the entry points that claim it, and installations that cannot be read."""
+    """Return the entry points of every command by name, and installations that cannot be read."""
     points, broken = find_entry_points(GROUP)
     found: dict[str, list[EntryPoint]] = {}
     for point in sorted(points, key=lambda point: point.name):
@@ -53,7 +53,7 @@ def claims() -> tuple[Mapping[str, list[EntryPoint]], list[Broken]]:
 
 
 def conflict(name: str, points: Collection[EntryPoint], own: Collection[str]) -> str | None:
-    """Why no claim to a command's name counts; ``None`` if there is one claim, and the name is free."""
+    """Return an error if several packages claim a command's name or attnplug itself has it; otherwise None."""
     claimants = " and ".join(f"{Source.of(point)} ({point.value})" for point in points)
     if name in own:
         return f"command {name!r} of {claimants} is not used: attnplug has a command of that name"
@@ -77,7 +77,7 @@ def _add(
         if declared is None:
             raise PluginError("it adds no command of that name")
         if declared.get_default("command") is None or declared.get_default("json") is None:
-            raise PluginError("it adds its command without attnplug.cli.app.add_command")
+            raise PluginError("it does not add its command with attnplug.host.add_command")
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"while loading command {name} ({source})") from error
     except BaseException as error:  # packages raise anything on import, SystemExit too

@@ -1,4 +1,4 @@
-"""The command ``attnplug``. Exit codes: 0 good, 1 a refusal or failed check, 2 wrong usage."""
+"""Entry point of the command ``attnplug``. Exit codes: 0 success, 1 refusal or failed check, 2 usage error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnplug.machine import interrupt
 
 
 def main() -> None:
-    """Run the command; a person's mistake ends in one message on standard error, never in a traceback."""
+    """Run the command. A user's mistake ends in one message on standard error, without a traceback."""
     render: Render = option
     try:
         with output.safe_streams():
@@ -26,14 +26,14 @@ def main() -> None:
     except AttnplugError as error:
         print(f"error: {error.told(render)}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt as error:  # it may say what was interrupted
+    except KeyboardInterrupt as error:  # its text may name the plugin that was loading
         print(f"interrupted {error}".rstrip(), file=sys.stderr)
         sys.exit(interrupt.EXIT_CODE)
-    except BrokenPipeError:  # the reader of our output went away, as in 'attnplug backends | head -1'
+    except BrokenPipeError:  # the reader closed the pipe, as in 'attnplug backends | head -1'
         _discard_output()
         sys.exit(1)
     except OSError as error:
-        if error.errno is None or error.filename is not None:  # not about our output
+        if error.errno is None or error.filename is not None:  # unrelated to our output
             raise
         _discard_output()
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    """Run the command. An error in a plugin's code is reported as such; one in ours is a traceback, to be reported."""
+    """Run the command. An error in a plugin's code names the plugin; one in our code keeps its traceback."""
     try:
         return run(parsed)
     except (AttnplugError, KeyboardInterrupt, interrupt.Terminated):
@@ -54,5 +54,5 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _discard_output() -> None:
-    """Python flushes standard output once more when it exits; make that succeed."""
+    """Redirect standard output to null, because Python flushes it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Settings as options of a command line, for people who can give them."""
+"""Formatting of settings as command-line options."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from attnplug.declare.settings import Render
 
 
 def option(setting: str) -> str:
-    """``--page-size`` for ``page_size``; ``--backend-option NAME.KEY=…`` for an option of a backend."""
+    """Return ``--page-size`` for ``page_size``, or ``--backend-option NAME.KEY=…`` for an option of a backend."""
     return f"--backend-option {setting}=…" if "." in setting else f"--{setting.replace('_', '-')}"
 
 
 def options_of(parser: argparse.ArgumentParser) -> Render:
-    """Renders settings as the options of one command; ``None`` for those that it does not have."""
+    """Return a function that formats settings as options of one command, or as None if it has no such option."""
 
     def render(setting: str) -> str | None:
         text = option(setting)
@@ -24,5 +24,5 @@ def options_of(parser: argparse.ArgumentParser) -> Render:
 
 
 def refusal_as_json(refusal: Refusal, render: Render) -> dict[str, object]:
-    """A refusal, with its setting by key and as an option."""
+    """Return a refusal as JSON, with its setting as a key and as a command-line option."""
     return {**refusal.as_json(), "option": None if refusal.setting is None else render(refusal.setting)}

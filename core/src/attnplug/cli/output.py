@@ -1,7 +1,7 @@
-"""Standard output, kept for the answer.
+"""Standard output of a command.
 
-With ``--json``, everything else that any code writes to standard output, in Python or not, goes to standard error.
-Plugins and kernel libraries print when they please, and a program reads what we print.
+With ``--json``, only the result is written to standard output. Everything else, including the output of plugins' and
+kernel libraries' native code, goes to standard error, because a program parses the result.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-_answers: int | TextIO | None = None
-"""Where answers go while standard output is reserved: a descriptor, or a stream that has none."""
+_results: int | TextIO | None = None
+"""Destination of results while standard output is reserved: a file descriptor, or a stream that has none."""
 
 
 @contextlib.contextmanager
 def safe_streams() -> Iterator[None]:
-    """Make the standard streams safe to print on: closed ones swallow, characters they lack become question marks.
+    """Make the standard streams safe to print to, and undo :func:`reserve_for_json` on exit.
 
-    What :func:`reserve_for_json` changed is put back at the end.
+    Closed streams discard output. Characters that a stream cannot encode become question marks.
     """
     with contextlib.ExitStack() as undo:
         for name in ("stdout", "stderr"):
@@ -38,64 +38,64 @@ def safe_streams() -> Iterator[None]:
             yield
         finally:
             release(stdout)
-            stdout.flush()  # here, where an error can still be reported
+            stdout.flush()  # while an error can still be reported
 
 
 def release(stdout: TextIO | None = None) -> None:
-    """Give standard output back to everyone: what :func:`reserve_for_json` took."""
-    global _answers
-    if isinstance(_answers, int):
+    """Undo :func:`reserve_for_json`."""
+    global _results
+    if isinstance(_results, int):
         stdout = stdout or sys.__stdout__
         if stdout is not None:
-            os.dup2(_answers, stdout.fileno())
-        os.close(_answers)
-    elif _answers is not None:
-        stdout = stdout or _answers
-    _answers = None
+            os.dup2(_results, stdout.fileno())
+        os.close(_results)
+    elif _results is not None:
+        stdout = stdout or _results
+    _results = None
     if stdout is not None:
         sys.stdout = stdout
 
 
 def reserve_for_json() -> None:
-    """From here on only :func:`write_json` reaches standard output."""
-    global _answers
+    """Reserve standard output for :func:`write_json` and :func:`write_line`; redirect all other output to stderr."""
+    global _results
     try:
         descriptor = os.dup(sys.stdout.fileno())
-    except (OSError, ValueError):  # not a file of the operating system: in a test or a notebook
-        _answers = sys.stdout
+    except (OSError, ValueError):  # no file descriptor: in a test or a notebook
+        _results = sys.stdout
     else:
         sys.stdout.flush()
-        _answers = descriptor
+        _results = descriptor
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sys.stdout = sys.stderr
 
 
 def write_json(value: object) -> None:
-    """The answer of a command that was asked for JSON."""
+    """Write the result of a command that was called with ``--json``."""
     write_line(json.dumps(value, indent=2))
 
 
 def write_line(text: str) -> None:
-    """A part of the answer: one line of JSON lines, written at once. A file gets the whole line or none of it."""
-    assert _answers is not None, "reserve_for_json comes first"
-    if isinstance(_answers, int):
-        _write_whole(_answers, f"{text}\n".encode(errors="replace"))
+    """Write one line of a JSON Lines result, unbuffered. A file gets the whole line or nothing."""
+    assert _results is not None, "call reserve_for_json first"
+    if isinstance(_results, int):
+        _write_whole(_results, f"{text}\n".encode(errors="replace"))
     else:
-        _answers.write(text + "\n")
-        _answers.flush()
+        _results.write(text + "\n")
+        _results.flush()
 
 
 def _write_whole(descriptor: int, line: bytes) -> None:
-    """Write without a buffer, which would keep a line that failed, and fail to write it again later.
+    """Write without a buffer, which would keep a failed line and try to write it again later.
 
-    If a full disk took only part of a line, that part is cut off again. The reader of a pipe has it already.
+    If the disk is full, a partially written line is truncated. A pipe's reader may have received part of it.
     """
     before, written = os.fstat(descriptor), 0
     try:
         while written < len(line):
             written += os.write(descriptor, line[written:])
     except OSError:
-        # The end of the file is ours if the file grew by what we wrote.
+        # Truncate only if no other process has appended to the file.
         if stat.S_ISREG(before.st_mode) and os.fstat(descriptor).st_size == before.st_size + written:
             os.ftruncate(descriptor, before.st_size)
             os.lseek(descriptor, before.st_size, os.SEEK_SET)
@@ -103,5 +103,5 @@ def _write_whole(descriptor: int, line: bytes) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether the answer goes to a terminal, on which nothing else may be drawn meanwhile."""
-    return os.isatty(_answers) if isinstance(_answers, int) else (_answers or sys.stdout).isatty()
+    """Return True if results go to a terminal, where a progress bar would overwrite them."""
+    return os.isatty(_results) if isinstance(_results, int) else (_results or sys.stdout).isatty()

@@ -12,13 +12,13 @@ from attnplug.cli import output
 from attnplug.cli.backends import Row, listing
 from attnplug.cli.foreign import claims, conflict
 from attnplug.cli.text import table
-from attnplug.cli.warn import warn_of_the_rest
+from attnplug.cli.warn import warn_of_slow_and_unmatched
 from attnplug.hf.tiny import TINY
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
-    """One thing that an installed package brings: a backend, a command, another hook's item, or a broken plugin."""
+class Item:
+    """One item of an installed package: a backend, a command, a host, another hook's item, or a broken plugin."""
 
     distribution: str
     version: str
@@ -33,56 +33,56 @@ class Brought:
 
 def list_plugins(own_commands: Collection[str], *, json: bool) -> int:
     registry = load_registry()
-    brought = [_backend(row) for row in listing(registry, every=True)]
-    brought += _commands(own_commands)
-    brought += _hosts()
-    brought += _other(registry)
-    brought.sort(key=lambda one: (one.distribution != "attnplug", one.distribution, one.kind, one.name))
+    items = [_backend(row) for row in listing(registry, every=True)]
+    items += _commands(own_commands)
+    items += _hosts()
+    items += _other(registry)
+    items.sort(key=lambda item: (item.distribution != "attnplug", item.distribution, item.kind, item.name))
     if json:
-        output.write_json({"installed": _by_package(brought)})
+        output.write_json({"installed": _by_package(items)})
     else:
-        cells = [(f"{b.distribution} {b.version}", f"{b.kind} {b.name}", b.text) for b in brought]
+        cells = [(f"{item.distribution} {item.version}", f"{item.kind} {item.name}", item.text) for item in items]
         print(table(("installed", "brings", "status"), cells))
-    warn_of_the_rest(registry)
+    warn_of_slow_and_unmatched(registry)
     return 0
 
 
-def _backend(row: Row) -> Brought:
-    kind = "plugin" if row.status in ("broken", "blocked") else "backend"  # only the entry point of those is known
-    return Brought(row.distribution, row.version, kind, row.name, row.status, row.text)
+def _backend(row: Row) -> Item:
+    kind = "plugin" if row.status in ("broken", "blocked") else "backend"  # their backends are unknown
+    return Item(row.distribution, row.version, kind, row.name, row.status, row.text)
 
 
-def _commands(own: Collection[str]) -> Iterator[Brought]:
-    """Commands according to metadata. None is loaded, so a command that fails to load is not known to be broken."""
-    found, _ = claims()  # what cannot be read is listed among the broken plugins
+def _commands(own: Collection[str]) -> Iterator[Item]:
+    """Yield commands from metadata. None is loaded, so one that fails to load is not listed as broken."""
+    found, _ = claims()  # unreadable installations are listed as broken plugins
     for name, points in found.items():
         taken = conflict(name, points, own)
         for source in map(Source.of, points):
             status = "installed" if taken is None else "broken"
-            yield Brought(source.distribution, source.version, "command", name, status, taken or "installed")
+            yield Item(source.distribution, source.version, "command", name, status, taken or "installed")
 
 
-def _hosts() -> Iterator[Brought]:
-    """Hosts according to metadata; ``explain --host`` loads them."""
+def _hosts() -> Iterator[Item]:
+    """Yield hosts from metadata. Only ``explain --host`` loads them."""
     for source in map(Source.of, find_entry_points(GROUP)[0]):
-        yield Brought(source.distribution, source.version, "host", source.entry_point, "installed", "installed")
+        yield Item(source.distribution, source.version, "host", source.entry_point, "installed", "installed")
 
 
-def _other(registry: Registry) -> Iterator[Brought]:
-    """What plugins bring beyond backends. Core's own is the same everywhere, and is left out."""
+def _other(registry: Registry) -> Iterator[Item]:
+    """Yield items other than backends. Core's own are the same everywhere and are left out."""
     kinds = [("workspace kind", name, kind.source) for name, kind in registry.workspace_kinds.items()]
     tables = [("measured table", name, table.source) for name, table in registry.rankings.items()]
     models = [("model", TINY + name, model.source) for name, model in registry.tiny_models.items()]
     for kind, name, source in (*kinds, *tables, *models):
         if not source.embedded:
-            yield Brought(source.distribution, source.version, kind, name, "installed", "installed")
+            yield Item(source.distribution, source.version, kind, name, "installed", "installed")
 
 
-def _by_package(brought: list[Brought]) -> list[dict[str, object]]:
-    packages: dict[tuple[str, str], list[Brought]] = {}
-    for one in brought:
-        packages.setdefault((one.distribution, one.version), []).append(one)
+def _by_package(items: list[Item]) -> list[dict[str, object]]:
+    packages: dict[tuple[str, str], list[Item]] = {}
+    for item in items:
+        packages.setdefault((item.distribution, item.version), []).append(item)
     return [
-        {"distribution": distribution, "version": version, "brings": [one.as_json() for one in brings]}
-        for (distribution, version), brings in packages.items()
+        {"distribution": distribution, "version": version, "brings": [item.as_json() for item in provided]}
+        for (distribution, version), provided in packages.items()
     ]

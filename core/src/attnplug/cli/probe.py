@@ -1,7 +1,7 @@
-"""Questions that are asked in processes of their own, several at a time, with a line that shows which are running.
+"""Probes that run in separate processes, in parallel, with a progress line.
 
-Libraries are imported only there: some raise AssertionError or RuntimeError on import, some print, some crash the
-process.
+Libraries are imported only there, because some raise AssertionError or RuntimeError on import, some print, and some
+crash the process.
 """
 
 from __future__ import annotations
@@ -12,40 +12,38 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
-Findings = Mapping[str, str]
-SECONDS = 120.0
-"""Seconds after which a process is given up."""
+Findings = dict[str, Any]
+TIMEOUT_SECONDS = 120.0
 
 
 class Probes:
-    """Runs as many processes at a time as there are cores. ``terminal`` is where progress is shown, if anywhere."""
+    """Runs probes, at most one per core at a time. ``terminal`` shows progress; None shows none."""
 
     def __init__(self, terminal: TextIO | None) -> None:
         self._terminal = terminal
-        self._room = threading.BoundedSemaphore(os.cpu_count() or 1)
+        self._slots = threading.BoundedSemaphore(os.cpu_count() or 1)
         self._lock = threading.RLock()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._asked = self._answered = 0
+        self._started = self._finished = 0
         self._stopped = False
 
-    def ask(self, name: str, code: str) -> Findings:
-        """What the code leaves in ``answer``, or ``{"failed": why}`` if it does not get that far."""
+    def run(self, name: str, code: str) -> Findings:
+        """Run Python code in a new process and return its variable ``answer``, a dict, or ``{"failed": reason}``."""
         with self._lock:
-            self._asked += 1
-        with self._room:
+            self._started += 1
+        with self._slots:
             try:
-                return self._ask(name, code)
+                return self._run(name, code)
             finally:
                 with self._lock:
                     self._running.pop(name, None)
-                    self._answered += 1
+                    self._finished += 1
                     self._show()
 
-    def _ask(self, name: str, code: str) -> Findings:
-        mark = f"attnplug-{os.urandom(8).hex()}"  # tells the answer from what the code prints, at exit too
+    def _run(self, name: str, code: str) -> Findings:
+        mark = f"attnplug-{os.urandom(8).hex()}"  # distinguishes the answer from output of the code
         script = (
             "import json, os\ntry:\n    scope = {}\n"
             f"    exec({code!r}, scope)\n    answer = scope['answer']\n"
@@ -64,27 +62,28 @@ class Probes:
             )
             self._show()
         try:
-            out, _ = process.communicate(timeout=SECONDS)
+            out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            return {"failed": f"no answer within {SECONDS:g} s"}
+            return {"failed": f"no answer within {TIMEOUT_SECONDS:g} s"}
         for line in reversed(out.decode(errors="replace").splitlines()):
             if line.startswith(mark):
-                return {str(key): str(text) for key, text in json.loads(line.removeprefix(mark)).items()}
+                answer: Findings = json.loads(line.removeprefix(mark))
+                return answer
         status = process.returncode
         ended = f"killed by signal {-status}" if status < 0 else f"exit code {status}"
         return {"failed": f"the process ended during the import ({ended})"}
 
     def stop(self) -> None:
-        """End what is running, and start nothing more."""
+        """Kill running probes and start no more."""
         with self._lock:
             self._stopped = True
             for process in self._running.values():
                 process.kill()
 
     def print(self, text: str) -> None:
-        """Print a part of the report, in place of the line that shows progress."""
+        """Print a part of the report above the progress line."""
         with self._lock:
             self._clear()
             print(text, flush=True)
@@ -94,8 +93,10 @@ class Probes:
         if self._terminal is not None:
             self._clear()
             if self._running:
-                line = f"probing {', '.join(self._running)} … {self._answered}/{self._asked}"
-                self._terminal.write(line[: shutil.get_terminal_size().columns - 1])  # a wrapped line is not cleared
+                line = f"probing {', '.join(self._running)} … {self._finished}/{self._started}"
+                self._terminal.write(
+                    line[: shutil.get_terminal_size().columns - 1]
+                )  # a wrapped line could not be cleared
                 self._terminal.flush()
 
     def _clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Plain text tables, for commands that must start quickly: rich would cost them a third of their budget."""
+"""Plain-text tables for commands that must start quickly. Importing rich would take a third of their time budget."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-_WIDE = 160
-_NARROWEST = 12
-"""Columns narrower than this are hard to read: cells are then written below each other."""
+_DEFAULT_WIDTH = 160
+_MIN_COLUMN_WIDTH = 12
+"""Minimum width of a column. If columns do not fit, cells are written below each other."""
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns that wrap within the terminal's width; on a narrow one, a block of lines for each row."""
-    width = shutil.get_terminal_size((_WIDE, 24)).columns if sys.stdout.isatty() else _WIDE
+    """Format aligned columns that wrap within the terminal's width, or one block per row on a narrow terminal."""
+    width = shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns if sys.stdout.isatty() else _DEFAULT_WIDTH
     widths = _widths([columns, *rows], width - 2 * (len(columns) - 1))
     if widths is None:
         return "\n\n".join(_block(columns, row, width) for row in rows)
@@ -31,18 +31,18 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _widths(rows: Sequence[Sequence[str]], available: int) -> list[int] | None:
-    """Natural widths if they fit; otherwise the widest columns shrink. ``None`` if too little would be left."""
+    """Return column widths. The widest columns shrink to fit; None if they would become too narrow."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while sum(widths) > available:
         widest = max(range(len(widths)), key=widths.__getitem__)
-        if widths[widest] <= _NARROWEST:
+        if widths[widest] <= _MIN_COLUMN_WIDTH:
             return None
         widths[widest] -= 1
     return widths
 
 
 def _block(columns: Sequence[str], row: Sequence[str], width: int) -> str:
-    """One row, with its first cell as the heading of the others; empty cells are left out."""
+    """Format one row as a block headed by its first cell. Empty cells are left out."""
     heading, *others = zip(columns, row, strict=True)
     lines = _wrap(heading[1], width)
     for column, cell in others:
@@ -52,7 +52,7 @@ def _block(columns: Sequence[str], row: Sequence[str], width: int) -> str:
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """Lines of at most this width. Package names stay whole, because people copy them."""
+    """Wrap text. Package names are not broken, so that they can be copied."""
     wrapper = textwrap.TextWrapper(
         max(width, 1), initial_indent=indent, subsequent_indent=2 * indent, break_on_hyphens=False
     )

@@ -16,7 +16,7 @@ from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, t
 from attnplug.declare.errors import UsageError
 from attnplug.declare.measured import MeasuredTable
 from attnplug.machine.hardware import Processor
-from attnplug.machine.interrupt import terminated_in_order
+from attnplug.machine.interrupt import raise_on_sigterm
 from attnplug.tune.page import report_page
 from attnplug.tune.process import in_own_process
 from attnplug.tune.results import row_of, rows_of_tables
@@ -43,7 +43,7 @@ def tune_backends(parsed: argparse.Namespace) -> int:
         if tables := tables_of(tuned, plan.processor, versions[tuned.backend], day):
             write_tables(path, tables)
 
-    with terminated_in_order(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
+    with raise_on_sigterm(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
         try:
             results = tune(jobs, parsed.budget, in_own_process, told=watching, finished=finished)
         except KeyboardInterrupt:

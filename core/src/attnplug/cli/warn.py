@@ -1,4 +1,4 @@
-"""What every command says about plugins that it had to leave out."""
+"""Warnings of commands about plugins that are left out."""
 
 from __future__ import annotations
 
@@ -6,49 +6,45 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any
 
 from attnplug.choose.registry import ALLOW_VARIABLE, Registry
 from attnplug.declare.errors import PluginWarning, TableWarning
 
-_OURS = (PluginWarning, TableWarning)
+_CATEGORIES = (PluginWarning, TableWarning)
 
 
 def warn_of_plugins(registry: Registry) -> None:
-    """One line on standard error for each broken plugin: a missing backend must not look like a misspelled name."""
+    """Print one line to standard error per broken, slow or unmatched plugin.
+
+    Otherwise a backend of a broken plugin would look like a misspelled name.
+    """
     for broken in registry.broken:
         print(f"warning: plugin {broken}", file=sys.stderr)
-    warn_of_the_rest(registry)
+    warn_of_slow_and_unmatched(registry)
 
 
-def warn_of_the_rest(registry: Registry) -> None:
-    """One line for each plugin that is slow to load, and for each name in the allow-list that allows nothing."""
+def warn_of_slow_and_unmatched(registry: Registry) -> None:
+    """Print one line per plugin that is slow to load, and per name in the allow-list that matches no plugin."""
     for source, seconds in registry.slow.items():
         print(f"warning: plugin {source.entry_point} ({source}) took {seconds:.1f} s to load", file=sys.stderr)
     for name in registry.unmatched:
-        print(f"warning: {ALLOW_VARIABLE} names {name!r}, which matches no installed plugin", file=sys.stderr)
+        print(f"warning: {ALLOW_VARIABLE} lists {name!r}, which matches no installed plugin", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def shown_as_lines() -> Iterator[None]:
-    """Show warnings of ours like the other warnings of a command, without a place in our source."""
+    """Print our own warnings as one line each, without a source location."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def show_line(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
-            if issubclass(category, _OURS):
+        def show_line(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+            if issubclass(category, _CATEGORIES):
                 print(f"warning: {message}", file=sys.stderr)
             else:
-                show(message, category, filename, lineno, file, line)
+                show(message, category, *rest, **named)
 
-        for ours in _OURS:
-            warnings.simplefilter("default", ours)  # each once, whatever -W says of warnings
+        for category in _CATEGORIES:
+            warnings.simplefilter("default", category)  # each once, regardless of -W
         warnings.showwarning = show_line
         yield

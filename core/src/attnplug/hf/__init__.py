@@ -1,1 +1,1 @@
-"""Hugging Face configs, and the built-in tiny models, as model specs."""
+"""Conversion of Hugging Face configs, including built-in tiny models, to model specs."""

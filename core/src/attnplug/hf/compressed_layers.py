@@ -1,4 +1,4 @@
-"""DeepSeek-V4's keys: sliding layers, and layers that also attend to entries made of windows of tokens."""
+"""Reader for DeepSeek-V4 configs: sliding-window layers, some of which also attend to compressed entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULTS: Mapping[str, object] = {
     "index_topk": 512,
     "max_position_embeddings": 1048576,
 }
-"""What transformers' config class assumes."""
+"""Defaults of transformers' config class."""
 
 _RATIOS = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 _BY_NAME: Mapping[str | int, str] = {name: name for name in (SLIDING, SPARSE, HEAVY)}
@@ -27,10 +27,10 @@ _BY_RATIO: Mapping[str | int, str] = {0: SLIDING, 4: SPARSE, 128: HEAVY}
 
 
 def compressed_layers(config: Config) -> list[LayerSpec]:
-    """One latent row per token, which is key and value, of any layer type; every layer has sinks and a window."""
+    """Read the layers. Each caches one latent row per token, used as key and value, and has sinks and a window."""
     heads, width = config.integer("num_attention_heads"), config.integer("head_dim")
     if (config.optional_integer("num_key_value_heads") or 1) != 1:
-        raise config.wrong("num_key_value_heads", "1: all query heads share one row")
+        raise config.wrong("num_key_value_heads", "1, because all query heads share one row")
     index = IndexerDims(config.integer("index_n_heads"), config.integer("index_head_dim"), config.integer("index_topk"))
     sliding = LayerSpec(
         layer_id=0,
@@ -51,13 +51,14 @@ def compressed_layers(config: Config) -> list[LayerSpec]:
     }
     types = _types(config)
     if set(types) == {SLIDING}:
-        raise config.error("makes every layer a sliding one, and models without compressed layers are not served",
-                           "layer_types")  # fmt: skip
+        raise config.error(
+            "makes every layer a sliding one; models without compressed layers are not supported", "layer_types"
+        )
     return [known[each] for each in types]
 
 
 def _types(config: Config) -> list[str]:
-    """The type of each layer. Lists may go on with layers for multi-token prediction, which are left out."""
+    """Return the type of each layer. Entries beyond the layer count are multi-token prediction layers, left out."""
     count = config.layer_count()
     for key, known in (("layer_types", _BY_NAME), ("compress_ratios", _BY_RATIO)):
         listed = config.choices(key, known)
@@ -70,7 +71,7 @@ def _types(config: Config) -> list[str]:
 
 
 def _ratio(config: Config, kind: str) -> int:
-    """Tokens to an entry: by the older key if there is one, as in transformers."""
+    """Return the number of tokens per entry. As in transformers, the older key has priority."""
     older, default = _RATIOS[kind]
     section = config.section("compress_rates")
     named = None if section is None else section.optional_integer(kind)

@@ -1,4 +1,4 @@
-"""The keys of a model's config, read with types and bounds: every wrong key gives the same kind of error."""
+"""Typed, bounds-checked access to the keys of a model's config. Every invalid key raises the same kind of error."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from attnplug.declare.errors import UsageError
 
 _T = TypeVar("_T")
 
-_MOST = 1 << 30  # for any count or width: real ones are far below, and as floats they cannot overflow
-_MOST_NUMBER = 1e12  # the base of a rope for contexts of millions is 1e11
-_MOST_LAYERS = 4096
+_MAX_INTEGER = 1 << 30  # for counts and widths; far above real ones, and their products do not overflow floats
+_MAX_NUMBER = 1e12  # rope bases for contexts of millions of tokens reach 1e11
+_MAX_LAYERS = 4096
 
 
 class ModelConfigError(UsageError):
-    """A model reference or its config cannot be read. ``source`` is the file or name, ``key`` the key at fault."""
+    """A model reference or its config cannot be read. ``source`` is the file or name, ``key`` the invalid key."""
 
     def __init__(self, message: str, source: str = "", key: str | None = None) -> None:
         super().__init__(message)
@@ -27,9 +27,13 @@ class ModelConfigError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A config's keys, read with types and bounds. ``path`` leads to a nested one: ``"text_config."``.
+    """Typed view of a config. ``path`` is the prefix of a nested section, such as ``"text_config."``.
 
-    Exception contract: every method raises ModelConfigError and nothing else, for any values.
+    Exception contract: whatever the values are, methods raise only ModelConfigError. Methods without ``optional`` in
+    their name raise it for an absent key. Example::
+
+        config = Config({"num_hidden_layers": 2}, source="config.json", model_type="llama")
+        config.integer("num_hidden_layers"), config.optional_integer("head_dim")  # 2, None
     """
 
     values: Mapping[str, object]
@@ -47,10 +51,10 @@ class Config:
         return self.error(f"is {show(self.values.get(key))}; it must be {allowed}", key)
 
     def lookup(self, key: str) -> object:
-        """The raw value; None where the key is absent."""
+        """Return the raw value, or None if the key is absent."""
         return self.values.get(key)
 
-    def integer(self, key: str, least: int = 1, most: int = _MOST) -> int:
+    def integer(self, key: str, least: int = 1, most: int = _MAX_INTEGER) -> int:
         if key not in self.values:
             raise self.missing(key)
         value = self.values[key]
@@ -65,16 +69,16 @@ class Config:
         if key not in self.values:
             raise self.missing(key)
         value = self.values[key]
-        # NaN is in no range.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= _MOST_NUMBER:
-            raise self.wrong(key, f"a number from {least:g} to {_MOST_NUMBER:g}")
+        # NaN fails the range check.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= _MAX_NUMBER:
+            raise self.wrong(key, f"a number from {least:g} to {_MAX_NUMBER:g}")
         return float(value)
 
     def optional_number(self, key: str, least: float = 1e-9) -> float | None:
         return None if self.lookup(key) is None else self.number(key, least)
 
     def flag(self, key: str) -> bool:
-        """Absent and null are false."""
+        """Return a boolean. Absent and null are false."""
         value = self.lookup(key)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(key, "true or false")
@@ -93,7 +97,7 @@ class Config:
         return value
 
     def section(self, key: str) -> Config | None:
-        """The object under ``key`` as a config of its own, of the same model type."""
+        """Return the nested object under ``key`` as a config of the same model type, or None if it is absent."""
         value = self.lookup(key)
         if value is None:
             return None
@@ -102,16 +106,16 @@ class Config:
         return Config(value, self.source, self.model_type, f"{self.path}{key}.")
 
     def choices(self, key: str, known: Mapping[str | int, _T], count: int | None = None) -> list[_T] | None:
-        """What each entry of the list under ``key`` stands for. If ``count`` is given, there must be that many."""
+        """Map each entry of the list under ``key`` through ``known``. If given, ``count`` is the required length."""
         entries = self.sequence(key)
         if entries is None:
             return None
-        if len(entries) > _MOST_LAYERS or (count is not None and len(entries) != count):
-            allowed = f"at most {_MOST_LAYERS}" if count is None else f"one for each of the {count} layers"
+        if len(entries) > _MAX_LAYERS or (count is not None and len(entries) != count):
+            allowed = f"at most {_MAX_LAYERS}" if count is None else f"one for each of the {count} layers"
             raise self.error(f"has {len(entries)} entries; it must have {allowed}", key)
         chosen = []
         for index, entry in enumerate(entries):
-            # True would match the entry for 1.
+            # bool is excluded because True == 1
             if not isinstance(entry, str | int) or isinstance(entry, bool) or entry not in known:
                 allowed = f"one of {', '.join(map(repr, known))} for model type {self.model_type!r}"
                 raise self.error(f"has {show(entry)} at index {index}; it must be {allowed}", key)
@@ -119,12 +123,13 @@ class Config:
         return chosen
 
     def layer_count(self) -> int:
-        return self.integer("num_hidden_layers", most=_MOST_LAYERS)
+        return self.integer("num_hidden_layers", most=_MAX_LAYERS)
 
 
 def show(value: object) -> str:
+    """Format a value for an error message, abbreviated."""
     try:
         text = reprlib.repr(value)
-    except ValueError:  # Python refuses to print an integer of thousands of digits
+    except ValueError:  # Python does not format integers of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= 120 else text[:120] + "…"

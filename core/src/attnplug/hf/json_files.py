@@ -1,4 +1,4 @@
-"""Reading a JSON object from a file that somebody else wrote: one message, whatever is wrong with it."""
+"""Reading of untrusted JSON and text files. Every failure is one UsageError that names the file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from attnplug.declare.errors import UsageError
 from attnplug.hf.config_keys import show
 
 MOST_BYTES = 16 << 20
-"""The largest config: somebody will give the file with the weights instead."""
+"""Size limit of a config. Users may pass the file with the weights by mistake."""
 
 
 def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, object]:
-    """The object that a file holds. Raises UsageError, which names the file, and nothing else."""
+    """Read a JSON object. Raises only UsageError, which names the file."""
     text = read_text(path, most_bytes)
     try:
         value = json.loads(text)
@@ -32,13 +32,13 @@ def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, obje
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a file in UTF-8. Raises UsageError, which names the file, and nothing else."""
+    """Read a UTF-8 text file. Raises only UsageError, which names the file."""
     regular_size(path)
     try:
         with path.open("rb") as file:
             content = file.read(most_bytes + 1)
         if len(content) > most_bytes:
-            raise UsageError(f"{path} is larger than {most_bytes} bytes, more than such a file has")
+            raise UsageError(f"{path} is larger than {most_bytes} bytes, the limit for such a file")
         return content.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -47,7 +47,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def regular_size(path: Path) -> int:
-    """The size of a file in bytes. Raises UsageError for anything but a regular file: reading a pipe would wait."""
+    """Return the size of a file in bytes. Raises UsageError unless it is a regular file: reading a pipe would block."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""From a model reference to a ``ModelSpec``.
+"""Conversion of a model reference to a ``ModelSpec``.
 
-A reference is a ``config.json`` or the folder that holds one. What the keys mean for attention is in
-``model_layers``. Nothing is downloaded, and no weights are looked at.
+A reference is a ``config.json`` or the folder that contains one. ``model_layers`` interprets the keys that concern
+attention. Nothing is downloaded, and no weights are read.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from attnplug.hf.model_layers import CLASS_DEFAULTS, read_layers
 from attnplug.hf.tiny import TINY, TINY_CONFIGS
 
 UNBOUNDED_CONTEXT = 1 << 20
-"""Context length of a model whose config sets no limit (Mamba-2 has no positions to run out of)."""
+"""Context length of a model whose config sets no limit (Mamba-2 has no positions)."""
 
 
 def read_model(reference: str) -> ModelSpec:
-    """Read the config that ``reference`` leads to. Raises ModelConfigError, whatever is wrong."""
+    """Read the config at ``reference``, a file or folder. Raises ModelConfigError for any failure."""
     path = _config_path(reference)
     return _model(_read(path), Path(os.path.abspath(path)).parent.name or str(path), str(path))
 
 
 def model_from_config(config: Mapping[str, object], name: str) -> ModelSpec:
-    """Read a config that is already a mapping. Raises ModelConfigError; ``name`` is its ``source``."""
+    """Convert a config that is already a mapping. Raises ModelConfigError with ``name`` as its ``source``."""
     return _model(config, name, name)
 
 
@@ -41,14 +41,14 @@ def _config_path(reference: str) -> Path:
         if os.path.lexists(inside):
             return inside
         close = _close_to_config(path)
-        has = f"; it has {', '.join(close)}, which this cannot read" if close else ""
+        has = f"; it has {', '.join(close)}, which cannot be used" if close else ""
         raise ModelConfigError(
-            f"the folder {reference!r} holds no config.json{has}; give the folder of a Hugging Face checkpoint",
+            f"the folder {reference!r} contains no config.json{has}; give the folder of a Hugging Face checkpoint",
             reference,
         )
     if not reference or not os.path.lexists(path):
         raise ModelConfigError(
-            f"{reference!r} does not exist; give a config.json, a folder that holds one (nothing is downloaded), "
+            f"{reference!r} does not exist; give a config.json, a folder that contains one (nothing is downloaded), "
             f"or a built-in model: {', '.join(TINY + known for known in TINY_CONFIGS)}",
             reference,
         )
@@ -56,7 +56,7 @@ def _config_path(reference: str) -> Path:
 
 
 def _close_to_config(folder: Path) -> list[str]:
-    """Names in a folder that the user may have meant: other JSON files, and a config.json one level down."""
+    """Return files that the user may have meant: other JSON files, and a config.json one level down."""
     try:
         entries = sorted(folder.iterdir())
         found = [entry.name for entry in entries if entry.suffix in (".json", ".yaml") and os.path.isfile(entry)]
@@ -81,14 +81,12 @@ def _model(values: Mapping[str, object], name: str, source: str) -> ModelSpec:
     for part in (outer, config):
         if part.flag("is_encoder_decoder"):
             raise part.error(
-                "is true: an encoder-decoder model has attention over the encoder's output, which no backend here "
-                "serves; give a decoder-only model",
+                "is true: an encoder-decoder model needs attention over the encoder's output, which no backend "
+                "supports; give a decoder-only model",
                 "is_encoder_decoder",
             )
         if part.lookup("is_causal") is False:  # transformers respects it in every model
-            raise part.error(
-                "is false: attention in both directions, which no backend here serves; give a causal model", "is_causal"
-            )
+            raise part.error("is false: no backend supports bidirectional attention; give a causal model", "is_causal")
     dtypes = (part.optional_text(key) for part in (config, outer) for key in ("dtype", "torch_dtype"))
     dtype = next((dtype.removeprefix("torch.") for dtype in dtypes if dtype is not None), None)
     return ModelSpec(
@@ -101,7 +99,7 @@ def _model(values: Mapping[str, object], name: str, source: str) -> ModelSpec:
 
 
 def _language_model(outer: Config) -> Config:
-    """The config itself, or the part of a multimodal config that describes its decoder."""
+    """Return the config itself, or the section of a multimodal config that describes its decoder."""
     if "num_attention_heads" in outer.values and "num_hidden_layers" in outer.values:
         return outer
     sections = (outer.section(key) for key in ("text_config", "llm_config", "language_config"))
@@ -109,8 +107,8 @@ def _language_model(outer: Config) -> Config:
 
 
 def _typed(config: Config, outer_type: str | None) -> Config:
-    """The config with its model type, and with what that type's class assumes for absent keys."""
+    """Return the config with its model type and with transformers' defaults for absent keys."""
     model_type = config.optional_text("model_type") or outer_type
     if not model_type:
-        raise config.error("is missing; it says how the other keys are to be read", "model_type")
+        raise config.error("is missing; it determines how the other keys are read", "model_type")
     return replace(config, values={**CLASS_DEFAULTS.get(model_type, {}), **config.values}, model_type=model_type)

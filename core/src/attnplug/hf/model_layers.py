@@ -1,8 +1,8 @@
-"""What the keys of a Hugging Face config say about attention: one small reader per family of models.
+"""Readers of the attention layers in a Hugging Face config, one per model family.
 
-A reader turns a ``Config`` into one entry per layer of the model. The entry is a ``LayerSpec``, with its ``layer_id``
-set later from its place in the list, or None for a layer without attention (MLP, experts). A new model type is one
-function and one line in ``READERS``; a type that is not there is read by ``_decoder``.
+A reader converts a ``Config`` to one entry per layer of the model: a ``LayerSpec``, whose ``layer_id`` is set later
+from its position, or None for a layer without attention (MLP, experts). A new model type needs one function and one
+line in ``READERS``. ``_decoder`` reads all other types.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from attnplug.hf.compressed_layers import compressed_layers
 from attnplug.hf.config_keys import Config, ModelConfigError
 from attnplug.hf.rope_keys import rope_section, rope_type
 
-MOST_COLUMNS = 1 << 24
-"""The most columns of a layer's queries, values, cache row or convolution: real ones are below a hundredth of it."""
+MAX_COLUMNS = 1 << 24
+"""Maximum width of a layer's queries, values, cache row or convolution. Real ones are below a hundredth of it."""
 
 Layers = Sequence[LayerSpec | None]
 Reader = Callable[[Config], Layers]
 
-# What transformers' config classes assume for keys that published configs leave out (gemma-3-4b-it has no
-# num_attention_heads). The period counts layers from one full layer to the next.
+# Defaults of transformers' config classes, for keys that published configs omit (gemma-3-4b-it has no
+# num_attention_heads). sliding_window_pattern is the distance in layers from one full layer to the next.
 CLASS_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "mistral": {"sliding_window": 4096},
     "qwen3": {"head_dim": 128},
@@ -57,28 +57,28 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, object]] = {
 
 # A true value of these keys changes attention in a way that neither LayerSpec nor the default reader supports. Reading
 # such a model as a plain decoder would be silently wrong.
-_UNREAD = {
+_UNSUPPORTED = {
     **dict.fromkeys(("linear_attn_config", "linear_num_key_heads", "layer_group_size"), "linear-attention layers"),
-    **dict.fromkeys(("attn_type_list", "layers_block_type", "hybrid_override_pattern"), "layers of several kinds"),
+    **dict.fromkeys(("attn_type_list", "layers_block_type", "hybrid_override_pattern"), "mixed layer kinds"),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "attn_layer_period"), "state-space layers"),
     "conv_L_cache": "short-convolution layers",
     "attention_chunk_size": "chunked attention",
     "global_head_dim": "head sizes that differ between layers",
     "num_kv_shared_layers": "layers that share one cache",
-    "use_bidirectional_attention": "attention in both directions",
-    "multi_query": "Falcon's own count of KV heads",
-    "new_decoder_architecture": "Falcon's own count of KV heads",
+    "use_bidirectional_attention": "bidirectional attention",
+    "multi_query": "Falcon's way of counting KV heads",
+    "new_decoder_architecture": "Falcon's way of counting KV heads",
     "alibi": "ALiBi",
 }
 
 
 def _decoder(config: Config) -> Layers:
-    """Any decoder of the common shape: all layers MLA, or all softmax with or without a window."""
-    for key, meaning in _UNREAD.items():
+    """Read a plain decoder: all layers MLA, or all softmax with or without a sliding window."""
+    for key, meaning in _UNSUPPORTED.items():
         if config.lookup(key):
             raise config.error(
                 f"means {meaning}, which cannot be read for model type {config.model_type!r}; "
-                f"types with a reader of their own: {', '.join(READERS)}",
+                f"types with their own reader: {', '.join(READERS)}",
                 key,
             )
     if config.lookup("kv_lora_rank") is not None:
@@ -119,7 +119,7 @@ def _softmax(config: Config) -> LayerSpec:
 
 
 def _slides(config: Config, count: int) -> list[bool]:
-    """For each layer, whether it sees only the window."""
+    """Return True for each layer that has a sliding window."""
     listed = config.choices("layer_types", {"full_attention": False, "sliding_attention": True}, count)
     if listed is not None:
         return listed
@@ -127,7 +127,7 @@ def _slides(config: Config, count: int) -> list[bool]:
         return [False] * count
     switched = config.model_type != "mistral" and config.lookup("use_sliding_window") is not None
     if config.model_type.startswith("qwen") or switched:
-        # Qwen's configs carry a window that is switched off.
+        # Qwen's configs contain a window even if it is disabled.
         if not config.flag("use_sliding_window"):
             return [False] * count
         first = config.integer("max_window_layers", least=0)
@@ -155,7 +155,7 @@ def _latent_layers(config: Config) -> Layers:
 
 
 def _indexed(config: Config, dense: LayerSpec, sparse: Sequence[bool], indexer: IndexerDims) -> Layers:
-    """Layers with an index of their own, or with that of the last layer before them that has one."""
+    """Return the layers. A sparse layer has its own index, or shares that of the closest earlier layer that has one."""
     layers, last = [], None
     key, computing = _computes_index(config, len(sparse))
     for index, (is_sparse, computes) in enumerate(zip(sparse, computing, strict=True)):
@@ -165,13 +165,13 @@ def _indexed(config: Config, dense: LayerSpec, sparse: Sequence[bool], indexer: 
         if computes:
             last = index
         elif last is None:
-            raise config.error(f"lets layer {index} share an index, and no layer before it has one", key)
+            raise config.error(f"lets layer {index} share an index, but no earlier layer has one", key)
         layers.append(replace(dense, indexer=indexer if computes else replace(indexer, shares=last)))
     return layers
 
 
 def _computes_index(config: Config, count: int) -> tuple[str, list[bool]]:
-    """The key that decides, and for each layer whether it computes an index if it is sparse."""
+    """Return the key that decides, and True for each layer that, if sparse, computes its own index."""
     key = "indexer_types"
     words: Mapping[str | int, bool] = {"full": True, "shared": False}
     listed = config.choices(key, words, count)
@@ -208,10 +208,10 @@ def _latent(config: Config, mscale: float = 1.0) -> LayerSpec:
 
 
 def _yarn_mscale(config: Config) -> float:
-    """The factor that long-context rope puts on queries and on keys, and so twice on the scale.
+    """Return the factor of long-context rope on queries and on keys, which enters the softmax scale squared.
 
-    transformers does the same in deepseek_v2 and deepseek_v3 (``yarn_apply_mscale``, 5.17 and 5.22), and for every rope
-    type but "default", not for yarn alone. ``mscale`` itself acts on cos and sin, not on the scale.
+    transformers does the same in deepseek_v2 and deepseek_v3 (``yarn_apply_mscale``, 5.17 and 5.22), for every rope
+    type except "default", not only for yarn. ``mscale`` itself scales cos and sin, not the softmax scale.
     """
     rope = rope_section(config)
     if rope_type(rope) == "default":
@@ -223,11 +223,11 @@ def _yarn_mscale(config: Config) -> float:
     return 0.1 * all_dim * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-# ---- linear attention, and models that mix it with softmax ----
+# ---- linear attention, and hybrids with softmax attention ----
 
 
 def _linear(kind: AttentionKind, dims: LinearDims, scale: float) -> LayerSpec:
-    """A linear layer: its queries and keys are ``key_dim`` wide, its values ``value_dim``."""
+    """Return a linear layer. Queries and keys have width ``key_dim``, values ``value_dim``."""
     return LayerSpec(
         layer_id=0,
         kind=kind,
@@ -241,7 +241,7 @@ def _linear(kind: AttentionKind, dims: LinearDims, scale: float) -> LayerSpec:
 
 
 def _kimi_linear(config: Config) -> Layers:
-    """KDA, with MLA in between. Its MLA has no rope, and so no yarn factor, though it keeps the rope columns."""
+    """Read KDA layers interleaved with MLA. The MLA has rope columns but no rope, so no yarn factor applies."""
     count = config.layer_count()
     published = config.section("linear_attn_config")  # in published checkpoints; transformers' own keys are flat
 
@@ -262,9 +262,9 @@ def _kimi_linear(config: Config) -> Layers:
     for key, layer in (("kda_layers", kda), ("full_attn_layers", full)):
         for number in published.sequence(key) or ():
             if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= count:
-                raise published.wrong(key, f"a list of layers, which count from 1 to {count}")
+                raise published.wrong(key, f"a list of layer numbers from 1 to {count}")
             if layers[number - 1] is not None:
-                raise published.wrong(key, f"a list without layer {number}, which is listed already")
+                raise published.wrong(key, f"a list without layer {number}, which is already listed")
             layers[number - 1] = layer
     if None in layers:
         raise published.wrong(
@@ -274,7 +274,7 @@ def _kimi_linear(config: Config) -> Layers:
 
 
 def _gdn_hybrid(config: Config) -> Layers:
-    """Gated DeltaNet, with every ``full_attention_interval``-th layer softmax: Qwen3-Next, Qwen3.5."""
+    """Read Gated DeltaNet layers with every ``full_attention_interval``-th layer softmax: Qwen3-Next, Qwen3.5."""
     count = config.layer_count()
     heads, key_heads = config.integer("linear_num_value_heads"), config.integer("linear_num_key_heads")
     if heads % key_heads:
@@ -289,7 +289,7 @@ def _gdn_hybrid(config: Config) -> Layers:
 
 
 def _minimax(config: Config) -> Layers:
-    """Lightning attention, which has neither scale nor convolution, with softmax in between."""
+    """Read Lightning layers, without scale and convolution, interleaved with softmax layers."""
     count = config.layer_count()
     full = replace(_softmax(config), sliding_window=config.optional_integer("sliding_window"))
     dims = LinearDims(full.num_heads, full.num_heads, full.head_dim, full.head_dim)
@@ -303,7 +303,7 @@ def _minimax(config: Config) -> Layers:
 
 
 def _ring(config: Config) -> Layers:
-    """Lightning attention with a scale, and MLA in the last layer of each group: Ring-2.5, Ling-2.5."""
+    """Read Lightning layers with a scale, and MLA in the last layer of each group: Ring-2.5, Ling-2.5."""
     group, heads, width = (config.integer(key) for key in ("layer_group_size", "num_attention_heads", "head_dim"))
     lightning = _linear(AttentionKind.LIGHTNING, LinearDims(heads, heads, width, width), width**-0.5)
     full = _latent(config)
@@ -330,7 +330,7 @@ def _mamba2(config: Config) -> Layers:
 
 
 def _nemotron_h(config: Config) -> Layers:
-    """Mamba-2 and softmax layers among MLP and expert layers; its softmax layers have no rope."""
+    """Read Mamba-2 and softmax layers among MLP and expert layers. Its softmax layers have no rope."""
     mamba, full = _mamba(config, "mamba_num_heads", "mamba_head_dim", "ssm_state_size"), _softmax(config)
     count = config.optional_integer("num_hidden_layers")
     known: dict[str | int, LayerSpec | None] = {"mamba": mamba, "attention": full, "mlp": None, "moe": None}
@@ -345,7 +345,7 @@ def _nemotron_h(config: Config) -> Layers:
     if listed is None:
         raise config.missing(key)
     if not any(listed):
-        raise config.error("names no layer with attention", key)
+        raise config.error("contains no attention layer", key)
     return listed
 
 
@@ -369,7 +369,7 @@ READERS: Mapping[str, Reader] = {
 
 
 def _check_width(config: Config, layer: LayerSpec) -> None:
-    """Refuse what no model has, before anybody allocates it."""
+    """Raise ModelConfigError for widths that no real model has, before they are allocated."""
     dims = layer.linear
     widths = [layer.num_heads * layer.head_dim, layer.num_heads * layer.v_head_dim]
     widths += [] if dims is None else [dims.conv_channels, dims.conv_width]
@@ -377,17 +377,17 @@ def _check_width(config: Config, layer: LayerSpec) -> None:
         widths.append(layer.mla.row_dim)
     if layer.indexer is not None:
         widths.append(layer.indexer.heads * layer.indexer.head_dim)
-    if max(widths) > MOST_COLUMNS:
+    if max(widths) > MAX_COLUMNS:
         heads = f"{layer.num_heads} heads of {layer.head_dim} and {layer.v_head_dim}"
         raise ModelConfigError(
             f"{config.source}: a layer of kind {layer.kind} has {max(widths)} columns ({heads}); "
-            f"at most {MOST_COLUMNS} can be read",
+            f"the maximum is {MAX_COLUMNS}",
             config.source,
         )
 
 
 def read_layers(config: Config) -> tuple[LayerSpec, ...]:
-    """The attention layers of a model, in order."""
+    """Return the attention layers of a model in order. Layers without attention are left out."""
     layers = READERS.get(config.model_type, _decoder)(config)
     for layer in dict.fromkeys(layers):
         if layer is not None:

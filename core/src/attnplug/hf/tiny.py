@@ -1,8 +1,8 @@
-"""Core's own tiny models: Hugging Face configs of real architectures, small enough to run anywhere in a blink.
+"""Core's tiny models: Hugging Face configs of real architectures, small enough to run on any CPU within seconds.
 
 Each is the ``config.json`` of a model of that type, so transformers builds the same model and serves as its oracle. The
-exception is ``ring_linear``, which transformers does not have. ``initializer_range`` is large on purpose: at the usual
-0.02 random logits are nearly flat, and a wrong attention output would hardly show.
+exception is ``ring_linear``, which transformers does not have. ``initializer_range`` is large on purpose: with the
+usual 0.02 random logits are nearly flat, and a wrong attention output would barely change them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 TINY = "tiny:"
-"""What a reference to a tiny model starts with."""
+"""Prefix of a reference to a tiny model."""
 
 
 def _tiny(model_type: str, architecture: str, /, **keys: object) -> dict[str, object]:
@@ -52,7 +52,7 @@ _DEEPSEEK = {
     "first_k_dense_replace": 1,
     "q_lora_rank": 24,
 }
-# An index that chooses few of the rows of a short prompt. With fewer heads scores of exactly zero would be common.
+# An index that selects few of a short prompt's rows. With fewer heads, scores of exactly zero would be common.
 _INDEX = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 16}
 _GDN = {
     **_DENSE,
@@ -90,7 +90,7 @@ _MODELS = (
         q_lora_rank=24,
         o_groups=2,
         o_lora_rank=16,
-        # Real windows are of 128 tokens, and real entries of 4 and 128.
+        # Real models have windows of 128 tokens and entries of 4 and 128 tokens.
         sliding_window=8,
         compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         layer_types=[
@@ -200,4 +200,4 @@ _MODELS = (
 )
 
 TINY_CONFIGS: Mapping[str, Mapping[str, object]] = {str(config["model_type"]): config for config in _MODELS}
-"""Configs by model type. Core's own plugin brings them to the registry, as other plugins bring theirs."""
+"""Configs by model type. Core's plugin registers them, like the tiny models of other plugins."""

@@ -1,1 +1,1 @@
-"""What this machine has, and moving numbers to it."""
+"""Devices of this machine, host-to-device copies, and signal handling."""

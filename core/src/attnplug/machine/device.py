@@ -1,4 +1,4 @@
-"""The device that a command runs on: the one asked for, or the best there is."""
+"""Device selection for a command."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from attnplug.declare.errors import UsageError
 from attnplug.declare.settings import Setting
 
 
-def open_device(asked: str | None) -> tuple[torch.device, int | None]:
-    """The device of this process and, on CUDA, its compute capability as one number; an error if there is none."""
-    if asked is not None and asked not in DEVICES:
-        message = f"`device` {asked!r} is unknown; use one of {', '.join(DEVICES)}"
+def open_device(requested: str | None) -> tuple[torch.device, int | None]:
+    """Return the device to run on and, for CUDA, its compute capability as one number (90 for 9.0).
+
+    ``None`` selects the current CUDA device if there is one, otherwise the CPU. Raises UsageError if the requested
+    device is unknown or absent.
+    """
+    if requested is not None and requested not in DEVICES:
+        message = f"`device` {requested!r} is unknown; use one of {', '.join(DEVICES)}"
         raise UsageError(message, settings=[Setting.DEVICE])
     available = torch.cuda.is_available()
-    if asked == "cuda" and not available:
+    if requested == "cuda" and not available:
         raise UsageError(
-            f"`device` cuda is asked for, but torch {torch.__version__} sees no CUDA device; use `device` cpu, or see "
+            f"`device` cuda is requested, but torch {torch.__version__} sees no CUDA device; use `device` cpu, or see "
             "'attnplug doctor' for what is missing",
             settings=[Setting.DEVICE],
         )
-    if asked == "cpu" or not available:
+    if requested == "cpu" or not available:
         return torch.device("cpu"), None
     device = torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""What computes here, according to the driver: without torch, and without creating any CUDA state."""
+"""CPU and GPU detection without torch and without creating CUDA state."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+IS_ARM = platform.machine() in ("aarch64", "arm64")
+"""True on Arm hosts. Some torch code paths are faster on Arm, others on x86."""
+
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """A visible NVIDIA GPU, with its driver's version, or a CPU, with ``sm`` 0 and no driver.
+    """A visible NVIDIA GPU or a CPU.
 
-    ``sm`` is the compute capability as one number (90 for 9.0).
+    ``sm`` is a GPU's compute capability as one number (90 for 9.0), and 0 for a CPU. ``driver`` is the version of a
+    GPU's driver.
     """
 
     name: str
@@ -26,9 +30,9 @@ class Processor:
 
 
 def this_processor(device: str | None, sm: int | None = None) -> Processor | None:
-    """The processor of this machine that is meant by ``cuda``, which is the first visible GPU, or by ``cpu``.
+    """Return the first visible GPU for ``"cuda"``, or the CPU for ``"cpu"``.
 
-    ``None`` if there is no such device here, or its compute capability is not the one given.
+    Returns None if there is no such device, or if ``sm`` is given and differs from its compute capability.
     """
     if device == "cpu":
         return Processor(_cpu_name(), 0)
@@ -40,7 +44,7 @@ def this_processor(device: str | None, sm: int | None = None) -> Processor | Non
 
 @cache
 def _cpu_name() -> str:
-    """As Linux names it; elsewhere, or in silence, its architecture."""
+    """Return the CPU's name from ``/proc/cpuinfo``, or its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -50,9 +54,9 @@ def _cpu_name() -> str:
 
 
 def visible_gpus() -> tuple[Processor, ...]:
-    """The GPUs that NVML knows and ``CUDA_VISIBLE_DEVICES`` does not hide; none if there is no driver.
+    """Return the GPUs that NVML reports and ``CUDA_VISIBLE_DEVICES`` does not hide; empty without a driver.
 
-    NVML is asked, not the CUDA driver: asking the latter initialises it, which breaks processes that fork later.
+    Uses NVML, because querying the CUDA driver would initialise it, which breaks processes that fork later.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):

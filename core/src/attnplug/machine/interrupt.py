@@ -1,4 +1,4 @@
-"""Handling of SIGINT and SIGTERM: while modules are imported, and while state must change as a whole."""
+"""Handling of SIGINT and SIGTERM during imports and atomic state changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ EXIT_CODE = 130
 
 
 def end_quietly() -> None:
-    """Make an uncaught interrupt end the process with one word and exit code 130, without a traceback.
+    """Install an exception hook that ends the process on an uncaught interrupt with exit code 130, without traceback.
 
-    For the command: it may be interrupted while ``attnplug.cli`` is being imported, before ``main`` could catch it.
+    For the command, which may be interrupted while ``attnplug.cli`` is imported, before ``main`` can catch it.
     """
     sys.excepthook = _end
 
@@ -32,19 +32,19 @@ def _end_now(*_: object) -> None:
     if sys.stderr is not None:
         sys.stderr.write("interrupted\n")
         sys.stderr.flush()
-    os._exit(EXIT_CODE)  # otherwise the signal would end the interpreter, after a traceback of its own
+    os._exit(EXIT_CODE)  # a normal exit would print the interpreter's own traceback
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
-    """Let an interrupt end the process immediately. For imports, after which there is nothing to clean up.
+def exit_immediately() -> Iterator[None]:
+    """Let an interrupt end the process immediately. For imports, which need no clean-up.
 
-    The C code of large libraries, such as torch's, ignores errors of what it imports, even a KeyboardInterrupt. The
-    interrupt would be lost, and the command would go on.
+    The C code of large libraries such as torch ignores exceptions of what it imports, even a KeyboardInterrupt. The
+    interrupt would be lost and the command would continue.
     """
     import signal
 
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or somebody else's
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or handled by the application
         yield
         return
     signal.signal(signal.SIGINT, _end_now)
@@ -55,12 +55,12 @@ def at_once() -> Iterator[None]:
 
 
 class Terminated(SystemExit):
-    """Raised by SIGTERM, in contrast to a plugin's own ``SystemExit``."""
+    """Raised by SIGTERM, not by a plugin's ``SystemExit``."""
 
 
 @contextmanager
-def terminated_in_order() -> Iterator[None]:
-    """Let SIGTERM raise :class:`Terminated`: what must not be lost can be written, and what was started be ended."""
+def raise_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise :class:`Terminated`, so that ``finally`` blocks save results and stop child processes."""
     import signal
 
     def end(*_: object) -> None:
@@ -74,29 +74,30 @@ def terminated_in_order() -> Iterator[None]:
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Hold an interrupt back until the block is left, and SIGTERM where it raises: for what must be changed as a whole.
+def deferred() -> Iterator[None]:
+    """Defer SIGINT, and SIGTERM if it has a handler, until the block ends. For atomic state changes.
 
-    A second one comes at once, for a block that does not end. Other threads than the main one get neither.
+    A second signal is delivered immediately, in case the block never ends. Does nothing outside the main thread, which
+    receives all signals.
     """
-    # The public module looks every handler up among its enums, which takes five times as long.
+    # The public module converts every handler to an enum, which takes five times as long.
     import _signal as signal  # type: ignore[import-not-found]
     import threading
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    pending: list[int] = []
 
     def keep(number: int, frame: FrameType | None) -> None:
-        if number in came:
+        if number in pending:
             handlers[number](number, frame)
-        came.append(number)
+        pending.append(number)
 
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         handler = signal.getsignal(number)
-        if callable(handler):  # not ignored, and not the system's own
+        if callable(handler):  # neither SIG_IGN nor SIG_DFL
             handlers[number] = handler
             signal.signal(number, keep)
     try:
@@ -104,5 +105,5 @@ def held() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if came:
-            handlers[came[0]](came[0], None)
+        if pending:
+            handlers[pending[0]](pending[0], None)

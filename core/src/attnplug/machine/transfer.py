@@ -1,4 +1,4 @@
-"""Moving numbers from the host to a device, without waiting for it."""
+"""Asynchronous copies of integers from the host to a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CPU = torch.device("cpu")
 def to_device(
     numbers: Sequence[Any] | NDArray[Any], device: torch.device, dtype: type[np.integer[Any]] = np.int64
 ) -> Tensor:
-    """A tensor of whole numbers; always a copy, whatever ``numbers`` is."""
+    """Copy integers to a tensor of the same shape on ``device``, without synchronising. Never aliases ``numbers``."""
     tensor = on_host(numbers, device, dtype)
     return tensor if device == _CPU else tensor.to(device, non_blocking=True)
 
@@ -24,8 +24,10 @@ def to_device(
 def on_host(
     numbers: Sequence[Any] | NDArray[Any], device: torch.device, dtype: type[np.integer[Any]] = np.int64
 ) -> Tensor:
-    """The same on the host, in pinned memory: a copy to ``device`` does not wait. torch keeps the memory for that
-    long."""
-    tensor = torch.from_numpy(np.array(numbers, dtype))  # through numpy it costs a third of torch.tensor
-    # device.type makes a string, at ten times the cost of a comparison
+    """Copy integers to a host tensor, pinned if ``device`` is CUDA, for a later asynchronous copy to ``device``.
+
+    torch's allocator keeps the pinned memory until that copy has finished.
+    """
+    tensor = torch.from_numpy(np.array(numbers, dtype))  # a third of the time of torch.tensor
+    # device.type creates a string, at ten times the cost of a comparison
     return tensor.pin_memory() if device != _CPU and device.type == "cuda" else tensor

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnplug.contract.geometry import Geometry
-from attnplug.machine.processor import IS_ARM
+from attnplug.machine.hardware import IS_ARM
 
 # Pages are attended to from the first to the last that the batch uses, and the others' results are dropped. This share
 # of them must be the batch's own: below it, a copy is cheaper.

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.kv.buffer import BLOCK
-from attnplug.machine.processor import IS_ARM
+from attnplug.machine.hardware import IS_ARM
 from attnplug.machine.transfer import to_device
 
 # A group is padded to its longest request. Up to this many rows per request, padding costs less than another group.
