@@ -303,7 +303,7 @@ def test_the_weaker_claim_is_taken_and_its_child_named() -> None:
     weak = Claims(GraphLevel.DECODE, PageSizes.of(64), needs_cpu_seq_lens=True, extras={"lse"})
     combined = weakest({"strong": strong, "weak": weak})
     assert combined.claims == weak
-    assert combined.forced_by == {
+    assert combined.limited_by == {
         "cuda_graph": ("weak",),
         "page_sizes": ("weak",),
         "needs_cpu_seq_lens": ("weak",),
@@ -312,13 +312,13 @@ def test_the_weaker_claim_is_taken_and_its_child_named() -> None:
     }
 
 
-def test_claims_on_which_all_agree_are_forced_by_nobody() -> None:
+def test_claims_on_which_all_agree_are_limited_by_nobody() -> None:
     """A9"""
-    assert weakest({"one": Claims(), "other": Claims()}).forced_by == {}
+    assert weakest({"one": Claims(), "other": Claims()}).limited_by == {}
 
 
 def test_page_sizes_that_two_force_together_name_both() -> None:
     """A9"""
     combined = weakest({"a": Claims(page_sizes=PageSizes.of(32)), "b": Claims(page_sizes=PageSizes.of(48))})
     assert combined.claims.page_sizes == PageSizes.of(96)
-    assert combined.forced_by == {"page_sizes": ("a", "b")}
+    assert combined.limited_by == {"page_sizes": ("a", "b")}

@@ -337,24 +337,24 @@ def _stub(signature: inspect.Signature) -> Any:
 
 
 class TestClaims:
-    def test_wrapper_takes_the_weaker_claim_and_says_who_forced_it(self):
+    def test_wrapper_takes_the_weaker_claim_and_says_which_child_limits_it(self):
         """A9: graph level the minimum, page sizes the intersection, CPU lengths either."""
         strong = Claims(GraphLevel.ALWAYS, PageSizes.of(16, 32, 64), needs_cpu_seq_lens=False)
         weak = Claims(GraphLevel.DECODE, PageSizes.of(32, 64), needs_cpu_seq_lens=True)
         split = SplitBackend(child("a", strong), child("b", weak))
         assert split.claims == Claims(GraphLevel.DECODE, PageSizes.of(32, 64), needs_cpu_seq_lens=True)
-        assert dict(split.forced_by) == {
+        assert dict(split.limiting_children) == {
             "cuda_graph": ("decode",),
             "page_sizes": ("decode",),
             "needs_cpu_seq_lens": ("decode",),
         }
 
-    def test_a_claim_that_one_child_decides_is_forced_by_nobody(self):
+    def test_a_claim_that_one_child_decides_is_limited_by_nobody(self):
         """A9: how an extend runs is the prefill backend's affair; a decode backend that cannot weakens nothing."""
         every = Claims(mla_extend=frozenset(ExtendPath))
         split = SplitBackend(child("a", every), child("b", Claims(mla_extend=frozenset())))
         assert split.claims.mla_extend == frozenset(ExtendPath)
-        assert not split.forced_by
+        assert not split.limiting_children
 
     @pytest.mark.parametrize(
         ("prefill", "decode", "level", "forced"),
@@ -370,11 +370,11 @@ class TestClaims:
         """A9: the minimum over the children that run a captured batch; a decode is the decode child's alone."""
         split = SplitBackend(child("a", Claims(cuda_graph=prefill)), child("b", Claims(cuda_graph=decode)))
         assert split.claims.cuda_graph is level
-        assert split.forced_by.get("cuda_graph") == forced
+        assert split.limiting_children.get("cuda_graph") == forced
 
     def test_children_that_agree_force_nothing(self):
         """A9"""
-        assert not SplitBackend(child("a"), child("b")).forced_by
+        assert not SplitBackend(child("a"), child("b")).limiting_children
 
     def test_each_child_may_force_another_claim(self):
         """A9"""
@@ -385,13 +385,13 @@ class TestClaims:
             }
         )
         assert combined.claims == Claims(GraphLevel.NEVER, PageSizes.of(64), needs_cpu_seq_lens=True)
-        assert combined.forced_by["cuda_graph"] == ("prefill",)
-        assert combined.forced_by["needs_cpu_seq_lens"] == ("decode",)
+        assert combined.limited_by["cuda_graph"] == ("prefill",)
+        assert combined.limited_by["needs_cpu_seq_lens"] == ("decode",)
 
     def test_two_children_with_the_same_weak_claim_are_both_named(self):
         """A9"""
         combined = weakest({"a": Claims(), "b": Claims(), "c": Claims(GraphLevel.ALWAYS)})
-        assert combined.forced_by["cuda_graph"] == ("a", "b")
+        assert combined.limited_by["cuda_graph"] == ("a", "b")
 
     def test_page_sizes_of_both_count_when_they_only_meet_in_a_multiple(self):
         """A9: 128 is two pages of 64 and four of 32."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnplug import ForwardingBackend, GraphLevel, PoolError, Serving
-from attnplug.host import Selection, UsageError, captures_extends, interrupt, who_forced
+from attnplug.host import Selection, UsageError, captures_extends, interrupt, limited_by
 from attnplug_engine.capture import GraphCapture
 from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
@@ -143,7 +143,7 @@ class Engine:
 
     def _capture(self, progress: Callable[[int, int], None] | None) -> GraphReport:
         runner, options, rounds = self.runner, self.options, self.rounds
-        level, forced_by = runner.attention.graph_level, who_forced(runner.backend, "cuda_graph")
+        level, forced_by = runner.attention.graph_level, limited_by(runner.backend, "cuda_graph")
         backend = runner.backend
         if rounds is not None and rounds.draft is not None and rounds.draft.attention.graph_level < level:
             backend = rounds.draft.backend

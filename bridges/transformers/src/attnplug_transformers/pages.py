@@ -76,7 +76,7 @@ class Pages:
 def planned(attention: ModelAttention, geometry: Geometry) -> ForwardBatch:
     """A batch with its plan. Only backends that plan on the host wait for exact lengths."""
     if attention.backend.claims.needs_cpu_seq_lens:
-        geometry = geometry.measured()
+        geometry = geometry.with_host_lengths()
     batch = ForwardBatch(geometry)
     attention.plan(batch)
     return batch

@@ -89,9 +89,9 @@ class ForwardBatch:
                 f"forward_{called} of backend {planner.name} was called for a batch in mode {mode}; "
                 f"call forward_{right}"
             )
-        return self.judged(None if self.plan is None else self.plan.attention, planner, rows)
+        return self.check_plan(None if self.plan is None else self.plan.attention, planner, rows)
 
-    def judged(self, plan: Plan | None, planner: BackendId, rows: int) -> Plan:
+    def check_plan(self, plan: Plan | None, planner: BackendId, rows: int) -> Plan:
         """A part of this batch's plan, by which ``planner`` may run ``rows`` query rows; see :func:`plan_to_run`."""
         found = plan_to_run(plan, planner, self.geometry.mode, rows)
         planned = None if self.plan is None else self.plan.geometry

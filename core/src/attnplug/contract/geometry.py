@@ -235,7 +235,7 @@ class Geometry:
             )
         return self.host
 
-    def measured(self) -> Geometry:
+    def with_host_lengths(self) -> Geometry:
         """The same with exact lengths on the host. If they have to be copied, this waits for the device.
 
         Padded requests at the end of a batch without ``new_lens`` are left out: their rows are padding of q.
@@ -289,7 +289,9 @@ class Geometry:
         if not 0 <= first <= self.requests:
             raise PlanError(f"a batch of {self.requests} requests cannot be split after {first}")
         if self.new_lens is not None and self.host is None:
-            raise PlanError("a batch whose requests differ is split by exact lengths on the host; take measured()")
+            raise PlanError(
+                "a batch whose requests differ is split by exact lengths on the host; call with_host_lengths() first"
+            )
         if cut:
             return self._split_inside(first, cut, lanes or (self.lane, self.lane))
         rows = first * self.max_new if self.new_lens is None else sum(self._exact().query_lens[:first])

@@ -115,19 +115,19 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CombinedClaims:
-    """The weakest claims of some children, and for each claim the children that forced it down."""
+    """The weakest claims of several children. ``limited_by`` has the children that weakened each claim."""
 
     claims: Claims
-    forced_by: Mapping[str, tuple[str, ...]]
+    limited_by: Mapping[str, tuple[str, ...]]
 
 
 def weakest(children: Mapping[str, Claims], decided_by: Mapping[str, str] | None = None) -> CombinedClaims:
-    """Combine the claims of named children. A claim on which all agree was forced by nobody.
+    """Combine the claims of named children. A claim on which all agree is limited by none.
 
     ``decided_by`` names, for a claim, the one child that decides it; the others do not count.
     """
     values: dict[str, Any] = {}
-    forced_by: dict[str, tuple[str, ...]] = {}
+    limited_by: dict[str, tuple[str, ...]] = {}
     for claim in fields(Claims):
         weaker, decider = claim.metadata["weaker"], (decided_by or {}).get(claim.name)
         asked = children if decider is None else {decider: children[decider]}
@@ -136,8 +136,8 @@ def weakest(children: Mapping[str, Claims], decided_by: Mapping[str, str] | None
         if all(value == combined for value in named.values()):
             continue
         decisive = [name for name in named if _without(weaker, named, name) != combined]
-        forced_by[claim.name] = tuple(decisive or [name for name, value in named.items() if value == combined])
-    return CombinedClaims(Claims(**values), forced_by)
+        limited_by[claim.name] = tuple(decisive or [name for name, value in named.items() if value == combined])
+    return CombinedClaims(Claims(**values), limited_by)
 
 
 def _combine(weaker: Callable[[Any, Any], Any], values: Iterable[Any]) -> Any:
