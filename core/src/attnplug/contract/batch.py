@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -30,6 +30,17 @@ class BatchPlan:
 
 
 @dataclass(slots=True, eq=False)
+class _CheckedPlans:
+    """Successful checks of one batch plan with one geometry; both are compared by identity."""
+
+    plan: BatchPlan
+    geometry: Geometry
+    decode: bool
+    found: dict[BackendId, tuple[int, Plan]] = field(default_factory=dict)
+    """Number of query rows and plan of each planner."""
+
+
+@dataclass(slots=True, eq=False)
 class ForwardBatch:
     """The requests of one step: their geometry, what the model reads, and their plan.
 
@@ -45,6 +56,8 @@ class ForwardBatch:
     plan_record: PlanRecord | None = split_by("reset", default=None)
     choice: LayerChoice | None = split_by("reset", default=None)
     """What the last layer with an index chose in the forward that runs, for layers that share it."""
+    _checked: _CheckedPlans | None = split_by("reset", default=None, repr=False)
+    """Results of :meth:`plan_for`, which runs at every layer."""
 
     @property
     def forward_mode(self) -> ForwardMode:
@@ -78,18 +91,39 @@ class ForwardBatch:
         return (record.batch_size, record.num_tokens) != (self.batch_size, self.num_tokens)
 
     def plan_for(self, planner: BackendId, rows: int, *, decode: bool | None = None) -> Plan:
-        """The plan by which a backend's forward may run ``rows`` query rows; see :func:`plan_to_run`.
+        """Return the plan by which ``planner`` may run ``rows`` query rows; see :func:`plan_to_run`.
 
-        ``decode`` says which entry asks, ``forward_decode`` or ``forward_extend``, where the two differ.
+        ``decode`` is True if ``forward_decode`` asks, False if ``forward_extend`` asks, and ``None`` if both may. The
+        result is remembered by planner, so a plan is checked once per batch and not in every layer. It is checked
+        again after ``plan`` or ``geometry`` was replaced, and for another number of rows.
         """
-        mode = self.geometry.mode
+        checked = self._checked
+        if (
+            checked is not None
+            and checked.plan is self.plan
+            and checked.geometry is self.geometry
+            and (decode is None or decode is checked.decode)
+        ):
+            remembered = checked.found.get(planner)
+            if remembered is not None and remembered[0] == rows:
+                return remembered[1]
+        return self._check_and_remember(planner, rows, decode)
+
+    def _check_and_remember(self, planner: BackendId, rows: int, decode: bool | None) -> Plan:
+        plan, geometry, mode = self.plan, self.geometry, self.geometry.mode
         if decode is not None and decode is not mode.is_decode and mode is not ForwardMode.IDLE:
             called, right = ("decode", "extend") if decode else ("extend", "decode")
             raise PlanError(
                 f"forward_{called} of backend {planner.name} was called for a batch in mode {mode}; "
                 f"call forward_{right}"
             )
-        return self.check_plan(None if self.plan is None else self.plan.attention, planner, rows)
+        found = self.check_plan(None if plan is None else plan.attention, planner, rows)
+        assert plan is not None
+        checked = self._checked
+        if checked is None or checked.plan is not plan or checked.geometry is not geometry:
+            checked = self._checked = _CheckedPlans(plan, geometry, mode.is_decode)
+        checked.found[planner] = rows, found
+        return found
 
     def check_plan(self, plan: Plan | None, planner: BackendId, rows: int) -> Plan:
         """A part of this batch's plan, by which ``planner`` may run ``rows`` query rows; see :func:`plan_to_run`."""
