@@ -1,4 +1,4 @@
-"""Examples in docstrings of the contract."""
+"""Examples in docstrings of the contract and the pools."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from types import ModuleType
 import pytest
 
 from attnplug.contract import geometry, plan
+from attnplug.kv import pools
 
 
-@pytest.mark.parametrize("module", [geometry, plan], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [geometry, plan, pools], ids=lambda module: module.__name__)
 def test_examples_give_what_they_show(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted and not result.failed
