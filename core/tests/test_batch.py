@@ -11,7 +11,7 @@ import torch
 
 from attnplug import BackendId, ForwardBatch, ForwardMode, Plan, PlanError
 from attnplug.contract import batch as batch_module
-from attnplug.contract.batch import apply_skip_attn_backend_init
+from attnplug.contract.batch import BatchPlan, apply_skip_attn_backend_init
 from attnplug.host import plan_forward
 from attnplug_testing.batches import geometry, padded, with_plan
 from support.full_batch import extend_batch
@@ -287,3 +287,85 @@ class TestPlanForForward:
         """B5: the plan is a value."""
         with pytest.raises(dataclasses.FrozenInstanceError):
             self.plan.query_rows = 4
+
+
+class TestRepeatedChecks:
+    """A plan that was checked for one layer is used for the next ones, until anything about it changes."""
+
+    def setup_method(self):
+        self.me, self.other = BackendId("mine"), BackendId("other")
+        self.batch = make(3)
+        self.mine = Plan(self.me, ForwardMode.DECODE, 3, 15)
+        plans = (self.mine, Plan(self.other, ForwardMode.DECODE, 2, 15))
+        self.publish(Plan(BackendId("wrapper"), ForwardMode.DECODE, 3, 15, parts=plans))
+        assert self.batch.plan_for(self.me, 3, decode=True) is self.mine
+        assert self.batch.plan_for(self.other, 2, decode=True) is plans[1]
+
+    def publish(self, plan: Plan) -> None:
+        self.batch.plan = BatchPlan(plan, geometry=self.batch.geometry)
+
+    def refused(self, planner: BackendId, rows: int, *, decode: bool | None = None) -> bool:
+        try:
+            self.batch.plan_for(planner, rows, decode=decode)
+        except PlanError:
+            return True
+        return False
+
+    def test_layers_share_one_check(self, monkeypatch):
+        """B5: for every planner of the batch, whether its entry is known or not."""
+        checked = []
+        check = ForwardBatch.check_plan
+        monkeypatch.setattr(ForwardBatch, "check_plan", lambda *given: checked.append(given) or check(*given))
+        self.publish(self.batch.plan.attention)
+        for _layer in range(3):
+            assert self.batch.plan_for(self.me, 3).planner is self.me
+            assert self.batch.plan_for(self.other, 2).planner is self.other
+            assert self.batch.plan_for(self.me, 3, decode=True).planner is self.me
+        assert [planner for _, _, planner, _ in checked] == [self.me, self.other]
+
+    def test_a_replaced_plan_is_checked_again(self):
+        """B5: one of another backend, one for more rows, none."""
+        self.publish(Plan(self.other, ForwardMode.DECODE, 3, 15))
+        assert self.refused(self.me, 3, decode=True)
+        self.publish(Plan(self.me, ForwardMode.DECODE, 4, 20))
+        assert self.refused(self.me, 3, decode=True)
+        self.batch.plan = None
+        assert self.refused(self.me, 3, decode=True)
+
+    def test_a_new_plan_is_the_one_that_is_used(self):
+        """B5"""
+        new = Plan(self.me, ForwardMode.DECODE, 3, 15)
+        self.publish(new)
+        assert self.batch.plan_for(self.me, 3, decode=True) is new
+
+    @pytest.mark.parametrize("change", [{}, {"mode": ForwardMode.EXTEND}])
+    def test_a_replaced_geometry_is_checked_again(self, change):
+        """B5: the plan is stale, whether the mode changed or not."""
+        self.batch.geometry = dataclasses.replace(self.batch.geometry, **change)
+        assert self.refused(self.me, 3)
+
+    def test_other_rows_are_checked_again(self):
+        """B5: fewer are refused; more are padding."""
+        assert self.refused(self.me, 2, decode=True)
+        assert self.batch.plan_for(self.me, 5, decode=True) is self.mine
+        assert self.refused(self.me, 2, decode=True)
+
+    def test_another_planner_is_checked(self):
+        """B5: another instance of the same name too."""
+        assert self.refused(BackendId("mine"), 3, decode=True)
+
+    def test_the_wrong_entry_is_refused(self):
+        """B5"""
+        assert self.refused(self.me, 3, decode=False)
+        assert self.batch.plan_for(self.me, 3, decode=True) is self.mine
+
+    def test_halves_of_a_split_batch_start_unchecked(self):
+        """B4, B5"""
+        first, second = self.batch.split(1)
+        for half in (first, second):
+            with pytest.raises(PlanError):
+                half.plan_for(self.me, half.num_tokens)
+
+    def test_a_check_is_no_part_of_the_representation(self):
+        """Values alone: the plan would be shown twice."""
+        assert "_checked" not in repr(self.batch)

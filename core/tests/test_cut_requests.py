@@ -41,7 +41,7 @@ def test_halves_of_a_batch_with_lengths_on_the_device_alone(name):
     halves = batch.split(0, cut=3)
     for half in halves:
         assert half.geometry.host is None
-        half.geometry = half.geometry.measured()
+        half.geometry = half.geometry.with_host_lengths()
     assert_float64(stage, *run_halves(stage, halves))
 
 

@@ -318,7 +318,7 @@ class TestTogether:
         serving = {Role.PREFILL: by_length("a", "b"), Role.DECODE: by_length("a", "c")}
         shared = FastestBackend(children, serving)
         assert shared.claims == replace(able, cuda_graph=GraphLevel.DECODE)
-        assert shared.who_forced("cuda_graph") == ("b",)
+        assert shared.limited_by("cuda_graph") == ("b",)
         assert FastestBackend(children, {Role.DRAFT: by_length("b", "c")}).claims == replace(
             able, cuda_graph=GraphLevel.NEVER, mla_extend=frozenset()
         )

@@ -129,7 +129,7 @@ class Host:
             new_lens=None if decode else torch.tensor(new, dtype=torch.int32),
             slots=self.slot_mapping() if own_slots else None,
         )
-        return made.measured() if exact else made
+        return made.with_host_lengths() if exact else made
 
 
 def attention(layer: LayerSpec, pools: KVPools) -> ModelAttention:
@@ -236,7 +236,7 @@ def test_a_padded_request_has_length_0_and_is_neither_read_nor_written():
                 row.fill_(0.5)
     geometry = host.geometry(own_slots=True, exact=False)
     assert geometry.new_slots()[-1] == -1 and replace(geometry, slots=None).new_slots()[-1] == -1
-    batch = ForwardBatch(geometry.measured())
+    batch = ForwardBatch(geometry.with_host_lengths())
     run = attention(GQA, KVPools(mha=pool))
     run.plan(batch)
     q, k, v = torch.zeros(4, HEADS, DIM), torch.ones(4, KV_HEADS, DIM), torch.ones(4, KV_HEADS, DIM)

@@ -127,15 +127,15 @@ class TestLengths:
         table = torch.zeros(2, 3, dtype=torch.int32)
         known = Geometry.of_lengths(ForwardMode.EXTEND, table, [2, 1], [6, 2], 4)
         unknown = replace(known, host=None, rows=7, max_seq_len=12)
-        assert unknown.kv_rows is None and unknown.measured().kv_rows == 8
-        assert (unknown.measured().rows, unknown.measured().query_lens) == (3, [2, 1])
-        assert known.measured() is known
+        assert unknown.kv_rows is None and unknown.with_host_lengths().kv_rows == 8
+        assert (unknown.with_host_lengths().rows, unknown.with_host_lengths().query_lens) == (3, [2, 1])
+        assert known.with_host_lengths() is known
 
     def test_exact_lengths_leave_the_hosts_slots_of_exact_rows(self):
         table, slots = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([8, 9, 5, -1])
         known = Geometry.of_lengths(ForwardMode.EXTEND, table, [2, 1], [6, 2], 4)
         unknown = replace(known, host=None, rows=4, slots=slots)
-        assert unknown.measured().new_slots().tolist() == [8, 9, 5]
+        assert unknown.with_host_lengths().new_slots().tolist() == [8, 9, 5]
 
     def test_what_a_host_gives_beside_its_lengths_is_kept(self):
         """Memory that a graph reads among it: a copy of the lengths would not change with them."""
@@ -179,13 +179,13 @@ class TestLengths:
         table, slots = torch.zeros(4, 3, dtype=torch.int32), torch.arange(4 * new)
         lens = torch.tensor([6, 4, 0, 0], dtype=torch.int32)
         made = Geometry(mode, table, lens, 4, rows=4 * new, max_seq_len=12, max_new=new, slots=slots, state_slots=lens)
-        found = made.measured()
+        found = made.with_host_lengths()
         assert (found.requests, found.rows, found.new_lens) == (2, 2 * new, None)
         assert (found.query_lens, found.kv_lens) == ([new, new], [6, 4])
         assert found.slots.tolist() == list(range(2 * new)) and found.state_slots.tolist() == [6, 4]
-        assert replace(made, seq_lens=torch.zeros_like(lens)).measured().requests == 0
+        assert replace(made, seq_lens=torch.zeros_like(lens)).with_host_lengths().requests == 0
         with pytest.raises(PlanError, match=r"request 1 has .* a padded request has no new tokens and follows all"):
-            replace(made, seq_lens=lens.flip(0).roll(1)).measured()
+            replace(made, seq_lens=lens.flip(0).roll(1)).with_host_lengths()
 
     def test_some_requests_of_a_batch(self):
         table = torch.arange(9, dtype=torch.int32).view(3, 3)

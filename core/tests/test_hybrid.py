@@ -235,8 +235,8 @@ class TestPlanning:
         """A9"""
         full = Full(claims=Claims(cuda_graph=GraphLevel.ALWAYS, mla_extend=frozenset(ExtendPath), extras={"lse"}))
         hybrid = HybridLinearBackend(full, Linear(), MODEL)
-        assert hybrid.claims.cuda_graph is GraphLevel.DECODE and hybrid.limited_by["cuda_graph"] == ("linear",)
-        assert hybrid.claims.needs_cpu_seq_lens and "mla_extend" not in hybrid.limited_by
+        assert hybrid.claims.cuda_graph is GraphLevel.DECODE and hybrid.limiting_children["cuda_graph"] == ("linear",)
+        assert hybrid.claims.needs_cpu_seq_lens and "mla_extend" not in hybrid.limiting_children
         assert hybrid.claims.mla_extend == frozenset(ExtendPath) and hybrid.claims.extras == {"lse"}
 
 

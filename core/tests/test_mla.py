@@ -362,7 +362,7 @@ class TestRowsOfACall:
             stage.backend.forward_ragged(q, q, q, stage.layer, call)
 
     def test_as_many_lengths_of_queries_as_of_keys(self):
-        with pytest.raises(PlanError, match="2 lengths of queries and 1 of keys"):
+        with pytest.raises(PlanError, match="2 query lengths and 1 key"):
             RaggedCall.of(0, [1, 2], [3], causal=False, device=torch.device("cpu"))
 
     @pytest.mark.parametrize("path", ExtendPath)

@@ -21,7 +21,7 @@ class TestRefusals:
         batch.geometry = replace(batch.geometry, host=None)
         with pytest.raises(PlanError, match="the backend needs exact ones"):
             plan_forward(stage.backend, batch)
-        batch.geometry = batch.geometry.measured()
+        batch.geometry = batch.geometry.with_host_lengths()
         assert error(stage.results(batch)[0], stage.wanted()[0]) <= 2e-6
 
     def test_nothing_to_write_must_be_said(self):

@@ -51,7 +51,7 @@ class TestGeometry:
         assert (first.step, second.step) == (2, 2)
 
     def test_exact_lengths_and_fewer_requests_keep_the_trees(self):
-        measured = geometry(step=1).measured()
+        measured = geometry(step=1).with_host_lengths()
         assert measured.tree.tolist() == [[1, 3, 5]] and measured.step == 1
         trees = random_trees(3, 3)
         table = torch.zeros(3, 2, dtype=torch.int32)
@@ -109,7 +109,7 @@ class TestRefusals:
         children = [Recorder("a", Claims(trees=first)), Recorder("b", Claims(trees=second))]
         for made in (SplitBackend(*children), HybridLinearBackend(*children, model(MHA, GDN))):
             assert made.claims.trees is (first and second)
-            assert bool(made.limited_by.get("trees")) is not (first and second)
+            assert bool(made.limiting_children.get("trees")) is not (first and second)
 
     def test_a_wrapper_hands_the_tree_to_the_child_that_verifies(self):
         children = [Recorder("a", Claims(trees=True)), Recorder("b", Claims(trees=True))]
@@ -214,4 +214,4 @@ class TestTorchNative:
         table = torch.cat([known.page_table, torch.full_like(known.page_table[:1], 1 << 30)])
         lens, tree = torch.cat([known.seq_lens, known.seq_lens[:1] * 0]), torch.cat([known.tree, ~known.tree[:1]])
         unknown = replace(known, page_table=table, seq_lens=lens, tree=tree, rows=9, host=None)
-        assert stage.error(ForwardBatch(unknown.measured())) <= stage.tolerance
+        assert stage.error(ForwardBatch(unknown.with_host_lengths())) <= stage.tolerance

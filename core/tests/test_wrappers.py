@@ -337,7 +337,7 @@ def _stub(signature: inspect.Signature) -> Any:
 
 
 class TestClaims:
-    def test_wrapper_takes_the_weaker_claim_and_says_who_forced_it(self):
+    def test_wrapper_takes_the_weaker_claim_and_says_which_child_limits_it(self):
         """A9: graph level the minimum, page sizes the intersection, CPU lengths either."""
         strong = Claims(cuda_graph=GraphLevel.ALWAYS, page_sizes=PageSizes.of(16, 32, 64), needs_cpu_seq_lens=False)
         weak = Claims(cuda_graph=GraphLevel.DECODE, page_sizes=PageSizes.of(32, 64), needs_cpu_seq_lens=True)
@@ -345,18 +345,18 @@ class TestClaims:
         assert split.claims == Claims(
             cuda_graph=GraphLevel.DECODE, page_sizes=PageSizes.of(32, 64), needs_cpu_seq_lens=True
         )
-        assert dict(split.limited_by) == {
+        assert dict(split.limiting_children) == {
             "cuda_graph": ("decode",),
             "page_sizes": ("decode",),
             "needs_cpu_seq_lens": ("decode",),
         }
 
-    def test_a_claim_that_one_child_decides_is_forced_by_nobody(self):
+    def test_a_claim_that_one_child_decides_is_limited_by_nobody(self):
         """A9: how an extend runs is the prefill backend's affair; a decode backend that cannot weakens nothing."""
         every = Claims(mla_extend=frozenset(ExtendPath))
         split = SplitBackend(child("a", every), child("b", Claims(mla_extend=frozenset())))
         assert split.claims.mla_extend == frozenset(ExtendPath)
-        assert not split.limited_by
+        assert not split.limiting_children
 
     @pytest.mark.parametrize(
         ("prefill", "decode", "level", "forced"),
@@ -372,11 +372,11 @@ class TestClaims:
         """A9: the minimum over the children that run a captured batch; a decode is the decode child's alone."""
         split = SplitBackend(child("a", Claims(cuda_graph=prefill)), child("b", Claims(cuda_graph=decode)))
         assert split.claims.cuda_graph is level
-        assert split.limited_by.get("cuda_graph") == forced
+        assert split.limiting_children.get("cuda_graph") == forced
 
     def test_children_that_agree_force_nothing(self):
         """A9"""
-        assert not SplitBackend(child("a"), child("b")).limited_by
+        assert not SplitBackend(child("a"), child("b")).limiting_children
 
     def test_each_child_may_force_another_claim(self):
         """A9"""

@@ -47,7 +47,7 @@ class DeviceNative(RefilledNative):
         if not isinstance(read, Read):
             return super().attend(q, layer, plan, new, extras)
         if read.groups is None:
-            read.groups = TorchNativeBackend.plan(self, read.geometry.measured()).metadata
+            read.groups = TorchNativeBackend.plan(self, read.geometry.with_host_lengths()).metadata
         return super().attend(q, layer, replace(plan, metadata=read.groups), new, extras)
 
 

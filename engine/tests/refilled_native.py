@@ -64,7 +64,7 @@ class Refilling:
         return Plan.of(self.backend_id, geometry, Refilled(), slots)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
-        now = geometry.measured()
+        now = geometry.with_host_lengths()
         assert plan.new_slots is not None
         plan.new_slots.fill_(-1)
         plan.metadata.rows, plan.metadata.groups = now.rows, ()

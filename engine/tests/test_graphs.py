@@ -478,7 +478,7 @@ class TestSizes:
         one.options = replace(one.options, cuda_graph_batch_sizes=asked)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
         monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
-        monkeypatch.setattr("attnplug_engine.engine.who_forced", lambda backend, claim: ("some",))
+        monkeypatch.setattr("attnplug_engine.engine.limited_by", lambda backend, claim: ("some",))
         device = SimpleNamespace(type="cuda")
         monkeypatch.setattr("attnplug_engine.runner.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None))
         one.runner.device = device

@@ -190,7 +190,7 @@ class Recording(TorchNativeBackend):
     def plan(self, geometry):
         if geometry.host is not None:
             self.exact.add(geometry.mode)
-        return super().plan(geometry.measured())  # which checks the bounds
+        return super().plan(geometry.with_host_lengths())  # which checks the bounds
 
     def attend(self, q, layer, plan, new, extras):
         self.ran.add(layer)

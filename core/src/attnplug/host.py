@@ -131,11 +131,11 @@ if TYPE_CHECKING:
     from attnplug.wrappers import SplitBackend as SplitBackend
     from attnplug.wrappers import Turn as Turn
     from attnplug.wrappers import captures_extends as captures_extends
+    from attnplug.wrappers import limited_by as limited_by
     from attnplug.wrappers import merged_turns as merged_turns
     from attnplug.wrappers import plan_alike as plan_alike
     from attnplug.wrappers import planner_claims as planner_claims
     from attnplug.wrappers import turns as turns
-    from attnplug.wrappers import who_forced as who_forced
 
 _MODULES = {
     "choose.assembly": ("build_chosen", "build_selection", "choose_importable"),
@@ -219,11 +219,11 @@ _MODULES = {
         "SplitBackend",
         "Turn",
         "captures_extends",
+        "limited_by",
         "merged_turns",
         "plan_alike",
         "planner_claims",
         "turns",
-        "who_forced",
     ),
 }
 

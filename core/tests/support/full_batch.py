@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from attnplug import BackendId, ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
+from attnplug.contract.batch import _CheckedPlans
 from attnplug.contract.sparse import LayerChoice
 from attnplug.host import BatchPlan, HostLengths, PlanRecord, TypicalLens
 from attnplug.sparse import SelectedPositions
@@ -30,13 +31,20 @@ def value_of(field: dataclasses.Field) -> object:
         rows = tokens if field.metadata["split"] == "token" else requests
         return torch.arange(100, 100 + rows, dtype=torch.int32)
     if field.name == "geometry":
-        return Geometry(**{each.name: value_of(each) for each in dataclasses.fields(Geometry)})
+        return extend_geometry()
     if field.name == "plan":
         return BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
+    if field.name == "_checked":
+        plan = BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
+        return _CheckedPlans(plan, extend_geometry(), decode=False)
     if field.name == "choice":
         return LayerChoice(0, SelectedPositions(torch.zeros(tokens, 2, dtype=torch.int32)))
     more = {"PlanRecord | None": PlanRecord(3, 6, False), "TypicalLens | None": TypicalLens(8, 9)}
     return {"int": 9, "int | None": 9, "bool": True, **more}[field.type]
+
+
+def extend_geometry() -> Geometry:
+    return Geometry(**{field.name: value_of(field) for field in dataclasses.fields(Geometry)})
 
 
 GEOMETRY, FIELDS = dataclasses.fields(Geometry), dataclasses.fields(ForwardBatch)

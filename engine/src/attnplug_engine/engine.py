@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnplug import ForwardingBackend, GraphLevel, PoolError, Serving
-from attnplug.host import Selection, UsageError, captures_extends, interrupt, who_forced
+from attnplug.host import Selection, UsageError, captures_extends, interrupt, limited_by
 from attnplug_engine.capture import GraphCapture
 from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
@@ -143,23 +143,23 @@ class Engine:
 
     def _capture(self, progress: Callable[[int, int], None] | None) -> GraphReport:
         runner, options, rounds = self.runner, self.options, self.rounds
-        level, limited_by = runner.attention.graph_level, who_forced(runner.backend, "cuda_graph")
+        level, limits = runner.attention.graph_level, limited_by(runner.backend, "cuda_graph")
         backend = runner.backend
         if rounds is not None and rounds.draft is not None and rounds.draft.attention.graph_level < level:
             backend = rounds.draft.backend
-            level, limited_by = rounds.draft.attention.graph_level, (backend.backend_id.name,)
+            level, limits = rounds.draft.attention.graph_level, (backend.backend_id.name,)
         if runner.device.type != "cuda":
-            return GraphReport(level, limited_by, why_none=f"the device is {runner.device.type}")
+            return GraphReport(level, limits, why_none=f"the device is {runner.device.type}")
         if not options.captures:
             why = "every layer is checked" if options.check_layers else "turned off"
-            return GraphReport(level, limited_by, why_none=why)
+            return GraphReport(level, limits, why_none=why)
         if level is GraphLevel.NEVER or (rounds is not None and level < GraphLevel.UNIFORM):
-            who = " and ".join(limited_by) or backend.backend_id.name
+            who = " and ".join(limits) or backend.backend_id.name
             what = "cannot be captured" if level is GraphLevel.NEVER else "captures decode alone, and no verify"
-            return GraphReport(level, limited_by, why_none=f"{who} {what}")
+            return GraphReport(level, limits, why_none=f"{who} {what}")
         sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
         before = torch.cuda.mem_get_info(runner.device)[0]
-        capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(limited_by)
+        capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(limits)
         graphs: DecodeGraphs | RoundGraphs
         if rounds is None:
             keep_all = options.cuda_graph_prefill_sizes is not None
@@ -171,7 +171,7 @@ class Engine:
         taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
         return GraphReport(
             level,
-            limited_by,
+            limits,
             graphs.sizes,
             taken,
             backends=graphs.backends,
@@ -180,7 +180,7 @@ class Engine:
             prefill_by=backend.captured_extends if isinstance(backend, ForwardingBackend) else None,
         )
 
-    def _prefills(self, limited_by: Sequence[str]) -> tuple[tuple[int, ...], str]:
+    def _prefills(self, limits: Sequence[str]) -> tuple[tuple[int, ...], str]:
         """The numbers of tokens for which prefills are captured; why, if there are none."""
         runner, options, most = self.runner, self.options, self.runner.capacity.most_rows
         asked = options.cuda_graph_prefill_sizes
@@ -194,7 +194,7 @@ class Engine:
             # What a chunk allows was looked at before there was a model; its context may hold less.
             sizes = default_prefill_sizes(most) if asked is None else PREFILL_SIZES.check(asked, most, "context_length")
             return sizes, ""
-        who = " and ".join(limited_by) or runner.backend.backend_id.name
+        who = " and ".join(limits) or runner.backend.backend_id.name
         if asked is not None:
             raise UsageError(
                 f"`{PREFILL_SIZES.name}` asks for CUDA graphs of prefills, and {who} cannot capture them; leave it "

@@ -76,7 +76,7 @@ def test_a_split_is_as_sparse_as_the_weaker_of_both():
     """A9"""
     stage = SparseStage(CASES["decode"])
     split = SplitBackend(stage.backend, Hookless())
-    assert "selected" not in split.claims.extras and split.who_forced("extras") == ("hookless",)
+    assert "selected" not in split.claims.extras and split.limited_by("extras") == ("hookless",)
     batch = stage.batch()
     plan_forward(split, batch)
     with pytest.raises(BackendError, match="needs select of its decode backend hookless, which has none"):

@@ -89,7 +89,7 @@ def eager_step(batch: Any, groups: Sequence[Group], max_context: int) -> Step:
             slots=group.table.slots(batch.out_cache_loc[: lengths.rows]),
         )
         if _needs_host_lengths(group):
-            geometry = geometry.measured()
+            geometry = geometry.with_host_lengths()
         ours = ForwardBatch(geometry)
         plan_forward(group.attention.backend, ours)
         batches.append(ours)

@@ -77,7 +77,7 @@ class Pages:
 def planned(attention: ModelAttention, geometry: Geometry) -> ForwardBatch:
     """Plan a batch. Synchronizes with the device only for backends that need exact lengths on the host."""
     if attention.backend.claims.needs_cpu_seq_lens:
-        geometry = geometry.measured()
+        geometry = geometry.with_host_lengths()
     batch = ForwardBatch(geometry)
     attention.plan(batch)
     return batch

@@ -1,4 +1,4 @@
-"""What a backend is: the protocol and its optional hooks."""
+"""Backend protocol and its optional hooks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from attnplug.declare.model import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class ForwardExtras:
-    """What a caller may ask of a forward beyond the plain result.
+    """Optional inputs and outputs of a forward call.
 
-    A backend lists in ``Capabilities.extras`` the fields it honours, and must raise when given another one:
+    A backend lists the fields it honours in ``Capabilities.extras`` and must raise if given any other:
     nothing is dropped silently. New fields come in minor versions of the contract.
     """
 
     lse: Tensor | None = None
-    """``[tokens, heads]`` float32, filled with the log-sum-exp: natural log, -inf where a row sees no key (C4)."""
+    """Output ``[tokens, heads]`` float32: log-sum-exp, natural log, -inf for a row that attends to no key (C4)."""
     sinks: Tensor | None = None
-    """``[heads]`` float32, given for layers with ``sinks``: the logit of one more key, whose value is zero. Not in the
-    log-sum-exp."""
+    """``[heads]`` float32, given for layers with ``sinks``: logit of an additional key with value zero. It is not
+    included in ``lse``."""
     out: Tensor | None = None
-    """Memory of the host for the result, in the result's shape and q's type; the backend returns it."""
+    """Caller-owned output buffer, in the result's shape and q's dtype. The backend writes to it and returns it."""
     q_rope: Tensor | None = None
-    """``[tokens, heads, rope]``: the rotary part of absorbed MLA queries, for hosts that have it apart from the latent
+    """``[tokens, heads, rope]``: rotary part of absorbed MLA queries, for hosts that keep it separate from the latent
     part. q is then ``[tokens, heads, kv_lora_rank]``. Both may have any strides between rows and heads."""
     selected: SelectedRows | None = None
     """Given for layers with an ``indexer``, and for no others: the rows that each token attends to, and no other row is
@@ -66,20 +66,21 @@ class ForwardExtras:
 class AttentionBackend(Protocol):
     """Attention over a paged cache, planned once per batch and run once per layer.
 
-    Subclass contract. A backend is built from a :class:`BackendContext` and nothing else, and keeps no state of "the
-    current batch": what it knows of a batch is in the plan it returned. It takes memory from the context's workspace.
+    Subclass contract. A backend is built from a :class:`BackendContext` alone. It keeps no state of the current batch:
+    all of that is in the plan it returned. It takes scratch memory from the context's workspace.
 
     Exception contract. ``forward_*`` raise :class:`PlanError` for a plan of another backend or mode, or with more rows
-    than q has (``batch.plan_for`` does it); rows past the planned ones are padding: zero output, nothing written.
+    than q has (``batch.plan_for`` does this). Rows behind the planned ones are padding: their output is zero, and
+    nothing is written for them.
     """
 
     backend_id: BackendId
-    """Made by the backend in its constructor; stamps its plans."""
+    """Created by the backend in its constructor; identifies its plans."""
     claims: Claims
-    """What callers may rely on."""
+    """Guarantees to callers."""
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        """Plan a batch, from its geometry alone. The caller publishes the plan; nothing here changes the batch."""
+        """Plan a batch from its geometry alone. The caller publishes the plan; the batch is not changed here."""
         ...
 
     def forward_extend(
@@ -93,15 +94,15 @@ class AttentionBackend(Protocol):
         save_kv_cache: bool = True,
         extras: ForwardExtras | None = None,
     ) -> Tensor:
-        """Write this layer's new rows to the cache and attend, causally, each request to its own rows.
+        """Write this layer's new rows to the cache, then attend causally, each request to its own rows.
 
         MHA: q ``[tokens, heads, head_dim]``, k ``[tokens, kv_heads, head_dim]``, v ``[tokens, kv_heads, v_head_dim]``;
         returns ``[tokens, heads, v_head_dim]``. MLA, absorbed: q ``[tokens, heads, kv_lora_rank + rope]``, k the new
         latent rows ``[tokens, 1, kv_lora_rank + rope]``, v ``None``; returns ``[tokens, heads, kv_lora_rank]``.
         With ``save_kv_cache=False`` nothing is written: the rows must be in the cache, and k and v may be ``None``.
-        q, k and v may have any strides between rows and heads. The result has q's type and device, and memory of its
-        own: not the workspace's. What torch keeps for the whole process (its random numbers, its default type) stays as
-        it is.
+        q, k and v may have any strides between rows and heads. The result has q's dtype and device, and owns its
+        memory, which is not the workspace's. Process-wide torch state (random number generators, default dtype) stays
+        unchanged.
         """
         ...
 
@@ -116,12 +117,12 @@ class AttentionBackend(Protocol):
         save_kv_cache: bool = True,
         extras: ForwardExtras | None = None,
     ) -> Tensor:
-        """As ``forward_extend``, for batches with one new token per request."""
+        """Same as ``forward_extend``, for batches with one new token per request."""
         ...
 
 
 class LinearBackend(Protocol):
-    """A backend of the role linear: planned like any other, run by its :class:`LinearHooks`."""
+    """Backend of role ``linear``: planned like any other, run by its :class:`LinearHooks`."""
 
     backend_id: BackendId
     claims: Claims
@@ -130,17 +131,18 @@ class LinearBackend(Protocol):
 
 
 class ChunkPlanning(Protocol):
-    """Optional: planning of one-shot and chunked MLA prefill. Absent means that there is nothing to plan."""
+    """Optional: planning of one-shot and chunked MLA prefill. Absent if there is nothing to plan."""
 
     def init_mha_chunk_metadata(
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
     ) -> Plan | None:
-        """Plan ``forward_batch.geometry.calls``, once, before the first layer; every call is then given the plan."""
+        """Plan ``forward_batch.geometry.calls`` once, before the first layer. Every call receives the plan."""
         ...
 
 
 class RaggedAttention(Protocol):
-    """Optional: attention over rows at hand. Needed exactly when ``claims.mla_extend`` holds more than absorbed."""
+    """Optional: attention over rows passed as arguments. Required exactly if ``claims.mla_extend`` is
+    not just absorbed."""
 
     def forward_ragged(
         self,
@@ -152,11 +154,11 @@ class RaggedAttention(Protocol):
         plan: Plan | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """One call of an MLA prefill as MHA; touches no cache.
+        """Run one call of an MLA prefill as MHA, without reading or writing the cache.
 
         q ``[query rows, heads, nope + rope]``, k ``[kv rows, heads, nope + rope]``, v ``[kv rows, heads, v_head_dim]``;
-        returns ``[query rows, heads, v_head_dim]`` and fills ``lse`` ``[query rows, heads]`` where it is given.
-        ``plan`` is what ``init_mha_chunk_metadata`` returned for the batch of this call.
+        returns ``[query rows, heads, v_head_dim]`` and fills ``lse`` ``[query rows, heads]`` if given.
+        ``plan`` is the result of ``init_mha_chunk_metadata`` for the batch of this call.
         """
         ...
 
@@ -175,73 +177,75 @@ class RowSelection(Protocol):
 
 
 class LinearHooks(Protocol):
-    """Optional: linear attention. What a backend of the role linear has in place of ``forward_extend`` and
+    """Optional: linear attention, which a backend of role ``linear`` has in place of ``forward_extend`` and
     ``forward_decode``. It reads and writes states at the geometry's ``state_slots``, in the pool it was built with."""
 
     def forward_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool
     ) -> Tensor:
-        """Causal convolution over each request's rows. Those of earlier steps come from its state, which is updated.
+        """Run a causal convolution over each request's rows.
 
-        x ``[tokens, conv_channels]``, weight ``[conv_channels, conv_width]`` (its last column meets the newest row),
-        bias ``[conv_channels]``; returns ``[tokens, conv_channels]``, after SiLU if ``silu``. Padding rows give zero.
-        x may have any stride between rows.
+        Rows of earlier steps come from the request's state, which is updated. x ``[tokens, conv_channels]``, weight
+        ``[conv_channels, conv_width]`` (the last column multiplies the newest row), bias ``[conv_channels]``; returns
+        ``[tokens, conv_channels]``, with SiLU applied if ``silu``. Padding rows give zero. x may have any stride
+        between rows.
         """
         ...
 
     def forward_linear(self, inputs: LinearInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
-        """The recurrence over each request's rows; updates its state.
+        """Run the recurrence over each request's rows and update its state.
 
-        Returns ``[tokens, heads, value_dim]`` in the type of v; padding rows give zero.
+        Returns ``[tokens, heads, value_dim]`` in v's dtype; padding rows give zero.
         """
         ...
 
     def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
         """Advance each request's state by the first ``accepted`` ``[requests]`` of its rows, in all layers.
 
-        Called after a target verify of ``forward_batch``, which leaves every state as it was. Rejected rows leave no
-        trace.
+        Called after a target verify of ``forward_batch``, which leaves all states unchanged. Rejected rows have no
+        effect.
         """
         ...
 
 
 class DeltaDecoding(Protocol):
-    """Optional: a whole layer of the delta rule at once, where that is faster than its parts. Absent means never."""
+    """Optional: a whole delta-rule layer in one call, if faster than its parts. Absent if it never is."""
 
     def forward_delta(self, inputs: DeltaInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor | None:
-        """Convolution, gates, recurrence and gated norm, with both states updated.
+        """Run convolution, gates, recurrence and gated norm, and update both states.
 
-        Returns ``[tokens, heads * value_dim]`` in the type of the rows, zero for padding rows; or ``None``, with
-        nothing done, for a batch that the caller runs by its parts: ``forward_conv``, ``forward_linear``, and the gates
-        by itself.
+        Returns ``[tokens, heads * value_dim]`` in the dtype of ``inputs.rows``, zero for padding rows. Returns ``None``
+        and does nothing if the caller is to run this batch in parts: ``forward_conv``, ``forward_linear`` and its own
+        gates.
         """
         ...
 
 
 class GraphPlanning(Protocol):
-    """Optional: planning around a captured CUDA graph. Needed exactly when ``claims.cuda_graph`` is above NEVER."""
+    """Optional: planning for CUDA graph capture and replay. Required exactly if ``claims.cuda_graph`` is above
+    NEVER."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what captured kernels read; its addresses never change afterwards."""
+        """Allocate the memory that captured kernels read. Its addresses never change afterwards."""
         ...
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         """Plan on the host, before a capture or a replay.
 
-        The graph itself may bring lengths, page table and state slots up to date: whatever depends on them is made in
+        The graph itself may update lengths, page table and state slots. Everything that depends on them is computed in
         ``init_forward_metadata_in_graph``.
         """
         ...
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """The part of planning that is captured. It comes first inside the graph."""
+        """Run the captured part of planning, which comes first in the graph."""
         ...
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length that padded requests of a captured batch carry.
+        """Return the length of padded requests in a captured batch.
 
-        With 0, nothing is read or written for them. With more, their rows of the page table name pages that nobody else
-        uses.
+        With 0, nothing is read or written for them. With more, their rows of the page table refer to pages that no
+        other request uses.
         """
         ...
 
@@ -250,43 +254,43 @@ MAY_IGNORE: dict[str, frozenset[str]] = {
     "init_mha_chunk_metadata": frozenset({"disable_flashinfer_ragged"}),
     "init_forward_metadata_out_graph": frozenset({"in_capture"}),
 }
-"""What a hook may leave out of its signature: hints. It must accept everything else that a caller offers, because the
-caller relies on it. An ``lse`` that nobody fills, or a ``silu`` that nobody applies, is a wrong result."""
+"""Hints that a hook may omit from its signature. It must accept all other parameters, because callers rely on them: an
+``lse`` that is not filled, or a ``silu`` that is not applied, gives a wrong result."""
 
 
 def protocol_attributes() -> dict[str, type]:
-    """Data members of the protocol with their types, read off the protocol."""
+    """Return the protocol's data members with their types."""
     return get_type_hints(AttentionBackend)
 
 
 def protocol_methods() -> dict[str, inspect.Signature]:
-    """Methods of the protocol with their signatures, ``self`` left out."""
+    """Return the protocol's methods with their signatures, without ``self``."""
     return methods(AttentionBackend)
 
 
 @cache
 def hook_signatures() -> dict[str, inspect.Signature]:
-    """Every optional hook with its signature, ``self`` left out."""
+    """Return all optional hooks with their signatures, without ``self``."""
     protocols = (ChunkPlanning, RaggedAttention, RowSelection, LinearHooks, DeltaDecoding, GraphPlanning)
     return {name: signature for protocol in protocols for name, signature in methods(protocol).items()}
 
 
 def optional_hooks() -> dict[str, tuple[str, ...]]:
-    """Every optional hook with the names of what its caller offers, in order."""
+    """Return all optional hooks with the parameter names that callers offer, in order."""
     return {name: tuple(signature.parameters) for name, signature in hook_signatures().items()}
 
 
 def bind_optional_hook(backend: object, name: str) -> Hook | None:
-    """An optional hook of a backend as a function of everything its caller offers; ``None`` if it has none.
+    """Return a backend's optional hook as a function of everything that callers offer; ``None`` if it has none.
 
-    Raises :class:`HookError` for a hook that cannot be called like this, or that would drop what its caller needs
-    honoured.
+    Raises :class:`HookError` for a hook that cannot be called like this, or that would drop a value its caller relies
+    on.
     """
     return bind_hook(backend, name, tuple(hook_signatures()[name].parameters), MAY_IGNORE.get(name, ()))
 
 
 def methods(protocol: type) -> dict[str, inspect.Signature]:
-    """A protocol's methods with their signatures, ``self`` left out."""
+    """Return a protocol's methods with their signatures, without ``self``."""
     found = {}
     for name, member in vars(protocol).items():
         if not name.startswith("_") and inspect.isfunction(member):

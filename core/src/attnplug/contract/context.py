@@ -1,4 +1,4 @@
-"""What a backend is built from."""
+"""Context from which backends are built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest step that will be asked for, and how many plans run at the same time."""
+    """Largest step that will be requested, and the number of plans that run at the same time."""
 
     max_requests: int
     max_tokens: int
@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """This process's place among the tensor-parallel ranks."""
+    """Tensor-parallel rank of this process, and number of ranks."""
 
     rank: int = 0
     size: int = 1
@@ -39,27 +39,27 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How this process serves, where a backend builds or does less for it (A3, A6)."""
+    """Serving mode of this process, for which a backend may build or do less (A3, A6)."""
 
     skip_prefill: bool = False
-    """This is a speculative draft's worker. It decodes; another backend prefills."""
+    """True in the worker of a speculative draft: this backend decodes, and another one prefills."""
     disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
     disable_chunked_prefix_cache: bool = False
     is_embedding: bool = False
-    """Prompts are embedded and nothing is generated: no token is ever decoded."""
+    """True if prompts are embedded and no token is ever decoded."""
     chunked_prefill_size: int | None = None
-    """The most tokens of a prompt in one step; -1 if prompts are never cut, ``None`` if that is unknown."""
+    """Maximum tokens of a prompt per step; -1 if prompts are never chunked, ``None`` if unknown."""
     disable_radix_cache: bool = False
-    """No request begins with rows that another one left in the cache."""
+    """True if no request starts with cache rows of another request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HostContext:
-    """What all backends of one model on one rank share.
+    """Part of the context that all backends of one model on one rank share.
 
     ``model`` is this rank's part: its heads are those that this rank computes, and its layers may be one KV group of
-    the model. It cannot be made before its parts, so the order of construction (pools, coordinators, backends) needs no
-    discipline. A host that binds its caches late builds late, and builds again if their addresses change.
+    the model. A context cannot be made before its parts, which guarantees the order of construction (pools,
+    coordinators, backends). A host that binds its caches late builds backends late, and again if addresses change.
     """
 
     model: ModelSpec
@@ -67,7 +67,7 @@ class HostContext:
     dtype: torch.dtype
     kv_dtype: DType
     page_size: int
-    """The manager's; pools tell their layouts."""
+    """Tokens per page of the host's page table. Pools describe their memory layouts."""
     limits: Limits
     pools: KVPools
     workspace: WorkspaceOwner
@@ -95,25 +95,25 @@ class HostContext:
     def for_backend(
         self, name: str, declared: Capabilities, *, roles: frozenset[Role] = frozenset(), options: object = None
     ) -> BackendContext:
-        """The context of one backend: what all share, and what is its own."""
+        """Return the context of one backend: the shared part and the backend's own fields."""
         shared = {field.name: getattr(self, field.name) for field in fields(HostContext)}
         return BackendContext(**shared, name=name, declared=declared, roles=roles, options=options)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BackendContext(HostContext):
-    """Everything that one backend is built from, and nothing else: no globals, no lazy attributes."""
+    """Everything that one backend is built from. There are no globals and no lazy attributes."""
 
     name: str
-    """The name by which it was asked for. Its ``backend_id`` has the same."""
+    """Name by which the backend was requested. Its ``backend_id`` has the same name."""
     declared: Capabilities
-    """What its spec declares. Its own claims are not wider."""
+    """Capabilities that its spec declares. The claims of the backend may not be wider."""
     roles: frozenset[Role]
     options: object
-    """The value of its own options, parsed; ``None`` where it has none. ``options_of`` gives it with its type."""
+    """Parsed options of the backend, ``None`` if it has none. ``options_of`` returns them with their type."""
 
     def options_of(self, kind: type[Options]) -> Options:
-        """The options as the dataclass that the spec names; the defaults of that where none were given."""
+        """Return the options as the dataclass that the spec names, or its defaults if none were given."""
         if self.options is None:
             return kind()
         if not isinstance(self.options, kind):

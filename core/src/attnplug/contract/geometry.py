@@ -1,6 +1,7 @@
-"""Lengths and pages of a batch: the one input of every planner.
+"""Lengths and page table of a batch, the only input of a planner.
 
-It knows no pool, no model and no engine. A bridge builds it from another engine's metadata and drives the same planner.
+A geometry refers to no pool, model or engine. A bridge builds it from another engine's metadata and drives the same
+planner.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from attnplug.declare.errors import PlanError
 from attnplug.declare.schedule import TypicalLens
 from attnplug.machine.transfer import to_device
 
-_UNCUT = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
-"""Modes in which no request is cut: one row cannot be, and a verify leaves no state for the rows after it."""
+_INDIVISIBLE = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+"""Modes in which no request is divided: one row cannot be, and a verify leaves no state for the rows that follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
-    """Exact lengths on the host, one per request: new tokens, and cache rows with these included."""
+    """Exact lengths on the host, one per request: new tokens, and cache rows including the new tokens."""
 
     query_lens: Sequence[int]
     kv_lens: Sequence[int]
@@ -39,59 +40,66 @@ class HostLengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
-    """How many rows each request of a batch has, and where its cache rows lie.
+    """Number of rows of each request in a batch, and the pages of its cache rows.
 
-    A request's new tokens are the last of its rows. Rows of q, k and v are the requests' new tokens, one request after
-    the other. A padded request has length 0: nothing is read or written for it, and its rows of output are zero.
-    Lengths on the device are exact; those on the host are upper bounds, and exact ones are there only if the host has
-    them (``host``). A backend that needs exact ones says so in its claims (``needs_cpu_seq_lens``).
+    A request's new tokens are the last of its cache rows. The rows of q, k and v are the new tokens of all requests,
+    concatenated. A padded request has length 0: nothing is read or written for it, and its output rows are zero.
+    Lengths on the device are exact; those on the host are upper bounds. Exact host lengths exist only if the host has
+    them (``host``). A backend that needs them claims ``needs_cpu_seq_lens``.
+
+    Two decoding requests with 5 and 9 cache rows, in pages of 8 tokens:
+
+    >>> page_table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+    >>> geometry = Geometry.of_lengths(ForwardMode.DECODE, page_table, query_lens=[1, 1], kv_lens=[5, 9], page_size=8)
+    >>> geometry.new_slots()  # page * page_size + offset
+    tensor([28, 16])
     """
 
     mode: ForwardMode = split_by("shared")
     page_table: Tensor = split_by("request")
-    """``[requests, pages]`` int32 on the device that reads the cache. Entries after a request's last page mean
-    nothing and are never read. It may be a part of a wider table: its rows then lie apart."""
+    """``[requests, pages]`` int32 on the device that reads the cache. Entries behind a request's last page are
+    undefined and never read. It may be a slice of a wider table, so its rows need not be contiguous."""
     seq_lens: Tensor = split_by("length")
-    """``[requests]`` int32 on the device: cache rows of each request, its new tokens included."""
+    """``[requests]`` int32 on the device: cache rows of each request, including its new tokens."""
     page_size: int = split_by("shared")
-    """Tokens to a page of the page table."""
+    """Tokens per page of the page table."""
     rows: int = split_by("reset")
-    """Rows of q that belong to requests. Without ``host`` and with ``new_lens`` an upper bound: the device knows which
-    rows are padding."""
+    """Rows of q that belong to requests. With ``new_lens`` and without ``host``, an upper bound: only the device knows
+    which rows are padding."""
     max_seq_len: int = split_by("shared")
-    """No request has more cache rows."""
+    """Upper bound of the cache rows of a request."""
     max_new: int = split_by("shared")
-    """No request has more new tokens. Without ``new_lens`` each has exactly as many."""
+    """Upper bound of the new tokens of a request. Without ``new_lens``, every request has exactly this many."""
     new_lens: Tensor | None = split_by("length", default=None)
     """``[requests]`` int32 on the device: new tokens of each request."""
     host: HostLengths | None = split_by("length", default=None)
     slots: Tensor | None = split_by("token", pad=-1, default=None)
-    """``[rows]`` int64: where new rows are written, -1 for padding. ``None`` where the host leaves that to the page
-    table. Read them by ``new_slots()``."""
+    """``[rows]`` int64: slot mapping of the new rows, -1 for padding. ``None`` if it follows from the page table. Read
+    it with ``new_slots()``."""
     state_slots: Tensor | None = split_by("request", pad=-1, default=None)
-    """``[requests]`` int64: where each request's linear-attention state lies; -1 for padded requests."""
+    """``[requests]`` int64: slot of each request's linear-attention state, -1 for padded requests."""
     calls: tuple[RaggedCall, ...] = split_by("reset", default=())
-    """The calls of an MLA prefill that runs as MHA, over rows at hand; none for one that runs absorbed."""
+    """Calls of an MLA prefill that runs as MHA, over rows passed as arguments. Empty if it runs absorbed."""
     lane: int = split_by("shared", default=0)
-    """Plans of different lanes may be alive, and may run, at the same time; on two streams, for example."""
+    """Plans of different lanes may be alive and run at the same time, e.g. on two streams."""
     captured: bool = split_by("shared", default=False)
-    """Whether a CUDA graph captures or replays this batch. Its kernels then take no lengths from the host."""
+    """True if a CUDA graph captures or replays this batch. Its kernels then take no lengths from the host."""
     tree: Tensor | None = split_by("request", default=None)
-    """``[requests, max_new]`` int64 on the device: bit j of ``tree[r, i]`` says that new row i of request r sees its
-    new row j, which is row i itself or an ancestor. Parents precede children: bits j > i are zero. All new rows see all
-    rows before them. ``None`` is a chain: each new row sees those before it. Only for a verify without ``new_lens``, of
-    at most 64 rows a request, by backends that claim ``trees``. A captured batch has it in static memory, as it has its
-    lengths. A backend that needs no exact lengths on the host reads it when the batch runs, not when it is planned: a
-    plan may be made before the draft has grown the tree, which is then written into this memory."""
+    """``[requests, max_new]`` int64 on the device: bit j of ``tree[r, i]`` is set if new row i of request r attends
+    to its new row j, which is row i itself or an ancestor. Parents precede children: bits j > i are zero. Every new row
+    attends to all rows in front of the new ones. ``None`` is a chain: each new row attends to all earlier ones. Allowed
+    only for a verify without ``new_lens`` with at most 64 rows per request, and backends that claim ``trees``. In a
+    captured batch it is static memory, like the lengths. A backend that needs no exact host lengths reads it when the
+    batch runs, not when it is planned: a plan may be made before the draft writes its tree into this memory."""
     step: int = split_by("shared", default=0)
-    """Which step of a draft this is. Captured plans of one shape are kept apart by it. Steps run one after the other
-    and share their lane's memory, so each is refilled before it runs."""
+    """Number of the draft step. It distinguishes captured plans of one shape. Steps run one after the other and share
+    their lane's memory, so each is refilled before it runs."""
     table_rows: Tensor | None = split_by("request", pad=-1, default=None)
-    """``[requests]`` int64 on the device: each request's row of the slot table, the same for as long as it runs. A
-    coordinator finds by it what it keeps for the request. Rows that the table does not have are padded requests'."""
+    """``[requests]`` int64 on the device: row of each request in the slot table, constant for its lifetime. A
+    coordinator identifies requests by it. Padded requests have rows outside the table."""
     typical: TypicalLens | None = split_by("shared", default=None)
-    """About how many cache rows the requests have, if the host knows. Planners may tune by it and never rely on it. Of
-    a captured batch it says for which lengths the graph is meant."""
+    """Approximate KV lengths, if the host knows them. Planners may tune by them and never rely on them. In a captured
+    batch they are the lengths that the graph is meant for."""
 
     @classmethod
     def of_lengths(
@@ -111,7 +119,7 @@ class Geometry:
         step: int = 0,
         table_rows: Tensor | None = None,
     ) -> Geometry:
-        """The geometry of a batch whose lengths the host knows. Give ``seq_lens`` if the lengths are on the device
+        """Build the geometry of a batch whose lengths the host knows. Pass ``seq_lens`` if they are on the device
         already."""
         device, longest = page_table.device, max(query_lens, default=0)
         uniform = min(query_lens, default=0) == longest
@@ -152,7 +160,7 @@ class Geometry:
                 f"lane={self.lane}: none may be negative"
             )
         if self.typical is not None and not 0 <= self.typical.mean <= self.typical.longest:
-            raise PlanError(f"{self.typical}: give 0 <= mean <= longest, or leave it out where you do not know")
+            raise PlanError(f"{self.typical}: give 0 <= mean <= longest, or leave it out if unknown")
         if tables != requests:
             raise PlanError(f"the batch has {requests} lengths, but {tables} rows in its page table")
         if new_lens is not None and new_lens.shape != lens:
@@ -224,21 +232,21 @@ class Geometry:
 
     @property
     def kv_rows(self) -> int | None:
-        """Cache rows of all requests; ``None`` where only the device knows."""
+        """Total cache rows of all requests, ``None`` if only the device knows."""
         return None if self.host is None else sum(self.host.kv_lens)
 
     def _exact(self) -> HostLengths:
         if self.host is None:
             raise PlanError(
-                "this batch has upper bounds of its lengths on the host, and the backend needs exact ones; a host asks "
-                "claims.needs_cpu_seq_lens and gives Geometry.host, or chooses a backend that does without"
+                "this batch has only upper bounds of its lengths on the host, and the backend needs exact ones; a host "
+                "checks claims.needs_cpu_seq_lens and sets Geometry.host, or selects a backend that does not need them"
             )
         return self.host
 
-    def measured(self) -> Geometry:
-        """The same with exact lengths on the host. If they have to be copied, this waits for the device.
+    def with_host_lengths(self) -> Geometry:
+        """Return this geometry with exact lengths on the host. Waits for the device if they have to be copied.
 
-        Padded requests at the end of a batch without ``new_lens`` are left out: their rows are padding of q.
+        Padded requests at the end of a batch without ``new_lens`` are removed: their rows become padding of q.
         """
         if self.host is not None:
             return self
@@ -254,7 +262,7 @@ class Geometry:
         return replace(self, rows=rows, host=HostLengths(query_lens, kv_lens), slots=slots)
 
     def only(self, requests: Sequence[int]) -> Geometry:
-        """The geometry of some requests, given by number in ascending order; needs exact lengths."""
+        """Return the geometry of some requests, given by index in ascending order. Requires exact host lengths."""
         if len(requests) == self.requests:
             return self
         host = self._exact()
@@ -279,17 +287,19 @@ class Geometry:
         )
 
     def split(self, first: int, lanes: tuple[int, int] | None = None, *, cut: int = 0) -> tuple[Geometry, Geometry]:
-        """Divide after ``first`` requests. ``lanes`` are those of the halves, if not this one's. Halves have no calls:
-        they are planned anew.
+        """Divide into the first ``first`` requests and the others.
 
-        With ``cut`` the next request is in both halves: by its first ``cut`` new rows in one, and by the others, after
-        a prefix that is longer by these, in the other. In each layer the second half then reads cache rows and states
-        that the first one wrote, so it runs after it.
+        ``lanes`` are the lanes of the halves, by default this geometry's. Halves have no calls and are planned anew.
+        With ``cut``, the next request is in both halves: its first ``cut`` new rows in the first, the remaining ones in
+        the second, where the former belong to the prefix. In each layer the second half then reads cache rows and
+        states that the first one wrote, so it runs after it.
         """
         if not 0 <= first <= self.requests:
             raise PlanError(f"a batch of {self.requests} requests cannot be split after {first}")
         if self.new_lens is not None and self.host is None:
-            raise PlanError("a batch whose requests differ is split by exact lengths on the host; take measured()")
+            raise PlanError(
+                "a batch whose requests differ is split by exact lengths on the host; call with_host_lengths() first"
+            )
         if cut:
             return self._split_inside(first, cut, lanes or (self.lane, self.lane))
         rows = first * self.max_new if self.new_lens is None else sum(self._exact().query_lens[:first])
@@ -303,18 +313,20 @@ class Geometry:
         new = lens[request] if request < self.requests else 0
         if not 0 < cut < new:
             raise PlanError(f"request {request} has {new} new rows and cannot be cut after {cut} of them")
-        if self.captured or self.mode in _UNCUT:
+        if self.captured or self.mode in _INDIVISIBLE:
             what = "captured batch" if self.captured else f"batch in mode {self.mode}"
             raise PlanError(f"a {what} is split between requests, and not after {cut} rows of request {request}")
         later = new - cut
         counts = [*lens[:request], cut], [later, *lens[request + 1 :]]
         earlier = self.seq_lens[: request + 1].clone()
-        earlier[request:] = (earlier[request:] - later).clamp(min=0)  # that of a padded request stays 0
+        earlier[request:] = (earlier[request:] - later).clamp(min=0)  # a padded request keeps length 0
         halves = divide(self, request, sum(counts[0]), cut=True)
-        for half, mine, seq_lens, lane in zip(halves, counts, (earlier, self.seq_lens[request:]), lanes, strict=True):
-            uniform = min(mine) == max(mine)
-            half.update(rows=sum(mine), calls=(), lane=lane, max_new=max(mine), seq_lens=seq_lens, host=None)
-            half["new_lens"] = None if uniform else to_device(mine, self.device, np.int32)
+        for half, new_lens, seq_lens, lane in zip(
+            halves, counts, (earlier, self.seq_lens[request:]), lanes, strict=True
+        ):
+            uniform = min(new_lens) == max(new_lens)
+            half.update(rows=sum(new_lens), calls=(), lane=lane, max_new=max(new_lens), seq_lens=seq_lens, host=None)
+            half["new_lens"] = None if uniform else to_device(new_lens, self.device, np.int32)
         if self.host is not None:
             totals = list(self.host.kv_lens)
             halves[0]["host"] = HostLengths(counts[0], [*totals[:request], totals[request] - later])
@@ -322,9 +334,9 @@ class Geometry:
         return Geometry(**halves[0]), Geometry(**halves[1])
 
     def padded(self, requests: int) -> Geometry:
-        """The same with padded requests at the end, ``requests`` in all. It has no calls: it is planned anew.
+        """Return this geometry with padded requests appended, ``requests`` in total. It has no calls: plan it anew.
 
-        Without exact lengths a padded request has as many rows as the others, and length 0. With them it has no rows.
+        Without exact lengths, a padded request has as many rows as the others, and length 0. With them it has no rows.
         """
         more = requests - self.requests
         if more < 0 or self.captured:
@@ -344,8 +356,10 @@ class Geometry:
         return replace(self, **made, rows=self.rows + rows, calls=())
 
     def live(self) -> Geometry:
-        """The same without the padded requests at the end, where the host has exact lengths: these have no rows, and
-        without them a batch may be uniform, as kernels like it."""
+        """Return this geometry without padded requests at the end, if the host has exact lengths.
+
+        Padded requests have no rows then, and a batch without them may be uniform, which kernels prefer.
+        """
         host = self.host
         if host is None or not self.requests or host.query_lens[-1]:
             return self
@@ -357,9 +371,9 @@ class Geometry:
         return replace(part, new_lens=None)
 
     def span_slots(self, requests: Sequence[int], starts: Sequence[int], lens: Sequence[int]) -> Tensor:
-        """``[rows]`` int64: the cache slots (``page * page_size + offset``) of spans of requests, in order.
+        """Slot mapping ``[rows]`` int64 (``page * page_size + offset``) of spans of requests, in order.
 
-        Span i is the rows ``starts[i] … starts[i] + lens[i] - 1`` of ``requests[i]``.
+        Span i is rows ``starts[i] … starts[i] + lens[i] - 1`` of ``requests[i]``.
         """
         if not sum(lens):
             return torch.empty(0, dtype=torch.int64, device=self.device)
@@ -368,17 +382,17 @@ class Geometry:
         return pages.long() * self.page_size + positions % self.page_size
 
     def new_slots(self) -> Tensor:
-        """``[rows]`` int64: the cache slot of each new token's row; -1 for padding. Waits for nothing."""
+        """Slot mapping ``[rows]`` int64 of the new tokens, -1 for padding. Does not synchronise with the device."""
         if self.slots is not None:
             return self.slots
         if self.host is None:
-            return self._new_slots_of_device()
+            return self._new_slots_on_device()
         query_lens, kv_lens = self.host.query_lens, self.host.kv_lens
         starts = [total - new for new, total in zip(query_lens, kv_lens, strict=True)]
         return self.span_slots(range(len(starts)), starts, query_lens)
 
-    def _new_slots_of_device(self) -> Tensor:
-        """From the lengths on the device alone."""
+    def _new_slots_on_device(self) -> Tensor:
+        """Compute the slot mapping from device lengths alone."""
         row = torch.arange(self.rows, device=self.device)
         if not self.rows or not self.requests:
             return torch.full_like(row, -1)
@@ -398,9 +412,9 @@ class Geometry:
         return torch.where(live, pages * self.page_size + position % self.page_size, -1)
 
     def cache_slots(self, requests: Sequence[int]) -> Tensor:
-        """``[requests, longest]`` int64: the slots of all cache rows of some requests, one request to a row.
+        """Slots ``[requests, longest]`` int64 of all cache rows of some requests.
 
-        A shorter request is padded by repeating its own last slot, so that padding never touches other memory.
+        A shorter request repeats its own last slot, so padding never touches other memory.
         """
         table, kv_lens = self.page_table, self.kv_lens
         lens = [kv_lens[request] for request in requests]
@@ -410,9 +424,10 @@ class Geometry:
 
 
 def spread(starts: Sequence[int], lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For every row of some spans, in order: the number of its span, and its position, from ``starts[i]`` on.
+    """Return span index and position, both ``[rows]`` int64, of every row of some spans.
 
-    Made on the device from a few numbers per span: a copy of one number per row would wait for it.
+    Span i has positions ``starts[i] … starts[i] + lens[i] - 1``. They are computed on the device from two numbers per
+    span: copying one number per row would wait for the device.
     """
     rows = sum(lens)
     first, counts = to_device([starts, lens], device).unbind()
@@ -421,8 +436,8 @@ def spread(starts: Sequence[int], lens: Sequence[int], device: torch.device) -> 
     return owner, torch.arange(rows, device=device) + shifts[owner]
 
 
-# A slot is its position plus a shift, which is the same for all of a page. Past a request's last row, both keep the
-# values they have there. So there is one division by the page size per page, and none per row.
+# A slot is its position plus a shift, which is constant within a page. Behind a request's last row both keep their last
+# values. This takes one division by the page size per page, and none per row.
 
 
 def _device_slots(table: Tensor, lens: Sequence[int], page_size: int) -> Tensor:
@@ -435,7 +450,10 @@ def _device_slots(table: Tensor, lens: Sequence[int], page_size: int) -> Tensor:
 
 
 def _host_slots(table: Tensor, lens: Sequence[int], page_size: int) -> Tensor:
-    """The same with numpy, whose small operations cost a third of torch's; still half of a decode step's plan."""
+    """Same as ``_device_slots`` with numpy, whose small operations cost a third of torch's.
+
+    It still takes half of the time of planning a decode step.
+    """
     longest = max(lens)
     requests = np.arange(len(lens))[:, None]
     pages, last = np.arange(table.shape[1]), np.array(lens)[:, None] - 1

@@ -1,8 +1,8 @@
-"""Calling a backend's optional hooks by their own signatures (A8).
+"""Binding of a backend's optional hooks by their own signatures (A8).
 
-A hook is looked up and inspected once, by :func:`bind_hook`; what comes back is a plain function of everything
-that the caller offers, which passes on what the hook accepts. Only what a hook may ignore is ever left out.
-``hasattr`` on a backend appears nowhere.
+:func:`bind_hook` looks up and inspects a hook once. It returns a plain function of everything that the caller offers,
+which passes on what the hook accepts. It leaves out only what the hook may ignore. ``hasattr`` on a backend appears
+nowhere.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def bind_hook(target: object, name: str, offered: Sequence[str], may_ignore: Col
 
     Returns ``None`` if the target has no such hook (absent, or ``None``); otherwise a function that takes one
     positional argument per offered name and calls the hook with those it accepts. Parameters are matched by name.
-    The first offered value is the hook's subject: where no parameter carries its name, it goes to the first
-    positional parameter that nothing else fills, whatever its author called it. ``**kwargs`` takes all that is
-    left, by name; ``*args`` alone, or a callable without a signature, takes everything in order.
+    The first offered value is the hook's subject: if no parameter has its name, it goes to the first positional
+    parameter that nothing else fills, whatever its name. ``**kwargs`` takes the remaining values by name. ``*args``
+    alone, or a callable without a signature, takes all values in order.
 
-    ``may_ignore`` names the offered values that the hook may do without. The caller needs all others honoured.
+    ``may_ignore`` names the offered values that the hook may omit from its signature. The caller relies on all others.
 
-    Raises :class:`HookError`, naming backend, hook and parameter, if the hook requires a parameter that nobody
-    offers, does not accept one that its caller needs honoured, or is not callable.
+    Raises :class:`HookError`, naming backend, hook and parameter, if the hook requires a parameter that is not offered,
+    does not accept one that its caller relies on, or is not callable.
     """
     hook = _lookup(target, name)
     if hook is None:
@@ -39,13 +39,13 @@ def bind_hook(target: object, name: str, offered: Sequence[str], may_ignore: Col
     try:
         signature = _signature(hook)
     except ValueError:
-        # Nothing to read, as with some C functions: they take the whole offer, in order.
+        # No signature, as for some C functions: they take all offered values, in order.
         return _adapter(hook, list(offered), offered)
     arguments, ignored = _arguments(signature, offered, f"{_owner(target)}.{name}")
     if unfit := [parameter for parameter in ignored if parameter not in may_ignore]:
         raise HookError(
             f"{_owner(target)}.{name}{shown(signature)} does not accept {', '.join(map(repr, unfit))}, which its "
-            f"caller needs honoured; offered are {', '.join(offered)}. Add the parameter"
+            f"caller relies on; offered are {', '.join(offered)}. Add the parameter"
         )
     return _adapter(hook, arguments, offered)
 
@@ -54,22 +54,22 @@ def _lookup(target: object, name: str) -> Any:
     try:
         return getattr(target, name)
     except AttributeError:
-        # A property that fails inside also ends here. Taking that for an absent hook is how a plan goes missing.
+        # A property that raises also ends here. Treating it as an absent hook would silently skip planning.
         if inspect.getattr_static(target, name, None) is not None:
             raise
         return None
 
 
 def shown(signature: inspect.Signature) -> str:
-    """A signature as its author wrote it: annotations are strings in most modules, and are shown without quotes."""
+    """Format a signature as its author wrote it: annotations, strings in most modules, are shown without quotes."""
     return str(signature).replace("'", "")
 
 
 def _signature(hook: Hook) -> inspect.Signature:
-    """The signature that a call must satisfy.
+    """Return the signature that a call must satisfy.
 
-    A decorator's wrapper that takes ``(*args, **kwargs)`` accepts what the wrapped function accepts. One with
-    parameters of its own is called by those, whatever ``__wrapped__`` says.
+    A decorator's wrapper with ``(*args, **kwargs)`` accepts what the wrapped function accepts. A wrapper with its own
+    parameters is called by those, whatever ``__wrapped__`` says.
     """
     signature = inspect.signature(hook, follow_wrapped=False)
     wrapped = getattr(hook, "__wrapped__", None)
@@ -92,13 +92,13 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _arguments(signature: inspect.Signature, offered: Sequence[str], hook: str) -> tuple[list[str], list[str]]:
-    """The argument list of a call to the hook, as source: ``["a", "c=c"]``, and what of the offer it leaves out."""
+    """Return the arguments of a call to the hook as source (``["a", "c=c"]``), and the offered names it omits."""
     sources = _sources(signature, offered)
     left = [name for name in offered if name not in sources.values()]
     takes_names = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     positional: list[str] = []
     keywords: list[str] = []
-    gap = False  # a parameter was left to its default: what follows can only go by name
+    gap = False  # a parameter keeps its default: later ones can only be passed by name
     for parameter in signature.parameters.values():
         if parameter.kind is Parameter.VAR_KEYWORD:
             keywords += [f"{name}={name}" for name in left]
@@ -124,20 +124,20 @@ def _arguments(signature: inspect.Signature, offered: Sequence[str], hook: str) 
 
 
 def _sources(signature: inspect.Signature, offered: Sequence[str]) -> dict[str, str]:
-    """Which offered value goes to which named parameter: ``{parameter: offered name}``."""
+    """Map parameters to the offered values they receive: ``{parameter: offered name}``."""
     parameters = [p for p in signature.parameters.values() if p.kind in (*_POSITIONAL, Parameter.KEYWORD_ONLY)]
     sources = {parameter.name: parameter.name for parameter in parameters if parameter.name in offered}
     if offered and offered[0] not in sources:
-        strangers = (p.name for p in parameters if p.kind in _POSITIONAL and p.name not in sources)
-        if (first := next(strangers, None)) is not None:
+        unmatched = (p.name for p in parameters if p.kind in _POSITIONAL and p.name not in sources)
+        if (first := next(unmatched, None)) is not None:
             sources[first] = offered[0]
     return sources
 
 
 def _adapter(hook: Hook, arguments: list[str], offered: Sequence[str]) -> Hook:
     if arguments == list(offered):
-        return hook  # it takes the whole offer as it is: nothing to adapt, nothing to pay
-    # Compiled rather than assembled from *args per call: one frame and no packing, under 100 ns.
+        return hook  # takes all offered values in order: no adapter, no overhead
+    # Compiled, because assembling *args per call costs more: one frame without packing takes under 100 ns.
     source = f"lambda {', '.join(offered)}: hook({', '.join(arguments)})"
     adapter: Hook = eval(source, {"hook": hook})
     return adapter

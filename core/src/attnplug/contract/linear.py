@@ -1,4 +1,4 @@
-"""What a layer of linear attention brings to its backend."""
+"""Inputs of linear-attention layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearInputs:
-    """What a layer brings to its recurrence, one row per new token.
+    """Inputs of a layer's recurrence, one row per new token.
 
     A request's state S ``[heads, key_dim, value_dim]`` is updated token by token. For each token and head, with
     ``d = exp(log_decay)``::
@@ -19,11 +19,11 @@ class LinearInputs:
         S = S + k v                  without        (Lightning, Mamba2)
         out = scale q S              scale is the layer's
 
-    q and k are ``[tokens, key_heads, key_dim]``, v is ``[tokens, heads, value_dim]``; head h goes with key head
+    q and k are ``[tokens, key_heads, key_dim]``, v is ``[tokens, heads, value_dim]``; head h uses key head
     ``h * key_heads // heads``. ``log_decay``, float32 and never above 0, is ``[tokens, heads]``, or ``[tokens, heads,
-    key_dim]``, or ``[heads]`` where it is the same for every token. ``beta`` is ``[tokens, heads]``. With ``normalize``
-    q and k are first brought to length one (divided by the root of their squares' sum plus 1e-6). q, k and v may have
-    any stride between rows.
+    key_dim]``, or ``[heads]`` if it is equal for all tokens. ``beta`` is ``[tokens, heads]``. With ``normalize``,
+    q and k are L2-normalised first (divided by the root of their sum of squares plus 1e-6). q, k and v may have any
+    stride between rows.
     """
 
     q: Tensor
@@ -36,11 +36,11 @@ class LinearInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaWeights:
-    """What a whole layer of the delta rule has between its projections.
+    """Weights of a delta-rule layer between its input and output projections.
 
     ``conv`` ``[conv_channels, conv_width]``; ``rate``, negative, ``[heads]`` or ``[heads, 1]``; ``bias`` ``[heads]`` or
-    ``[heads, key_dim]``; ``norm`` ``[value_dim]``. All but ``conv`` are float32. The output's gate goes through SiLU if
-    ``silu``, and through a sigmoid otherwise.
+    ``[heads, key_dim]``; ``norm`` ``[value_dim]``. All but ``conv`` are float32. The activation of
+    the output gate is SiLU if ``silu``, else sigmoid.
     """
 
     conv: Tensor
@@ -53,15 +53,15 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaInputs:
-    """A whole layer of the delta rule, from the rows of its input projections to those of its output projection.
+    """Inputs of a whole delta-rule layer: the outputs of its input projections.
 
-    ``rows`` ``[tokens, conv_channels]`` are q, k and v one after the other, before their convolution. ``decay``
-    ``[tokens, heads]`` or ``[tokens, heads, key_dim]``, ``beta`` ``[tokens, heads]`` and ``gate`` ``[tokens, heads,
-    value_dim]`` are as projected too. With the layer's weights, in float32::
+    ``rows`` ``[tokens, conv_channels]`` are q, k and v concatenated, before the convolution. ``decay`` ``[tokens,
+    heads]`` or ``[tokens, heads, key_dim]``, ``beta`` ``[tokens, heads]`` and ``gate`` ``[tokens, heads, value_dim]``
+    are raw projections too. With the layer's weights, in float32, the input of the output projection is::
 
-        q, k, v = silu(convolution(rows))                  rounded to the type of the rows
+        q, k, v = silu(convolution(rows))                  rounded to the dtype of the rows
         log_decay = rate * softplus(decay + bias)
-        beta = sigmoid(beta)                               rounded to the type of the rows
+        beta = sigmoid(beta)                               rounded to the dtype of the rows
         out = recurrence(q, k, v, log_decay, beta)         as ``LinearInputs`` with ``normalize``; rounded too
         out = rms_norm(out, eps) * norm * activation(gate)
     """

@@ -1,4 +1,4 @@
-"""What a batch asks of attention."""
+"""Forward modes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from enum import StrEnum
 
 
 class ForwardMode(StrEnum):
-    """What a batch asks of attention."""
+    """Kind of forward pass that a batch needs."""
 
     EXTEND = "extend"
-    """New tokens of each request, after a prefix that is in the cache (or none)."""
+    """New tokens of each request, behind a cached prefix (or none)."""
     DECODE = "decode"
     """One new token per request."""
     MIXED = "mixed"
-    """Extending and decoding requests in one batch; a decoding one extends by a single token."""
+    """Extending and decoding requests in one batch. A decoding request extends by one token."""
     IDLE = "idle"
     """No request: this rank only takes part in collectives."""
     TARGET_VERIFY = "target_verify"
-    """The target model checks the tokens that a draft proposed."""
+    """The target model verifies the tokens that a draft proposed."""
     DRAFT_EXTEND = "draft_extend"
     """The draft model catches up with the tokens that the target accepted."""
 
     @property
     def is_decode(self) -> bool:
-        """Whether ``forward_decode`` runs it; every other mode runs by ``forward_extend``."""
+        """True if ``forward_decode`` runs this mode; ``forward_extend`` runs all others."""
         return self is ForwardMode.DECODE

@@ -1,4 +1,4 @@
-"""The plan of a batch: a value that says who planned, for which mode and for how many rows (B5)."""
+"""Plan of a batch: a value stamped with its planner, mode and numbers of rows (B5)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnplug.declare.errors import PlanError
 
 
 class BackendId:
-    """The identity of one built backend. Two instances of one backend are two planners: plans do not mix."""
+    """Identity of one built backend. Two instances of a backend are two planners, and never share plans."""
 
     __slots__ = ("name",)
 
@@ -26,7 +26,7 @@ class BackendId:
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """The shapes for which a batch was planned outside the forward path (B1)."""
+    """Shapes for which a batch was planned outside the forward path (B1)."""
 
     batch_size: int
     num_tokens: int
@@ -35,18 +35,25 @@ class PlanRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What a backend prepared for a batch: complete when made, never changed, published in one assignment.
+    """A backend's preparation of a batch: complete when made, immutable, published by one assignment.
 
-    Lifetime. An eager plan owns what it refers to and stays valid as long as somebody holds it. It may use its lane's
-    scratch memory while it runs: plans of one lane run one after the other, on one stream at a time, and plans of
-    different lanes may run at the same time on different streams. Whoever plans on one stream and runs on another makes
-    the second wait for the first. The plan of a captured batch refers to memory that the backend keeps for its lane. It
-    is valid until that lane's next replay is planned.
+    Lifetime. An eager plan owns what it refers to and stays valid while it is referenced. It may use its lane's scratch
+    memory while it runs, so plans of one lane run one after the other, on one stream at a time. Plans of different
+    lanes may run at the same time on different streams. A caller that plans on one stream and runs on another makes the
+    second wait for the first. The plan of a captured batch refers to memory that the backend keeps for its lane. It is
+    valid until that lane's next replay is planned.
 
-    ``query_rows`` counts the rows of q that belong to requests; ``kv_rows`` the cache rows they attend to, or ``None``
-    where only the device knows. ``new_slots`` ``[query_rows]`` int64 is where new rows are written, -1 for padding.
-    ``metadata`` is the planner's own, opaque to everyone else. A wrapper that plans with several backends keeps their
-    plans in ``parts``.
+    ``query_rows`` counts the rows of q that belong to requests. ``kv_rows`` counts the cache rows they attend to;
+    ``None`` if only the device knows. ``new_slots`` ``[query_rows]`` int64 is the slot mapping of the new rows, -1 for
+    padding. ``metadata`` is private to the planner. ``parts`` are the plans of a wrapper's children.
+
+    A backend returns one from ``init_forward_metadata``, stamped with its ``backend_id``:
+
+    >>> import torch
+    >>> geometry = Geometry.of_lengths(ForwardMode.DECODE, torch.zeros(2, 1, dtype=torch.int32), [1, 1], [3, 5], 8)
+    >>> plan = Plan.of(BackendId("mine"), geometry, metadata=geometry.cache_slots([0, 1]))
+    >>> plan.planner.name, plan.query_rows, plan.kv_rows
+    ('mine', 2, 8)
     """
 
     planner: BackendId
@@ -59,11 +66,11 @@ class Plan:
 
     @classmethod
     def of(cls, planner: BackendId, geometry: Geometry, metadata: Any = None, new_slots: Tensor | None = None) -> Plan:
-        """A backend's plan for a batch of this geometry."""
+        """Make a plan for a batch of this geometry."""
         return cls(planner, geometry.mode, geometry.rows, geometry.kv_rows, metadata, new_slots)
 
     def part_of(self, planner: BackendId) -> Plan | None:
-        """The plan that ``planner`` made: this one, or one among its parts at any depth."""
+        """Return the plan that ``planner`` made: this one, or one of its parts at any depth."""
         if self.planner is planner:
             return self
         for part in self.parts:
@@ -74,20 +81,21 @@ class Plan:
         return None
 
     def row_slots(self) -> Tensor | None:
-        """Where the batch's new rows are written: ``new_slots``, or those of the first part that has any."""
+        """Slot mapping of the batch's new rows: ``new_slots``, or those of the first part that has any."""
         if self.new_slots is not None:
             return self.new_slots
         return next((slots for part in self.parts if (slots := part.row_slots()) is not None), None)
 
     def makers(self) -> list[str]:
-        """The names of the backends that planned; for a wrapper's plan, those of its children."""
+        """Names of the backends that planned; for a wrapper's plan, those of its children."""
         return [name for part in self.parts for name in part.makers()] or [self.planner.name]
 
 
 def plan_to_run(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: int) -> Plan:
-    """The plan by which ``planner`` may run ``rows`` query rows in ``mode``, or an error (B5); the only judge of plans.
+    """Return the plan by which ``planner`` may run ``rows`` query rows in ``mode`` (B5).
 
-    More rows than planned are allowed: the tail is padding, for which the caller returns zeros and writes nothing.
+    Nothing else decides that. More rows than planned are allowed: the tail is padding, for which the caller returns
+    zeros and writes nothing. Raises PlanError for no plan, another planner, another mode, or fewer rows than planned.
     """
     if plan is None:
         raise PlanError(f"backend {planner.name} was asked to run a batch that has no plan; plan the batch first")
@@ -111,21 +119,22 @@ def plan_to_run(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: 
     return found
 
 
-_LONGEST_SHOWN = 60
-"""Letters of a value that is not a plan; a longer one, such as a batch's with all its slots, is shown by its type."""
+_MAX_REPR = 60
+"""Characters. A value with a longer representation, e.g. a batch with all its slots, is shown by its type."""
 
 
 def received_plan(
     plan: object, planner: BackendId, mode: ForwardMode, rows: int, hook: str, *, delegated: bool = False
 ) -> Plan:
-    """What ``hook`` of a backend returned, if it is a plan of its own for a batch of ``rows`` in ``mode``.
+    """Return ``plan``, which ``hook`` returned, if the backend made it for a batch of ``rows`` in ``mode``.
 
-    Called once per batch, where the plan is received. An error here names the backend that made the plan, not a caller
-    that finds out layers later. A ``delegated`` plan may be that of another backend, which runs on this one's behalf.
+    Called once per batch, where the plan is received, so that the PlanError names the backend that made the plan and
+    not a caller that notices layers later. A ``delegated`` plan may be that of another backend, which runs on behalf of
+    this one.
     """
     if not isinstance(plan, Plan):
         text = repr(plan)
-        found = text if len(text) <= _LONGEST_SHOWN else f"a {type(plan).__name__}"
+        found = text if len(text) <= _MAX_REPR else f"a {type(plan).__name__}"
         problem = f"{found}, not a Plan; it returns its plan, and the caller gives it to the batch"
     elif plan.planner is not planner and not delegated:
         problem = f"a plan stamped by {plan.planner!r}; it stamps its plans with its own backend_id"

@@ -1,4 +1,4 @@
-"""Attention over rows that are at hand instead of in the cache: the calls of MLA prefill as MHA."""
+"""Ragged calls of an MLA prefill as MHA: attention over rows passed as arguments instead of cache rows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from attnplug.machine.transfer import to_device
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedCall:
-    """The lengths of one call, prepared once per batch and the same for every layer.
+    """Lengths of one call, prepared once per batch and equal in every layer.
 
-    Sequence i has ``query_lens[i]`` query rows and ``kv_lens[i]`` key rows, none of them empty; rows of all sequences
-    follow each other. With ``causal`` the last query sees the last key and each one before it one key less. ``index``
-    tells the calls of one batch apart, so that a backend that plans finds its plan. ``query_indptr`` and ``kv_indptr``
-    ``[sequences + 1]`` int32 are on the device. ``lane`` is the batch's: a backend that plans nothing finds its scratch
-    memory by it.
+    Sequence i has ``query_lens[i]`` query rows and ``kv_lens[i]`` key rows, neither zero; rows of all sequences are
+    concatenated. With ``causal``, the last query attends to all keys of its sequence, and each query to one key less
+    than the next. ``index`` is the number of the call within its batch, by which a backend finds its plan.
+    ``query_indptr`` and ``kv_indptr`` ``[sequences + 1]`` int32 are on the device. ``lane`` is the batch's. A backend
+    without a plan finds its scratch memory by it.
     """
 
     index: int
@@ -45,7 +45,9 @@ class RaggedCall:
         lane: int = 0,
     ) -> RaggedCall:
         if len(query_lens) != len(kv_lens):
-            raise PlanError(f"a call has {len(query_lens)} lengths of queries and {len(kv_lens)} of keys; give as many")
+            raise PlanError(
+                f"a call has {len(query_lens)} query lengths and {len(kv_lens)} key lengths; give equally many"
+            )
         query_indptr, kv_indptr = (
             to_device(list(accumulate(lens, initial=0)), device, np.int32) for lens in (query_lens, kv_lens)
         )
@@ -60,11 +62,11 @@ class RaggedCall:
         return sum(self.kv_lens)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Refuse rows that are not those of this call: kernels trust its lengths."""
+        """Raise PlanError unless q, k and v have the rows of this call. Kernels do not check lengths."""
         rows = (q.shape[0], k.shape[0], v.shape[0])
         if rows != (self.query_rows, self.kv_rows, self.kv_rows):
             raise PlanError(
-                f"call {self.index} is of {self.query_rows} query rows and {self.kv_rows} of keys and values, but q, k "
+                f"call {self.index} has {self.query_rows} query rows and {self.kv_rows} key and value rows, but q, k "
                 f"and v have {rows[0]}, {rows[1]} and {rows[2]}"
             )
 
@@ -73,8 +75,8 @@ class RaggedCall:
 class Part:
     """One ragged call of an MLA extend.
 
-    ``slots`` ``[rows]`` are the cache rows to read and up-project; ``None`` means the new rows, which are at hand.
-    ``rows`` ``[queries]`` are the query rows that take part; ``None`` means all of them.
+    ``slots`` ``[rows]`` are the slots of the cache rows to read and up-project; ``None`` means the new rows, which are
+    passed as arguments. ``rows`` ``[queries]`` are the participating query rows; ``None`` means all of them.
     """
 
     call: RaggedCall

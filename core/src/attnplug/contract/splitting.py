@@ -1,4 +1,4 @@
-"""Dividing a value in two, or padding it, field by field, as each field says (B4)."""
+"""Splitting and padding of dataclasses, field by field, as each field declares (B4)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ SplitBy = Literal["token", "request", "length", "shared", "reset"]
 
 
 def split_by(by: SplitBy, *, pad: int = 0, **arguments: Any) -> Any:
-    """A dataclass field that says how it is divided: by tokens or requests, to both halves, or to neither.
+    """Declare a dataclass field with the way it is split: by ``token`` or ``request``, ``shared`` by both halves, or
+    ``reset`` in both.
 
-    A ``length`` is divided by requests too. Where one request is cut it differs in both halves, and whoever cuts says
-    what it is there. ``pad`` is what padded tokens or requests have in the field.
+    A ``length`` is split by request. If a request itself is cut, its length differs in both halves, and the caller of
+    ``divide`` sets it. ``pad`` is the field's value for padded tokens or requests.
     """
     return dataclasses.field(metadata={"split": by, "pad": pad}, **arguments)
 
 
 def divide(value: Any, requests: int, tokens: int, *, cut: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of both halves of a dataclass, divided after so many requests and tokens.
+    """Return the fields of both halves of a dataclass: its first ``requests`` and ``tokens``, and the others.
 
-    With ``cut`` the next request is in both halves, and lengths are left out: they are for the caller to add. A field
-    that has a value and does not say how to divide it is refused by name. Dropping it would give a wrong batch that
+    With ``cut``, the next request is in both halves, and lengths are left for the caller to add. Raises PlanError with
+    the name of a field that has a value and does not declare how to split it: dropping it would give a wrong batch that
     runs.
     """
     halves: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
@@ -48,9 +49,9 @@ def divide(value: Any, requests: int, tokens: int, *, cut: bool = False) -> tupl
 
 
 def pad(value: Any, requests: int, tokens: int) -> dict[str, Any]:
-    """The tensors of a dataclass with so many padded requests and tokens more, by the names of their fields.
+    """Return the tensors of a dataclass by field name, with padded requests and tokens appended.
 
-    A field that does not say what it is divided by is refused by name, as ``divide`` does.
+    Raises PlanError for an undeclared field, like ``divide``.
     """
     made: dict[str, Any] = {}
     for field in dataclasses.fields(value):
@@ -63,7 +64,7 @@ def pad(value: Any, requests: int, tokens: int) -> dict[str, Any]:
 
 
 def padded(tensor: Tensor, rows: int, filler: int = 0) -> Tensor:
-    """``[n, …]`` to ``[n + rows, …]``."""
+    """Append ``rows`` rows of ``filler`` to a tensor: ``[n, …]`` → ``[n + rows, …]``."""
     longer = tensor.new_full((tensor.shape[0] + rows, *tensor.shape[1:]), filler)
     longer[: tensor.shape[0]] = tensor
     return longer
@@ -72,5 +73,7 @@ def padded(tensor: Tensor, rows: int, filler: int = 0) -> Tensor:
 def _declared(owner: Any, field: dataclasses.Field[Any], value: Any, verb: str) -> SplitBy | None:
     by: SplitBy | None = field.metadata.get("split")
     if by is None and value is not None:
-        raise PlanError(f"field {field.name!r} of {type(owner).__name__} has a value, but nobody said how to {verb} it")
+        raise PlanError(
+            f"field {field.name!r} of {type(owner).__name__} has a value, but does not declare how to {verb} it"
+        )
     return by

@@ -1,4 +1,4 @@
-"""The memory of one layer's cache rows: plain writes and reads, whatever the storage type, scale and layout."""
+"""Memory of one layer's cache rows: writes and reads for any storage dtype, scale and layout."""
 
 from __future__ import annotations
 
@@ -26,37 +26,36 @@ _FLOAT8_MAX = 448.0
 
 
 _FEW_SLOTS = 64
-"""Up to so many slots a list finds their bounds sooner than torch does: 3 µs instead of 8, in every layer of a step."""
+"""Up to this many slots, min and max of a list are faster than torch's: 3 µs instead of 8, in every layer of a step."""
 
 
 BLOCK = 4
-"""Rows that :meth:`PagedBuffer.read_blocks` reads at once. More gain little: a row of 1 KB costs a third less so."""
+"""Rows per block in :meth:`PagedBuffer.read_blocks`. A row of 1 KB costs a third less so; larger blocks gain little."""
 
 
 class RowKernel(Protocol):
-    """Writes rows ``[tokens, heads, dim]`` by one launch."""
+    """Writes rows ``[tokens, heads, dim]`` with one kernel launch."""
 
     def write(self, slots: Tensor, rows: Tensor) -> None: ...
 
 
 class PairKernel(Protocol):
-    """Writes keys and values at once; see ``pair_kernel``."""
+    """Writes keys and values with one kernel launch; see ``pair_kernel``."""
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None: ...
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's name for ``dtype``: that of its memory, if a row has several types."""
+    """Return the torch dtype of ``dtype``; that of the memory, if a row mixes several types."""
     return _TORCH_DTYPES[dtype]
 
 
 class PagedBuffer:
     """Rows ``[heads, dim]`` at flat slots ``page * page_size + offset``.
 
-    ``pages`` is the memory, ``[pages, page_size, heads, dim]`` of any strides, which kernels read. It keeps its address
-    and its content: only ``allocate`` makes memory that is zero until written. In fp8 a row is stored as
-    ``row / scale``, saturated at ±448 (a NaN stays one), and read back as float32. Other types store what is written,
-    rounded, and have the scale 1.
+    ``pages`` is the memory that kernels read: ``[pages, page_size, heads, dim]`` with any strides. It keeps its address
+    and its content; memory from ``allocate`` is zero until written. In fp8 a row is stored as ``row / scale``,
+    saturated at ±448 (NaN stays NaN), and read back as float32. Other dtypes store rows rounded, with scale 1.
     """
 
     def __init__(self, pages: Tensor, scale: float = 1.0) -> None:
@@ -70,7 +69,7 @@ class PagedBuffer:
         self.scale = scale
         self.pages = pages
         self.nbytes = pages.numel() * pages.element_size()
-        # torch has no index operations for float8 on the CPU, so these go through the bytes.
+        # torch has no index operations for float8 on the CPU, so they run on bytes.
         self._cells = pages.view(torch.uint8) if self._float8 else pages
         # index_copy_ and index_select by flat slot are much faster than indexing by (page, offset).
         self._flat = self._cells.view(-1, layout.heads, layout.dim) if layout.tokens_evenly_spaced else None
@@ -79,25 +78,25 @@ class PagedBuffer:
             self._blocks = self._flat.view(-1, BLOCK * layout.heads * layout.dim)
         self._device, self._on_host = pages.device, pages.is_cpu
         self._slots, self._row = layout.num_pages * layout.page_size, (layout.heads, layout.dim)
-        # As a tensor: by a number torch divides on a GPU as it multiplies with its inverse, which rounds twice.
+        # A tensor: on a GPU torch divides by a Python number by multiplying with its inverse, which rounds twice.
         self._divisor = torch.tensor(scale, dtype=torch.float32, device=pages.device)
         self.kernel = _row_kernel(pages, layout, scale)
-        """What writes rows by one launch, where there is such."""
+        """Kernel that writes rows with one launch; ``None`` if there is none for this device."""
 
     @classmethod
     def allocate(
         cls, layout: PageLayout, *, dtype: DType, device: torch.device | str, scale: float = 1.0
     ) -> PagedBuffer:
-        """A buffer over new memory, zero until written."""
+        """Allocate a buffer. Its memory is zero until written."""
         return cls(layout.view(torch.zeros(layout.elements, dtype=torch_dtype(dtype), device=device)), scale)
 
     @property
     def parts(self) -> tuple[PagedBuffer, ...]:
-        """What is moved to move a row."""
+        """Buffers that together hold the rows, and are moved together."""
         return (self,)
 
     def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None:
-        """Refuse rows whose shape ``write`` cannot store, before anything is written."""
+        """Raise PoolError for rows whose shape ``write`` cannot store, before anything is written."""
         if slots.dim() != 1 or rows.shape != (slots.shape[0], *self._row):
             raise PoolError(
                 f"{name} of shape {list(rows.shape)} cannot be written to slots of shape {list(slots.shape)}; "
@@ -105,23 +104,23 @@ class PagedBuffer:
             )
 
     def check_targets(self, slots: Tensor) -> bool:
-        """Refuse slots that ``write`` cannot store to, before anything is written.
+        """Raise PoolError for slots that ``write`` cannot store to, before anything is written.
 
-        Returns whether some of the rows may be padding; only a CPU can tell without waiting.
+        Returns True if some of the rows may be padding. Only a CPU can tell without synchronising.
         """
         return self._check_slots(slots, padding=True)
 
     def write(self, slots: Tensor, rows: Tensor, *, padded: bool) -> None:
         """Store ``rows`` ``[tokens, heads, dim]`` at ``slots`` ``[tokens]``, but not where a slot is -1.
 
-        Call both checks first: ``padded`` is what ``check_targets`` returned. Waits for no device and can be captured:
-        which rows are padding is looked up when it runs. A slot past the pool's last is found by the check on a CPU;
-        on a GPU nothing outside of the pool is written for it.
+        Call both checks first; ``padded`` is the result of ``check_targets``. Does not synchronise with the device and
+        can be captured: padding is detected when it runs. On a CPU the check refuses slots behind the pool's last; on a
+        GPU nothing outside the pool is written for them.
         """
         if self.kernel is not None:
             self.kernel.write(slots, rows)
             return
-        # torch takes microseconds to find that there is nothing to convert, twice in every layer.
+        # torch takes microseconds for a conversion that does nothing, twice per layer.
         if slots.dtype is not torch.int64:
             slots = slots.to(torch.int64)
         cells = rows if rows.dtype is self._cells.dtype and not self._float8 else self._encode(rows)
@@ -136,26 +135,26 @@ class PagedBuffer:
             self._cells[self._page_and_offset(slots)] = cells
 
     def _without_padding(self, slots: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """As many slots and cells, none of them padding: then no number has to come back from the device.
+        """Replace padding, keeping the number of slots and cells. This needs no synchronisation with the device.
 
-        Padding repeats the write of the first other row. If there is none, it leaves slot 0 as it is.
+        Padding repeats the write of the first other row. If there is none, it writes the content of slot 0 to slot 0.
         """
         live = slots >= 0
         first = live.to(torch.uint8).argmax().view(1)
         exists = live.index_select(0, first)
         target = slots.index_select(0, first).clamp(min=0)
-        there = self._cells[self._page_and_offset(target)]
-        cell = torch.where(exists.view(1, 1, 1), cells.index_select(0, first), there)
+        stored = self._cells[self._page_and_offset(target)]
+        cell = torch.where(exists.view(1, 1, 1), cells.index_select(0, first), stored)
         return torch.where(live, slots, target), torch.where(live.view(-1, 1, 1), cells, cell)
 
     def read(self, slots: Tensor) -> Tensor:
-        """Rows ``[*slots.shape, heads, dim]`` in the stored type, or float32 when that is fp8."""
+        """Return rows ``[*slots.shape, heads, dim]`` in the stored dtype, or in float32 if that is fp8."""
         self._check_device(slots)
         if self._flat is not None:
             try:
                 rows = self._flat.index_select(0, slots.reshape(-1))
             except IndexError:
-                self._check_slots(slots)  # only now: on the hot path index_select's own look is enough
+                self._check_slots(slots)  # only now: on the hot path index_select's own check suffices
                 raise
             cells = rows.view(*slots.shape, *self._row)
         else:
@@ -164,11 +163,11 @@ class PagedBuffer:
         return cells.view(torch.float8_e4m3fn).to(torch.float32).mul_(self.scale) if self._float8 else cells
 
     def read_blocks(self, blocks: Tensor, blank: Tensor | None) -> Tensor | None:
-        """Rows ``[requests, count * BLOCK, heads, dim]`` as stored, of blocks ``[requests, count]``.
+        """Return rows ``[requests, count * BLOCK, heads, dim]`` of blocks ``[requests, count]``, as stored.
 
-        Block ``i`` is slots ``BLOCK * i … BLOCK * i + 3``. Rows ``blank``, counted over all requests, are zero instead.
-        ``None`` where ``read`` has to do it: in fp8, where rows lie apart, or where a block is outside of the pool,
-        which ``read`` then says.
+        Block ``i`` is slots ``BLOCK * i … BLOCK * i + 3``. Rows ``blank``, counted over all requests, are zeroed.
+        Returns ``None`` if the caller has to use ``read``: in fp8, for rows that are not contiguous, or for a block
+        outside the pool, which ``read`` then reports.
         """
         if self._blocks is None:
             return None
@@ -181,11 +180,11 @@ class PagedBuffer:
         return rows.view(blocks.shape[0], -1, *self._row)
 
     def move_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages, all at once; ``targets`` are distinct."""
+        """Copy whole pages; all are read before any is written. ``targets`` are distinct."""
         self._cells.index_copy_(0, targets, self._cells.index_select(0, sources))
 
     def move_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows between slots of this pool, all at once and as stored. Equal targets have equal sources."""
+        """Copy rows between slots, as stored; all are read before any is written. Equal targets have equal sources."""
         if self._flat is not None:
             self._scatter(targets, self._flat.index_select(0, sources))
         else:
@@ -201,19 +200,19 @@ class PagedBuffer:
     def _page_and_offset(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         slots = slots.to(torch.int64)
         page = slots.div(self.layout.page_size, rounding_mode="floor")
-        # Indexing counts negative numbers from the end, so slot -1 would read the last page; past the end it
-        # is caught on the device, as index_copy_ would.
+        # A negative index counts from the end, so slot -1 would read the last page. An index behind the end is caught
+        # on the device, as in index_copy_.
         return page.masked_fill_(slots < 0, self.layout.num_pages), slots.remainder(self.layout.page_size)
 
     def _check_device(self, slots: Tensor) -> None:
-        if not (self._on_host and slots.is_cpu) and slots.device != self._device:  # devices take longer to compare
+        if not (self._on_host and slots.is_cpu) and slots.device != self._device:  # comparing devices takes longer
             raise PoolError(f"slots on {slots.device} cannot index a cache on {self._device}; move them there")
 
     def _check_slots(self, slots: Tensor, *, padding: bool = False) -> bool:
-        """Refuse slots outside of the pool, except -1 if there may be ``padding``; returns whether there may be."""
+        """Raise PoolError for slots outside the pool, except -1 with ``padding``. Return True if there may be any."""
         self._check_device(slots)
         if not self._on_host:
-            return padding  # to look would be to wait for the device, which minds the bounds itself
+            return padding  # a check would wait for the device, which checks bounds itself
         count = slots.numel()
         if not count:
             return False
@@ -221,16 +220,16 @@ class PagedBuffer:
         low, high = min(bounds), max(bounds)
         if low < -padding or high >= self._slots:
             unless = ", and -1 for padding" if padding else ""
-            raise PoolError(f"slots {low} to {high} were asked for, and the cache holds 0 to {self._slots - 1}{unless}")
+            raise PoolError(f"slots {low} to {high} were given, and the cache holds 0 to {self._slots - 1}{unless}")
         return low < 0
 
 
 def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> RowKernel | None:
-    """One kernel that writes rows, where there is a GPU that Triton knows; None where torch's operations do it."""
+    """Return a Triton kernel that writes rows; ``None`` where torch operations do so."""
     if pages.device.type != "cuda":
         return None
     if pages.element_size() == 1 and torch.cuda.get_device_capability(pages.device) < (8, 9):
-        return None  # Triton does not convert to this type there
+        return None  # Triton does not convert to this dtype there
     try:
         from attnplug.kv.triton_rows import RowWriter
     except ImportError:
@@ -240,7 +239,7 @@ def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> RowKernel | 
 
 
 def pair_kernel(keys: PagedBuffer, values: PagedBuffer) -> PairKernel | None:
-    """One kernel that writes rows of keys and values, where one writes each."""
+    """Return a kernel that writes keys and values with one launch; ``None`` unless both buffers have a kernel."""
     if keys.kernel is None or values.kernel is None:
         return None
     from attnplug.kv.triton_rows import PairWriter, RowWriter
@@ -250,7 +249,7 @@ def pair_kernel(keys: PagedBuffer, values: PagedBuffer) -> PairKernel | None:
 
 
 def copy_pages(buffers: Iterable[PagedBuffer], copies: Sequence[PageCopy]) -> None:
-    """Make ``copies`` in each of ``buffers``, as if one after another, with one indexed operation per buffer."""
+    """Apply ``copies`` to each of ``buffers`` as if in sequence, with one indexed operation per buffer."""
     buffers = tuple(buffers)
     if not copies or not buffers:
         return
@@ -286,7 +285,7 @@ def move_rows(buffers: Iterable[PagedBuffer], sources: Tensor, targets: Tensor) 
 
 
 def _without_skipped(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """As many moves, none of them skipped: then no number has to come back from the device.
+    """Replace skipped moves, keeping their number. This needs no synchronisation with the device.
 
     A skipped move repeats the first one that is not skipped. If there is none, it moves slot 0 to itself.
     """

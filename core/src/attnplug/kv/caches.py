@@ -1,4 +1,4 @@
-"""All caches of one model: the pools for its kinds of layer, and further caches that a kind of layer needs."""
+"""Caches of one model: pools of its dense and linear layers, and keyed caches of other layer kinds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CacheKey(Generic[C_co]):
 
 @dataclass(frozen=True, slots=True)
 class KVPools:
-    """The caches of one model: the pools that its layers need, and further ``caches`` by their keys."""
+    """Caches of one model: the pools that its layers need, and other ``caches`` by key."""
 
     mha: MHAPool | None = None
     mla: MLAPool | None = None
@@ -71,7 +71,7 @@ class KVPools:
                 raise PoolError(f"cache {key.name!r} is a {type(cache).__name__}; its key says {key.kind.__name__}")
 
     def cache(self, key: CacheKey[C]) -> C:
-        """The cache under this key."""
+        """Return the cache with this key. Raises PoolError if there is none."""
         held = self.caches.get(key)
         if not isinstance(held, key.kind):
             names = ", ".join(sorted(repr(other.name) for other in self.caches)) or "none"
@@ -94,9 +94,9 @@ class KVPools:
         """Copy the row at slot ``sources[i]`` to slot ``targets[i]``, in every layer that has rows per token.
 
         Both are ``[n]`` integers on the pools' device. All rows are read before any is written, so a slot may be
-        source and target. A target of -1 skips its row, whatever its source is; other targets are distinct. This waits
-        for no device and can be captured. Slots outside of the pool raise PoolError on a CPU. A GPU fails later, as it
-        does for any index that is out of bounds.
+        source and target. A target of -1 skips its row, whatever its source is; other targets are distinct. This does
+        not synchronise with the device and can be captured. Slots outside the pool raise PoolError on a CPU. On a GPU
+        they fail later, like any index out of bounds.
         """
         for cache in self._paged():
             cache.move_rows(sources, targets)

@@ -1,4 +1,4 @@
-"""Cache tensors that a host allocated, seen as pages: what their dimensions mean, and what does not fit."""
+"""Views of a host's cache tensors as pages: parsing of dimension names, and checks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _GRAMMAR = (
 def page_views(
     tensor: Tensor, layout: str, page_size: int, heads: int, widths: Sequence[int], what: str
 ) -> list[Tensor]:
-    """A host's tensor as one view ``[pages, page_size, heads, width]`` for each of ``widths``, without a copy.
+    """Return a view ``[pages, page_size, heads, width]`` of a host's tensor for each of ``widths``, without a copy.
 
-    ``layout`` names the tensor's dimensions. Two widths are those of keys and values, and ``kv`` must be among the
-    names. ``(kv dim)`` is a row of keys and then values, which may differ in width. ``heads`` may be left out where
-    there is only one. ``what`` is what messages call the tensor.
+    ``layout`` names the tensor's dimensions. Two widths are those of keys and values, and the names must then include
+    ``kv``. ``(kv dim)`` is a row of keys followed by values, which may differ in width. ``heads`` may be omitted if
+    there is only one. ``what`` is the tensor's name in messages.
     """
     dims = _parse(layout, with_heads=heads > 1, with_kv=len(widths) > 1)
     if tensor.dim() != len(dims):
         raise PoolError(
-            f"{what} of shape {list(tensor.shape)} is no {layout!r}: it has {tensor.dim()} dimensions, not {len(dims)}"
+            f"{what} of shape {list(tensor.shape)} is not {layout!r}: it has {tensor.dim()} dimensions, not {len(dims)}"
         )
     views = []
     for part, width in enumerate(widths):
@@ -55,7 +55,7 @@ def page_views(
             view = view.select(names.index("kv"), part)
             names.remove("kv")
         if "heads" not in names:
-            # Where a cache of several heads has it: a kernel's tensor map takes no stride of one element for it.
+            # In front of dim, as with several heads: a tensor map cannot have a stride of one element for heads.
             place = names.index("dim")
             view = view.unsqueeze(place)
             names.insert(place, "heads")
@@ -89,7 +89,7 @@ def _check_size(
 
 def _check(fits: bool, tensor: Tensor, layout: str, what: str, difference: str) -> None:
     if not fits:
-        raise PoolError(f"{what} of shape {list(tensor.shape)} is no {layout!r} for this layer: {difference}")
+        raise PoolError(f"{what} of shape {list(tensor.shape)} is not {layout!r} for this layer: {difference}")
 
 
 def foreign_buffer(pages: Tensor, dtype: DType, scale: float, what: str) -> PagedBuffer:
@@ -107,7 +107,7 @@ def foreign_pages(pages: Tensor, stored: torch.dtype, dtype: DType, what: str) -
 
 
 def check_tensors(tensors: Iterable[int], layers: Iterable[int], kind: str) -> None:
-    """Refuse tensors that are missing, or that belong to no layer of the pool."""
+    """Raise PoolError unless every layer of the pool has a tensor, and no other layer has."""
     if set(tensors) != set(layers):
         raise PoolError(
             f"tensors were given for layers {layer_list(tensors)}; the {kind} pool's layers are {layer_list(layers)}"
@@ -120,7 +120,7 @@ class _Held(Protocol):
 
 
 def check_together(buffers: Mapping[str, _Held]) -> None:
-    """Refuse buffers, each under the name that messages use, that differ in pages or device, or overlap."""
+    """Raise PoolError for buffers, by their names in messages, that differ in pages or device, or that overlap."""
     held = list(buffers.items())
     (first, one), rest = held[0], held[1:]
     for name, other in rest:
@@ -137,10 +137,10 @@ def check_together(buffers: Mapping[str, _Held]) -> None:
 
 
 def _overlap(first: Tensor, second: Tensor) -> bool:
-    """Whether two strided tensors share a byte. This is exact: spans may interleave, as those of keys and values do.
+    """Return True if two strided tensors share a byte. Their address ranges may interleave, like keys and values.
 
-    They share one if their distance in bytes is a sum of steps, with a number of steps of each dimension that is within
-    its size.
+    They share a byte if their distance in bytes is a sum of strides, each taken at most as often as its dimension
+    allows.
     """
     steps: dict[int, list[int]] = {}
     for tensor, low, high in ((first, 0, 1), (second, -1, 0)):

@@ -1,4 +1,4 @@
-"""The checks that pools share: which of a model's layers a pool holds, and what may be asked of it."""
+"""Checks shared by pools: their layers, sizes and scales."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def held_for(held: Mapping[int, T], layer_id: int, kind: str) -> T:
-    """What a pool of this ``kind`` holds for a layer, by layer id."""
+    """Return a layer's entry of a pool of this ``kind``. Raises PoolError if the pool does not have the layer."""
     try:
         return held[layer_id]
     except KeyError:
@@ -20,7 +20,7 @@ def held_for(held: Mapping[int, T], layer_id: int, kind: str) -> T:
 
 
 def distinct_layers(layers: Sequence[LayerSpec], kind: str) -> dict[int, LayerSpec]:
-    """A pool's layers by id: at least one, and no id twice."""
+    """Return a pool's layers by id. Raises PoolError if there is none, or if an id repeats."""
     by_id = {layer.layer_id: layer for layer in layers}
     if not by_id:
         raise PoolError(f"there is no {kind} layer to make a pool for; leave the {kind} pool out")
@@ -30,18 +30,18 @@ def distinct_layers(layers: Sequence[LayerSpec], kind: str) -> dict[int, LayerSp
 
 
 def check_size(num_pages: int, page_size: int) -> None:
-    """Refuse a pool that holds nothing."""
+    """Raise PoolError for an empty pool."""
     if num_pages < 1 or page_size < 1:
         raise PoolError(f"a pool of {num_pages} pages of {page_size} tokens holds nothing; give 1 or more of each")
 
 
 def check_scales(scales: Collection[int], layers: Collection[int]) -> None:
-    """Refuse scales for layers that the pool does not have."""
+    """Raise PoolError for scales of layers that the pool does not have."""
     unknown = set(scales) - set(layers)
     if unknown:
         raise PoolError(f"scales were given for layers {layer_list(unknown)}; the pool has {layer_list(layers)}")
 
 
 def layer_list(layer_ids: Iterable[int]) -> str:
-    """Layer ids as messages show them."""
+    """Format layer ids for messages."""
     return ", ".join(map(str, sorted(layer_ids)))

@@ -1,4 +1,4 @@
-"""Where a layer's cache rows lie in memory, as data: a shape in logical order and its strides."""
+"""Memory layout of a layer's cache rows, as data: a shape in logical order, and strides."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 
 LayoutName = Literal["token_major", "head_major"]
-"""The layouts that pools can be built with; kernels call them NHD and HND."""
+"""Layouts that pools can be built with. Kernels call them NHD and HND."""
 _NAMES: tuple[LayoutName, ...] = ("token_major", "head_major")
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """The physical layout of one layer's keys, values or latent rows.
+    """Physical layout of one layer's keys, values or latent rows.
 
-    ``shape`` is ``(pages, page_size, heads, dim)`` whatever the order in memory; ``strides`` are in elements,
-    for the same four dimensions. No two places may overlap.
+    ``shape`` is ``(pages, page_size, heads, dim)``, whatever the order in memory. ``strides`` are in elements, for the
+    same four dimensions. No two elements may overlap.
     """
 
     shape: tuple[int, int, int, int]
@@ -36,12 +36,12 @@ class PageLayout:
             if size == 1:
                 continue
             if stride < span:
-                raise PoolError(f"strides {self.strides} make places of the shape {self.shape} overlap")
+                raise PoolError(f"strides {self.strides} make elements of the shape {self.shape} overlap")
             span = stride * (size - 1) + span
 
     @classmethod
     def of(cls, pages: Tensor) -> PageLayout:
-        """The layout of a tensor ``[pages, page_size, heads, dim]`` of any strides."""
+        """Return the layout of a tensor ``[pages, page_size, heads, dim]`` with any strides."""
         if pages.dim() != 4:
             raise PoolError(f"pages of shape {list(pages.shape)}: give [pages, page_size, heads, dim]")
         (a, b, c, d), (e, f, g, h) = pages.shape, pages.stride()
@@ -49,17 +49,17 @@ class PageLayout:
 
     @classmethod
     def token_major(cls, num_pages: int, page_size: int, heads: int, dim: int) -> PageLayout:
-        """Page, token, head, dim from slow to fast: the heads of one token lie together ("NHD")."""
+        """Order page, token, head, dim from slow to fast: the heads of a token are contiguous ("NHD")."""
         return cls((num_pages, page_size, heads, dim), (page_size * heads * dim, heads * dim, dim, 1))
 
     @classmethod
     def head_major(cls, num_pages: int, page_size: int, heads: int, dim: int) -> PageLayout:
-        """Page, head, token, dim from slow to fast: one head's tokens of a page lie together ("HND")."""
+        """Order page, head, token, dim from slow to fast: a head's tokens of a page are contiguous ("HND")."""
         return cls((num_pages, page_size, heads, dim), (heads * page_size * dim, dim, page_size * dim, 1))
 
     @classmethod
     def named(cls, name: LayoutName, num_pages: int, page_size: int, heads: int, dim: int) -> PageLayout:
-        """The layout that ``name`` stands for."""
+        """Return the contiguous layout with this name."""
         if name == "token_major":
             return cls.token_major(num_pages, page_size, heads, dim)
         if name == "head_major":
@@ -68,9 +68,9 @@ class PageLayout:
 
     @property
     def name(self) -> LayoutName | Literal["strided"]:
-        """How the memory is laid out: as ``token_major`` or ``head_major``, without gaps, or else ``strided``.
+        """``token_major`` or ``head_major`` if the memory has this order without gaps, else ``strided``.
 
-        With one head the first two are the same memory, and the name is ``token_major``.
+        With one head the first two are equal, and the name is ``token_major``.
         """
         for name in _NAMES:
             strides = zip(self.shape, self.strides, PageLayout.named(name, *self.shape).strides, strict=True)
@@ -96,19 +96,19 @@ class PageLayout:
 
     @property
     def elements(self) -> int:
-        """How many elements a buffer needs, from the first place to the last."""
+        """Number of elements that a buffer needs, including gaps."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def tokens_evenly_spaced(self) -> bool:
-        """Whether one stride leads from each token to the next, across page boundaries too.
+        """True if consecutive tokens have the same distance everywhere, also across page boundaries.
 
-        Then the pages can be cut elsewhere, and the cache can be indexed by flat slot.
+        The cache can then be divided into smaller pages, and can be indexed by flat slot.
         """
         return 1 in self.shape[:2] or self.strides[0] == self.page_size * self.strides[1]
 
     def view(self, buffer: Tensor) -> Tensor:
-        """``buffer``, which is one-dimensional and contiguous, seen as ``[pages, page_size, heads, dim]``."""
+        """View a one-dimensional contiguous ``buffer`` as ``[pages, page_size, heads, dim]``."""
         if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() < self.elements:
             raise PoolError(
                 f"a buffer of shape {list(buffer.shape)} cannot hold the layout {self.shape}; "
@@ -117,9 +117,9 @@ class PageLayout:
         return buffer.as_strided(self.shape, self.strides)
 
     def split(self, kernel_page_size: int) -> PageLayout:
-        """The same memory with smaller pages: page p becomes kernel pages p * ratio … p * ratio + ratio - 1.
+        """Return the same memory's layout with smaller pages: page p becomes pages p * ratio … p * ratio + ratio - 1.
 
-        ``ratio`` is ``page_size / kernel_page_size``; ``split_table`` does the same to a page table.
+        ``ratio`` is ``page_size / kernel_page_size``. ``split_table`` converts a page table accordingly.
         """
         if kernel_page_size == self.page_size:
             return self
@@ -145,9 +145,9 @@ class PageLayout:
 
 
 def split_table(page_table: Tensor, ratio: int) -> Tensor:
-    """A page table in kernel pages: ``[requests, pages]`` → ``[requests, pages * ratio]``, same integer type.
+    """Convert a page table to kernel pages: ``[requests, pages]`` → ``[requests, pages * ratio]``, same integer dtype.
 
-    Negative entries mark unused places and become -1. Needs no synchronisation with the device.
+    Negative entries mark unused pages and become -1. Does not synchronise with the device.
     """
     if ratio < 1 or page_table.dim() != 2:
         raise PoolError(

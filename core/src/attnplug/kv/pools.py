@@ -1,4 +1,4 @@
-"""The pools: memory for every layer of one kind. MHA and MLA hold rows per token, linear a state per request."""
+"""Pools: memory of all layers of one kind. MHA and MLA pools hold rows per token, linear pools a state per request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnplug.kv.scaled_rows import ScaledRows, latent_row_bytes
 def _mha_layers(
     layers: Sequence[LayerSpec], scales: Mapping[int, tuple[float, float]] | None
 ) -> dict[int, tuple[LayerSpec, tuple[float, float]]]:
-    """The MHA layers by id, each with its scales."""
+    """Return the MHA layers by id, each with its scales."""
     own = distinct_layers([layer for layer in layers if layer.kind is AttentionKind.MHA], "MHA")
     scales = scales or {}
     check_scales(scales, own)
@@ -31,7 +31,7 @@ def _mha_layers(
 
 
 def _mla_layers(layers: Sequence[LayerSpec], scales: Mapping[int, float] | None) -> dict[int, tuple[MLADims, float]]:
-    """Dimensions and scale of the MLA layers, by id."""
+    """Return dimensions and scale of the MLA layers, by id."""
     own = distinct_layers([layer for layer in layers if layer.mla is not None], "MLA")
     scales = scales or {}
     check_scales(scales, own)
@@ -58,11 +58,11 @@ def _check_heads(dtype: DType) -> None:
 
 
 class MHAPool:
-    """Keys and values of all MHA layers among ``layers``, which are this rank's; others are left to other pools.
+    """Keys and values of all MHA layers among ``layers``, this rank's layers. Other kinds of layers are ignored.
 
-    Per layer a K cache ``[pages, page_size, kv_heads, head_dim]`` and a V cache ``[pages, page_size, kv_heads,
-    v_head_dim]``, in memory that is allocated here, or that a host has (``over``). ``scales`` gives a layer's fp8 key
-    and value scale; 1.0 where absent.
+    Each layer has a K cache ``[pages, page_size, kv_heads, head_dim]`` and a V cache ``[pages, page_size, kv_heads,
+    v_head_dim]``. The pool allocates their memory, zeroed, or uses the host's (``over``). ``scales`` are the fp8 key
+    and value scales by layer id, 1.0 by default.
     """
 
     def __init__(
@@ -100,13 +100,22 @@ class MHAPool:
         dtype: DType,
         scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> MHAPool:
-        """A pool over a host's tensors, by layer id: one for keys and values, or a pair. Nothing is copied or zeroed.
+        """Make a pool over a host's tensors by layer id: one tensor per layer, or a pair of keys and values.
 
-        ``layout`` names the dimensions of each tensor from slow to fast: ``pages``, ``tokens``, ``heads``, ``dim``, and
-        ``kv`` where one tensor holds keys and values. Parentheses join several into one dimension, and ``slots`` is
-        ``(pages tokens)``. vLLM has ``"kv pages tokens heads dim"``, ``"pages kv tokens heads dim"``, the same with
-        ``heads tokens``, and ``"pages heads tokens (kv dim)"``; SGLang has pairs of ``"slots heads dim"``. The tensors'
-        own strides may be any. fp8 may come as uint8.
+        Nothing is copied or zeroed. ``layout`` names the dimensions of each tensor from slow to fast: ``pages``,
+        ``tokens``, ``heads``, ``dim``, and ``kv`` if one tensor holds keys and values. Parentheses join several into
+        one dimension, and ``slots`` is ``(pages tokens)``. vLLM has ``"kv pages tokens heads dim"``, ``"pages kv tokens
+        heads dim"``, the same with ``heads tokens``, and ``"pages heads tokens (kv dim)"``; SGLang has pairs of
+        ``"slots heads dim"``. Tensors may have any strides. fp8 may be given as uint8. Raises PoolError for tensors
+        that do not fit the layers, overlap, or differ in device or number of pages.
+
+        >>> heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
+        >>> layer = LayerSpec(0, AttentionKind.MHA, **heads, scale=0.125)
+        >>> cache = torch.zeros(2, 32, 16, 2, 64)  # keys and values in 32 pages of 16 tokens, as in vLLM
+        >>> layout = "kv pages tokens heads dim"
+        >>> pool = MHAPool.over([layer], {0: cache}, layout, page_size=16, dtype=DType.FLOAT32)
+        >>> pool.keys(0).shape
+        torch.Size([32, 16, 2, 64])
         """
         check_size(1, page_size)
         _check_heads(dtype)
@@ -151,32 +160,32 @@ class MHAPool:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def keys(self, layer_id: int) -> Tensor:
-        """``[pages, page_size, kv_heads, head_dim]`` as stored: the cache itself, with the layout's strides."""
+        """K cache ``[pages, page_size, kv_heads, head_dim]`` as stored: not a copy, with the layout's strides."""
         return held_for(self._keys, layer_id, "MHA").pages
 
     def values(self, layer_id: int) -> Tensor:
-        """``[pages, page_size, kv_heads, v_head_dim]`` as stored: the cache itself."""
+        """V cache ``[pages, page_size, kv_heads, v_head_dim]`` as stored: not a copy."""
         return held_for(self._values, layer_id, "MHA").pages
 
     def layout(self, layer_id: int) -> tuple[PageLayout, PageLayout]:
-        """The layouts of the layer's keys and values."""
+        """Layouts of a layer's keys and values."""
         return held_for(self._keys, layer_id, "MHA").layout, self._values[layer_id].layout
 
     def scales(self, layer_id: int) -> tuple[float, float]:
-        """What to multiply a stored key and value by; 1.0 unless the cache is fp8."""
+        """Factors of stored keys and values; 1.0 unless the cache is fp8."""
         return held_for(self._keys, layer_id, "MHA").scale, self._values[layer_id].scale
 
     def write(self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k`` ``[tokens, kv_heads, head_dim]`` and ``v`` ``[tokens, kv_heads, v_head_dim]``.
 
         ``slots`` ``[tokens]`` int64 are flat: ``page * page_size + offset``, or -1 for padding, which is not written.
-        Waits for no device.
+        Does not synchronise with the device.
         """
         key_buffer = held_for(self._keys, layer_id, "MHA")
         value_buffer = self._values[layer_id]
         key_buffer.check_rows(slots, k, "keys")
         value_buffer.check_rows(slots, v, "values")
-        padded = key_buffer.check_targets(slots)  # values lie in as many pages
+        padded = key_buffer.check_targets(slots)  # values have as many pages
         kernel = self._kernels[layer_id]
         if kernel is not None:
             kernel.write(slots, k, v)
@@ -185,15 +194,15 @@ class MHAPool:
         value_buffer.write(slots, v, padded=padded)
 
     def read_keys(self, layer_id: int, slots: Tensor) -> Tensor:
-        """``[*slots.shape, kv_heads, head_dim]``: in the stored type, or float32 from fp8."""
+        """Return keys ``[*slots.shape, kv_heads, head_dim]`` in the stored dtype, or in float32 from fp8."""
         return held_for(self._keys, layer_id, "MHA").read(slots)
 
     def read_values(self, layer_id: int, slots: Tensor) -> Tensor:
-        """``[*slots.shape, kv_heads, v_head_dim]``: in the stored type, or float32 from fp8."""
+        """Return values ``[*slots.shape, kv_heads, v_head_dim]`` in the stored dtype, or in float32 from fp8."""
         return held_for(self._values, layer_id, "MHA").read(slots)
 
     def read_blocks(self, layer_id: int, blocks: Tensor, blank: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Keys and values as :meth:`PagedBuffer.read_blocks` reads them; ``None`` where it reads either not."""
+        """Return keys and values by :meth:`PagedBuffer.read_blocks`; ``None`` if it cannot read both."""
         keys = held_for(self._keys, layer_id, "MHA").read_blocks(blocks, blank)
         values = None if keys is None else self._values[layer_id].read_blocks(blocks, blank)
         return None if keys is None or values is None else (keys, values)
@@ -244,7 +253,7 @@ class MLAPool(RowPool):
         dtype: DType,
         scales: Mapping[int, float] | None = None,
     ) -> MLAPool:
-        """A pool over a host's tensors, by layer id, without a copy; ``layout`` is as in ``MHAPool.over``.
+        """Make a pool over a host's tensors by layer id, without a copy; see ``MHAPool.over`` for ``layout``.
 
         vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. Rows of ``DType.FP8_DS_MLA`` are
         bytes, so ``dim`` is ``row_nbytes``.
@@ -253,14 +262,13 @@ class MLAPool(RowPool):
 
     @staticmethod
     def row_nbytes(dims: MLADims, dtype: DType) -> int:
-        """What a row takes."""
+        """Bytes per row."""
         return latent_row_bytes(dims) if dtype is DType.FP8_DS_MLA else dims.row_dim * torch_dtype(dtype).itemsize
 
     def by_slot(self, layer_id: int) -> Tensor | None:
-        """``[slots, row_dim]``: a layer's memory by slots of the page table, for whoever stores new rows itself.
+        """A layer's memory by slot, ``[slots, row_dim]``, for callers that store new rows themselves.
 
-        Its numbers are adjacent within a row. ``None`` where a row takes more than a store: in fp8, or where one stride
-        does not lead to all slots.
+        Rows are contiguous. ``None`` if a row cannot be stored as it is: in fp8, or if slots are not evenly spaced.
         """
         pages, layout = self.rows(layer_id), self.layout(layer_id)
         if self.dtype in FP8_CACHES or not layout.tokens_evenly_spaced or pages.stride(3) != 1:
@@ -271,7 +279,7 @@ class MLAPool(RowPool):
         return self._of(layer_id).layout
 
     def scale(self, layer_id: int) -> float:
-        """What to multiply a stored row by; 1.0 unless the cache is fp8 with one scale for the layer."""
+        """Factor of stored rows; 1.0 unless the cache is fp8 with one scale per layer."""
         return self._of(layer_id).scale
 
 
@@ -286,8 +294,8 @@ def _refuse_scale(layer_id: int, scale: float) -> None:
 class LinearStatePool:
     """States of all linear layers among ``layers``, one slot per request, with reference counts.
 
-    Per layer a recurrent state ``[slots, heads, key_dim, value_dim]`` float32 and a convolution state
-    ``[slots, conv_channels, conv_width]`` in ``dtype``. A shared slot is a snapshot: nobody may write to it.
+    Each layer has a recurrent state ``[slots, heads, key_dim, value_dim]`` float32 and a convolution state
+    ``[slots, conv_channels, conv_width]`` in ``dtype``. A shared slot is a snapshot and must not be written.
     """
 
     def __init__(
@@ -310,7 +318,9 @@ class LinearStatePool:
             conv = torch.zeros(conv_shape, dtype=torch_dtype(dtype), device=device) if dims.conv_width else None
             self._conv[layer_id] = conv
         self._states = [s for s in (*self._recurrent.values(), *self._conv.values()) if s is not None]
-        self._slots = PageAllocator(num_slots, unit="slot")  # last: of slots that are too many the memory tells at once
+        self._slots = PageAllocator(
+            num_slots, unit="slot"
+        )  # last: too many slots fail at once, when memory is allocated
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -329,15 +339,15 @@ class LinearStatePool:
         return self._slots.free_pages
 
     def recurrent(self, layer_id: int) -> Tensor | None:
-        """``[slots, heads, key_dim, value_dim]`` float32, or None when the layer has no heads."""
+        """Recurrent state ``[slots, heads, key_dim, value_dim]`` float32; ``None`` if the layer has no heads."""
         return held_for(self._recurrent, layer_id, "linear")
 
     def conv(self, layer_id: int) -> Tensor | None:
-        """``[slots, conv_channels, conv_width]``, or None when the layer has no convolution."""
+        """Convolution state ``[slots, conv_channels, conv_width]``; ``None`` if the layer has no convolution."""
         return held_for(self._conv, layer_id, "linear")
 
     def allocate(self) -> int:
-        """A slot with one reference and a zero state in every layer."""
+        """Allocate a slot with one reference and a zero state in every layer. Raises PoolError if none is free."""
         try:
             (slot,) = self._slots.allocate(1)
         except OutOfPages as error:
@@ -354,7 +364,7 @@ class LinearStatePool:
         return self._slots.references(slot)
 
     def share(self, slot: int) -> None:
-        """Add a reference: the slot is a snapshot from here on, until only one holder is left."""
+        """Add a reference. The slot is a snapshot while it has more than one."""
         self._slots.share((slot,))
 
     def release(self, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""Writes rows into pages with one kernel. Imported only where there is a GPU with Triton."""
+"""Triton kernels that write rows into pages. Imported only on a GPU with Triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _write_row(
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     DIM_STRIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one token's row."""
+    """Write one block of one token's row."""
     place = block * BLOCK + tl.arange(0, BLOCK)
     exists = place < HEADS * DIM
     head, column = place // DIM, place % DIM
@@ -28,7 +28,7 @@ def _write_row(
         row = tl.div_rn(row.to(tl.float32), scale)
         row = tl.clamp(row, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     target = pages + slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * SLOT_STRIDE
-    # In 64 bits: where heads are the slowest dimension, they lie a whole cache apart.
+    # In 64 bits: if heads are the slowest dimension, their stride is a whole cache.
     target += head.to(tl.int64) * HEAD_STRIDE + column.to(tl.int64) * DIM_STRIDE
     tl.store(target, row.to(pages.dtype.element_ty), mask=exists)
 
@@ -40,10 +40,10 @@ def _write_rows(
     DIM_STRIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and block of its row. What is padding is looked up here, so nobody waits for it."""
+    """One program per token and block of its row. Padding is detected here, which needs no synchronisation."""
     if EARLY:
-        gdc_launch_dependents()  # attention that is launched early prepares itself meanwhile, and waits for our rows
-        gdc_wait()  # for whoever made slots and rows
+        gdc_launch_dependents()  # attention that is launched early can start its prologue; it waits for these rows
+        gdc_wait()  # for the kernels that wrote slots and rows
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if (slot >= 0) & (slot < limit):
@@ -62,7 +62,7 @@ def _write_pairs(
     VALUE_PAGE_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr, VALUE_HEAD_STRIDE: tl.constexpr,
     VALUE_DIM_STRIDE: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As ``_write_rows``, for keys in the first ``KEY_BLOCKS`` programs of a token and for values in the others."""
+    """Same as ``_write_rows``, for keys in the first ``KEY_BLOCKS`` programs of a token and values in the others."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -91,7 +91,7 @@ def _write_scaled(
     WIDTH: tl.constexpr, REST: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr, SMALLEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: ``GROUPS`` groups of ``WIDTH`` values with a scale each, and ``REST`` more as they are."""
+    """One program per token: ``GROUPS`` groups of ``WIDTH`` values with a scale each, and ``REST`` unscaled values."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -105,7 +105,7 @@ def _write_scaled(
         exists = (group < GROUPS)[:, None] & (column < WIDTH)[None, :]
         numbers = tl.load(row + place, mask=exists, other=0.0).to(tl.float32)
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(numbers), 1), SMALLEST), 448.0)
-        # Any bit of the mantissa raises the exponent: the least power of two that fits.
+        # Round up to a power of two: any bit of the mantissa raises the exponent.
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
         scaled = tl.clamp(tl.div_rn(numbers, scale[:, None]), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         target = values + page * VALUE_PAGE + offset * VALUE_SLOT
@@ -119,8 +119,7 @@ def _write_scaled(
 
 
 class RowWriter:
-    """Writes rows ``[tokens, heads, dim]`` into ``pages``. What depends on the pages alone is settled once, not per
-    call."""
+    """Writes rows ``[tokens, heads, dim]`` into ``pages``. Constants of the pages are computed once, not per call."""
 
     def __init__(self, pages: Tensor, layout: PageLayout, scale: float) -> None:
         self.pages, self.scale, self.layout = pages, scale, layout
@@ -139,7 +138,7 @@ class RowWriter:
 
 
 class PairWriter:
-    """Writes keys and values into two caches of the same pages by one launch."""
+    """Writes keys and values into two caches with the same pages, with one launch."""
 
     def __init__(self, keys: RowWriter, values: RowWriter) -> None:
         self._keys, self._values = keys, values
@@ -169,7 +168,7 @@ class PairWriter:
 
 
 class ScaledWriter:
-    """Writes rows ``[tokens, 1, width]`` with scales of their own by one launch; see ``ScaledRows``."""
+    """Writes rows ``[tokens, 1, width]`` with per-row scales, with one launch; see ``ScaledRows``."""
 
     def __init__(self, values: Tensor, scales: Tensor, rest: Tensor | None, smallest: float) -> None:
         self._parts = values, scales, scales if rest is None else rest
@@ -201,7 +200,7 @@ class ScaledWriter:
 def _blocks_and_constants(
     pages: Tensor, layout: PageLayout, wider: PageLayout | None = None
 ) -> tuple[int, dict[str, int]]:
-    """How many blocks a row is, and what the kernel is told of the pages; a block holds a row of ``wider``, too."""
+    """Return blocks per row and the kernel's constants. The block size accounts for rows of ``wider`` too."""
     width = layout.heads * layout.dim
     widest = width if wider is None else max(width, wider.heads * wider.dim)
     block = min(triton.next_power_of_2(widest), _LARGEST_BLOCK)
@@ -221,7 +220,7 @@ def _blocks_and_constants(
 
 def _early(pages: Tensor) -> dict[str, bool]:
     early = torch.version.hip is None and torch.cuda.get_device_capability(pages.device) >= (9, 0)
-    # launch_pdl is an option that Triton for AMD refuses, whatever it says.
+    # Triton for AMD refuses the option launch_pdl, whatever its value.
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 

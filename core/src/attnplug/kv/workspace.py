@@ -1,4 +1,4 @@
-"""Scratch memory for kernels, owned in one place and shared by contract (A2)."""
+"""Scratch memory for kernels, owned in one place and shared by kind (A2)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from attnplug.declare.errors import WorkspaceError
 from attnplug.declare.workspace_kind import WorkspaceKind
 
 Allocate = Callable[[int, torch.device, bool], Tensor]
-"""Allocates memory for a workspace: bytes, device, whether it must be zero, to a tensor ``[bytes]`` uint8."""
+"""Allocator of workspace memory: ``(nbytes, device, zeroed)`` → tensor ``[nbytes]`` uint8."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceUse:
-    """One line of the report: an allocation and what each owner asked of it.
+    """One line of the report: an allocation, and the bytes that each owner requested.
 
-    ``retired_bytes`` is held by users of a buffer that has grown since. They should take ``Workspace.buffer`` again.
+    ``retired_bytes`` are still referenced by users of a buffer that has grown since. They should read
+    ``Workspace.buffer`` again.
     """
 
     device: str
@@ -33,7 +34,7 @@ class WorkspaceUse:
 
 
 class Workspace:
-    """One shared allocation. ``buffer`` is its current memory, ``[bytes]`` uint8. It changes when somebody asks for
+    """One shared allocation. ``buffer`` is its current memory, ``[bytes]`` uint8. It is replaced when an owner requests
     more."""
 
     __slots__ = ("_owners", "_retired", "buffer", "kind", "lane")
@@ -45,13 +46,13 @@ class Workspace:
         self._owners: dict[str, int] = {}
         self._retired: list[weakref.ref[Tensor]] = []
 
-    def _ask(self, owner: str, nbytes: int, allocate: Allocate | None) -> None:
+    def _grow(self, owner: str, nbytes: int, allocate: Allocate | None) -> None:
         have = self.buffer.numel()
         if nbytes > have:
             if allocate is None:
                 raise WorkspaceError(
                     f"{owner} asks for {nbytes} bytes of {self.kind.name} workspace, but it is frozen at {have}: "
-                    "captured graphs hold its address; ask for the most you will need before graphs are captured"
+                    "captured graphs hold its address; request the maximum before graphs are captured"
                 )
             buffer = allocate(nbytes, self.buffer.device, self.kind.zeroed)
             self._check(buffer, nbytes)
@@ -72,7 +73,7 @@ class Workspace:
                 f"workspace; it must give contiguous [{nbytes}] torch.uint8 on {device}"
             )
         if self.kind.zeroed and buffer.any():
-            raise WorkspaceError(f"the allocator gave {self.kind.name} workspace that is not zero, as it was asked to")
+            raise WorkspaceError(f"the allocator gave {self.kind.name} workspace that is not zero, as requested")
 
     def _use(self) -> WorkspaceUse:
         alive = [buffer for ref in self._retired if (buffer := ref()) is not None]
@@ -88,14 +89,14 @@ class Workspace:
 
 
 def _allocate(nbytes: int, device: torch.device, zeroed: bool) -> Tensor:
-    # torch.empty for plain memory: touching hundreds of MiB that kernels overwrite costs start-up time.
+    # torch.empty for plain memory: touching hundreds of MiB that kernels overwrite would cost start-up time.
     return (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
 
 
 class WorkspaceOwner:
-    """The one place that allocates scratch memory. Backends get it in their context.
+    """Owner of all scratch memory. Backends receive it in their context.
 
-    A host that accounts for memory itself gives its own ``allocate``; what it returns is checked.
+    A host that accounts for memory itself passes its own ``allocate``, whose results are checked.
     """
 
     def __init__(self, allocate: Allocate = _allocate) -> None:
@@ -105,9 +106,10 @@ class WorkspaceOwner:
     def request(
         self, owner: str, device: torch.device | str, kind: WorkspaceKind, nbytes: int, lane: int = 0
     ) -> Workspace:
-        """At least ``nbytes`` of this kind, shared with everyone who asks for the same kind there in the same lane.
+        """Return at least ``nbytes`` of this kind, shared by all who request the same device, kind and lane.
 
-        Lanes run at the same time, so they never share.
+        Lanes run at the same time and never share. Raises WorkspaceError for a request that would grow a frozen
+        workspace, and for a kind whose name exists with another ``zeroed``.
         """
         if nbytes < 1 or lane < 0:
             raise WorkspaceError(
@@ -124,27 +126,27 @@ class WorkspaceOwner:
         workspace = self._workspaces.get(key)
         if workspace is None:
             workspace = Workspace(kind, key[0], lane)
-        workspace._ask(owner, nbytes, self._allocate)
+        workspace._grow(owner, nbytes, self._allocate)
         self._workspaces[key] = workspace
         return workspace
 
     def freeze(self) -> None:
-        """From now on nothing grows: captured graphs hold the addresses."""
+        """Forbid growth from now on, because captured graphs hold the addresses."""
         self._allocate = None
 
     def report(self) -> tuple[WorkspaceUse, ...]:
-        """Every allocation, by device, kind and lane, with its owners."""
+        """Return all allocations with their owners, sorted by device, kind and lane."""
         uses = (workspace._use() for workspace in self._workspaces.values())
         return tuple(sorted(uses, key=lambda use: (use.device, use.kind, use.lane)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in all, buffers that have grown and are still in use included."""
+        """Total bytes, including buffers that were replaced and are still in use."""
         return sum(use.nbytes + use.retired_bytes for use in self.report())
 
 
 def _exact(device: torch.device) -> torch.device:
-    """``cuda`` and ``cuda:0`` are one device when 0 is current."""
+    """Add the current index to ``cuda``: it is the same device as ``cuda:0`` if 0 is current."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -157,7 +157,7 @@ class MLAAttention:
                 "to them as they are; leave them out only where row_places said where to store them"
             )
         self._check_queries(q, layer, absorbed=False)
-        plan = batch.judged(batch.plan.extend, self._id, q.shape[0])
+        plan = batch.check_plan(batch.plan.extend, self._id, q.shape[0])
         assert plan.new_slots is not None
         planned = plan.query_rows
         self._pool.write(layer.layer_id, plan.new_slots, rows[:planned])

@@ -5,11 +5,11 @@ from attnplug.wrappers.forwarding import (
     ForwardingBackend,
     Turn,
     captures_extends,
+    limited_by,
     merged_turns,
     plan_alike,
     planner_claims,
     turns,
-    who_forced,
 )
 from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug.wrappers.split import SplitBackend
@@ -21,9 +21,9 @@ __all__ = [
     "SplitBackend",
     "Turn",
     "captures_extends",
+    "limited_by",
     "merged_turns",
     "plan_alike",
     "planner_claims",
     "turns",
-    "who_forced",
 ]

@@ -52,7 +52,7 @@ class FastestBackend(ForwardingBackend):
         if len(names) > 1:
             claims = {label: child.claims for label, child in children.items()}
             combined = weakest_by_role(claims, self._prefilling, decoding)
-            self.claims, self.limited_by = combined.claims, combined.limited_by
+            self.claims, self.limiting_children = combined.claims, combined.limited_by
         self._captured = tuple(children) if self.claims.cuda_graph > GraphLevel.DECODE else decoding
         if captured_extends is not None:
             self.captured_extends = captured_extends

@@ -48,13 +48,13 @@ class ForwardingBackend(ABC):
 
     A wrapper has an optional hook if one of its children has it. Where several children answer, plans become the parts
     of one plan of the wrapper's; other answers must agree. Claims are the weakest of the children's, except for those
-    that ``decided_by`` leaves to one child. ``limited_by`` names the children that limit a claim. Children's hooks are
-    bound once, at construction, by their own signatures (A8).
+    that ``decided_by`` leaves to one child. ``limiting_children`` has the labels of the children that weakened each
+    claim. Children's hooks are bound once, at construction, by their own signatures (A8).
     """
 
     backend_id: BackendId
     claims: Claims
-    limited_by: Mapping[str, tuple[str, ...]]
+    limiting_children: Mapping[str, tuple[str, ...]]
     captured_extends: str | None = None
     """The child that takes extends in CUDA graphs, where not all children could."""
 
@@ -99,7 +99,7 @@ class ForwardingBackend(ABC):
         """Backends that were to share a role by batch and do not, by name, with the reason."""
         combined = weakest({label: child.claims for label, child in children.items()}, decided_by)
         self.claims = combined.claims
-        self.limited_by = combined.limited_by
+        self.limiting_children = combined.limited_by
         self._calls: dict[tuple[str, str], Hook | None] = {
             (label, method): getattr(child, method, None)
             for label, child in children.items()
@@ -159,10 +159,10 @@ class ForwardingBackend(ABC):
         """See :func:`turns`. A wrapper that leaves a mode to some of its children leaves out the others here."""
         return merged_turns(*(turns(child, mode, requests, tokens, ragged) for child in self.children.values()))
 
-    def who_forced(self, claim: str) -> tuple[str, ...]:
+    def limited_by(self, claim: str) -> tuple[str, ...]:
         """The backends that weakened a claim, by name: children, or children of theirs."""
-        children = [self.children[label] for label in self.limited_by.get(claim, ())]
-        return tuple(name for child in children for name in who_forced(child, claim) or (child.backend_id.name,))
+        children = [self.children[label] for label in self.limiting_children.get(claim, ())]
+        return tuple(name for child in children for name in limited_by(child, claim) or (child.backend_id.name,))
 
     def has(self, label: str, name: str) -> bool:
         """Whether a child has a method or hook."""
@@ -185,9 +185,9 @@ class ForwardingBackend(ABC):
         return found
 
 
-def who_forced(backend: object, claim: str) -> tuple[str, ...]:
+def limited_by(backend: object, claim: str) -> tuple[str, ...]:
     """The backends that weakened a claim of this one, by name; none of one that is no wrapper."""
-    return backend.who_forced(claim) if isinstance(backend, ForwardingBackend) else ()
+    return backend.limited_by(claim) if isinstance(backend, ForwardingBackend) else ()
 
 
 def captures_extends(backend: AttentionBackend) -> bool:

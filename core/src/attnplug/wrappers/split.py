@@ -60,7 +60,7 @@ class SplitBackend(ForwardingBackend):
         )
         claims = {label: child.claims for label, child in self.children.items()}
         combined = weakest_by_role(claims, {Role.PREFILL}, {Role.DECODE})
-        self.claims, self.limited_by = combined.claims, combined.limited_by
+        self.claims, self.limiting_children = combined.claims, combined.limited_by
         self._child_of: dict[ForwardMode, tuple[str]] = {mode: (role,) for mode, role in role_of_modes(verify).items()}
 
     def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:

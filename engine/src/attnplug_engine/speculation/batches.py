@@ -155,7 +155,7 @@ class EagerBatches:
             step=shape.step,
             typical=members.typical,
         )
-        batch = ForwardBatch(geometry.measured() if self._exact else geometry)
+        batch = ForwardBatch(geometry.with_host_lengths() if self._exact else geometry)
         self._attention.plan(batch)
         # A verify depends on nothing but its geometry: one that is padded may be planned again.
         batch.mark_forward_metadata_ready(replan_equivalent=shape.mode is ForwardMode.TARGET_VERIFY)

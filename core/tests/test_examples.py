@@ -1,0 +1,17 @@
+"""Examples in docstrings of the contract and the pools."""
+
+from __future__ import annotations
+
+import doctest
+from types import ModuleType
+
+import pytest
+
+from attnplug.contract import geometry, plan
+from attnplug.kv import pools
+
+
+@pytest.mark.parametrize("module", [geometry, plan, pools], ids=lambda module: module.__name__)
+def test_examples_give_what_they_show(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
