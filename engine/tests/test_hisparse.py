@@ -141,7 +141,7 @@ def test_kernels_serve_the_engines_batches(expected, monkeypatch):
     """As they are planned: slots of requests that decode are a column of a table."""
     from attnplug_sparse.hisparse import triton_swap
 
-    monkeypatch.setattr(triton_swap, "_MOST_COPIERS", 1)
+    monkeypatch.setattr(triton_swap, "_MAX_COPIERS", 1)
     engine = make(chunked_prefill_size=20)
     hisparse = engine.runner.coordinator
     hisparse._swap = triton_swap.TritonSwap(hisparse.pool, hisparse.host, hisparse.tables)

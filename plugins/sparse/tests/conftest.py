@@ -1,9 +1,10 @@
-"""Lets the tests of this plugin import what they share, and settles how they run."""
+"""Lets the tests of this package import what they share, and settles how they run."""
 
 import sys
 from pathlib import Path
 
 import torch
+from hypothesis import settings
 
 from attnplug_testing.triton_mode import settle_triton
 
@@ -13,3 +14,7 @@ settle_triton()
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)
+
+# A shared machine may stall any example for a second; slowness is measured in benchmarks/, not here.
+settings.register_profile("attnplug", deadline=None, print_blob=True)
+settings.load_profile("attnplug")

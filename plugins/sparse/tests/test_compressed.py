@@ -204,7 +204,7 @@ def test_bytes_of_a_page_are_those_of_the_pool():
 
 def test_pages_that_end_inside_a_window_are_refused():
     """D3"""
-    with pytest.raises(PoolError, match=r"pages of 12 tokens end inside a window of 8, which layer 2 makes one entry"):
+    with pytest.raises(PoolError, match=r"pages of 12 tokens .* window of 8, .* layer 2"):
         CompressedPool([HEAVY], num_pages=4, page_size=12, dtype=DType.FLOAT32, device="cpu")
     model = ModelSpec("m", "test", (HEAVY, replace(SPARSE, layer_id=3)), 4096)
     with pytest.raises(UsageError, match=r"page_size 12 ends inside a window of 8 tokens"):

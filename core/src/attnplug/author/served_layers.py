@@ -65,7 +65,8 @@ class ServedLayers:
         if extras is None:
             if layer.sinks:
                 self._refuse_sinks(layer, NOTHING)
-            check_selected(None, layer, q.shape[0], self._name)
+            if layer.indexer is not None:
+                check_selected(None, layer, q.shape[0], self._name)
             return NOTHING
         if unknown := extras.asked() - self._extras:
             raise BackendError(
@@ -78,7 +79,8 @@ class ServedLayers:
             self._refuse_sinks(layer, extras)
         if extras.sinks is not None and extras.sinks.shape != q.shape[1:2]:
             raise BackendError(f"extras.sinks has shape {tuple(extras.sinks.shape)}, but q has {q.shape[1]} heads")
-        check_selected(extras.selected, layer, q.shape[0], self._name)
+        if extras.selected is not None or layer.indexer is not None:
+            check_selected(extras.selected, layer, q.shape[0], self._name)
         if extras.entries is not None:
             check_entries(extras.entries, layer, output_width(layer), q.shape[0])
         shape = (*q.shape[:2], output_width(layer))
