@@ -1,4 +1,4 @@
-"""What SGLang hands to a backend, as small stand-ins: for tests of planning, which need no SGLang."""
+"""Stand-ins for the objects that SGLang passes to a backend, for tests without SGLang."""
 
 from __future__ import annotations
 

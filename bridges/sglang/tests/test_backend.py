@@ -1,4 +1,4 @@
-"""What SGLang calls, with stand-ins for its base class: a backend built over its caches, and its protocol."""
+"""SGLang's protocol over a backend built over its caches, with stand-ins for SGLang's base class."""
 
 from __future__ import annotations
 

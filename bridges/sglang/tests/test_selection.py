@@ -1,4 +1,4 @@
-"""What SGLang's arguments ask for, and what is refused, in its words; arguments are stand-ins for ``ServerArgs``."""
+"""Selection by SGLang's arguments, and refusals in its option names. Arguments are stand-ins for ``ServerArgs``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from attnplug import CacheLayout, DType, Feature, GraphLevel, Problem, RefusalCode, Role, Setting
 from attnplug.host import TINY_CONFIGS, SelectionError, UsageError, load_host, load_model, load_registry
 from attnplug_sglang.host import HOST, OPTIONS, Refused, fit, given_options, render
-from attnplug_sglang.selection import choose, decode_graphs, raise_if_unsupported, served_roles
+from attnplug_sglang.selection import choose, decode_graphs, served_roles, unsupported
 from attnplug_sglang.server_args import check_server_args
 from attnplug_testing.measured import measured_twins
 from attnplug_testing.specs import GDN, MHA, model
@@ -96,8 +96,9 @@ def test_a_wrong_name_is_refused_in_the_front_end(folder: str) -> None:
 
 
 def test_other_backends_are_sglangs_own_matter(folder: str) -> None:
-    check_server_args(arguments(folder, attention_backend="triton", speculative_algorithm="NGRAM"))
-    check_server_args(arguments(folder))
+    with pytest.raises(Refused):
+        check_server_args(arguments(folder, speculative_algorithm="NGRAM"))
+    assert check_server_args(arguments(folder, attention_backend="triton", speculative_algorithm="NGRAM")) is None
 
 
 def test_a_model_that_is_not_here_is_left_to_the_scheduler() -> None:
@@ -209,7 +210,9 @@ def test_what_a_server_is_started_with_is_judged(folder: str, change: dict[str, 
 
 
 def test_heads_are_not_divided_where_attention_is_data_parallel(folder: str) -> None:
-    check_server_args(arguments(folder, tp_size=3, enable_dp_attention=True))
+    with pytest.raises(Refused):
+        check_server_args(arguments(folder, tp_size=3))
+    assert check_server_args(arguments(folder, tp_size=3, enable_dp_attention=True)) is None
 
 
 def test_a_model_of_linear_layers_alone_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +243,7 @@ def test_options_of_backends_that_are_not_asked_for_are_left_alone(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(OPTIONS, "triton_mla.batch_invariant=true")
-    check_server_args(arguments(folder))
+    assert check_server_args(arguments(folder)) is None
 
 
 def test_a_chain_of_drafts_with_a_draft_backend_of_sglangs_is_carried(folder: str) -> None:
@@ -250,7 +253,7 @@ def test_a_chain_of_drafts_with_a_draft_backend_of_sglangs_is_carried(folder: st
         "speculative_num_draft_tokens": 4,
         "speculative_draft_attention_backend": "triton",
     }
-    raise_if_unsupported(arguments(folder, **chain), "attnplug:triton_mla")
+    assert list(unsupported(arguments(folder, **chain))) == []
 
 
 def test_the_range_ends_with_what_was_read() -> None:

@@ -66,7 +66,7 @@ def module(root: Path, name: str) -> Path:
 
 
 def named(body: list[ast.stmt]) -> Iterator[str]:
-    """What a module or class body defines or imports."""
+    """Names that a module or class body defines or imports."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -99,7 +99,7 @@ def own_class() -> ast.ClassDef:
 
 
 def signature(function: ast.FunctionDef) -> inspect.Signature:
-    """Of a function that is read: its parameters' names, kinds and whether they have defaults."""
+    """Signature of a parsed function: names, kinds and presence of defaults."""
     given, kinds, parameters = function.args, inspect.Parameter, list[inspect.Parameter]()
     bare = len(given.args) - len(given.defaults)
     for number, argument in enumerate(given.args):
@@ -158,8 +158,8 @@ def test_every_method_that_sglang_calls_can_be_called_so(sglang: Path) -> None:
             [p for p in called.parameters.values() if p.default is p.empty],
         ):
             positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-            ours.bind(*positional)
-            ours.bind(**dict.fromkeys(positional))
+            assert ours.bind(*positional)
+            assert ours.bind(**dict.fromkeys(positional))
 
 
 def test_every_member_of_sglangs_base_class_was_looked_at(sglang: Path) -> None:
@@ -171,8 +171,8 @@ def test_every_member_of_sglangs_base_class_was_looked_at(sglang: Path) -> None:
 def test_the_hook_for_chunks_is_called_with_the_batch(sglang: Path) -> None:
     """A4, A8: SGLang looks for it by name, and its wrappers pass a second argument on."""
     hook = signature(methods(own_class())["init_mha_chunk_metadata"])
-    hook.bind("self", "forward_batch")
-    hook.bind("self", "forward_batch", True)
+    assert hook.bind("self", "forward_batch")
+    assert hook.bind("self", "forward_batch", True)
     where = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
     assert "init_mha_chunk_metadata(forward_batch)" in module(sglang, where).read_text()
 

@@ -27,7 +27,7 @@ def prompts() -> list[list[int]]:
 
 
 def batched(name: str, implementation: str) -> list[Any]:
-    """What continuous batching generates for the prompts, in their order: chunks of 48 tokens, pages of 16."""
+    """Tokens that continuous batching generates for each prompt, with chunks of 48 tokens and pages of 16."""
     made: Any = model(name)
     made.set_attn_implementation(implementation)
     running = continuous_batching(made) if implementation.startswith("attnplug:") else nullcontext()
@@ -80,7 +80,7 @@ def test_each_step_is_planned_once_for_each_kind_of_layer(monkeypatch):
 
 def test_a_backend_that_does_not_fit_fails_requests_with_every_reason():
     for told in batched("llama", "attnplug:triton_mha"):
-        assert 'triton_mha (attnplug-triton-mha 0.9.0) was asked for by attn_implementation="attnplug:…"' in told
+        assert "attnplug-triton-mha" in told and 'attn_implementation="attnplug:…"' in told
 
 
 def test_a_model_with_another_implementation_is_refused():

@@ -151,13 +151,13 @@ def test_one_token_for_each_request_is_a_decode():
 
 
 def test_requests_with_as_many_tokens_as_there_are_requests_are_no_decode():
-    """Of three requests one has two tokens, and one has none; or one token for fewer requests than there are."""
+    """One of three requests has two tokens and one has none; or there are fewer tokens than requests."""
     for lens in ([(5, 2), (2, 1), (1, 0)], [(5, 1), (2, 0)]):
         assert _geometry(LayerGroup.of(cache([]), 0), step(lens)).mode == "extend"
 
 
 def test_gathered_rows_that_belong_to_no_request_are_left_out():
-    """Where transformers pads what it gathers, after the rows of the last request."""
+    """transformers pads the gathered rows behind those of the last request."""
     given = Hashed(cache([]))
     keys = torch.randn(7, 2, 8)
     given.update = lambda *_: (keys, keys)

@@ -20,14 +20,14 @@ from tiny_models import CONFIGS, NATIVE, generated, model, padded
 
 MODELS = ["llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3"]
 LATENT = "deepseek_v3"
-"""What transformers caches of it are no keys and values."""
+"""Model whose cache does not hold keys and values."""
 LENS = [40, 3, 17, 33, 1, 25, 8, 39]
 """Longer and shorter than a window. With new tokens some cross it, and a page of 64."""
 
 
 @cache
 def eager(name: str) -> Tensor:
-    """What transformers itself adds to a padded batch."""
+    """Arguments that transformers itself adds to a padded batch."""
     expected = generated(name, "eager", padded(LENS), max_new_tokens=32)
     assert len({tuple(row) for row in expected.tolist()}) == len(LENS)  # else attention would not matter
     return expected

@@ -1,4 +1,4 @@
-"""What transformers is to attnplug: the problem that it poses, and what it cannot carry."""
+"""Host description of transformers: the adapted problem, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lengths cannot express is refused by name, and what must not be read is not read."""
+"""Refusals of what lengths cannot express, and of rows that must not be read."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def test_a_backend_that_does_not_fit_is_refused_with_every_reason_in_transformer
     with pytest.raises(BridgeError) as refused:
         llama(torch.ones(1, 4, dtype=torch.long))
     told = str(refused.value)
-    assert 'triton_mha (attnplug-triton-mha 0.9.0) was asked for by attn_implementation="attnplug:…"' in told
-    assert "device cpu" in told and "dtype float32" in told and "usable instead: torch_native" in told
+    assert "attnplug-triton-mha" in told and 'attn_implementation="attnplug:…"' in told
+    assert "cpu" in told and "float32" in told and "torch_native" in told
 
 
 def test_sinks_reach_a_backend_as_the_model_passes_them():

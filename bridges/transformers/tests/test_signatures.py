@@ -1,4 +1,4 @@
-"""What the bridge calls, reads and replaces in transformers is there at both ends of the range.
+"""The bridge's uses of transformers, checked against its sources at both ends of the range.
 
 The lower end lies unpacked beside the installed version, and is read without importing it.
 """

@@ -1,4 +1,4 @@
-"""Whose class vLLM gets where the bridge has taken another backend's place, as on the CPU."""
+"""Classes that vLLM's registry resolves to, where another backend was registered before."""
 
 from __future__ import annotations
 

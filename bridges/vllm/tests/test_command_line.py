@@ -1,4 +1,4 @@
-"""What is refused from the command line, before vLLM starts a process."""
+"""Refusals of the command line, before vLLM starts a process."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_options_are_read_as_vllm_reads_them():
 
 
 def test_who_does_not_ask_for_attnplug_is_left_alone():
-    check("m", "--additional-config", '{"other": 1}', "--block-size", "3")
-    check("m", "--additional-config", "no json")
+    assert check("m", "--additional-config", '{"other": 1}', "--block-size", "3") is None
+    assert check("m", "--additional-config", "no json") is None
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_asking_without_custom_is_refused(arguments, named):
     ],
 )
 def test_custom_may_be_named_in_another_way(named):
-    check("m", *ASKED[2:], *named)
+    assert check("m", *ASKED[2:], *named) is None
 
 
 def test_short_names_are_read():

@@ -1,4 +1,4 @@
-"""What ``attnplug explain --host vllm`` reads."""
+"""Host description that ``attnplug explain --host vllm`` reads."""
 
 from __future__ import annotations
 

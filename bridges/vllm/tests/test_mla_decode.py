@@ -35,7 +35,7 @@ def serving(*several: Capabilities) -> Any:
 
 
 class Group:
-    """What a ``DecodeGroup`` reads of the attention of its KV group."""
+    """The part of ``GroupAttention`` that a ``DecodeGroup`` reads."""
 
     def __init__(self, backend: Any, context: int = 256, needs: bool = True, count: int = 1) -> None:
         dims = {"heads": HEADS, "scale": SCALE, "kv_lora_rank": RANK, "nope": 8, "rope": ROPE, "v_head_dim": 8}
@@ -151,7 +151,7 @@ class TestQueries:
 class TestGraphs:
     @pytest.fixture(autouse=True)
     def stream(self, monkeypatch):
-        """Whether a graph is being captured now."""
+        """Simulate a stream that is being captured, or not."""
         self.capturing = True
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
@@ -288,7 +288,7 @@ class TestByBatch:
 
 
 def test_queries_are_never_joined_for_backends_that_share_decode() -> None:
-    """Of those that a Hopper GPU has for it, each takes both parts, whichever has the batch."""
+    """Every backend that decodes on a Hopper GPU takes queries in two parts."""
     registry, names = load_registry(), ("triton_mla", "flashinfer_mla", "flashmla")
     children = {
         name: MLARecorder(replace(registry.get(name).spec.capabilities.claims, needs_cpu_seq_lens=False), name=name)

@@ -1,4 +1,4 @@
-"""What vLLM calls of ours for MLA, and what we read of its metadata, is there at both ends of the range of versions."""
+"""MLA calls in both directions and metadata fields, checked against vLLM's sources at both ends of the range."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BASES = {
     "AttnplugMLAPrefill": ((PREFILL, "MLAPrefillBackend"),),
 }
 BY_NAME = {"_build_decode", "run_prefill_context_chunk"}
-"""What vLLM calls with names alone: see below."""
+"""Methods that vLLM calls with keywords only."""
 CONSTRUCTORS = {("AttnplugMLAImpl", "__init__"), ("AttnplugMLABuilder", "__init__")}
 
 
@@ -57,14 +57,14 @@ def _calls(node: ast.AST, method: str) -> bool:
 def test_layers_and_groups_are_constructed_as_vllm_does_it(vllm):
     """Layers give everything by name, and groups the first four by place."""
     impl = ours("mla", "AttnplugMLAImpl").methods["__init__"]
-    impl.bind(**{name: ... for name in vllm.klass(COMMON, "MLACommonImpl").methods["__init__"].parameters})
-    ours("mla", "AttnplugMLABuilder").methods["__init__"].bind(..., ..., ..., ...)
+    assert impl.bind(**{name: ... for name in vllm.klass(COMMON, "MLACommonImpl").methods["__init__"].parameters})
+    assert ours("mla", "AttnplugMLABuilder").methods["__init__"].bind(..., ..., ..., ...)
 
 
 def test_our_calls_bind_to_vllms_constructors(vllm):
     builder = vllm.klass(COMMON, "MLACommonMetadataBuilder").methods
-    builder["__init__"].bind(..., ..., ..., ...)
-    builder["build"].bind(..., ..., ...)
+    assert builder["__init__"].bind(..., ..., ..., ...)
+    assert builder["build"].bind(..., ..., ...)
     prefill = (
         "num_heads",
         "scale",
@@ -74,7 +74,7 @@ def test_our_calls_bind_to_vllms_constructors(vllm):
         "v_head_dim",
         "vllm_config",
     )
-    vllm.klass(PREFILL, "MLAPrefillBackend").methods["__init__"].bind(**dict.fromkeys(prefill))
+    assert vllm.klass(PREFILL, "MLAPrefillBackend").methods["__init__"].bind(**dict.fromkeys(prefill))
     impl = vllm.klass(COMMON, "MLACommonImpl").methods["__init__"]
     # Ten by place, the rest by name.
     rest = [name for name, one in list(impl.parameters.items())[10:] if one.default is one.empty]

@@ -1,4 +1,4 @@
-"""What vLLM calls of ours, and what we use of vLLM's, is there at both ends of the range of versions.
+"""Calls in both directions, checked against vLLM's sources at both ends of the range of versions.
 
 vLLM is read, not imported: it is large. ``make bridge-test`` runs the newer end.
 """

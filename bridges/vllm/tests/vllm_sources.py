@@ -42,7 +42,7 @@ class Sources:
         return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
     def names(self, module: str) -> set[str]:
-        """What a module has at its top level, imports included."""
+        """Names at the top level of a module, including imports."""
         found: set[str] = set()
         for node in ast.walk(tree(self.file(module))):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):

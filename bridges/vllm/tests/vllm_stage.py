@@ -1,4 +1,4 @@
-"""What vLLM gives the bridge, made by hand: a configuration, a step's metadata, layers with caches."""
+"""Hand-made vLLM objects: a configuration, a step's metadata, layers with caches."""
 
 from __future__ import annotations
 

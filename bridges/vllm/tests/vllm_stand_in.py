@@ -107,7 +107,7 @@ class MLAPrefill:
 
 
 class Host:
-    """What tests set: the configuration that is current, the platform, the layout of caches."""
+    """State that tests set: current configuration, platform, layout of caches."""
 
     config: Any = None
     device = "cpu"

@@ -90,9 +90,9 @@ def eager_step(batch: Any, groups: Sequence[Group], max_context: int) -> Step:
         )
         if _needs_host_lengths(group):
             geometry = geometry.with_host_lengths()
-        ours = ForwardBatch(geometry)
-        plan_forward(group.attention.backend, ours)
-        batches.append(ours)
+        planned = ForwardBatch(geometry)
+        plan_forward(group.attention.backend, planned)
+        batches.append(planned)
     return Step(mode, tuple(batches), lengths.max_new)
 
 
@@ -180,8 +180,8 @@ class CapturedSteps:
             batches.append(ForwardBatch(geometry))
         step = self._steps[mode, requests] = Step(mode, tuple(batches), each)
         self._fill(step, batch)
-        for group, ours in zip(self._groups, step.batches, strict=True):
-            group.attention.plan_captured(ours, in_capture=True)
+        for group, planned in zip(self._groups, step.batches, strict=True):
+            group.attention.plan_captured(planned, in_capture=True)
         return step
 
     def replay(self, batch: Any) -> Step:
@@ -192,8 +192,8 @@ class CapturedSteps:
             sizes = ", ".join(str(size) for of, size in sorted(self._steps) if of is mode) or "none"
             raise PlanError(f"a {mode} of {requests} requests is replayed, but was never captured; captured: {sizes}")
         self._fill(step, batch)
-        for group, ours in zip(self._groups, step.batches, strict=True):
-            group.attention.plan_captured(ours)
+        for group, planned in zip(self._groups, step.batches, strict=True):
+            group.attention.plan_captured(planned)
         return step
 
     def refill(self, step: Step, batch: Any) -> None:
@@ -203,8 +203,8 @@ class CapturedSteps:
             lens.copy_(batch.seq_lens)
         else:
             torch.add(batch.seq_lens, step.new_tokens, out=lens)
-        for group, ours in zip(self._groups, step.batches, strict=True):
-            group.attention.refill(ours)
+        for group, planned in zip(self._groups, step.batches, strict=True):
+            group.attention.refill(planned)
 
     def _fill(self, step: Step, batch: Any) -> None:
         known = batch.seq_lens_cpu

@@ -1,4 +1,4 @@
-"""What is refused inside vLLM: when its layers are made, before weights are loaded."""
+"""Refusals inside vLLM, when layers are made and before weights are loaded."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ print("parsed")
 
 
 def test_the_command_line_is_refused_at_once_and_without_a_traceback(models):
-    """What ``vllm serve`` does first; the rest of it needs a web server."""
+    """The first part of ``vllm serve``; the rest needs a web server."""
     asked = ["--attention-backend", "CUSTOM", "--additional-config.attnplug.backend"]
     for name, status in (("torch_nativ", 1), ("torch_native", 0)):
         command = [sys.executable, "-c", PARSE, "serve", models.path("llama"), *asked, name]
