@@ -177,7 +177,7 @@ def test_a_factory_that_refuses_its_options_is_wrong_usage_of_that_backend(monke
 
 
 def test_what_cannot_be_imported_is_left_out_before_anything_is_built(tmp_path: Path, monkeypatch: Any) -> None:
-    """D2, D3: a host loads its weights after this. It is told once, not again when the rest is built."""
+    """D2, D3: a host loads its weights afterwards. The warning is shown once, not again when the rest is built."""
     (tmp_path / "half_a_library.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)
     best, good = (
@@ -253,7 +253,7 @@ class TestShared:
 
     @pytest.fixture
     def built(self, monkeypatch: Any) -> dict[str, list[BackendContext]]:
-        """What was built, by name. A backend claims what it declares, or what ``claims`` says."""
+        """Contexts of the built backends by name. A backend claims what it declares, or what ``claims`` holds."""
         made: dict[str, list[BackendContext]] = {}
 
         def factory(context: BackendContext) -> Recorder:
@@ -300,7 +300,7 @@ class TestShared:
     def test_extends_in_graphs_are_left_to_the_one_that_can_unless_another_was_asked_for(
         self, built: dict[str, list[BackendContext]], changes: dict[str, Any], prefill: str, who: str | None
     ) -> None:
-        """Without a schedule, too: ``a`` prefills and ``b`` decodes."""
+        """Also without a schedule: ``a`` prefills and ``b`` decodes."""
         problem = replace(Problem(model(MLA), "cuda", wants_graphs=True, wants_prefill_graphs=True), **changes)
         able = replace(claiming().capabilities, max_speculative_tokens=8, mla_extend=frozenset(ExtendPath))
         levels = {"a": GraphLevel.UNIFORM, "b": GraphLevel.ALWAYS}

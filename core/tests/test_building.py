@@ -1,4 +1,4 @@
-"""From a spec to a backend: what is built is what was declared (A8, A9), from its own part of one context (A10)."""
+"""Building of one backend: the result matches its declaration (A8, A9) and gets its own context (A10)."""
 
 from __future__ import annotations
 
@@ -150,14 +150,14 @@ class TestHooks:
             build_backend(registered(interrupted), context())
 
     @pytest.mark.parametrize("hook", hook_signatures())
-    def test_a_hook_that_demands_what_nobody_offers_is_refused_by_name(self, registered, hook):
+    def test_a_hook_with_an_unknown_required_parameter_is_refused_by_name(self, registered, hook):
         """A8"""
         source = ", ".join(["self", *hook_signatures()[hook].parameters, "cursor"])
         text = refused(registered(backend(**{hook: eval(f"lambda {source}: None")})))
         assert f"{hook}(" in text and "'cursor'" in text
 
     @pytest.mark.parametrize("member", ["claims", "forward_extend", "forward_ragged"])
-    def test_a_property_that_fails_is_told_as_the_backend_s_fault(self, registered, member):
+    def test_a_property_that_fails_is_attributed_to_the_backend(self, registered, member):
         """D2: whoever looks at a backend runs its properties."""
 
         def fail(self: Any) -> Any:
@@ -171,7 +171,7 @@ class TestHooks:
         assert "made_up:fast cannot be built: SystemExit: not yet" in refused(registered(lambda context: made))
 
     def test_a_backend_of_another_name_is_refused(self, registered):
-        """D2: errors would name somebody else."""
+        """D2: errors would name another backend."""
         assert "its backend_id is named 'torch_native'" in refused(registered(lambda context: Recorder("torch_native")))
 
     def test_every_problem_is_named_at_once(self, registered):
@@ -268,7 +268,7 @@ class TestClaims:
         assert f"it claims {next(iter(claims))} " in text and f"but has no {hook}(" in text
         build_backend(registered(backend(Claims(cuda_graph=GraphLevel.NEVER), **{hook: None})), context())
 
-    def test_how_a_backend_extends_mla_is_nobodys_affair_where_it_serves_none(self, registered):
+    def test_mla_extend_is_ignored_for_a_backend_without_mla(self, registered):
         mha = replace(EVERYTHING, kinds={"mha"}, roles={"prefill", "decode"}, mla_extend=["absorbed"])
         claims = Claims(mla_extend=frozenset(ExtendPath))
         build_backend(registered(backend(claims), capabilities=mha), context())
@@ -327,7 +327,7 @@ ROLES = {Role.PREFILL: "first", Role.DECODE: "second", Role.LINEAR: "third"}
 
 
 class TestContext:
-    """What each backend of a selection is built from."""
+    """Contexts that the backends of a selection are built from."""
 
     def build(self, registered: Any, request: BackendRequest, *layers: LayerSpec, coordinator: object = None) -> Any:
         seen: dict[str, BackendContext] = {}
@@ -350,7 +350,7 @@ class TestContext:
         assert isinstance(hybrid, HybridLinearBackend) and isinstance(hybrid.children["full"], SplitBackend)
         assert {name: found.coordinator for name, found in seen.items()} == dict.fromkeys(ROLES.values(), coordinator)
 
-    def test_each_backend_is_told_its_own_roles_alone(self, registered):
+    def test_each_backend_gets_only_its_own_roles(self, registered):
         """D3: a backend that decodes need not make what prefill takes."""
         _, seen = self.build(registered, BackendRequest(roles=ROLES), GDN, FULL)
         assert {name: set(found.roles) for name, found in seen.items()} == {n: {r} for r, n in ROLES.items()}

@@ -100,7 +100,7 @@ def test_a_full_disk_is_an_error_for_a_person() -> None:
     ("file", "room", "reason"), [("/dev/full", 1000, "No space left on device"), ("answer", 100, "File too large")]
 )
 def test_a_full_disk_under_json_is_one_message(tmp_path: Path, file: str, room: int, reason: str) -> None:
-    """Of an answer that any buffer holds: what failed once must not fail again where nobody tells of it."""
+    """A result that fits into a buffer: a failed write must not fail again at exit, unreported."""
     with open(tmp_path / file, "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "attnplug", "backends", "--json"],
@@ -178,7 +178,7 @@ def test_a_terminal_without_unicode_gets_its_answer(arguments: list[str], encodi
 
 
 def test_listing_and_explaining_import_neither_torch_nor_a_kernel_library() -> None:
-    """With every plugin that is installed here, for any hardware: explaining needs metadata, not imports."""
+    """All installed plugins, any hardware: explaining needs metadata, not imports."""
     code = (
         "import sys\nfrom attnplug.cli.main import main\n"
         "asked = ['explain', '--model', 'tiny:deepseek_v3', '--dtype', 'bf16']\n"

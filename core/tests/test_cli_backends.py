@@ -188,7 +188,7 @@ def test_a_plugin_s_check_cannot_end_the_command(attnplug: Attnplug, package: Pa
     assert "torch_native" in attnplug("backends").out
 
 
-def test_damaged_metadata_of_another_installation_disturbs_nobody(package: Package, tmp_path: Path) -> None:
+def test_damaged_metadata_of_another_installation_is_isolated(package: Package, tmp_path: Path) -> None:
     """D2: an interrupted pip leaves such a folder behind."""
     package("fast")
     damaged = tmp_path / "gone_dist-1.0.dist-info"

@@ -1,4 +1,4 @@
-"""An error in a plugin's own code, which nobody expected: it is told, and whose it is."""
+"""Unexpected errors in a plugin's code are reported with the plugin's name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_plugin_s_other_modules_are_its_own_too(
 
 
 def test_an_error_of_our_own_is_a_traceback(attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reports it needs one."""
+    """A bug report needs one."""
 
     def fail(json: bool) -> int:
         raise ValueError("our own")

@@ -1,4 +1,4 @@
-"""Commands that other packages bring: a broken one matters to nobody but who asks for it."""
+"""Commands of other packages. A broken one is an error only for its own users."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("source", BROKEN, ids=BROKEN.values())
-def test_a_broken_command_is_told_in_one_line_and_is_an_error_where_it_is_asked_for(
+def test_a_broken_command_is_one_warning_and_an_error_if_it_is_run(
     attnplug: Attnplug, bring: Bring, source: str
 ) -> None:
     """D2: with its distribution and version; help, version and every other command are as they were."""
@@ -118,7 +118,7 @@ def test_a_command_that_two_packages_claim_belongs_to_neither(attnplug: Attnplug
         assert text in listed.err and text in asked.err
 
 
-def test_a_command_of_core_s_own_name_is_told_and_never_runs(attnplug: Attnplug, bring: Bring) -> None:
+def test_a_command_with_a_name_of_core_is_reported_and_never_runs(attnplug: Attnplug, bring: Bring) -> None:
     """D2"""
     bring("rude", "backends")
     listed = attnplug("--help")

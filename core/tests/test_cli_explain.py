@@ -107,7 +107,7 @@ def test_a_backend_asked_for_and_refused_is_exit_code_1_with_every_reason(attnpl
 def test_a_refusal_names_the_option_that_decides_the_role(
     attnplug: Attnplug, package: Package, arguments: list[str], option: str
 ) -> None:
-    """D3: and not one that nobody gave."""
+    """D3: not an option that was not given."""
     package("other", capabilities='{"kinds": ["mla"]}')
     outcome = attnplug("explain", "--model", "tiny:llama", *arguments, "--json")
     (reasons,) = (c["refusals"] for c in outcome.json["prefill"]["candidates"] if c["name"] == "other")
@@ -131,7 +131,7 @@ def test_an_extend_path_that_is_asked_for_is_a_reason(attnplug: Attnplug, packag
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["--mla-extend", "sideways"], "--mla-extend 'sideways' is unknown; use one of absorbed, one_shot, chunked"),
         (["--mla-extend", "chunked"], "only MLA layers have one; tiny:llama has none: leave --mla-extend out"),
@@ -139,9 +139,9 @@ def test_an_extend_path_that_is_asked_for_is_a_reason(attnplug: Attnplug, packag
         (["--cuda-graph", ""], "--cuda-graph '' is unknown"),
     ],
 )
-def test_mistakes_in_an_explanation_are_told(attnplug: Attnplug, arguments: list[str], told: str) -> None:
+def test_usage_errors_of_explain_are_reported(attnplug: Attnplug, arguments: list[str], expected: str) -> None:
     outcome = attnplug("explain", "--model", "tiny:llama", *arguments)
-    assert outcome.code == 2 and told in outcome.err
+    assert outcome.code == 2 and expected in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bridge:
 EXPLAIN = ("explain", "--model", "tiny:llama", "--device", "cpu", "--host", "engine")
 
 
-def test_the_hosts_fit_is_judged_and_told_in_its_words(attnplug: Attnplug, bridge: Bridge) -> None:
+def test_the_hosts_problem_is_explained_with_its_setting_names(attnplug: Attnplug, bridge: Bridge) -> None:
     """D3: torch_native needs exact lengths, which this host has not."""
     bridge()
     outcome = attnplug(*EXPLAIN, "--attention-backend", "torch_native")
@@ -97,8 +97,8 @@ def test_a_version_outside_the_range_is_refused(
     bridge(engine=version)
     outcome = attnplug(*EXPLAIN)
     assert f"host       Engine >=2,<3, {version} (bridge 1.0)" in outcome.out
-    told = f"this is Engine {version}, but the bridge is made for >=2,<3 (pip install 'engine-of-a-test>=2,<3'"
-    assert (told in outcome.out) is refused
+    message = f"this is Engine {version}, but the bridge is made for >=2,<3 (pip install 'engine-of-a-test>=2,<3'"
+    assert (message in outcome.out) is refused
 
 
 def test_a_host_that_is_not_there(attnplug: Attnplug, bridge: Bridge) -> None:
@@ -133,13 +133,13 @@ def test_an_interrupt_while_a_bridge_loads_is_one(bridge: Bridge) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "expected"),
     [("HOST = 3\n", "it is 3, not a HostSpec"), ("raise SystemExit('gone')\n", "SystemExit: gone")],
 )
-def test_a_broken_bridge_is_named(attnplug: Attnplug, bridge: Bridge, source: str, told: str) -> None:
+def test_a_broken_bridge_is_named(attnplug: Attnplug, bridge: Bridge, source: str, expected: str) -> None:
     bridge(source)
     outcome = attnplug(*EXPLAIN)
-    assert outcome.code == 1 and "host 'engine' (bridge 1.0" in outcome.err and told in outcome.err
+    assert outcome.code == 1 and "host 'engine' (bridge 1.0" in outcome.err and expected in outcome.err
 
 
 def test_two_bridges_to_one_host_are_both_named(attnplug: Attnplug, bridge: Bridge) -> None:

@@ -22,13 +22,13 @@ GIVEN = (
     ),
 )
 SHARED: dict[str, Any] = {
-    "attention": "one",
+    "attention_backend": "one",
     "roles": ROLES,
     "device": "cuda",
     "dtype": "bf16",
     "kv_dtype": "fp8",
     "page_size": 16,
-    "settings": ("one.split=2",),
+    "backend_option": ["one.split=2"],
 }
 EXPLAIN = {
     **SHARED,

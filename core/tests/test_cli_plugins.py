@@ -46,7 +46,7 @@ def test_what_is_installed_is_listed_by_package_with_its_state(
     assert "RuntimeError: no driver" in text and "pip install 'no-such-library>=2'" in text
 
 
-def test_what_a_plugin_brings_beyond_backends_is_listed(attnplug: Attnplug, package: Package) -> None:
+def test_items_other_than_backends_are_listed(attnplug: Attnplug, package: Package) -> None:
     package(
         "acme",
         "from attnplug import WorkspaceKind, hookimpl\n"

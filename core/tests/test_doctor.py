@@ -268,7 +268,7 @@ def test_sections_are_found_out_at_the_same_time_and_given_in_order(
     assert found["plugins"] == found["measured tables"] == {}
 
 
-def test_a_terminal_is_told_what_is_being_probed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_shows_the_running_probes(capsys: pytest.CaptureFixture[str]) -> None:
     """In one line, which a part of the report takes the place of."""
     terminal = io.StringIO()
     probes = probe.Probes(terminal)
@@ -278,9 +278,9 @@ def test_a_terminal_is_told_what_is_being_probed(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "report\n"
 
 
-@pytest.mark.parametrize(("terminal", "arguments", "told"), [(True, [], 1), (True, ["--json"], 0), (False, [], 0)])
+@pytest.mark.parametrize(("terminal", "arguments", "count"), [(True, [], 1), (True, ["--json"], 0), (False, [], 0)])
 def test_progress_is_for_people_at_a_terminal(
-    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, terminal: bool, arguments: list[str], told: int
+    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, terminal: bool, arguments: list[str], count: int
 ) -> None:
     shown: list[object] = []
 
@@ -295,10 +295,10 @@ def test_progress_is_for_people_at_a_terminal(
     monkeypatch.setattr(doctor, "Probes", Watched)
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     run(*arguments)
-    assert len(shown) == told
+    assert len(shown) == count
 
 
-def test_what_runs_is_ended_when_nobody_waits_for_it(tmp_path: Path) -> None:
+def test_stop_kills_running_probes(tmp_path: Path) -> None:
     """An interrupt must not wait for a library that hangs."""
     probes, started = probe.Probes(None), tmp_path / "started"
     code = f"open({str(started)!r}, 'w'); import time; time.sleep(1000)"

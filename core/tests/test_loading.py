@@ -1,4 +1,4 @@
-"""Everything that can be wrong with one plugin, from its import to its contract, and that it is wrong alone."""
+"""Faults of one plugin, from its import to its contract version, and their isolation from other plugins."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_exception_inside_a_hook_leads_to_the_hook(
     assert place(attnplug_backends) in only_fault(install(module(attnplug_backends=attnplug_backends))).error
 
 
-def test_a_generator_that_raises_midway_brings_nothing(
+def test_a_generator_that_raises_midway_provides_nothing(
     install: Install, only_fault: Callable[[EntryPoint], Broken]
 ) -> None:
     """D2: half a plugin is not used."""
@@ -112,7 +112,7 @@ def test_an_interrupt_names_the_plugin_that_was_loading(install_source: Install)
 def test_a_plugin_that_breaks_the_import_system_is_broken_alone(
     install_source: Install, only_fault: Callable[[EntryPoint], Broken], source: str, what: str
 ) -> None:
-    """D2: nobody could be imported after it."""
+    """D2: otherwise nothing could be imported afterwards."""
     before = sys.path, list(sys.path), list(sys.meta_path), list(sys.path_hooks)
     assert f"removed entries from {what}" in only_fault(install_source(source)).error
     assert before == (sys.path, list(sys.path), list(sys.meta_path), list(sys.path_hooks))
@@ -120,7 +120,7 @@ def test_a_plugin_that_breaks_the_import_system_is_broken_alone(
 
 
 def test_what_a_plugin_changes_for_the_whole_process_is_put_back(install_source: Install) -> None:
-    """D2: a model's path may be relative, and what follows is still told, as a warning where it is one."""
+    """D2: a model's path may be relative, and later warnings must still be shown as warnings."""
     source = "import os, sys, warnings\nos.chdir('/')\nsys.stderr = None\nwarnings.simplefilter('error')\n"
     source += "from support.plugins import bringing, spec\nattnplug_backends = bringing(spec()).attnplug_backends"
     before = os.getcwd(), sys.stderr, list(warnings.filters)
@@ -138,7 +138,7 @@ def test_what_a_plugin_adds_to_the_path_stays(install_source: Install, monkeypat
 
 
 @pytest.mark.parametrize(("name", "version"), [(None, None), (None, "1.0"), ("fast-attention", None)])
-def test_a_distribution_with_damaged_metadata_disturbs_nobody(
+def test_a_distribution_with_damaged_metadata_is_isolated(
     install: Install, name: str | None, version: str | None
 ) -> None:
     """D2: an interrupted pip leaves a .dist-info without METADATA, and then name and version are None."""
@@ -214,7 +214,7 @@ def test_a_generator_without_end_is_broken_alone(install: Install, only_fault: C
 def test_a_spec_of_a_class_of_its_own_is_broken_alone(
     install: Install, only_fault: Callable[[EntryPoint], Broken]
 ) -> None:
-    """D2: whoever judges a spec calls its methods, and nobody guards them."""
+    """D2: selection calls a spec's methods without a guard."""
 
     class Hostile(BackendSpec):
         def refusals(self, problem: Problem, role: Role | None = None) -> list[Refusal]:
@@ -311,7 +311,7 @@ def test_an_undecorated_hook_is_reported(install: Install, only_fault: Callable[
 def test_an_undecorated_hook_beside_a_good_one_is_reported(
     install: Install, only_fault: Callable[[EntryPoint], Broken]
 ) -> None:
-    """D2: nothing that a plugin means to bring is dropped in silence."""
+    """D2: no hook of a plugin is dropped silently."""
     plugin = bringing(spec())
     plugin.attnplug_tiny_models = lambda: {}
     assert "is not marked as a hook" in only_fault(install(plugin)).error
@@ -340,7 +340,7 @@ def test_an_undecorated_hook_that_is_no_function_is_reported(
     assert "attnplug_backends" in error
 
 
-def test_a_module_without_hooks_is_told_what_to_define(
+def test_the_error_for_a_module_without_hooks_says_what_to_define(
     install: Install, only_fault: Callable[[EntryPoint], Broken]
 ) -> None:
     error = only_fault(install(module())).error
@@ -361,7 +361,7 @@ def _extra_argument(config: object) -> list[BackendSpec]:
 
 
 @pytest.mark.parametrize("function", [_with_default, _keyword_only, _extra_argument])
-def test_a_hook_argument_that_nobody_fills_is_reported_with_the_author_s_signature(
+def test_a_hook_argument_that_is_never_passed_is_reported_with_the_author_s_signature(
     install: Install, only_fault: Callable[[EntryPoint], Broken], function: Callable[..., Any]
 ) -> None:
     """D2: pluggy passes no argument that has a default, and there is none to pass."""
@@ -385,7 +385,7 @@ def test_a_class_in_place_of_its_instance_is_reported(
 
 
 def test_a_hook_wrapper_is_reported(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
-    """D2: a wrapper could change what others bring."""
+    """D2: a wrapper could change the results of other plugins."""
 
     @hookimpl(wrapper=True)
     def attnplug_backends() -> Any:
@@ -396,7 +396,7 @@ def test_a_hook_wrapper_is_reported(install: Install, only_fault: Callable[[Entr
     assert place(attnplug_backends) in error
 
 
-def test_an_object_that_cannot_be_compared_disturbs_nobody(install: Install) -> None:
+def test_an_object_that_cannot_be_compared_is_loaded(install: Install) -> None:
     """D2: pluggy looks for registered plugins by comparing them."""
 
     class Plugin:
@@ -435,9 +435,7 @@ def test_another_contract_version_is_reported_with_both(
     assert fault.name == "fast"
 
 
-def test_an_absurd_contract_version_disturbs_nobody(
-    install: Install, only_fault: Callable[[EntryPoint], Broken]
-) -> None:
+def test_an_absurd_contract_version_is_isolated(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
     """D2: Python refuses to make a number of thousands of digits."""
     only_fault(install(bringing(spec(contract="1." + "9" * 5000))))
 

@@ -91,7 +91,7 @@ def test_config_json_is_a_folder(tmp_path: Path) -> None:
     assert "cannot be read: Is a directory" in str(unreadable(tmp_path))
 
 
-def test_config_json_is_a_pipe_that_nobody_writes_to(tmp_path: Path) -> None:
+def test_config_json_is_a_pipe_without_a_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     assert "not a regular file" in str(unreadable(tmp_path))
 

@@ -1,4 +1,4 @@
-"""What each family's config says about its layers.
+"""Attention layers read from the config of each model family.
 
 Expected numbers are worked out by hand from the published configs; no formula is shared with the code.
 """

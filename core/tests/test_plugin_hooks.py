@@ -1,4 +1,4 @@
-"""What plugins bring beyond backends: kinds of workspace memory, measured tables, tiny models."""
+"""Hooks other than backends: workspace kinds, measured tables, tiny models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def names(registry: Registry) -> dict[str, list[str]]:
 # ---- what works ----
 
 
-def test_a_plugin_brings_more_than_backends(install: Install) -> None:
+def test_a_plugin_may_implement_all_hooks(install: Install) -> None:
     registry = load_registry([install(also(bringing(spec()), **SOME))], {})
     assert registry.broken == () and list(registry.backends) == ["fast"]
     assert names(registry) == {KINDS: ["acme"], TABLES: [table().title], MODELS: ["acme"]}
@@ -51,13 +51,13 @@ def test_a_plugin_brings_more_than_backends(install: Install) -> None:
 
 
 @pytest.mark.parametrize("hook", SOME)
-def test_a_plugin_need_not_bring_backends(install: Install, hook: str) -> None:
+def test_a_plugin_need_not_provide_backends(install: Install, hook: str) -> None:
     registry = load_registry([install(also(module(), **{hook: SOME[hook]}))], {})
     assert registry.broken == () and registry.backends == {}
     assert names(registry)[hook]
 
 
-def test_what_core_brings_comes_through_the_same_door() -> None:
+def test_core_registers_its_items_through_the_same_hooks() -> None:
     """Core keeps no list of others' kinds of memory: plain scratch is its only one."""
     registry = load_registry([EMBEDDED], {})
     assert names(registry) == {KINDS: ["scratch"], TABLES: [], MODELS: sorted(TINY_CONFIGS)}
@@ -67,7 +67,7 @@ def test_what_core_brings_comes_through_the_same_door() -> None:
 
 
 @pytest.mark.parametrize("hook", [TABLES, MODELS])
-def test_a_claim_to_what_another_brings_names_both(install: Install, hook: str) -> None:
+def test_a_duplicate_item_names_both_plugins(install: Install, hook: str) -> None:
     """D2: neither is used, and their backends are."""
     points = [install(also(bringing(spec(name)), **{hook: SOME[hook]}), name, f"{name}-dist") for name in ("a", "b")]
     registry = load_registry(points, {})
@@ -142,7 +142,7 @@ def test_an_equal_declaration_of_plain_scratch_is_no_conflict(install: Install) 
 def test_a_wrong_return_is_broken_alone(
     install: Install, only_fault: Callable[[EntryPoint], Broken], hook: str, returned: object, needs: str
 ) -> None:
-    """D2: half a plugin is not used, and the author's place is told."""
+    """D2: half a plugin is not used, and the error gives the author's source location."""
     error = only_fault(install(also(bringing(spec()), **{hook: returned}))).error
     assert needs in error and "plugins.py:" in error
 
@@ -207,7 +207,7 @@ def test_an_unknown_tiny_model_lists_those_of_plugins(with_acme: Registry) -> No
         load_model("tiny:acne", with_acme)
 
 
-def test_a_tiny_model_that_two_claim_is_told_with_both(install: Install) -> None:
+def test_a_tiny_model_that_two_plugins_claim_names_both(install: Install) -> None:
     """D2"""
     points = [install(also(module(), **{MODELS: {"acme": ACME}}), name, f"{name}-dist") for name in "ab"]
     with pytest.raises(PluginError, match=r"(?s)'tiny:acme'.*a-dist.*b-dist"):

@@ -1,4 +1,4 @@
-"""From entry points to backends: what a plugin may bring, whose name counts, who is allowed, and asking for one."""
+"""Registry: loading from entry points, duplicate names, the allow-list, strict mode and lookup by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_embedded_default_comes_through_the_same_door() -> None:
     assert (registered.source.distribution, registered.source.entry_point) == ("attnplug", "torch_native")
 
 
-def test_a_backend_remembers_who_brought_it(install: Install) -> None:
+def test_a_backend_knows_its_plugin(install: Install) -> None:
     source = load_registry([install(bringing(spec()), "entry", "some-dist", "3.4")], {}).get("fast").source
     assert (source.entry_point, source.distribution, source.version) == ("entry", "some-dist", "3.4")
 
@@ -195,7 +195,7 @@ def test_the_allow_list_takes_distributions_and_names(
     }
 
 
-def test_a_name_in_the_allow_list_that_matches_nothing_is_told(three: list[EntryPoint]) -> None:
+def test_a_name_in_the_allow_list_that_matches_nothing_is_reported(three: list[EntryPoint]) -> None:
     assert loaded(three, "slow-dist,fst_entry, Zzz").unmatched == ("Zzz", "fst_entry")
     assert loaded(three, "slow-dist").unmatched == ()
 
@@ -283,7 +283,7 @@ def test_an_unknown_name_far_from_all_gets_no_guess(install: Install) -> None:
     assert "flash_attn" in str(caught.value)
 
 
-def test_a_name_where_nothing_is_installed_is_told_so() -> None:
+def test_a_lookup_without_any_backend_says_so() -> None:
     with pytest.raises(UsageError, match="none"):
         load_registry([], {}).get("fast")
 

@@ -226,7 +226,7 @@ def test_an_unknown_name_for_a_role_that_is_not_needed_is_an_error_of_the_name()
 
 
 def test_why_names_the_option_that_was_given() -> None:
-    """Which of two options decided is what a person wants to know."""
+    """The user needs to know which of two options decided."""
     installed = registry(backend("a"), backend("b"))
     choices = select(installed, BackendRequest("a", {Role.DECODE: "b"}), Problem(LLAMA)).choices
     assert "prefill_attention_backend" not in choices[Role.PREFILL].why()
@@ -298,7 +298,7 @@ def test_an_explicit_request_that_is_refused_begins_with_its_own_reasons_and_nam
     assert "d-dist" not in str(caught.value)
 
 
-def test_roles_that_are_not_served_are_told_by_the_backend_asked_for_in_each() -> None:
+def test_unserved_roles_are_explained_by_the_backend_requested_for_each() -> None:
     """D3"""
     mla = replace(PLAIN, kinds={"mla"})
     with pytest.raises(SelectionError) as caught:

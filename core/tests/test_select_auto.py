@@ -1,4 +1,4 @@
-"""What ``auto`` takes, by which rule, and that it says so."""
+"""Choices of ``auto``, the rule behind each, and its explanation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plugins made up by a test: the objects, the entry points that lead to them, and the one fault of a bad one."""
+"""Fabricated plugins: plugin objects, their entry points, and a fixture that loads one between good ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPABILITIES = Capabilities(kinds={"mha"}, devices={"cpu"}, dtypes={"float32"})
 
 
 class Distribution(NamedTuple):
-    """What a registry reads of an entry point's distribution."""
+    """The part of an entry point's distribution that a registry reads."""
 
     name: str | None
     version: str | None
@@ -111,7 +111,7 @@ def install_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture
 def only_fault(install: Install) -> Callable[[EntryPoint], Broken]:
-    """Loads a bad plugin between two good ones and gives its one fault; both good ones must be there (D2)."""
+    """Load a bad plugin between two good ones and return its one fault; both good ones must load (D2)."""
 
     def load(point: EntryPoint) -> Broken:
         before = install(bringing(spec("before")), "before", "a-first")
@@ -127,6 +127,6 @@ def only_fault(install: Install) -> Callable[[EntryPoint], Broken]:
 
 
 def place(function: Callable[..., Any]) -> str:
-    """Where an author wrote a function, as an error has to give it."""
+    """Source location of a function, as error messages give it."""
     function = getattr(function, "__func__", function)
     return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"

@@ -122,11 +122,10 @@ def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:
     """Import a backend's factory. Raises :class:`BackendError` for any failure."""
     spec = registered.spec
     with _attributed_to(registered, "imported"):
-        factory = pkgutil.resolve_name(spec.factory)
+        factory: Callable[[BackendContext], Any] = pkgutil.resolve_name(spec.factory)
     if not callable(factory):
         raise BackendError(f"{_label(registered)}: {spec.factory} is {factory!r}, which is not callable")
-    found: Callable[[BackendContext], Any] = factory
-    return found
+    return factory
 
 
 @contextmanager
@@ -157,7 +156,7 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
         raise BackendError(f"{_label(registered)}: {unreadable}", settings=[Setting.LAYOUT])
     factory = import_factory(registered)
     with _attributed_to(registered, "built"):  # the checks run the plugin's properties
-        backend = factory(context)
+        backend: AttentionBackend = factory(context)
         problems = list(backend_problems(backend, linear=context.roles == {Role.LINEAR}))
         if not problems:
             problems = list(claim_problems(backend, spec.capabilities, context.page_size))
@@ -174,5 +173,4 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
             f"{_label(registered)}: {spec.factory} returned a backend that does not meet the requirements:\n"
             + "\n".join(f"  {p}" for p in missing)
         )
-    built: AttentionBackend = backend
-    return built
+    return backend

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from importlib_metadata import EntryPoint
 
@@ -27,6 +27,8 @@ from attnplug.declare.measured import MeasuredTable
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.version import CONTRACT_VERSION, contract_problem
 from attnplug.declare.workspace_kind import WorkspaceKind
+
+Claim = TypeVar("Claim", bound=Registered | Provided[Any])
 
 SLOW_SECONDS = 1.0
 """Load time above which a plugin is reported. Loading should take milliseconds."""
@@ -203,14 +205,6 @@ def _kinds(loaded: Iterable[Loaded]) -> list[tuple[str, Provided[WorkspaceKind]]
     return [(kind.name, provided) for kind, provided in kinds.items()]
 
 
-class _Sourced(Protocol):
-    @property
-    def source(self) -> Source: ...
-
-
-Claim = TypeVar("Claim", bound=_Sourced)
-
-
 def _unique(
     title: str, label: str, claims: Iterable[tuple[str, Claim]], broken: list[Broken], contract: str | None = None
 ) -> dict[str, Claim]:
@@ -232,7 +226,7 @@ def _unique(
     return unique
 
 
-def _conflict(title: str, claimants: Sequence[_Sourced], keeper: _Sourced | None) -> str:
+def _conflict(title: str, claimants: Sequence[Claim], keeper: Claim | None) -> str:
     owners = [f"{claimant.source} (entry point {claimant.source.entry_point})" for claimant in claimants]
     if len(set(owners)) == 1:
         return f"{title} is used {len(owners)} times by {owners[0]}, so none of them is available; keep one"

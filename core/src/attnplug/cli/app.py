@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 from attnplug.cli import foreign, output
 from attnplug.cli.foreign import Commands as Commands
@@ -123,25 +124,9 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     def call(parsed: argparse.Namespace) -> int:
         from attnplug.cli.explain import ExplainOptions, explain_choice
 
-        options = ExplainOptions(
-            model=parsed.model,
-            attention=parsed.attention_backend,
-            roles={role: name for role in Role if (name := getattr(parsed, f"{role}_attention_backend")) is not None},
-            device=parsed.device,
-            sm=parsed.sm,
-            dtype=parsed.dtype,
-            kv_dtype=parsed.kv_dtype,
-            index_dtype=parsed.index_dtype,
-            page_size=parsed.page_size,
-            speculative_tokens=parsed.speculative_tokens,
-            speculative_topk=parsed.speculative_topk,
-            enable_hisparse=parsed.enable_hisparse,
-            tensor_parallel=parsed.tensor_parallel,
-            mla_extend=parsed.mla_extend,
-            cuda_graph=parsed.cuda_graph,
-            settings=tuple(parsed.backend_option),
-            host=parsed.host,
-        )
+        roles = {role: name for role in Role if (name := getattr(parsed, f"{role}_attention_backend")) is not None}
+        others = {field.name: getattr(parsed, field.name) for field in fields(ExplainOptions) if field.name != "roles"}
+        options = ExplainOptions(roles=roles, **others)
         return explain_choice(options, parsed.render, json=parsed.json)
 
     text = "Show the backend that each role gets for a model, and every reason against every candidate."

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from attnplug.choose.loading import Source
 from attnplug.choose.registry import ALLOW_VARIABLE, Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.options import option, refusal_as_json
@@ -22,8 +23,7 @@ class Row:
     """One backend or plugin of the listing. ``status`` is ``usable``, ``refused``, ``broken`` or ``blocked``."""
 
     name: str
-    distribution: str
-    version: str
+    source: Source
     contract: str | None
     status: str
     supports: str = ""
@@ -33,8 +33,8 @@ class Row:
     def as_json(self) -> dict[str, object]:
         return {
             "name": self.name,
-            "distribution": self.distribution,
-            "version": self.version,
+            "distribution": self.source.distribution,
+            "version": self.source.version,
             "contract": self.contract,
             "status": self.status,
             "reasons": [refusal_as_json(reason, option) for reason in self.reasons],
@@ -62,7 +62,7 @@ def list_backends(*, json: bool, every: bool) -> int:
         output.write_json([row.as_json() for row in rows])
     else:
         columns = ("name", "distribution", "contract", "supports", "status")
-        cells = [(r.name, f"{r.distribution} {r.version}", r.contract or "", r.supports, r.text) for r in rows]
+        cells = [(row.name, str(row.source), row.contract or "", row.supports, row.text) for row in rows]
         print(table(columns, cells))
     hidden = [] if every else [(len(registry.broken), "broken"), (len(registry.blocked), "blocked")]
     counts = " and ".join(f"{count} {status}" for count, status in hidden if count)
@@ -92,22 +92,13 @@ def listing(registry: Registry, every: bool) -> Iterator[Row]:
     for backend, found in outcomes:
         # Empty if the backend can use any device of this machine; otherwise the refusals of the closest match.
         reasons = min(found, key=len)
-        yield Row(
-            backend.spec.name,
-            backend.source.distribution,
-            backend.source.version,
-            backend.spec.contract,
-            "refused" if reasons else "usable",
-            describe(backend.spec.capabilities),
-            tuple(reasons),
-        )
+        spec, status = backend.spec, "refused" if reasons else "usable"
+        yield Row(spec.name, backend.source, spec.contract, status, describe(spec.capabilities), tuple(reasons))
     if every:
         for broken in registry.broken:
-            source = broken.source
-            yield Row(broken.name, source.distribution, source.version, broken.contract, "broken", error=broken.error)
+            yield Row(broken.name, broken.source, broken.contract, "broken", error=broken.error)
         for source in registry.blocked:
-            error = f"{ALLOW_VARIABLE} does not list it"
-            yield Row(source.entry_point, source.distribution, source.version, None, "blocked", error=error)
+            yield Row(source.entry_point, source, None, "blocked", error=f"{ALLOW_VARIABLE} does not list it")
 
 
 def describe(can: Capabilities) -> str:

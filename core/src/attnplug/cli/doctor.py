@@ -217,7 +217,7 @@ def plugin_answer() -> Findings:
     environment = {name: value for name, value in os.environ.items() if name != STRICT_VARIABLE}
     registry = load_registry(environment=environment)
     rows = list(listing(registry, every=True))
-    texts = [(row.name, f"{row.distribution} {row.version}: {row.text}") for row in rows]
+    texts = [(row.name, f"{row.source}: {row.text}") for row in rows]
     texts += [(name, f"listed in {ALLOW_VARIABLE}, but no installed plugin matches it") for name in registry.unmatched]
     findings: dict[str, str] = {}
     for name, text in texts:

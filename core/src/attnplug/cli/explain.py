@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from attnplug.choose.explanation import explanation, unrelated_candidates
@@ -26,10 +26,10 @@ from attnplug.machine.hardware import visible_gpus
 
 @dataclass(frozen=True, slots=True)
 class ExplainOptions:
-    """Command-line options of ``explain``, unparsed."""
+    """Command-line options of ``explain``, as argparse names them; ``roles`` holds those of single roles."""
 
     model: str
-    attention: str = AUTO
+    attention_backend: str = AUTO
     roles: Mapping[Role, str] = field(default_factory=dict)
     device: str | None = None
     sm: int | None = None
@@ -44,12 +44,12 @@ class ExplainOptions:
     mla_extend: str | None = None
     cuda_graph: str | None = None
     """Required graph level; None for the highest that the chosen backends support."""
-    settings: tuple[str, ...] = ()
+    backend_option: Sequence[str] = ()
     host: str | None = None
     """Engine of a bridge; None for ours."""
 
     def request(self) -> BackendRequest:
-        return BackendRequest(self.attention, self.roles, split_settings(self.settings))
+        return BackendRequest(self.attention_backend, self.roles, split_settings(self.backend_option))
 
     def problem(self, model: ModelSpec) -> Problem:
         device, sm = target_device(self.device, self.sm)

@@ -20,8 +20,7 @@ from attnplug.hf.tiny import TINY
 class Item:
     """One item of an installed package: a backend, a command, a host, another hook's item, or a broken plugin."""
 
-    distribution: str
-    version: str
+    source: Source
     kind: str
     name: str
     status: str
@@ -37,11 +36,13 @@ def list_plugins(own_commands: Collection[str], *, json: bool) -> int:
     items += _commands(own_commands)
     items += _hosts()
     items += _other(registry)
-    items.sort(key=lambda item: (item.distribution != "attnplug", item.distribution, item.kind, item.name))
+    items.sort(
+        key=lambda item: (item.source.distribution != "attnplug", item.source.distribution, item.kind, item.name)
+    )
     if json:
         output.write_json({"installed": _by_package(items)})
     else:
-        cells = [(f"{item.distribution} {item.version}", f"{item.kind} {item.name}", item.text) for item in items]
+        cells = [(str(item.source), f"{item.kind} {item.name}", item.text) for item in items]
         print(table(("installed", "brings", "status"), cells))
     warn_of_slow_and_unmatched(registry)
     return 0
@@ -49,7 +50,7 @@ def list_plugins(own_commands: Collection[str], *, json: bool) -> int:
 
 def _backend(row: Row) -> Item:
     kind = "plugin" if row.status in ("broken", "blocked") else "backend"  # their backends are unknown
-    return Item(row.distribution, row.version, kind, row.name, row.status, row.text)
+    return Item(row.source, kind, row.name, row.status, row.text)
 
 
 def _commands(own: Collection[str]) -> Iterator[Item]:
@@ -59,13 +60,13 @@ def _commands(own: Collection[str]) -> Iterator[Item]:
         taken = conflict(name, points, own)
         for source in map(Source.of, points):
             status = "installed" if taken is None else "broken"
-            yield Item(source.distribution, source.version, "command", name, status, taken or "installed")
+            yield Item(source, "command", name, status, taken or "installed")
 
 
 def _hosts() -> Iterator[Item]:
     """Yield hosts from metadata. Only ``explain --host`` loads them."""
     for source in map(Source.of, find_entry_points(GROUP)[0]):
-        yield Item(source.distribution, source.version, "host", source.entry_point, "installed", "installed")
+        yield Item(source, "host", source.entry_point, "installed", "installed")
 
 
 def _other(registry: Registry) -> Iterator[Item]:
@@ -75,13 +76,13 @@ def _other(registry: Registry) -> Iterator[Item]:
     models = [("model", TINY + name, model.source) for name, model in registry.tiny_models.items()]
     for kind, name, source in (*kinds, *tables, *models):
         if not source.embedded:
-            yield Item(source.distribution, source.version, kind, name, "installed", "installed")
+            yield Item(source, kind, name, "installed", "installed")
 
 
 def _by_package(items: list[Item]) -> list[dict[str, object]]:
     packages: dict[tuple[str, str], list[Item]] = {}
     for item in items:
-        packages.setdefault((item.distribution, item.version), []).append(item)
+        packages.setdefault((item.source.distribution, item.source.version), []).append(item)
     return [
         {"distribution": distribution, "version": version, "brings": [item.as_json() for item in provided]}
         for (distribution, version), provided in packages.items()

@@ -26,7 +26,11 @@ UNBOUNDED_CONTEXT = 1 << 20
 def read_model(reference: str) -> ModelSpec:
     """Read the config at ``reference``, a file or folder. Raises ModelConfigError for any failure."""
     path = _config_path(reference)
-    return _model(_read(path), Path(os.path.abspath(path)).parent.name or str(path), str(path))
+    try:
+        values = read_json_object(path)
+    except UsageError as error:
+        raise ModelConfigError(str(error), str(path)) from error
+    return _model(values, Path(os.path.abspath(path)).parent.name or str(path), str(path))
 
 
 def model_from_config(config: Mapping[str, object], name: str) -> ModelSpec:
@@ -66,13 +70,6 @@ def _close_to_config(folder: Path) -> list[str]:
     # The most similar ones come first: a sharded checkpoint's folder has many other JSON files.
     likeness = {name: difflib.SequenceMatcher(None, name, "config.json").ratio() for name in found}
     return sorted(found, key=lambda name: (name != "params.json", -likeness[name]))[:4]
-
-
-def _read(path: Path) -> Mapping[str, object]:
-    try:
-        return read_json_object(path)
-    except UsageError as error:
-        raise ModelConfigError(str(error), str(path)) from error
 
 
 def _model(values: Mapping[str, object], name: str, source: str) -> ModelSpec:
