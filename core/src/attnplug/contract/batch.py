@@ -62,7 +62,7 @@ class ForwardBatch:
     plan: BatchPlan | None = split_by("reset", default=None)
     plan_record: PlanRecord | None = split_by("reset", default=None)
     choice: LayerChoice | None = split_by("reset", default=None)
-    """What the last layer with an index chose in the forward that runs, for layers that share it."""
+    """Choice of the last layer with an index in the current forward pass, for layers that share it."""
     _checked: _CheckedPlans | None = split_by("reset", default=None, repr=False)
     """Results of :meth:`plan_for`, which runs at every layer."""
 

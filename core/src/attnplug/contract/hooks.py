@@ -113,7 +113,7 @@ def _arguments(signature: inspect.Signature, offered: Sequence[str], hook: str) 
             (positional if by_position else keywords).append(source if by_position else f"{parameter.name}={source}")
         elif parameter.default is Parameter.empty:
             raise HookError(
-                f"{hook}{shown(signature)} requires {parameter.name!r}, which nobody offers; "
+                f"{hook}{shown(signature)} requires {parameter.name!r}, which is not offered; "
                 f"offered are {', '.join(offered) or 'no arguments'}. "
                 "Rename the parameter, give it a default, or remove it"
             )

@@ -1,4 +1,4 @@
-"""Latent attention: the three ways to run an extend, the policy among them, and the merge of partial results."""
+"""MLA as a model calls it: absorbed, one-shot and chunked extends, the policy that chooses, and the LSE merge."""
 
 from attnplug.mla.attention import MLAAttention, RowPlaces
 from attnplug.mla.merge import merge_partial

@@ -1,4 +1,4 @@
-"""Running the MLA layers of a model: absorbed, or as MHA by the calls that were planned for the batch (C1, C2)."""
+"""MLA layers of a model, run absorbed or as MHA by the ragged calls planned for the batch (C1, C2)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from attnplug.mla.weights import MLAWeights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPlaces:
-    """Where new rows of a layer are to be stored: that of token ``i`` in ``cache[slots[i]]``.
+    """Destination of a layer's new rows: the caller stores the row of token ``i`` in ``cache[slots[i]]``.
 
-    Tokens whose slot is negative are padding, and so are those past the last slot: nothing is stored for them.
+    Tokens with a negative slot, and tokens behind the last slot, are padding: nothing is stored for them.
     """
 
     cache: Tensor
-    """``[slots, row_dim]``: the layer's memory. Rows may lie apart, their numbers are adjacent."""
+    """``[slots, row_dim]``: the layer's memory. Rows may have any stride; each is contiguous."""
     slots: Tensor
-    """``[rows]`` integers, of any stride."""
+    """``[rows]`` integers, with any stride."""
 
 
 class MLAAttention:
-    """The MLA layers of one model on one backend. Holds the pool and the policy, and binds the backend's hooks once.
+    """MLA layers of one model on one backend. Holds the pool and the policy, and binds the backend's hooks once.
 
     With ``absorbed``, all batches run absorbed, whatever the policy: layers read rows and further caches in place.
     """
@@ -60,9 +60,9 @@ class MLAAttention:
             )
 
     def plan(self, geometry: Geometry, path: ExtendPath | None = None) -> Plan | None:
-        """How a batch runs as MHA, with its parts as ``metadata``; ``None`` if it runs absorbed.
+        """Plan how a batch runs as MHA, with its parts as ``metadata``; ``None`` if it runs absorbed.
 
-        ``path`` overrules the policy. If the host has no exact lengths, a backend that can extend absorbed does so.
+        ``path`` overrides the policy. Without exact host lengths, a backend that can extend absorbed does so.
         """
         path = self.path(geometry, path)
         if path is ExtendPath.ABSORBED:
@@ -71,19 +71,19 @@ class MLAAttention:
             self._id, geometry, plan_extend(geometry, path, self._policy.chunk_capacity), geometry.new_slots()
         )
 
-    def path(self, geometry: Geometry, asked: ExtendPath | None = None) -> ExtendPath:
-        """The path of a batch: the one that is ``asked`` for, or the policy's."""
+    def path(self, geometry: Geometry, requested: ExtendPath | None = None) -> ExtendPath:
+        """Return the path of a batch: the requested one, or the policy's."""
         abilities, mode = self._backend.claims.mla_extend, geometry.mode
         if self._absorbed:
-            return self._only_absorbed(asked or self._policy.forced)
+            return self._only_absorbed(requested or self._policy.forced)
         if mode.is_decode or not geometry.rows:
             return ExtendPath.ABSORBED
-        chosen = asked is ExtendPath.ABSORBED or (
-            asked is None and (mode is not ForwardMode.EXTEND or not geometry.host)
+        prefers_absorbed = requested is ExtendPath.ABSORBED or (
+            requested is None and (mode is not ForwardMode.EXTEND or not geometry.host)
         )
-        if chosen and ExtendPath.ABSORBED in abilities:
-            return ExtendPath.ABSORBED  # what the policy would say too, without looking at the lengths
-        return self._policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, asked)
+        if prefers_absorbed and ExtendPath.ABSORBED in abilities:
+            return ExtendPath.ABSORBED  # as the policy would choose, without reading the lengths
+        return self._policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, requested)
 
     @staticmethod
     def _only_absorbed(asked: ExtendPath | None) -> ExtendPath:
@@ -95,24 +95,25 @@ class MLAAttention:
         return ExtendPath.ABSORBED
 
     def path_of_halves(self, geometry: Geometry) -> ExtendPath | None:
-        """The path of the whole batch, by which its halves run too; ``None`` where each takes the policy's.
+        """Return the path of the whole batch, which its halves take too; ``None`` if each half follows the policy.
 
-        By itself, a half of a request that was cut would take another one: it has a prefix. Chunks that are switched
-        off stay so: without a prefix the whole batch runs by that path and reads none.
+        The second half of a cut request has a prefix, so by itself it could take another path. With chunked prefixes
+        disabled, a batch without a prefix may still run chunked, because it reads no chunk; its halves then follow the
+        policy.
         """
         path = self.path(geometry)
         off = path is ExtendPath.CHUNKED and self._policy.disable_chunked_prefix_cache
         return None if off else path
 
     def plan_chunks(self, batch: ForwardBatch) -> Plan | None:
-        """What the backend plans for the calls of a batch that runs as MHA, if it plans them (A6, A8)."""
+        """Plan the calls of a batch that runs as MHA; ``None`` if the backend has nothing to plan (A6, A8)."""
         if self._plan_chunks is None:
             return None
         plan = self._plan_chunks(batch, self._policy.disable_ragged)
         if plan is None:
             return None
-        who, hook = self._backend.backend_id, "init_mha_chunk_metadata"
-        return received_plan(plan, who, batch.forward_mode, batch.num_tokens, hook, delegated=True)
+        planner, hook = self._backend.backend_id, "init_mha_chunk_metadata"
+        return received_plan(plan, planner, batch.forward_mode, batch.num_tokens, hook, delegated=True)
 
     def row_places(self, layer: LayerSpec, batch: ForwardBatch, tokens: int, dtype: torch.dtype) -> RowPlaces | None:
         """See ``ModelAttention.row_places``."""
@@ -120,7 +121,7 @@ class MLAAttention:
             return None
         if layer.indexer is not None or layer.compressed is not None:
             return None
-        # Judged here already: by a stale plan rows would go to slots that are somebody else's by now (B5).
+        # Checked here already: a stale plan would store rows in slots that belong to other requests by now (B5).
         slots = batch.plan_for(self._backend.backend_id, tokens).row_slots()
         cache = self._by_slot.get(layer.layer_id)
         if slots is None or cache is None or cache.dtype is not dtype:
@@ -136,7 +137,7 @@ class MLAAttention:
         batch: ForwardBatch,
         selected: SelectedRows | None = None,
     ) -> Tensor:
-        """One layer; see ``ModelAttention.attend_mla``."""
+        """Run one layer; see ``ModelAttention.attend_mla``."""
         if batch.plan is None or batch.plan.extend is None:
             self._check_queries(q, layer, absorbed=rows is None)
             run = self._backend.forward_decode if batch.forward_mode.is_decode else self._backend.forward_extend
@@ -154,7 +155,7 @@ class MLAAttention:
         if rows is None:
             raise BackendError(
                 f"layer {layer.layer_id} was given no new rows, and the batch was planned to run as MHA, which attends "
-                "to them as they are; leave them out only where row_places said where to store them"
+                "to them; leave them out only if row_places returned where to store them"
             )
         self._check_queries(q, layer, absorbed=False)
         plan = batch.check_plan(batch.plan.extend, self._id, q.shape[0])
@@ -212,7 +213,7 @@ class MLAAttention:
         planned: Plan | None,
         lse: Tensor | None,
     ) -> Tensor:
-        """One ragged call. What it up-projects is alive only here, so memory is bounded by one chunk."""
+        """Run one ragged call. Up-projected rows live only here, so memory is bounded by one chunk."""
         if part.slots is not None:
             rows = self._pool.read_rows(layer.layer_id, part.slots).to(q.dtype)
         assert rows is not None and self._ragged is not None
@@ -222,5 +223,5 @@ class MLAAttention:
 
     @staticmethod
     def _new_lse(q: Tensor) -> Tensor:
-        """Filled with NaN: rows that nobody fills then give NaN, and not whatever was in memory."""
+        """Allocate an LSE filled with NaN, so that rows a kernel does not fill give NaN instead of old memory."""
         return torch.full(q.shape[:2], float("nan"), dtype=torch.float32, device=q.device)

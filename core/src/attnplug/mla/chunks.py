@@ -1,4 +1,4 @@
-"""Dividing the prefixes of a batch into chunks of bounded size, for chunked MLA prefill (C3)."""
+"""Chunk planner of chunked MLA prefill: divides the prefixes of a batch into chunks of bounded size (C3)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Spans that one kernel call attends to together: at most one per request, in the order of requests."""
+    """Spans that one kernel call attends to: at most one per request, in the order of requests."""
 
     spans: tuple[Span, ...]
 

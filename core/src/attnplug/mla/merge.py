@@ -1,4 +1,4 @@
-"""Merging attention over parts of the keys, by their log-sum-exps: in one place (C4)."""
+"""Merge of partial attention results by log-sum-exp (C4)."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from torch import Tensor
 
 
 def merge_partial(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys, from attention over each.
+    """Merge attention over two disjoint sets of keys; returns output and log-sum-exp over both.
 
     Outputs are ``[tokens, heads, dim]``, log-sum-exps ``[tokens, heads]`` float32, natural log; the result is float32.
-    A part without keys has the log-sum-exp -inf; some kernels give +inf instead. It takes no share, and its output is
-    not looked at, even if it is NaN. A log-sum-exp of NaN was never filled; the result is NaN then.
+    A part without keys has log-sum-exp -inf, or +inf from some kernels. It has weight 0, and its output is ignored even
+    if it is NaN. A log-sum-exp of NaN was never filled and gives NaN.
     """
-    mine, theirs = _of_the_empty(lse), _of_the_empty(part_lse)
-    largest = torch.maximum(mine, theirs)
+    lse, part_lse = _without_inf(lse), _without_inf(part_lse)
+    largest = torch.maximum(lse, part_lse)
     base = torch.where(largest == float("-inf"), 0.0, largest)  # both empty: exp(-inf - 0) is 0, not NaN
-    share, part_share = torch.exp(mine - base), torch.exp(theirs - base)
-    total = share + part_share
-    merged = _weighted(out, share) + _weighted(part, part_share)
+    weight, part_weight = torch.exp(lse - base), torch.exp(part_lse - base)
+    total = weight + part_weight
+    merged = _weighted(out, weight) + _weighted(part, part_weight)
     merged = torch.where(total.unsqueeze(-1) == 0, 0.0, merged / total.unsqueeze(-1))
     return merged, base + torch.log(total)
 
 
-def _of_the_empty(lse: Tensor) -> Tensor:
+def _without_inf(lse: Tensor) -> Tensor:
+    """Replace +inf, which some kernels return for a part without keys, by -inf."""
     return torch.where(lse == float("inf"), float("-inf"), lse)
 
 
-def _weighted(out: Tensor, share: Tensor) -> Tensor:
-    share = share.unsqueeze(-1)
-    return torch.where(share == 0, 0.0, out.float() * share)
+def _weighted(out: Tensor, weight: Tensor) -> Tensor:
+    weight = weight.unsqueeze(-1)
+    return torch.where(weight == 0, 0.0, out.float() * weight)

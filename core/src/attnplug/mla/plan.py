@@ -1,4 +1,4 @@
-"""What an MLA extend that runs as MHA prepares once per batch: its ragged calls, and the rows each reads (C2)."""
+"""Planning of an MLA extend as MHA, once per batch: its ragged calls, and the rows each one reads (C2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnplug.mla.chunks import Chunk, plan_prefix_chunks
 
 
 def plan_extend(geometry: Geometry, path: ExtendPath, chunk_capacity: int) -> tuple[Part, ...]:
-    """The calls of a batch that runs as MHA, in one shot or by chunks. Nothing is copied from the device."""
+    """Plan the calls of a batch that runs as MHA, one-shot or chunked. Copies nothing from the device."""
     query_lens, kv_lens, device = geometry.query_lens, geometry.kv_lens, geometry.device
     live = [request for request, new in enumerate(query_lens) if new]
     queries = [query_lens[request] for request in live]
@@ -28,7 +28,7 @@ def plan_extend(geometry: Geometry, path: ExtendPath, chunk_capacity: int) -> tu
 
 
 def _chunk_part(geometry: Geometry, index: int, chunk: Chunk, live: list[int]) -> Part:
-    """Every query of a chunk's requests sees every row of its span: the prefix lies before all of them."""
+    """Plan a non-causal call: all queries of a chunk's requests come behind the prefix and attend to the whole span."""
     requests = [span.request for span in chunk.spans]
     queries = [geometry.query_lens[request] for request in requests]
     lens = [span.length for span in chunk.spans]

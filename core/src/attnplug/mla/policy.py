@@ -1,4 +1,4 @@
-"""Which way an MLA extend runs: a function of lengths, thresholds and declared abilities, never of a name (C1)."""
+"""Policy that chooses the path of an MLA extend by lengths, thresholds and declared abilities, never by name (C1)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from attnplug.declare.problem import ExtendPath
 
 @dataclass(frozen=True, slots=True)
 class ExtendPolicy:
-    """Which path is the fastest when.
+    """Choice of the fastest path of an extend.
 
-    Absorbed attention reads the cache as it is, but multiplies rows of ``kv_lora_rank``. As MHA the rows are
-    up-projected first, which is worth it once there is enough to attend to. ``chunk_threshold`` is the sum of prefixes
-    from which it is. ``chunk_capacity`` is the most prefix rows to up-project at a time. ``forced`` overrules both.
+    Absorbed attention reads the cache directly, but multiplies rows of ``kv_lora_rank``. As MHA, rows are up-projected
+    first, which pays for long prefixes: from ``chunk_threshold`` prefix rows per batch. ``chunk_capacity`` is the
+    maximum number of prefix rows to up-project at a time. ``forced`` overrides both.
     """
 
     chunk_threshold: int = 8192
@@ -37,16 +37,17 @@ class ExtendPolicy:
         query_lens: Sequence[int],
         kv_lens: Sequence[int],
         abilities: frozenset[ExtendPath],
-        asked: ExtendPath | None = None,
+        requested: ExtendPath | None = None,
     ) -> ExtendPath:
-        """The path of one batch: the one that is ``asked`` for, if any.
+        """Return the path of one batch: the requested one, if any.
 
         Decoding is absorbed. A backend that can extend absorbed runs only a plain extend as MHA, because other modes
-        bring few queries per request. A backend that cannot runs everything as MHA.
+        have few queries per request. A backend that cannot runs everything as MHA. Raises PlanError if no path is both
+        allowed and supported.
         """
         if mode.is_decode:
             return ExtendPath.ABSORBED
-        forced = asked or (self.forced if mode is ForwardMode.EXTEND else None)
+        forced = requested or (self.forced if mode is ForwardMode.EXTEND else None)
         if forced is not None:
             if forced not in abilities:
                 raise PlanError(f"the extend path {forced} is asked for, but the backend can run {_able(abilities)}")
@@ -65,7 +66,7 @@ class ExtendPolicy:
             return ExtendPath.CHUNKED
         if absorbed:
             return ExtendPath.ABSORBED
-        # More rows than the capacity, or chunks that are switched off: but there is no other way.
+        # More rows than the capacity, or disabled chunks, but the backend supports nothing else.
         return ExtendPath.ONE_SHOT if ExtendPath.ONE_SHOT in abilities else ExtendPath.CHUNKED
 
 

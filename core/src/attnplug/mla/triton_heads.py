@@ -1,6 +1,6 @@
-"""One product per head in one launch, for what absorbing takes. Imported only where there is a GPU with Triton.
+"""Per-head matrix products in one launch, for absorbed MLA. Imported only on a GPU with Triton.
 
-A library's batched product wants the heads first, so that queries and results have to be copied around it.
+A library's batched product needs heads as the first dimension, which requires copies of queries and results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _by_head(
     COPIED: tl.constexpr, ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_COPIED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of some rows of one head. The first program of a head copies the inputs that are not multiplied."""
+    """Compute a tile of one head's outputs. The first program of a head copies the inputs that are not multiplied."""
     head, block = tl.program_id(0), tl.program_id(1)
     number = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     place = tl.arange(0, BLOCK_IN)
@@ -28,9 +28,9 @@ def _by_head(
         mask=(number < OUTPUTS)[:, None] & (place < INPUTS)[None, :],
         other=0.0,
     )
-    if EARLY:  # what is above depends on no other kernel
+    if EARLY:  # the loads above depend on no other kernel
         gdc_launch_dependents()
-        gdc_wait()  # in every program: the next kernel waits for this one alone, and may read what one before it made
+        gdc_wait()  # in every program: the next kernel waits only for this one, and may read results of earlier ones
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     x += head * x_head_stride
     out += head * out_head_stride
@@ -42,28 +42,28 @@ def _by_head(
     tl.store(target + number[None, :], total.to(out.dtype.element_ty), mask=live & (number < OUTPUTS)[None, :])
     if COPIED > 0:
         column = tl.arange(0, BLOCK_COPIED)
-        there = live & (column < tl.where(block == 0, COPIED, 0))[None, :]
-        copied = tl.load(source + INPUTS + column[None, :], mask=there, other=0.0)
-        tl.store(target + OUTPUTS + column[None, :], copied, mask=there)
+        mask = live & (column < tl.where(block == 0, COPIED, 0))[None, :]
+        copied = tl.load(source + INPUTS + column[None, :], mask=mask, other=0.0)
+        tl.store(target + OUTPUTS + column[None, :], copied, mask=mask)
 
 
 def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` ``[rows, heads, inputs | others]`` times ``weight`` ``[heads, inputs, outputs]`` of any strides.
+    """Multiply ``x`` ``[rows, heads, inputs | others]`` by ``weight`` ``[heads, inputs, outputs]`` with any strides.
 
-    ``[rows, heads, outputs | others]``: whatever is after a head's inputs is copied.
+    Returns ``[rows, heads, outputs | others]``: columns behind a head's inputs are copied.
     """
     if x.stride(2) != 1:
         x = x.contiguous()
     rows, heads, width = x.shape
     inputs, outputs = weight.shape[1:]
     out = x.new_empty(rows, heads, outputs + width - inputs)
-    # Even one row is padded to what tensor cores take: sums across threads would take twice as long.
-    at_once = min(max(triton.next_power_of_2(rows), 16), 32)
+    # Even one row is padded to a tensor-core tile: reductions across threads would take twice as long.
+    block_rows = min(max(triton.next_power_of_2(rows), 16), 32)
     block_in = triton.next_power_of_2(inputs)
-    tile = 8_192 if rows <= at_once else 16_384
+    tile = 8_192 if rows <= block_rows else 16_384
     block_out = min(max(tile // block_in, 16), 128, max(triton.next_power_of_2(outputs), 16))
     early = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    _by_head[heads, triton.cdiv(outputs, block_out), triton.cdiv(rows, at_once)](
+    _by_head[heads, triton.cdiv(outputs, block_out), triton.cdiv(rows, block_rows)](
         out, x, weight, rows, out.stride(0), out.stride(1), x.stride(0), x.stride(1),
         W_HEAD=weight.stride(0),
         W_IN=weight.stride(1),
@@ -71,7 +71,7 @@ def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
         INPUTS=inputs,
         OUTPUTS=outputs,
         COPIED=width - inputs,
-        ROWS=at_once,
+        ROWS=block_rows,
         BLOCK_IN=max(block_in, 16),
         BLOCK_OUT=block_out,
         BLOCK_COPIED=triton.next_power_of_2(max(width - inputs, 1)),

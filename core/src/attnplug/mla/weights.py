@@ -1,4 +1,4 @@
-"""The up-projections of an MLA layer, and what absorbing them does."""
+"""Up-projections of an MLA layer, and their absorption into queries and outputs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MLAWeights:
-    """The up-projections of one layer, for this rank's heads.
+    """Up-projections of one layer, for this rank's heads.
 
-    ``w_kc`` ``[heads, nope, kv_lora_rank]`` takes latents to keys, ``w_vc`` ``[heads, kv_lora_rank, v_head_dim]`` to
-    values. Absorbed, the first goes into the query and the second into the output.
+    ``w_kc`` ``[heads, nope, kv_lora_rank]`` projects latents to keys, ``w_vc`` ``[heads, kv_lora_rank, v_head_dim]`` to
+    values. Absorbed attention applies the first to the query and the second to the output.
     """
 
     w_kc: Tensor
     w_vc: Tensor
     w_values: Tensor = field(init=False)
-    """``[heads * v_head_dim, kv_lora_rank]``: ``w_vc`` as one matrix, laid out once."""
+    """``[heads * v_head_dim, kv_lora_rank]``: ``w_vc`` as one contiguous matrix, made once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "w_values", self.w_vc.transpose(1, 2).reshape(-1, self.w_vc.shape[1]).contiguous())
 
     def absorb(self, q: Tensor) -> Tensor:
-        """Queries ``[tokens, heads, nope + rope]`` → ``[tokens, heads, kv_lora_rank + rope]``."""
+        """Absorb ``w_kc`` into queries: ``[tokens, heads, nope + rope]`` → ``[tokens, heads, kv_lora_rank + rope]``."""
         if _by_kernel(q, self.w_kc):
             from attnplug.mla.triton_heads import multiply_heads
 
@@ -39,7 +39,7 @@ class MLAWeights:
         return absorbed
 
     def project_back(self, latent: Tensor) -> Tensor:
-        """Attended latents ``[tokens, heads, kv_lora_rank]`` → ``[tokens, heads, v_head_dim]``."""
+        """Project attended latents to values: ``[tokens, heads, kv_lora_rank]`` → ``[tokens, heads, v_head_dim]``."""
         if _by_kernel(latent, self.w_vc):
             from attnplug.mla.triton_heads import multiply_heads
 
@@ -47,7 +47,8 @@ class MLAWeights:
         return _product(latent.transpose(0, 1), self.w_vc).transpose(0, 1)
 
     def up_project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache rows ``[rows, kv_lora_rank + rope]`` → keys ``[rows, heads, nope + rope]`` and values."""
+        """Up-project cache rows ``[rows, kv_lora_rank + rope]`` to keys ``[rows, heads, nope + rope]`` and values
+        ``[rows, heads, v_head_dim]``."""
         heads, nope, rank = self.w_kc.shape
         latent, rope = rows[:, :rank], rows[:, rank:]
         keys = rows.new_empty(rows.shape[0], heads, nope + rope.shape[1])
@@ -56,15 +57,15 @@ class MLAWeights:
         return keys, _product(latent, self.w_values.T).unflatten(1, (heads, -1))
 
 
-_MOST_ROWS = 256
-"""With more rows a library's batched product is faster than our kernel, although it wants copies around it."""
+_MAX_KERNEL_ROWS = 256
+"""With more rows a library's batched product is faster than our kernel, although it requires copies."""
 
 
 def _by_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether one kernel multiplies rows with each head's weight: few rows, on a GPU that Triton knows."""
+    """Return True if our Triton kernel multiplies these rows: few rows, in a short dtype, on a GPU with Triton."""
     return (
         rows.is_cuda
-        and 0 < rows.shape[0] <= _MOST_ROWS
+        and 0 < rows.shape[0] <= _MAX_KERNEL_ROWS
         and rows.dtype in (torch.bfloat16, torch.float16)
         and weight.dtype == rows.dtype
         and _has_triton()
@@ -79,6 +80,6 @@ def _has_triton() -> bool:
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
     """``rows @ weight``, for one matrix or for one per head."""
     product = torch.bmm if weight.dim() == 3 else torch.mm
-    if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # its kernels for the short types may be 200 times slower
+    if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # CPU kernels for short dtypes may be 200 times slower
         return product(rows.float(), weight.float()).to(rows.dtype)
     return product(rows, weight)

@@ -1,4 +1,4 @@
-"""Backends made of backends, all on one forwarding base."""
+"""Backends composed of other backends, on one forwarding base class."""
 
 from attnplug.wrappers.fastest import FastestBackend
 from attnplug.wrappers.forwarding import (

@@ -1,4 +1,4 @@
-"""The base of every wrapper: it forwards all that the protocol has, by the wrapper's route (A9)."""
+"""Base class of wrappers: forwards the whole protocol by the wrapper's route (A9)."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ _BATCH, _LAYER = ("batch", "forward_batch"), "layer"
 
 
 class Turn(NamedTuple):
-    """The backends that plan a batch together, by name, if its requests have up to so many cache rows."""
+    """Names of the backends that plan a batch whose KV lengths do not exceed ``upto``."""
 
     upto: int
     backends: tuple[str, ...]
 
 
 class ForwardingBackend(ABC):
-    """A backend that hands everything to backends of its own, which it knows by label.
+    """Backend that forwards every call to its children, other backends that it knows by label.
 
-    Subclass contract. ``route`` says which children a call goes to. Every method of the protocol and every optional
-    hook is forwarded by it. A call that runs a layer goes to one child, a call about a batch to the children that the
-    route names, and any other call to every child. Methods are generated from the protocol when the class is made, so
-    hooks that a later version of the contract adds are forwarded too. A subclass defines only what differs, with the
-    protocol's own parameters.
+    Subclass contract. ``route`` returns the children that a call goes to. Every method of the protocol and every
+    optional hook is forwarded by it. A call that runs a layer goes to one child, a call about a batch to the children
+    that the route names, and any other call to all children. Methods are generated from the protocol when the class is
+    created, so hooks that a later version of the contract adds are forwarded too. A subclass defines only what differs,
+    with the protocol's own parameters.
 
-    A wrapper has an optional hook if one of its children has it. Where several children answer, plans become the parts
-    of one plan of the wrapper's; other answers must agree. Claims are the weakest of the children's, except for those
-    that ``decided_by`` leaves to one child. ``limiting_children`` has the labels of the children that weakened each
-    claim. Children's hooks are bound once, at construction, by their own signatures (A8).
+    A wrapper has an optional hook if one of its children has it. If several children return a plan, these become the
+    parts of one plan of the wrapper; other results must be equal. Claims are the weakest of the children's, except for
+    those that ``decided_by`` leaves to one child. ``limiting_children`` has the labels of the children that weakened
+    each claim. Children's hooks are bound once, at construction, by their own signatures (A8).
     """
 
     backend_id: BackendId
     claims: Claims
     limiting_children: Mapping[str, tuple[str, ...]]
     captured_extends: str | None = None
-    """The child that takes extends in CUDA graphs, where not all children could."""
+    """Label of the child that runs captured extends, if not all children can be captured."""
 
-    if TYPE_CHECKING:  # that it is a backend; the methods themselves are made below
+    if TYPE_CHECKING:  # it is a backend for type checkers; methods are generated below
 
         def init_forward_metadata(self, batch: ForwardBatch) -> Plan: ...
 
@@ -80,7 +80,7 @@ class ForwardingBackend(ABC):
         super().__init_subclass__(**arguments)
         for name, signature in {**protocol_methods(), **hook_signatures()}.items():
             owner = next((base for base in cls.__mro__ if name in vars(base)), None)
-            # The empty bodies of a protocol that a wrapper inherits from forward nothing.
+            # The empty bodies of a protocol that a wrapper inherits from forward nothing, so they are replaced.
             own = None if getattr(owner, "_is_protocol", False) else getattr(cls, name, None)
             if own is None:
                 setattr(cls, name, _forwarder(name, signature))
@@ -96,7 +96,7 @@ class ForwardingBackend(ABC):
         self.children = dict(children)
         inside = [child for child in children.values() if isinstance(child, ForwardingBackend)]
         self.left_out: dict[str, str] = {name: why for child in inside for name, why in child.left_out.items()}
-        """Backends that were to share a role by batch and do not, by name, with the reason."""
+        """Backends that were to serve a role per batch and do not, by name, with the reason."""
         combined = weakest({label: child.claims for label, child in children.items()}, decided_by)
         self.claims = combined.claims
         self.limiting_children = combined.limited_by
@@ -109,14 +109,14 @@ class ForwardingBackend(ABC):
             bound = {(label, hook): bind_optional_hook(child, hook) for label, child in children.items()}
             self._calls |= bound
             if not any(bound.values()):
-                setattr(self, hook, None)  # as absent as it is in the children
+                setattr(self, hook, None)  # absent, as in the children
 
     @abstractmethod
     def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
-        """The labels of the children that a call goes to; exactly one where a layer is run.
+        """Return the labels of the children that a call goes to; exactly one if it runs a layer.
 
-        ``batch`` and ``layer`` are those of the call, or ``None`` where it has none. A call with neither, such as the
-        one that reserves memory for graphs, goes to all children without asking.
+        ``batch`` and ``layer`` are those of the call, ``None`` if it has none. A call with neither, e.g.
+        ``init_cuda_graph_state``, goes to all children without calling this.
         """
 
     def forward_to(
@@ -127,18 +127,21 @@ class ForwardingBackend(ABC):
         call: Callable[[Hook], Any],
         plans: bool = False,
     ) -> Any:
-        """What some children answer to a call, as one answer. ``call`` runs a child's method with the arguments;
-        ``plans`` says that the protocol promises a plan of it."""
-        answers = {label: call(self.required(label, name)) for label in labels}
-        if batch is not None and (plans or any(isinstance(answer, Plan) for answer in answers.values())):
-            return self.plan_of(batch, answers, name)
-        first, *others = answers.values()
+        """Forward a call to some children and combine their results.
+
+        ``call`` runs a child's method with the arguments. ``plans`` is True if the protocol requires a plan. Raises
+        BackendError if results differ.
+        """
+        results = {label: call(self.required(label, name)) for label in labels}
+        if batch is not None and (plans or any(isinstance(result, Plan) for result in results.values())):
+            return self.plan_of(batch, results, name)
+        first, *others = results.values()
         if any(other != first for other in others):
-            raise BackendError(f"{self.backend_id.name} cannot answer {name}: its children say {answers}")
+            raise BackendError(f"{self.backend_id.name} cannot answer {name}: its children return {results}")
         return first
 
     def plan_of(self, batch: ForwardBatch, made: Mapping[str, object], hook: str) -> Plan:
-        """The wrapper's plan, made of what ``hook`` returned from some children, by label. Each is checked."""
+        """Make the wrapper's plan of the plans that ``hook`` of some children returned, by label. Each is checked."""
         mode, rows = batch.forward_mode, batch.num_tokens
         parts = tuple(
             received_plan(plan, self.children[label].backend_id, mode, rows, hook) for label, plan in made.items()
@@ -156,20 +159,20 @@ class ForwardingBackend(ABC):
         return self.plan_of(batch, made, "init_forward_metadata")
 
     def turns(self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False) -> tuple[Turn, ...]:
-        """See :func:`turns`. A wrapper that leaves a mode to some of its children leaves out the others here."""
+        """See :func:`turns`. A wrapper that routes a mode to some of its children omits the others here."""
         return merged_turns(*(turns(child, mode, requests, tokens, ragged) for child in self.children.values()))
 
     def limited_by(self, claim: str) -> tuple[str, ...]:
-        """The backends that weakened a claim, by name: children, or children of theirs."""
+        """Return the names of the backends that weakened a claim: children, or their children."""
         children = [self.children[label] for label in self.limiting_children.get(claim, ())]
         return tuple(name for child in children for name in limited_by(child, claim) or (child.backend_id.name,))
 
     def has(self, label: str, name: str) -> bool:
-        """Whether a child has a method or hook."""
+        """Return True if a child has a method or hook."""
         return self._calls[label, name] is not None
 
     def required(self, label: str, name: str) -> Hook:
-        """A child's method or hook, as a function of everything that is offered."""
+        """Return a child's method or hook as a function of all offered values. Raises BackendError if it has none."""
         found = self._calls.get((label, name))
         if found is None and label not in self.children:
             raise BackendError(
@@ -186,25 +189,25 @@ class ForwardingBackend(ABC):
 
 
 def limited_by(backend: object, claim: str) -> tuple[str, ...]:
-    """The backends that weakened a claim of this one, by name; none of one that is no wrapper."""
+    """Return the names of the backends that weakened a claim of a wrapper; empty for other backends."""
     return backend.limited_by(claim) if isinstance(backend, ForwardingBackend) else ()
 
 
 def captures_extends(backend: AttentionBackend) -> bool:
-    """Whether extends can be captured: because any batch can, or because a child takes those that are."""
-    aside = isinstance(backend, ForwardingBackend) and backend.captured_extends is not None
-    return aside or backend.claims.cuda_graph is GraphLevel.ALWAYS
+    """Return True if extends can be captured: any batch can be, or one child runs captured extends."""
+    has_child = isinstance(backend, ForwardingBackend) and backend.captured_extends is not None
+    return has_child or backend.claims.cuda_graph is GraphLevel.ALWAYS
 
 
 def plan_alike(backend: AttentionBackend, plan: Plan, batch: ForwardBatch) -> Plan:
-    """The plan of an eager batch by the very backends that made ``plan``, which this backend made for another batch."""
+    """Plan an eager batch with the same children that made ``plan``, this backend's plan of another batch."""
     if isinstance(backend, ForwardingBackend):
         return backend.plan_alike(plan, batch)
     return backend.init_forward_metadata(batch)
 
 
 def planner_claims(backend: AttentionBackend, plan: Plan) -> Claims:
-    """What callers may rely on while a batch runs by this plan of the backend's: the claims of who planned it."""
+    """Return the claims that hold while a batch runs by this plan of the backend: those of its planners."""
     if not isinstance(backend, ForwardingBackend):
         return backend.claims
     by_id = {child.backend_id: child for child in backend.children.values()}
@@ -215,27 +218,27 @@ def planner_claims(backend: AttentionBackend, plan: Plan) -> Claims:
 def turns(
     backend: AttentionBackend, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
 ) -> tuple[Turn, ...]:
-    """Who plans batches of so many requests with so many new tokens each, along growing lengths: those that all
-    requests have, or (``ragged``) have on average.
+    """Return the backends that plan batches of ``requests`` requests with ``tokens`` new tokens each, by KV length.
 
-    The last turn has no end. There is one alone unless backends share a role by batch.
+    Lengths are those of all requests or, with ``ragged``, their mean. The last range is unbounded. There is only one
+    unless backends serve a role per batch.
     """
     if isinstance(backend, ForwardingBackend):
         return backend.turns(mode, requests, tokens, ragged)
     return (Turn(EVERY_LENGTH, (backend.backend_id.name,)),)
 
 
-def merged_turns(*several: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """The turns of backends that plan their batches at the same time, as those of one."""
-    ends = sorted({turn.upto for each in several for turn in each})
-    taking = [[each[bisect_left(each, (end,))].backends for each in several] for end in ends]
-    return tuple(Turn(end, sum(names, ())) for end, names in zip(ends, taking, strict=True))
+def merged_turns(*ranges: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """Merge the length ranges of backends that plan every batch together."""
+    ends = sorted({turn.upto for each in ranges for turn in each})
+    planners = [[each[bisect_left(each, (end,))].backends for each in ranges] for end in ends]
+    return tuple(Turn(end, sum(names, ())) for end, names in zip(ends, planners, strict=True))
 
 
 def _forwarder(name: str, signature: inspect.Signature) -> Callable[..., Any]:
-    """The method of a wrapper that forwards ``name``, with the protocol's own parameters.
+    """Generate the wrapper method that forwards ``name``, with the protocol's own parameters.
 
-    Compiled, as a hook's adapter is: one frame, and no packing of arguments where a single layer runs.
+    Compiled, like a hook's adapter: one frame and no packing of arguments in every layer.
     """
     parameters = signature.parameters
     batch = next((parameter for parameter in _BATCH if parameter in parameters), None)
@@ -255,7 +258,7 @@ def _forwarder(name: str, signature: inspect.Signature) -> Callable[..., Any]:
 
 
 def _head(signature: inspect.Signature) -> str:
-    """``lambda self, q, *, save=default_save:`` for a method's parameters."""
+    """Return the source of a method's head: ``lambda self, q, *, save=default_save:``."""
     parts, keyword_only = ["self"], False
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:

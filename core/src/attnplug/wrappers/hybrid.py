@@ -1,4 +1,4 @@
-"""A full-attention backend and a linear one as one; each layer goes to its own (A7, A8)."""
+"""Hybrid of a full-attention backend and a linear one; each layer is routed to its own (A7, A8)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _RUNS = {
 
 
 class HybridLinearBackend(ForwardingBackend):
-    """Routes layers by their ids, from a table made once.
+    """Routes layers by id, with a table made once.
 
-    Both children plan a batch. Only a draft's extend, which touches no state, is planned by the full one alone. The
-    full child's answers about prefill (its chunk hook, whatever its signature, and its ragged attention) are the
-    wrapper's. ``full`` is ``None`` for a model that has linear layers only.
+    Both children plan a batch, except a draft's extend: it touches no state and is planned by the full child alone. The
+    wrapper's prefill hooks (chunk planning, whatever its signature, and ragged attention) are the full child's.
+    ``full`` is ``None`` for a model that has only linear layers.
     """
 
     def __init__(self, full: AttentionBackend | None, linear: LinearBackend, model: ModelSpec) -> None:
         children: dict[str, Any] = {FULL: full, LINEAR: linear} if full is not None else {LINEAR: linear}
         names = ", ".join(child.backend_id.name for child in children.values())
-        # How an extend runs, and what a softmax honours beside it, is the full backend's affair alone.
+        # Extend paths and extras concern softmax attention only.
         decided_by = {"mla_extend": FULL, "extras": FULL} if full is not None else None
         super().__init__(f"hybrid({names})", children, decided_by)
         self._child_of = {layer.layer_id: (LINEAR if layer.kind.is_linear else FULL,) for layer in model.layers}
@@ -67,7 +67,7 @@ class HybridLinearBackend(ForwardingBackend):
     def init_mha_chunk_metadata(
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
     ) -> Plan | None:
-        """The full child's answer, by its own signature; a child without the hook has nothing to plan (A8)."""
+        """Call the full child's hook by its own signature. Without the hook there is nothing to plan (A8)."""
         if FULL not in self.children:
             raise PlanError(
                 f"{self.backend_id.name} was asked to plan the chunks of an MLA prefill, and its model has no "
@@ -82,6 +82,6 @@ class HybridLinearBackend(ForwardingBackend):
         self.required(LINEAR, "commit_states")(forward_batch, accepted)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The full child's, because it is about its cache. A linear child looks at slots, where -1 marks padding."""
+        """Return the full child's value: it concerns the KV cache. Linear children read slots, where -1 is padding."""
         label = FULL if FULL in self.children else LINEAR
         return int(self.required(label, "get_cuda_graph_seq_len_fill_value")())

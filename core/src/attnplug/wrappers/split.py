@@ -1,4 +1,4 @@
-"""One backend for prefill and another for decode, as one."""
+"""Split of prefill and decode between two backends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DECODE_MODES = (ForwardMode.DECODE, ForwardMode.IDLE)
 
 
 def role_of_modes(verify: Role) -> dict[ForwardMode, Role]:
-    """Whose backend takes batches in each mode: decode and idle are decode's, and ``verify`` says whose verify is."""
+    """Map modes to roles: decode and idle to decode, target verify to ``verify``, all others to prefill."""
     if verify not in (Role.PREFILL, Role.DECODE):
         raise ValueError(f"verify goes to {Role.PREFILL} or {Role.DECODE}, not to {verify}")
     found = {mode: Role.DECODE if mode in _DECODE_MODES else Role.PREFILL for mode in ForwardMode}
@@ -26,20 +26,20 @@ def role_of_modes(verify: Role) -> dict[ForwardMode, Role]:
 
 
 def weakest_by_role(claims: Mapping[str, Claims], prefill: Collection[str], decode: Collection[str]) -> CombinedClaims:
-    """The weakest claims of children, some of which prefill and some decode.
+    """Combine the weakest claims of children, by label, that prefill or decode.
 
-    One that only decodes takes no part in an extend, and one that only prefills none in a captured decode.
+    A child that only decodes does not limit extends. A child that only prefills does not limit captured decodes.
     """
-    without = min(min(claims[label].cuda_graph for label in decode), GraphLevel.DECODE)
+    decode_level = min(min(claims[label].cuda_graph for label in decode), GraphLevel.DECODE)
     paths = frozenset.intersection(*(claims[label].mla_extend for label in prefill))
     return weakest(
         {
             label: replace(
-                mine,
-                cuda_graph=mine.cuda_graph if label in decode else max(mine.cuda_graph, without),
-                mla_extend=mine.mla_extend if label in prefill else paths,
+                own,
+                cuda_graph=own.cuda_graph if label in decode else max(own.cuda_graph, decode_level),
+                mla_extend=own.mla_extend if label in prefill else paths,
             )
-            for label, mine in claims.items()
+            for label, own in claims.items()
         }
     )
 
@@ -47,9 +47,9 @@ def weakest_by_role(claims: Mapping[str, Claims], prefill: Collection[str], deco
 class SplitBackend(ForwardingBackend):
     """Routes a batch by its mode: decode and idle to ``decode``, everything else to ``prefill``.
 
-    Target verify is an extend of a few tokens, and either kind of kernel may serve it better. ``verify`` says which
-    child takes it. A plan holds one child's plan, so a batch that changes its mode after planning is refused by the
-    child that did not plan it. What can be captured is decided by the children that take part in it: a decode by the
+    Target verify is an extend of a few tokens, and either kind of kernel may be faster for it; ``verify`` is the role
+    that runs it. A plan holds one child's plan, so a batch that changes its mode after planning is refused by the child
+    that did not plan it. Only the children that take part in a graph limit what can be captured: for a decode, the
     decode child alone.
     """
 
@@ -64,13 +64,13 @@ class SplitBackend(ForwardingBackend):
         self._child_of: dict[ForwardMode, tuple[str]] = {mode: (role,) for mode, role in role_of_modes(verify).items()}
 
     def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
-        # What runs a layer without a batch is a call of a prefill over rows at hand.
+        # Without a batch, a layer is run by ``forward_ragged``, which belongs to prefill.
         return (Role.PREFILL,) if batch is None else self._child_of[batch.forward_mode]
 
     def init_mha_chunk_metadata(
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
     ) -> Plan | None:
-        """Chunks are a matter of prefill; a prefill backend without the hook has nothing to plan (A6, A8)."""
+        """Call the prefill child's hook. Without the hook there is nothing to plan (A6, A8)."""
         if not self.has(Role.PREFILL, "init_mha_chunk_metadata"):
             return None
         plan: Plan | None = self.required(Role.PREFILL, "init_mha_chunk_metadata")(
@@ -86,9 +86,9 @@ class SplitBackend(ForwardingBackend):
             self.required(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The larger of the children's: one batch is padded once, and all that are captured must be able to plan it."""
+        """Return the larger of the children's values: a batch is padded once, and every captured child must plan it."""
         return max(int(self.required(label, "get_cuda_graph_seq_len_fill_value")()) for label in self._captured())
 
     def _captured(self) -> tuple[str, ...]:
-        """The children that take part in graphs at the level that this backend claims."""
+        """Return the labels of the children that take part in graphs at the level that this backend claims."""
         return tuple(self.children) if self.claims.cuda_graph > GraphLevel.DECODE else (Role.DECODE,)
