@@ -94,10 +94,10 @@ BROKEN: dict[TinyPlugin, tuple[str, ...]] = {
         "0.8",
         "bad_hook",
         _SPEC + _HOOK.format(spec="spec('bad_hook')").replace("attnplug_backends", "attnplug_backend"),
-    ): ("def attnplug_backend()", "bad_hook.py:8", "does not exist", "did you mean attnplug_backends?"),
+    ): ("def attnplug_backend()", "bad_hook.py:8", "did you mean attnplug_backends?"),
     TinyPlugin(
         "bad-default", "0.9", "bad_default", _SPEC + _HOOK.format(spec="spec('bad_default')").replace("()", "(sm=90)")
-    ): ("def attnplug_backends(sm=90)", "bad_default.py:8", "parameter sm would never be filled"),
+    ): ("def attnplug_backends(sm=90)", "bad_default.py:8", "sm would never be passed"),
     TinyPlugin(
         "bad-mark", "0.10", "bad_mark", _SPEC + _HOOK.format(spec="spec('bad_mark')").replace("@hookimpl", "")
     ): ("def attnplug_backends()", "not marked", "@attnplug.hookimpl"),
@@ -471,7 +471,7 @@ class TestAllowList:
         done = crowd.attnplug("backends", "--json", ATTNPLUG_PLUGINS="acme,amce")
         assert done.returncode == 0
         assert by_status(json.loads(done.stdout))["acme from acme-attention"] == "usable"
-        assert "warning: ATTNPLUG_PLUGINS names 'amce'" in done.stderr
+        assert "warning: ATTNPLUG_PLUGINS" in done.stderr and "'amce'" in done.stderr
         done = crowd.attnplug("backends", ATTNPLUG_PLUGINS="acme,amce", ATTNPLUG_STRICT="1")
         assert "'amce'" in refused_politely(done, 1)
 
