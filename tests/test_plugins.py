@@ -18,7 +18,7 @@ from attnplug_testing.configs import KIMI_LINEAR, read
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
-NAMES = {"flashmla": {"flashmla", "flashmla_sparse"}, "hybrid_linear": {"torch", "fla"}}
+NAMES = {"flashmla": {"flashmla", "flashmla_sparse"}, "hybrid_linear": {"torch", "fla"}, "sparse": {"torch_sparse"}}
 """The backends of a plugin that has not one of its own name."""
 
 

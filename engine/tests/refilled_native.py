@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from naive_linear import WholeDeltaBackend
@@ -133,17 +135,26 @@ class RefilledDelta(WholeDeltaBackend):
         yield from ((slot, row) for row, slot in enumerate(slots) if slot >= 0)
 
 
+def over(kind: Any, base: type = RefilledNative) -> Any:
+    """A ``Refilling`` mixin over a reference backend; ``RefilledNative`` stands for whichever is selected."""
+    if isinstance(kind, partial):
+        return partial(over(kind.func, base), *kind.args, **kind.keywords)
+    if kind is RefilledNative:
+        return base
+    return kind if issubclass(kind, base) else type(kind.__name__, (kind, base), {})
+
+
 def build(
     selection: Selection,
     context: HostContext,
-    kind: type[RefilledNative] = RefilledNative,
+    kind: Any = RefilledNative,
     linear: type[RefilledDelta] = RefilledDelta,
 ) -> AttentionBackend:
     role = Role.DRAFT if selection.problem.is_draft else Role.DECODE
     registered = selection.chosen(role)
     name = registered.spec.name
     assert name in (NAME, SPARSE)
-    kind = RefilledSparse if name == SPARSE else kind
+    kind = over(kind, RefilledSparse if name == SPARSE else RefilledNative)
     roles = frozenset({Role.DRAFT} if selection.problem.is_draft else {Role.PREFILL, Role.DECODE})
     full = kind(context.for_backend(name, registered.spec.capabilities, roles=roles, options=None))
     if context.pools.linear is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from refilled_native import Recorded, Refilled, RefilledDelta, RefilledNative, build, captured
+from refilled_native import Recorded, Refilled, RefilledDelta, RefilledNative, Refilling, build, captured
 
 from attnplug import BackendError, DType, PlanError, PoolError, WorkspaceKind
 from attnplug.host import TINY_CONFIGS, UsageError, WorkspaceError
@@ -282,7 +282,7 @@ class TestPhases:
         assert addresses() == before
 
 
-class StaleLengths(RefilledNative):
+class StaleLengths(Refilling):
     """Claims graphs and keeps the lengths of its first batch: what a host's list baked into a graph is."""
 
     def refill(self, plan, geometry):
@@ -297,14 +297,14 @@ class StaleSlots(RefilledDelta):
         return super()._rows(batch) if batch.geometry.host is not None else iter(())
 
 
-class StalePages(RefilledNative):
+class StalePages(Refilling):
     """Reads the pages of the capture, in which there were only padded requests."""
 
     def refill(self, plan, geometry):
         super().refill(plan, replace(geometry, page_table=torch.zeros_like(geometry.page_table)))
 
 
-class EarlyPages(RefilledNative):
+class EarlyPages(Refilling):
     """Reads the pages before the graph has filled them in."""
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
@@ -316,7 +316,7 @@ class EarlyPages(RefilledNative):
         super().refill(plan, replace(geometry, page_table=plan.metadata.pages))
 
 
-class EarlyLengths(RefilledNative):
+class EarlyLengths(Refilling):
     """Reads the lengths before the graph has filled them in."""
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
@@ -341,19 +341,19 @@ class EarlySlots(RefilledDelta):
         return iter([(slot, row) for row, slot in enumerate(self.slots) if slot >= 0])
 
 
-class NotANumber(RefilledNative):
+class NotANumber(Refilling):
     def attend(self, q, layer, plan, new, extras):
         out = super().attend(q, layer, plan, new, extras)
         return out if new is None or not isinstance(plan.metadata, Refilled) else out * float("nan")
 
 
-class LoudPadding(RefilledNative):
+class LoudPadding(Refilling):
     def attend(self, q, layer, plan, new, extras):
         out = super().attend(q, layer, plan, new, extras)
         return out.masked_fill_(out == 0, 1.0)
 
 
-class WritesPadding(RefilledNative):
+class WritesPadding(Refilling):
     """Padded requests write to the first row of all, which may be anybody's."""
 
     def refill(self, plan, geometry):
@@ -368,7 +368,7 @@ class TestOverclaims:
         native(kind)
         with pytest.raises(BackendError) as caught:
             captured(engine(model), (3,))
-        for told in ("torch_native claims cuda_graph UNIFORM", "3 requests differs from an eager run", "layer"):
+        for told in (" claims cuda_graph UNIFORM", "3 requests differs from an eager run", "layer"):
             assert told in str(caught.value)
         assert "disable_cuda_graph" in caught.value.settings
 

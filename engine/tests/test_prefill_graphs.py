@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from refilled_native import Recorded, RefilledNative, build
+from refilled_native import Recorded, RefilledNative, Refilling, build, over
 from thread_ranks import in_ranks
 
 from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role
@@ -30,7 +30,7 @@ SIZES = (2, 4)
 PREFILLS = (4, 9, 22)
 
 
-class AnyBatch(RefilledNative):
+class AnyBatch(Refilling):
     """Captures extends, too."""
 
     def __init__(self, context, fill=0):
@@ -451,7 +451,7 @@ class TestAside:
             can, roles = selection.chosen(Role.DECODE).spec.capabilities, frozenset({Role.PREFILL, Role.DECODE})
             made = {
                 name: kind(context.for_backend(name, can, roles=roles))
-                for name, kind in (("eager", TorchNativeBackend), ("captured", AnyBatch))
+                for name, kind in (("eager", TorchNativeBackend), ("captured", over(AnyBatch)))
             }
             serving = {Role.PREFILL: "eager", Role.DECODE: "captured"}
             return FastestBackend(made, serving, captured_extends="captured")

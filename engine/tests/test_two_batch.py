@@ -117,20 +117,30 @@ class TestPlaceToCut:
 # ---- nestings ----
 
 OTHER = """
+from dataclasses import replace
+
 from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, ExtendPath, hookimpl
 from attnplug.host import TorchNativeBackend
+from attnplug_sparse.torch_sparse import TorchSparseBackend
 
 
 class Other(TorchNativeBackend):
     pass
 
 
+class OtherSparse(TorchSparseBackend):
+    pass
+
+
 @hookimpl
 def attnplug_backends():
-    can = Capabilities(kinds={"mha", "mla"}, devices={"cpu"}, dtypes={"float32"}, extras={"lse", "selected"},
-                       features={"sparse"}, mla_extend=set(ExtendPath), max_speculative_tokens=8)
+    can = Capabilities(kinds={"mha", "mla"}, devices={"cpu"}, dtypes={"float32"}, extras={"lse"},
+                       mla_extend=set(ExtendPath), max_speculative_tokens=8)
+    sparse = replace(can, kinds={"mla"}, extras={"lse", "selected"}, features={"sparse"}, mla_extend={"absorbed"})
     return [BackendSpec(name="other", summary="another one", contract=CONTRACT_VERSION, factory=__name__ + ":Other",
-                        capabilities=can)]
+                        capabilities=can),
+            BackendSpec(name="other_sparse", summary="another one", contract=CONTRACT_VERSION,
+                        factory=__name__ + ":OtherSparse", capabilities=sparse)]
 """
 
 
@@ -239,6 +249,8 @@ def test_every_nesting_gives_what_a_plain_forward_gives(package: Package, model,
     if split:
         package("other", OTHER)
         roles = {Role.PREFILL: "torch_native", Role.DECODE: "other"}
+        if model == "tiny:glm_moe_dsa":
+            roles = {Role.PREFILL: "torch_sparse", Role.DECODE: "other_sparse"}
     check_script(model, page_size=page_size, role_backends=roles)
 
 
