@@ -28,9 +28,9 @@ from decode_models import MODELS, Config, smaller
 from torch import Tensor
 
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 from attnplug_engine.speculation import rounds as rounds_module
-from attnplug_engine.speculation.accept import Accepted
+from attnplug_engine.speculation.acceptance import Accepted
 from attnplug_engine.speculation.tree import Proposal
 
 _CONTEXT, _WARM, _MEASURED, _PERIOD = 512, 8, 60, 24
@@ -191,7 +191,7 @@ def _repeated_text(text: list[int]) -> Iterator[_Scripted]:
     """The target goes on with a text that repeats itself, as the prompt does."""
     tokens, sample = _scripted([float(token) for token in text]), rounds_module.sample
 
-    def scripted(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    def scripted(logits: Tensor, batch: SamplingMetadata) -> Tensor:
         chosen = sample(logits, batch)
         repeated = tokens.values.long()[batch.position.long() % len(text)]
         return torch.where(chosen < -1, chosen, repeated)

@@ -24,8 +24,8 @@ from gpu_report import Report, attempt, describe
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
 from attnplug_engine import Engine
+from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.options import EngineOptions
-from attnplug_engine.runner import ModelRunner
 
 ROWS, CONTEXT, REQUESTS = 16_384, 1024, 256
 PREFILLS = ([16_384], [4096] * 4, [8192], [2048] * 4, [512] * 7 + [4608], [2048], [512])

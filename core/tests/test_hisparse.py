@@ -35,15 +35,10 @@ from attnplug import (
 )
 from attnplug.hisparse import HiSparse, HostRows, HostSlots, HotPool, HotSizes, LogicalSlots
 from attnplug.hisparse.tables import HotTables
-from attnplug.host import (
-    MLADims,
-    PageAllocator,
-    PageCopy,
-    SlotTable,
-    TorchNativeBackend,
-    UsageError,
-)
+from attnplug.host import MLADims, PageCopy, TorchNativeBackend, UsageError
 from attnplug.torch_native.plugin import attnplug_backends
+from attnplug_engine.scheduling.page_allocator import PageAllocator
+from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_testing.devices import DEVICES, INTERPRETED
 from attnplug_testing.sparse_scene import HotStage, SparseStage, sparse
 

@@ -32,7 +32,7 @@ from attnplug import (
 )
 from attnplug.host import HostContext, HybridLinearBackend, LinearStatePool, Selection, TorchNativeBackend
 from attnplug_engine import Engine
-from attnplug_engine.capture import WARM_UPS
+from attnplug_engine.graphs.capture import WARM_UPS
 
 NAME = "torch_native"
 

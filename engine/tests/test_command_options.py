@@ -12,9 +12,9 @@ import pytest
 
 from attnplug import DType, ExtendPath, Role
 from attnplug.host import ExtendPolicy, Registry, UsageError
+from attnplug_engine.checkpoints.pooling import Pooling
 from attnplug_engine.embedding import EmbedOptions
 from attnplug_engine.options import EngineOptions
-from attnplug_engine.pooling import Pooling
 from attnplug_engine.request import SamplingParams
 from attnplug_testing.command import Attnplug
 
@@ -87,8 +87,8 @@ class Spy:
 @pytest.fixture
 def spies(monkeypatch: pytest.MonkeyPatch) -> list[Spy]:
     monkeypatch.setattr(Spy, "built", found := [], raising=False)
-    monkeypatch.setattr("attnplug_engine.generate.Engine", Spy)
-    monkeypatch.setattr("attnplug_engine.embed.Embedder", Spy)
+    monkeypatch.setattr("attnplug_engine.cli.generate.Engine", Spy)
+    monkeypatch.setattr("attnplug_engine.cli.embed_prompts.Embedder", Spy)
     return found
 
 

@@ -24,8 +24,8 @@ from attnplug.host import (
     load_registry,
 )
 from attnplug_engine import Engine
+from attnplug_engine.execution.runner import NotFinite
 from attnplug_engine.prepare import insist_on_one_choice
-from attnplug_engine.runner import NotFinite
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_checking_layers_names_the_first_that_is_not_finite():
 
 
 def test_a_table_that_memory_cannot_hold_is_told(monkeypatch):
-    monkeypatch.setattr("attnplug_engine.pools.SlotTable", Mock(side_effect=MemoryError))
+    monkeypatch.setattr("attnplug_engine.memory.pools.SlotTable", Mock(side_effect=MemoryError))
     with pytest.raises(PoolError, match=r"2 requests with 1024 pages .* lower max_batch, context_length or num_pages"):
         Engine("tiny:llama", device="cpu", page_size=4, max_batch=2)
 

@@ -100,7 +100,7 @@ def test_however_steps_are_made(settings, expected):
 
 def test_replayed_steps_make_the_same_tokens(expected, monkeypatch: pytest.MonkeyPatch):
     """Padded requests have no hot buffer. Captures are checked against eager runs, over rows in host memory."""
-    monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+    monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build)
     engine = captured(make(overlap=True), (2,))
     assert tokens(engine) == expected()
     assert engine.statistics.replayed_steps

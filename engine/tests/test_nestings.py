@@ -126,7 +126,7 @@ def test_every_nesting_gives_the_tokens_of_a_plain_engine(nesting: Nesting, monk
             captured(one, (2,))
         found = tokens(one)
         assert bool(one.statistics.replayed_steps) is nesting.replays
-        assert bool(one.statistics.served.told()) is nesting.shared
+        assert bool(one.statistics.backend_usage.told()) is nesting.shared
         assert not draft or (one.rounds.plan_stream is None) is (nesting.model == HYBRID)
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attnplug.host import UsageError
-from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
+from attnplug_engine.checkpoints.pooling import EmbeddingRules, Pooling, read_rules
 
 TRANSFORMER, POOLING, NORMALIZE = (
     {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}

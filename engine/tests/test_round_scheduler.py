@@ -10,17 +10,10 @@ import pytest
 from exact_serving import FIRST, POISON, STOP, VOCAB, Serving, advance, alone
 
 from attnplug import ForwardMode, PoolError
-from attnplug_engine.request import (
-    BAD_LOGITS,
-    PENDING,
-    FinishReason,
-    Request,
-    RequestState,
-    SamplingParams,
-    Step,
-)
+from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams
+from attnplug_engine.scheduling.step import BAD_LOGITS, PENDING, Step
 from attnplug_engine.speculation.options import Algorithm, Speculation
-from attnplug_engine.speculation.scheduling import RoundScheduler, spare_rows
+from attnplug_engine.speculation.scheduler import RoundScheduler, spare_rows
 
 JUNK = -5
 CHAIN = Speculation(Algorithm.MTP, None, 3)

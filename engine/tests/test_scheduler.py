@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from attnplug import ForwardMode, PoolError
-from attnplug.host import PageAllocator, SlotTable, UsageError
-from attnplug_engine.prefix_cache import PrefixCache
-from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams, Step
-from attnplug_engine.scheduler import Scheduler, StepError
+from attnplug.host import UsageError
+from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams
+from attnplug_engine.scheduling.page_allocator import PageAllocator
+from attnplug_engine.scheduling.prefix_cache import PrefixCache
+from attnplug_engine.scheduling.scheduler import Scheduler, StepError
+from attnplug_engine.scheduling.slot_table import SlotTable
+from attnplug_engine.scheduling.step import Step
 
 
 class Pool:

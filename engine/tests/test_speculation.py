@@ -34,7 +34,7 @@ from attnplug import ForwardMode, Problem, Role
 from attnplug.choose.ranking import BY_PREFERENCE
 from attnplug.host import BackendRequest, SelectionError, UsageError, load_model, load_registry, select
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.speculation.choosing import choose_draft, speculating
+from attnplug_engine.speculation.backend_choice import choose_draft, speculating
 from attnplug_engine.speculation.options import Algorithm, Speculation
 from attnplug_testing.command import Attnplug
 
@@ -321,8 +321,9 @@ class TestRefusals:
         """sglang 20298: a refusal, by value and setting, and no crash."""
         problem = Problem(load_model(DEEPSEEK), "cuda", 90, speculative_tokens=4, drafts_by_host=True)
         speculation = Speculation(Algorithm.STANDALONE, LLAMA, 3)
+        draft = load_model(LLAMA)
         with pytest.raises(SelectionError) as caught:
-            choose_draft(load_registry(), BackendRequest("triton_mla"), problem, speculation, DEEPSEEK, BY_PREFERENCE)
+            choose_draft(load_registry(), BackendRequest("triton_mla"), problem, speculation, draft, BY_PREFERENCE)
         assert "triton_mla" in str(caught.value) and "cannot serve draft" in str(caught.value)
         assert "attention kind mha is not supported, only mla" in str(caught.value)
 

@@ -158,12 +158,12 @@ class TestGraphs:
     @pytest.mark.parametrize("settings", [NGRAM, NGRAM | shaped(2, 2)], ids=["chain", "tree"])
     @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
     def test_a_verify_that_keeps_what_was_captured_is_found_out(self, model, settings, monkeypatch):
-        monkeypatch.setattr("attnplug_engine.runner.build_selection", partial(build, kind=StaleVerify))
+        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", partial(build, kind=StaleVerify))
         with pytest.raises(BackendError, match="captured target_verify of 3 requests differs from an eager run"):
             captured(engine(model, **settings), (3,))
 
     def test_a_drafts_extend_that_keeps_what_was_captured_is_found_out(self, monkeypatch):
-        monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build)
         stale = partial(build, kind=StaleVerify)
         monkeypatch.setattr("attnplug_engine.speculation.draft_runner.build_selection", stale)
         with pytest.raises(BackendError, match="captured draft_extend of 3 requests differs from an eager run"):

@@ -14,11 +14,12 @@ from attnplug import COMPRESSED, DType, Feature, ForwardBatch, ForwardMode, Geom
 from attnplug.host import TINY_CONFIGS, ModelConfigError, SelectionError, UsageError, load_registry
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.checkpoint import CheckpointError
+from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.checkpoints.safetensors import CheckpointError
+from attnplug_engine.memory.capacity import Capacity, bytes_per_page
+from attnplug_engine.memory.pools import build_pools
 from attnplug_engine.models.architectures import build_model, load_model
-from attnplug_engine.parallel import ParallelError
-from attnplug_engine.pools import Capacity, build_pools, bytes_per_page
-from attnplug_engine.random_checkpoint import RandomCheckpoint
+from attnplug_engine.parallel.collectives import ParallelError
 from attnplug_testing.command import Attnplug
 
 NAME, MODEL = "deepseek_v4", "tiny:deepseek_v4"

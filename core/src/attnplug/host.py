@@ -102,12 +102,9 @@ if TYPE_CHECKING:
     from attnplug.kv import Coordinator as Coordinator
     from attnplug.kv import KVPools as KVPools
     from attnplug.kv import LinearStatePool as LinearStatePool
-    from attnplug.kv import OutOfPages as OutOfPages
-    from attnplug.kv import PageAllocator as PageAllocator
     from attnplug.kv import PageCopy as PageCopy
     from attnplug.kv import PagedCache as PagedCache
     from attnplug.kv import PageLayout as PageLayout
-    from attnplug.kv import SlotTable as SlotTable
     from attnplug.kv import torch_dtype as torch_dtype
     from attnplug.kv.compressed import compressed_page_bytes as compressed_page_bytes
     from attnplug.kv.workspace import WorkspaceOwner as WorkspaceOwner
@@ -211,12 +208,9 @@ _MODULES = {
         "Coordinator",
         "KVPools",
         "LinearStatePool",
-        "OutOfPages",
-        "PageAllocator",
         "PageCopy",
         "PageLayout",
         "PagedCache",
-        "SlotTable",
         "torch_dtype",
     ),
     "kv.compressed": ("compressed_page_bytes",),

@@ -34,16 +34,9 @@ from attnplug import (
     SelectedPositions,
     SelectedRows,
 )
-from attnplug.host import (
-    KVPools,
-    Limits,
-    MLADims,
-    PageAllocator,
-    SlotTable,
-    TorchNativeBackend,
-    WorkspaceOwner,
-    plan_forward,
-)
+from attnplug.host import KVPools, Limits, MLADims, TorchNativeBackend, WorkspaceOwner, plan_forward
+from attnplug_engine.scheduling.page_allocator import PageAllocator
+from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_testing.batches import capabilities
 
 FIRST, LAYER = 0, 2

@@ -10,16 +10,16 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnplug_engine.chat import Chat
     from attnplug_engine.completion import Completion, Statistics, Usage
     from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
     from attnplug_engine.engine import Engine
+    from attnplug_engine.execution.runner import ModelRunner
+    from attnplug_engine.memory.capacity import Capacity
     from attnplug_engine.models.architectures import load_model
     from attnplug_engine.options import EngineOptions
-    from attnplug_engine.pools import Capacity
     from attnplug_engine.request import FinishReason, LikelyToken, Request, SamplingParams, TokenLogprobs, Update
-    from attnplug_engine.runner import ModelRunner
-    from attnplug_engine.transcript import Transcript
+    from attnplug_engine.text.chat import Chat
+    from attnplug_engine.text.transcript import Transcript
 
 if hasattr(os, "uname") and os.uname().machine in ("aarch64", "arm64"):
     # torch allocates by mimalloc there, which gives freed memory back to the system after 10 ms. A product of a prefill
@@ -28,8 +28,8 @@ if hasattr(os, "uname") and os.uname().machine in ("aarch64", "arm64"):
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 _MODULE_OF = {
-    "Capacity": "pools",
-    "Chat": "chat",
+    "Capacity": "memory.capacity",
+    "Chat": "text.chat",
     "Completion": "completion",
     "EmbedOptions": "embedding",
     "Embedder": "embedding",
@@ -38,12 +38,12 @@ _MODULE_OF = {
     "EngineOptions": "options",
     "FinishReason": "request",
     "LikelyToken": "request",
-    "ModelRunner": "runner",
+    "ModelRunner": "execution.runner",
     "Request": "request",
     "SamplingParams": "request",
     "Statistics": "completion",
     "TokenLogprobs": "request",
-    "Transcript": "transcript",
+    "Transcript": "text.transcript",
     "Update": "request",
     "Usage": "completion",
     "load_model": "models.architectures",

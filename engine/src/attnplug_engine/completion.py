@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attnplug import ForwardMode
-from attnplug_engine.request import Step, TokenLogprobs
-from attnplug_engine.served import Served
+from attnplug_engine.execution.backend_usage import BackendUsage
+from attnplug_engine.request import TokenLogprobs
+from attnplug_engine.scheduling.step import Step
 from attnplug_engine.speculation.statistics import RoundStatistics
 
 
@@ -55,7 +56,7 @@ class Statistics:
     """Steps with prefill that did not."""
     rounds: RoundStatistics | None = None
     """Of an engine that speculates."""
-    served: Served = field(default_factory=Served)
+    backend_usage: BackendUsage = field(default_factory=BackendUsage)
     """Steps by backend, counted as they are launched."""
 
     def add(self, step: Step, new_tokens: int, seconds: float, *, replayed: bool = False) -> None:

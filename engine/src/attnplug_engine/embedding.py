@@ -14,16 +14,16 @@ from torch.nn import functional as F
 
 from attnplug import DType, ForwardMode, PoolError, Role, Serving
 from attnplug.host import Selection, UsageError
-from attnplug_engine.encoder import PromptEncoder
-from attnplug_engine.engine import naming
-from attnplug_engine.models.architectures import LoadedModel
+from attnplug_engine.checkpoints.pooling import EmbeddingRules, Pooling, read_rules
+from attnplug_engine.checkpoints.random import TINY
+from attnplug_engine.memory.capacity import Capacity, bytes_per_page
+from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions, cache_room, page_and_context
-from attnplug_engine.parallel import SINGLE, TensorParallel
-from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
-from attnplug_engine.pools import Capacity, bytes_per_page
+from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.prepare import Prepared, prepare
-from attnplug_engine.random_checkpoint import TINY
-from attnplug_engine.request import Request, SamplingParams, Step, StepEntry
+from attnplug_engine.request import Request, SamplingParams
+from attnplug_engine.scheduling.step import Step, StepEntry
+from attnplug_engine.text.encoder import PromptEncoder, naming_prompt
 
 Prompt = str | Sequence[int]
 
@@ -125,7 +125,7 @@ class Embedder:
             raise UsageError(f"prompts is {prompts!r:.60}; give a list of prompts, each a text or a list of token ids")
         tokens = []
         for number, prompt in enumerate(prompts):
-            with naming(f"prompt {number}"):
+            with naming_prompt(f"prompt {number}"):
                 tokens.append(self.tokens(prompt))
         return list(self.stream(tokens))
 
@@ -173,7 +173,7 @@ class Embedder:
 
     def _embed(self, requests: list[Request]) -> Iterator[Embedding]:
         """Run prompts that fit together, in one step or, where prompts are cut, in several."""
-        table, states = self.runner.table, self.runner.pools.linear
+        table, states = self.runner.table, self.runner.states
         gathered: dict[int, Tensor] = {}
         try:
             for request in requests:

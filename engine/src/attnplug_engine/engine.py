@@ -7,45 +7,44 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from attnplug import ForwardingBackend, GraphLevel, PoolError, Serving
+from attnplug import ForwardingBackend, GraphLevel, Serving
 from attnplug.host import Selection, UsageError, captures_extends, interrupt, who_forced
-from attnplug_engine.capture import GraphCapture
-from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
-from attnplug_engine.encoder import Prompt, PromptEncoder
-from attnplug_engine.graph_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
-from attnplug_engine.graphs import DecodeGraphs, GraphReport
-from attnplug_engine.launched import Launched
+from attnplug_engine.execution.in_flight import StepInFlight
+from attnplug_engine.graphs.capture import GraphCapture
+from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
+from attnplug_engine.graphs.decode import DecodeGraphs, GraphReport
+from attnplug_engine.graphs.prefill import PrefillGraphs
+from attnplug_engine.graphs.step_graphs import capture_steps
 from attnplug_engine.options import EngineOptions, capacity
-from attnplug_engine.parallel import SINGLE, TensorParallel
-from attnplug_engine.prefix_cache import CacheStatistics, PrefixCache
+from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.prepare import prepare
 from attnplug_engine.request import (
     DEFAULT_MAX_TOKENS,
     FinishReason,
     Follower,
     Request,
-    RoundResult,
     SamplingParams,
-    Step,
-    StepResult,
     TokenLogprobs,
     Update,
 )
-from attnplug_engine.scheduler import MOST_IN_FLIGHT, Scheduler
-from attnplug_engine.speculation.launched import LaunchedRounds
+from attnplug_engine.scheduling.prefix_cache import CacheStatistics, PrefixCache
+from attnplug_engine.scheduling.scheduler import MOST_IN_FLIGHT, Scheduler
+from attnplug_engine.scheduling.step import RoundResult, Step, StepResult
+from attnplug_engine.speculation.in_flight import RoundsInFlight
 from attnplug_engine.speculation.round_graphs import RoundGraphs
 from attnplug_engine.speculation.rounds import RoundRunner
-from attnplug_engine.speculation.scheduling import RoundScheduler
+from attnplug_engine.speculation.scheduler import RoundScheduler
 from attnplug_engine.speculation.statistics import RoundStatistics
-from attnplug_engine.tokenizer import end_tokens
-from attnplug_engine.transcript import Transcript
+from attnplug_engine.text.chat import Chat
+from attnplug_engine.text.encoder import Prompt, PromptEncoder, naming_prompt
+from attnplug_engine.text.tokenizer import end_tokens
+from attnplug_engine.text.transcript import Transcript
 
 
 class Engine:
@@ -110,7 +109,7 @@ class Engine:
         if parallel.size > 1:
             self._level_pages(parallel)
         room = self.runner.capacity
-        states = self.runner.pools.linear
+        states = self.runner.states
         self.cache = PrefixCache(self.runner.allocator, room.page_size, states) if options.prefix_cache else None
         held = (self.runner.table, self.runner.allocator, self.cache)
         limits: dict[str, Any] = dict(
@@ -126,14 +125,14 @@ class Engine:
             self.scheduler: Scheduler = Scheduler(*held, **limits)
         else:
             self.scheduler = RoundScheduler(
-                *held, self.rounds.speculation, short_hits=self.rounds.drafter.ahead, **limits
+                *held, self.rounds.speculation, short_hits=self.rounds.proposer.ahead, **limits
             )
         overlap = prepared.device.type == "cuda" if options.overlap is None else options.overlap
         self._depth = MOST_IN_FLIGHT if overlap else 1
-        self._launched: deque[tuple[Step, Launched | LaunchedRounds]] = deque()  # the oldest first
+        self._in_flight: deque[tuple[Step, StepInFlight | RoundsInFlight]] = deque()  # the oldest first
         self._stepping = False
         self._leaving: list[Request] = []  # aborted, and not told to the scheduler yet
-        self.statistics = Statistics(served=self.runner.served)
+        self.statistics = Statistics(backend_usage=self.runner.backend_usage)
         if speculation is not None:
             self.statistics.rounds = RoundStatistics(speculation.steps)
         self._next_id = 0
@@ -161,10 +160,12 @@ class Engine:
         before = torch.cuda.mem_get_info(runner.device)[0]
         capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(forced_by)
         graphs: DecodeGraphs | RoundGraphs
+        prefill_graphs: PrefillGraphs | None = None
         if rounds is None:
             keep_all = options.cuda_graph_prefill_sizes is not None
-            graphs = runner.capture(sizes, capture, progress, prefills=prefills, keep_all=keep_all)
-            if prefills and runner.prefill_graphs is None:
+            steps = capture_steps(runner, sizes, capture, progress, prefills=prefills, keep_all=keep_all)
+            graphs, prefill_graphs = steps.decode, steps.prefill
+            if prefills and prefill_graphs is None:
                 why_no_prefill = "the GPU needs longer for it than the host"
         else:
             graphs = rounds.capture(sizes, capture, progress)
@@ -175,7 +176,7 @@ class Engine:
             graphs.sizes,
             taken,
             backends=graphs.backends,
-            prefill_sizes=() if runner.prefill_graphs is None else runner.prefill_graphs.sizes,
+            prefill_sizes=() if prefill_graphs is None else prefill_graphs.sizes,
             why_no_prefill=why_no_prefill,
             prefill_by=backend.captured_extends if isinstance(backend, ForwardingBackend) else None,
         )
@@ -260,13 +261,13 @@ class Engine:
 
     def _step(self) -> StepResult | RoundResult | None:
         started = time.perf_counter()
-        launched = self._launched
+        launched = self._in_flight
         while len(launched) < self._depth and (step := self.scheduler.next_step()) is not None:
             launched.append((step, self.runner.launch(step) if self.rounds is None else self.rounds.launch(step)))
         if not launched:
             return None
         step, running = launched[0]
-        if isinstance(running, LaunchedRounds):
+        if isinstance(running, RoundsInFlight):
             return self._finish_round(step, running, started)
         tokens = running.tokens()
         logprobs = running.logprobs() if self._observed else {}
@@ -279,13 +280,13 @@ class Engine:
         self._tell(step, result)
         return result
 
-    def _finish_round(self, step: Step, running: LaunchedRounds, started: float) -> RoundResult:
+    def _finish_round(self, step: Step, running: RoundsInFlight, started: float) -> RoundResult:
         """As the rest of ``_step``, for what may bring a request several tokens."""
         scheduler, counts = self.scheduler, self.statistics
         assert isinstance(scheduler, RoundScheduler) and counts.rounds is not None
         tokens = running.tokens()
         logprobs = running.logprobs() if self._observed else {}
-        self._launched.popleft()
+        self._in_flight.popleft()
         self._let_leave()
         result = scheduler.finish_round(step, tokens, _completes_stop if self._observed else None)
         counts.add_rounds(step, result.tokens, time.perf_counter() - started, replayed=running.replayed)
@@ -312,11 +313,11 @@ class Engine:
 
     def _drop_unwanted(self) -> None:
         """Do not wait for steps in flight when all their requests have ended."""
-        if self._launched and not self.scheduler.has_work:
+        if self._in_flight and not self.scheduler.has_work:
             self._drop()
 
     def _drop(self) -> None:
-        self._launched.clear()
+        self._in_flight.clear()
         self.scheduler.drop_steps()
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Iterator[Update]:
@@ -331,7 +332,7 @@ class Engine:
         requests: list[Request] = []
         try:
             for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-                with naming(f"prompt {number}"):
+                with naming_prompt(f"prompt {number}"):
                     requests.append(self.add(prompt, one))
         except BaseException:  # all or none
             for request in requests:
@@ -477,12 +478,3 @@ def _completes_stop(request: Request, token: int) -> bool:
         return False
     transcript.push(token)
     return transcript.stopped
-
-
-@contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Say of a refused prompt which one it was."""
-    try:
-        yield
-    except (UsageError, PoolError) as error:
-        raise type(error)(f"{where}: {error.message}", settings=error.settings) from error

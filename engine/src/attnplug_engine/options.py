@@ -11,10 +11,8 @@ import torch
 
 from attnplug import DType, GraphLevel, ModelSpec, PoolError, Role
 from attnplug.host import ExtendPolicy, HotSizes, Selection, UsageError, show
-from attnplug_engine.graph_sizes import BATCH_SIZES, PREFILL_SIZES, SizeOption
-from attnplug_engine.hisparse import HiSparseConfig
-from attnplug_engine.host_memory import available_memory
-from attnplug_engine.pools import (
+from attnplug_engine.graphs.capture_sizes import BATCH_SIZES, PREFILL_SIZES, SizeOption
+from attnplug_engine.memory.capacity import (
     Capacity,
     bytes_per_page,
     bytes_per_state,
@@ -22,10 +20,12 @@ from attnplug_engine.pools import (
     hot_bytes,
     hot_bytes_per_page,
 )
+from attnplug_engine.memory.hisparse import HiSparseConfig
+from attnplug_engine.models.host_memory import available_memory
 from attnplug_engine.request import LARGEST_SEED
-from attnplug_engine.scheduler import whole_step_tokens
+from attnplug_engine.scheduling.scheduler import whole_step_tokens
 from attnplug_engine.speculation.options import Speculation, read_speculation
-from attnplug_engine.speculation.scheduling import spare_rows
+from attnplug_engine.speculation.scheduler import spare_rows
 
 LARGEST_BATCH = 1 << 16
 LARGEST_COUNT = 1 << 40  # of pages, slots or tokens: more than memory has, and less than torch's sizes overflow by

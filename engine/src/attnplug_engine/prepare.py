@@ -25,14 +25,16 @@ from attnplug.host import (
     torch_dtype,
 )
 from attnplug.host import load_model as load_spec
-from attnplug_engine.models.architectures import LoadedModel, load_model
+from attnplug_engine.execution.runner import ModelRunner
+from attnplug_engine.memory.capacity import Capacity
+from attnplug_engine.models.architectures import load_model
+from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions, check_buffers
-from attnplug_engine.parallel import TensorParallel
-from attnplug_engine.pools import Capacity
-from attnplug_engine.runner import ModelRunner
-from attnplug_engine.speculation.choosing import DraftChoice, choose_draft, speculating, target_request
+from attnplug_engine.parallel.collectives import TensorParallel
+from attnplug_engine.speculation.backend_choice import DraftChoice, choose_draft, speculating, target_request
 from attnplug_engine.speculation.draft_runner import DraftRunner
-from attnplug_engine.speculation.drafts import DraftModel, load_draft, naming_draft
+from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft, naming_draft
+from attnplug_engine.speculation.drafts.model import DraftModel
 from attnplug_engine.speculation.options import Speculation
 
 
@@ -171,7 +173,11 @@ def prepare(
     # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
     selection = choose_importable(registry, request, problem, ranking)
     failed = selection.failed
-    draft_choice = None if speculation is None else choose_draft(registry, asked, problem, speculation, model, ranking)
+    draft_choice = None
+    if speculation is not None and speculation.has_model:
+        with naming_draft(speculation):
+            draft_layers = draft_spec(speculation, model)
+        draft_choice = choose_draft(registry, asked, problem, speculation, draft_layers, ranking)
     loaded = load_model(
         model,
         dtype=torch_dtype(dtype),

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attnplug.declare.errors import PoolError
 from attnplug.hisparse.addresses import HostSlots, LogicalSlots, host_slots
-from attnplug.kv.allocator import PageCopy, settle_copies
 from attnplug.kv.caches import CacheKey
+from attnplug.kv.page_copy import PageCopy, settle_copies
 
 
 class HostRows:

@@ -12,7 +12,7 @@ from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.hisparse.addresses import DeviceSlots
 from attnplug.hisparse.sizes import HotSizes
-from attnplug.kv.allocator import PageCopy
+from attnplug.kv.page_copy import PageCopy
 from attnplug.kv.pools import MLAPool
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from attnplug.kv.allocator import BadPages, OutOfPages, PageAllocator, PageCopy
 from attnplug.kv.buffer import PagedBuffer, torch_dtype
 from attnplug.kv.caches import CacheKey, KVPools, PagedCache
 from attnplug.kv.compressed import COMPRESSED, CompressedPool, EntryCache
 from attnplug.kv.coordinator import Coordinator
 from attnplug.kv.index_keys import INDEX_KEYS, IndexKeyPool
 from attnplug.kv.layout import LayoutName, PageLayout, split_table
+from attnplug.kv.page_copy import PageCopy
 from attnplug.kv.pools import LinearStatePool, MHAPool, MLAPool
-from attnplug.kv.table import SlotTable
 
 __all__ = [
     "COMPRESSED",
     "INDEX_KEYS",
-    "BadPages",
     "CacheKey",
     "CompressedPool",
     "Coordinator",
@@ -26,13 +24,10 @@ __all__ = [
     "LinearStatePool",
     "MHAPool",
     "MLAPool",
-    "OutOfPages",
-    "PageAllocator",
     "PageCopy",
     "PageLayout",
     "PagedBuffer",
     "PagedCache",
-    "SlotTable",
     "split_table",
     "torch_dtype",
 ]

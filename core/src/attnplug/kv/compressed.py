@@ -16,11 +16,11 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import DType
-from attnplug.kv.allocator import PageCopy
 from attnplug.kv.buffer import PagedBuffer, copy_pages
 from attnplug.kv.caches import CacheKey
 from attnplug.kv.layers import check_size, distinct_layers, held_for
 from attnplug.kv.layout import PageLayout
+from attnplug.kv.page_copy import PageCopy
 
 _KIND = "compressed"
 

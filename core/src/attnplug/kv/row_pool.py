@@ -8,11 +8,11 @@ from typing import ClassVar, Protocol, Self
 from torch import Tensor
 
 from attnplug.declare.problem import DType
-from attnplug.kv.allocator import PageCopy
 from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows
 from attnplug.kv.foreign import check_together
 from attnplug.kv.layers import held_for
 from attnplug.kv.layout import PageLayout
+from attnplug.kv.page_copy import PageCopy
 
 
 class Rows(Protocol):

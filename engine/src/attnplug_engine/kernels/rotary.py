@@ -35,7 +35,7 @@ def members(pair, HALF: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     x, cos, sin, q_gain, k_gain, token_stride, head_stride, eps,
     QUERIES: tl.constexpr, SKIPPED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     PAIRS: tl.constexpr, NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,

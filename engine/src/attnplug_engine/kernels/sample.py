@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 
 CHUNK = 2048
 BLOCK = 8192
@@ -61,7 +61,7 @@ def _log(x):
 
 @triton.jit
 def _gumbel(tokens, first, second):
-    """Gumbel noise of each token id, as ``attnplug_engine.sampler.gumbel`` finds it; for small chances by a series."""
+    """Gumbel noise of each token id, as ``execution.sampler.gumbel`` finds it; for small chances by a series."""
     bits = _mix(_mix(tokens.to(tl.uint32) + first) ^ second)
     chance = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     series = 0.3333333333333333 + chance * (0.25 + chance * (0.2 + chance * 0.16666666666666666))
@@ -203,7 +203,7 @@ def _choose(
     tl.store(chosen + row, token.to(tl.int64))
 
 
-def launch_sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def launch_sample(logits: Tensor, batch: SamplingMetadata) -> Tensor:
     """The tokens ``[rows]`` chosen from ``logits [rows, vocab]``, -1 for rows that are not finite."""
     rows, vocab = logits.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)

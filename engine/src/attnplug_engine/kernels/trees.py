@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from attnplug_engine.kernels import launch_options
-from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 
 
 @triton.jit
@@ -181,12 +181,12 @@ def lay_out(
     known: Tensor,
     committed: Tensor,
     prompts: Tensor,
-    sampling: SamplingBatch,
+    sampling: SamplingMetadata,
     tokens: Tensor,
     lengths: Tensor,
     proposed: Tensor,
     parents: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, SamplingBatch]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, SamplingMetadata]:
     """The fields of ``attnplug_engine.speculation.verify_rows.VerifyRows`` in their order, the proposal's as two."""
     requests, nodes, device = rows.shape[0], proposed.shape[1] + 1, rows.device
     found = torch.empty(requests, dtype=torch.int64, device=device)
@@ -203,7 +203,7 @@ def lay_out(
         TREE=is_tree, **_sizes(nodes, tree=is_tree), **launch_options(device),
     )  # fmt: skip
     tree, own = (bits.view(requests, nodes), above) if is_tree else (None, None)
-    return found, seq_lens, ids, positions, tree, drafts, own, SamplingBatch(heat, top_k, top_p, min_p, seed, place)
+    return found, seq_lens, ids, positions, tree, drafts, own, SamplingMetadata(heat, top_k, top_p, min_p, seed, place)
 
 
 def accept(
@@ -212,7 +212,7 @@ def accept(
     chosen: Tensor,
     commit: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts, path and tokens, as ``attnplug_engine.speculation.accept`` finds them.
+    """Counts, path and tokens, as ``attnplug_engine.speculation.acceptance`` finds them.
 
     ``commit`` are the rows, committed lengths, and all lengths and newest tokens of its ``accept_and_commit``.
     """
@@ -229,7 +229,7 @@ def accept(
 
 
 def moves(path: Tensor, counts: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Sources and targets, as ``attnplug_engine.speculation.accept.moves`` finds them."""
+    """Sources and targets, as ``attnplug_engine.speculation.acceptance.moves`` finds them."""
     rows, block = slots.numel(), 256
     sources, targets = torch.empty(2, rows, dtype=slots.dtype, device=slots.device)
     _move[triton.cdiv(rows, block),](

@@ -12,14 +12,14 @@ import torch
 from attnplug import ModelSpec
 from attnplug.host import Config, UsageError, show, tiny_config
 from attnplug.host import load_model as load_spec
-from attnplug_engine.bare_checkpoint import HEAD, check_head, with_full_names
-from attnplug_engine.checkpoint import Checkpoint, WeightSource, checkpoint_config, checkpoint_folder
+from attnplug_engine.checkpoints.bare import HEAD, check_head, with_full_names
+from attnplug_engine.checkpoints.random import TINY, RandomCheckpoint
+from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource, checkpoint_config, checkpoint_folder
 from attnplug_engine.models import deepseek, deepseek_v4, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
-from attnplug_engine.models.decoder import Decoder
+from attnplug_engine.models.decoder import Decoder, LoadedModel
 from attnplug_engine.models.layers import pack_weights
 from attnplug_engine.models.weights import Weights
-from attnplug_engine.parallel import SINGLE, TensorParallel
-from attnplug_engine.random_checkpoint import TINY, RandomCheckpoint
+from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -90,15 +90,6 @@ class UnknownArchitecture(UsageError):
             f"{reference!r} is of model type {model_type!r}, which the engine cannot run; it runs: "
             f"{', '.join(self.known)}"
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedModel:
-    """A model on its device. ``spec`` has the heads that this rank has of it."""
-
-    module: Decoder
-    spec: ModelSpec
-    config: Mapping[str, object]
 
 
 def load_model(

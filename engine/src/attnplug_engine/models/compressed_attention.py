@@ -24,8 +24,8 @@ from attnplug.host import Config, active_attention
 from attnplug_engine.models.decoder import Attention, norm_eps
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
 from attnplug_engine.models.rope import PairRotation, Rotation, TorchRotation, inverse_frequencies
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import even_part, length, scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import even_part, length, scaled
 
 
 class EndRotation:
@@ -111,8 +111,8 @@ class Compressor(nn.Module):
         self.norm = frozen(weights.take("norm.weight", dim, exact=True))
         self._weights = CompressorWeights(self.bias, self.norm, eps, frequencies)
 
-    def rows(self, path: str) -> list[Rows]:
-        return [Rows(f"{path}.{name}", self.width, slice(0, self.width)) for name in ("wkv", "wgate")]
+    def rows(self, path: str) -> list[WeightRows]:
+        return [WeightRows(f"{path}.{name}", self.width, slice(0, self.width)) for name in ("wkv", "wgate")]
 
     def forward(self, values: Tensor, gates: Tensor) -> CompressorInputs:
         return CompressorInputs(values, gates, self._weights)
@@ -124,7 +124,7 @@ class EntryIndexer(nn.Module):
     def __init__(self, weights: Weights, dims: IndexerDims, config: Config) -> None:
         super().__init__()
         width = dims.heads * dims.head_dim
-        self.q = Linear.stacked(weights, [Rows("wq_b", width, slice(0, width))], config.integer("q_lora_rank"))
+        self.q = Linear.stacked(weights, [WeightRows("wq_b", width, slice(0, width))], config.integer("q_lora_rank"))
         self.head_weight = frozen(
             weights.take("weights_proj.weight", dims.heads, config.integer("hidden_size"), exact=True)
         )
@@ -153,7 +153,7 @@ class CompressedAttention(Attention):
         hidden, rank, width, eps = (
             config.integer("hidden_size"), config.integer("q_lora_rank"), layer.head_dim, norm_eps(config)
         )  # fmt: skip
-        projections = [Rows("wq_a", rank, slice(0, rank)), Rows("wkv", width, slice(0, width))]
+        projections = [WeightRows("wq_a", rank, slice(0, rank)), WeightRows("wkv", width, slice(0, width))]
         self.compressor = self.index_compressor = self.indexer = None
         if layer.compressed is not None:
             self.compressor = Compressor(weights.at("compressor"), layer, width, eps, ropes.compressed)
@@ -166,7 +166,7 @@ class CompressedAttention(Attention):
         self._widths = [rows.count for rows in projections]
         self.down = Linear.stacked(weights, projections, hidden)
         self.q_norm, self.row_norm = RMSNorm(weights.at("q_norm"), rank, eps), RMSNorm(weights.at("norm"), width, eps)
-        self.q_up = Linear.stacked(weights, [Rows("wq_b", layer.num_heads * width, scaled(heads, width))], rank)
+        self.q_up = Linear.stacked(weights, [WeightRows("wq_b", layer.num_heads * width, scaled(heads, width))], rank)
         self.sinks = frozen(weights.take("attn_sink", layer.num_heads, rows=heads, exact=True))
         count, low = config.integer("o_groups"), config.integer("o_lora_rank")
         if layer.num_heads % count:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast, overload
 
 import torch
 from torch import Tensor, nn
 
-from attnplug import ForwardBatch
+from attnplug import ForwardBatch, ModelSpec
 from attnplug.host import Config
 from attnplug_engine.models.layers import Head, Part, RMSNorm, embedded, frozen
 from attnplug_engine.models.rope import Positions, Rotation
@@ -227,3 +227,12 @@ class _Tapped:
         for place, tap in enumerate(self._taps):
             if tap == index:
                 self.states[:, place].copy_(hidden)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model on its device. ``spec`` has the heads that this rank has of it."""
+
+    module: Decoder
+    spec: ModelSpec
+    config: Mapping[str, object]

@@ -19,8 +19,8 @@ from attnplug_engine.models.linear_attention import (
     linear_part,
 )
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import length, scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import length, scaled
 
 
 class DeltaRule(nn.Module):
@@ -111,14 +111,14 @@ class KimiDeltaAttention(Attention):
         self._part = part = linear_part(layer, weights.parallel)
         self.layer = part.layer
         own = scaled(part.heads, width)
-        projections = [Rows(name, total, own) for name in ("q_proj", "k_proj", "v_proj")]
-        projections.append(Rows("b_proj", dims.heads, part.heads))
-        projections += [Rows(name, width, slice(0, width)) for name in ("f_a_proj", "g_a_proj")]
+        projections = [WeightRows(name, total, own) for name in ("q_proj", "k_proj", "v_proj")]
+        projections.append(WeightRows("b_proj", dims.heads, part.heads))
+        projections += [WeightRows(name, width, slice(0, width)) for name in ("f_a_proj", "g_a_proj")]
         self.down = Linear.stacked(weights, projections, hidden)
-        convolutions = [Rows(name, total, own) for name in ("q_conv1d", "k_conv1d", "v_conv1d")]
+        convolutions = [WeightRows(name, total, own) for name in ("q_conv1d", "k_conv1d", "v_conv1d")]
         conv = ShortConvolution(weights, convolutions, self.layer)
-        self.decay_up = Linear.stacked(weights, [Rows("f_b_proj", total, own)], width)
-        self.gate_up = Linear.stacked(weights, [Rows("g_b_proj", total, own)], width)
+        self.decay_up = Linear.stacked(weights, [WeightRows("f_b_proj", total, own)], width)
+        self.gate_up = Linear.stacked(weights, [WeightRows("g_b_proj", total, own)], width)
         a_log = weights.take("A_log", 1, 1, dims.heads, 1, exact=True)[0, 0, part.heads]
         dt_bias = weights.take("dt_bias", total, rows=own, exact=True)
         decay = DecayGate(a_log, dt_bias.unflatten(0, (-1, width)))
@@ -140,28 +140,28 @@ class KimiDeltaAttention(Attention):
         return self.out(self.rule(qkv, decay, b, self.gate_up(g), batch), onto=onto)
 
 
-def _channels(part: LinearPart, layer: LayerSpec, name: str) -> list[Rows]:
+def _channels(part: LinearPart, layer: LayerSpec, name: str) -> list[WeightRows]:
     """This rank's rows of a tensor that holds all queries, then all keys, then all values."""
     assert layer.linear is not None
     keys = layer.linear.key_heads * layer.linear.key_dim
     total = 2 * keys + layer.linear.heads * layer.linear.value_dim
     own_keys, own_values = scaled(part.key_heads, layer.linear.key_dim), scaled(part.heads, layer.linear.value_dim)
     starts = ((0, own_keys), (keys, own_keys), (2 * keys, own_values))
-    return [Rows(name, total, slice(start + own.start, start + own.stop)) for start, own in starts]
+    return [WeightRows(name, total, slice(start + own.start, start + own.stop)) for start, own in starts]
 
 
-def _plain_rows(part: LinearPart, layer: LayerSpec) -> list[Rows]:
+def _plain_rows(part: LinearPart, layer: LayerSpec) -> list[WeightRows]:
     assert layer.linear is not None
     heads, value_dim = layer.linear.heads, layer.linear.value_dim
     return [
         *_channels(part, layer, "in_proj_qkv"),
-        Rows("in_proj_z", heads * value_dim, scaled(part.heads, value_dim)),
-        Rows("in_proj_b", heads, part.heads),
-        Rows("in_proj_a", heads, part.heads),
+        WeightRows("in_proj_z", heads * value_dim, scaled(part.heads, value_dim)),
+        WeightRows("in_proj_b", heads, part.heads),
+        WeightRows("in_proj_a", heads, part.heads),
     ]
 
 
-def _grouped_rows(part: LinearPart, layer: LayerSpec) -> list[Rows]:
+def _grouped_rows(part: LinearPart, layer: LayerSpec) -> list[WeightRows]:
     """The rows of weights in which a key head has ``[q | k | its values | their gates]`` and ``[its b | its a]``."""
     assert layer.linear is not None
     dims = layer.linear
@@ -170,7 +170,7 @@ def _grouped_rows(part: LinearPart, layer: LayerSpec) -> list[Rows]:
     first = part.heads.start - part.key_heads.start * per_key
     values = slice(first, first + length(part.heads))
 
-    def rows(name: str, widths: tuple[int, ...]) -> Rows:
+    def rows(name: str, widths: tuple[int, ...]) -> WeightRows:
         """Rows by purpose, from rows by key head; the last two widths are of values, of which only some are taken."""
         group = sum(widths)
         numbers = torch.arange(length(part.key_heads) * group).unflatten(0, (-1, group)).split(widths, dim=1)
@@ -178,7 +178,7 @@ def _grouped_rows(part: LinearPart, layer: LayerSpec) -> list[Rows]:
         per_head = widths[-1] // per_key
         own = [each.reshape(-1, per_head)[values].flatten() for each in (first_values, last_values)]
         order = torch.cat([*(key.flatten() for key in keys), *own])
-        return Rows(name, dims.key_heads * group, scaled(part.key_heads, group), order)
+        return WeightRows(name, dims.key_heads * group, scaled(part.key_heads, group), order)
 
     value_width = per_key * dims.value_dim
     return [

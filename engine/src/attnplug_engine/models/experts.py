@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from attnplug.host import Config
 from attnplug_engine.kernels import usable
 from attnplug_engine.models.layers import GATED, MLP, Linear, MLPForm, RMSNorm, frozen
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import even_part, length
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import even_part, length
 
 
 class Router(nn.Module):
@@ -184,7 +184,7 @@ class Experts(nn.Module):
         super().__init__()
         own = even_part(intermediate, weights.parallel, "expert columns")
         columns = length(own)
-        parts = [Rows(name, intermediate, own) for name in form.inputs]
+        parts = [WeightRows(name, intermediate, own) for name in form.inputs]
         for expert in {0, experts - 1}:
             weights.at(str(expert)).check("weight", parts, hidden)
         empty = torch.empty(0, dtype=weights.dtype, device=weights.device)

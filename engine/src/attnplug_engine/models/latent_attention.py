@@ -14,8 +14,8 @@ from attnplug.host import Config, MLAWeights, active_attention
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import even_part, length, scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import even_part, length, scaled
 
 
 class LatentAttention(Attention):
@@ -50,26 +50,28 @@ class LatentAttention(Attention):
         queries = layer.num_heads * layer.head_dim
         query_order = _per_head(rope_order, own, self._nope, layer.head_dim)
         row_order = _per_head(rope_order, 1, self._latent, dims.row_dim)
-        row = Rows("kv_a_proj_with_mqa", dims.row_dim, slice(0, dims.row_dim), row_order)
+        row = WeightRows("kv_a_proj_with_mqa", dims.row_dim, slice(0, dims.row_dim), row_order)
         rank = config.optional_integer("q_lora_rank")
         if rank is None:
-            query = Rows("q_proj", queries, scaled(heads, layer.head_dim), query_order)
+            query = WeightRows("q_proj", queries, scaled(heads, layer.head_dim), query_order)
             # transformers gives q_proj no bias even where attention_bias is set, and the row's projection has one.
             down = weights.stack("weight", [query, row], hidden)
             self.down = Linear(down, _bias_of_row(weights, length(query.own), row) if bias else None)
             self.q_norm, self.q_up = None, None
             self._query_width = length(query.own)
         else:
-            low = Rows("q_a_proj", rank, slice(0, rank))
+            low = WeightRows("q_a_proj", rank, slice(0, rank))
             self.down = Linear.stacked(weights, [low, row], hidden, bias=bias)
             self.q_norm = RMSNorm(weights.at("q_a_layernorm"), rank, eps)
-            query = Rows("q_b_proj", queries, scaled(heads, layer.head_dim), query_order)
+            query = WeightRows("q_b_proj", queries, scaled(heads, layer.head_dim), query_order)
             self.q_up = Linear.stacked(weights, [query], rank)
             self._query_width = rank
         self.row_norm = RMSNorm(weights.at("kv_a_layernorm"), self._latent, eps)
 
         width = self._nope + layer.v_head_dim
-        up = weights.stack("weight", [Rows("kv_b_proj", layer.num_heads * width, scaled(heads, width))], self._latent)
+        up = weights.stack(
+            "weight", [WeightRows("kv_b_proj", layer.num_heads * width, scaled(heads, width))], self._latent
+        )
         keys, values = up.unflatten(0, (own, width)).split((self._nope, layer.v_head_dim), dim=1)
         # Values as [heads, v, latent] in memory: the matrix that core makes of them is then the same memory.
         self.weights = MLAWeights(w_kc=keys.contiguous(), w_vc=values.contiguous().transpose(1, 2))
@@ -132,7 +134,7 @@ def _per_head(rope_order: Tensor | None, heads: int, plain: int, width: int) -> 
     return (width * torch.arange(heads)[:, None] + one).flatten()
 
 
-def _bias_of_row(weights: Weights, without: int, row: Rows) -> Tensor:
+def _bias_of_row(weights: Weights, without: int, row: WeightRows) -> Tensor:
     """``[without + row]``: zeros for what has no bias, then the row's own."""
     bias = weights.stack("bias", [row])
     return torch.cat((bias.new_zeros(without), bias))

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from attnplug.host import Config
 from attnplug_engine import kernels
-from attnplug_engine.host_memory import available_memory
-from attnplug_engine.models.product import pack
-from attnplug_engine.models.product import product as multiplied
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import ParallelError, TensorParallel, even_part, padded_part
+from attnplug_engine.models.host_memory import available_memory
+from attnplug_engine.models.matmul import matmul, pack
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import ParallelError, TensorParallel, even_part, padded_part
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -57,7 +56,7 @@ class Linear(Part):
         self._adds = adds
 
     @classmethod
-    def stacked(cls, weights: Weights, parts: Sequence[Rows], in_features: int, *, bias: bool = False) -> Linear:
+    def stacked(cls, weights: Weights, parts: Sequence[WeightRows], in_features: int, *, bias: bool = False) -> Linear:
         """Several stored projections of one input as one product; their outputs lie one after the other."""
         return cls(weights.stack("weight", parts, in_features), weights.stack("bias", parts) if bias else None)
 
@@ -90,23 +89,23 @@ class Linear(Part):
         assert activate is None or onto is None, "nothing is added to an activated product"
         onto = onto if self._adds else None
         if kernels.usable(x):
-            from attnplug_engine.kernels.product_cuts import choose
-            from attnplug_engine.kernels.products import product
+            from attnplug_engine.kernels.gemm_tiles import choose
+            from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
             gated = activate is silu_and_mul
-            cut = choose(x, self.weight, normed=norm is not None, gated=gated)
-            if cut is not None:
+            config = choose(x, self.weight, normed=norm is not None, gated=gated)
+            if config is not None:
                 normed = None if norm is None else (norm.weight, norm.eps)
-                out = product(x, self.weight, cut, bias=self.bias, norm=normed, gated=gated, onto=onto)
+                out = skinny_gemm(x, self.weight, config, bias=self.bias, norm=normed, gated=gated, onto=onto)
                 return out if activate is None or gated else activate(out)
         if norm is not None:
             x = norm(x)
         if onto is None:
-            out = multiplied(x, self.weight, self.bias, self.packed)
+            out = matmul(x, self.weight, self.bias, self.packed)
             return out if activate is None else activate(out)
         if x.is_cuda and self.bias is None and x.dim() == 2 and x.dtype == onto.dtype:
             return onto.addmm_(x, self.weight.t())  # the sum is part of the product there
-        return multiplied(x, self.weight, self.bias, self.packed).add_(onto)
+        return matmul(x, self.weight, self.bias, self.packed).add_(onto)
 
     # torch looks for hooks first: microseconds, ten times a layer, which count where a CPU decodes.
     __call__ = forward
@@ -221,7 +220,7 @@ class MLP(Part):
         super().__init__()
         self.form = form
         own = even_part(intermediate, weights.parallel, "MLP columns")
-        parts = [Rows(name, intermediate, own) for name in form.inputs]
+        parts = [WeightRows(name, intermediate, own) for name in form.inputs]
         self.gate_up = Linear.stacked(weights, parts, hidden, bias=bias)
         self.down = Linear.row_parallel(weights.at(form.output), intermediate, hidden, own, bias=bias)
         self._activate = form.activate
@@ -277,14 +276,14 @@ class Head(nn.Module):
     def _product(self, hidden: Tensor) -> Tensor:
         """``[rows, own vocab]`` float32; on a GPU not rounded to the model's type in between."""
         if hidden.dtype is torch.float32 or not hidden.is_cuda:
-            return multiplied(hidden, self.weight, packed=self.packed).float()
+            return matmul(hidden, self.weight, packed=self.packed).float()
         if kernels.usable(hidden):
-            from attnplug_engine.kernels.product_cuts import choose
-            from attnplug_engine.kernels.products import product
+            from attnplug_engine.kernels.gemm_tiles import choose
+            from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
-            cut = choose(hidden, self.weight)
-            if cut is not None:
-                return product(hidden, self.weight, cut, dtype=torch.float32)
+            config = choose(hidden, self.weight)
+            if config is not None:
+                return skinny_gemm(hidden, self.weight, config, dtype=torch.float32)
         return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
 
 

@@ -15,8 +15,8 @@ from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
 from attnplug_engine.models.linear_attention import GatedColumnNorm, linear_part
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import length, scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import length, scaled
 
 
 def geometric_slopes(heads: int) -> Tensor:
@@ -45,8 +45,8 @@ class LightningAttention(Attention):
         self.layer = part.layer
         own = scaled(part.heads, width)
         order = torch.arange(3 * length(own)).unflatten(0, (-1, 3, width)).transpose(0, 1).flatten()
-        qkv = Rows("qkv_proj", 3 * heads * width, scaled(part.heads, 3 * width), order)
-        self.down = Linear.stacked(weights, [qkv, Rows("output_gate", heads * width, own)], hidden)
+        qkv = WeightRows("qkv_proj", 3 * heads * width, scaled(part.heads, 3 * width), order)
+        self.down = Linear.stacked(weights, [qkv, WeightRows("output_gate", heads * width, own)], hidden)
         # Later layers remember for longer; the small numbers are the authors' own.
         factor = 1 - layer.layer_id / (layers - 1 + 1e-5) + 1e-5
         slopes = geometric_slopes(heads) * factor
@@ -99,11 +99,11 @@ class RotaryLightningAttention(Attention):
         self.layer = part.layer
         own, total = scaled(part.heads, width), heads * width
         qkv = [
-            Rows("query_key_value", 3 * total, slice(start + own.start, start + own.stop))
+            WeightRows("query_key_value", 3 * total, slice(start + own.start, start + own.stop))
             for start in (0, total, 2 * total)
         ]
         bias = F.pad(weights.stack("bias", qkv), (0, length(own))) if qkv_bias else None  # the gate has none
-        self.down = Linear(weights.stack("weight", [*qkv, Rows("g_proj", total, own)], hidden), bias)
+        self.down = Linear(weights.stack("weight", [*qkv, WeightRows("g_proj", total, own)], hidden), bias)
         self.q_norm = RMSNorm(weights.at("query_layernorm"), width, eps) if head_norms else None
         self.k_norm = RMSNorm(weights.at("key_layernorm"), width, eps) if head_norms else None
         self._silu = silu

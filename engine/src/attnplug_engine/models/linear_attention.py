@@ -13,8 +13,8 @@ from attnplug import ForwardBatch, LayerSpec
 from attnplug.host import LinearDims, active_attention
 from attnplug_engine import kernels
 from attnplug_engine.models.layers import ColumnNorm, frozen
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import TensorParallel, even_part, kv_head_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ShortConvolution(nn.Module):
     Stored weights are ``[channels, 1, width]``; ``parts`` are this rank's channels of them, in the order of its rows.
     """
 
-    def __init__(self, weights: Weights, parts: Sequence[Rows], layer: LayerSpec, *, bias: bool = False) -> None:
+    def __init__(self, weights: Weights, parts: Sequence[WeightRows], layer: LayerSpec, *, bias: bool = False) -> None:
         super().__init__()
         assert layer.linear is not None
         self.weight = frozen(weights.stack("weight", parts, 1, layer.linear.conv_width).squeeze(1))

@@ -15,8 +15,8 @@ from attnplug_engine.models.decoder import BACKBONE, Attention, Decoder, MixerBl
 from attnplug_engine.models.layers import Linear, RMSNorm, check_activation, frozen
 from attnplug_engine.models.linear_attention import GatedColumnNorm, ShortConvolution, linear_part
 from attnplug_engine.models.rope import NoRope, Rotation
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import scaled
 
 DEFAULTS: Mapping[str, object] = {
     "rms_norm_eps": 1e-5,
@@ -114,8 +114,8 @@ class MambaMixer(Attention):
         return (x * step.unsqueeze(-1)).to(x.dtype), self.rate * step
 
 
-def _rows(name: str, total: int, start: int, own: slice) -> Rows:
-    return Rows(name, total, slice(start + own.start, start + own.stop))
+def _rows(name: str, total: int, start: int, own: slice) -> WeightRows:
+    return WeightRows(name, total, slice(start + own.start, start + own.stop))
 
 
 def _time_step_limit(config: Config) -> tuple[float, float]:

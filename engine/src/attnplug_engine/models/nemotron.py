@@ -16,7 +16,7 @@ from attnplug_engine.models.grouped_attention import GroupedAttention
 from attnplug_engine.models.layers import MLP, SQUARED, Linear, check_activation
 from attnplug_engine.models.mamba import MambaMixer
 from attnplug_engine.models.rope import NoRope
-from attnplug_engine.models.weights import Rows, Weights
+from attnplug_engine.models.weights import WeightRows, Weights
 
 DEFAULTS: Mapping[str, object] = {
     "rms_norm_eps": 1e-5,
@@ -82,7 +82,7 @@ def _experts(weights: Weights, config: Config, hidden: int) -> nn.Module:
     routed = Experts(weights.at("experts"), count, latent or hidden, width, form=SQUARED)
     experts: Experts | LatentExperts = routed
     if latent is not None:
-        down = Linear.stacked(weights, [Rows("fc1_latent_proj", latent, slice(0, latent))], hidden, bias=bias)
+        down = Linear.stacked(weights, [WeightRows("fc1_latent_proj", latent, slice(0, latent))], hidden, bias=bias)
         up = Linear.row_parallel(weights.at("fc2_latent_proj"), latent, hidden, slice(0, latent), bias=bias)
         experts = LatentExperts(down, routed, up)
     shared = config.integer("moe_shared_expert_intermediate_size")

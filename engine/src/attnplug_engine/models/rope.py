@@ -15,9 +15,20 @@ from torch import Tensor
 
 from attnplug.host import Config, MLAWeights, RowPlaces, rope_section, rope_type, rope_type_key
 from attnplug_engine import kernels
-from attnplug_engine.models.layers import RMSNorm
 
 _DEFAULT_THETA = 10_000.0
+
+
+class HeadNorm(Protocol):
+    """A root-mean-square norm over the last dimension."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Rotation(Protocol):
@@ -32,7 +43,7 @@ class Rotation(Protocol):
         ...
 
     def heads(
-        self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[RMSNorm, RMSNorm] | None
+        self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[HeadNorm, HeadNorm] | None
     ) -> tuple[Tensor, Tensor]:
         """Queries and keys of ``qkv`` ``[tokens, queries | skipped | keys | …, dim]``, rotated.
 
@@ -41,7 +52,7 @@ class Rotation(Protocol):
         """
         ...
 
-    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm) -> Tensor:
+    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: HeadNorm) -> Tensor:
         """New cache rows ``[tokens, latent | rope]`` of ``down``: its latent normed, its other dimensions rotated.
 
         ``q`` ``[tokens, heads, nope | rope]``, which may be a view, is rotated in place after its first ``nope``
@@ -53,7 +64,7 @@ class Rotation(Protocol):
         """Whether ``absorb`` takes these queries."""
         ...
 
-    def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: RMSNorm, places: RowPlaces) -> Tensor:
+    def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: HeadNorm, places: RowPlaces) -> Tensor:
         """``q`` absorbed and rotated; the new rows that ``latent_rows`` would make are stored in their ``places``."""
         ...
 
@@ -70,7 +81,7 @@ class TorchRotation:
         raise NotImplementedError
 
     def heads(
-        self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[RMSNorm, RMSNorm] | None
+        self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[HeadNorm, HeadNorm] | None
     ) -> tuple[Tensor, Tensor]:
         if norms is None and not skipped:
             turned = self.apply(qkv[:, : queries + keys])
@@ -80,7 +91,7 @@ class TorchRotation:
             q, k = norms[0](q), norms[1](k)
         return self.apply(q), self.apply(k)
 
-    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm) -> Tensor:
+    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: HeadNorm) -> Tensor:
         self.apply_(q[..., nope:])
         latent, rope = down.tensor_split((norm.weight.shape[0],), dim=1)
         return torch.cat((norm(latent), self.apply(rope.unsqueeze(1)).squeeze(1)), dim=1)
@@ -88,7 +99,7 @@ class TorchRotation:
     def absorbs(self, q: Tensor) -> bool:
         return False
 
-    def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: RMSNorm, places: RowPlaces) -> Tensor:
+    def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: HeadNorm, places: RowPlaces) -> Tensor:
         raise NotImplementedError
 
 
@@ -192,10 +203,10 @@ class Rope:
 
     def at(self, positions: Tensor) -> Rotation:
         if kernels.usable(positions):
-            from attnplug_engine.kernels.turn import Turn
+            from attnplug_engine.kernels.rotation import FusedRotation
 
             # It turns as many dimensions as there are frequencies for, so a partial rotation is nothing special.
-            return Turn(positions, self._frequencies, self._factor, pairs=self._rotation is PairRotation)
+            return FusedRotation(positions, self._frequencies, self._factor, pairs=self._rotation is PairRotation)
         angles = positions.unsqueeze(-1) * self._frequencies
         rotation = self._rotation(angles, self._factor, self._dtype)
         return PartialRotation(rotation, self.width) if self._partial else rotation

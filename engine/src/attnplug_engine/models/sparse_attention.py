@@ -15,7 +15,7 @@ from attnplug.host import Config, active_attention
 from attnplug_engine.models.latent_attention import LatentAttention, evens_then_odds
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
+from attnplug_engine.models.weights import WeightRows, Weights
 
 _EPS = 1e-6
 """Of the keys' norm, whatever the config says of others."""
@@ -36,9 +36,9 @@ class Indexer(nn.Module):
         if interleave:
             order[:rope] = evens_then_odds(rope)
         everywhere = (width * torch.arange(heads)[:, None] + order).flatten()
-        queries = Rows("wq_b", heads * width, slice(0, heads * width), everywhere)
+        queries = WeightRows("wq_b", heads * width, slice(0, heads * width), everywhere)
         self.q = Linear.stacked(weights, [queries], rank)
-        self.k = Linear.stacked(weights, [Rows("wk", width, slice(0, width), order)], hidden)
+        self.k = Linear.stacked(weights, [WeightRows("wk", width, slice(0, width), order)], hidden)
         norm = weights.at("k_norm")
         place = order.to(weights.device)
         self.norm_weight = frozen(norm.take("weight", width)[place])

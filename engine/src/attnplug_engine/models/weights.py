@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug_engine.checkpoint import UnusedTensors, WeightSource, shortened
-from attnplug_engine.parallel import TensorParallel, length
+from attnplug_engine.checkpoints.safetensors import UnusedTensors, WeightSource, shortened
+from attnplug_engine.parallel.collectives import TensorParallel, length
 
 # Buffers that old checkpoints carry, and that every model computes for itself.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class WeightRows:
     """Rows of a stored weight ``[total, in_features]`` that go into a stack: this rank's, possibly in another order.
 
     ``order`` holds indices into the owned rows, one for each row of the result; rows that it leaves out are not taken.
@@ -96,7 +96,7 @@ class Weights:
         self._note(full_name)
         return whole.to(self.device, copy=True)
 
-    def stack(self, suffix: str, parts: Sequence[Rows], *in_features: int) -> Tensor:
+    def stack(self, suffix: str, parts: Sequence[WeightRows], *in_features: int) -> Tensor:
         """``[rows of all parts, *in_features]``: several stored tensors as one, for one matrix product."""
         self.check(suffix, parts, *in_features)
         count = sum(part.count for part in parts)
@@ -104,12 +104,12 @@ class Weights:
         self.fill(stacked, suffix, parts)
         return stacked
 
-    def check(self, suffix: str, parts: Sequence[Rows], *in_features: int) -> None:
+    def check(self, suffix: str, parts: Sequence[WeightRows], *in_features: int) -> None:
         """Raise where the parts are not stored so; before memory for them is asked for, of which a config may lie."""
         for part in parts:
             self._source.check(f"{self._prefix}{part.name}.{suffix}", (part.total, *in_features))
 
-    def fill(self, target: Tensor, suffix: str, parts: Sequence[Rows]) -> None:
+    def fill(self, target: Tensor, suffix: str, parts: Sequence[WeightRows]) -> None:
         """Fill ``target`` ``[rows of all parts, …]`` with the parts' rows, one part after the other."""
         start = 0
         for part in parts:

@@ -16,7 +16,7 @@ from attnplug_engine.speculation.state import Members
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BatchShape:
     """A batch as far as it is known before it is made: ``rows`` of each request, the last of which ends ``more`` rows
     after those that are committed."""
 
@@ -27,10 +27,10 @@ class Shape:
     step: int = 0
 
 
-class Shapes:
+class BatchShapes:
     """Shapes of batches that are planned together."""
 
-    def __init__(self, shapes: Sequence[Shape], device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[BatchShape], device: torch.device) -> None:
         self.shapes = shapes
         self._more = to_device([[shape.more] for shape in shapes], device)
 
@@ -41,7 +41,7 @@ class Shapes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ahead:
+class PlannedBatch:
     """A batch that was planned ahead, and where."""
 
     batch: ForwardBatch
@@ -90,7 +90,7 @@ class EagerBatches:
     ) -> None:
         self._attention, self.members, self._page_size = attention, members, page_size
         self._exact, self._stream = exact, stream
-        self._ahead: dict[tuple[ForwardMode, int, int], Ahead] = {}
+        self._ahead: dict[tuple[ForwardMode, int, int], PlannedBatch] = {}
 
     def make(
         self,
@@ -104,7 +104,7 @@ class EagerBatches:
         rows = positions.shape[1]
         ahead = self._ahead.pop((mode, rows, step), None)
         if ahead is None:
-            batch = self._planned(Shape(mode, rows, 0, step=step), seq_lens.int(), tree, self.members.longest)
+            batch = self._planned(BatchShape(mode, rows, 0, step=step), seq_lens.int(), tree, self.members.longest)
         else:
             assert self._stream is not None
             self._stream.wait(ahead.section)
@@ -114,7 +114,7 @@ class EagerBatches:
         batch.positions = positions.flatten()
         return batch
 
-    def plan_ahead(self, shapes: Shapes, lengths: Tensor, longest: int | None = None) -> Sequence[Ahead]:
+    def plan_ahead(self, shapes: BatchShapes, lengths: Tensor, longest: int | None = None) -> Sequence[PlannedBatch]:
         """Batches of these shapes, planned on the side stream after what the main stream was asked for so far.
 
         ``lengths [requests]`` are rows that are committed. ``longest`` is a bound of all rows, where it is not that of
@@ -125,17 +125,17 @@ class EagerBatches:
         most = self.members.longest if longest is None else longest
         with self._stream.section(lengths, self.members) as section:
             return [
-                Ahead(self._planned(shape, seq_lens, None, most), section)
+                PlannedBatch(self._planned(shape, seq_lens, None, most), section)
                 for shape, seq_lens in zip(shapes.shapes, shapes.seq_lens(lengths), strict=True)
             ]
 
-    def adopt(self, planned: Sequence[Ahead]) -> None:
+    def adopt(self, planned: Sequence[PlannedBatch]) -> None:
         """Give these when batches of their shapes are made, each once. Their lengths and pages are the members'."""
         for ahead in planned:
             geometry = ahead.batch.geometry
             self._ahead[geometry.mode, geometry.max_new, geometry.step] = ahead
 
-    def _planned(self, shape: Shape, seq_lens: Tensor, tree: Tensor | None, longest: int) -> ForwardBatch:
+    def _planned(self, shape: BatchShape, seq_lens: Tensor, tree: Tensor | None, longest: int) -> ForwardBatch:
         """A batch of this shape with ``seq_lens [requests]`` int32, planned and marked, still without positions; and
         with memory for the tree if the shape has one and none is given."""
         members, requests = self.members, seq_lens.shape[0]

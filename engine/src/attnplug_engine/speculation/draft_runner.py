@@ -20,12 +20,13 @@ from attnplug.host import (
     WorkspaceOwner,
     build_selection,
 )
-from attnplug_engine.parallel import TensorParallel
-from attnplug_engine.pools import Capacity, build_pools
-from attnplug_engine.sampler import sample
-from attnplug_engine.sampling_batch import SamplingBatch
-from attnplug_engine.speculation.drafts import DraftModel
-from attnplug_engine.speculation.noised import noised
+from attnplug_engine.execution.sampler import sample
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
+from attnplug_engine.memory.capacity import Capacity
+from attnplug_engine.memory.pools import build_pools
+from attnplug_engine.parallel.collectives import TensorParallel
+from attnplug_engine.speculation.draft_sampling import gumbel_topk
+from attnplug_engine.speculation.drafts.model import DraftModel
 from attnplug_engine.speculation.options import Speculation
 
 
@@ -101,14 +102,14 @@ class DraftRunner:
             out: Tensor = self.model.forward(batch.input_ids, batch.positions, hidden, batch, step)
         return out
 
-    def best(self, hidden: Tensor, sampling: SamplingBatch, topk: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    def best(self, hidden: Tensor, sampling: SamplingMetadata, topk: int, step: int = 0) -> tuple[Tensor, Tensor]:
         """The ``topk`` best of the target's tokens after rows of a step, and their log-probabilities, ``[rows, topk]``.
 
         Where a request samples, they are the best by the noise that the target will choose by.
         """
-        return noised(self.model.logits(hidden, step), sampling, topk, self.model.target_ids)
+        return gumbel_topk(self.model.logits(hidden, step), sampling, topk, self.model.target_ids)
 
-    def choose(self, hidden: Tensor, sampling: SamplingBatch, step: int = 0) -> Tensor:
+    def choose(self, hidden: Tensor, sampling: SamplingMetadata, step: int = 0) -> Tensor:
         """The token ``[rows]`` that the draft would sample; -1 where its logits are not finite."""
         if self.model.target_ids is None:
             return sample(self.model.logits(hidden, step), sampling)

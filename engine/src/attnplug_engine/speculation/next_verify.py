@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnplug import ForwardMode
-from attnplug.host import SlotTable
-from attnplug_engine.request import PENDING, Request, StepEntry
-from attnplug_engine.speculation.batches import Ahead, EagerBatches, Shape, Shapes
-from attnplug_engine.speculation.launched import Brought
+from attnplug_engine.request import Request
+from attnplug_engine.scheduling.slot_table import SlotTable
+from attnplug_engine.scheduling.step import PENDING, StepEntry
+from attnplug_engine.speculation.batches import BatchShape, BatchShapes, EagerBatches, PlannedBatch
+from attnplug_engine.speculation.in_flight import RoundOutput
 from attnplug_engine.speculation.options import Speculation
 
 
@@ -19,14 +20,14 @@ from attnplug_engine.speculation.options import Speculation
 class _Waiting:
     """A verify that was planned, and for whom."""
 
-    planned: Sequence[Ahead]
+    planned: Sequence[PlannedBatch]
     longest: int
     requests: Sequence[Request]
     rows: Sequence[int]
     slots: Sequence[int]
     changes: Sequence[int]
     """Of the pages of these rows."""
-    brought: Brought
+    brought: RoundOutput
     """What the round before it brought, and so which lengths it was planned for."""
 
 
@@ -42,8 +43,8 @@ class NextVerify:
         self._table, self._nodes = table, speculation.nodes
         self._most = speculation.nodes + speculation.room
         """Rows after those that a round finds, at most, which the next one has room for."""
-        shape = Shape(ForwardMode.TARGET_VERIFY, self._nodes, self._nodes, trees=speculation.topk > 1)
-        self._shapes = Shapes([shape], table.device)
+        shape = BatchShape(ForwardMode.TARGET_VERIFY, self._nodes, self._nodes, trees=speculation.topk > 1)
+        self._shapes = BatchShapes([shape], table.device)
         self._waiting: _Waiting | None = None
 
     def plan(
@@ -53,7 +54,7 @@ class NextVerify:
         rows: Sequence[int],
         slots: Sequence[int],
         lengths: Tensor,
-        brought: Brought,
+        brought: RoundOutput,
     ) -> None:
         """Plan it, after a round of these requests that leaves ``lengths [requests]`` committed rows."""
         if not self._same_expected(entries, rows):
@@ -74,7 +75,7 @@ class NextVerify:
 
     def take(
         self, entries: Sequence[StepEntry], rows: Sequence[int], slots: Sequence[int], longest: int
-    ) -> Sequence[Ahead]:
+    ) -> Sequence[PlannedBatch]:
         """What was planned for a round of these requests; nothing if that was for others. It is given once."""
         waiting = self._waiting
         self._waiting = None

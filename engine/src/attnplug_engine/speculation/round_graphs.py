@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
-from attnplug.host import ModelAttention, PageAllocator, SlotTable, Turn, TypicalLens, merged_turns, turns
-from attnplug_engine.by_length import ByLength
-from attnplug_engine.capture import Capture
-from attnplug_engine.graphs import sizes_by_backend
-from attnplug_engine.padding import reserve_padding
-from attnplug_engine.request import StepEntry
-from attnplug_engine.sampling_batch import SeedOf
-from attnplug_engine.speculation.batches import Shape
+from attnplug.host import ModelAttention, Turn, TypicalLens, merged_turns, turns
+from attnplug_engine.execution.sampling_inputs import SeedOf
+from attnplug_engine.graphs.capture import Capture
+from attnplug_engine.graphs.decode import sizes_by_backend
+from attnplug_engine.graphs.dispatcher import GraphDispatcher
+from attnplug_engine.graphs.padding import reserve_padding
+from attnplug_engine.scheduling.page_allocator import PageAllocator
+from attnplug_engine.scheduling.slot_table import SlotTable
+from attnplug_engine.scheduling.step import StepEntry
+from attnplug_engine.speculation.batches import BatchShape
 from attnplug_engine.speculation.round_inputs import RoundInputs
 from attnplug_engine.speculation.state import Members
 
@@ -121,7 +123,7 @@ class RoundGraphs:
         largest: int,
         rows: int,
         draft_rows: int,
-        draft_shapes: Sequence[Shape],
+        draft_shapes: Sequence[BatchShape],
         has_states: bool,
         device: torch.device,
     ) -> None:
@@ -136,7 +138,7 @@ class RoundGraphs:
         self._padding = max(max(fill, most) if fill else 0 for fill, most in fills)
         self.inputs = RoundInputs(largest, table.max_requests, device)
         self._page_table = torch.zeros(largest, table.max_pages, dtype=torch.int32, device=device)
-        self._rounds: dict[int, ByLength[CapturedRound]] = {}
+        self._rounds: dict[int, GraphDispatcher[CapturedRound]] = {}
         self.largest = largest
 
     @property
@@ -161,7 +163,7 @@ class RoundGraphs:
         self, size: int, capture: Capture, parts: Callable[[CapturedRound], Sequence[Replay]]
     ) -> Sequence[CapturedRound]:
         """Capture the ``parts`` of a round of ``size`` requests, for the backends that plan it at each length."""
-        self._rounds[size] = ByLength(
+        self._rounds[size] = GraphDispatcher(
             lambda ragged: self._turns(size, ragged),
             self._context,
             lambda typical: self._capture(size, capture, parts, typical),

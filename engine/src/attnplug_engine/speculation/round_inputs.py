@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from attnplug.host import TypicalLens
-from attnplug_engine.request import PENDING, Request, StepEntry
-from attnplug_engine.sampling_batch import SamplingArrays, SamplingBatch, SeedOf
+from attnplug_engine.execution.sampling_inputs import SamplingArrays, SeedOf
+from attnplug_engine.graphs.staging import Staging
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
+from attnplug_engine.request import Request
+from attnplug_engine.scheduling.step import PENDING, StepEntry
 from attnplug_engine.speculation.state import Members
-from attnplug_engine.staging import Staging
 
 _NUMBERS = 5
 """int64 for each request: row, newest token, committed rows, prompt, state slot."""
@@ -28,8 +30,8 @@ class RoundInputs:
         self._padding_row = padding_row
         self._staging = Staging(_nbytes(size), device, lambda memory: _Host(memory, size))
         self._numbers, sampling = _fields(self._staging.memory, size)
-        self._sampling = SamplingBatch.over(sampling, size)
-        with self._staging.sent() as host:
+        self._sampling = SamplingMetadata.over(sampling, size)
+        with self._staging.write() as host:
             self._pad(host, 0)
 
     def members(
@@ -44,7 +46,7 @@ class RoundInputs:
     def fill(self, entries: Sequence[StepEntry], rows: Sequence[int], slots: Sequence[int], seed_of: SeedOf) -> None:
         """Send a round's requests, and padded ones after them. Waits for nothing but an older copy."""
         count, requests = len(entries), [entry.request for entry in entries]
-        with self._staging.sent() as host:
+        with self._staging.write() as host:
             host.numbers[0, :count] = rows
             host.numbers[1, :count] = [-1 if token == PENDING else token for _, _, (token,), _ in entries]
             host.numbers[2, :count] = [entry.position for entry in entries]

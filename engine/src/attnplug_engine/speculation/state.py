@@ -10,8 +10,10 @@ from torch import Tensor
 
 from attnplug import to_device
 from attnplug.host import TypicalLens
-from attnplug_engine.request import PENDING, Request, StepEntry
-from attnplug_engine.sampling_batch import SamplingBatch, SeedOf
+from attnplug_engine.execution.sampling_inputs import SeedOf, sampling_metadata
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
+from attnplug_engine.request import Request
+from attnplug_engine.scheduling.step import PENDING, StepEntry
 from attnplug_engine.speculation.tree import Proposal
 from attnplug_engine.speculation.verify_rows import VerifyRows, verify_rows
 
@@ -66,7 +68,7 @@ class Members:
     """int64: committed cache rows, where the newest token is known."""
     prompts: Tensor
     """int64: tokens of the prompt."""
-    sampling: SamplingBatch
+    sampling: SamplingMetadata
     """How tokens are chosen; its ``position`` means nothing."""
     page_table: Tensor
     """``[requests, pages]`` int32."""
@@ -103,7 +105,7 @@ class Members:
         ]
         device = page_table.device
         which, known, committed, prompts, slots = to_device(numbers, device).unbind()
-        sampling = SamplingBatch.of(requests, seed_of, device, [0] * len(requests))
+        sampling = sampling_metadata(requests, seed_of, device, [0] * len(requests))
         typical = TypicalLens.of([before + 1 for before in numbers[2]])
         states = slots if state_slots else None
         return Members(which, known, committed, prompts, sampling, page_table, longest, states, typical)
@@ -129,13 +131,13 @@ class Members:
             return first.int().unsqueeze(0)
         return (first + torch.arange(count, device=first.device).unsqueeze(1)).int()
 
-    def sampled(self, place: Tensor, each: int = 1) -> SamplingBatch:
+    def sampled(self, place: Tensor, each: int = 1) -> SamplingMetadata:
         """How tokens at ``place [requests]`` are chosen, for ``each`` so many rows of every request."""
         one = self.sampling
 
         def rows(values: Tensor) -> Tensor:
             return values if each == 1 else values.unsqueeze(1).repeat(1, each).flatten()
 
-        return SamplingBatch(
+        return SamplingMetadata(
             rows(one.temperature), rows(one.top_k), rows(one.top_p), rows(one.min_p), rows(one.seed), rows(place)
         )

@@ -116,7 +116,7 @@ class TreeGrowth:
             )
         before = (self.tokens, self.ancestors), self._newest, self._candidates
         if kernels.usable(tokens):
-            from attnplug_engine.kernels.growth import grow
+            from attnplug_engine.kernels.draft_tree import grow
 
             self.tokens, self.ancestors, *newest, self._candidates = grow(tokens, logprobs, *before)
         else:
@@ -133,9 +133,9 @@ class TreeGrowth:
                 f"have {count + 1}; ask for up to {count + 1}, or for more steps or branches"
             )
         if kernels.usable(tokens):
-            from attnplug_engine.kernels.growth import cut
+            from attnplug_engine.kernels.draft_tree import prune
 
-            return Proposal(*cut(tokens, scores, parents, nodes))
+            return Proposal(*prune(tokens, scores, parents, nodes))
         taken = _best(scores, nodes - 1)[1].sort(1).values  # by level, so that parents come first
         places = torch.zeros(requests, count + 1, dtype=torch.int64, device=tokens.device)
         places.scatter_(1, taken + 1, torch.arange(1, nodes, device=tokens.device).expand(requests, -1))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnplug_engine import kernels
-from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 from attnplug_engine.speculation.tree import Proposal, ancestors, depths
 
 
@@ -28,7 +28,7 @@ class VerifyRows:
     """``[requests, N]`` int64: ``Geometry.tree``; ``None`` for chains."""
     proposal: Proposal
     """Of the requests."""
-    sampling: SamplingBatch
+    sampling: SamplingMetadata
     """How the token after each row is chosen."""
 
 
@@ -37,7 +37,7 @@ def verify_rows(
     known: Tensor,
     committed: Tensor,
     prompts: Tensor,
-    sampling: SamplingBatch,
+    sampling: SamplingMetadata,
     tokens: Tensor,
     lengths: Tensor,
     proposed: Proposal,
@@ -69,7 +69,7 @@ def verify_rows(
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(nodes)
 
-    chosen_by = SamplingBatch(
+    chosen_by = SamplingMetadata(
         each(sampling.temperature),
         each(sampling.top_k),
         each(sampling.top_p),

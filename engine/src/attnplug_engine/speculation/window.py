@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnplug import to_device
-from attnplug_engine.request import StepEntry
-from attnplug_engine.speculation.accept import Accepted
-from attnplug_engine.speculation.batches import Batches, Shape
-from attnplug_engine.speculation.drafters import ModelDrafter, Prefill, newest_rows
+from attnplug_engine.scheduling.step import StepEntry
+from attnplug_engine.speculation.acceptance import Accepted
+from attnplug_engine.speculation.batches import Batches, BatchShape
+from attnplug_engine.speculation.proposers import DraftModelProposer, Prefill, newest_rows
 from attnplug_engine.speculation.tree import Proposal
 
 
-class WindowDrafter(ModelDrafter):
+class WindowProposer(DraftModelProposer):
     """Proposes what a draft of several models chooses: layers for multi-token prediction, one for each step.
 
     There are no steps of one row. Every model runs over the whole window, the rows of a round's nodes or of a prefill,
@@ -30,7 +30,7 @@ class WindowDrafter(ModelDrafter):
     chose others: what is proposed may be worse for it, and what is accepted of it is right all the same.
     """
 
-    def _further(self) -> Sequence[Shape]:
+    def _further(self) -> Sequence[BatchShape]:
         return ()  # all steps run when it catches up
 
     def after_prefill(self, prefill: Prefill) -> Proposal | None:

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from attnplug import AttentionKind, ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config, active_attention, show
-from attnplug_engine.models.architectures import LoadedModel
-from attnplug_engine.models.decoder import Attention, Block, hidden_norm, norm_eps
+from attnplug_engine.models.decoder import Attention, Block, LoadedModel, hidden_norm, norm_eps
 from attnplug_engine.models.layers import MLP, Head, Linear, RMSNorm, check_activation, embedded
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import even_part, scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import even_part, scaled
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
 from attnplug_engine.speculation.options import DRAFT_MODEL, TOPK, Speculation
 
@@ -40,7 +39,7 @@ class ReadingAttention(Attention):
         heads = even_part(layer.num_heads, weights.parallel, "attention heads")
         self.layer = layer.for_rank(weights.parallel.size)
         width = layer.head_dim
-        parts = [Rows("q_proj", layer.num_heads * width, scaled(heads, width))]
+        parts = [WeightRows("q_proj", layer.num_heads * width, scaled(heads, width))]
         self.query = Linear.stacked(weights, parts, hidden, bias=bias)
         values = layer.num_heads * layer.v_head_dim
         self.out = Linear.row_parallel(
@@ -71,7 +70,7 @@ class AssistantDraft(DraftModel):
     gave, projected back to the target's width.
     """
 
-    takes = LAST
+    hidden_inputs = LAST
     reads_target = True
 
     def __init__(self, weights: Weights, config: Config, spec: ModelSpec, target: LoadedModel) -> None:
@@ -79,8 +78,8 @@ class AssistantDraft(DraftModel):
         super().__init__(spec.for_rank(weights.parallel.size), hidden)
         check_activation(config)
         self.embedding, self.rope = target.module.embedding, target.module.rope
-        self.before = Linear.stacked(weights, [Rows("pre_projection", hidden, slice(0, hidden))], 2 * backbone)
-        self.after = Linear.stacked(weights, [Rows("post_projection", backbone, slice(0, backbone))], hidden)
+        self.before = Linear.stacked(weights, [WeightRows("pre_projection", hidden, slice(0, hidden))], 2 * backbone)
+        self.after = Linear.stacked(weights, [WeightRows("post_projection", backbone, slice(0, backbone))], hidden)
         norm, model, by_id = hidden_norm(config), weights.at("model"), {layer.layer_id: layer for layer in spec.layers}
         eps, intermediate = norm_eps(config), config.integer("intermediate_size")
 

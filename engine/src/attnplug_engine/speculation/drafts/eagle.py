@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config
-from attnplug_engine.models.architectures import LoadedModel
-from attnplug_engine.models.decoder import Block, hidden_norm
+from attnplug_engine.models.decoder import Block, LoadedModel, hidden_norm
 from attnplug_engine.models.grouped_attention import GroupedAttention
 from attnplug_engine.models.layers import MLP, Linear, check_activation, embedded
 from attnplug_engine.models.rope import Rope
-from attnplug_engine.models.weights import Rows, Weights
+from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.speculation.drafts.model import LAST, DraftModel
 from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
 
@@ -22,7 +21,7 @@ from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
 class EagleDraft(DraftModel):
     """The first layer has no norm before its attention, and none follows the last one."""
 
-    takes = LAST
+    hidden_inputs = LAST
 
     def __init__(self, weights: Weights, config: Config, spec: ModelSpec, target: LoadedModel) -> None:
         hidden = config.integer("hidden_size")
@@ -57,7 +56,7 @@ class EagleDraft(DraftModel):
 
 def joined(weights: Weights, inputs: int, hidden: int) -> Linear:
     """The projection ``fc`` of joined states; some checkpoints have a bias for it."""
-    rows = [Rows("fc", hidden, slice(0, hidden))]
+    rows = [WeightRows("fc", hidden, slice(0, hidden))]
     return Linear.stacked(weights, rows, inputs, bias=weights.holds("fc.bias"))
 
 

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config
-from attnplug_engine.checkpoint import Checkpoint, WeightSource
-from attnplug_engine.models.architectures import LoadedModel
-from attnplug_engine.models.decoder import Block, hidden_norm, norm_eps
+from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
+from attnplug_engine.models.decoder import Block, LoadedModel, hidden_norm, norm_eps
 from attnplug_engine.models.layers import Head, RMSNorm, check_activation, embedded
 from attnplug_engine.models.rope import Rope, Rotation
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.speculation.drafts.eagle import joined, llama_attention, llama_mlp
-from attnplug_engine.speculation.drafts.model import DraftError, DraftModel, Takes
+from attnplug_engine.speculation.drafts.model import DraftError, DraftModel, HiddenInputs
 from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
 
 _HEAD, _MAP, _LAYERS = "lm_head.weight", "d2t", "eagle_aux_hidden_state_layer_ids"
@@ -68,8 +67,8 @@ class Eagle3Draft(DraftModel):
             for part in (config, eagle):
                 if part.lookup(key) not in (None, allowed):
                     raise part.wrong(key, f"{str(allowed).lower()} or absent: a draft of this kind cannot be run")
-        self.takes = Takes(layers=_taps(config, eagle, len(target.module.layers)))
-        width = self.takes.width(hidden)
+        self.hidden_inputs = HiddenInputs(layers=_taps(config, eagle, len(target.module.layers)))
+        width = self.hidden_inputs.width(hidden)
 
         self.embedding = own_embedding(weights, target)
         normed = config.flag("norm_before_fc") or eagle.flag("norm_before_fc")

@@ -10,10 +10,11 @@ import torch
 from attnplug import ModelSpec
 from attnplug.host import Config, UsageError
 from attnplug.host import load_model as load_spec
-from attnplug_engine.checkpoint import Checkpoint, WeightSource
-from attnplug_engine.models.architectures import LoadedModel, load_model, model_config, open_source, read_config
+from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
+from attnplug_engine.models.architectures import load_model, model_config, open_source, read_config
+from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.models.weights import Weights
-from attnplug_engine.parallel import SINGLE, TensorParallel
+from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.speculation.drafts.assistant import (
     ASSISTANT,
     EMBEDDING,

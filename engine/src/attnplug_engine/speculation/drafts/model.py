@@ -20,7 +20,7 @@ class DraftError(UsageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Takes:
+class HiddenInputs:
     """Which hidden states of the target a draft is given: those after the last norm, or those of inner ``layers``.
 
     Layers are numbered as ``Decoder.forward`` numbers its ``taps``.
@@ -34,8 +34,8 @@ class Takes:
         return hidden_size * (len(self.layers) + self.last)
 
 
-NOTHING = Takes()
-LAST = Takes(last=True)
+NOTHING = HiddenInputs()
+LAST = HiddenInputs(last=True)
 
 
 class DraftModel(nn.Module):
@@ -48,7 +48,7 @@ class DraftModel(nn.Module):
     writes none.
     """
 
-    takes: Takes = NOTHING
+    hidden_inputs: HiddenInputs = NOTHING
     models: int = 1
     target_ids: Tensor | None = None
     reads_target: bool = False

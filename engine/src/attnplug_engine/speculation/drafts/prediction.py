@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config
-from attnplug_engine.checkpoint import Checkpoint, WeightSource
+from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
 from attnplug_engine.models import deepseek, qwen_hybrid
-from attnplug_engine.models.architectures import LoadedModel
-from attnplug_engine.models.decoder import MODEL, Block, hidden_norm
+from attnplug_engine.models.decoder import MODEL, Block, LoadedModel, hidden_norm
 from attnplug_engine.models.layers import Head, Linear, RMSNorm, embedded
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
+from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
 from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
 from attnplug_engine.speculation.options import STEPS, TOPK, Speculation
@@ -53,7 +52,7 @@ class PredictionDraft(DraftModel):
     """A model's own layers for multi-token prediction. Hidden states are those after the last norm, of target and
     draft alike. Several layers are one for each step, with rows of their own in the cache."""
 
-    takes = LAST
+    hidden_inputs = LAST
 
     def __init__(self, spec: ModelSpec, target: LoadedModel, layers: list[PredictionLayer]) -> None:
         super().__init__(spec, target.module.hidden_size)
@@ -88,7 +87,7 @@ class Predictor:
 
 
 def _join(weights: Weights, name: str, hidden: int) -> Linear:
-    return Linear.stacked(weights, [Rows(name, hidden, slice(0, hidden))], 2 * hidden)
+    return Linear.stacked(weights, [WeightRows(name, hidden, slice(0, hidden))], 2 * hidden)
 
 
 def _deepseek(weights: Weights, config: Config, spec: ModelSpec, target: LoadedModel) -> list[PredictionLayer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from attnplug_engine.models.architectures import LoadedModel
+from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.models.layers import Head, frozen
 from attnplug_engine.models.weights import Weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnplug import ForwardBatch
-from attnplug_engine.models.architectures import LoadedModel
+from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.speculation.drafts.model import DraftModel
 
 

@@ -1,0 +1,42 @@
+"""Numbers that the host sends to fixed addresses of the device, by one copy a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+_STAGES = 2
+"""Copies of the host's side: one is filled while the other may still be on its way."""
+
+Host = TypeVar("Host")
+
+
+class Staging(Generic[Host]):
+    """``memory`` on the device, and what the host writes for it. ``fields`` makes that over bytes of the host."""
+
+    def __init__(self, nbytes: int, device: torch.device, fields: Callable[[Tensor], Host]) -> None:
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        pinned = device.type == "cuda"
+        self._stages: list[tuple[Tensor, Host, torch.cuda.Event | None]] = []
+        for _ in range(_STAGES):
+            own = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            self._stages.append((own, fields(own), torch.cuda.Event() if pinned else None))
+
+    @contextmanager
+    def write(self) -> Iterator[Host]:
+        """The host's side, to be written, and then sent. It holds what was written the time before last.
+
+        Waits until the device has read that; with at most one other step under way it has.
+        """
+        own, host, event = self._stages.pop(0)
+        self._stages.append((own, host, event))
+        if event is not None:
+            event.synchronize()
+        yield host
+        self.memory.copy_(own, non_blocking=True)
+        if event is not None:
+            event.record()

@@ -1,0 +1,126 @@
+"""The memory that an engine makes for a model: pages and who has which, pools for its layers, and what they take."""
+
+from __future__ import annotations
+
+import torch
+
+from attnplug import (
+    COMPRESSED,
+    INDEX_KEYS,
+    AttentionKind,
+    CompressedPool,
+    DType,
+    IndexKeyPool,
+    MHAPool,
+    MLAPool,
+    ModelSpec,
+    PoolError,
+)
+from attnplug.host import (
+    HOST_ROWS,
+    CacheKey,
+    HiSparse,
+    HostRows,
+    HotPool,
+    KVPools,
+    LinearStatePool,
+    PagedCache,
+)
+from attnplug_engine.memory.capacity import Capacity, bytes_per_page, bytes_per_state, hot_bytes, own_dtype
+
+
+def build_pools(
+    spec: ModelSpec,
+    capacity: Capacity,
+    dtype: torch.dtype,
+    kv_dtype: DType,
+    device: torch.device,
+    index_dtype: DType | None = None,
+    *,
+    hot: bool = False,
+) -> KVPools:
+    """The pools that the layers of a rank's ``spec`` need; ``dtype`` is the model's, and that of index keys unless they
+    have another. With ``hot``, latent rows are in host memory, and the MLA pool holds hot buffers."""
+    try:
+        return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, hot=hot)
+    except (RuntimeError, MemoryError) as error:  # torch's allocators raise the first, and its subclass for CUDA
+        needed = capacity.num_pages * bytes_per_page(
+            spec, capacity.page_size, kv_dtype, dtype, index_dtype, drafts=capacity.nodes - 1
+        )
+        if hot:
+            needed = hot_bytes(spec, capacity, kv_dtype, dtype, index_dtype)
+        what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
+        settings = ["num_pages"]
+        if capacity.state_slots:
+            states = capacity.state_slots * bytes_per_state(spec, dtype)
+            what += f" and {capacity.state_slots} linear states {states / 2**30:.1f} GiB"
+            settings += ["state_slots", "max_batch"]
+        lower = " or ".join(f"`{setting}`" for setting in settings)
+        raise PoolError(f"{what}, which cannot be allocated; lower {lower}", settings=settings) from error
+
+
+def _build_pools(
+    spec: ModelSpec,
+    capacity: Capacity,
+    dtype: torch.dtype,
+    kv_dtype: DType,
+    device: torch.device,
+    index_dtype: DType | None,
+    *,
+    hot: bool,
+) -> KVPools:
+    kinds = spec.kinds
+    mha = None
+    mla: MLAPool | None = None
+    if AttentionKind.MHA in kinds:
+        mha = MHAPool(
+            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
+        )
+    caches: dict[CacheKey[PagedCache], PagedCache] = {}
+    if hot:
+        mla = hot_pool = HotPool(
+            spec.layers,
+            capacity.hot_sizes,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            dtype=kv_dtype,
+            device=device,
+        )
+        caches[HOST_ROWS] = HostRows(
+            len(spec.layers),
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            row_nbytes=hot_pool.cells.shape[1],
+            device=device,
+        )
+    elif AttentionKind.MLA in kinds:
+        mla = MLAPool(
+            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
+        )
+    model_dtype = own_dtype(dtype)
+    linear = None
+    if spec.linear_layers:
+        linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=model_dtype, device=device)
+    if spec.index_layers:
+        caches[INDEX_KEYS] = IndexKeyPool(
+            spec.layers,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            dtype=index_dtype or model_dtype,
+            device=device,
+        )
+    if spec.compressed_layers:
+        caches[COMPRESSED] = CompressedPool(
+            spec.layers,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            dtype=model_dtype,
+            device=device,
+            drafts=capacity.nodes - 1,
+        )
+    return KVPools(mha=mha, mla=mla, linear=linear, caches=caches)
+
+
+def build_coordinator(pools: KVPools) -> HiSparse | None:
+    """What brings rows from host memory, if that is where they are."""
+    return HiSparse(pools.mla, pools.cache(HOST_ROWS)) if isinstance(pools.mla, HotPool) else None
