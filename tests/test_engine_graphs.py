@@ -251,7 +251,7 @@ def test_backends_that_take_turns_replay_graphs_of_their_own(oracles, model, nam
     rows = [torch.stack(seen[number][: len(outputs[number])]) for number in sorted(seen)]
     oracle.judge(texts, outputs, rows, slack=2.0)
     assert engine.statistics.replayed_steps > 50 and not engine.statistics.eager_steps
-    assert min(engine.statistics.backend_usage.told()["decode"].values()) > 15
+    assert min(engine.statistics.backend_usage.by_backend()["decode"].values()) > 15
 
 
 @pytest.mark.parametrize(("model", "settings"), BACKENDS[::3], ids=named)

@@ -7,7 +7,7 @@ from attnplug_engine.kernels import step_io
 from attnplug_testing.ahead import compiled
 
 TYPES = {
-    **dict.fromkeys(("page_table", "positions", "input_slots", "memory", "turn", "mirror"), "*i32"),
+    **dict.fromkeys(("page_table", "positions", "input_slots", "memory", "slot_index", "mirror"), "*i32"),
     **dict.fromkeys(("ids", "tokens", "sampled", "rows", "chosen", "output_slots"), "*i64"),
 }
 BEGIN = {"BLOCK": 64, "COPIED": 256}

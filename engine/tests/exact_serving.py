@@ -19,7 +19,7 @@ from attnplug.host import LinearDims, LinearStatePool
 from attnplug_engine.request import FinishReason, Request, RequestState
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
-from attnplug_engine.scheduling.scheduler import Scheduler, whole_step_tokens
+from attnplug_engine.scheduling.scheduler import Scheduler, unchunked_step_tokens
 from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.state_allocator import StateAllocator
 from attnplug_engine.scheduling.step import BAD_LOGITS, PENDING, Step, StepEntry
@@ -73,9 +73,9 @@ class Serving:
         checkpoint: int = 8,
         depth: int = 1,
         bad_at: Mapping[int, int | None] | None = None,
-        spare: int = 0,
+        lookahead: int = 0,
     ) -> None:
-        """``depth`` steps are in flight. ``bad_at`` says by request which of its tokens cannot be chosen. ``spare``
+        """``depth`` steps are in flight. ``bad_at`` says by request which of its tokens cannot be chosen. ``lookahead``
         tokens are what the table is wider than the context."""
         self.depth, self.bad_at = depth, bad_at or {}
         self.states, self.memory = None, torch.empty(0)
@@ -86,11 +86,14 @@ class Serving:
             self.states, self.memory = StateAllocator(pool), recurrent
         self.allocator = PageAllocator(pages)
         self.table = SlotTable(
-            self.allocator, page_size=page_size, max_requests=max_batch, max_pages=-(-(context + spare) // page_size)
+            self.allocator,
+            page_size=page_size,
+            max_requests=max_batch,
+            max_pages=-(-(context + lookahead) // page_size),
         )
         self.cache = PrefixCache(self.allocator, page_size, self.states) if cached else None
         self.whole = chunk is None
-        most = whole_step_tokens(context, max_batch) if chunk is None else chunk
+        most = unchunked_step_tokens(context, max_batch) if chunk is None else chunk
         self.scheduler = self.make_scheduler(
             max_batch=max_batch,
             max_step_tokens=most,

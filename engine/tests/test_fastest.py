@@ -31,7 +31,7 @@ from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.execution.backend_usage import BackendUsage
 from attnplug_engine.graphs.decode import GraphReport
 from attnplug_engine.graphs.dispatcher import GraphDispatcher
-from attnplug_engine.prepare import insist_on_one_choice
+from attnplug_engine.prepare import check_same_choice
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.step import StepEntry
 from attnplug_testing.command import Attnplug, Package
@@ -55,7 +55,7 @@ class TestThirdParties:
         outputs = [done.token_ids for done in one.generate(PROMPTS, max_tokens=14)]
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             assert output == oracle.logits(prompt + output[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
-        served = one.statistics.backend_usage.told()["decode"]
+        served = one.statistics.backend_usage.by_backend()["decode"]
         assert served.keys() == {"double", "other", NAME} and min(served.values()) >= 3
 
     def test_the_command_runs_by_a_table_and_tells_how_many_steps_each_served(
@@ -112,7 +112,7 @@ def refilled(monkeypatch: pytest.MonkeyPatch) -> None:
         children = {name: RefilledNative(context.for_backend(name, can, roles=roles)) for name in ("odd", "even")}
         return FastestBackend(children, {role: taking_turns("even", "odd")})
 
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)
 
 
@@ -132,7 +132,7 @@ class TestCaptured:
         one = captured(engine(overlap=True), (2, 4))
         assert [done.token_ids for done in one.generate(PROMPTS, each)] == expected
         assert one.statistics.replayed_steps and not one.statistics.eager_steps
-        assert min(one.statistics.backend_usage.told()["decode"].values()) >= 4
+        assert min(one.statistics.backend_usage.by_backend()["decode"].values()) >= 4
 
     def test_requests_that_differ_in_length_are_replayed_by_the_backend_that_is_the_fastest_for_them(self, monkeypatch):
         """B2: equal ones by the other, over the same cache, with the same tokens."""
@@ -150,7 +150,7 @@ class TestCaptured:
         for prompts, steps in (([[5, 6, 7], [8, 9, 10]], 4), ([[5], [6] * 9], 6)):
             expected = [done.token_ids for done in engine().generate(prompts, max_tokens=steps + 1)]
             assert [done.token_ids for done in one.generate(prompts, max_tokens=steps + 1)] == expected
-        assert one.statistics.backend_usage.told()["decode"] == {"apart": 6, "alike": 4}
+        assert one.statistics.backend_usage.by_backend()["decode"] == {"apart": 6, "alike": 4}
 
     def test_replayed_rounds_by_turns_give_the_tokens_of_plain_steps(self, refilled):
         """B2: verify and the draft's own batches, each by the backend that is the fastest for it."""
@@ -255,9 +255,9 @@ class TestRanks:
         times = {**taking_turns("double", "other").times, "double": {(1, 5, 1): 3.0}}
         other.choices[Role.DECODE] = replace(choice, schedule=type(choice.schedule)(times))
         cpu = torch.device("cpu")
-        in_ranks(2, lambda parallel: insist_on_one_choice(alike, parallel, cpu))
+        in_ranks(2, lambda parallel: check_same_choice(alike, parallel, cpu))
         with pytest.raises(BackendError, match=r"decode on double and other, and others chose otherwise: .* measured"):
-            in_ranks(2, lambda parallel: insist_on_one_choice((alike, other)[parallel.rank], parallel, cpu))
+            in_ranks(2, lambda parallel: check_same_choice((alike, other)[parallel.rank], parallel, cpu))
 
 
 def test_batches_say_how_long_their_requests_are_about(monkeypatch):

@@ -111,7 +111,7 @@ def test_drawn_tokens_are_those_of_an_engine_without_a_draft(assistants):
 
 @pytest.mark.parametrize("fill", [0, 6])
 def test_captured_rounds_give_the_same_tokens(fill, assistants, monkeypatch):
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         refilled = partial(build, kind=partial(RefilledNative, fill=fill))
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", refilled)
     folder, _ = assistants()

@@ -171,7 +171,7 @@ class TestTokens:
                 break
             with monkeypatch.context() as broken:
                 if number % 3 == 2:
-                    broken.setattr("attnplug_engine.execution.in_flight.Launched.tokens", lambda _: 1 / 0)
+                    broken.setattr("attnplug_engine.execution.in_flight.StepInFlight.tokens", lambda _: 1 / 0)
                 with suppress(ZeroDivisionError):
                     graphs.step()
         assert [request.output for request in requests] == [

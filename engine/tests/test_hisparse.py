@@ -124,7 +124,7 @@ def test_rows_that_are_verified_are_brought_in_together(speculation, expected, m
     nodes = speculation.get("speculative_num_draft_tokens", 3)
     has_draft = "speculative_draft_model" in speculation
     if has_draft:
-        for module in ("runner", "speculation.draft_runner"):
+        for module in ("execution.runner", "speculation.draft_runner"):
             monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)
     engine = make(hot=TOPK * nodes, **speculation)
     if has_draft:
@@ -311,4 +311,4 @@ def test_run_tells_the_hit_rate_and_what_was_moved(attnplug: Attnplug):
 
 def test_options_are_read_when_they_are_given():
     config = EngineOptions(enable_hisparse=True, hisparse_config='{"host_memory_gib": 1.5}').hisparse
-    assert config.host_room(2) == 3 << 29
+    assert config.host_budget(2) == 3 << 29

@@ -53,7 +53,7 @@ def test_a_captured_step_begins_and_ends_by_kernels_as_by_torch(pages: int, devi
         found = []
         for begin, end in (
             (lambda *given: step_io.begin(mailbox, *given), lambda *given: step_io.end(mailbox, *given)),
-            (decode._begin, decode.keep_tokens),  # finds what the kernel has put into the device's memory
+            (decode._begin, decode.store_tokens),  # finds what the kernel has put into the device's memory
         ):
             table = torch.full((7, pages), -5, dtype=torch.int32, device=device)
             ids, positions = torch.zeros(5, dtype=torch.int64, device=device), torch.full_like(lens[:5], -5)

@@ -72,16 +72,16 @@ def test_product_of_a_packed_weight(rows, packing, monkeypatch):
     assert bool(calls) is (rows >= 2)
 
 
-@pytest.mark.parametrize("spare", [0, -1])
-def test_weights_are_packed_if_they_take_a_small_part_of_the_memory(spare, packing, monkeypatch):
+@pytest.mark.parametrize("lookahead", [0, -1])
+def test_weights_are_packed_if_they_take_a_small_part_of_the_memory(lookahead, packing, monkeypatch):
     torch.manual_seed(0)
     model = torch.nn.Sequential(Linear(torch.randn(40, 24)), Linear(torch.randn(12, 40), torch.randn(12)))
     x = torch.randn(3, 24)
     before = model(x)
     size = 4 * (40 * 24 + 12 * 40)
-    monkeypatch.setattr("attnplug_engine.models.layers.available_memory", lambda: 4 * size + spare)
+    monkeypatch.setattr("attnplug_engine.models.layers.available_memory", lambda: 4 * size + lookahead)
     pack_weights(model)
-    assert [layer.packed is not None for layer in model] == [spare == 0] * 2
+    assert [layer.packed is not None for layer in model] == [lookahead == 0] * 2
     torch.testing.assert_close(model(x), before)
 
 

@@ -256,9 +256,9 @@ class TestStale:
         one = ahead(overlap=True, **CHAIN)
         stepped(one)
         request = one.scheduler.running[0]
-        assert request.flying and one.rounds._next_verify._waiting is not None
+        assert request.steps_in_flight and one.rounds._next_verify._waiting is not None
         one._drop()
-        assert not request.flying
+        assert not request.steps_in_flight
         one._depth = 1
         self.drops(one, watch)
         while one.step() is not None:

@@ -21,7 +21,7 @@ import torch
 from attnplug.host import AttnplugError, UsageError
 from attnplug_engine.cli.prompts import read_prompts
 from attnplug_engine.parallel.collectives import ProcessGroupParallel, RankLost
-from attnplug_engine.parallel.ranks import _Rank, _wait, join_ranks, kept_for_ranks, readable
+from attnplug_engine.parallel.ranks import _Rank, _wait, join_ranks, prompts_for_ranks, prompts_path
 from attnplug_engine.request import SamplingParams
 from attnplug_testing.command import Attnplug
 
@@ -360,7 +360,7 @@ def test_ranks_read_what_their_parent_has_read_from_a_pipe(attnplug: Attnplug, m
     copies: list[str] = []
 
     def ranks(*_: object) -> int:
-        copies.append(readable(read_once))
+        copies.append(prompts_path(read_once))
         found.extend([line.where for line in read_prompts(read_once, SamplingParams(1))] for _ in range(2))
         return 0
 
@@ -369,15 +369,15 @@ def test_ranks_read_what_their_parent_has_read_from_a_pipe(attnplug: Attnplug, m
     assert attnplug(command, *arguments).code == 0
     assert found[0] == found[1] and len(found[0]) == len(LINES)
     assert not any(copies[0] in where for where in found[0])
-    assert not Path(copies[0]).exists() and readable(read_once) == read_once
+    assert not Path(copies[0]).exists() and prompts_path(read_once) == read_once
 
 
 def test_a_file_is_read_where_it_is(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(TEXT)
     for given in (None, str(path), str(tmp_path), str(tmp_path / "nowhere")):
-        with kept_for_ranks(given):
-            assert readable(str(given)) == str(given)
+        with prompts_for_ranks(given):
+            assert prompts_path(str(given)) == str(given)
 
 
 def test_two_ranks_embed_what_one_process_does_from_standard_input(attnplug: Attnplug, tmp_path):

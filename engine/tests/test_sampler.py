@@ -20,8 +20,8 @@ from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.execution.sampler import (
     Logprobs,
     Sampler,
+    argmax_finite,
     gumbel,
-    likeliest,
     request_seed,
     sample,
 )
@@ -155,8 +155,8 @@ def test_the_likeliest_token_by_the_definition(seed: int, rows: int, vocab: int,
     for row in logits.tolist():
         bad = any(math.isnan(logit) for logit in row) or math.isinf(max(row))
         expected.append(-1 if bad else row.index(max(row)))
-    assert likeliest(logits).tolist() == expected
-    assert likeliest(logits.t().contiguous().t()).tolist() == expected
+    assert argmax_finite(logits).tolist() == expected
+    assert argmax_finite(logits.t().contiguous().t()).tolist() == expected
 
 
 @pytest.mark.parametrize("params", KINDS[1:])

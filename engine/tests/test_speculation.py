@@ -34,7 +34,7 @@ from attnplug import ForwardMode, Problem, Role
 from attnplug.choose.ranking import BY_PREFERENCE
 from attnplug.host import BackendRequest, SelectionError, UsageError, load_model, load_registry, select
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.speculation.backend_choice import choose_draft, speculating
+from attnplug_engine.speculation.backend_choice import choose_draft, target_problem
 from attnplug_engine.speculation.options import Algorithm, Speculation
 from attnplug_testing.command import Attnplug
 
@@ -68,7 +68,7 @@ class TestAcceptance:
     def test_a_draft_with_the_targets_own_weights_is_accepted_always(self, model, steps):
         one = engine(model, **standalone(model), **shaped(steps))
         assert tokens(one) == plain(model)
-        assert rounds(one).acceptance == 1 and rounds(one).tokens_a_round == steps + 1
+        assert rounds(one).acceptance == 1 and rounds(one).tokens_per_round == steps + 1
 
     @pytest.mark.parametrize(("topk", "nodes"), [(4, 13)])
     def test_a_tree_of_such_a_draft_is_accepted_always(self, topk, nodes):
@@ -313,7 +313,7 @@ class TestRefusals:
         ],
     )
     def test_more_than_a_backend_verifies(self, speculation, told):
-        problem = speculating(Problem(load_model(DEEPSEEK), "cuda", 90), speculation)
+        problem = target_problem(Problem(load_model(DEEPSEEK), "cuda", 90), speculation)
         with pytest.raises(SelectionError, match=told):
             select(load_registry(), BackendRequest(roles={Role.DECODE: "flashmla"}), problem)
 

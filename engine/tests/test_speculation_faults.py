@@ -35,7 +35,7 @@ def tokens(one: Engine, most: int = 20) -> list[list[int]]:
 
 @pytest.fixture
 def refilled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=RefilledNative))
 
 

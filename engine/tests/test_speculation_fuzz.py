@@ -67,8 +67,8 @@ def draw(seed: int) -> Play:
     size = random.choice((1, 2, 4, 8, 16, 64))
     steps, topk = settings["speculative_num_steps"], settings["speculative_topk"]
     nodes = settings["speculative_num_draft_tokens"] or 1 + steps * topk
-    spare = 2 * nodes + 1 + topk * (steps - 1)
-    least = -(-(CONTEXT + spare) // size)
+    lookahead = 2 * nodes + 1 + topk * (steps - 1)
+    least = -(-(CONTEXT + lookahead) // size)
     settings |= {
         "page_size": size,
         "num_pages": least + random.choice((0, 0, 1, least // 2, 3 * least)),
@@ -299,7 +299,7 @@ def run(seed: int) -> None:
     play = draw(seed)
     with pytest.MonkeyPatch.context() as patch:
         if play.sizes:
-            for module in ("runner", "speculation.draft_runner"):
+            for module in ("execution.runner", "speculation.draft_runner"):
                 patch.setattr(f"attnplug_engine.{module}.build_selection", build)
         check(play)
 

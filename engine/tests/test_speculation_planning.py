@@ -35,7 +35,7 @@ class Counting(RefilledNative):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=Counting))
 
 
@@ -186,7 +186,7 @@ class TestGraphs:
 
     @pytest.mark.parametrize("fill", [0, 1, 6])
     def test_padding_writes_to_nobodys_pages(self, fill, monkeypatch):
-        for module in ("runner", "speculation.draft_runner"):
+        for module in ("execution.runner", "speculation.draft_runner"):
             kind = partial(RefilledNative, fill=fill)
             monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=kind))
         one = captured(engine(**standalone(LLAMA), **shaped(3), num_pages=200), (4,))

@@ -82,7 +82,7 @@ def test_drawn_tokens_are_those_of_an_engine_without_a_draft(saved):
 
 @pytest.mark.parametrize("fill", [6])
 def test_captured_rounds_give_the_same_tokens(fill, saved, plain, longer, monkeypatch):
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         refilled = partial(build, kind=partial(RefilledNative, fill=fill))
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", refilled)
     Coach(monkeypatch, PROMPTS, longer)

@@ -1,6 +1,6 @@
-"""The engine: models, scheduling and tensor parallelism that run attention backends for real.
+"""Inference engine for attnplug backends: models, continuous batching, CUDA graphs, speculation, tensor parallelism.
 
-Its names are imported when they are first used: what reads a command line starts without torch.
+Names are imported on first use, so that commands parse their arguments without importing torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from attnplug_engine.text.transcript import Transcript
 
 if hasattr(os, "uname") and os.uname().machine in ("aarch64", "arm64"):
-    # torch allocates by mimalloc there, which gives freed memory back to the system after 10 ms. A product of a prefill
-    # takes longer, so the next result's memory came from the system anew, page by page: a tenth of a prefill. In
-    # milliseconds; it is read when torch loads.
+    # torch uses mimalloc on Arm, which returns freed memory to the system after 10 ms. A matrix product of a prefill
+    # takes longer, so memory of the next result was mapped page by page again: a tenth of a prefill's time. The value
+    # is in milliseconds and is read when torch is imported.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 _MODULE_OF = {

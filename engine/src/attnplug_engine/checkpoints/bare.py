@@ -1,4 +1,4 @@
-"""Checkpoints of a base model: saved from ``Qwen3Model`` and the like, without a head, and names without ``model.``"""
+"""Checkpoints of a base model, e.g. saved from ``Qwen3Model``: without a head, and tensor names without ``model.``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EMBEDDING = "embed_tokens.weight"
 
 
 class BareCheckpoint:
-    """A base model's tensors by the names that they have in the whole model: ``model.`` before each."""
+    """A base model's tensors under the names of the whole model, with the prefix ``model.``."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -44,13 +44,13 @@ class BareCheckpoint:
 
 
 def with_full_names(source: WeightSource) -> WeightSource:
-    """The checkpoint itself, or a base model's by the names of the whole model."""
+    """Return the checkpoint with the whole model's tensor names."""
     bare = _EMBEDDING in source.names() and _ROOT + _EMBEDDING not in source.names()
     return BareCheckpoint(source) if bare else source
 
 
 def check_head(checkpoint: Checkpoint, head: str = HEAD) -> None:
-    """Raise where a checkpoint has no head of its own, nor shares its embedding for one: it cannot generate."""
+    """Raise if a checkpoint has neither a head nor a tied embedding: it cannot generate."""
     config = checkpoint.config
     if head in checkpoint.names() or config.get("tie_word_embeddings") is True:
         return

@@ -1,6 +1,6 @@
-"""What a checkpoint says of its embeddings: how hidden states become one vector, in sentence-transformers' files.
+"""Pooling settings of an embedding checkpoint, from sentence-transformers' files.
 
-``modules.json`` lists the parts that run one after the other. Nothing here needs torch.
+``modules.json`` lists the modules that run in order. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from attnplug.host import UsageError
 
 
 class Pooling(StrEnum):
-    """Which hidden states of a prompt, after the model's last norm, become its vector."""
+    """Pooling of a prompt's hidden states, behind the model's last norm, to one vector."""
 
     LAST = "last"
-    """The last token's: the only one that has seen all others."""
+    """The last token's: the only one that attends to all others."""
     MEAN = "mean"
     """The mean over all tokens."""
     FIRST = "first"
@@ -27,7 +27,7 @@ class Pooling(StrEnum):
 
     @classmethod
     def parse(cls, text: str, option: str) -> Pooling:
-        """Read a user's spelling; ``option`` names where it came from, for the error."""
+        """Parse a user's spelling; ``option`` names its origin in the error."""
         if text not in list(cls):
             raise UsageError(f"{option} {text!r} is unknown; use one of {', '.join(cls)}")
         return cls(text)
@@ -37,7 +37,7 @@ MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 
 _MODES = {"lasttoken": Pooling.LAST, "mean": Pooling.MEAN, "cls": Pooling.FIRST}
-"""Those of sentence-transformers' pooling modes that are served."""
+"""Supported pooling modes of sentence-transformers."""
 _MODE_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -46,15 +46,15 @@ _MODE_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""How its versions before 5.4 write a mode."""
+"""Spelling of modes in versions before 5.4."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRules:
-    """How a checkpoint wants its embeddings made. ``source`` is the file that says so, or ``None``: our default.
+    """How a checkpoint's embeddings are computed. ``source`` is the file that says so; None for the default.
 
-    ``prompts`` are texts to put before a prompt, by name, and ``default_prompt`` the name of the one to put there where
-    nobody asks for another. ``pools_prompt`` is false where a mean leaves out the tokens of that text.
+    ``prompts`` are texts to put before a prompt, by name; ``default_prompt`` is the name of the default one.
+    ``pools_prompt`` is False if a mean leaves out the tokens of that text.
     """
 
     pooling: Pooling = Pooling.LAST
@@ -65,7 +65,7 @@ class EmbeddingRules:
     default_prompt: str | None = None
 
     def prefix(self, name: str | None) -> str:
-        """The text to put before each prompt: that of ``name``, or else the checkpoint's default."""
+        """Return the text to put before each prompt: that of ``name``, or the checkpoint's default."""
         name = self.default_prompt if name is None else name
         if name is None:
             return ""
@@ -76,9 +76,9 @@ class EmbeddingRules:
 
 
 def read_rules(folder: Path | None, pooling: Pooling | None = None, normalize: bool | None = None) -> EmbeddingRules:
-    """The rules in a checkpoint's folder, or the default where it has none; what is given here goes before both.
+    """Read the rules of a checkpoint's folder, or the defaults if it has none. Arguments take precedence.
 
-    Raises UsageError for what is not served.
+    Raises UsageError for what is not supported.
     """
     rules = EmbeddingRules() if folder is None else _read_folder(folder, pooling)
     return replace(
@@ -113,7 +113,7 @@ def _read_folder(folder: Path, chosen: Pooling | None) -> EmbeddingRules:
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
-    """The class and the folder of each module, in the order in which they run."""
+    """Return class and folder of each module, in order of execution."""
     listed = _read_json(path)
     if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
         raise UsageError(f"{path} is not a list of modules")
@@ -129,7 +129,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_pooling(path: Path, chosen: Pooling | None) -> tuple[Pooling, bool]:
-    """The pooling, unless one is ``chosen``, and whether a mean is also over the tokens of a prompt's prefix."""
+    """Return the pooling, unless one is ``chosen``, and True if a mean includes the tokens of the prefix."""
     config = _read_object(path)
     modes = config.get("pooling_mode")
     if modes is None:

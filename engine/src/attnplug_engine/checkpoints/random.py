@@ -1,8 +1,8 @@
 """Random weights with the interface of a checkpoint, for models of which only the config exists.
 
-A tensor depends on the seed, its own name and the kind of device that draws it, and on nothing else: not on the order
-of asking, and not on how many ranks share it. Tiny models are drawn on the CPU, so they are the same everywhere. Shapes
-are those that the model asks for, so there is no list of tensors to keep.
+A tensor depends only on the seed, its name and the type of device that draws it: neither on the order of calls, nor on
+the number of ranks. Tiny models are drawn on the CPU, so they are the same everywhere. Shapes are those that the model
+requests, so there is no list of tensors to maintain.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from attnplug_engine.checkpoints.safetensors import SINGLE_FILE, checkpoint_conf
 
 TINY = "tiny:"
 
-_USUAL_RANGE = 0.02  # what transformers assumes where a config has no initializer_range
-_SMALL = 0.1  # of the range, for what is added to a centre
+_USUAL_RANGE = 0.02  # default of transformers for initializer_range
+_SMALL = 0.1  # share of the range, for deviations from a centre
 _CENTRES = {"norm.weight": 1.0, "norm_f.weight": 1.0, ".D": 1.0, ".dt_bias": -2.0, "_scale": 1.0}
-"""Around what vectors lie, by the end of their names; around 0 where they are not here, which is right for biases. A
-time step's bias of -2 gives a state that remembers for some ten tokens: one that is lost shows."""
+"""Centres of vectors by the end of their names; 0 by default, which is right for biases. A time step's bias of -2 gives
+a state that remembers about ten tokens, so that a lost state shows."""
 
 
 class RandomCheckpoint:
-    """Weights for ``config``: normal with the config's ``initializer_range``; vectors near what they are for."""
+    """Weights for ``config``: normal with the config's ``initializer_range``; vectors lie near their usual values."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RandomCheckpoint:
         self._range = float(value)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._below: dict[str, int] = {}
-        """Tensors of whole numbers, and what these are below."""
+        """Exclusive upper bounds of integer tensors."""
 
     @classmethod
     def tiny(cls, reference: str, *, seed: int = 0) -> RandomCheckpoint:
@@ -62,7 +62,7 @@ class RandomCheckpoint:
         return cls(checkpoint_config(reference), seed=seed, name=reference, device=device)
 
     def names(self) -> Sequence[str]:
-        """The tensors that were asked for so far: there are no others."""
+        """Names of the tensors that were requested so far; there are no others."""
         return tuple(self._shapes)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -83,7 +83,7 @@ class RandomCheckpoint:
         return self._whole(name, shape)
 
     def save(self, folder: str | Path) -> None:
-        """Write what was asked for so far as a Hugging Face folder, from which transformers loads the same model."""
+        """Write the tensors requested so far as a Hugging Face folder, from which transformers loads the same model."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")

@@ -1,6 +1,6 @@
-"""Checkpoints on disk: Hugging Face folders with ``config.json`` and safetensors, read piece by piece.
+"""Checkpoints on disk: Hugging Face folders with ``config.json`` and safetensors, read tensor by tensor.
 
-No pickle is ever loaded: unpickling runs whatever code the file holds.
+No pickle is ever loaded, because unpickling runs arbitrary code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 _INTEGERS = {"I64", "I32"}
 _SHOWN = 6
 _MOST_NAME = 255
-_MOST_INDEX_BYTES = 1 << 28  # of 100,000 tensors it has 10 MB
+_MOST_INDEX_BYTES = 1 << 28  # an index of 100,000 tensors has 10 MB
 
 
 class CheckpointError(UsageError):
@@ -45,7 +45,7 @@ class MissingTensor(CheckpointError):
 
 
 class WrongShape(CheckpointError):
-    """A tensor has another shape than the model's config implies: ``found`` instead of ``expected``."""
+    """A tensor's shape differs from the one that the config implies: ``found`` instead of ``expected``."""
 
     def __init__(self, message: str, file: str, tensor: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
         super().__init__(message, file, tensor)
@@ -54,7 +54,7 @@ class WrongShape(CheckpointError):
 
 
 class WrongDtype(CheckpointError):
-    """A tensor's numbers are of a kind that cannot be used as they are, such as the codes of a quantised weight."""
+    """A tensor has an element type that cannot be loaded, such as the codes of a quantised weight."""
 
     def __init__(self, message: str, file: str, tensor: str, found: str) -> None:
         super().__init__(message, file, tensor)
@@ -62,7 +62,7 @@ class WrongDtype(CheckpointError):
 
 
 class UnusedTensors(CheckpointError):
-    """Tensors that no part of the model takes: the checkpoint is of another model than its config says."""
+    """The checkpoint holds tensors that no part of the model takes: its config describes another model."""
 
     def __init__(self, message: str, file: str, tensors: Sequence[str]) -> None:
         super().__init__(message, file, tensors[0])
@@ -70,51 +70,52 @@ class UnusedTensors(CheckpointError):
 
 
 class WeightSource(Protocol):
-    """Where a model's weights come from: a checkpoint on disk, or random numbers."""
+    """Source of a model's weights: a checkpoint on disk, or random numbers."""
 
     @property
     def config(self) -> Mapping[str, object]: ...
 
     @property
     def name(self) -> str:
-        """For messages: the folder, or the name of the model."""
+        """Name in messages: the folder, or the name of the model."""
         ...
 
     def names(self) -> Sequence[str]:
-        """The tensors that are there."""
+        """Names of the tensors that exist."""
         ...
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise CheckpointError where there is no tensor of this name and shape that can be read."""
+        """Raise CheckpointError if there is no readable tensor of this name and shape."""
         ...
 
     def tensor(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
     ) -> Tensor:
-        """A tensor, or the part of it that a rank owns, in the type it is stored in; not to be written to.
+        """Return a tensor, or the part of it that a rank owns, in its stored dtype. It must not be written to.
 
-        ``shape`` is that of the whole tensor, as the model expects it. Raises CheckpointError where it is not so.
+        ``shape`` is that of the whole tensor, as the model expects it. Raises CheckpointError if it differs.
         """
         ...
 
     def integers(self, name: str, shape: tuple[int, ...], below: int) -> Tensor:
-        """A tensor of whole numbers from 0 to ``below - 1``, as int64. Raises CheckpointError for others."""
+        """Return a tensor of integers from 0 to ``below - 1`` as int64. Raises CheckpointError for others."""
         ...
 
 
 class Checkpoint:
-    """A Hugging Face folder. Files are opened when a tensor of theirs is first asked for; only that part is read."""
+    """A Hugging Face folder. Files are opened when one of their tensors is first requested; only requested parts are
+    read."""
 
     def __init__(self, folder: Path, config: Mapping[str, object], files: Mapping[str, str]) -> None:
         self.folder = folder
         self.config = config
         self._files = files
-        """The file of each tensor."""
+        """File name of each tensor."""
         self._open: dict[str, Any] = {}
 
     @classmethod
     def open(cls, folder: str | Path, config_file: str = "config.json") -> Checkpoint:
-        """Find the files of a checkpoint. Raises CheckpointError for what is missing or cannot be read."""
+        """Find the files of a checkpoint. Raises CheckpointError if any is missing or cannot be read."""
         folder = Path(folder)
         if not os.path.isdir(folder):
             problem = "is not a folder" if os.path.lexists(folder) else "does not exist"
@@ -156,7 +157,7 @@ class Checkpoint:
         return part
 
     def integers(self, name: str, shape: tuple[int, ...], below: int | None = None) -> Tensor:
-        """A tensor of whole numbers, such as a map of tokens, as int64; with ``below`` those from 0 to it."""
+        """Return a tensor of integers, such as a token map, as int64; with ``below``, all must be in ``[0, below)``."""
         whole: Tensor = self._stored(name, shape, _INTEGERS)[:].long()
         if below is not None and not bool(((whole >= 0) & (whole < below)).all()):
             low, high = int(whole.min()), int(whole.max())
@@ -169,7 +170,7 @@ class Checkpoint:
         return whole
 
     def _stored(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = _FLOATS) -> Any:
-        """A handle on a tensor in its file, of which nothing is read yet."""
+        """Return a handle on a tensor in its file; nothing is read yet."""
         if name not in self._files:
             raise self._missing(name, shape)
         file = self._files[name]
@@ -233,19 +234,19 @@ class Checkpoint:
 
 
 def checkpoint_folder(reference: str) -> Path:
-    """The folder of a model reference: a folder itself, or that of the config that it names."""
+    """Return the folder of a model reference: the folder itself, or that of the config file that it names."""
     path = Path(reference)
     return path if os.path.isdir(path) else path.parent
 
 
 def checkpoint_config(reference: str) -> Mapping[str, object]:
-    """The config of a model reference that is a folder or a config's path."""
+    """Return the config of a model reference that is a folder or the path of a config."""
     path = Path(reference)
     return _read_json(path / "config.json" if os.path.isdir(path) else path)
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Names for a message: the first few, and how many more there are."""
+    """Format names for a message: the first few, and the number of others."""
     more = len(names) - _SHOWN
     cut = (name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}…" for name in names[:_SHOWN])
     return ", ".join(cut) + (f" and {more} more" if more > 0 else "")
@@ -259,13 +260,13 @@ def _read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, object]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The file of each tensor. Every file must be there: one that is missing is found now, not after an hour."""
+    """Return the file of each tensor. Raises if a file is missing, which is better found now than after an hour."""
     path = folder / INDEX_FILE
     listed = _read_json(path, _MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path} has no 'weight_map' from tensor names to file names", str(path))
     for name, file in listed.items():
-        # A file elsewhere is not part of this checkpoint, whatever the index says.
+        # A file elsewhere is not part of this checkpoint, even if the index names it.
         named = isinstance(file, str) and Path(file).name == file != "" and file.isprintable()
         if not named or len(file) > _MOST_NAME:
             raise CheckpointError(

@@ -1,6 +1,6 @@
-"""What ``attnplug run`` and ``attnplug embed`` share: a model, prompts, backends and ranks on their command lines.
+"""Command-line arguments that ``attnplug run`` and ``attnplug embed`` share: model, prompts, backends, ranks.
 
-Nothing here needs torch, so that a mistake is told, and ranks start, at once.
+Nothing here imports torch, so that mistakes are reported, and ranks started, at once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from attnplug import DType, Role, Setting
 from attnplug.host import BackendRequest, UsageError, add_backend_options, option, output, split_settings
 from attnplug_engine.cli.prompts import PromptLine
-from attnplug_engine.parallel.ranks import check_division, kept_for_ranks, run_ranks, started_as_rank
+from attnplug_engine.parallel.ranks import check_division, prompts_for_ranks, run_ranks, started_as_rank
 
 
 def add_model_and_prompts(parser: argparse.ArgumentParser, line: str) -> None:
-    """``line`` says what a line of JSON may hold."""
+    """Add the model and the prompts. ``line`` describes the keys of a JSON line."""
     parser.add_argument("--model", required=True, metavar="PATH|tiny:NAME", help="a checkpoint's folder, or tiny:NAME")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="one prompt")
@@ -29,7 +29,7 @@ def add_model_and_prompts(parser: argparse.ArgumentParser, line: str) -> None:
 def add_serving_options(
     parser: argparse.ArgumentParser, roles: tuple[Role, ...], *, chunked_prefill_size: int, seeded: str
 ) -> None:
-    """Which backends, in which types, for how much at a time. ``seeded`` says what the seed is for."""
+    """Add backends, dtypes and sizes. ``seeded`` describes what the seed is for."""
     add_backend_options(parser)
     for role in roles:
         parser.add_argument(option(role.setting), metavar="NAME|auto", help=f"backend for the role {role} alone")
@@ -52,7 +52,7 @@ def add_serving_options(
 
 
 def shared_settings(parsed: argparse.Namespace) -> dict[str, Any]:
-    """What these options say: fields of ``EngineOptions`` and of ``EmbedOptions``."""
+    """Return the parsed options as fields of ``EngineOptions`` and ``EmbedOptions``."""
     request = _backend_request(parsed)
     return {
         "attention_backend": request.attention,
@@ -76,13 +76,14 @@ def on_each_rank(
     *,
     is_embedding: bool = False,
 ) -> int:
-    """Do the work in this process if it is all there is, or a rank; else start the ranks. Returns the exit code."""
+    """Run ``work`` in this process if it is the only one or a rank; otherwise start the ranks. Returns the exit
+    code."""
     size = parsed.tensor_parallel
     if size < 1:
         raise UsageError(f"--tensor-parallel {size} is not a number of ranks; give 1 or more")
     if size == 1 or started_as_rank():
         return work(parsed, read(parsed))
-    with kept_for_ranks(parsed.prompts):
+    with prompts_for_ranks(parsed.prompts):
         read(parsed)
         check_division(parsed.model, _backend_request(parsed), size, is_embedding=is_embedding)
         output.release()

@@ -1,4 +1,4 @@
-"""``attnplug embed``: its command line. Nothing here needs torch: a mistake is told, and ranks start, at once."""
+"""Command line of ``attnplug embed``. Imports no torch, so that mistakes are reported, and ranks started, at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnplug_engine.cli.prompts import PromptLine, read_prompts
 from attnplug_engine.request import SamplingParams
 
 _NOTHING = SamplingParams(max_tokens=1)
-"""Nothing is sampled."""
+"""Placeholder: embedding samples no tokens."""
 
 
 def declare(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -1,4 +1,4 @@
-"""What ``attnplug embed`` does on each rank: an embedder by its options, the prompts through it, what is printed."""
+"""Execution of ``attnplug embed`` on each rank: build an embedder, embed the prompts, print the vectors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 4
 
 
 def embed(parsed: argparse.Namespace, lines: Sequence[PromptLine]) -> int:
-    """Embed the prompts by the command line; returns the exit code."""
+    """Embed the prompts of the command line; return the exit code."""
     options = EmbedOptions(
         **shared_settings(parsed),
         pooling=Pooling(parsed.pooling) if parsed.pooling is not None else None,
@@ -38,7 +38,7 @@ def _embed(
     silent = parallel.rank != 0
     embedder = Embedder(parsed.model, options, parallel=parallel)
     tokens = []
-    for line in lines:  # all are looked at before any runs: a bad one is told at once
+    for line in lines:  # check all before any runs, so that a bad one is reported at once
         with naming_prompt(line.where):
             assert not isinstance(line.prompt, Chat)
             tokens.append(embedder.tokens(line.prompt))
@@ -68,7 +68,7 @@ def _tell(embedder: Embedder, asked: EmbedOptions, render: Render) -> None:
 
 
 def _answer(embedding: Embedding, line: PromptLine, *, finite: bool, json: bool) -> None:
-    """Write one prompt's line now: what is finished is not lost when a later prompt fails."""
+    """Write one prompt's line at once, so that it is not lost if a later prompt fails."""
     error = None
     if not finite:
         error = f"the hidden states of prompt {embedding.index} are not finite"

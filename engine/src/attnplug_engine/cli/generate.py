@@ -1,4 +1,4 @@
-"""What ``attnplug run`` does on each rank: an engine by its options, the prompts through it, and what is printed."""
+"""Execution of ``attnplug run`` on each rank: build an engine, run the prompts, print the completions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INTERRUPTED = 130
 
 
 def generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
-    """Run the prompts by the command line; returns the exit code."""
+    """Run the prompts of the command line; return the exit code."""
     options = _options(parsed)
     parallel = join_ranks(parsed.tensor_parallel, parsed.device)
     code = _run(parsed, lines, options, parallel)
@@ -51,7 +51,7 @@ def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOpt
     if speaks:
         warn_of_plugins(engine.registry)
     requests = []
-    for line in lines:  # all are queued before any runs: a bad one is told at once
+    for line in lines:  # queue all before any runs, so that a bad one is reported at once
         with naming_prompt(line.where):
             requests.append(engine.add(line.prompt, line.params))
     if parsed.prompt is not None and not parsed.json:
@@ -99,7 +99,7 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
 
 
 def _sizes(flag: str, text: str | None) -> tuple[int, ...] | None:
-    """``1,2,4`` as numbers."""
+    """Parse ``1,2,4`` as numbers."""
     if text is None:
         return None
     try:
@@ -109,7 +109,7 @@ def _sizes(flag: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def _stream(engine: Engine, request: Request, where: str, speaks: bool) -> int:
-    """Run one prompt; its text is printed as it comes. Returns the exit code."""
+    """Run one prompt and print its text as it is generated. Returns the exit code."""
     transcript = None if engine.tokenizer is None else Transcript(engine.tokenizer, request.params.stop)
     for update in engine.follow([request]):
         if update.token is None:
@@ -125,7 +125,7 @@ def _stream(engine: Engine, request: Request, where: str, speaks: bool) -> int:
 
 
 def _generate(engine: Engine, requests: Sequence[Request], writer: CompletionWriter | None, console: Console) -> int:
-    """Run all prompts; each is answered when it is finished. Returns the exit code."""
+    """Run all prompts and write each completion when it is finished. Returns the exit code."""
     code = 0
     shown = len(requests) > 1 and not output.on_terminal()
     try:
@@ -138,12 +138,12 @@ def _generate(engine: Engine, requests: Sequence[Request], writer: CompletionWri
                 if writer is not None:
                     writer.add(completion)
                 bar.advance(task)
-    except BrokenPipeError:  # nobody reads on, so there is nobody to tell
+    except BrokenPipeError:  # the reader is gone, so there is nothing to report to
         raise
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         if writer is not None:
-            if not isinstance(error, OSError):  # else there is no output to write to
+            if not isinstance(error, OSError):  # otherwise output itself has failed
                 writer.close()
             what = "interrupted" if interrupted else "stopped"
             console.print(f"{what}: {writer.written} of {len(requests)} prompts were finished and are written")
@@ -155,10 +155,10 @@ def _generate(engine: Engine, requests: Sequence[Request], writer: CompletionWri
 
 @contextmanager
 def _progress(console: Console, what: str, shown: bool, total: int | None = None) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar on standard error, where that is a terminal."""
+    """Progress bar on standard error, if that is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = shown and console.is_terminal and not console.quiet
-    # Standard output is not the bar's to redirect: it may be a file.
+    # The bar must not redirect standard output, which may be a file.
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not shown) as bar:
         yield bar, bar.add_task(what, total=total)
 

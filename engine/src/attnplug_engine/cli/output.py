@@ -1,4 +1,4 @@
-"""What ``attnplug run`` prints of each prompt, as soon as it can: what is finished is never lost."""
+"""Output of ``attnplug run``: completions, each written as soon as possible so that none is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CompletionWriter:
         self.written = 0
 
     def add(self, completion: Completion) -> None:
-        """Write a completion, or keep its text until those before it are written."""
+        """Write a completion, or keep its text until the preceding ones are written."""
         line = self._lines[completion.index]
         if completion.error is not None:
             print(f"error: {line.where}: {completion.error}", file=sys.stderr)
@@ -37,12 +37,12 @@ class CompletionWriter:
             self._next += 1
 
     def close(self) -> None:
-        """Write what still waits for prompts before it that will not finish."""
+        """Write the texts that still wait for preceding prompts, which will not finish."""
         while self._waiting:
             self._write(_text_line(self._waiting.pop(min(self._waiting))))
 
     def _write(self, line: str) -> None:
-        with interrupt.held():  # it comes as a rule when a line was seen
+        with interrupt.held():  # users tend to interrupt when they have seen a line
             if self._json:
                 output.write_line(line)
             else:
@@ -56,7 +56,7 @@ def _text_line(completion: Completion) -> str:
 
 
 def _json_line(completion: Completion, line: PromptLine, steps: Mapping[str, Mapping[str, int]]) -> str:
-    """``steps`` are those of the engine until now, by backend; they are told where there is more than one."""
+    """``steps`` are the engine's steps so far by backend; empty if one backend served all."""
     usage = completion.usage
     told: dict[str, object] = {"index": completion.index}
     if line.id is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TextIO
 
 from attnplug.host import UsageError, show
-from attnplug_engine.parallel.ranks import readable
+from attnplug_engine.parallel.ranks import prompts_path
 from attnplug_engine.request import SamplingParams
 from attnplug_engine.text.chat import Chat
 
@@ -22,7 +22,7 @@ _PARAM_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "
 
 
 class _Keys(NamedTuple):
-    """What a line may have, beside an id."""
+    """Keys of a line beside ``id``."""
 
     prompt: tuple[str, ...]
     params: tuple[str, ...]
@@ -30,27 +30,27 @@ class _Keys(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One prompt and how its tokens are chosen. ``where`` is its place, for errors: ``prompts.jsonl:3``."""
+    """One prompt and its sampling parameters. ``where`` is its place in errors: ``prompts.jsonl:3``."""
 
     prompt: str | list[int] | Chat
     params: SamplingParams
     where: str
     id: str | int | float | None = None
-    """What its owner calls it; the answer has it too."""
+    """The user's id of the prompt, repeated in its output line."""
 
 
 def read_prompts(
     path: str, defaults: SamplingParams, *, chat: bool = False, embedded: bool = False
 ) -> list[PromptLine]:
-    """The prompts of a file of JSON lines, or of standard input where ``path`` is ``-``.
+    """Read the prompts of a file of JSON lines, or of standard input if ``path`` is ``-``.
 
-    With ``chat`` a prompt that is a text is one message of a user. Those to be ``embedded`` have no conversations, and
-    nothing is sampled for them.
+    With ``chat``, a prompt that is a text becomes a conversation of one user message. Prompts to be ``embedded`` cannot
+    be conversations and have no sampling parameters.
     """
     keys = _Keys(("prompt", "prompt_token_ids"), ()) if embedded else _Keys(_PROMPT_KEYS, _PARAM_KEYS)
     name = "standard input" if path == "-" else path
     try:
-        with _opened(readable(path)) as stream:
+        with _opened(prompts_path(path)) as stream:
             return _parse(stream, name, defaults, keys, chat)
     except OSError as error:
         raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from error
@@ -59,7 +59,7 @@ def read_prompts(
 
 
 def _parse(stream: TextIO, name: str, defaults: SamplingParams, keys: _Keys, chat: bool) -> list[PromptLine]:
-    """The prompts of JSON lines; empty lines are left out. A bad line is an error with ``name`` and its number."""
+    """Parse JSON lines; empty lines are skipped. An invalid line is an error with ``name`` and line number."""
     prompts = []
     for number, line in enumerate(stream.read().split("\n"), start=1):
         if line.strip():

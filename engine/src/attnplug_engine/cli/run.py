@@ -1,4 +1,4 @@
-"""``attnplug run``: its command line. Nothing here needs torch, so that a mistake is told, and ranks start, at once."""
+"""Command line of ``attnplug run``. Imports no torch, so that mistakes are reported, and ranks started, at once."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--speculative-num-draft-tokens",
-        "--speculative-tokens",  # as `explain` has it, whose refusals name it
+        "--speculative-tokens",  # the spelling of `explain`, which its refusals name
         type=int,
         metavar="N",
         help="rows of a prompt that are verified at once (default: steps + 1, or steps × branches + 1)",

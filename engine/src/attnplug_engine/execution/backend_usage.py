@@ -1,4 +1,4 @@
-"""How many steps each backend served."""
+"""Numbers of steps that each backend served."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _DECODING = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
 
 
 class BackendUsage:
-    """Steps by the backends that planned them: those of prefill, and those of decode, verify included.
+    """Numbers of prefill steps and of decode steps, verify included, by the backends that planned them.
 
-    Backends that serve a step together are counted as one: for its linear layers and the others, or for two halves.
-    Where one backend serves all, and none is ``shared`` with others, nothing is counted.
+    Backends that plan a step together (for linear and other layers, or for two halves) are counted as one. Nothing is
+    counted if a single backend serves every step (not ``shared``).
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -21,7 +21,7 @@ class BackendUsage:
         self._steps: dict[str, Counter[tuple[str, ...]]] = {"prefill": Counter(), "decode": Counter()}
 
     def add(self, *halves: ForwardBatch) -> None:
-        """A step that was launched: its batch, or both halves of it."""
+        """Count a launched step: its batch, or both halves of it."""
         if not self._shared:
             return
         plans = [half.plan.attention for half in halves if half.plan is not None]
@@ -29,7 +29,8 @@ class BackendUsage:
         self._steps[kind][tuple(dict.fromkeys(name for plan in plans for name in plan.makers()))] += 1
 
     def by_backend(self) -> dict[str, dict[str, int]]:
-        """Steps by backend, the busiest first, of prefill and of decode, where more than one served."""
+        """Return steps by backend, in descending order, for prefill and decode. A kind that one backend served alone is
+        left out."""
         return {
             kind: {" and ".join(names): count for names, count in steps.most_common()}
             for kind, steps in self._steps.items()

@@ -1,4 +1,4 @@
-"""A step that was asked of the device: what it will have sampled, on its way to the host."""
+"""A step in flight: launched on the device, with its sampled tokens on their way to the host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from attnplug_engine.scheduling.step import PENDING, Step
 
 
 class StepInFlight:
-    """The tokens of a step, and log probabilities for the requests that ask. ``replayed``: a captured graph ran it,
-    which may have brought its tokens to the host itself."""
+    """A launched step: its tokens, and log probabilities for the requests that ask for them.
+
+    ``replayed`` says that a captured graph ran it. ``output`` is given if that graph itself writes the tokens to the
+    host.
+    """
 
     def __init__(
         self, step: Step, logits: Tensor, sampled: Tensor, output: StepOutput | None = None, *, replayed: bool
@@ -31,26 +34,26 @@ class StepInFlight:
         self._output = StepOutput(to_host(sampled), record_event(sampled.device)) if output is None else output
 
     def tokens(self) -> list[int]:
-        """A token for each of the step's ``sampled_requests``, -1 where its logits are not finite. Waits."""
+        """Return one token per request of ``sampled_requests``, -1 where its logits are not finite. Blocks until the
+        step has finished."""
         if self._done is not None:
             self._done.synchronize()
         return self._output.tokens()
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
-        """By request id, for those that ask. Call it after ``tokens``."""
-        return {} if self._logprobs is None else self._logprobs.told(self._asking)
+        """Return log probabilities by request id, for requests that ask for them. Call it after ``tokens``."""
+        return {} if self._logprobs is None else self._logprobs.by_request(self._asking)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, complete when the device has come this far."""
+    """Start a copy to the host. It is complete when the stream has reached this point."""
     if tensor.is_cpu:
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def fill_pending_tokens(ids: Tensor, step: Step, newest: Tensor) -> None:
-    """Put the tokens of a step that the host does not know yet in their places of ``ids``. ``newest`` has them by the
-    rows of the slot table."""
+    """Write the pending tokens of a step to ``ids``. ``newest [rows of the slot table]`` holds them on the device."""
     places, rows, place = [], [], 0
     for row, entry in zip(step.rows, step.entries, strict=True):
         if entry.token_ids[0] == PENDING:
@@ -58,5 +61,5 @@ def fill_pending_tokens(ids: Tensor, step: Step, newest: Tensor) -> None:
             rows.append(row)
         place += len(entry.token_ids)
     if places:
-        where, who = to_device([places, rows], ids.device).unbind()
-        ids.index_copy_(0, where, newest.index_select(0, who))
+        targets, sources = to_device([places, rows], ids.device).unbind()
+        ids.index_copy_(0, targets, newest.index_select(0, sources))

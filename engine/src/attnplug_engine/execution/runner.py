@@ -1,4 +1,4 @@
-"""One step of a model: pools, backend and batch brought together, captured where that is possible."""
+"""Model runner: builds pools and backend for a model, and runs its steps."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ from attnplug_engine.scheduling.state_allocator import StateAllocator
 from attnplug_engine.scheduling.step import PENDING, Step
 
 _REPLANNED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
-"""Modes of batches that are planned before they are padded, and may be planned again after (B1)."""
+"""Modes of batches that are planned before they are padded, and may be planned again afterwards (B1)."""
 
 
 class NotFinite(AttnplugError):
-    """A layer produced NaN or infinity. ``layer_id`` is the first that did."""
+    """A layer produced NaN or infinity. ``layer_id`` is the first such layer."""
 
     def __init__(self, layer_id: int) -> None:
         self.layer_id = layer_id
@@ -62,7 +62,7 @@ class NotFinite(AttnplugError):
 
 
 class Phase(StrEnum):
-    """How far a runner is. Each phase follows the one before it, and none comes back."""
+    """Phases of a runner, in their only order."""
 
     BUILD = "build"
     WARM_UP = "warm up"
@@ -91,13 +91,13 @@ class StepGraphs(Protocol):
 
 
 class ModelRunner:
-    """A model with its pools and its backend; runs one step at a time, for whoever schedules.
+    """A model with its pools and its backend. Runs one step at a time, as the scheduler decides.
 
-    Built in the only order that types allow: pools, then the coordinator, then backends, which capture both.
-    ``serving`` tells them how steps will be made; what ``policy`` decides of it is filled in here. Batches have
-    exact lengths on the host only if the backend needs them, or if they decide the path of an MLA extend.
+    Construction order is the only one that the types allow: pools, then the coordinator, then backends, which capture
+    both. ``serving`` describes the steps to the backends; what ``policy`` implies for it is filled in here. Batches
+    carry exact lengths on the host only if the backend needs them, or if they decide the path of an MLA extend.
 
-    All device work is on one stream, in the order of the calls. ``tokens`` ``[requests + 1]`` on the device is the last
+    All device work is on one stream, in the order of the calls. ``tokens [requests + 1]`` on the device holds the last
     token of each row of the slot table, so that a step can be launched before the host knows its tokens.
     """
 
@@ -124,7 +124,8 @@ class ModelRunner:
         hot = capacity.hot_buffer > 0
         self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, index_dtype, hot=hot)
         self.coordinator = build_coordinator(self.pools)
-        """What brings rows from host memory, if they are there. There is one; a draft's rows are on the device."""
+        """Brings rows from host memory, if they are kept there. Serves the target only; a draft's rows are on the
+        device."""
         self.workspace = WorkspaceOwner()
         context = HostContext(
             model=model.spec,
@@ -134,8 +135,8 @@ class ModelRunner:
             page_size=capacity.page_size,
             limits=Limits(
                 capacity.max_batch,
-                capacity.most_rows,
-                capacity.context_length + capacity.spare,
+                capacity.max_rows,
+                capacity.context_length + capacity.lookahead,
                 lanes=LANES if two_batch_overlap else 1,
             ),
             pools=self.pools,
@@ -163,7 +164,7 @@ class ModelRunner:
             self._check_every_layer()
 
     def enter(self, phase: Phase, instead: str = "") -> None:
-        """Go to the next phase; ``instead`` says what to do where this is not the next."""
+        """Go to the next phase. ``instead`` is the advice in the error raised if ``phase`` is not the next one."""
         order = list(Phase)
         if order.index(phase) != order.index(self.phase) + 1:
             raise BackendError(f"a runner in phase {self.phase} cannot go to phase {phase}; {instead}")
@@ -171,7 +172,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> StepInFlight:
-        """Run a step: asks everything of the device and waits for nothing."""
+        """Launch a step on the device without waiting for it."""
         self.phase = Phase.SERVE
         if step.copies:
             self.pools.copy_pages(step.copies)
@@ -188,9 +189,9 @@ class ModelRunner:
         return in_flight
 
     def _eager(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Logits ``[sampled, vocab]`` and tokens ``[sampled]`` of the step's sampled rows, in their order."""
+        """Return logits ``[sampled, vocab]`` and tokens ``[sampled]`` of the step's sampled rows, in their order."""
         hidden = self.run_model(self.batch(step))
-        if not step.mode.is_decode:  # which samples every row
+        if not step.mode.is_decode:  # a decode step samples every row
             hidden = hidden[to_device(step.sampled_rows, self.device)]
         logits = self.model.logits(hidden)
         requests = step.sampled_requests
@@ -201,22 +202,23 @@ class ModelRunner:
         ]
         sampled = self.sampler.sample(logits, requests, positions)
         rows = [row for row, entry in zip(step.rows, step.entries, strict=True) if entry.sampled]
-        # What follows a token that could not be chosen is ignored, but it is looked up all the same.
+        # -1 stands for a token that could not be sampled. The next step's row is ignored, but still looks up its
+        # embedding.
         self.tokens.index_copy_(0, to_device(rows, self.device), sampled.clamp(min=0))
         return logits, sampled
 
     @torch.inference_mode()
     def hidden_states(self, step: Step) -> Tensor:
-        """Hidden states ``[tokens, hidden]`` of a step after the last norm, one entry's rows after the other's."""
+        """Return hidden states ``[tokens, hidden]`` of a step, behind the last norm, entry by entry."""
         if step.copies:
             self.pools.copy_pages(step.copies)
         return self.run_model(self.batch(step))
 
     def prepare(self, step: Step) -> ForwardBatch:
-        """The batch of a step, planned ahead of its forward and marked so (B2); writes nothing to the cache.
+        """Return the batch of a step, planned ahead of its forward and marked so (B2). Writes nothing to the cache.
 
-        It runs in one piece. It may be padded before it runs: a decode and a verify depend on nothing but their
-        geometry, and are planned again then.
+        The batch is not split for two-batch overlap. It may be padded before it runs: decode and verify depend on
+        nothing but their geometry, and are then planned again.
         """
         batch = self.batch(step)
         self.attention.plan(batch)
@@ -224,7 +226,7 @@ class ModelRunner:
         return batch
 
     def forward(self, batch: ForwardBatch, *, skip_attn_backend_init: bool | None = None) -> Tensor:
-        """Hidden states ``[tokens, hidden]``. Plans the batch unless whoever made it has.
+        """Return hidden states ``[tokens, hidden]``. Plans the batch unless it is marked as planned.
 
         ``skip_attn_backend_init`` is the old flag, kept for callers that have not moved to the marker (B3).
         """
@@ -233,19 +235,19 @@ class ModelRunner:
             return self.run_model(batch)
 
     def run_model(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states ``[tokens, hidden]``, without leaving inference mode: for steps and captures."""
+        """Return hidden states ``[tokens, hidden]``. The caller is in inference mode. Used by steps and captures."""
         assert batch.input_ids is not None and batch.positions is not None
         if self._two_batch is not None and (halves := self._two_batch.halves(batch)) is not None:
             self.backend_usage.add(*halves)
             return self._two_batch.forward(halves)
         with self.attention.running() as attention:
             attention.plan(batch)
-            if not batch.geometry.captured:  # a graph counts when it is replayed
+            if not batch.geometry.captured:  # captured batches are counted when they are replayed
                 self.backend_usage.add(batch)
             return self.model.forward(batch.input_ids, batch.positions, batch)
 
     def batch(self, step: Step) -> ForwardBatch:
-        """The batch of a step, which its forward plans."""
+        """Return the batch of a step, to be planned by its forward."""
         entries = step.entries
         tokens = [token for entry in entries for token in entry.token_ids]
         starts = [entry.position for entry in entries]
@@ -258,7 +260,7 @@ class ModelRunner:
         uniform, typical = len(tokens) == longest * len(entries), TypicalLens.of(lengths)
         ids = to_device(tokens + positions, self.device)
         page_table, seq_lens = self.table.batch(step.rows)
-        if self.capacity.spare:  # rows of the table reach past their tokens then
+        if self.capacity.lookahead:  # table rows then include lookahead rows
             seq_lens = to_device(lengths, self.device, np.int32)
         geometry = Geometry(
             step.mode,
@@ -279,7 +281,7 @@ class ModelRunner:
         return ForwardBatch(geometry, ids[: len(tokens)], ids[len(tokens) :])
 
     def _check_every_layer(self) -> None:
-        """For debugging: stop at the first layer whose output is not finite."""
+        """Raise NotFinite at the first layer whose output is not finite (debugging)."""
 
         def checker(layer_id: int) -> None:
             def check(_module: object, _inputs: object, output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How the tokens of a batch are chosen: the requests' parameters as tensors, and on the host as what one copy sends."""
+"""Sampling parameters of a batch, packed on the host for one copy to the device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from attnplug_engine.kernels.sampling_metadata import SamplingMetadata, divide_sampling_fields
 from attnplug_engine.request import Request
 
-_SMALLEST_SHARE = 1e-30
+_SMALLEST_TOP_P = 1e-30
 _LARGEST_INT = 2**31 - 1
-_LOWEST_HEAT, _HIGHEST_HEAT = 1e-37, 1e30
-"""Temperatures below are greedy, and none is above: what float32 divides by."""
+_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-37, 1e30
+"""Range of temperatures that float32 can divide by. Lower ones are greedy, higher ones are clamped."""
 
 _RECORD = np.dtype(
     [
@@ -29,12 +29,12 @@ _RECORD = np.dtype(
 )
 
 SeedOf = Callable[[Request], int]
-"""What a request's draws are seeded with, below 2**64."""
+"""Returns the seed of a request, below 2**64."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingArrays:
-    """The host's side of a ``SamplingMetadata``: views of memory that one copy takes to the device."""
+    """Host view of ``SamplingMetadata``: arrays over memory that one copy sends to the device."""
 
     ROW_BYTES: ClassVar[int] = 28
 
@@ -47,7 +47,7 @@ class SamplingArrays:
 
     @staticmethod
     def over(memory: NDArray[np.uint8], rows: int) -> SamplingArrays:
-        """Views of ``memory [bytes]``, at a multiple of 8; it takes ``ROW_BYTES`` a row."""
+        """Return views of ``memory [bytes]``, which is 8-byte aligned and has ``ROW_BYTES`` per row."""
         seed, temperature, top_p, min_p, top_k, position = divide_sampling_fields(memory, rows)
         return SamplingArrays(
             temperature.view(np.float32),
@@ -59,9 +59,9 @@ class SamplingArrays:
         )
 
     def fill(self, requests: Sequence[Request], seed_of: SeedOf, positions: Sequence[int]) -> None:
-        """Write what the requests ask for into the first rows; rows that are left over become greedy.
+        """Write the requests' parameters to the first rows; the remaining rows become greedy.
 
-        ``seed_of`` is asked once a request: what it asks for is packed then, and kept with it.
+        ``seed_of`` is called once per request: its packed parameters are kept in ``Request.sampling``.
         """
         rows = len(requests)
         self.temperature[rows:] = 0
@@ -77,9 +77,9 @@ class SamplingArrays:
 
 def _pack(request: Request, seed_of: SeedOf) -> bytes:
     params = request.params
-    heat = min(params.temperature, _HIGHEST_HEAT) if params.temperature >= _LOWEST_HEAT else 0.0
-    share = max(params.top_p, _SMALLEST_SHARE)
-    record = (seed_of(request), heat, share, params.min_p, min(params.top_k, _LARGEST_INT))
+    temperature = min(params.temperature, _HIGHEST_TEMPERATURE) if params.temperature >= _LOWEST_TEMPERATURE else 0.0
+    top_p = max(params.top_p, _SMALLEST_TOP_P)
+    record = (seed_of(request), temperature, top_p, params.min_p, min(params.top_k, _LARGEST_INT))
     request.sampling = np.array([record], _RECORD).tobytes()
     return request.sampling
 
@@ -90,9 +90,9 @@ def sampling_metadata(
     device: torch.device,
     positions: Sequence[int] | None = None,
 ) -> SamplingMetadata:
-    """Of requests for one step, by one copy to the device.
+    """Return the sampling metadata of one step's requests, sent by one copy to the device.
 
-    ``positions`` counts output tokens that are not known yet, too; without it, those that are known.
+    ``positions`` are the numbers of output tokens, pending ones included; by default those that are known.
     """
     rows = len(requests)
     staging = torch.empty(SamplingArrays.ROW_BYTES * rows, dtype=torch.uint8, pin_memory=device.type == "cuda")

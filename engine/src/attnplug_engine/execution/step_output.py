@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event that is over when the device has come this far; ``None`` where it always has."""
+    """Record an event on the current stream; None on devices other than CUDA, which are synchronous."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -16,14 +16,15 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 class StepOutput:
-    """The tokens of one step, in memory of the host that a later one may write to again; there when it is ``done``."""
+    """Sampled tokens of one step in host memory, valid when the event ``done`` is. A later step may reuse the
+    memory."""
 
     def __init__(self, memory: Tensor, done: torch.cuda.Event | None) -> None:
         self._memory, self._done = memory, done
         self._tokens: list[int] | None = None
 
     def tokens(self) -> list[int]:
-        """Waits for the step, the first time."""
+        """Return the sampled tokens. Blocks until the step has finished."""
         if self._tokens is None:
             if self._done is not None:
                 self._done.synchronize()

@@ -1,7 +1,7 @@
 """Two-batch overlap: a batch runs as two halves, layer by layer, each with a plan and a lane of its own.
 
-While one half waits, for a collective or for the last blocks of a kernel, the other one computes. Without either there
-is nothing to win: each half reads all weights.
+While one half waits for a collective or for the last blocks of a kernel, the other one computes. Without such waits
+nothing is gained, because each half reads all weights.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from attnplug_engine.models.rope import Rotation
 LANES = 2
 """Lanes of a backend whose batches run as halves."""
 LEAST_SHARE = 0.48
-"""Of the rows of a batch. Where no half that ends with a request has as many, a request is cut."""
+"""Smallest share of a batch's rows in a half. If no request boundary allows it, a request is split."""
 
 LEAST_ROWS = 12_288
-"""On a GPU smaller batches stay in one piece. Two halves are twice the launches, and with fewer rows the host takes
-longer for those than the GPU does (``benchmarks/two_batch_h200.py``)."""
+"""Batches with fewer rows are not split on a GPU. Two halves are twice the launches, and with fewer rows the host needs
+longer for these than the GPU for its work (``benchmarks/two_batch_h200.py``)."""
 
 _WHOLE_REQUESTS = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """Where a batch is divided: after this many requests, and after ``rows`` new rows of the next one."""
+    """Split point of a batch: behind ``requests`` requests and ``rows`` new rows of the next one."""
 
     requests: int
     rows: int = 0
 
 
 def split_point(geometry: Geometry) -> BatchSplit | None:
-    """Where the halves are most alike; ``None`` for a batch that stays in one piece.
+    """Return the split into the most equal halves; None for a batch that is not split.
 
-    That is one that is too small, one whose rows the host cannot count, one that a graph reads from static memory, and
-    a verify with linear states, which are committed by the plan of the whole batch.
+    Not split are: a batch that is too small, one whose row counts the host does not know, one that a graph reads from
+    static memory, and a verify with linear states, which are committed by the plan of the whole batch.
     """
     verifies_states = geometry.mode is ForwardMode.TARGET_VERIFY and geometry.state_slots is not None
     if geometry.captured or verifies_states:
@@ -56,7 +56,7 @@ def split_point(geometry: Geometry) -> BatchSplit | None:
     else:
         return None
     if geometry.mode in _WHOLE_REQUESTS:
-        live = sum(count > 0 for count in counts)  # padded requests are the last
+        live = sum(count > 0 for count in counts)  # padded requests come last
         return BatchSplit(live // 2) if live > 1 else None
     starts = list(accumulate(counts, initial=0))
     total = starts[-1]
@@ -71,11 +71,11 @@ def split_point(geometry: Geometry) -> BatchSplit | None:
 
 
 class TwoBatch:
-    """Runs the halves of batches, for one model. On a GPU the second half is on a stream of its own.
+    """Runs the halves of batches, for one model. On a GPU the second half has its own stream.
 
-    In every layer the second half comes after the first. So a request that is cut finds the cache rows and linear
-    states of its first rows, and on a GPU the second half's layer runs beside the first half's next one. Batches of
-    fewer than ``least_rows`` stay in one piece.
+    In every layer the second half follows the first. So a split request finds the cache rows and linear states of its
+    first rows, and on a GPU the second half's layer runs beside the first half's next layer. Batches of fewer than
+    ``least_rows`` rows are not split.
     """
 
     def __init__(self, model: Decoder, attention: ModelAttention, device: torch.device) -> None:
@@ -84,8 +84,8 @@ class TwoBatch:
         self.least_rows = 0 if self._stream is None else LEAST_ROWS
 
     def halves(self, batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch] | None:
-        """Both halves, planned and marked; ``None`` for a batch that stays in one piece, as one does that was planned
-        before."""
+        """Return both halves, planned and marked; None for a batch that is not split, e.g. one that is planned
+        already."""
         if not batch.needs_forward_metadata_init() or batch.geometry.rows < self.least_rows:
             return None
         split = split_point(batch.geometry)
@@ -96,12 +96,12 @@ class TwoBatch:
         return halves
 
     def forward(self, halves: tuple[ForwardBatch, ForwardBatch]) -> Tensor:
-        """Hidden states ``[tokens, hidden]`` of the whole batch, in its order."""
-        self._follow()  # the plans, and whatever wrote to the cache before
+        """Return hidden states ``[tokens, hidden]`` of the whole batch, in its order."""
+        self._follow()  # plans and earlier cache writes
         try:
             with self._attention.running():
                 parts = self._run(*halves)
-        finally:  # what the second half reads is not given back before it is done
+        finally:  # memory that the second half reads must outlive it
             if self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return torch.cat(parts)
@@ -124,7 +124,7 @@ class TwoBatch:
         return self._model.begin(half.input_ids, half.positions)
 
     def _follow(self) -> None:
-        """The second half goes on when the first has come this far."""
+        """Make the second half's stream wait for what the first half's stream has been given so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 

@@ -1,4 +1,4 @@
-"""Capturing what a step does on the device, to do it again with one call."""
+"""CUDA graph capture of a function that runs on the device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Protocol
 import torch
 
 WARM_UPS = 2
-"""Runs before a capture: kernels are compiled and libraries make their handles then, which a capture cannot."""
+"""Runs before a capture. Kernels are compiled and libraries create their handles in them, which a capture cannot do."""
 
 
 class Capture(Protocol):
-    """Records a function and returns what does the same again. All that is recorded shares memory."""
+    """Records a function and returns a function that replays it. All recordings share one memory pool."""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...
 
 
 class GraphCapture:
-    """CUDA graphs over one pool of memory, captured on a stream of their own."""
+    """CUDA graphs over one memory pool, captured on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -32,7 +32,7 @@ class GraphCapture:
                 run()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile; what this one must not do is an error all the same.
+        # Other threads may use the device meanwhile. What this thread must not do is an error in this mode as well.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         replay: Callable[[], None] = graph.replay

@@ -1,7 +1,7 @@
-"""Whether a backend can be captured as it claims: its captured attention against its own eager one.
+"""Start-up check of captured attention against the backend's own eager attention.
 
-A backend that claims more than it can reads lengths or pages of the capture at every replay. That gives wrong tokens
-and no error, so it is looked for before anything is served.
+A backend that claims more than it supports reads the lengths or pages of the capture at every replay. That gives wrong
+tokens and no error, so the check runs before the first request.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ from attnplug_engine.scheduling.page_allocator import PageAllocator
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _MOST_PAGES = 64
-"""Pages that requests of a check have at most, together a few thousand rows."""
+"""Most pages of all requests of a check: a few thousand rows."""
 _FEW = 4
-"""Requests of a captured extend that is checked; they have all sorts of numbers of new tokens."""
+"""Requests of a checked captured extend; their numbers of new tokens differ."""
 _ROUNDS = 2
 
 
 class CaptureCheck:
-    """Runs one layer of each kind of a rank's ``model`` over random rows, captured and eager, and compares them."""
+    """Runs one layer of each kind of a rank's ``model`` over random rows, captured and eager, and compares the
+    outputs."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class CaptureCheck:
         device: torch.device,
         coordinator: HiSparse | None = None,
     ) -> None:
-        # A layer that shares another one's choice attends as that one does.
+        # A layer that shares another layer's selection attends as that layer does.
         layers = [layer for layer in model.layers if layer.indexer is None or layer.indexer.shares is None]
         alike = {replace(layer, layer_id=0): layer for layer in reversed(layers)}
         self._layers = list(alike.values())
@@ -72,7 +73,7 @@ class CaptureCheck:
         self._random = torch.Generator(device=device).manual_seed(17)
 
     def run(self, batch: ForwardBatch, capture: Capture) -> None:
-        """Check the captured ``batch``, which is all padding now and again afterwards. Raises BackendError."""
+        """Check the captured ``batch``, which holds padding before and after. Raises BackendError."""
         for layer in self._layers:
             outs: list[Tensor] = []
             call = self._call(layer, batch.geometry.rows)
@@ -97,13 +98,13 @@ class CaptureCheck:
                 self._compare(layer, batch, found, expected, strayed=strayed)
 
     def _plan_alike(self, eager: ForwardBatch, captured: ForwardBatch) -> None:
-        """Plan a batch with the backends that planned the captured one, whatever its lengths are."""
+        """Plan a batch with the backends that planned the captured one, independent of its lengths."""
         assert captured.plan is not None
         plan = plan_alike(self._attention.backend, captured.plan.attention, eager)
         eager.plan = BatchPlan(plan, geometry=eager.geometry)
 
     def _plan_before_inputs(self, batch: ForwardBatch) -> None:
-        """Plan as a step does, which brings lengths, pages and slots up to date only inside the graph."""
+        """Plan as a step does: lengths, pages and slots are updated only inside the graph."""
         static = self._static(batch.geometry)
         given = [tensor.clone() for tensor in static]
         for tensor in static:
@@ -114,7 +115,7 @@ class CaptureCheck:
             tensor.copy_(values)
 
     def _call(self, layer: LayerSpec, rows: int) -> Callable[[ForwardBatch], Tensor]:
-        """One layer's attention over random inputs, always the same, of the first rows that a batch has."""
+        """Return one layer's attention over fixed random inputs, limited to the rows of a batch."""
         if layer.linear is not None:
             return self._linear_call(layer, layer.linear, rows)
         backend, heads, kv_heads = self._attention.backend, layer.num_heads, layer.num_kv_heads
@@ -172,7 +173,7 @@ class CaptureCheck:
         return linear
 
     def _whole_layer(self, dims: LinearDims, x: Tensor, weight: Tensor, by_channel: tuple[int, ...]) -> DeltaInputs:
-        """What ``attend_delta`` takes; the states that it moves on are those of the parts, which run after it."""
+        """Inputs of ``attend_delta``. It advances the states of the parts, which run after it."""
         rows, heads = x.shape[0], dims.heads
         rate, bias = -self._rand(heads).float().exp(), self._rand(heads, *by_channel).float()
         norm = self._rand(dims.value_dim).float()
@@ -185,14 +186,15 @@ class CaptureCheck:
 
     @contextmanager
     def _requests(self, layer: LayerSpec, batch: ForwardBatch) -> Iterator[ForwardBatch]:
-        """Fill the captured batch with requests of random lengths over random rows; yields the same batch, eager."""
+        """Fill the captured batch with requests of random lengths over random rows; yield the same batch for eager
+        runs."""
         captured = batch.geometry
         size, width, page_size = captured.requests, captured.page_table.shape[1], captured.page_size
         new, room = captured.max_new, min(self._allocator.free_pages, _MOST_PAGES)
         live = size - size // 4
         if ragged := captured.new_lens is not None:
             live = min(live, _FEW)
-            new = min(captured.rows // live, max(room // live, 1) * page_size)  # at most
+            new = min(captured.rows // live, max(room // live, 1) * page_size)  # upper bound
         least = -(-new // page_size)  # pages of a request
         live = max(min(live, room // least), 1) if room >= least else 0
         each = min(room // max(live, 1), width)
@@ -249,7 +251,7 @@ class CaptureCheck:
             self._allocator.release(pages)
 
     def _forget(self, live: int) -> None:
-        """Empty hot buffers: pages have other rows from here on. Memory of the host is the host's again then."""
+        """Empty the hot buffers, because pages get other rows. The host may write host memory again afterwards."""
         if self._coordinator is not None:
             for row in range(live):
                 self._coordinator.release(row)
@@ -265,7 +267,7 @@ class CaptureCheck:
         return [captured.page_table, captured.seq_lens, *(part for part in also if part is not None)]
 
     def _caches(self, layer: LayerSpec) -> Sequence[Tensor]:
-        """What the layer's rows lie in, ``[pages, page_size, …]``, each of one type: random bytes would be NaN."""
+        """Caches of the layer's rows, ``[pages, page_size, …]``, each of one dtype: random bytes would be NaN."""
         mha, mla = self._pools.mha, self._pools.mla
         if layer.mla is not None and mla is not None:
             keys = () if layer.indexer is None else self._pools.cache(INDEX_KEYS).parts(layer.layer_id)
@@ -278,7 +280,7 @@ class CaptureCheck:
         return []
 
     def _states(self, layer: LayerSpec, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """A linear layer's states of a batch's requests, random from here on: where they lie, and what they are."""
+        """Fill a linear layer's states of a batch's requests with random values; return views and copies of them."""
         linear = self._pools.linear
         if layer.linear is None or linear is None:
             return []
@@ -289,8 +291,8 @@ class CaptureCheck:
         return [(part, part.clone()) for part in parts]
 
     def _others(self, layer: LayerSpec, batch: ForwardBatch) -> list[Tensor]:
-        """A copy of what a step of these requests leaves as it is: all but the new rows of each in their pages, and a
-        linear layer's last slot, which is nobody's. What padded requests write by mistake mostly goes there."""
+        """Copy what a step of these requests must not change: all rows except the new ones, and a linear layer's last
+        slot, which is unused. Wrong writes of padded requests mostly go there."""
         geometry, linear, kept = batch.geometry, self._pools.linear, []
         requests = torch.arange(batch.batch_size, device=self._device).unsqueeze(1)
         back = torch.arange(geometry.max_new, device=self._device).expand(batch.batch_size, -1)
@@ -315,7 +317,7 @@ class CaptureCheck:
         plan, live = batch.plan.attention, len(expected)
         claims, name = planner_claims(self._attention.backend, plan), " and ".join(plan.makers())
         error = float((found[:live].double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
-        if not error <= _TOLERANCE[self._dtype]:  # NaN is none of these
+        if not error <= _TOLERANCE[self._dtype]:  # also true for NaN
             what = f"differs from an eager run by {error:.1e} of its size"
         elif not self._attention.padding_length() and found[live:].any():
             what = "gives padded requests something else than zero"
@@ -334,5 +336,5 @@ class CaptureCheck:
 
 
 def _cells(cache: Tensor) -> Tensor:
-    """A cache that can be indexed: torch does not index float8 everywhere, but it does bytes."""
+    """Return a view that torch can index: it indexes bytes everywhere, float8 only on some devices."""
     return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache

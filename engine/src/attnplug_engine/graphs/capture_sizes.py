@@ -1,4 +1,4 @@
-"""The sizes for which steps are captured: requests of decode steps, and tokens of prefills."""
+"""Capture sizes: requests of decode steps, tokens of prefills."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PREFILLS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 def default_sizes(max_batch: int) -> tuple[int, ...]:
-    """Sizes that pad a batch by half at most, from 8 requests on; up to ``max_batch``, itself included."""
+    """Return batch sizes up to and including ``max_batch``. From 8 requests on, at most half of a batch is padding."""
     sizes, top = list(_FINE), min(max_batch, LARGEST_DEFAULT)
     while sizes[-1] < top:
         sizes.append(sizes[-1] + max(16, sizes[-1] // 4 // 16 * 16))
@@ -21,7 +21,7 @@ def default_sizes(max_batch: int) -> tuple[int, ...]:
 
 
 def default_prefill_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Tokens of prefills, no more than a step may have. Up to half of a graph may be padding, from 64 tokens on a
+    """Return token counts of prefills, at most ``max_tokens``. At most half of a graph is padding, from 64 tokens on a
     third."""
     top = min(max_tokens, _PREFILLS[-1])
     return (*(size for size in _PREFILLS if size < top), top)
@@ -29,8 +29,8 @@ def default_prefill_sizes(max_tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SizeOption:
-    """A setting that lists sizes: what turns its graphs off, what one size is and several are, and what has no more of
-    them than the setting ``limit`` allows."""
+    """A setting that lists capture sizes: the setting that turns its graphs off, its words for one size and several,
+    and the phrase for what the setting ``limit`` bounds."""
 
     name: str
     off: str
@@ -40,8 +40,8 @@ class SizeOption:
     limit: str
 
     def check(self, sizes: Collection[int], most: int, limit: str | None = None) -> tuple[int, ...]:
-        """The sizes that were asked for, smallest first; ``limit`` is the setting that allows no more than ``most``, if
-        it is another one."""
+        """Return the requested sizes, smallest first. ``limit`` names the setting that implies ``most``, if it is
+        another one. Raises UsageError."""
         name, limit = self.name, limit or self.limit
         if isinstance(sizes, str) or not isinstance(sizes, Collection):
             raise UsageError(

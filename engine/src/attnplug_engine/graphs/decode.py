@@ -1,4 +1,4 @@
-"""Captured decode steps: one graph for each of some batch sizes, replayed for every batch that fits one."""
+"""Captured decode steps: one CUDA graph per batch size, replayed for every batch that fits."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ _UNKNOWN = (PENDING,)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedStep:
-    """A decode step of ``size`` requests, or a prefill of so many tokens. Its logits are valid until the next replay of
-    any size."""
+    """A decode step of ``size`` requests, or a prefill of ``size`` tokens. Its logits are valid until the next replay
+    of any size."""
 
     size: int
     batch: ForwardBatch
     replay: Callable[[], None]
     logits: list[Tensor]
-    """``[requests, vocab]``, after the capture."""
+    """Logits ``[requests, vocab]``; filled by the capture."""
 
 
 class DecodeGraphs:
-    """The decode steps of one model, captured for some batch sizes over one set of inputs; where backends take turns by
-    length, once for each of them.
+    """Decode steps of one model, captured for several batch sizes over one set of inputs.
 
-    A captured step takes the requests' last tokens from ``tokens`` ``[requests + 1]`` and their pages from the table's
+    If the fastest backend depends on the KV length, a batch size is captured once for each of these backends.
+
+    A captured step reads the requests' last tokens from ``tokens [requests + 1]`` and their pages from the table's
     mirror, runs the model up to its logits (``run_model``), samples, and writes the new tokens back. The host sends a
-    few numbers per request. Padded requests have a row of the table to themselves, and a length for which the backend
-    reads and writes nothing.
+    few numbers per request. Padded requests have a table row of their own, and a length for which the backend reads and
+    writes nothing.
     """
 
     def __init__(
@@ -66,30 +67,30 @@ class DecodeGraphs:
         fill, device = attention.padding_length(), tokens.device
         self.inputs = StepInputs(largest, table.max_requests, fill, device)
         self.sampled = torch.zeros(largest, dtype=torch.int64, device=device)
-        """The tokens of the last replay; -1 where logits were not finite."""
+        """Sampled tokens of the last replay; -1 where the logits were not finite."""
         self._page_table = torch.zeros(largest, table.max_pages, dtype=torch.int32, device=device)
         self._steps: dict[int, GraphDispatcher[CapturedStep]] = {}
         self.largest = largest
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Captured batch sizes, the smallest first."""
+        """Captured batch sizes in ascending order."""
         return tuple(sorted(self._steps))
 
     @property
     def backends(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """The batch sizes that were captured for each backend, or for those that plan together."""
+        """Captured batch sizes by the names of the backends that plan them together."""
         return sizes_by_backend(self._steps)
 
     def reserve(self, allocator: PageAllocator, requests: int = 0, rows: int = 0) -> None:
-        """Give padded requests their pages, and have the backend make its memory; for steps of others with so many
-        requests and rows, too."""
+        """Reserve pages for padded requests and the backend's graph buffers, which also serve other captured steps of
+        up to ``requests`` requests and ``rows`` rows."""
         name, length = self._attention.backend.backend_id.name, self._attention.padding_length()
         reserve_padding(name, length, self._table, allocator, self._context)
         self._attention.reserve_graphs(max(self.largest, requests), max(self.largest, rows))
 
     def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
-        """Capture the step of ``size`` requests, for each backend that plans such a step at some length."""
+        """Capture the step of ``size`` requests, once for each backend that plans it at some KV length."""
         self._steps[size] = GraphDispatcher(
             lambda ragged: turns(self._attention.backend, ForwardMode.DECODE, size, 1, ragged),
             self._context,
@@ -98,7 +99,7 @@ class DecodeGraphs:
         return list(self._steps[size].captured.values())
 
     def _capture(self, size: int, capture: Capture, typical: TypicalLens | None) -> CapturedStep:
-        """Capture a step whose requests are all padded; its batch is planned and marked here (B2)."""
+        """Capture a step of padded requests; plan and mark its batch (B2)."""
         inputs, states = self.inputs, self.inputs.state_slots[:size] if self._has_states else None
         geometry = Geometry(
             ForwardMode.DECODE,
@@ -120,7 +121,7 @@ class DecodeGraphs:
 
         ids, positions = torch.zeros_like(rows), torch.zeros_like(geometry.seq_lens)
         batch.input_ids, batch.positions = ids, positions
-        begin, end = _ends_of_a_step(inputs)
+        begin, end = _step_io(inputs)
 
         def run() -> None:
             begin(geometry.page_table, ids, positions, rows, geometry.seq_lens, mirror, self._tokens)
@@ -134,27 +135,27 @@ class DecodeGraphs:
         return CapturedStep(size, batch, replay, logits)
 
     def fitting(self, requests: int, entries: Sequence[StepEntry] = ()) -> CapturedStep | None:
-        """The captured step for a batch of so many requests: the smallest that holds them, for the lengths that its
-        ``entries`` have."""
+        """Return the smallest captured step that holds ``requests`` requests, for the KV lengths of ``entries``; None
+        if none does."""
         size = min((size for size in self._steps if size >= requests), default=None)
         return None if size is None else self._steps[size].fitting(entries)
 
     def run(self, captured: CapturedStep, step: Step, sampler: Sampler) -> tuple[Tensor, StepOutput | None]:
-        """Replay a captured step for these requests; returns their tokens ``[requests]``, valid until the next one,
-        and what brings them to the host if the step itself does."""
+        """Replay a captured step. Return the sampled tokens ``[requests]``, valid until the next replay, and the step
+        output if the graph writes it to the host."""
         self._table.mirror()
-        self._tell_known(step)
+        self._send_known_tokens(step)
         self.inputs.fill(step, captured.size, sampler)
         self._attention.plan_captured(captured.batch)
         captured.replay()
         count, mailbox = len(step.entries), self.inputs.mailbox
         return self.sampled[:count], None if mailbox is None else mailbox.step_output(count)
 
-    def _tell_known(self, step: Step) -> None:
-        """Send the tokens that the host knows; with another step in flight there are hardly any.
+    def _send_known_tokens(self, step: Step) -> None:
+        """Send the tokens that the host knows. With another step in flight there are few.
 
-        A row may have another one: that of a step which was dropped, or of the request that had the row before one
-        that was preempted and found all but its newest token in the prefix cache.
+        The device may hold an outdated token for a row: that of a dropped step, or of the row's previous request if the
+        new one was preempted and found all but its newest token in the prefix cache.
         """
         known = [(row, entry[2][0]) for row, entry in zip(step.rows, step.entries, strict=True) if entry[2] != _UNKNOWN]
         if known:
@@ -162,10 +163,10 @@ class DecodeGraphs:
             self._tokens.index_copy_(0, rows, tokens)
 
 
-def _ends_of_a_step(inputs: StepInputs) -> tuple[Callable[..., None], Callable[..., None]]:
-    """What comes before the model and after the sampler: by kernels where these take mailbox, else by torch."""
+def _step_io(inputs: StepInputs) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return what runs before the model and after the sampler: kernels on the mailbox, or torch operations."""
     if inputs.mailbox is None:
-        return _begin, keep_tokens
+        return _begin, store_tokens
     from attnplug_engine.kernels.step_io import begin, end
 
     return partial(begin, inputs.mailbox), partial(end, inputs.mailbox)
@@ -179,15 +180,15 @@ def _begin(
     torch.sub(seq_lens, 1, out=positions).clamp_(min=0)
 
 
-def keep_tokens(sampled: Tensor, tokens: Tensor, rows: Tensor, chosen: Tensor) -> None:
-    """Put the tokens that were chosen where the host takes them from, and in ``tokens`` for the next step."""
+def store_tokens(sampled: Tensor, tokens: Tensor, rows: Tensor, chosen: Tensor) -> None:
+    """Write the chosen tokens to ``sampled`` for the host, and to ``tokens`` for the next step."""
     sampled[: len(chosen)] = chosen
-    # The token of a request that ends by an error is not read again, but the row of an embedding is.
+    # The token of a request that ends by an error is ignored, but the next step still looks up its embedding.
     tokens.index_copy_(0, rows, chosen.clamp(min=0))
 
 
 def sizes_by_backend(graphs: Mapping[int, GraphDispatcher[Any]]) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """For what was captured by batch size: the sizes for each backend, or for those that plan together."""
+    """Return the captured batch sizes by the names of the backends that plan them together."""
     found: dict[tuple[str, ...], tuple[int, ...]] = {}
     for size in sorted(graphs):
         for names in graphs[size].captured:
@@ -197,24 +198,24 @@ def sizes_by_backend(graphs: Mapping[int, GraphDispatcher[Any]]) -> dict[tuple[s
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """What an engine captured, or why it captured nothing."""
+    """Captured graphs of an engine, or the reason why there are none."""
 
     level: GraphLevel
-    """What the backend claims."""
+    """The backend's claim."""
     forced_by: tuple[str, ...] = ()
-    """The backends that allow no more, where others would."""
+    """Backends that limit the level below that of the others."""
     sizes: tuple[int, ...] = ()
-    """Requests of decode steps, or of rounds."""
+    """Numbers of requests of decode steps, or of speculative rounds."""
     nbytes: int = 0
-    """Memory that the graphs and the backend's own buffers for them took."""
+    """Device memory of the graphs and of the backends' buffers for them."""
     why_none: str = ""
     backends: Mapping[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)
-    """The sizes that were captured for each backend, or for those that plan together."""
+    """Captured sizes by the names of the backends that plan them together."""
     prefill_sizes: tuple[int, ...] = ()
-    """Tokens of prefills."""
+    """Numbers of tokens of prefills."""
     why_no_prefill: str = ""
     prefill_by: str | None = None
-    """The backend that takes them, where it is not the one that prefills without a graph."""
+    """The backend of captured prefills, if another one runs eager prefills."""
 
     def __str__(self) -> str:
         if not self.sizes:

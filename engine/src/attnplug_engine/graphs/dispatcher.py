@@ -1,4 +1,4 @@
-"""What is captured more than once for a batch size: once for each backend that is the fastest at some lengths."""
+"""CUDA graph dispatch by KV length: one graph per batch size and backend that is the fastest at some length."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from attnplug_engine.scheduling.step import StepEntry
 Captured = TypeVar("Captured")
 _POSITION = itemgetter(1)
 _FEW = 16
-"""Of fewer requests the lengths are added up at every step, of more the more seldom: choosing costs all the same."""
+"""Up to 16 requests, lengths are summed at every step; with more requests less often, so that dispatch costs the
+same."""
 
 
 class GraphDispatcher(Generic[Captured]):
-    """What was captured for one batch size, by the lengths of a batch's requests: their mean, and whether they differ.
+    """Captured graphs of one batch size, chosen by the mean KV length of a batch and by how much its lengths vary.
 
-    ``turns(ragged)`` says who plans such batches. ``capture(typical)`` is asked once for the backends of each turn that
-    begins within the context. Where all are the same there is nothing to choose, and nothing typical.
+    ``turns(ragged)`` returns the length ranges and the backends that plan them. ``capture(typical)`` is called once for
+    the backends of each range that begins within ``context``. If all ranges have the same backends, there is one graph
+    and ``typical`` is None.
     """
 
     def __init__(
@@ -33,29 +35,29 @@ class GraphDispatcher(Generic[Captured]):
         found = {ragged: [*_within(turns(ragged), context)] for ragged in (False, True)}
         self._chooses = len({backends for each in found.values() for _, _, backends in each}) > 1
         made: dict[tuple[str, ...], Captured] = {}
-        self._lines: list[tuple[list[int], list[Captured]]] = []
-        """Of equal and of ragged requests: where each turn but the last ends, and what was captured for each."""
+        self._ranges: list[tuple[list[int], list[Captured]]] = []
+        """For uniform and for ragged batches: upper bounds of all ranges but the last, and the graph of each range."""
         for ragged, parts in found.items():
             for least, most, backends in parts:
                 if backends not in made:
                     middle = TypicalLens.around(math.isqrt(least * most), ragged=ragged)
                     made[backends] = capture(middle if self._chooses else None)
-            self._lines.append(([most for _, most, _ in parts[:-1]], [made[backends] for _, _, backends in parts]))
+            self._ranges.append(([most for _, most, _ in parts[:-1]], [made[backends] for _, _, backends in parts]))
         self._count = self._steps = self._mean = self._longest = 0
         self.captured = made
-        """By the names of the backends that plan it."""
+        """Captured graphs by the names of their backends."""
 
     def fitting(self, entries: Sequence[StepEntry]) -> Captured:
-        """What to replay for these requests."""
+        """Return the graph to replay for these requests."""
         if not self._chooses or not entries:
-            return self._lines[0][1][0]
-        self._look_at(entries)
-        ends, captured = self._lines[is_ragged(self._mean, self._longest)]
+            return self._ranges[0][1][0]
+        self._update_lengths(entries)
+        ends, captured = self._ranges[is_ragged(self._mean, self._longest)]
         return captured[bisect_left(ends, self._mean)]
 
-    def _look_at(self, entries: Sequence[StepEntry]) -> None:
-        """Find the cache rows of requests. Of many it is done anew every few steps, in each of which they grow by a
-        row."""
+    def _update_lengths(self, entries: Sequence[StepEntry]) -> None:
+        """Update mean and maximum KV length. With many requests they are recomputed every few steps only; in between,
+        each request grows by one row per step."""
         count = len(entries)
         if count != self._count or self._steps == 0:
             before = list(map(_POSITION, entries))
@@ -68,7 +70,7 @@ class GraphDispatcher(Generic[Captured]):
 
 
 def _within(turns: Sequence[Turn], context: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """The turns that begin within a context: the first and the last length of each, and its backends."""
+    """Yield first length, last length and backends of each range that begins within ``context``."""
     least = 1
     for turn in turns:
         yield least, min(turn.upto, context), turn.backends

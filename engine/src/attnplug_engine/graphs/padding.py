@@ -1,4 +1,4 @@
-"""Padded requests of CUDA graphs: a row of the slot table to themselves, with pages if a backend wants a length."""
+"""Padded requests of CUDA graphs: a slot table row of their own, with pages if the backend wants a length."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from attnplug_engine.scheduling.slot_table import SlotTable
 
 
 def reserve_padding(name: str, length: int, table: SlotTable, allocator: PageAllocator, context: int) -> None:
-    """Give the padded requests of backend ``name`` pages for ``length`` tokens that nobody else uses.
+    """Reserve pages for ``length`` tokens of the padded requests of backend ``name``.
 
-    They must fit into the context, and leave a page to the others.
+    They must fit into the context and leave at least one page. Raises PoolError.
     """
     needed, off = -(-length // table.page_size), "or turn graphs off by `disable_cuda_graph`"
     if length > context:

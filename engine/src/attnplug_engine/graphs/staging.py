@@ -1,4 +1,4 @@
-"""Numbers that the host sends to fixed addresses of the device, by one copy a step."""
+"""Staging buffers: numbers that the host sends to fixed device addresses with one copy per step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 _STAGES = 2
-"""Copies of the host's side: one is filled while the other may still be on its way."""
+"""Host buffers: one is filled while the copy of the other may be in flight."""
 
 Host = TypeVar("Host")
 
 
 class Staging(Generic[Host]):
-    """``memory`` on the device, and what the host writes for it. ``fields`` makes that over bytes of the host."""
+    """``memory [nbytes]`` on the device and its host buffers. ``fields`` makes the host's view of the bytes of one
+    buffer."""
 
     def __init__(self, nbytes: int, device: torch.device, fields: Callable[[Tensor], Host]) -> None:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -28,9 +29,10 @@ class Staging(Generic[Host]):
 
     @contextmanager
     def write(self) -> Iterator[Host]:
-        """The host's side, to be written, and then sent. It holds what was written the time before last.
+        """Yield a host buffer to write; send it to the device afterwards. It holds what was written the time before
+        last.
 
-        Waits until the device has read that; with at most one other step under way it has.
+        Waits until the device has read that; with at most one other step in flight, it has.
         """
         own, host, event = self._stages.pop(0)
         self._stages.append((own, host, event))

@@ -1,4 +1,4 @@
-"""Captured decode and prefill steps of a runner: capturing them at start-up, and replaying the one that fits."""
+"""Captured decode and prefill steps of a runner: capture at start-up, replay of the one that fits."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from attnplug_engine.scheduling.step import Step
 
 
 class CapturedSteps:
-    """The captured steps of one model. ``prefill`` is None if no prefill was captured."""
+    """Captured steps of one model. ``prefill`` is None if no prefill was captured."""
 
     def __init__(self, decode: DecodeGraphs, prefill: PrefillGraphs | None) -> None:
         self.decode, self.prefill = decode, prefill
 
     def replay(self, step: Step, sampler: Sampler) -> ReplayedStep | None:
-        """Replay the graph that fits a step; None if there is none."""
+        """Replay the graph that fits a step; return None if there is none."""
         if step.mode.is_decode:
             captured = self.decode.fitting(len(step.entries), step.entries)
             if captured is not None:
-                return ReplayedStep(captured.batch, captured.logits[0], *self.decode.run(captured, step, sampler))
+                sampled, output = self.decode.run(captured, step, sampler)
+                return ReplayedStep(captured.batch, captured.logits[0], sampled, output)
         elif self.prefill is not None:
             captured = self.prefill.fitting(step)
             if captured is not None:
@@ -68,7 +69,7 @@ def capture_steps(
             *shared,
             largest=max(prefills),
             slower=None if runner.attention.graph_level is GraphLevel.ALWAYS else runner.spec,
-            least=None if keep_all else partial(_least_of_ranks, runner),
+            all_reduce_min=None if keep_all else partial(_min_over_ranks, runner),
         )
     check = CaptureCheck(
         runner.spec, runner.attention, runner.pools, runner.allocator, runner.dtype, runner.device, runner.coordinator
@@ -88,7 +89,7 @@ def capture_steps(
             except torch.OutOfMemoryError:
                 if isinstance(making, DecodeGraphs) or keep_all or runner.parallel.size > 1:
                     raise
-                making.drop(size)  # nobody asked for it
+                making.drop(size)  # no setting asked for this size
             if progress is not None:
                 progress(done, len(todo))
     except torch.OutOfMemoryError as error:
@@ -99,13 +100,13 @@ def capture_steps(
     return steps
 
 
-def _least_of_ranks(runner: ModelRunner, value: float) -> float:
+def _min_over_ranks(runner: ModelRunner, value: float) -> float:
     """Return the minimum of ``value`` over ranks. All ranks run the same steps, so they decide by the same number."""
     return float(runner.parallel.all_gather(torch.tensor([value], device=runner.device), 0).min())
 
 
 def no_memory(runner: ModelRunner, size: int, done: Sequence[int], *, prefill: bool = False) -> PoolError:
-    """Of a graph of so many requests, or tokens, after those that are ``done``."""
+    """Return the error for a graph of ``size`` requests or tokens that does not fit, following those of ``done``."""
     free, total = torch.cuda.mem_get_info(runner.device)
     caches = runner.pools.nbytes - (0 if runner.coordinator is None else runner.coordinator.host_nbytes)
     larger = f" after those of {', '.join(map(str, reversed(done)))}" if done else ""

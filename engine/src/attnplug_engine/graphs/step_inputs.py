@@ -1,4 +1,4 @@
-"""What captured steps read: a few numbers per request at fixed addresses."""
+"""Inputs of captured decode steps: a few numbers per request at fixed addresses."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from attnplug_engine.scheduling.step import Step
 
 
 class StepInputs:
-    """The inputs of captured decode steps of up to ``size`` requests.
+    """Inputs of captured decode steps of up to ``size`` requests.
 
-    ``rows`` are the requests' rows of the slot table. A padded request has ``padding_row``, ``fill`` as its length and
-    -1 as its state slot. Where kernels can run they are ``mailbox``, which the step itself takes; else one copy a step
-    sends them.
+    ``rows`` are the requests' rows of the slot table. A padded request has ``padding_row``, the length ``fill`` and the
+    state slot -1. If Triton kernels are usable, the step itself reads the inputs from ``mailbox``; otherwise one copy
+    per step sends them.
     """
 
     def __init__(self, size: int, padding_row: int, fill: int, device: torch.device) -> None:
@@ -43,11 +43,11 @@ class StepInputs:
         self._sampling = SamplingMetadata.over(sampling, size)
 
     def sampling(self, size: int) -> SamplingMetadata:
-        """How the tokens of the first requests are chosen."""
+        """Sampling parameters of the first ``size`` requests."""
         return self._sampling.rows(slice(0, size))
 
     def fill(self, step: Step, size: int, sampler: Sampler) -> None:
-        """Send a decode step's requests, and padded ones up to ``size``. Waits for nothing but an older step."""
+        """Send a decode step's requests, padded up to ``size``. Waits only for an older step."""
         count, starts = len(step.entries), np.array([entry.position for entry in step.entries], np.int32)
         with self._channel.write() as host:
             host.rows[:count] = step.rows
@@ -55,7 +55,7 @@ class StepInputs:
             if step.state_slots:
                 host.state_slots[:count] = step.state_slots
             requests = [entry.request for entry in step.entries]
-            if requests != host.requests:  # each compares by identity
+            if requests != host.requests:  # requests compare by identity
                 host.prompts = np.array([len(request.prompt) for request in requests], np.int32)
                 host.sampling.fill(requests, sampler.seed_of, (starts + 1 - host.prompts).tolist())
                 host.requests = requests
@@ -70,7 +70,7 @@ class StepInputs:
 
 
 class _Host:
-    """The host's side of the inputs, and whose they are."""
+    """Host view of the inputs, and the requests whose sampling parameters it holds."""
 
     def __init__(self, memory: Tensor, size: int) -> None:
         *fields, sampling = (field.numpy() for field in _fields(memory, size))
@@ -85,8 +85,8 @@ def _nbytes(size: int) -> int:
 
 
 def _fields(memory: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows and state slots in int64, lengths in int32, and the memory of sampling parameters, which comes before the
-    lengths: it is aligned to 8 bytes."""
+    """Split the memory: rows and state slots in int64, lengths in int32, and the bytes of the sampling parameters,
+    which precede the lengths because they are aligned to 8 bytes."""
     rows, slots = memory[: 16 * size].view(torch.int64).split(size)
     sampling = 16 * size + SamplingArrays.ROW_BYTES * size
     return rows, slots, memory[sampling:].view(torch.int32), memory[16 * size : sampling]

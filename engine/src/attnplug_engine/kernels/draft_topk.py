@@ -1,4 +1,4 @@
-"""The best few tokens of each row with the sampler's noise, in two launches: chunks of a row, then rows."""
+"""Top-k tokens of each row with the sampler's noise, in two launches: chunks of a row, then rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _log_of_sum(x):
     """log(sum(exp(x))); -inf if every x is."""
     most = tl.max(x, 0)
     shift = tl.where(most > _NONE, most, 0.0)
-    total = tl.maximum(tl.sum(tl.exp(x - shift), 0), 1.0)  # the largest is 1
+    total = tl.maximum(tl.sum(tl.exp(x - shift), 0), 1.0)  # the largest term is 1
     return tl.where(most > _NONE, shift + tl.log(total), _NONE)
 
 
@@ -29,9 +29,9 @@ def _look(
     logits, stride, vocab, temperature, seed, position, target_ids, peaks, totals, scores, tokens, chunks,
     TOPK: tl.constexpr, MAPPED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk of a row: its best scores, their tokens, and the logarithm of the sum of all weights.
+    """One program per chunk of a row: its best scores, their tokens, and the logarithm of the sum of all weights.
 
-    Scores of a row that is drawn are relative to the chunk's largest logit, as the sampler's are: both round alike.
+    Scores of a sampled row are relative to the chunk's largest logit, like the sampler's, so both round alike.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -39,7 +39,7 @@ def _look(
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(logits + row * stride + token, mask=token < vocab, other=_NONE).to(tl.float32)
-    value = tl.where(value < float("inf"), value, _NONE)  # NaN, too
+    value = tl.where(value < float("inf"), value, _NONE)  # also replaces NaN
     heat = tl.load(temperature + row)
     place = row * chunks + chunk
     score, peak = value, tl.max(value, 0)
@@ -65,7 +65,7 @@ def _choose(
     temperature, target_ids, peaks, totals, scores, tokens, chunks, chosen, logprobs,
     TOPK: tl.constexpr, MAPPED: tl.constexpr, CHUNKS: tl.constexpr, FOUND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: the best of its chunks."""
+    """One program per row: the best of its chunks."""
     if EARLY:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -96,7 +96,7 @@ def _choose(
 def launch_draft_topk(
     logits: Tensor, batch: SamplingMetadata, topk: int, target_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As ``attnplug_engine.speculation.draft_sampling.gumbel_topk``."""
+    """Launch ``attnplug_engine.speculation.draft_sampling.gumbel_topk``."""
     rows, vocab = logits.shape
     chosen = torch.empty(rows, topk, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, topk, dtype=torch.float32, device=logits.device)

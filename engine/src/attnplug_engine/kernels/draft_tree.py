@@ -1,8 +1,8 @@
-"""A tree that a draft grows: a launch for each level, and one for the tree of the best candidates.
+"""Growth of a draft tree: one launch per level, and one for the tree of the best candidates.
 
-One program a request. The place of a candidate among the others is how many are better: larger, or equal and earlier.
-They are compared in chunks, so that any number of them fits in registers. As in ``trees``, no next kernel starts early,
-and none is compiled for an alignment.
+One program per request. The rank of a candidate is the number of better ones: larger, or equal and earlier. They are
+compared in chunks, so that any number of them fits in registers. As in ``trees``, no kernel lets the next one start
+early, and none is specialized for an alignment.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def _copy(source, target, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _better(score, each, other_score, other):
-    """``[others, candidates]``: whether each of the others is better than each candidate."""
+    """Return ``[others, candidates]``: True if the other is better than the candidate."""
     above, equal = other_score[:, None] > score[None, :], other_score[:, None] == score[None, :]
     return above | (equal & (other[:, None] < each[None, :]))
 
 
 @triton.jit
 def _score(gains, scores, each, COUNT: tl.constexpr, TOPK: tl.constexpr, ROOT: tl.constexpr):
-    """What candidates gain, 0 at most, and -inf for NaN, plus their parents' scores."""
+    """Return the candidates' gains, at most 0 and -inf for NaN, plus their parents' scores."""
     gain = tl.load(gains + each, mask=each < COUNT, other=float("-inf"))
     gain = tl.where(gain != gain, float("-inf"), tl.minimum(gain, 0.0))
     if not ROOT:
@@ -49,7 +49,7 @@ def _grow(
     TOPK: tl.constexpr, ROOT: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Adds ``COUNT`` candidates to ``count``, of which ``TOPK`` live on, and are rows after the ``rows`` there are."""
+    """Add ``COUNT`` candidates to ``count``; ``TOPK`` of them survive and become rows behind the existing ``rows``."""
     if EARLY:
         gdc_wait()
     request, each = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -90,7 +90,7 @@ def _prune(
     tokens, scores, parents, count, proposed, proposed_parents,
     NODES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The tree of the best ``NODES - 1`` of ``count`` candidates, in their order."""
+    """Write the tree of the best ``NODES - 1`` of ``count`` candidates, in their order."""
     if EARLY:
         gdc_wait()
     request, each = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -105,7 +105,7 @@ def _prune(
         is_taken = ((place < NODES - 1) & (other < count))[:, None]
         taken += tl.sum((is_taken & (other[:, None] == each[None, :])).to(tl.int32), 0)
         node += tl.sum((is_taken & (other[:, None] < each[None, :])).to(tl.int32), 0)
-        # Candidate i has number i + 1: the parent itself is counted, too.
+        # Candidate i has number i + 1, so the parent itself is counted, too.
         above += tl.sum((is_taken & (other[:, None] < parent[None, :])).to(tl.int32), 0)
     target = request * (NODES - 1) + node
     token = tl.load(tokens + first + each, mask=is_one)
@@ -123,10 +123,10 @@ def grow(
     newest: tuple[Tensor, Tensor] | None,
     candidates: tuple[Tensor, Tensor, Tensor],
 ) -> Grown:
-    """A level more, as ``attnplug_engine.speculation.tree.TreeGrowth.grow`` adds it.
+    """Add a level, like ``attnplug_engine.speculation.tree.TreeGrowth.grow``.
 
-    ``rows`` are the tokens and bits of rows, ``newest`` the scores and numbers of the newest level, if there is one,
-    and ``candidates`` the tokens, scores and parents of all. Returns new ones of each.
+    ``rows`` are tokens and masks of rows, ``newest`` the scores and numbers of the newest level, if there is one, and
+    ``candidates`` the tokens, scores and parents of all. Returns new tensors for each.
     """
     requests, topk, count = candidates[0].shape[0], tokens.shape[1], candidates[0].shape[1]
     added, width = tokens.numel() // requests, rows[0].shape[1]
@@ -151,7 +151,7 @@ def grow(
 
 
 def prune(tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """Tokens and parents of the tree of the best candidates, as ``TreeGrowth.proposal`` finds them."""
+    """Return tokens and parents of the tree of the best candidates, like ``TreeGrowth.proposal``."""
     requests, count = tokens.shape
     proposed, above = torch.empty(2, requests, nodes - 1, dtype=torch.int64, device=tokens.device)
     block = max(triton.next_power_of_2(count), 2)

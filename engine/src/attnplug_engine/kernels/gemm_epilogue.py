@@ -1,4 +1,4 @@
-"""What all products of few rows end with: the norm's factor, a bias, a gate, a residual."""
+"""Epilogue of all skinny matrix products: the norm's factor, a bias, a gate, a residual."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def finish(
     total, total_up, squares, out, bias, onto, number, row, rows, columns, out_stride, onto_stride, eps,
     K: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr,
 ):  # fmt: skip
-    """Store ``total`` ``[block_n, rows]``, with ``squares`` ``[rows]`` the sums that the norm is made of."""
+    """Store ``total [block_n, rows]``; ``squares [rows]`` are the sums of squares of the norm."""
     exists = number < columns
     if NORM:
         factor = tl.rsqrt(squares / K + eps)[None, :]

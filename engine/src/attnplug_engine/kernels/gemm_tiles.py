@@ -1,7 +1,7 @@
-"""Which kernel multiplies few rows with a large matrix, and how the matrix is divided for it.
+"""Choice of kernel and tile configuration for products of few rows with a large matrix.
 
-Measured on an H200 (``benchmarks/gemm_tiles.py``), with the norm, gate and residual that cost a library launches of
-their own.
+Measured on an H200 (``benchmarks/gemm_tiles.py``), including the norm, gate and residual, for which a library needs
+separate launches.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from attnplug_engine.kernels import shared_memory
 
 FEW, SOME, MORE, MANY = 2, 8, 16, 64
-"""Up to ``FEW`` rows are multiplied in ``skinny_gemm``, by a matrix of few rows up to ``SOME`` in ``tiled_gemm`` and
-up to ``MORE`` in ``streamed_gemm``, by a gated one of many up to ``MANY`` there. The library is faster for all
-else."""
+"""Largest numbers of rows by kernel: ``FEW`` in ``skinny_gemm``; for a matrix of few rows ``SOME`` in ``tiled_gemm``
+and ``MORE`` in ``streamed_gemm``; for a gated matrix of many rows ``MANY`` there. The library is faster for all
+others."""
 _SHORT, _NARROW = 4096, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How a product is divided: matrix rows of a program, how many columns it loads at once, and its warps.
+    """Tile configuration of a product: matrix rows of a program, columns that it loads at once, and its warps.
 
-    ``tiles`` says that it is made by tensor cores; with ``stages`` so many parts of the matrix are in shared memory.
+    ``tiles``: it uses tensor cores. ``stages`` is the number of matrix parts in shared memory, 0 for none.
     """
 
     block_n: int
@@ -43,26 +43,27 @@ FEW_ROW_CONFIGS: Mapping[tuple[int, int], TileConfig] = {
     (3072, 1536): TileConfig(2, 2048, 2),
     (2048, 2048): TileConfig(8, 2048, 8),
 }
-"""By the matrix's ``(rows, columns)``, where a config is better than the rule (``benchmarks/gemm_tiles.py``)."""
+"""Configurations by the matrix's ``(rows, columns)`` that are better than the rule (``benchmarks/gemm_tiles.py``)."""
 TENSOR_CORE_CONFIGS: Mapping[tuple[int, int], TileConfig] = {(2112, 2048): TileConfig(16, 2048, 8, tiles=True)}
-"""The same for products by tensor cores."""
+"""The same for products on tensor cores."""
 STREAMED, STREAMED_GATED = TileConfig(64, 128, 4, tiles=True, stages=6), TileConfig(64, 128, 8, tiles=True, stages=4)
 _FILLED = 0.9
-"""The least share of processors that have work, on average over turns, in a gated product: where more are idle in the
-last turn a library divides the matrix better."""
+"""Smallest share of busy multiprocessors, on average over waves, in a gated product: if more are idle in the last wave,
+a library divides the matrix better."""
 
 _LONGEST = 4096
 _TILE = 16_384
-"""Elements of the matrix that a program loads at once: 32 KiB of a 16-bit type, of which a processor holds several."""
+"""Elements of the matrix that a program loads at once: 32 KiB of a 16-bit dtype; a multiprocessor holds several."""
 
 
 @lru_cache(maxsize=256)
 def choose_few(outputs: int, inputs: int, tiles: int = 1) -> TileConfig:
-    """The config for a matrix ``[tiles * outputs, inputs]``, of which a program takes ``tiles`` blocks."""
+    """Return the configuration for a matrix ``[tiles * outputs, inputs]``, of which a program takes ``tiles``
+    blocks."""
     found = FEW_ROW_CONFIGS.get((tiles * outputs, inputs))
     if found is not None:
         return found
-    # In one piece, if need be with lanes that load nothing: only the first piece is loaded before the kernel waits.
+    # One block if possible, even with masked lanes: only the first block is loaded before the kernel waits.
     block_k = triton.next_power_of_2(inputs)
     if block_k > _LONGEST:
         whole = inputs & -inputs  # the largest power of two that divides it
@@ -72,19 +73,19 @@ def choose_few(outputs: int, inputs: int, tiles: int = 1) -> TileConfig:
 
 
 def choose_tiles(outputs: int, inputs: int, *, normed: bool) -> TileConfig:
-    """The config for a product by tensor cores, of which every warp gets a part that is at least one tile wide."""
+    """Return the configuration for tensor cores. Every warp gets a part that is at least one tile wide."""
     found = TENSOR_CORE_CONFIGS.get((outputs, inputs))
     if found is not None:
         return found
-    most = 512 if normed else 1024  # a norm takes registers
+    most = 512 if normed else 1024  # a norm needs registers
     block_k = min(max(triton.next_power_of_2(inputs), 256), most)
     return TileConfig(16, block_k, 4 if inputs <= 2048 else 8, tiles=True)
 
 
 def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = False) -> TileConfig | None:
-    """How ``product`` multiplies these; ``None`` where a library is faster, or the only one that can.
+    """Return the configuration of ``skinny_gemm`` for these tensors; None if a library is faster, or the only option.
 
-    The answer is the same for every run of so many rows.
+    It depends on shapes only, so it is the same for every call with the same number of rows.
     """
     if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         return None
@@ -95,12 +96,12 @@ def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = Fal
     if rows <= FEW:
         return choose_few(numbers // tiles, inputs, tiles)
     if rows <= SOME and numbers <= _SHORT:
-        # float16 has no room for a row times its gain that is not yet divided by its length
+        # float16 overflows for a row times its gain before the division by the row's norm
         return choose_tiles(numbers // tiles, inputs, normed=normed) if x.dtype is torch.bfloat16 else None
-    if inputs % 8:  # 16 bytes are copied at once
+    if inputs % 8:  # copies are 16 bytes wide
         return None
     config = STREAMED_GATED if gated else STREAMED
-    if streamed_bytes(config, rows, tiles) > shared_memory(x.device):  # as on SM 86, 89 and 120, which have 99 KiB
+    if streamed_bytes(config, rows, tiles) > shared_memory(x.device):  # e.g. SM 86, 89 and 120, which have 99 KiB
         return None
     if gated:
         programs = numbers // 2 / config.block_n / _processors(x.device)
@@ -109,7 +110,8 @@ def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = Fal
 
 
 def streamed_bytes(config: TileConfig, rows: int, tiles: int) -> int:
-    """Shared memory of a program of ``streamed_gemm``, but for a few barriers; before SM 90 it is a stage less."""
+    """Return the shared memory of a program of ``streamed_gemm``, without a few barriers; before SM 90 it is a stage
+    less."""
     padded: int = max(triton.next_power_of_2(rows), 16)
     return config.stages * (tiles * config.block_n + padded) * config.block_k * 2
 

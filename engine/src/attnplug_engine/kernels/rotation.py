@@ -1,4 +1,4 @@
-"""The rotation of one step's tokens on a GPU: what launches the kernels of ``rotary`` and ``latent``."""
+"""Rotation of one step's tokens on a GPU: launches the kernels of ``rotary`` and ``latent``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from attnplug_engine.kernels.latent import _absorb, _latent_rows
 from attnplug_engine.kernels.rotary import _angles, _rotate_heads
 
 _MANY_TOKENS = 64
-"""From so many tokens on a program takes more heads: there are enough programs then."""
+"""From this number of tokens on, a program takes more heads, because there are enough programs."""
 _MOST_ABSORBED = 256
-"""With more tokens a library's batched product absorbs faster, although it wants copies around it."""
+"""With more tokens, a library's batched product absorbs faster, although it needs copies around it."""
 
 
 class Norm(Protocol):
@@ -29,9 +29,9 @@ class Norm(Protocol):
 
 
 class FusedRotation:
-    """The rotation for the tokens of one step on a GPU; in float32, whatever the type of what is rotated.
+    """Rotation for the tokens of one step on a GPU; in float32, whatever the dtype of its arguments.
 
-    ``pairs`` says that ``(2 i, 2 i + 1)`` are turned together, rather than ``(i, i + half)``.
+    ``pairs``: ``(2 i, 2 i + 1)`` are rotated together, instead of ``(i, i + half)``.
     """
 
     __slots__ = ("_cos", "_half", "_options", "_pairs", "_sin")
@@ -51,19 +51,19 @@ class FusedRotation:
             )  # fmt: skip
 
     def apply(self, x: Tensor) -> Tensor:
-        """``x`` ``[tokens, heads, dim]`` with its first dimensions rotated."""
+        """Return ``x [tokens, heads, dim]`` with its first dimensions rotated."""
         turned = x.clone(memory_format=torch.contiguous_format)
         self.apply_(turned)
         return turned
 
     def apply_(self, x: Tensor) -> None:
-        """Rotate the first dimensions of ``x`` ``[tokens, heads, dim]``, which may be a view, in place."""
+        """Rotate the first dimensions of ``x [tokens, heads, dim]``, which may be a view, in place."""
         self._rotate(x, x.shape[1], 0, x.shape[1], None)
 
     def heads(
         self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[Norm, Norm] | None
     ) -> tuple[Tensor, Tensor]:
-        """See ``Rotation.heads``: queries and keys are rotated where they lie."""
+        """Implement ``Rotation.heads``; queries and keys are rotated in place."""
         self._rotate(qkv, queries, skipped, queries + keys, norms)
         start = queries + skipped
         return qkv[:, :queries], qkv[:, start : start + keys]
@@ -87,13 +87,13 @@ class FusedRotation:
             BLOCK_HEADS=block,
             BLOCK_HALF=triton.next_power_of_2(self._half),
             BLOCK_REST=triton.next_power_of_2(max(dim - 2 * self._half, 1)),
-            # A tile that two warps would both hold is one's: a late one would norm what the other has rotated.
+            # One warp per tile: of two warps that share a tile, the later one would norm what the other has rotated.
             num_warps=2 if block * self._half >= 64 else 1,
             **self._options,
         )  # fmt: skip
 
     def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: Norm) -> Tensor:
-        """See ``Rotation.latent_rows``: one launch for queries and rows."""
+        """Implement ``Rotation.latent_rows`` with one launch for queries and rows."""
         tokens, heads, dim = q.shape
         latent = norm.weight.shape[0]
         assert dim - nope == 2 * self._half and down.shape[1] == latent + dim - nope
@@ -117,14 +117,14 @@ class FusedRotation:
         return 0 < q.shape[0] <= _MOST_ABSORBED and q.dtype in (torch.bfloat16, torch.float16)
 
     def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: Norm, places: RowPlaces) -> Tensor:
-        """See ``Rotation.absorb``: one launch."""
+        """Implement ``Rotation.absorb`` with one launch."""
         tokens, heads, dim = q.shape
         nope, latent = weights.w_kc.shape[1:]
         assert dim - nope == 2 * self._half and down.shape[1] == latent + dim - nope
         assert q.stride(2) == 1 and down.stride(1) == 1
         cache, slots = places.cache, places.slots
         out = q.new_empty(tokens, heads, down.shape[1])
-        # Even one row is padded to what tensor cores take: sums across threads would take twice as long.
+        # Even one row is padded to a tensor-core tile: sums across threads would take twice as long.
         at_once = min(max(triton.next_power_of_2(tokens), 16), 32)
         block_nope = max(triton.next_power_of_2(nope), 16)
         tile = 8_192 if tokens <= at_once else 16_384
@@ -147,7 +147,7 @@ class FusedRotation:
         return out
 
     def _row_shape(self, latent: int) -> dict[str, int | bool]:
-        """What kernels that make cache rows are told of them."""
+        """Constants of the kernels that make cache rows."""
         blocks = {"BLOCK_LATENT": triton.next_power_of_2(latent), "BLOCK_HALF": triton.next_power_of_2(self._half)}
         return {"LATENT": latent, "HALF": self._half, "PAIRS": self._pairs, **blocks}
 

@@ -1,16 +1,17 @@
-"""Chooses the next tokens on the device, in two launches. Imported only where there is a GPU with Triton.
+"""Token sampling on the device, in two launches. Imported only if there is a GPU with Triton.
 
-The first launch looks at every logit once, in chunks, so that a single row keeps many multiprocessors busy: it finds
-each chunk's largest logit and its best draw. The second has one program a row. It puts the chunks together, and that
-is all for greedy rows and for draws from the whole vocabulary.
+The first launch reads every logit once, in chunks, so that a single row keeps many multiprocessors busy: it finds each
+chunk's largest logit and its best sample. The second has one program per row. It combines the chunks, which suffices
+for greedy rows and for sampling from the whole vocabulary.
 
-A row with top-k, top-p or min-p is drawn by rejection. All three keep the first so many tokens of one order: falling
-logits, of equals the lower id. So a candidate is kept or not by what is ahead of it: how many tokens, and their weight.
-A candidate that is not kept rules out all that follow it, and the best draw among those ahead is next. One pass over
-the row judges a candidate and finds the next; with the logits of language models the first is nearly always kept.
+A row with top-k, top-p or min-p uses rejection sampling. All three keep the first n tokens in one order: descending
+logits, of equals the lower id. So a candidate is kept or not depending on the tokens ahead of it: their number and
+their weight. A rejected candidate excludes all that follow it, and the best sample among those ahead is next. One pass
+over the row checks a candidate and finds the next; with the logits of language models the first one is nearly always
+kept.
 
-Chunks and blocks depend on the vocabulary alone, and no program reads two rows: a row's token does not depend on its
-batch.
+Chunks and blocks depend on the vocabulary size only, and no program reads two rows: a row's token does not depend on
+its batch.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.inter
 _NO_WEIGHT = tl.constexpr(104.0)
 """exp(-104) is 0 in float32."""
 _LOWEST = tl.constexpr(-1e38)
-"""The least score of a token that may be chosen."""
+"""Smallest score of a token that can be chosen."""
 
 
 @triton.jit
 def _mix(x):
-    """A bijection of 32 bits, every bit of whose result depends on every bit of ``x``."""
+    """Mix 32 bits. A bijection; every bit of the result depends on every bit of ``x``."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -43,7 +44,7 @@ def _mix(x):
 
 @triton.jit
 def _keys(seed, position):
-    """Two words for the draw at ``position``."""
+    """Return two hash words for the sample at ``position``."""
     low = _mix(seed.to(tl.uint32) + 0x9E3779B9)
     both = _mix((seed >> 32).to(tl.uint32) + low)
     first = _mix(position.to(tl.uint32) + both)
@@ -52,7 +53,7 @@ def _keys(seed, position):
 
 @triton.jit
 def _log(x):
-    """The logarithm by the GPU's own instruction: six digits, for a tenth of the exact one's instructions."""
+    """Logarithm by the GPU's own instruction: six digits, at a tenth of the exact one's instructions."""
     if _PTX:
         base = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         return base * 0.6931471805599453
@@ -61,7 +62,7 @@ def _log(x):
 
 @triton.jit
 def _gumbel(tokens, first, second):
-    """Gumbel noise of each token id, as ``execution.sampler.gumbel`` finds it; for small chances by a series."""
+    """Gumbel noise of each token id, like ``execution.sampler.gumbel``; small chances use a series."""
     bits = _mix(_mix(tokens.to(tl.uint32) + first) ^ second)
     chance = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     series = 0.3333333333333333 + chance * (0.25 + chance * (0.2 + chance * 0.16666666666666666))
@@ -74,9 +75,9 @@ def _look(
     logits, stride, vocab, temperature, seed, position, peaks, peak_tokens, scores, drawn, chunks,
     CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk of a row: its largest logit, +inf if any is NaN or +inf, and its best draw.
+    """One program per chunk of a row: its largest logit, +inf if any is NaN or +inf, and its best sample.
 
-    A score is relative to the chunk's own largest logit: no temperature is too low for it, no logit too large.
+    A score is relative to the chunk's largest logit, so no temperature is too low for it and no logit too large.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -100,7 +101,7 @@ def _look(
 
 @triton.jit
 def _weight_above(logits, vocab, peak, heat, cut, BLOCK: tl.constexpr):
-    """How many logits are above ``cut``, and their weight."""
+    """Return the number of logits above ``cut``, and their weight."""
     weights, counts = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
@@ -113,10 +114,10 @@ def _weight_above(logits, vocab, peak, heat, cut, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weight_of_largest(logits, vocab, peak, heat, wanted, BLOCK: tl.constexpr):
-    """The weight of the ``wanted`` largest: to a millionth, which is what a sum in float32 has.
+    """Return the weight of the ``wanted`` largest logits, to a millionth, which is the precision of a float32 sum.
 
-    Looks for a cut that so many logits are above, each time in a quarter of where it may be. Between two neighbouring
-    cuts all weights are alike.
+    Searches a threshold with ``wanted`` logits above it, each time in a quarter of the remaining interval. Between two
+    neighbouring thresholds all weights are equal.
     """
     low, high = peak - _NO_WEIGHT * heat, peak
     total, below = _weight_above(logits, vocab, peak, heat, low, BLOCK)
@@ -155,12 +156,12 @@ def _choose(
     logits, stride, vocab, temperature, top_k, top_p, min_p, seed, position, peaks, peak_tokens, scores, drawn, chunks,
     chosen, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: its token from what its chunks found, checked against its filters."""
+    """One program per row: its token from the results of its chunks, checked against its filters."""
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
     place = tl.arange(0, CHUNKS)
     if EARLY:
-        gdc_wait()  # for what _look found
+        gdc_wait()  # for the results of _look
     found = tl.load(peaks + row * chunks + place, mask=place < chunks, other=float("-inf"))
     peak, first = tl.max(found, axis=0, return_indices=True)
     token = tl.load(peak_tokens + row * chunks + first)
@@ -196,7 +197,7 @@ def _choose(
                         top, which = tl.max(tl.where(ahead, noisy, float("-inf")), axis=0, return_indices=True)
                         if top > best:
                             best, following = top, start + which
-                # Nothing is ahead of the largest, so it is kept, whatever rounding says.
+                # Nothing is ahead of the largest logit, so it is kept, regardless of rounding.
                 kept = (count < wanted) & (weight < enough) & (tl.exp((logit - peak) / heat) >= least)
                 looking = tl.where(kept | (count == 0), 0, 1)
                 token = tl.where(looking > 0, following, token)
@@ -204,7 +205,7 @@ def _choose(
 
 
 def launch_sample(logits: Tensor, batch: SamplingMetadata) -> Tensor:
-    """The tokens ``[rows]`` chosen from ``logits [rows, vocab]``, -1 for rows that are not finite."""
+    """Return the tokens ``[rows]`` sampled from ``logits [rows, vocab]``, -1 for rows that are not finite."""
     rows, vocab = logits.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:

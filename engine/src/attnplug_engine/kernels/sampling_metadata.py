@@ -1,4 +1,4 @@
-"""Sampling parameters per row, as the sampling kernels read them."""
+"""Sampling parameters per row, as the sampling kernels read them. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Buffer = TypeVar("Buffer", Tensor, NDArray[np.uint8])
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """How the token of each row is chosen: tensors ``[rows]`` on the logits' device."""
+    """Sampling parameters of each row: tensors ``[rows]`` on the logits' device."""
 
     temperature: Tensor
-    """float32; 0 is greedy, whatever the others say."""
+    """float32; 0 is greedy, whatever the others are."""
     top_k: Tensor
     """int32; 0 keeps all."""
     top_p: Tensor
@@ -29,11 +29,11 @@ class SamplingMetadata:
     seed: Tensor
     """int64."""
     position: Tensor
-    """int32: the number of output tokens before this one."""
+    """int32: number of output tokens before this one."""
 
     @staticmethod
     def over(memory: Tensor, rows: int) -> SamplingMetadata:
-        """Views of ``memory [bytes]``, of type uint8 and at a multiple of 8, divided by ``divide_sampling_fields``."""
+        """Return views of ``memory [bytes]`` uint8, 8-byte aligned, divided by ``divide_sampling_fields``."""
         seed, temperature, top_p, min_p, top_k, position = divide_sampling_fields(memory, rows)
         return SamplingMetadata(
             temperature.view(torch.float32),
@@ -56,6 +56,6 @@ class SamplingMetadata:
 
 
 def divide_sampling_fields(memory: Buffer, rows: int) -> list[Buffer]:
-    """Seeds first, which need to lie at multiples of 8, then five fields of 4 bytes a row."""
+    """Divide memory into seeds, which need 8-byte alignment and come first, and five fields of 4 bytes per row."""
     ends = [0, *(8 * rows + 4 * rows * field for field in range(6))]
     return [memory[start:end] for start, end in pairwise(ends)]

@@ -1,9 +1,9 @@
-"""Products of few rows with a large matrix, which take as long as reading the matrix does.
+"""Products of few rows with a large matrix, bound by the time to read the matrix.
 
-One program has some rows of the matrix, all of them in registers: many loads are in flight at once, and they are issued
-before the kernel waits for its input. A norm of the input and a sum with a residual cost no launch of their own. The
-norm's factor is one number a row, so it is put on the result; sums are float32. With more rows those of
-``tiled_gemm``, of ``streamed_gemm`` or of a library are faster: ``gemm_tiles`` says which.
+A program holds some rows of the matrix in registers: many loads are in flight at once, and they are issued before the
+kernel waits for its input. A norm of the input and a residual need no launches of their own. The norm's factor is one
+number per row, so it is applied to the result; sums are float32. With more rows, ``tiled_gemm``, ``streamed_gemm`` or a
+library is faster: ``gemm_tiles`` chooses.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from attnplug_engine.kernels.tiled_gemm import _tiled_gemm
 
 @triton.jit
 def _weights(weight, number, pair, columns, PAIRS: tl.constexpr):
-    """``[block_n, block_k / 2]`` pairs of the matrix. They are the first to leave the cache: nobody reads them again in
-    this step."""
+    """Load ``[block_n, block_k / 2]`` pairs of the matrix, with eviction priority: they are not read again in this
+    step."""
     at = weight + number.to(tl.int64)[:, None] * PAIRS + pair[None, :]
     there = (number < columns)[:, None] & (pair < PAIRS)[None, :]
     return tl.load(at, mask=there, other=0, eviction_policy="evict_first")
@@ -33,8 +33,8 @@ def _weights(weight, number, pair, columns, PAIRS: tl.constexpr):
 
 @triton.jit
 def _halves(pairs, BFLOAT16: tl.constexpr):
-    """Both numbers of each pair in float32."""
-    if BFLOAT16:  # the upper half of a float32
+    """Return both elements of each pair in float32."""
+    if BFLOAT16:  # bfloat16 is the upper half of a float32
         first = (pairs << 16).to(tl.float32, bitcast=True)
         second = (pairs & -65536).to(tl.float32, bitcast=True)
     else:
@@ -49,10 +49,11 @@ def _skinny_gemm(
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BFLOAT16: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_N`` columns of the result. Columns of the input are taken in turns, each turn's weights a turn ahead.
+    """``BLOCK_N`` columns of the result. Blocks of input columns are processed in order, with weights loaded a block
+    ahead.
 
-    Input and weights come as pairs in 32 bits: single 16-bit numbers would be taken apart right after their load, that
-    is, weights would be waited for before the input is.
+    Input and weights are loaded as pairs of 32 bits: 16-bit elements would be unpacked right after their load, so the
+    kernel would wait for weights before it waits for the input.
     """
     PAIRS: tl.constexpr = K // 2
     BLOCK: tl.constexpr = BLOCK_K // 2
@@ -60,7 +61,7 @@ def _skinny_gemm(
         gdc_launch_dependents()
     number = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     place = tl.arange(0, BLOCK)
-    upper = weight + columns.to(tl.int64) * PAIRS  # the rows that make ``up``; those before make ``gate``
+    upper = weight + columns.to(tl.int64) * PAIRS  # rows of ``up``; those before are rows of ``gate``
     ahead = _weights(weight, number, place, columns, PAIRS)
     if GATED:
         ahead_up = _weights(upper, number, place, columns, PAIRS)
@@ -84,7 +85,7 @@ def _skinny_gemm(
             gains = tl.load(gain + column, mask=column < K, other=0.0).to(tl.float32)
             first_gain, second_gain = tl.split(gains.reshape(1, BLOCK, 2))
         for index in tl.static_range(ROWS):
-            # A row past the last repeats it, and is not stored.
+            # Rows behind the last repeat it and are not stored.
             line = x + tl.minimum(index, rows - 1) * x_stride
             a, b = _halves(tl.load(line + pair[None, :], mask=(pair < PAIRS)[None, :], other=0), BFLOAT16)
             here = row == index
@@ -114,13 +115,15 @@ def skinny_gemm(
     onto: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``x`` ``[rows, K]`` times ``weight`` ``[N, K]`` transposed: ``[rows, N]`` in ``dtype``, by default that of ``x``.
+    """Return ``x [rows, K]`` times ``weight [N, K]`` transposed: ``[rows, N]`` in ``dtype``, by default that of ``x``.
 
-    ``norm`` is the weight and the epsilon of a root-mean-square norm of ``x``. ``gated`` makes ``silu(gate) * up`` of
-    ``N = [gate | up]``, so the result has half as many columns. The result is added to ``onto`` ``[rows, N]``.
+    ``norm`` is the weight and epsilon of an RMS norm of ``x``. ``gated`` computes ``silu(gate) * up`` of ``N = [gate |
+    up]``, so the result has half as many columns. The result is added to ``onto [rows, N]``.
     """
     if x.stride(1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
-        x = x.clone(memory_format=torch.contiguous_format)  # one row is contiguous already, whatever its stride
+        x = x.clone(
+            memory_format=torch.contiguous_format
+        )  # not contiguous(): one row counts as contiguous with any stride
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     if onto is not None and onto.stride(1) != 1:

@@ -1,4 +1,4 @@
-"""What a captured step does before its model runs and after its tokens are chosen, one launch each."""
+"""Kernels before the model and behind the sampler of a captured step, one launch each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mailbox(Protocol):
 
 
 _COPIED = 256
-"""Words of a message that a program copies."""
+"""Words of the inputs that a program copies."""
 
 
 @triton.jit(do_not_specialize=["pages", "words", "requests"])
@@ -36,14 +36,14 @@ def _begin(
     rows_at, lens_at, words, requests, pages, table_row, mirror_row,
     BLOCK: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """One program for a request and a block of its pages, then one for each part of the message. Lets nobody start
-    early: planning comes next, and attention reads plans and page tables before it waits."""
+    """One program per request and block of its pages, then one for each part of the inputs. The next kernel must not
+    start early: planning follows, and attention reads plans and page tables before it waits."""
     me, blocks = tl.program_id(0), (pages + BLOCK - 1) // BLOCK
     message = input_slots + tl.load(slot_index).to(tl.int64) * words
     if me < requests * blocks:
         request, block = (me // blocks).to(tl.int64), me % blocks
-        # Read again what the host may have written since: a cache may have the last message that lay here. Of a row,
-        # which has 64 bits, the lower word is all there is.
+        # Bypass caches, which may hold the slot's previous inputs. Of a row, which has 64 bits, the lower word
+        # suffices.
         row = tl.load(message + rows_at + 2 * request, cache_modifier=".cv").to(tl.int64)
         column = block * BLOCK + tl.arange(0, BLOCK)
         there = column < pages
@@ -63,9 +63,9 @@ def begin(
     mailbox: Mailbox, page_table: Tensor, ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor,
     mirror: Tensor, tokens: Tensor,
 ) -> None:  # fmt: skip
-    """Take the next message, whose ``rows`` and ``seq_lens`` are views of its memory. Fill ``page_table [requests,
-    pages]``, ``ids`` and ``positions [requests]`` for requests at ``rows`` of the table ``mirror`` and of ``tokens``.
-    A position is the length less one; 0 for a padded request."""
+    """Read the next slot's inputs to the mailbox's memory, of which ``rows`` and ``seq_lens`` are views. Fill
+    ``page_table [requests, pages]``, ``ids`` and ``positions [requests]`` for requests at ``rows`` of the table
+    ``mirror`` and of ``tokens``. A position is the length minus one; 0 for a padded request."""
     requests, pages = page_table.shape
     input_slots, memory = mailbox.input_slots.view(torch.int32), mailbox.memory.view(torch.int32)
     words, block = memory.shape[0], min(triton.next_power_of_2(pages), 1024)
@@ -81,7 +81,7 @@ def _end(
     sampled, tokens, rows, chosen, output_slots, slot_index, requests, most,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program: it counts the slot_index on."""
+    """One program. It advances the slot counter."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -98,7 +98,7 @@ def _end(
 
 
 def end(mailbox: Mailbox, sampled: Tensor, tokens: Tensor, rows: Tensor, chosen: Tensor) -> None:
-    """Put the tokens that were chosen where the host reads them, and where the next step does: there -1 becomes 0."""
+    """Write the chosen tokens to the output slot and for the next step, where -1 becomes 0."""
     _end[(1,)](
         sampled, tokens, rows, chosen, mailbox.output_slots, mailbox.slot, chosen.shape[0],
         mailbox.output_slots.shape[1], SLOTS=mailbox.output_slots.shape[0], BLOCK=256, **launch_options(chosen.device),

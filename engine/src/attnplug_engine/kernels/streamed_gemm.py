@@ -1,8 +1,9 @@
-"""Products of up to 64 rows with a large matrix, which passes through shared memory on its way to the tensor cores.
+"""Products of up to 64 rows with a large matrix, streamed through shared memory to the tensor cores.
 
-As in ``tiled_gemm`` the matrix is the first factor. Its tiles are copied several turns ahead without registers, so
-that a program has more of it on the way than those kernels can hold, and reads the input less often. A gate and a
-residual cost no launch of their own here either. A norm does: with so many rows it would be made by every program.
+As in ``tiled_gemm`` the matrix is the first factor. Its tiles are copied asynchronously several iterations ahead,
+without registers, so that a program has more of it in flight than those kernels can hold, and reads the input less
+often. A gate and a residual need no launches of their own here either. A norm does: with this many rows, every program
+would compute it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ def _streamed_gemm(
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_N`` columns of the result, as in ``skinny_gemm``. A gate's rows of the matrix and those that it opens for
-    are one tile, in turns."""
+    """``BLOCK_N`` columns of the result, as in ``skinny_gemm``. Rows of the gate and of ``up`` alternate in one
+    tile."""
     TENSOR_CORE_CONFIGS: tl.constexpr = 2 if GATED else 1
     if EARLY:
         gdc_launch_dependents()
@@ -31,7 +32,7 @@ def _streamed_gemm(
     lines = weight + (place + line % TENSOR_CORE_CONFIGS * columns).to(tl.int64)[:, None] * K
     exists = (place < columns)[:, None]
     row = tl.arange(0, ROWS)
-    inputs = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride  # a row past the last repeats it
+    inputs = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride  # rows behind the last repeat it
     total = tl.zeros([TENSOR_CORE_CONFIGS * BLOCK_N, ROWS], tl.float32)
     if EARLY:
         gdc_wait()

@@ -1,9 +1,9 @@
-"""Products of some rows, up to 16, with a large matrix, by tensor cores: they, too, take as long as reading the matrix.
+"""Products of up to 16 rows with a large matrix on tensor cores, also bound by the time to read the matrix.
 
-The matrix is the first factor, so that its rows fill a tile and few rows of the input fill the other side. Each warp
-multiplies a part of the columns, and the parts are summed at the end: a program has few rows of the matrix, or there
-would be fewer programs than processors. As in ``skinny_gemm``, the first weights are loaded before the kernel waits for
-its input, and a norm, a gate and a residual cost no launch of their own.
+The matrix is the first factor, so that its rows fill a tile and the few rows of the input fill the other side. Each
+warp multiplies a part of the columns, and the parts are summed at the end: a program has few rows of the matrix,
+because otherwise there would be fewer programs than multiprocessors. As in ``skinny_gemm``, the first weights are
+loaded before the kernel waits for its input, and a norm, a gate and a residual need no launches of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attnplug_engine.kernels.gemm_epilogue import finish
 
 @triton.jit
 def _weights(weight, number, pair, columns, PAIRS: tl.constexpr):
-    """``[warps, block_n, pairs]`` of the matrix, two numbers in 32 bits. Nobody reads them again in this step."""
+    """Load ``[warps, block_n, pairs]`` of the matrix, two elements in 32 bits. They are not read again in this step."""
     at = weight + number.to(tl.int64)[None, :, None] * PAIRS + pair[:, None, :]
     there = (number < columns)[None, :, None] & (pair < PAIRS)[:, None, :]
     return tl.load(at, mask=there, other=0, eviction_policy="evict_first")
@@ -25,13 +25,13 @@ def _weights(weight, number, pair, columns, PAIRS: tl.constexpr):
 
 @triton.jit
 def _halves(pairs, TYPE: tl.constexpr):
-    """Both numbers of each pair, of a type of 16 bits."""
+    """Return both elements of each pair, of a 16-bit dtype."""
     return pairs.to(tl.int16).to(TYPE, bitcast=True), (pairs >> 16).to(tl.int16).to(TYPE, bitcast=True)
 
 
 @triton.jit
 def _onto(total, pairs, first, second):
-    """``total`` and the products of a matrix's pairs with the two halves of the input ``[warps, pairs, rows]``."""
+    """Add the products of a matrix's pairs with both halves of the input ``[warps, pairs, rows]`` to ``total``."""
     even, odd = _halves(pairs, first.dtype)
     return tl.dot(odd, second, acc=tl.dot(even, first, acc=total))
 
@@ -43,8 +43,8 @@ def _tiled_gemm(
     BFLOAT16: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_N`` columns of the result, as in ``skinny_gemm``; of every ``BLOCK_K`` columns of the input a warp has an
-    equal part."""
+    """``BLOCK_N`` columns of the result, as in ``skinny_gemm``; each warp has an equal part of every ``BLOCK_K`` input
+    columns."""
     TYPE: tl.constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
     PAIRS: tl.constexpr = K // 2
     BLOCK: tl.constexpr = BLOCK_K // 2
@@ -53,14 +53,14 @@ def _tiled_gemm(
         gdc_launch_dependents()
     number = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     place = tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
-    upper = weight + columns.to(tl.int64) * PAIRS  # the rows that make ``up``; those before make ``gate``
+    upper = weight + columns.to(tl.int64) * PAIRS  # rows of ``up``; those before are rows of ``gate``
     ahead = _weights(weight, number, place, columns, PAIRS)
     if GATED:
         ahead_up = _weights(upper, number, place, columns, PAIRS)
     if EARLY:
         gdc_wait()
     row = tl.arange(0, ROWS)
-    line = x + tl.minimum(row, rows - 1)[None, :, None] * x_stride  # a row past the last repeats it, and is not stored
+    line = x + tl.minimum(row, rows - 1)[None, :, None] * x_stride  # rows behind the last repeat it and are not stored
     parts = tl.zeros([WARPS, BLOCK_N, ROWS], tl.float32)
     parts_up = tl.zeros([WARPS, BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)

@@ -1,4 +1,4 @@
-"""Sizes of what a runner allocates, and the bytes that pages and states take."""
+"""Capacity of a runner, and the bytes that pages and states take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnplug.host import HotSizes, compressed_page_bytes, torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How much the runner makes room for."""
+    """Sizes for which a runner allocates memory."""
 
     num_pages: int
     page_size: int
@@ -20,30 +20,31 @@ class Capacity:
     max_step_tokens: int
     context_length: int
     state_slots: int = 0
-    """Slots for linear-attention states: one for each running request, and some for snapshots."""
-    spare: int = 0
-    """Cache rows of a request past its context, for what speculation writes there."""
+    """Slots for linear-attention states: one per running request, and some for snapshots."""
+    lookahead: int = 0
+    """Cache rows of a request beyond its context, which speculation writes."""
     nodes: int = 1
-    """Rows of a request that are verified at once."""
+    """Rows of a request that are verified together."""
     hot_buffer: int = 0
-    """Rows of a request's hot buffer, where all others are in host memory; 0 where all rows are on the device."""
+    """Rows of a request's hot buffer if its other rows are in host memory (HiSparse); 0 if all rows are on the
+    device."""
 
     @property
-    def most_rows(self) -> int:
-        """New rows of a step, those of padded requests included."""
+    def max_rows(self) -> int:
+        """Most new rows of a step, padded requests included."""
         return max(self.max_step_tokens, self.max_batch * self.nodes)
 
     @property
     def hot_sizes(self) -> HotSizes:
-        """What HiSparse makes room for on the device."""
-        context = -(-(self.context_length + self.spare) // self.page_size) * self.page_size
-        return HotSizes(self.max_batch, self.most_rows, context, self.hot_buffer, self.nodes)
+        """Device sizes of HiSparse."""
+        context = -(-(self.context_length + self.lookahead) // self.page_size) * self.page_size
+        return HotSizes(self.max_batch, self.max_rows, context, self.hot_buffer, self.nodes)
 
 
 def bytes_per_state(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """What one request's linear states take in all layers of a rank's ``spec`` together.
+    """Return the bytes of one request's linear states in all layers of a rank's ``spec``.
 
-    Recurrent states are float32. What a convolution remembers are activations, in the model's own ``dtype``.
+    Recurrent states are float32. A convolution state holds activations, in the model's ``dtype``.
     """
     total = 0
     for layer in spec.linear_layers:
@@ -63,8 +64,8 @@ def bytes_per_page(
     *,
     drafts: int = 0,
 ) -> int:
-    """What one page takes in all layers of a rank's ``spec`` together. Entries are in the model's own ``dtype``, and
-    index keys are unless they have another; ``drafts`` is as in ``CompressedPool``."""
+    """Return the bytes of one page in all layers of a rank's ``spec``. Compressed entries have the model's ``dtype``;
+    so have index keys, unless ``index_dtype`` is given. ``drafts`` is that of ``CompressedPool``."""
     row = 0
     for layer in spec.full_layers:
         if layer.mla is not None:
@@ -82,14 +83,14 @@ def own_dtype(dtype: torch.dtype) -> DType:
 
 
 def host_bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType) -> int:
-    """What one page takes of host memory, where latent rows are there."""
+    """Return the bytes of host memory per page if latent rows are kept there."""
     return page_size * sum(MLAPool.row_nbytes(layer.mla, kv_dtype) for layer in spec.layers if layer.mla)
 
 
 def hot_bytes_per_page(
     spec: ModelSpec, page_size: int, kv_dtype: DType, dtype: torch.dtype, index_dtype: DType | None
 ) -> int:
-    """What one page takes of the device then: its index keys, and a place for its rows in one layer."""
+    """Return the device bytes per page in that case: its index keys, and room for its rows in one layer."""
     rows = host_bytes_per_page(spec, page_size, kv_dtype)
     return bytes_per_page(spec, page_size, kv_dtype, dtype, index_dtype) - rows + rows // len(spec.layers)
 
@@ -97,7 +98,7 @@ def hot_bytes_per_page(
 def hot_bytes(
     spec: ModelSpec, capacity: Capacity, kv_dtype: DType, dtype: torch.dtype, index_dtype: DType | None
 ) -> int:
-    """What the device then holds in all: hot buffers with their tables, and what it has for every page."""
+    """Return all device bytes in that case: hot buffers with their tables, and what each page takes."""
     row = host_bytes_per_page(spec, 1, kv_dtype) // len(spec.layers)
     pages = capacity.num_pages * hot_bytes_per_page(spec, capacity.page_size, kv_dtype, dtype, index_dtype)
     return capacity.hot_sizes.device_nbytes(len(spec.layers), row) + pages

@@ -1,4 +1,4 @@
-"""HiSparse by its settings: how large hot buffers are, and how much memory of the host they leave room for."""
+"""HiSparse settings: sizes of hot buffers and of the host memory behind them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _HOST_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class HiSparseConfig:
-    """The keys of ``hisparse_config``."""
+    """Keys of ``hisparse_config``."""
 
     device_buffer_size: int | None = None
-    """Rows of a request's hot buffer in each layer. ``None``: twice as many as its new rows may choose."""
+    """Rows of a request's hot buffer in each layer. None: twice the number of rows that its new rows can select."""
     host_memory_gib: float | None = None
-    """Memory of the host that each rank takes where ``num_pages`` is not given. ``None``: most of what is free."""
+    """Host memory in GiB per rank if ``num_pages`` is not given. None: most of the free memory."""
 
     @classmethod
     def read(cls, given: str | Mapping[str, Any] | None) -> HiSparseConfig:
-        """From JSON, or from what it says."""
+        """Read the settings from JSON text or from a mapping. Raises UsageError."""
         if isinstance(given, str):
             try:
                 given = json.loads(given)
@@ -53,14 +53,14 @@ class HiSparseConfig:
         return config
 
     def buffer_size(self, spec: ModelSpec, nodes: int) -> int:
-        """Rows of a hot buffer, where ``nodes`` new rows of a request choose at once."""
+        """Return the rows of a hot buffer if ``nodes`` new rows of a request select together."""
         if self.device_buffer_size is not None:
             return self.device_buffer_size
         topk = max((layer.indexer.topk for layer in spec.layers if layer.indexer is not None), default=0)
         return _BUFFER_TIMES_TOPK * topk * nodes
 
-    def host_room(self, ranks: int) -> int:
-        """Bytes of host memory for one of so many ranks."""
+    def host_budget(self, ranks: int) -> int:
+        """Return the bytes of host memory for one of ``ranks`` ranks."""
         if self.host_memory_gib is not None:
             return int(self.host_memory_gib * 2**30)
         return int(available_memory() * _HOST_SHARE) // ranks

@@ -1,4 +1,4 @@
-"""The memory that an engine makes for a model: pages and who has which, pools for its layers, and what they take."""
+"""KV pools of a model's layers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ def build_pools(
     *,
     hot: bool = False,
 ) -> KVPools:
-    """The pools that the layers of a rank's ``spec`` need; ``dtype`` is the model's, and that of index keys unless they
-    have another. With ``hot``, latent rows are in host memory, and the MLA pool holds hot buffers."""
+    """Build the pools that the layers of a rank's ``spec`` need. ``dtype`` is the model's, and that of index keys
+    unless ``index_dtype`` is given. With ``hot``, latent rows are in host memory and the MLA pool holds hot buffers.
+    Raises PoolError if memory does not suffice."""
     try:
         return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, hot=hot)
-    except (RuntimeError, MemoryError) as error:  # torch's allocators raise the first, and its subclass for CUDA
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError, for CUDA a subclass
         needed = capacity.num_pages * bytes_per_page(
             spec, capacity.page_size, kv_dtype, dtype, index_dtype, drafts=capacity.nodes - 1
         )
@@ -122,5 +123,5 @@ def _build_pools(
 
 
 def build_coordinator(pools: KVPools) -> HiSparse | None:
-    """What brings rows from host memory, if that is where they are."""
+    """Build the coordinator that brings rows from host memory; None if all rows are on the device."""
     return HiSparse(pools.mla, pools.cache(HOST_ROWS)) if isinstance(pools.mla, HotPool) else None

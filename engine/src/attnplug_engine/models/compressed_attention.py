@@ -1,6 +1,7 @@
-"""DeepSeek-V4's attention: one row per token that is key and value, a sliding window, and entries made of windows.
+"""DeepSeek-V4's attention: one row per token that is key and value, a sliding window, and compressed entries of
+windows.
 
-The layer projects; what becomes of a window's tokens is the business of the backend.
+The layer projects; the backend compresses.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from attnplug_engine.parallel.collectives import even_part, length, scaled
 
 
 class EndRotation:
-    """The rotation of the last columns of rows, in pairs, and the one back."""
+    """Rotation of the last columns of rows, in pairs, and its inverse."""
 
     def __init__(self, positions: Tensor, frequencies: Tensor) -> None:
         angles = positions.unsqueeze(-1) * frequencies
@@ -37,7 +38,7 @@ class EndRotation:
         self._there, self._back = (PairRotation(each, 1.0, torch.float32) for each in (angles, -angles))
 
     def apply_(self, x: Tensor) -> None:
-        """Rotate the last columns of ``x`` ``[tokens, heads, dim]`` in place."""
+        """Rotate the last columns of ``x [tokens, heads, dim]`` in place."""
         self._there.apply_(x[..., -self._width :])
 
     def undo_(self, x: Tensor) -> None:
@@ -45,7 +46,7 @@ class EndRotation:
 
 
 class TwoRotations(TorchRotation):
-    """Those of sliding layers, and of layers with entries."""
+    """Rotations of sliding layers and of layers with entries."""
 
     __slots__ = ("compressed", "sliding")
 
@@ -54,11 +55,11 @@ class TwoRotations(TorchRotation):
 
 
 class TwoRopes:
-    """Sliding layers turn by a plain rope; layers with entries by another one, which may be stretched (yarn)."""
+    """Rotary embeddings: plain for sliding layers, possibly stretched (yarn) for layers with entries."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.width = width = _rotary_width(config)
-        """How many columns are rotated."""
+        """Number of rotated columns."""
         sections = [_rope_keys(config, label) for label in ("main", "compress")]
         found = [inverse_frequencies(section, width) for section in sections]
         for (_, factor), section in zip(found, sections, strict=True):
@@ -71,7 +72,7 @@ class TwoRopes:
 
 
 def _rotary_width(config: Config) -> int:
-    """How many of a head's columns are rotated."""
+    """Return the number of rotated columns of a head."""
     dim, share = config.integer("head_dim"), config.optional_number("partial_rotary_factor")
     if share is None:
         return config.integer("qk_rope_head_dim", most=dim)
@@ -81,7 +82,7 @@ def _rotary_width(config: Config) -> int:
 
 
 def _rope_keys(config: Config, label: str) -> Config:
-    """A config with the keys of one of the two ropes alone: ``main`` or ``compress``."""
+    """Return a config with the keys of one of the two ropes only: ``main`` or ``compress``."""
     given = next(
         (part for key in ("rope_scaling", "rope_parameters") if (part := config.section(key)) and part.values), None
     )
@@ -100,7 +101,7 @@ def _rope_keys(config: Config, label: str) -> Config:
 
 
 class Compressor(nn.Module):
-    """What a layer makes of its tokens for entries of ``dim``: its part of the layer's one product, and the rest."""
+    """Compressor of a layer for entries of ``dim``: its part of the layer's projection, and its weights."""
 
     def __init__(self, weights: Weights, layer: LayerSpec, dim: int, eps: float, frequencies: Tensor) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class Compressor(nn.Module):
 
 
 class EntryIndexer(nn.Module):
-    """What a layer chooses its entries by: keys have a compressor of their own."""
+    """Indexer that selects a layer's entries; its keys have a compressor of their own."""
 
     def __init__(self, weights: Weights, dims: IndexerDims, config: Config) -> None:
         super().__init__()
@@ -138,11 +139,11 @@ class EntryIndexer(nn.Module):
 
 
 class CompressedAttention(Attention):
-    """All three types of layers: with a window alone, with all entries, and with those that an index chooses.
+    """All three types of layers: window only, with all entries, and with entries selected by an index.
 
     One product of the input gives ``[query latents | row | values | gates | index values | index gates]``, as far as
-    the layer has them. Rows carry their rotation into the output, so the last columns of that are turned back. The
-    output's projection is grouped: first each group of heads by itself, then all groups.
+    the layer has them. Rows carry their rotation into the output, so the output's last columns are rotated back. The
+    output projection is grouped: first each group of heads by itself, then all groups.
     """
 
     def __init__(self, weights: Weights, layer: LayerSpec, config: Config, ropes: TwoRopes) -> None:

@@ -1,4 +1,4 @@
-"""The delta rule: Gated DeltaNet (Qwen3-Next, Qwen3.5) and Kimi's, which decays each key channel by itself."""
+"""The delta rule: Gated DeltaNet (Qwen3-Next, Qwen3.5), and Kimi's, which has a decay per key channel."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from attnplug_engine.parallel.collectives import length, scaled
 
 
 class DeltaRule(nn.Module):
-    """What a layer of the delta rule does between its projections: convolution, gates, recurrence and gated norm.
+    """A delta-rule layer between its projections: convolution, gates, recurrence and gated norm.
 
-    A backend that can run all of it at once does so. Otherwise it is run by its parts.
+    A backend that can run all of it fused does so. Otherwise its parts run one by one.
     """
 
     def __init__(self, part: LinearPart, conv: ShortConvolution, decay: DecayGate, norm: GatedHeadNorm) -> None:
@@ -36,8 +36,8 @@ class DeltaRule(nn.Module):
         self._weights = DeltaWeights(conv.weight, decay.rate, decay.dt_bias, norm.weight, norm.eps, norm.silu)
 
     def forward(self, rows: Tensor, decay: Tensor, beta: Tensor, gate: Tensor, batch: ForwardBatch) -> Tensor:
-        """As projected: rows ``[tokens, q | k | v]``, decay ``[tokens, heads]`` or ``[tokens, heads, key_dim]``, beta
-        ``[tokens, heads]``, gate ``[tokens, heads * value_dim]``. Returns the shape of the gate."""
+        """Run it on projected inputs: rows ``[tokens, q | k | v]``, decay ``[tokens, heads]`` or ``[tokens, heads,
+        key_dim]``, beta ``[tokens, heads]``, gate ``[tokens, heads * value_dim]``. Returns the gate's shape."""
         part, dims, attention = self._part, self._part.dims, active_attention()
         gate = gate.unflatten(1, (-1, dims.value_dim))
         whole = attention.attend_delta(DeltaInputs(rows, decay, beta, gate, self._weights), part.layer, batch)
@@ -59,9 +59,9 @@ class DeltaRule(nn.Module):
 class GatedDeltaNet(Attention):
     """GDN: one decay per head and token; queries and keys have fewer heads than values.
 
-    ``grouped`` says how the projections are stored: as two weights in which each key head has its query, key, values
-    and gates together (Qwen3-Next), or as one weight per purpose (Qwen3.5). Either way one product gives
-    ``[q | k | v | z | b | a]`` here, of which ``[q | k | v]`` are the channels of the convolution.
+    ``grouped`` is the storage of the projections: two weights in which each key head has its query, key, values and
+    gates together (Qwen3-Next), or one weight per purpose (Qwen3.5). Either way one product gives ``[q | k | v | z | b
+    | a]`` here, of which ``[q | k | v]`` are the channels of the convolution.
     """
 
     def __init__(self, weights: Weights, layer: LayerSpec, hidden: int, eps: float, *, grouped: bool) -> None:
@@ -97,9 +97,9 @@ class GatedDeltaNet(Attention):
 
 
 class KimiDeltaAttention(Attention):
-    """KDA: a decay for each key channel, from a low-rank projection; the output's gate comes from another one.
+    """KDA: a decay per key channel, from a low-rank projection; the output's gate comes from another one.
 
-    One product of the input gives ``[q | k | v | b | f | g]``, where f and g are the low-rank parts, whole on every
+    One product of the input gives ``[q | k | v | b | f | g]``; f and g are the low-rank parts, replicated on every
     rank.
     """
 
@@ -141,7 +141,7 @@ class KimiDeltaAttention(Attention):
 
 
 def _channels(part: LinearPart, layer: LayerSpec, name: str) -> list[WeightRows]:
-    """This rank's rows of a tensor that holds all queries, then all keys, then all values."""
+    """Return this rank's rows of a tensor that holds all queries, then all keys, then all values."""
     assert layer.linear is not None
     keys = layer.linear.key_heads * layer.linear.key_dim
     total = 2 * keys + layer.linear.heads * layer.linear.value_dim
@@ -162,16 +162,17 @@ def _plain_rows(part: LinearPart, layer: LayerSpec) -> list[WeightRows]:
 
 
 def _grouped_rows(part: LinearPart, layer: LayerSpec) -> list[WeightRows]:
-    """The rows of weights in which a key head has ``[q | k | its values | their gates]`` and ``[its b | its a]``."""
+    """Return the rows of weights in which a key head has ``[q | k | its values | their gates]`` and ``[its b | its
+    a]``."""
     assert layer.linear is not None
     dims = layer.linear
     per_key = dims.heads // dims.key_heads
-    # The value heads of this rank among those of its key heads: all of them, unless ranks share a key head.
+    # This rank's value heads among those of its key heads: all of them, unless ranks share a key head.
     first = part.heads.start - part.key_heads.start * per_key
     values = slice(first, first + length(part.heads))
 
     def rows(name: str, widths: tuple[int, ...]) -> WeightRows:
-        """Rows by purpose, from rows by key head; the last two widths are of values, of which only some are taken."""
+        """Reorder rows by purpose, from rows by key head; only some values of the last two widths are taken."""
         group = sum(widths)
         numbers = torch.arange(length(part.key_heads) * group).unflatten(0, (-1, group)).split(widths, dim=1)
         *keys, first_values, last_values = numbers

@@ -1,4 +1,4 @@
-"""Softmax attention over K and V heads, as in Llama, Mistral and Qwen: one product for q, k and v."""
+"""Softmax attention over KV heads, as in Llama, Mistral and Qwen: one product for q, k and v."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class HeadNorms:
 class GroupedAttention(Attention):
     """MHA, GQA or MQA with rotary positions.
 
-    ``gated`` says that ``q_proj`` gives each head its query and then a gate, whose sigmoid scales the head's output
-    (Qwen3-Next). Here all queries come first, then all gates, by the order in which the rows are put once. ``inputs``
-    is the width of what goes in, if it is not that of the hidden states which come out (EAGLE-3).
+    ``gated``: ``q_proj`` gives each head its query and then a gate, whose sigmoid scales the head's output
+    (Qwen3-Next). Rows are reordered once, so that all queries come first, then all gates. ``inputs`` is the input width
+    if it differs from the hidden size (EAGLE-3).
     """
 
     def __init__(

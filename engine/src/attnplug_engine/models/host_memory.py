@@ -1,4 +1,4 @@
-"""How much memory of the host there is."""
+"""Free host memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes of host memory that this process may still take: what is free, and what its control group leaves."""
+    """Return the bytes of host memory that this process may still allocate: free memory, limited by its control
+    group."""
     found = []
     try:
         lines = _MEMORY.read_text().splitlines()
@@ -18,5 +19,5 @@ def available_memory() -> int:
         if limit != "max":
             found.append(int(limit) - int((_GROUP / "memory.current").read_text()))
     except (OSError, ValueError, IndexError):
-        pass  # no such file: what was found before it counts
+        pass  # no such file: use what was found so far
     return max(min(found, default=1 << 62), 0)

@@ -1,7 +1,7 @@
 """Multi-head latent attention, as in DeepSeek-V2 and V3, Kimi-Linear, Ring: a cache of one compressed row per token.
 
-The queries' down-projection and the row's are one product, since both read the same input. How the row is expanded
-again, or the queries absorbed, is the business of ``ModelAttention``; the layer brings the up-projection in its parts.
+The down-projections of queries and row are one product, because both read the same input. ``ModelAttention`` expands
+the row or absorbs the queries; the layer provides the parts of the up-projection.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from attnplug_engine.parallel.collectives import even_part, length, scaled
 class LatentAttention(Attention):
     """MLA with or without a low-rank query.
 
-    ``deinterleave`` says that the stored weights make rotary pairs ``(2 i, 2 i + 1)`` while the model keeps the rotated
-    row as ``[evens | odds]`` (V3's ``rope_interleave``). The rows of the weights are put in that order once, here, so
-    that a half rotation gives the very row that transformers caches. ``eps`` is that of both inner norms: the class's
-    own in most models, not the config's, as in transformers.
+    ``deinterleave``: the stored weights produce rotary pairs ``(2 i, 2 i + 1)``, while the model keeps the rotated row
+    as ``[evens | odds]`` (V3's ``rope_interleave``). The rows of the weights are reordered once, here, so that a half
+    rotation gives exactly the row that transformers caches. ``eps`` is that of both inner norms: in most models the
+    class's own, not the config's, as in transformers.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LatentAttention(Attention):
         rank = config.optional_integer("q_lora_rank")
         if rank is None:
             query = WeightRows("q_proj", queries, scaled(heads, layer.head_dim), query_order)
-            # transformers gives q_proj no bias even where attention_bias is set, and the row's projection has one.
+            # transformers gives q_proj no bias even if attention_bias is set, while the row's projection has one.
             down = weights.stack("weight", [query, row], hidden)
             self.down = Linear(down, _bias_of_row(weights, length(query.own), row) if bias else None)
             self.q_norm, self.q_up = None, None
@@ -73,7 +73,7 @@ class LatentAttention(Attention):
             "weight", [WeightRows("kv_b_proj", layer.num_heads * width, scaled(heads, width))], self._latent
         )
         keys, values = up.unflatten(0, (own, width)).split((self._nope, layer.v_head_dim), dim=1)
-        # Values as [heads, v, latent] in memory: the matrix that core makes of them is then the same memory.
+        # Values as [heads, v, latent] in memory, so that core's matrix of them is a view of the same memory.
         self.weights = MLAWeights(w_kc=keys.contiguous(), w_vc=values.contiguous().transpose(1, 2))
         value = layer.v_head_dim
         self.out = Linear.row_parallel(
@@ -95,7 +95,7 @@ class LatentAttention(Attention):
         return self.attend(query, rows, rotation, batch, onto)
 
     def project_down(self, hidden: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """The queries, or their latents ``[tokens, rank]`` before the norm, and the rows before theirs."""
+        """Return the queries, or their latents ``[tokens, rank]`` before the norm, and the rows before theirs."""
         down = self.down(hidden, norm=norm)
         return down[:, : self._query_width], down[:, self._query_width :]
 
@@ -108,7 +108,7 @@ class LatentAttention(Attention):
         onto: Tensor | None,
         selected: SelectedRows | None = None,
     ) -> Tensor:
-        """Queries ``[tokens, heads * width]`` and rows, neither rotated, to the attention's output."""
+        """Attend with queries ``[tokens, heads * width]`` and rows, neither rotated; return the attention's output."""
         layer = self.layer
         q = query.unflatten(1, (layer.num_heads, layer.head_dim))
         attention = active_attention()
@@ -127,7 +127,7 @@ def evens_then_odds(width: int) -> Tensor:
 
 
 def _per_head(rope_order: Tensor | None, heads: int, plain: int, width: int) -> Tensor | None:
-    """The order of ``heads * width`` rows whose last ones in each head are rotary and are to be in ``rope_order``."""
+    """Return the order of ``heads * width`` rows if the last rows of each head are rotary and follow ``rope_order``."""
     if rope_order is None:
         return None
     one = torch.cat((torch.arange(plain), plain + rope_order))
@@ -135,6 +135,6 @@ def _per_head(rope_order: Tensor | None, heads: int, plain: int, width: int) -> 
 
 
 def _bias_of_row(weights: Weights, without: int, row: WeightRows) -> Tensor:
-    """``[without + row]``: zeros for what has no bias, then the row's own."""
+    """Return a bias ``[without + row]``: zeros for columns without a bias, then the row's own."""
     bias = weights.stack("bias", [row])
     return torch.cat((bias.new_zeros(without), bias))

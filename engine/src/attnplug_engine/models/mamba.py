@@ -1,4 +1,4 @@
-"""Mamba-2: the state-space layer, and the model that is made of nothing else."""
+"""Mamba-2: the state-space layer, and the model that consists of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MambaMixer(Attention):
     """Mamba-2's layer as linear attention: q is C, k is B, v is the input times its step, decayed by A times the step.
 
     One product gives ``[gate | x | B | C | dt]``, of which ``[x | B | C]`` are the channels of the convolution.
-    ``limits`` bound the step ``dt``; ``norm_groups`` is how many parts of the output are normed by themselves.
+    ``limits`` bound the step ``dt``; ``norm_groups`` is the number of parts of the output that are normed separately.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class MambaMixer(Attention):
             queries.unflatten(1, (-1, dims.key_dim)), keys.unflatten(1, (-1, dims.key_dim)), values, log_decay
         )
         attended = active_attention().attend_linear(inputs, self.layer, batch).flatten(1)
-        # The gate comes before the norm here, unlike in the delta rule's layers.
+        # The gate comes before the norm here, unlike in delta-rule layers.
         return self.out(self.norm.after_gate(attended, gate, self.skip, x), onto=onto)
 
     def _time_steps(self, x: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """``x`` ``[tokens, heads, value_dim]`` times each head's step, and the log decays ``[tokens, heads]``."""
+        """Return ``x [tokens, heads, value_dim]`` times each head's step, and the log decays ``[tokens, heads]``."""
         if kernels.usable(x):
             from attnplug_engine.kernels.linear_gates import time_steps
 
@@ -119,7 +119,7 @@ def _rows(name: str, total: int, start: int, own: slice) -> WeightRows:
 
 
 def _time_step_limit(config: Config) -> tuple[float, float]:
-    """The bounds of the step; JSON has no infinity, so transformers writes an object in its place."""
+    """Return the bounds of the step. JSON has no infinity, so transformers writes an object in its place."""
     key = "time_step_limit"
     limits = [
         float(str(each["__float__"])) if isinstance(each, Mapping) and "__float__" in each else each

@@ -1,4 +1,4 @@
-"""The product of activations and a weight, in the way that the libraries at hand are fastest at."""
+"""Matrix product of activations and a weight, by the fastest library available."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# On a CPU torch multiplies float32 by MKL. For the rows of a batch that decodes there are two faster ways, both with
-# the weight as it lies: MKL with the weight first, because its kernels are made for many rows, and oneDNN for a large
-# weight. A call of either costs more than a plain one: a tiny weight is left to that, a small one where rows are few.
+# On a CPU torch multiplies float32 with MKL. For the rows of a decoding batch two ways are faster, both with the weight
+# unchanged: MKL with the weight as the first factor, because its kernels are made for many rows, and oneDNN for a large
+# weight. Both have a higher call overhead: tiny weights use the plain call, and so do small ones with few rows.
 _FEWEST, _FEWEST_SMALL = 8, 16
 _MOST_ONEDNN, _MOST_WEIGHT_FIRST = 64, 48
 _TINY, _SMALL, _LARGE = 1 << 18, 1 << 19, 1 << 22
 _MKL = torch.backends.mkl.is_available()
-# Without MKL it is OpenBLAS, on Arm for one, which lays a weight out anew for every product. Laid out for oneDNN once,
-# it is multiplied by two rows or more 1.1 to 4.8 times as fast; by a single row not.
+# Without MKL, e.g. on Arm, torch uses OpenBLAS, which packs a weight anew for every product. Packed for oneDNN once, a
+# product with two rows or more is 1.1 to 4.8 times as fast; with a single row it is not.
 _FEWEST_PACKED, _PACKED_FOR = 2, 8
 
 
 def _onednn() -> Callable[..., Tensor] | None:
-    """torch's operator, which is its compiler's own; ``None`` where it has none in the form in which it is called."""
+    """Return torch's internal oneDNN operator; None if it does not exist with the expected signature."""
     if not torch.backends.mkldnn.is_available():
         return None
     try:
-        # Looked up once, and to the overload: to find it takes torch microseconds.
+        # Resolved to the overload once: the lookup takes microseconds.
         linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
         linear(torch.ones(1, 1), torch.ones(1, 1) if _MKL else _laid_out(torch.ones(1, 1)), None, "none", [], "")
     except (AttributeError, RuntimeError):
@@ -42,15 +42,15 @@ _ONEDNN = _onednn()
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """A copy of a weight by which :func:`matmul` is faster on this machine; ``None`` where there is none."""
+    """Return a packed copy of a weight with which :func:`matmul` is faster on this machine; None if there is none."""
     packs = _ONEDNN is not None and not _MKL and weight.is_cpu and weight.dtype is torch.float32
     return _laid_out(weight) if packs and weight.numel() >= _TINY else None
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
-    """``x`` ``[…, in_features]`` by ``weight`` ``[out_features, in_features]``: ``[…, out_features]``, contiguous.
+    """Multiply ``x [..., in_features]`` by ``weight [out_features, in_features]``: ``[..., out_features]``, contiguous.
 
-    ``packed`` is the weight as :func:`pack` gives it.
+    ``packed`` is the result of :func:`pack` for the weight.
     """
     rows = x.shape[0]
     if packed is not None and rows >= _FEWEST_PACKED and x.dim() == 2 and _ONEDNN is not None:

@@ -1,4 +1,4 @@
-"""Nemotron-H: each block is one of Mamba-2, attention without positions, an MLP with relu², or experts of such."""
+"""Nemotron-H: each block is one of Mamba-2, attention without positions, an MLP with relu², or experts of such MLPs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULTS: Mapping[str, object] = {
 }
 ALIASES: Mapping[str, str] = {"layer_norm_epsilon": "rms_norm_eps"}
 PREDICTION = (r"^mtp\.",)
-"""Layers for multi-token prediction, for which the decoder has no use."""
+"""Layers for multi-token prediction, which the decoder does not use."""
 
 _MLP, _EXPERTS, _ATTENTION = "mlp", "moe", "attention"
 _KINDS: Mapping[str | int, str] = {
@@ -45,7 +45,7 @@ def nemotron_h(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     check_activation(config, "mamba_hidden_act")
     norm, hidden = hidden_norm(config), config.integer("hidden_size")
     layers = {layer.layer_id: layer for layer in spec.layers}
-    # What transformers bounds the step by in this model is not ``time_step_limit``. Its one-token path has no bound.
+    # transformers bounds the step of this model not by ``time_step_limit``, and not at all in its one-token path.
     limits = (config.number("time_step_min", least=0.0), math.inf)
 
     def mixer(weights: Weights, index: int, kind: str) -> Attention:
@@ -68,7 +68,7 @@ def nemotron_h(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 
 def _kinds(config: Config) -> list[str]:
-    """What each block is, by the list or by the older string of letters, which core has read for attention already."""
+    """Return the kind of each block, from the list or from the older pattern string, which core has read already."""
     key, known = "layers_block_type", _KINDS
     if config.lookup(key) is None:
         key, known = "hybrid_override_pattern", _LETTERS

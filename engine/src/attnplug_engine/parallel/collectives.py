@@ -1,4 +1,4 @@
-"""Tensor parallelism: the collectives a model needs, and which part of a weight each rank owns.
+"""Tensor parallelism: collectives, and the part of a weight that each rank owns.
 
 Every rank runs the same model on the same tokens with its own heads, columns and vocabulary rows. A block ends in one
 ``all_reduce``, and logits in one ``all_gather``; nothing else is exchanged.
@@ -18,7 +18,7 @@ from attnplug.host import AttnplugError, UsageError
 
 
 class ParallelError(UsageError):
-    """A model cannot be divided over this many ranks. ``what`` is the thing to divide, ``count`` how many there are."""
+    """A model cannot be divided over this many ranks. ``what`` is to be divided, ``count`` is its number."""
 
     def __init__(self, message: str, what: str, count: int, size: int) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class ParallelError(UsageError):
 
 
 class RankLost(AttnplugError):
-    """A collective failed, because another rank is gone. ``rank`` is the one that noticed."""
+    """A collective failed because another rank is gone. ``rank`` is the one that noticed."""
 
     def __init__(self, rank: int, error: RuntimeError) -> None:
         first = str(error).partition("\n")[0]
@@ -37,7 +37,7 @@ class RankLost(AttnplugError):
 
 
 class TensorParallel(Protocol):
-    """This process's place among the ranks, and what it exchanges with them. All ranks make the same calls in order."""
+    """Rank, number of ranks, and collectives of this process. All ranks make the same calls in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -46,16 +46,17 @@ class TensorParallel(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, the same on each. May reuse the memory of ``tensor``, which is the callee's from here."""
+        """Return the sum over ranks, the same on each. May reuse the memory of ``tensor``, which the caller gives
+        up."""
         ...
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """The ranks' tensors, of one shape, one after the other along ``dim``."""
+        """Concatenate the ranks' tensors, all of one shape, along ``dim``."""
         ...
 
 
 class SingleProcess:
-    """One rank: nothing is exchanged."""
+    """A single rank: nothing is exchanged."""
 
     rank = 0
     size = 1
@@ -68,11 +69,11 @@ class SingleProcess:
 
 
 SINGLE: TensorParallel = SingleProcess()
-"""The model in one process."""
+"""The whole model in one process."""
 
 
 class ProcessGroupParallel:
-    """Ranks that are processes of a torch.distributed group: the default group where none is given."""
+    """Ranks that are processes of a torch.distributed group, by default the default group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -80,7 +81,7 @@ class ProcessGroupParallel:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.exit_code_when_lost: int | None = None
-        """Where the process that started this one tells which rank failed: how this one ends, instead of RankLost."""
+        """Exit code that replaces RankLost, if the parent process reports which rank failed."""
 
     @classmethod
     def join(
@@ -93,7 +94,7 @@ class ProcessGroupParallel:
     ) -> ProcessGroupParallel:
         """Start the default group: nccl for CUDA, gloo otherwise. ``close`` ends it.
 
-        Without ``rank``, ``size`` and ``init_method`` they come from the environment that torchrun makes.
+        ``rank``, ``size`` and ``init_method`` default to the environment variables that torchrun sets.
         """
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
         dist.init_process_group(
@@ -128,16 +129,17 @@ class ProcessGroupParallel:
             raise RankLost(self.rank, error) from error
 
     def close(self) -> None:
-        """End the group that ``join`` started, once all ranks are here; a group that was given stays."""
+        """End the group that ``join`` started, once all ranks have arrived; a group passed to the constructor stays."""
         if self._owned and dist.is_initialized():
-            with suppress(RuntimeError):  # one that is gone already is not waited for
+            with suppress(RuntimeError):  # do not wait for a rank that is gone
                 dist.barrier()
             dist.destroy_process_group()
         self._owned = False
 
 
 def even_part(count: int, parallel: TensorParallel, what: str) -> slice:
-    """The part of ``count`` heads or columns that this rank owns. Raises ParallelError where it does not divide."""
+    """Return the part of ``count`` heads or columns that this rank owns. Raises ParallelError if it does not divide
+    evenly."""
     if count % parallel.size:
         raise ParallelError(
             f"{count} {what} cannot be divided evenly over {parallel.size} ranks; "
@@ -151,7 +153,7 @@ def even_part(count: int, parallel: TensorParallel, what: str) -> slice:
 
 
 def kv_head_part(kv_heads: int, parallel: TensorParallel) -> slice:
-    """The KV heads of this rank: an even part, or one head that several ranks hold when there are more ranks."""
+    """Return the KV heads of this rank: an even part, or one head that several ranks share if there are more ranks."""
     if parallel.size <= kv_heads:
         return even_part(kv_heads, parallel, "KV heads")
     if parallel.size % kv_heads:
@@ -167,16 +169,16 @@ def kv_head_part(kv_heads: int, parallel: TensorParallel) -> slice:
 
 
 def padded_part(count: int, parallel: TensorParallel) -> tuple[slice, int]:
-    """This rank's rows of a vocabulary, and how many rows every rank has once the last ones are padded."""
+    """Return this rank's rows of a vocabulary, and the rows per rank once the last ones are padded."""
     each = -(-count // parallel.size)
     return slice(min(parallel.rank * each, count), min((parallel.rank + 1) * each, count)), each
 
 
 def scaled(part: slice, width: int) -> slice:
-    """The rows that belong to a part of the heads, where each head has ``width`` rows."""
+    """Return the rows of a part of the heads, with ``width`` rows per head."""
     return slice(part.start * width, part.stop * width)
 
 
 def length(part: slice) -> int:
-    """How many things a part holds."""
+    """Return the length of a part."""
     return int(part.stop - part.start)

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks: started by torchrun, or by the command itself, one process each."""
+"""Tensor-parallel rank processes, started by torchrun or by the command itself."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
     from attnplug_engine.parallel.collectives import TensorParallel
 
 _PARENT = "ATTNPLUG_PARENT_PIPE"
-"""For a rank: the descriptor of a pipe to which nobody writes, and which ends with the process that started it."""
+"""Environment variable of a rank: descriptor of a pipe without writers that closes when the parent process ends."""
 _COPY = "ATTNPLUG_PROMPTS_COPY"
-"""For a rank: the file that holds what the process that started it has read from a pipe."""
+"""Environment variable of a rank: file with a copy of what the parent process has read from a pipe."""
 
 _LOST = 69
-"""Exit code of a rank that ended because another one is gone: it has nothing to tell."""
+"""Exit code of a rank that ended because another one is gone; it has nothing to report."""
 _PATIENCE = 10.0
-"""Seconds after a failure in which the other ranks may end, too: the first says the same mistake better."""
+"""Seconds that the other ranks have to end after a failure: the first rank usually reports it best."""
 _PAUSE = 0.05
 _MOST_TOLD = 4000
 
 
 def started_as_rank() -> bool:
-    """Whether this process is one of several ranks already."""
+    """Return True if this process is already one of several ranks."""
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise UsageError(f"RANK={os.environ['RANK']!r} is set without WORLD_SIZE; {_TORCHRUN}")
     return "RANK" in os.environ
 
 
 def join_ranks(size: int, asked: str | None) -> TensorParallel:
-    """This process's place among ``size`` ranks, on the device that was asked for.
+    """Join ``size`` ranks on the requested device.
 
-    From here on it ends with the process that started it.
+    From here on this process ends with its parent.
     """
     from attnplug.host import open_device
-    from attnplug_engine.parallel.collectives import SINGLE, ProcessGroupParallel  # who starts ranks needs no torch
+    from attnplug_engine.parallel.collectives import SINGLE, ProcessGroupParallel  # the parent imports no torch
 
     device = open_device(asked)[0].type
     watched = _end_with_parent()
@@ -78,7 +78,7 @@ def join_ranks(size: int, asked: str | None) -> TensorParallel:
         _take_gpu(rank)
     try:
         joined = ProcessGroupParallel.join(device)
-    except (RuntimeError, ValueError) as error:  # torch's network errors are the first
+    except (RuntimeError, ValueError) as error:  # torch raises RuntimeError for network errors
         first = str(error).partition("\n")[0]
         raise AttnplugError(f"rank {rank} of {world} cannot meet the others at {where}:{port}: {first}") from error
     joined.exit_code_when_lost = _LOST if watched else None
@@ -86,10 +86,10 @@ def join_ranks(size: int, asked: str | None) -> TensorParallel:
 
 
 def leave_ranks(parallel: TensorParallel, code: int) -> int:
-    """End what :func:`join_ranks` began, with the exit code of a command that came to its end.
+    """Leave the ranks joined by :func:`join_ranks`, with the command's exit code.
 
-    Ranks leave together: where one is gone while another's torch still listens to it, that may abort the other. Those
-    that do not speak end right here, without torch's own way out.
+    Ranks leave together: if one is gone while another's torch still listens to it, torch may abort the other. Ranks
+    other than the first end right here, without torch's shutdown.
     """
     from attnplug_engine.parallel.collectives import ProcessGroupParallel
 
@@ -126,16 +126,16 @@ def _take_gpu(rank: int) -> None:
 
 
 def _end_with_parent() -> bool:
-    """End this process when the one that started it is gone, however that ended: its end of the pipe closes.
+    """End this process when its parent is gone, however that ended: the parent's end of the pipe closes.
 
-    Returns whether :func:`run_ranks` has started it.
+    Returns True if :func:`run_ranks` started this process.
     """
     descriptor = os.environ.pop(_PARENT, None)
     if descriptor is None:
         return False
 
     def watch() -> None:
-        os.read(int(descriptor), 1)  # returns at the end of the pipe only
+        os.read(int(descriptor), 1)  # returns only when the pipe closes
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -143,8 +143,8 @@ def _end_with_parent() -> bool:
 
 
 @contextmanager
-def kept_for_ranks(path: str | None) -> Iterator[None]:
-    """Inside, ranks find a copy of what can be read only once: of standard input (``-``) or of another pipe."""
+def prompts_for_ranks(path: str | None) -> Iterator[None]:
+    """Give ranks a copy of prompts that can be read only once: of standard input (``-``) or another pipe."""
     if path is None or not _read_once(path):
         yield
         return
@@ -171,32 +171,33 @@ def _read_once(path: str) -> bool:
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
-def readable(path: str) -> str:
-    """Where to read the prompts that a user calls ``path``: there, or in the copy of :func:`kept_for_ranks`."""
+def prompts_path(path: str) -> str:
+    """Return the file to read prompts from: ``path``, or the copy of :func:`prompts_for_ranks`."""
     return os.environ.get(_COPY, path)
 
 
 def check_division(model: str, request: BackendRequest, size: int, *, is_embedding: bool = False) -> None:
-    """Raise where no backend can serve the model on so many ranks, before any is started and without torch.
+    """Raise if no backend can serve the model on ``size`` ranks, before any is started and without torch.
 
-    Where it runs, and in which types, is for the ranks to judge.
+    Device and dtypes are checked by the ranks.
     """
     problem = Problem(load_model(model), tensor_parallel=size, is_embedding=is_embedding)
-    # What drafts is another model's.
+    # The draft is another model.
     request = replace(request, roles={role: name for role, name in request.roles.items() if role is not Role.DRAFT})
     try:
         select(load_registry(), request, problem)
     except SelectionError as error:
         judged = [c for choice in error.selection.unserved for c in choice.candidates]
         for refusal in (refusal for candidate in judged for refusal in candidate.refusals):
-            if refusal.code == RefusalCode.TENSOR_PARALLEL:  # of the model: no choice of backends changes it
+            if refusal.code == RefusalCode.TENSOR_PARALLEL:  # a property of the model, independent of the backend
                 raise AttnplugError(f"{model}: {refusal.message}", settings=filter(None, [refusal.setting])) from error
         raise
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A rank as its parent sees it. ``errors`` is what it writes to standard error; the first one's goes to ours."""
+    """A rank as its parent sees it. ``errors`` captures its standard error; None for the first rank, which uses
+    ours."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -208,13 +209,13 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly by itself. One that ends with a bad code in silence agrees with the first."""
+        """True if the rank failed by itself. One that exits with code 1 silently agrees with the first rank."""
         silent = self.errors is not None and os.fstat(self.errors.fileno()).st_size == 0
         return self.code not in (None, 0, _LOST) and not (self.code == 1 and silent)
 
     @property
-    def told(self) -> str:
-        """Its last error message, or the last line that it wrote; how it ended where there is none."""
+    def message(self) -> str:
+        """Last error message, or the last line that it wrote; otherwise its exit code."""
         text = ""
         if self.errors is not None:
             self.errors.seek(0, os.SEEK_END)
@@ -225,9 +226,9 @@ class _Rank:
 
 
 def run_ranks(size: int, arguments: Sequence[str]) -> int:
-    """Start the same command once per rank; only the first speaks. Returns its exit code.
+    """Start the same command once per rank; only the first one writes output. Returns its exit code.
 
-    Raises AttnplugError with what another rank has to say, where that failed and the first did not.
+    Raises AttnplugError with another rank's message if that rank failed and the first did not.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -237,7 +238,8 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
     with ExitStack() as files:
         try:
             with interrupt.terminated_in_order():
-                # Ctrl-C goes to all processes of the terminal. Ranks inherit that it is blocked: only we speak of it.
+                # Ctrl-C reaches all processes of the terminal. Ranks inherit that it is blocked, so that only the
+                # parent reports it.
                 unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 try:
                     for number in range(size):
@@ -248,7 +250,7 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
                 return _wait(ranks)
         except (KeyboardInterrupt, SystemExit):
             if ranks:
-                _let_write(ranks[0].process)
+                _terminate(ranks[0].process)
             raise
         finally:
             _end(ranks)
@@ -266,15 +268,15 @@ def _start(
     return subprocess.Popen(command, env=environment, stdout=output, stderr=errors, pass_fds=(pipe,))
 
 
-def _let_write(first: subprocess.Popen[bytes]) -> None:
-    """Ask the first rank to end by itself: it may hold what is finished and not yet written."""
+def _terminate(first: subprocess.Popen[bytes]) -> None:
+    """Terminate the first rank gracefully: it may hold finished completions that are not yet written."""
     first.terminate()
     with suppress(subprocess.TimeoutExpired):
         first.wait(timeout=10)
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """End those that still run."""
+    """Kill the ranks that still run."""
     left = [rank.process for rank in ranks if rank.code is None]
     for process in left:
         process.kill()
@@ -284,7 +286,7 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def _wait(ranks: list[_Rank]) -> int:
-    """Wait for all; when one fails, the others would wait for it for ever, so they have a moment to end."""
+    """Wait for all ranks. If one fails, the others would wait for it forever, so they get a limited time to end."""
     patience = _PATIENCE
     while patience > 0 and any(rank.code is None for rank in ranks):
         time.sleep(_PAUSE)
@@ -294,19 +296,19 @@ def _wait(ranks: list[_Rank]) -> int:
         patience -= _PAUSE if failed or any(rank.code == _LOST for rank in ranks) else 0
     codes = [rank.code for rank in ranks]
     if any(code is not None and code > 0 and code != _LOST for code in codes):
-        # One has something to tell. Torch aborts a rank that it finds without the others, at any time.
+        # One rank has something to report. torch may abort a rank at any time when others are gone.
         codes = [_LOST if code == -signal.SIGABRT else code for code in codes]
-    _tell_of_killed(codes)
+    _raise_if_killed(codes)
     if codes[0] not in (None, 0, _LOST) or not any(codes):
         return codes[0] or 0
-    # One that lost the others is not at fault, unless nobody is.
+    # A rank that lost the others is not at fault, unless all did.
     rank = next((rank for rank, code in zip(ranks, codes, strict=True) if code not in (None, 0, _LOST)), ranks[0])
     kind = UsageError if rank.code == UsageError.exit_code else AttnplugError
-    raise kind(f"rank {rank.number} of {len(ranks)} failed: {rank.told}")
+    raise kind(f"rank {rank.number} of {len(ranks)} failed: {rank.message}")
 
 
-def _tell_of_killed(codes: Sequence[int | None]) -> None:
-    """Raise where a signal ended a rank: it could not say so, and the others failed because of it."""
+def _raise_if_killed(codes: Sequence[int | None]) -> None:
+    """Raise if a signal ended a rank: it could not report that, and the others failed because of it."""
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"

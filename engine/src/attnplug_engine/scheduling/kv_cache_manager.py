@@ -1,4 +1,4 @@
-"""KVCacheManager of the slot table for requests, with pages that the prefix cache gives up where none are free."""
+"""KV cache manager: slot table rows and pages of requests, with eviction from the prefix cache if no page is free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnplug_engine.scheduling.slot_table import SlotTable
 
 
 class KVCacheManager:
-    """The rows and pages of all running requests. What returns ``False`` has changed no row."""
+    """Rows and pages of all running requests. A method that returns False has changed no row."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class KVCacheManager:
         return 0 if request.row is None else len(self._table.pages(request.row))
 
     def has_room(self, pages: int, *, keeping: Sequence[int]) -> bool:
-        """Whether so many pages are free, or could be evicted while those in ``keeping`` stay."""
+        """Return True if ``pages`` pages are free, or could be evicted while those in ``keeping`` stay."""
         lacking = pages - self.free_pages
         return lacking <= 0 or (self._cache is not None and self._cache.can_evict(lacking, frozenset(keeping)))
 
@@ -56,7 +56,7 @@ class KVCacheManager:
         request.computed = tokens
 
     def extend(self, request: Request, tokens: int, copies: list[PageCopy]) -> bool:
-        """Make room for more tokens of a request; ``False`` if pages are too few."""
+        """Reserve room for ``tokens`` more tokens of a request; return False if there are not enough pages."""
         row = request.row
         assert row is not None
         try:
@@ -68,8 +68,8 @@ class KVCacheManager:
         return True
 
     def extend_each(self, requests: Sequence[Request], copies: list[PageCopy]) -> bool:
-        """Make room for one more token of each request; ``False`` if pages are too few."""
-        rows: list[int] = [request.row for request in requests]  # type: ignore[misc] # who runs has one
+        """Reserve room for one more token of each request; return False if there are not enough pages."""
+        rows: list[int] = [request.row for request in requests]  # type: ignore[misc] # every running request has a row
         try:
             copies += self._table.extend_each(rows)
         except OutOfPages as error:
@@ -79,8 +79,8 @@ class KVCacheManager:
         return True
 
     def extend_to(self, requests: Sequence[Request], lengths: Sequence[int], copies: list[PageCopy]) -> bool:
-        """Make room so that each request has at least so many tokens; ``False`` if pages are too few."""
-        rows: list[int] = [request.row for request in requests]  # type: ignore[misc] # who runs has one
+        """Reserve room up to ``lengths`` tokens of each request; return False if there are not enough pages."""
+        rows: list[int] = [request.row for request in requests]  # type: ignore[misc] # every running request has a row
         held = [self._table.length(row) for row in rows]
         size, lacking = self._table.page_size, -self.free_pages
         for length, have in zip(lengths, held, strict=True):
@@ -89,12 +89,12 @@ class KVCacheManager:
             return False
         for row, length, have in zip(rows, lengths, held, strict=True):
             if length > have:
-                # Only whole pages are cached, so none that is written to is shared, and none is copied.
+                # Only whole pages are cached, so no page that is written to is shared, and none is copied.
                 copies += self._table.extend(row, length - have)
         return True
 
     def truncate(self, request: Request, length: int) -> None:
-        """Take back a request's tokens from position ``length`` on."""
+        """Drop a request's tokens from position ``length`` on."""
         assert request.row is not None
         self._table.truncate(request.row, length)
         request.computed = length
@@ -108,7 +108,7 @@ class KVCacheManager:
             self._cache.insert(tokens, self._table.pages(request.row)[:full], in_use=in_use)
 
     def forget(self, request: Request) -> None:
-        """Have a coordinator give back what it keeps for a request; what it needs again is brought in again."""
+        """Make the coordinator drop what it keeps for a request. It brings rows in again when they are needed."""
         assert request.row is not None
         if self._coordinator is not None:
             self._coordinator.release(request.row)
@@ -120,6 +120,6 @@ class KVCacheManager:
         request.row, request.computed = None, 0
 
     def _evict(self, error: OutOfPages) -> bool:
-        """Whether the cache could give what was lacking; it gives what it can."""
+        """Evict pages for a failed allocation; return True if it can succeed now."""
         lacking = error.asked - error.free
         return self._cache is not None and self._cache.evict(lacking) >= lacking

@@ -1,4 +1,4 @@
-"""Page ids with reference counts. It does not know what a page holds, so a linear-state slot is a page too."""
+"""Page allocator with reference counts. It does not know what a page holds, so slots of linear states are pages too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attnplug import PoolError
 
 
 class OutOfPages(PoolError):
-    """More pages were asked for than are free. Nothing was allocated."""
+    """More pages were requested than are free. Nothing was allocated."""
 
     def __init__(self, asked: int, free: int, total: int, unit: str = "page") -> None:
         self.asked = asked
@@ -22,7 +22,7 @@ class OutOfPages(PoolError):
 
 
 class BadPages(PoolError):
-    """Pages were named that the call cannot honour. Nothing changed."""
+    """A call named pages for which it is not valid. Nothing changed."""
 
     def __init__(self, pages: Iterable[int], message: str) -> None:
         self.pages = tuple(pages)
@@ -30,11 +30,11 @@ class BadPages(PoolError):
 
 
 class PageAllocator:
-    """Hands out the page ids ``0 … num_pages - 1`` and counts the references to each.
+    """Allocates the page ids ``0 … num_pages - 1`` and counts the references to each.
 
-    A page is free when nothing refers to it. Every call checks all of its arguments before it changes
-    anything, and costs time in the number of pages it names, whatever the size of the pool. ``unit`` is
-    what messages call a page.
+    A page is free if it has no reference. Every call checks all of its arguments before it changes anything, and its
+    cost depends on the number of pages it names, not on the size of the pool. ``unit`` is the word for a page in
+    messages.
     """
 
     def __init__(self, num_pages: int, *, unit: str = "page") -> None:
@@ -53,12 +53,12 @@ class PageAllocator:
         return len(self._free)
 
     def references(self, page: int) -> int:
-        """How many hold ``page``; 0 when it is free."""
+        """Return the number of references to ``page``; 0 if it is free."""
         self._check_inside((page,))
         return self._references[page]
 
     def shared(self, pages: Sequence[int]) -> set[int]:
-        """Those of ``pages`` that have more than one holder."""
+        """Return those of ``pages`` that have more than one reference."""
         self._check_inside(pages)
         return {page for page in pages if self._references[page] > 1}
 
@@ -68,7 +68,7 @@ class PageAllocator:
             raise OutOfPages(n, len(self._free), self.num_pages, self._unit)
 
     def allocate(self, n: int) -> list[int]:
-        """``n`` pages with one reference each: all of them, or ``OutOfPages``."""
+        """Return ``n`` pages with one reference each. Raises ``OutOfPages`` if fewer are free."""
         if n < 0:
             raise PoolError(f"{n} {self._unit}s asked for; give 0 or more")
         self.require(n)
@@ -81,7 +81,7 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add a reference to each of ``pages``; a page named twice gets two. All must be in use."""
+        """Add a reference to each of ``pages``, two for a page named twice. All must be in use."""
         self._check_inside(pages)
         unused = sorted({page for page in pages if not self._references[page]})
         if unused:
@@ -90,7 +90,7 @@ class PageAllocator:
             self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop a reference from each of ``pages``; a page named twice loses two. The last one frees it."""
+        """Drop a reference to each of ``pages``, two for a page named twice. A page without references is free."""
         self._check_inside(pages)
         drops = Counter(pages)
         excess = sorted(page for page, dropped in drops.items() if dropped > self._references[page])

@@ -1,4 +1,4 @@
-"""Pages of past requests, found again by the tokens that they hold."""
+"""Prefix cache: pages of earlier requests, found by their tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnplug_engine.scheduling.state_allocator import StateAllocator
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """What the cache has done since it was made; ``pages`` alone is how it stands now."""
+    """Counters since the cache was built; ``pages`` is the current number."""
 
     pages: int
     lookups: int
@@ -22,12 +22,12 @@ class CacheStatistics:
     tokens: int
     """Prompt tokens of all lookups."""
     hit_tokens: int
-    """Those among them that were found and not computed."""
+    """Prompt tokens that were found in the cache."""
     evicted_pages: int
 
 
 class _Node:
-    """One cached page, below the pages that come before it; perhaps with the linear state after its last token."""
+    """One cached page, a child of the page before it; may have the linear state behind its last token."""
 
     __slots__ = ("children", "key", "page", "parent", "snapshot")
 
@@ -40,20 +40,19 @@ class _Node:
 
 
 class PrefixCache:
-    """A tree of whole pages; an edge is the page's tokens, ``page_size`` of them.
+    """Radix tree of whole pages. An edge is a page's ``page_size`` tokens.
 
-    The cache owns one reference to each of its pages; a request that uses a page has its own (``SlotTable.admit``
-    takes it), and a page with more references than the cache's is never evicted. A hit is exact: edges are
-    compared by the token ids, and all pages before a page have to match too.
+    The cache owns one reference to each of its pages. A request that uses a page has its own (``SlotTable.admit`` takes
+    it), and a page with other references than the cache's is never evicted. A hit is exact: edges are compared by token
+    ids, and all pages before a page have to match too.
 
-    Two orders hold at all times, and make eviction a walk from the oldest page on. A page is used no later than
-    the page before it, so that children come before their parents. And a row of a slot table that holds a
-    page of the tree holds the tree's pages before it as well (see ``insert``), so that below a page which is
-    held by nobody else all pages are.
+    Two invariants make eviction a walk from the oldest page on. A page is used no later than its parent, so children
+    come before their parents. And a slot table row that holds a page of the tree also holds its ancestors (see
+    ``insert``), so if only the cache holds a page, only the cache holds its descendants.
 
-    For a model with linear layers a page alone is of no use: its layers need their state after the page's last token.
-    ``states`` is the pool of such states; some pages have a snapshot, a slot of it that the cache owns and nobody
-    writes to.
+    For a model with linear layers, a page is of use only together with the layers' states behind its last token.
+    ``states`` allocates such states; a page may have a snapshot, which is a slot that the cache owns and that is never
+    written to.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int, states: StateAllocator | None = None) -> None:
@@ -64,11 +63,11 @@ class PrefixCache:
         self._root = _Node((), -1, None)
         self._oldest_first: OrderedDict[_Node, None] = OrderedDict()
         self._states = states
-        self._snapshots: OrderedDict[_Node, None] = OrderedDict()  # the least recently used first
+        self._snapshots: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
         self._lookups = self._hits = self._tokens = self._hit_tokens = self._evicted = 0
 
     def __len__(self) -> int:
-        """How many pages are cached."""
+        """Number of cached pages."""
         return len(self._oldest_first)
 
     @property
@@ -80,10 +79,10 @@ class PrefixCache:
         return CacheStatistics(len(self), self._lookups, self._hits, self._tokens, self._hit_tokens, self._evicted)
 
     def match(self, tokens: Sequence[int]) -> tuple[list[int], int]:
-        """The longest cached prefix of ``tokens`` as pages in order, and how many tokens they hold.
+        """Return the longest cached prefix of ``tokens``: its pages in order, and the number of tokens in them.
 
-        At least one token is left over, for logits come from computing one. The pages are not held for the
-        caller: take a reference before anything is evicted. Counts as a use, not as a lookup (``count_lookup``).
+        At least one token is left over, because logits come from computing one. The caller gets no reference: take one
+        before anything is evicted. Counts as a use, not as a lookup (``count_lookup``).
         """
         path = self._walk(tokens, len(tokens) - 1)
         if path:
@@ -91,7 +90,8 @@ class PrefixCache:
         return [node.page for node in path], len(path) * self._page_size
 
     def match_snapshot(self, tokens: Sequence[int]) -> tuple[list[int], int, int | None]:
-        """As ``match``, but only as far as there is a snapshot, whose slot comes third: copy it before evicting any."""
+        """Like ``match``, up to the last page with a snapshot, whose slot is returned third. Copy it before any
+        eviction."""
         path = self._walk(tokens, len(tokens) - 1)
         while path and path[-1].snapshot is None:
             path.pop()
@@ -102,19 +102,19 @@ class PrefixCache:
         return [node.page for node in path], len(path) * self._page_size, path[-1].snapshot
 
     def wants_snapshot(self, tokens: Sequence[int]) -> bool:
-        """Whether the page that ends with the last of ``tokens`` is cached and has no snapshot yet."""
+        """Return True if the page that ends with the last of ``tokens`` is cached and has no snapshot yet."""
         path = self._walk(tokens, len(tokens))
         return len(path) * self._page_size == len(tokens) and bool(path) and path[-1].snapshot is None
 
     def add_snapshot(self, tokens: Sequence[int], slot: int) -> None:
-        """Give that page its snapshot; the caller's reference to ``slot`` becomes the cache's."""
+        """Give that page its snapshot. The caller's reference to ``slot`` becomes the cache's."""
         node = self._walk(tokens, len(tokens))[-1]
         assert node.snapshot is None
         node.snapshot = slot
         self._snapshots[node] = None
 
     def evict_snapshot(self, keeping: int | None = None) -> bool:
-        """Free the slot of the least recently used snapshot but ``keeping``; ``False`` if there is none."""
+        """Free the slot of the least recently used snapshot other than ``keeping``; return False if there is none."""
         node = next((node for node in self._snapshots if node.snapshot != keeping), None)
         if node is None:
             return False
@@ -128,7 +128,7 @@ class PrefixCache:
             del self._snapshots[node]
 
     def _walk(self, tokens: Sequence[int], most: int) -> list[_Node]:
-        """The cached pages that the first ``most`` of ``tokens`` begin with."""
+        """Return the cached pages with which the first ``most`` of ``tokens`` begin."""
         size, node = self._page_size, self._root
         path: list[_Node] = []
         for start in range(0, most - size + 1, size):
@@ -140,18 +140,18 @@ class PrefixCache:
         return path
 
     def count_lookup(self, tokens: int, hit_tokens: int) -> None:
-        """Record that a request of ``tokens`` tokens was served with ``hit_tokens`` of them from the cache."""
+        """Record that a request of ``tokens`` tokens took ``hit_tokens`` of them from the cache."""
         self._lookups += 1
         self._hits += hit_tokens > 0
         self._tokens += tokens
         self._hit_tokens += hit_tokens
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], *, in_use: bool = False) -> int:
-        """Cache ``pages``, which hold exactly ``tokens``; returns how many are new to the cache.
+        """Cache ``pages``, which hold exactly ``tokens``; return how many are new to the cache.
 
-        The cache takes a reference of its own to each new page, and keeps the page it has where it has one with
-        the same tokens. ``in_use`` says that the caller goes on holding ``pages``: then nothing is inserted after
-        a page that is not the cache's own, for the caller would hold a page without holding those before it.
+        The cache takes its own reference to each new page, and keeps its own page if it has one with the same tokens.
+        ``in_use`` says that the caller keeps holding ``pages``: then nothing is inserted behind a page that is not the
+        cache's own, because the caller would hold a page of the tree without its ancestors.
         """
         size = self._page_size
         if len(tokens) != len(pages) * size:
@@ -180,7 +180,7 @@ class PrefixCache:
         return len(new)
 
     def can_evict(self, count: int, keeping: Collection[int] = ()) -> bool:
-        """Whether ``count`` pages could be evicted while those in ``keeping`` stay."""
+        """Return True if ``count`` pages could be evicted while those in ``keeping`` stay."""
         if count > len(self):
             return False
         references = self._allocator.references
@@ -192,18 +192,18 @@ class PrefixCache:
         return count <= 0
 
     def evict(self, count: int) -> int:
-        """Free up to ``count`` pages, least recently used first and each after those that follow it.
+        """Free up to ``count`` pages, least recently used first, children before parents; return how many were freed.
 
-        Only pages that nobody else refers to go. Returns how many went.
+        Only pages without other references are freed.
         """
         freed = 0
         passed: set[_Node] = set()
         while freed < count and self._oldest_first:
             node = next(iter(self._oldest_first))
-            if node in passed:  # so everything younger was passed too
+            if node in passed:  # all younger pages were passed too
                 break
             if node.children or self._allocator.references(node.page) > 1:
-                # Held pages are in use now, so they become the youngest: the next call need not pass them again.
+                # Held pages are in use, so they become the youngest: the next call need not pass them again.
                 passed.update(self._touch(node))
                 continue
             assert node.parent is not None
@@ -216,7 +216,7 @@ class PrefixCache:
         return freed
 
     def clear(self) -> None:
-        """Forget everything: drop the cache's references. Pages that requests hold stay theirs."""
+        """Drop all of the cache's references. Pages that requests hold stay theirs."""
         for node in list(self._snapshots):
             self._drop_snapshot(node)
         self._allocator.release([node.page for node in self._oldest_first])
@@ -224,7 +224,7 @@ class PrefixCache:
         self._root.children.clear()
 
     def _touch(self, node: _Node) -> list[_Node]:
-        """Make ``node`` and the pages before it the youngest, the first page the very youngest."""
+        """Make ``node`` and its ancestors the youngest, the root page the very youngest."""
         path = []
         while node.parent is not None:
             self._oldest_first.move_to_end(node)

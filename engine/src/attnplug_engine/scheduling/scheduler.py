@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which requests run in the next step."""
+"""Scheduler for continuous batching: decides which tokens of which requests run in the next step."""
 
 from __future__ import annotations
 
@@ -17,59 +17,60 @@ from attnplug_engine.scheduling.state_allocator import StateAllocator
 from attnplug_engine.scheduling.state_slots import StateSlots
 from attnplug_engine.scheduling.step import BAD_LOGITS, PENDING, Step, StepEntry, StepResult
 
-MOST_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2
 _UNKNOWN = (PENDING,)
 
 
 class StepError(AttnplugError):
-    """A step was asked for or finished out of order, or with tokens that do not belong to it. Nothing changed."""
+    """A step was requested or finished out of order, or with tokens that do not belong to it. Nothing changed."""
 
 
-def whole_step_tokens(context_length: int, max_batch: int) -> int:
-    """The tokens of the largest step where prompts run in one piece: the longest, and all others decoding."""
+def unchunked_step_tokens(context_length: int, max_batch: int) -> int:
+    """Return the tokens of the largest step if prompts are not chunked: the longest prompt, and all other requests
+    decoding."""
     return context_length + max_batch - 1
 
 
 class Scheduler:
     """Serves requests first come, first served, as many at a time as rows and pages allow.
 
-    A step runs every decoding request, and fills up to ``max_step_tokens`` with prefill; at least one token of a
-    prefill runs, so a step has at most ``max(max_step_tokens, max_batch)`` tokens. With ``whole_prompts`` a prefill
-    runs in one piece, or not in this step (A6); ``max_step_tokens`` then has room for the longest beside all that may
-    be decoding. A request is admitted when there are pages, free or evictable, for all its tokens so far and one more
-    for each running request. When a decoding request cannot get its next page, the latest admitted request is
-    preempted: it loses its row, waits at the front of the queue, and computes its prompt and output again.
+    A step runs every decoding request and fills up to ``max_step_tokens`` with prefill. At least one token of a prefill
+    runs, so a step has at most ``max(max_step_tokens, max_batch)`` tokens. With ``whole_prompts`` a prefill is not
+    chunked (A6); ``max_step_tokens`` must then hold the longest prompt beside all decoding requests. A request is
+    admitted if there are pages, free or evictable, for all its tokens so far and one more for each running request. If
+    a decoding request cannot get its next page, the latest admitted request is preempted: it loses its row, waits at
+    the front of the queue, and computes its prompt and output again.
 
-    Steps in flight. A step is in flight from ``next_step`` until it is finished or dropped. The next may be scheduled
-    meanwhile, once this one is launched: a decoding request then runs a token that is ``PENDING``. Steps finish in
-    order. A request that a step in flight ends by its length is not scheduled again; one that ends by a stop token may
-    have a row in the next step, whose token is ignored. Its row, pages and slot are taken all the same, and reused:
-    the device runs steps in the order of their launch. Nothing of a step in flight is cached, and nobody is preempted
-    while one is: ``next_step`` returns ``None`` then, and has to be asked again after ``finish_step``.
+    Steps in flight. A step is in flight from ``next_step`` until it is finished or dropped. Once it is launched, the
+    next one may be scheduled: a decoding request then runs a ``PENDING`` token. Steps finish in order. A request that
+    reaches its length in a step in flight is not scheduled again. One that ends by a stop token may have an entry in
+    the next step, whose token is ignored; its row, pages and slot can be reused at once, because the device runs steps
+    in launch order. Nothing of a step in flight is cached, and nothing is preempted while a step is in flight:
+    ``next_step`` then returns None and has to be called again after ``finish_step``.
 
-    Why this always comes to an end. Running and then waiting requests are at all times in the order of their
-    arrival: admission moves the first that waits after the last that runs, preemption moves it back. So at most
-    one running request is prefilling, the last: none is admitted after a prefill that is not complete. The oldest
-    request with tokens left to schedule is in every step: it decodes first; or it prefills, and then nobody else
-    decodes. Those before it, if any, have all their tokens in flight and end when these are finished. With nothing in
-    flight it is the oldest of all, and always gets its pages: everyone after it is preempted before it is, and alone it
-    has the whole pool (what nobody holds is evictable), which ``add`` found large enough for its last token. So there
-    is always a step to make or one to finish, each computes at least one token of that request, which is never
-    preempted, and it ends within ``max_length`` steps; then the next is the oldest.
+    Termination. Running requests followed by waiting ones are always in order of arrival: admission moves the first
+    waiting request behind the last running one, and preemption moves it back. So at most one running request is
+    prefilling, the last: none is admitted behind an incomplete prefill. The oldest request with tokens left to schedule
+    is in every step: either it decodes, or it prefills and no other request decodes. Older requests have all their
+    tokens in flight and end when these are finished. With nothing in flight it is the oldest of all and always gets its
+    pages: all others are preempted before it, and alone it has the whole pool (unreferenced pages are evictable), which
+    ``add`` found large enough for its last token. So there is always a step to schedule or to finish. Each computes at
+    least one token of that request, which is never preempted, and it ends within ``max_length`` steps; then the next
+    request is the oldest.
 
-    Linear states. For a model with linear layers ``states`` holds a slot for every running request, and the prefix
-    cache keeps snapshots in the rest (see ``StateSlots``). Prefills stop at their checkpoints, even with
-    ``whole_prompts``: where prefixes are cached a prompt is a part of itself anyway. A state cannot be taken back:
-    where steps are dropped, all that runs is preempted and computed again.
+    Linear states. For a model with linear layers, ``states`` has a slot for every running request, and the prefix cache
+    keeps snapshots in the remaining ones (see ``StateSlots``). Prefills stop at checkpoints even with
+    ``whole_prompts``: with a prefix cache, prompts run in parts anyway. A state cannot be rolled back, so dropping
+    steps preempts all running requests.
 
-    Pages that others hold when the scheduler is made are not counted on; hold none later.
+    Pages that are allocated elsewhere before the scheduler is built are not counted on; allocate none later.
     """
 
     _speculates = False
-    """Whether requests that decode run in rounds, which verify several tokens at once."""
-    _tail = 0
-    """Rows after the last token of a prefill that its step writes, too."""
-    _growth = 1
+    """True if decoding requests run in speculative rounds, which verify several tokens at once."""
+    _prefill_tail_rows = 0
+    """Rows behind the last token of a prefill that its step also writes."""
+    _pages_per_step = 1
     """Pages that a running request may need for its next step."""
 
     def __init__(
@@ -84,17 +85,17 @@ class Scheduler:
         whole_prompts: bool = False,
         states: StateAllocator | None = None,
         checkpoint: int = 1024,
-        spare: int = 0,
+        lookahead: int = 0,
         coordinator: Coordinator | None = None,
     ) -> None:
-        """``spare`` are cache rows that a request may need past the one before its last token."""
+        """``lookahead`` are cache rows that a request may need beyond the one before its last token (lookahead)."""
         limits = {"max_batch": max_batch, "max_step_tokens": max_step_tokens, "context_length": context_length}
         for name, value in limits.items():
             if value < 1:
                 raise UsageError(f"{name}={value} is not allowed; give 1 or more")
         if max_batch > table.max_requests:
             raise UsageError(f"max_batch={max_batch} is more than the {table.max_requests} rows of the slot table")
-        if whole_prompts and max_step_tokens < (most := whole_step_tokens(context_length, max_batch)):
+        if whole_prompts and max_step_tokens < (most := unchunked_step_tokens(context_length, max_batch)):
             raise UsageError(f"max_step_tokens={max_step_tokens} is too few for whole prompts; give {most} or more")
         if checkpoint < 1:
             raise UsageError(f"checkpoint={checkpoint} is not a number of tokens; give 1 or more")
@@ -108,49 +109,49 @@ class Scheduler:
         self._max_batch = max_batch
         self._max_step_tokens = max_step_tokens
         self._whole_prompts = whole_prompts
-        self._context_length = min(context_length, table.max_pages * table.page_size - spare)
-        self._spare = spare
+        self._context_length = min(context_length, table.max_pages * table.page_size - lookahead)
+        self._lookahead = lookahead
         self._pool_pages = self._kv_cache.available_pages
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._requests: dict[int, Request] = {}
-        self._in_flight: deque[Step] = deque()  # the oldest first
-        # The first that waits did not fit, and no row was released since: no need to look again at every step.
+        self._in_flight: deque[Step] = deque()  # oldest first
+        # The first waiting request did not fit, and no row was released since: no need to try again at every step.
         self._blocked = False
-        self._retiring = False  # a running request has finished and still has its row
+        self._retiring = False  # a running request is finished and still has its row
         self._preemptions = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is not finished."""
+        """True if there is an unfinished request."""
         return bool(self._requests)
 
     @property
     def in_flight(self) -> int:
-        """How many steps are neither finished nor dropped."""
+        """Number of steps that are neither finished nor dropped."""
         return len(self._in_flight)
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """In the order of their admission. One that was aborted in flight is among them as long as it has its row."""
+        """Running requests in order of admission. An aborted one is included as long as it has its row."""
         return tuple(self._running)
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """The next to be admitted first."""
+        """Waiting requests, the next to be admitted first."""
         return tuple(self._waiting)
 
     @property
     def preemptions(self) -> int:
-        """How many times a request has lost its row and had to compute its tokens again."""
+        """Number of times that a request lost its row and had to compute its tokens again."""
         return self._preemptions
 
     def holds(self, request: Request) -> bool:
-        """Whether a request was added here and is not finished."""
+        """Return True if a request was added here and is not finished."""
         return self._requests.get(request.id) is request
 
     def add(self, request: Request) -> None:
-        """Queue a new request, or say why it can never be served."""
+        """Queue a new request. Raises UsageError or PoolError if it can never be served."""
         if request.id in self._requests or request.state is not RequestState.WAITING:
             raise UsageError(f"request {request.id} was added before; give every request an id of its own")
         prompt = len(request.prompt)
@@ -163,9 +164,9 @@ class Scheduler:
             )
         length = min(request.max_length, self._context_length)
         # The last token ends the request and is never computed.
-        needed = -(-(length - 1 + self._spare) // self._page_size)
+        needed = -(-(length - 1 + self._lookahead) // self._page_size)
         if needed > self._pool_pages:
-            proposed = f" with room for {self._spare} proposed" if self._spare else ""
+            proposed = f" with room for {self._lookahead} proposed" if self._lookahead else ""
             raise PoolError(
                 f"request {request.id} needs {needed} pages for {prompt} prompt tokens and up to {length - prompt} "
                 f"new ones{proposed}, and there are {self._pool_pages} (of {self._page_size} tokens each); lower its "
@@ -177,9 +178,9 @@ class Scheduler:
         self._waiting.append(request)
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORTED) -> Request | None:
-        """End a request now; returns it, or ``None`` when there is none of this id (any more).
+        """End a request now; return it, or None if there is no such request (any more).
 
-        While steps are in flight it keeps its row until the next step is made or one is finished, and its tokens of
+        If steps are in flight, it keeps its row until the next step is scheduled or one is finished, and its tokens of
         these steps are ignored. No ``StepResult`` reports it. Pages of a request that ends by an error are not cached.
         """
         request = self._requests.get(request_id)
@@ -194,12 +195,12 @@ class Scheduler:
         return request
 
     def next_step(self) -> Step | None:
-        """The next step to run, in flight from here on; launch it before anything else is asked for.
+        """Return the next step to run. It is in flight from now on; launch it before any other call.
 
-        ``None`` while steps are in flight: finish one and ask again. ``None`` with none in flight: there is no work.
+        None while steps are in flight: finish one and call again. None with none in flight: there is no work.
         """
-        if len(self._in_flight) == MOST_IN_FLIGHT:
-            raise StepError(f"{MOST_IN_FLIGHT} steps are in flight; call finish_step or drop_steps first")
+        if len(self._in_flight) == MAX_IN_FLIGHT:
+            raise StepError(f"{MAX_IN_FLIGHT} steps are in flight; call finish_step or drop_steps first")
         self._retire()
         entries: list[StepEntry] = []
         copies: list[PageCopy] = []
@@ -213,26 +214,26 @@ class Scheduler:
             return self._refuse_to_starve() if self._requests and not self._in_flight else None
         rounds = decoding if self._speculates else 0
         if not self._speculates:
-            # A preempted request that found all but its newest token in the cache is decoding from the start.
+            # A preempted request that found all but its newest token in the cache decodes from the start.
             for request, _, token_ids, sampled in entries[decoding:]:
                 decoding += bool(request.output) and sampled and len(token_ids) == 1
         mode = ForwardMode.MIXED if decoding else ForwardMode.EXTEND
         if decoding == len(entries):
             mode = ForwardMode.DECODE
-        rows: tuple[int, ...] = tuple([entry[0].row for entry in entries])  # type: ignore[misc] # who runs has one
+        rows: tuple[int, ...] = tuple([entry[0].row for entry in entries])  # type: ignore[misc] # every running request has a row
         slots: tuple[int, ...] = ()
         snapshots: tuple[tuple[int, int], ...] = ()
         if self._states is not None:
-            slots = tuple([entry[0].slot for entry in entries])  # type: ignore[misc] # who runs has one
+            slots = tuple([entry[0].slot for entry in entries])  # type: ignore[misc] # every running request has a slot
             snapshots = self._states.reserve(entries[rounds:])
         step = Step(mode, tuple(entries), tuple(copies), rows, slots, snapshots, rounds)
         self._in_flight.append(step)
         return step
 
     def finish_step(self, step: Step, tokens: Sequence[int]) -> StepResult:
-        """Take in what the oldest step in flight computed: a token for each of its ``sampled_requests``.
+        """Process the output of the oldest step in flight: a token for each of its ``sampled_requests``.
 
-        A request whose token is ``BAD_LOGITS`` ends by an error, alone.
+        A request whose token is ``BAD_LOGITS`` ends by an error; the others are not affected.
         """
         self._check_finished(step, tokens)
         self._in_flight.popleft()
@@ -240,7 +241,7 @@ class Scheduler:
             self._keep_snapshots(step, tokens)
         new: dict[int, int] = {}
         finished: list[Request] = []
-        running = RequestState.RUNNING  # looking up an enum's member costs as much as the rest of the line
+        running = RequestState.RUNNING  # hoisted: the lookup costs as much as the rest of the line
         sampled = iter(tokens)
         for request, position, token_ids, is_sampled in step.entries:
             if not is_sampled:
@@ -269,10 +270,10 @@ class Scheduler:
         return StepResult(new, tuple(finished))
 
     def drop_steps(self) -> None:
-        """Take back all steps in flight, of which one could not be run; requests get the tokens they get without them.
+        """Roll back all steps in flight, after one of them could not run. Requests get the same tokens as without them.
 
-        Those that were prefilling wait again. So do all that run if they have linear states, or if a page was to be
-        copied: it may not have been.
+        Requests that were prefilling wait again. So do all running requests if they have linear states, or if a page
+        was to be copied, because the copy may not have happened.
         """
         if not self._in_flight:
             return
@@ -284,7 +285,7 @@ class Scheduler:
             for _, slot in step.snapshots:
                 self._free_snapshot(slot)
         self._retire()
-        # Only the last that runs may be prefilling, and the steps may have had several.
+        # Only the last running request may be prefilling, and the steps may have had several.
         kept = 0
         if not lost:
             kept = next(
@@ -292,31 +293,32 @@ class Scheduler:
             )
         while len(self._running) > kept:
             self._preempt_last()
-        for request in self._running:  # rows that are computed again may be on the device as they were
+        for request in self._running:  # a coordinator may hold rows that are computed again
             self._kv_cache.forget(request)
 
     def _take_back(self, step: Step) -> None:
-        """Leave the requests of a step that is not finished where they were before it."""
+        """Restore the requests of an unfinished step to their state before it."""
         for request, position, _, _ in step.entries:
             if request.state is RequestState.RUNNING:
                 self._kv_cache.truncate(request, position)
 
     def _computed(self, request: Request) -> int:
-        """How many tokens of a request finished steps have computed."""
+        """Return the number of a request's tokens that finished steps have computed."""
         in_flight = (entry.position for step in self._in_flight for entry in step.entries if entry.request is request)
         return next(in_flight, request.computed)
 
     def _decodes(self, request: Request) -> bool:
-        """Whether a running request is done with its prefill."""
+        """Return True if a running request has completed its prefill."""
         return request.decoding
 
     def _decode(self, entries: list[StepEntry], copies: list[PageCopy]) -> bool:
-        """Give every decoding request its token; when pages are too few, the latest admitted lose their rows.
+        """Schedule a token of every decoding request. If there are not enough pages, the latest admitted requests are
+        preempted.
 
-        ``False`` changes nothing: pages are too few, and nobody can be preempted while steps are in flight.
+        Returns False, without changes, if there are not enough pages and steps in flight forbid preemption.
         """
         while True:
-            # All but the last are decoding. Who has no token left to compute ends with a step in flight.
+            # All but the last are decoding. A request without tokens left to compute ends with a step in flight.
             decoding = [request for request in self._running if request.computed + 1 < request.max_length]
             if decoding and not decoding[-1].decoding:
                 decoding.pop()
@@ -340,7 +342,7 @@ class Scheduler:
         return True
 
     def _prefill(self, entries: list[StepEntry], copies: list[PageCopy]) -> None:
-        """Go on with the prefill that is under way, then admit; stop after a prefill that is not complete."""
+        """Continue the running prefill, then admit requests; stop at a prefill that is not complete."""
         running = self._running
         budget = max(self._max_step_tokens - len(entries), 1)
         if running and not self._decodes(running[-1]):
@@ -355,15 +357,16 @@ class Scheduler:
             budget = self._chunk(request, budget, entries, copies)
 
     def _chunk(self, request: Request, budget: int, entries: list[StepEntry], copies: list[PageCopy]) -> int:
-        """Run as much of a prefill as budget and pages allow; what is left of the budget, 0 if it is not complete."""
+        """Schedule as much of a prefill as budget and pages allow; return the remaining budget, 0 if it is not
+        complete."""
         left = request.length - request.computed
         tokens = min(left, budget)
         if self._states is not None:
             tokens = min(tokens, self._states.next_checkpoint(request, request.computed) - request.computed)
-        tail = self._tail if tokens == left else 0
+        tail = self._prefill_tail_rows if tokens == left else 0
         if not self._kv_cache.extend(request, tokens + tail, copies):
-            # What could be evicted is free now. A prefill that gets no page keeps those it has and waits for the
-            # next step; a decoding request that needs them preempts it.
+            # All evictable pages are free now. A prefill that gets no page keeps those it has and waits for the next
+            # step; a decoding request that needs them preempts it.
             if self._whole_prompts:
                 return 0
             room = self._kv_cache.free_pages * self._page_size + -request.computed % self._page_size
@@ -376,7 +379,8 @@ class Scheduler:
         return budget - tokens if tokens == left else 0
 
     def _admit(self, request: Request) -> bool:
-        """Give the first waiting request a row, after the cached part of its tokens; not if pages are too few."""
+        """Give the first waiting request a row that begins with its cached prefix; return False if there are not enough
+        pages."""
         cache = self._cache
         tokens = request.tokens(0, request.length)
         pages: list[int] = []
@@ -385,8 +389,8 @@ class Scheduler:
             pages, cached = self._match(cache, tokens)
         elif cache is not None:
             pages, cached, snapshot = cache.match_snapshot(tokens)
-        needed = -(-(request.length + self._tail) // self._page_size) - len(pages)
-        if not self._kv_cache.has_room(needed + self._growth * len(self._running), keeping=pages):
+        needed = -(-(request.length + self._prefill_tail_rows) // self._page_size) - len(pages)
+        if not self._kv_cache.has_room(needed + self._pages_per_step * len(self._running), keeping=pages):
             return False
         if self._states is not None:
             request.slot = self._states.take(snapshot)
@@ -402,7 +406,7 @@ class Scheduler:
         return True
 
     def _match(self, cache: PrefixCache, tokens: Sequence[int]) -> tuple[list[int], int]:
-        """The cached prefix that a request may begin with."""
+        """Return the cached prefix with which a request may begin."""
         return cache.match(tokens)
 
     def _preempt_last(self) -> Request:
@@ -415,7 +419,7 @@ class Scheduler:
         return request
 
     def _finish(self, request: Request, reason: FinishReason, computed: int) -> None:
-        """End a request; finished steps have computed ``computed`` of its tokens."""
+        """End a request of which finished steps have computed ``computed`` tokens."""
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.computed = computed
@@ -423,7 +427,7 @@ class Scheduler:
         del self._requests[request.id]
 
     def _retire(self) -> None:
-        """Take the rows from the running requests that are finished."""
+        """Release the rows of running requests that are finished."""
         if not self._retiring:
             return
         self._retiring = False
@@ -433,7 +437,7 @@ class Scheduler:
         self._running = [request for request in self._running if request.state is RequestState.RUNNING]
 
     def _release(self, request: Request) -> None:
-        """Take a request's row; what it has computed of whole pages goes to the cache."""
+        """Release a request's row; its whole computed pages go to the cache."""
         if request.finish_reason is not FinishReason.ERROR:
             self._kv_cache.cache(request, request.computed, in_use=False)
         self._kv_cache.release(request)
@@ -443,7 +447,8 @@ class Scheduler:
         self._blocked = False
 
     def _keep_snapshots(self, step: Step, tokens: Sequence[int]) -> None:
-        """Give a finished step's snapshots to the cache, but those of requests that ended meanwhile or end by it."""
+        """Give a finished step's snapshots to the cache, except those of requests that ended meanwhile or end with
+        it."""
         assert self._states is not None
         bad = [request for request, token in zip(step.sampled_requests, tokens, strict=True) if token == BAD_LOGITS]
         for source, slot in step.snapshots:
@@ -469,7 +474,7 @@ class Scheduler:
             raise StepError(f"the step samples a token for {sampled} requests, and {len(tokens)} were given")
 
     def _refuse_to_starve(self) -> Never:
-        """Nobody can run: with the pages that ``add`` counted on this cannot be, so someone else holds them."""
+        """Raise: no request can run. The pages that ``add`` counted on suffice, so something else must hold them."""
         request = self._running[0] if self._running else self._waiting[0]
         raise PoolError(
             f"request {request.id} holds {self._kv_cache.count_pages(request)} pages and needs "

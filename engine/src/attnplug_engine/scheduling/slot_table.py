@@ -1,4 +1,4 @@
-"""Which pages hold which request's tokens: slot tables as ``[requests, pages]`` plus lengths."""
+"""Slot table: the pages of each request, as page table rows ``[requests, pages]`` and lengths."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _UNUSED = -1
 
 
 class SlotTable:
-    """The rows of all requests that are being served.
+    """Page table rows of all requests that are being served.
 
-    A row owns one reference to each of its pages. Token t of a row lies at offset ``t % page_size`` of its
-    page ``t // page_size``. Rows share pages (a common prefix, a fork); a row never gets room in a page that
-    another holder refers to: ``extend`` replaces such a page and returns the copy to make.
+    A row owns one reference to each of its pages. Token t of a row lies at offset ``t % page_size`` of its page ``t //
+    page_size``. Rows share pages (a common prefix, a fork), but a row never gets room in a page that has other
+    references: ``extend`` replaces such a page and returns the copy to make.
 
-    Every method changes all that it says or, when it raises, nothing.
+    A method that raises has changed nothing.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class SlotTable:
         self._max_pages = max_pages
         self._device = torch.device(device)
         self._free_rows = list(range(max_requests - 1, -1, -1))
-        # A row is its length, which also says how many pages it has, and these pages in its stretch of the entries;
-        # whatever is not in use is -1. Python reads and writes the arrays element by element, numpy gathers a batch.
+        # A row is its length, which implies its number of pages, and these pages in its part of the entries; unused
+        # entries are -1. Python reads and writes the arrays element by element, numpy gathers a batch.
         self._lengths = [_UNUSED] * max_requests
         self._entries = array("i", [_UNUSED]) * ((max_requests + 1) * max_pages)
         self._page_table = np.frombuffer(self._entries, np.int32).reshape(max_requests + 1, max_pages)
         self._mirror: Tensor | None = None
-        self._changed: dict[int, int] = {}  # entries that the mirror does not have yet
+        self._changed: dict[int, int] = {}  # entries that are not yet sent to the mirror
         self._changes = [0] * max_requests
 
     @property
@@ -70,9 +70,9 @@ class SlotTable:
         return self._device
 
     def admit(self, shared_pages: Sequence[int] = (), length: int = 0) -> int:
-        """A row for a new request whose first ``length`` tokens are already in ``shared_pages``.
+        """Return a row for a new request whose first ``length`` tokens are already in ``shared_pages``.
 
-        The row takes a reference of its own to each of these pages.
+        The row takes its own reference to each of these pages.
         """
         if not self._free_rows:
             limit = self.max_requests
@@ -94,10 +94,9 @@ class SlotTable:
         return row
 
     def extend(self, row: int, tokens: int) -> tuple[PageCopy, ...]:
-        """Make room for ``tokens`` more tokens.
+        """Reserve room for ``tokens`` more tokens.
 
-        Hand the copies, in the order they were returned, to the pools' ``copy_pages`` before any row's new
-        tokens are written.
+        Pass the returned copies, in their order, to the pools' ``copy_pages`` before new tokens of any row are written.
         """
         length = self.length(row)
         if tokens < 0:
@@ -106,7 +105,7 @@ class SlotTable:
             return ()
         self._check_room(length + tokens)
         held = self._pages_for(length)
-        # What is replaced is only ever the last page, and only when new tokens would go into it.
+        # Only the last page is ever replaced, and only if new tokens would go into it.
         last = self._page(row, held - 1) if length % self._page_size else None
         copied = last is not None and self._allocator.references(last) > 1
         fresh = self._allocator.allocate(self._pages_for(length + tokens) - held + copied)
@@ -118,7 +117,7 @@ class SlotTable:
         return (PageCopy(last, fresh[0]),)
 
     def extend_each(self, rows: Sequence[int]) -> tuple[PageCopy, ...]:
-        """Make room for one more token in each of ``rows``, all different: a decode step's ``extend`` in one go.
+        """Reserve room for one more token in each of ``rows``, all different: ``extend`` for a whole decode step.
 
         Rows that share the page they would write to each count as needing a page of their own.
         """
@@ -129,7 +128,7 @@ class SlotTable:
         pages = {
             row: entries[row * width + length // size]
             for row, length in zip(rows, lengths, strict=True)
-            if length % size  # or the last page is full
+            if length % size  # otherwise the last page is full
         }
         shared = self._allocator.shared(list(pages.values()))
         ready = {row for row, page in pages.items() if page not in shared}
@@ -143,7 +142,7 @@ class SlotTable:
         return tuple(copies)
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget the tokens from position ``length`` on, and give back the pages that held only these."""
+        """Drop the tokens from position ``length`` on, and release the pages that held only these."""
         before = self.length(row)
         if not 0 <= length <= before:
             raise PoolError(f"row {row} of {before} tokens cannot be truncated to {length}")
@@ -154,7 +153,7 @@ class SlotTable:
         self._lengths[row] = length
 
     def release(self, row: int) -> None:
-        """End the request: drop its references, and let its row be used again."""
+        """End the request: drop its references, and free its row."""
         self.truncate(row, 0)
         self._lengths[row] = _UNUSED
         self._free_rows.append(row)
@@ -166,23 +165,25 @@ class SlotTable:
         return length
 
     def pages(self, row: int) -> tuple[int, ...]:
-        """The row's pages in the order of its tokens."""
+        """Return the row's pages in the order of its tokens."""
         first = row * self._max_pages
         return tuple(self._entries[first : first + self._pages_for(self.length(row))])
 
     def changes(self, rows: Sequence[int]) -> list[int]:
-        """How often the pages of each row have changed. A plan made over them holds as long as this stays the same."""
+        """Return how often the pages of each row have changed. A plan over them is valid as long as this stays the
+        same."""
         return [self._changes[row] for row in rows]
 
     def lengths_cpu(self, rows: Sequence[int]) -> Tensor:
-        """Lengths ``[rows]`` int32 on the CPU, without asking the device."""
+        """Return lengths ``[rows]`` int32 on the CPU, without synchronizing with the device."""
         return torch.from_numpy(np.array(self._lengths_of(rows), np.int32))
 
     def batch(self, rows: Sequence[int], width: int | None = None) -> tuple[Tensor, Tensor]:
-        """Page table ``[rows, width]``, -1 where unused, and lengths ``[rows]``: int32, on the table's device.
+        """Return the page table ``[rows, width]``, -1 where unused, and lengths ``[rows]``, int32 on the table's
+        device.
 
-        Both are copies: later changes to the table do not reach them. ``width`` is by default the longest
-        row's number of pages, at least 1.
+        Both are copies: later changes to the table do not reach them. ``width`` defaults to the longest row's number of
+        pages, at least 1.
         """
         lengths = self._lengths_of(rows)
         needed = self._pages_for(max(lengths, default=0))
@@ -196,13 +197,13 @@ class SlotTable:
         return to_device(page_table, self._device, np.int32), to_device(lengths, self._device, np.int32)
 
     def mirror(self) -> Tensor:
-        """The whole table ``[max_requests + 1, max_pages]`` int32 on its device, always at the same address.
+        """Return the whole table ``[max_requests + 1, max_pages]`` int32 on its device, always at the same address.
 
-        It has what the host has when this is called: only entries that changed since are sent. The last row is
-        nobody's, for padded requests. Entries after a request's last page mean nothing.
+        It equals the host's table at the time of the call; only entries that changed since are sent. The last row
+        belongs to no request and serves padded ones. Entries behind a request's last page are undefined.
         """
         if self._mirror is None:
-            whole = torch.from_numpy(self._page_table)  # on a CPU the memory is shared
+            whole = torch.from_numpy(self._page_table)  # shares memory on a CPU
             self._mirror = whole.to(self._device)
         elif self._changed:
             changed = np.array([[*self._changed], [*self._changed.values()]], np.int64)
@@ -218,7 +219,7 @@ class SlotTable:
             lengths = [_UNUSED]
         if _UNUSED in lengths or (rows and min(rows) < 0):
             for row in rows:
-                self.length(row)  # says which
+                self.length(row)  # raises, naming the row
         return lengths
 
     def _pages_for(self, length: int) -> int:
@@ -243,9 +244,9 @@ class SlotTable:
 
 
 def build_table(capacity: Capacity, device: torch.device) -> tuple[PageAllocator, SlotTable]:
-    """The pages, and which request has which."""
-    # A config may claim any context, and the table is as wide; no request gets more pages than there are.
-    longest = capacity.context_length + capacity.spare
+    """Build the page allocator and the slot table. Raises PoolError if host memory does not suffice."""
+    # A config may claim any context, which is the table's width; but no request gets more pages than there are.
+    longest = capacity.context_length + capacity.lookahead
     width = min(-(-longest // capacity.page_size), max(capacity.num_pages, 1 << 16))
     try:
         allocator = PageAllocator(capacity.num_pages)

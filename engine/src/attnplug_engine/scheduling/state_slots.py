@@ -1,4 +1,4 @@
-"""Slots for linear states: one for each running request, and in the rest snapshots, which the prefix cache keeps."""
+"""Slots of linear states: one per running request; the prefix cache keeps snapshots in the remaining ones."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _NEVER = 1 << 62
 
 
 class StateSlots:
-    """Who has which slot of ``states``, and where prefills stop so that a state can be kept.
+    """Assigns the slots of ``states`` to requests and snapshots, and decides where prefills stop for a snapshot.
 
-    A hit in the prefix cache goes as far as a snapshot. So states are worth keeping at checkpoints, at whole pages:
-    every ``checkpoint`` tokens, and at the last whole page of prompts with more than that.
+    A prefix cache hit reaches only as far as a snapshot. So states are kept at checkpoints on page boundaries: every
+    ``checkpoint`` tokens, and at the last whole page of longer prompts.
 
-    A snapshot is made in three parts. ``reserve`` gives it a slot when its step is scheduled. The step itself copies
-    the state. ``keep`` gives it to the cache when the step is finished. Until then nobody else can have its slot.
+    A snapshot is made in three parts. ``reserve`` allocates its slot when its step is scheduled. The step itself copies
+    the state. ``keep`` gives it to the cache when the step is finished. Until then its slot is not available to others.
     """
 
     def __init__(
         self, states: StateAllocator, cache: PrefixCache | None, *, page_size: int, max_batch: int, checkpoint: int
     ) -> None:
-        needed = max_batch + (cache is not None)  # a snapshot is kept while it is copied
+        needed = max_batch + (cache is not None)  # one snapshot, which is kept while it is copied
         if states.num_slots < needed:
             raise UsageError(
                 f"{states.num_slots} slots for linear-attention states are too few for {max_batch} requests at a time: "
@@ -38,9 +38,10 @@ class StateSlots:
         self._checkpoint = -(-checkpoint // page_size) * page_size
 
     def take(self, snapshot: int | None) -> int | None:
-        """A slot for a new request, with the state of ``snapshot`` or a zero state.
+        """Return a slot for a new request, with the state of ``snapshot`` or a zero state.
 
-        ``None`` if snapshots of steps in flight have the last slots: without them there are more than requests can run.
+        None if snapshots of steps in flight occupy the last slots; without these, there are more slots than running
+        requests.
         """
         states = self._states
         if not states.free_slots and (self._cache is None or not self._cache.evict_snapshot(keeping=snapshot)):
@@ -54,16 +55,17 @@ class StateSlots:
         self._states.release(slot)
 
     def next_checkpoint(self, request: Request, computed: int) -> int:
-        """Where, after ``computed`` tokens, a state is next worth keeping; beyond the request if nowhere."""
+        """Return the next position after ``computed`` tokens at which a state is kept; beyond the request if there is
+        none."""
         if self._cache is None:
             return _NEVER
         multiple = (computed // self._checkpoint + 1) * self._checkpoint
         last = (len(request.prompt) - 1) // self._page_size * self._page_size
-        # A short prompt is not worth a step of its own after its last page: nobody is admitted beside a prefill.
+        # For a short prompt, a step of its own behind its last page does not pay: nothing is admitted beside a prefill.
         return min(multiple, last) if self._checkpoint < last and computed < last else multiple
 
     def reserve(self, entries: Sequence[StepEntry]) -> tuple[tuple[int, int], ...]:
-        """Slots for snapshots of the entries that end at a checkpoint, as far as there are any: ``Step.snapshots``."""
+        """Reserve slots for snapshots of the entries that end at a checkpoint, if there are any: ``Step.snapshots``."""
         states, cache = self._states, self._cache
         if cache is None:
             return ()
@@ -79,7 +81,7 @@ class StateSlots:
         return tuple(pairs)
 
     def keep(self, tokens: Sequence[int], slot: int) -> None:
-        """Give the cache the snapshot after ``tokens``, or free its slot if it is not wanted."""
+        """Give the cache the snapshot behind ``tokens``, or free its slot if the cache does not want it."""
         if self._cache is not None and self._cache.wants_snapshot(tokens):
             self._cache.add_snapshot(tokens, slot)
         else:

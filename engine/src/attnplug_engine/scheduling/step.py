@@ -1,4 +1,4 @@
-"""A step: the tokens that the scheduler runs together, and the result."""
+"""A step: the tokens that the scheduler runs together, and its result."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from attnplug.host import PageCopy
 from attnplug_engine.request import Request
 
 PENDING = -1
-"""In a step's ``token_ids``: a token that an earlier step, still in flight, samples for the same row."""
+"""In ``token_ids``: a token that an earlier step, still in flight, samples for the same row."""
 BAD_LOGITS = -1
-"""In place of a sampled token: the logits are not finite, and no token can be chosen from them."""
+"""In place of a sampled token: the logits are not finite, so no token can be sampled."""
 
 
-class StepEntry(NamedTuple):  # made for every request at every step, at less than half a frozen dataclass's cost
-    """The tokens that one request runs in a step: ``token_ids`` at ``position``, ``position + 1``, …
+class StepEntry(NamedTuple):  # half the cost of a frozen dataclass; created per request and step
+    """Tokens that one request runs in a step: ``token_ids`` at ``position``, ``position + 1``, …
 
-    A request that decodes may run its newest token before the host knows it: ``token_ids`` is then ``(PENDING,)``.
-    ``sampled`` says that the logits of its last token choose the request's next token; the others only fill the
-    cache.
+    A decoding request may run its newest token before the host knows it: ``token_ids`` is then ``(PENDING,)``. If
+    ``sampled``, the logits of the last token give the request's next token; otherwise the tokens only fill the cache.
     """
 
     request: Request
@@ -35,13 +34,13 @@ class StepEntry(NamedTuple):  # made for every request at every step, at less th
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to run: the entries in the order of their rows in the batch.
+    """One step: its entries in the order of their rows in the batch.
 
     ``copies`` go to the pools' ``copy_pages``, in this order, before anything is written. ``rows`` are the entries'
-    rows of the slot table, which has room for the new tokens already: its lengths include them. ``state_slots`` are
-    the slots of their linear states, if the model has any. ``snapshots`` are pairs of such slots: after the forward
-    the state of the first is copied to the second. With speculation the first ``rounds`` entries are verified in a
-    round: their ``position`` is the most that may be committed before it.
+    rows of the slot table, whose lengths already include the new tokens. ``state_slots`` are the slots of their linear
+    states, if the model has any. ``snapshots`` are pairs of such slots: after the forward, the state of the first is
+    copied to the second. With speculation, the first ``rounds`` entries are verified in a round; their ``position`` is
+    an upper bound of the rows committed before it.
     """
 
     mode: ForwardMode
@@ -58,12 +57,12 @@ class Step:
 
     @property
     def sampled_requests(self) -> list[Request]:
-        """The requests to sample a token for, in the order of ``sampled_rows``."""
+        """Requests to sample a token for, in the order of ``sampled_rows``."""
         return [entry.request for entry in self.entries if entry.sampled]
 
     @property
     def sampled_rows(self) -> list[int]:
-        """Which of the step's ``num_tokens`` rows carry the logits to sample from."""
+        """Indices of the step's ``num_tokens`` rows whose logits are sampled."""
         rows, end = [], 0
         for entry in self.entries:
             end += len(entry.token_ids)
@@ -74,7 +73,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought: each request's new token by request id, and the requests that it finished."""
+    """Result of a step: each request's new token by request id, and the requests that it finished."""
 
     tokens: dict[int, int]
     finished: tuple[Request, ...]
@@ -82,7 +81,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What a step of a speculating engine brought: each request's new tokens by request id, and whom it finished."""
+    """Result of a speculative step: each request's new tokens by request id, and the requests that it finished."""
 
     tokens: dict[int, list[int]]
     finished: tuple[Request, ...]

@@ -1,4 +1,4 @@
-"""Which proposed tokens are what the target chose, and which cache rows they leave."""
+"""Acceptance of proposed tokens by the target's choices, and the cache rows that accepted tokens keep."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from attnplug_engine.speculation.tree import Proposal, ancestors, depths, doubli
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accepted:
-    """What a round accepted of each request's nodes."""
+    """Accepted nodes of each request in a round."""
 
     counts: Tensor
-    """``[requests]`` int64: accepted nodes, 1 to N; the root always is one."""
+    """Number of accepted nodes ``[requests]`` int64, 1 to N; the root is always accepted."""
     path: Tensor
-    """``[requests, N]`` int64: the accepted nodes from the root on; 0 past them."""
+    """Accepted nodes from the root on, ``[requests, N]`` int64; 0 behind them."""
     tokens: Tensor
-    """``[requests, N]`` int64: the tokens chosen at the path's nodes; -1 past them."""
+    """Tokens that the target chose at the path's nodes, ``[requests, N]`` int64; -1 behind them."""
 
 
 def accept(proposal: Proposal, chosen: Tensor) -> Accepted:
-    """What is accepted where the target chose ``chosen [requests, N]`` int64, the token after each node.
+    """Return the accepted nodes. ``chosen [requests, N]`` int64 is the target's token behind each node.
 
-    A node is accepted if its parent is, and if its token was chosen there. The path goes to the deepest such node, of
-    equally deep ones to the first: siblings may have the same token. Nothing follows a chosen -1, where logits were
-    bad, and no node without a token is accepted.
+    A node is accepted if its parent is, and if its token was chosen there. The path leads to the deepest such node, of
+    equally deep ones to the first, because siblings may have the same token. Nothing follows a chosen -1 (bad logits),
+    and no node without a token is accepted.
     """
     if kernels.usable(chosen):
         from attnplug_engine.kernels.trees import accept as launch
@@ -49,10 +49,10 @@ def accept(proposal: Proposal, chosen: Tensor) -> Accepted:
 def accept_and_commit(
     proposal: Proposal, chosen: Tensor, rows: Tensor, committed: Tensor, lengths: Tensor, tokens: Tensor
 ) -> Accepted:
-    """``accept``, and write down what is committed then; one launch on CUDA.
+    """Run ``accept`` and commit the result; one launch on CUDA.
 
     ``committed [requests]`` are the cache rows before. The new lengths and newest tokens go to ``rows [requests]`` of
-    ``lengths`` and ``tokens``; a token of -1 becomes 0, which is looked up and ignored.
+    ``lengths`` and ``tokens``; a token of -1 becomes 0, whose embedding is looked up and ignored.
     """
     if kernels.usable(chosen):
         from attnplug_engine.kernels.trees import accept as launch
@@ -66,7 +66,7 @@ def accept_and_commit(
 
 
 def _deepest(tokens: Tensor, parents: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts ``[requests]`` and paths ``[requests, N]`` in trees."""
+    """Return counts ``[requests]`` and paths ``[requests, N]`` in trees."""
     requests, nodes = chosen.shape
     up, depth, bits = with_root(parents), depths(parents), ancestors(parents)
     good = torch.ones_like(up, dtype=torch.bool)
@@ -82,9 +82,10 @@ def _deepest(tokens: Tensor, parents: Tensor, chosen: Tensor) -> tuple[Tensor, T
 
 
 def moves(accepted: Accepted, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """``sources`` and ``targets [requests * N]`` for ``KVPools.move_rows``; node i was written at ``slots[:, i]``.
+    """Return ``sources`` and ``targets [requests * N]`` for ``KVPools.move_rows``; node i was written at ``slots[:,
+    i]``.
 
-    The accepted nodes' rows go to the front in their order. A target is -1 where nothing moves.
+    The accepted nodes' rows move to the front in their order. A target is -1 if its row does not move.
     """
     if kernels.usable(slots):
         from attnplug_engine.kernels.trees import moves as launch

@@ -1,4 +1,4 @@
-"""Which backends a target and its draft get, and what cannot speculate at all."""
+"""Selection of backends for a target and its draft."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from attnplug_engine.speculation.options import ALGORITHM, TOPK, Speculation
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """A draft's problem and request, judged before weights are read. Its page size is the target's, once that is
-    known."""
+    """A draft's problem and backend request, checked before weights are read. The page size, once known, is the
+    target's."""
 
     request: BackendRequest
     problem: Problem
     failed: Mapping[str, Refusal]
 
 
-def speculating(problem: Problem, speculation: Speculation | None) -> Problem:
-    """The target's problem, with the rows that it verifies. What drafts has a problem of its own."""
+def target_problem(problem: Problem, speculation: Speculation | None) -> Problem:
+    """Return the target's problem with the rows that it verifies. The draft has a problem of its own."""
     if speculation is None:
         return problem
     level = GraphLevel.UNIFORM if problem.cuda_graph else problem.cuda_graph
@@ -44,7 +44,7 @@ def speculating(problem: Problem, speculation: Speculation | None) -> Problem:
 def target_request(
     registry: Registry, request: BackendRequest, problem: Problem, speculation: Speculation | None, ranking: Ranking
 ) -> BackendRequest:
-    """What was asked of the target alone; without speculation, all that was asked."""
+    """Return the backend request of the target alone."""
     name = request.roles.get(Role.DRAFT)
     if speculation is None and name is not None:
         raise UsageError(

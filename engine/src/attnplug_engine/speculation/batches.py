@@ -1,4 +1,5 @@
-"""The batches of a round: equally many rows of every request, with lengths that only the device knows."""
+"""Batches of a speculative round: the same number of rows for every request, with lengths that only the device
+knows."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from attnplug_engine.speculation.state import Members
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """A batch as far as it is known before it is made: ``rows`` of each request, the last of which ends ``more`` rows
-    after those that are committed."""
+    """Shape of a batch before it is made: ``rows`` per request, the last of which ends ``more`` rows behind the
+    committed ones."""
 
     mode: ForwardMode
     rows: int
@@ -35,21 +36,21 @@ class BatchShapes:
         self._more = to_device([[shape.more] for shape in shapes], device)
 
     def seq_lens(self, lengths: Tensor) -> list[Tensor]:
-        """Of each shape ``[requests]`` int32, where ``lengths [requests]`` rows are committed. Kernels like memory of
-        their own, which is aligned, better than parts of one tensor."""
+        """Return ``seq_lens [requests]`` int32 of each shape if ``lengths [requests]`` rows are committed. Each is a
+        tensor of its own, because kernels prefer aligned memory."""
         return [each.int() for each in (lengths + self._more).unbind()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedBatch:
-    """A batch that was planned ahead, and where."""
+    """A batch that was planned ahead, and the section of the plan stream that planned it."""
 
     batch: ForwardBatch
     section: Section
 
 
 class Batches(Protocol):
-    """Makes the batches that one model runs for one set of members; eager ones, or ones that a graph holds."""
+    """Makes the batches that one model runs for one set of members, eager or captured."""
 
     members: Members
 
@@ -62,21 +63,21 @@ class Batches(Protocol):
         tree: Tensor | None = None,
         step: int = 0,
     ) -> ForwardBatch:
-        """A batch with ``positions [requests, rows]`` and ``seq_lens [requests]``, planned and marked so (B2).
+        """Return a batch with ``positions [requests, rows]`` and ``seq_lens [requests]``, planned and marked (B2).
 
-        Several may be made before the first one runs. Its input ids may come later.
+        Several may be made before the first one runs. Its input ids may be set later.
         """
         ...
 
     def begin(self, batch: ForwardBatch) -> None:
-        """To be called right before a batch runs."""
+        """Call right before a batch runs."""
         ...
 
 
 class EagerBatches:
-    """Batches that are planned as they are made, or ahead of that on a plan stream, if there is one.
+    """Batches that are planned when they are made, or earlier on a plan stream.
 
-    ``exact``: the backend needs lengths on the host, and waits. Nothing is planned ahead then.
+    ``exact``: the backend needs lengths on the host, which synchronizes. Nothing is planned ahead then.
     """
 
     def __init__(
@@ -115,10 +116,10 @@ class EagerBatches:
         return batch
 
     def plan_ahead(self, shapes: BatchShapes, lengths: Tensor, longest: int | None = None) -> Sequence[PlannedBatch]:
-        """Batches of these shapes, planned on the side stream after what the main stream was asked for so far.
+        """Plan batches of these shapes on the side stream, behind the work that the main stream was given so far.
 
-        ``lengths [requests]`` are rows that are committed. ``longest`` is a bound of all rows, where it is not that of
-        the members. Positions and trees are filled in when the batches are made. Without a plan stream there are none.
+        ``lengths [requests]`` are committed rows. ``longest`` bounds all rows; by default the members' bound. Positions
+        and trees are filled in when the batches are made. Without a plan stream, nothing is planned.
         """
         if self._stream is None or not shapes.shapes:
             return ()
@@ -130,14 +131,15 @@ class EagerBatches:
             ]
 
     def adopt(self, planned: Sequence[PlannedBatch]) -> None:
-        """Give these when batches of their shapes are made, each once. Their lengths and pages are the members'."""
+        """Return these batches when batches of their shapes are made, each once. Their lengths and pages must be the
+        members'."""
         for ahead in planned:
             geometry = ahead.batch.geometry
             self._ahead[geometry.mode, geometry.max_new, geometry.step] = ahead
 
     def _planned(self, shape: BatchShape, seq_lens: Tensor, tree: Tensor | None, longest: int) -> ForwardBatch:
-        """A batch of this shape with ``seq_lens [requests]`` int32, planned and marked, still without positions; and
-        with memory for the tree if the shape has one and none is given."""
+        """Return a batch of this shape with ``seq_lens [requests]`` int32, planned and marked, still without positions.
+        Allocates memory for the tree if the shape has one and none is given."""
         members, requests = self.members, seq_lens.shape[0]
         if tree is None and shape.trees:
             tree = torch.zeros(requests, shape.rows, dtype=torch.int64, device=seq_lens.device)
@@ -157,7 +159,7 @@ class EagerBatches:
         )
         batch = ForwardBatch(geometry.measured() if self._exact else geometry)
         self._attention.plan(batch)
-        # A verify depends on nothing but its geometry: one that is padded may be planned again.
+        # A verify depends on nothing but its geometry, so a padded one may be planned again.
         batch.mark_forward_metadata_ready(replan_equivalent=shape.mode is ForwardMode.TARGET_VERIFY)
         return batch
 

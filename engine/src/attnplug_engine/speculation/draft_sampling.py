@@ -1,4 +1,4 @@
-"""The tokens that a draft proposes for requests that sample: with the noise that the target will choose by."""
+"""Draft tokens for requests that sample: top-k with the noise by which the target will choose."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import torch
 from torch import Tensor
 
 from attnplug_engine import kernels
-from attnplug_engine.execution.sampler import gumbel_of, largest
+from attnplug_engine.execution.sampler import gumbel_of, top_tokens
 from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 
 
 def gumbel_topk(
     logits: Tensor, batch: SamplingMetadata, topk: int, target_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The ``topk`` best tokens of each row, int64, and their log-probabilities, float32, both ``[rows, topk]``.
+    """Return the ``topk`` best tokens of each row, int64, and their log probabilities, float32, both ``[rows, topk]``.
 
-    A greedy row is judged by ``logits [rows, vocab]``, others by ``logits / temperature`` plus the sampler's noise: the
-    noise depends on seed, place and token alone, so a draft that is like the target chooses alike. Of equals the first
-    is better. Log-probabilities are those of the softmax of what was judged. Top-k, top-p and min-p are ignored.
+    Greedy rows are ranked by ``logits [rows, vocab]``, others by ``logits / temperature`` plus the sampler's Gumbel
+    noise. The noise depends on seed, position and token only, so a draft that is like the target chooses alike. Of
+    equals the first is better. Log probabilities are those of the softmax of the ranked values. Top-k, top-p and min-p
+    are ignored.
 
-    A draft with a vocabulary of its own has ``target_ids [vocab]``: the target's tokens, whose noise it is, and which
-    are returned. NaN and +inf count as -inf.
+    A draft with its own vocabulary has ``target_ids [vocab]``: the target's tokens, which determine the noise and are
+    returned. NaN and +inf count as -inf.
     """
     if kernels.usable(logits):
         from attnplug_engine.kernels.draft_topk import launch_draft_topk
@@ -36,6 +37,6 @@ def gumbel_topk(
         peak = scores.amax(1, keepdim=True).nan_to_num(neginf=0.0)
         drawn = (scores - peak) / torch.where(heat > 0, heat, 1) + gumbel_of(ids, batch.seed, batch.position)
         scores = torch.where(heat > 0, drawn, scores)
-    best = largest(scores, topk)
+    best = top_tokens(scores, topk)
     logprobs = scores.log_softmax(1).gather(1, best).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     return best if target_ids is None else target_ids.long()[best], logprobs

@@ -1,4 +1,4 @@
-"""A draft without a cache of its own, which reads what its target has committed."""
+"""Proposer for a draft without a cache of its own, which reads the target's committed rows (frozen KV)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from attnplug_engine.speculation.tree import Proposal
 
 
 class FrozenKVProposer:
-    """Proposes what an assistant chooses.
+    """Proposes the tokens of an assistant model.
 
-    All its steps sit at a request's last committed position and see the same rows, so one plan serves them all. It
-    writes none, so it has nothing to catch up with: it starts from the newest token, and from the target's hidden state
-    before that.
+    All its steps run at a request's last committed position and see the same rows, so one plan serves them all. It
+    writes no rows, so it need not catch up: it starts from the newest token and the target's hidden state before it.
     """
 
     ahead = 0
@@ -29,7 +28,7 @@ class FrozenKVProposer:
     further: Sequence[BatchShape] = (BatchShape(ForwardMode.DECODE, 1, 0),)
 
     def __init__(self, runner: DraftRunner, speculation: Speculation, tokens: Tensor) -> None:
-        """``tokens`` are the requests' newest, by row of the slot table."""
+        """``tokens`` are the requests' newest tokens, by row of the slot table."""
         self._runner, self._steps, self._nodes = runner, speculation.steps, speculation.nodes
         self._tokens = tokens
         self.hidden_inputs = runner.model.hidden_inputs

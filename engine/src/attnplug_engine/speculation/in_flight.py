@@ -1,4 +1,4 @@
-"""A step of rounds and prefills that was asked of the device: what it will have brought, on its way to the host."""
+"""A step of rounds and prefills in flight: launched on the device, with its new tokens on their way to the host."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from attnplug_engine.speculation.timing import Timing
 
 
 class RoundOutput:
-    """What some requests get of the device: the first ``counts [requests]`` of their ``tokens [requests, most]``.
+    """Output for several requests: the first ``counts [requests]`` of their ``tokens [requests, most]``.
 
-    The copy to the host is asked for here, before whatever the device does next. ``logits [requests * most, vocab]``
-    are those by which the tokens were chosen. ``lengths [requests]`` are the cache rows that are committed then.
+    The copy to the host is started here, before the device's next work. ``logits [requests * most, vocab]`` are those
+    from which the tokens were chosen. ``lengths [requests]`` are the cache rows committed by then.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class RoundOutput:
         self._requests = requests
         self._numbers = to_host(torch.cat([lengths.unsqueeze(1), counts.unsqueeze(1), tokens], 1))
         self.committed: list[int] | None = None
-        """``lengths``, once the host has read the tokens."""
+        """``lengths`` on the host, once the tokens are read."""
         self._asking: list[Request] = []
         self._logprobs: Logprobs | None = None
         most = tokens.shape[1]
@@ -42,7 +42,7 @@ class RoundOutput:
             self._done.record()
 
     def tokens(self) -> list[list[int]]:
-        """Of each request. Waits."""
+        """Return the new tokens of each request. Blocks until they have arrived."""
         if self._done is not None:
             self._done.synchronize()
         numbers = self._numbers.tolist()
@@ -50,7 +50,8 @@ class RoundOutput:
         return [row[2 : 2 + row[1]] for row in numbers]
 
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """By request id, for those that ask: of each new token, and of none past them. Call it after ``tokens``."""
+        """Return log probabilities of each new token by request id, for requests that ask for them. Call it after
+        ``tokens``."""
         told: dict[int, list[TokenLogprobs]] = {}
         if self._logprobs is not None:
             for request, one in zip(self._asking, self._logprobs.each(self._asking), strict=True):
@@ -60,15 +61,17 @@ class RoundOutput:
 
 
 class RoundsInFlight:
-    """The new tokens of a step, and log probabilities for the requests that ask. ``replayed``: graphs ran its round."""
+    """A launched step: new tokens, and log probabilities for requests that ask for them. ``replayed``: graphs ran its
+    round."""
 
     def __init__(self, parts: Sequence[RoundOutput], timing: Timing | None, *, replayed: bool) -> None:
         self._parts, self.timing, self.replayed = parts, timing, replayed
 
     def tokens(self) -> list[list[int]]:
-        """New tokens for each of the step's ``sampled_requests``; the last is -1 where logits are not finite. Waits."""
+        """Return new tokens for each of ``sampled_requests``; the last is -1 if its logits are not finite. Blocks until
+        the step has finished."""
         return [new for part in self._parts for new in part.tokens()]
 
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """By request id, for those that ask. Call it after ``tokens``."""
+        """Return log probabilities by request id, for requests that ask for them. Call it after ``tokens``."""
         return {request: told for part in self._parts for request, told in part.logprobs().items()}

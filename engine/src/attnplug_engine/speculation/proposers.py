@@ -1,4 +1,4 @@
-"""Who proposes: n-grams of what a request has so far, or a model that runs ahead."""
+"""Proposers: n-grams of a request's own tokens, or a draft model."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ from attnplug_engine.speculation.tree import Proposal, TreeGrowth
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefill:
-    """An extend that the target has run."""
+    """A prefill that the target has run."""
 
     step: Step
     page_table: Tensor
     hidden: Tensor | None
-    """``[tokens, width]``: what the proposer takes of it."""
+    """Hidden states ``[tokens, width]`` that the proposer reads."""
     ended: Batches | None
-    """The requests whose prefill ends here, if there are any."""
+    """Batches of the requests whose prefill ends here, if any."""
     sampled: Tensor
-    """``[requests that end]``: their first tokens."""
+    """First tokens ``[requests that end]`` of these requests."""
 
 
 class Proposer(Protocol):
-    """Proposes after every round, and after every prefill."""
+    """Proposes tokens following every round and every prefill."""
 
     hidden_inputs: HiddenInputs
-    """The target's hidden states that it needs."""
+    """Hidden states of the target that it reads."""
     ahead: int
-    """On how many tokens after its own a row of its cache depends."""
+    """Number of following tokens on which a row of its cache depends."""
     extends: Sequence[BatchShape]
-    """The batches that ``catch_up`` makes, by the lengths that the round found."""
+    """Batches that ``catch_up`` makes, relative to the lengths that the round found."""
     further: Sequence[BatchShape]
-    """The batches that ``look_ahead`` makes, by its lengths."""
+    """Batches that ``look_ahead`` makes, relative to its lengths."""
 
     def after_prefill(self, prefill: Prefill) -> Proposal | None:
-        """What is proposed to the requests whose prefill ends, if there are any."""
+        """Propose for the requests whose prefill ends; return None if there are none."""
         ...
 
     def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
-        """After a round that found ``lengths [requests]`` committed rows, with the target's ``hidden [requests * N,
-        width]`` of all nodes. Returns what ``look_ahead`` takes."""
+        """Process a round that found ``lengths [requests]`` committed rows, with the target's ``hidden [requests * N,
+        width]`` of all nodes. Returns the input of ``look_ahead``."""
         ...
 
     def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
-        """What is proposed after the newest tokens of requests with ``lengths [requests]`` committed rows."""
+        """Propose tokens behind the newest ones of requests with ``lengths [requests]`` committed rows."""
         ...
 
 
 class NgramProposer:
-    """Proposes what followed the newest tokens where they occurred before."""
+    """Proposes the tokens that followed an earlier occurrence of the newest ones."""
 
     hidden_inputs = NOTHING
     ahead = 0
@@ -79,7 +79,7 @@ class NgramProposer:
     def after_prefill(self, prefill: Prefill) -> Proposal | None:
         step, ended = prefill.step, prefill.ended
         for row, (request, position, token_ids, _) in zip(step.rows, step.entries, strict=True):
-            # What the prefix cache supplied is not among the tokens of a first chunk.
+            # Tokens found in the prefix cache are not among those of the first chunk.
             start = position if self._owners.get(row) is request else 0
             self._owners[row] = request
             self._history.write_prompt(row, start, request.tokens(start, position + len(token_ids)))
@@ -99,12 +99,12 @@ class NgramProposer:
 
 
 class DraftModelProposer:
-    """Proposes what a draft model chooses.
+    """Proposes the tokens of a draft model.
 
-    A draft that takes the target's hidden states has at position p a row of token p + 1 and the target's hidden state
-    at p. One that takes nothing has rows of its own tokens, so its newest row is one further (``_shift``).
+    A draft that reads the target's hidden states has, at position p, a row of token p + 1 and the target's hidden state
+    at p. One that reads nothing has rows of its own tokens, so its newest row is one position further (``_shift``).
 
-    Where a request samples, the draft does, by the same noise: what it chooses is then often what the target does.
+    If a request samples, the draft samples with the same noise, so that it often chooses the target's token.
     """
 
     def __init__(self, runner: DraftRunner, speculation: Speculation) -> None:
@@ -112,11 +112,11 @@ class DraftModelProposer:
         self._steps, self._topk, self._nodes = speculation.steps, speculation.topk, speculation.nodes
         self.hidden_inputs = runner.model.hidden_inputs
         self._fed = self.hidden_inputs != NOTHING
-        """Whether a step is given the hidden states of the one before."""
+        """True if a step reads the hidden states of the previous one."""
         self._shift = int(not self._fed)
         self.ahead = runner.model.models if self._fed else 0
         self._numbers = torch.arange(self._shift, self._shift + max(self._nodes, self._steps), device=runner.device)
-        """``[N or steps]``: positions of a draft's rows after the rows that are committed."""
+        """Positions of a draft's rows behind the committed ones, ``[N or steps]``."""
         self.extends: Sequence[BatchShape] = (
             BatchShape(ForwardMode.DRAFT_EXTEND, self._nodes, self._shift + self._nodes),
         )
@@ -139,7 +139,7 @@ class DraftModelProposer:
         return self.look_ahead(ended, out.index_select(0, last), ended.members.committed)
 
     def _prefill(self, prefill: Prefill) -> tuple[ForwardBatch, Tensor]:
-        """The draft's batch for a prefill, and which of its rows are the last of the requests that end."""
+        """Return the draft's batch for a prefill, and the last rows in it of the requests that end."""
         entries, page_table = prefill.step.entries, prefill.page_table
         tokens: list[int] = []
         positions: list[int] = []
@@ -149,7 +149,7 @@ class DraftModelProposer:
             end = position + len(token_ids)
             own = list(token_ids) if self._shift else [*token_ids[1:], *request.tokens(end, end + 1)]
             if is_sampled:
-                own.append(0)  # what was sampled comes here
+                own.append(0)  # replaced by the sampled token
                 last.append(len(tokens) + len(own) - 1)
             tokens += own
             counts.append(len(own))
@@ -183,7 +183,7 @@ class DraftModelProposer:
     def _extend(
         self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None
     ) -> tuple[ForwardBatch, Tensor]:
-        """The draft's batch over a round's nodes, and its hidden states ``[requests, N, hidden]``."""
+        """Return the draft's batch over a round's nodes, and its hidden states ``[requests, N, hidden]``."""
         nodes = self._nodes
         positions = lengths.unsqueeze(1) + self._numbers[:nodes]
         batch = batches.make(ForwardMode.DRAFT_EXTEND, lengths + (self._shift + nodes), positions)
@@ -200,7 +200,7 @@ class DraftModelProposer:
         if self._topk > 1:
             return self._grow(batches, newest, lengths)
         hidden, members, steps = newest, batches.members, self._steps - 1
-        # The lengths of all steps at once; their plans are made before the first of them runs.
+        # The lengths of all steps; their plans are made before the first of them runs.
         positions = lengths + self._numbers[: steps + 1].unsqueeze(1)
         places = members.places(lengths, steps + 1)
         ahead = [
@@ -217,10 +217,10 @@ class DraftModelProposer:
         return Proposal(torch.stack(tokens, 1))
 
     def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor) -> Proposal:
-        """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors.
+        """Grow a tree level by level. Each step runs all nodes so far, so that each sees its own ancestors.
 
-        The chain of best tokens, which a draft without branches would propose, is always part of it: whatever the
-        branches are, no less is accepted. Its nodes come first in every level.
+        The chain of best tokens, which a draft without branches would propose, is always part of it, so branches never
+        reduce what is accepted. Its nodes come first in every level.
         """
         members, topk, runner = batches.members, self._topk, self._runner
         start = lengths + self._shift  # the position of the next row
@@ -239,7 +239,7 @@ class DraftModelProposer:
             out = runner.forward(batch, inputs.flatten(0, 1) if self._fed else None, step)
             newest = out.unflatten(0, (-1, growth.rows))[:, -topk:]
             tokens, logprobs = runner.best(newest.flatten(0, 1), members.sampled(places[step], topk), topk, step)
-            # The chain's newest node has a score of 0, so that it stays. Its other children get their due here.
+            # The chain's newest node has a score of 0, so that it stays. Its other children get their real scores here.
             first = chain + logprobs[::topk]
             chain, logprobs = first[:, :1], logprobs.clone()
             logprobs[::topk] = torch.cat([torch.zeros_like(chain), first[:, 1:]], 1)
@@ -250,13 +250,13 @@ class DraftModelProposer:
 
 
 def newest_rows(hidden: Tensor, accepted: Accepted) -> Tensor:
-    """``[requests, width]``: of ``hidden [requests, N, width]`` along accepted paths, what their last nodes have."""
+    """Return the rows ``[requests, width]`` of ``hidden [requests, N, width]`` at the last nodes of accepted paths."""
     last = (accepted.counts - 1).view(-1, 1, 1).expand(-1, 1, hidden.shape[2])
     return hidden.gather(1, last)[:, 0]
 
 
 def _parents(growth: TreeGrowth) -> Tensor:
-    """``[requests, topk]``: of each node of the newest level, which node of the level before is its parent."""
+    """Return the parents ``[requests, topk]`` of the newest level's nodes, as nodes of the level before."""
     topk = growth.topk
     level = torch.arange(growth.rows - 2 * topk, growth.rows - topk, device=growth.tokens.device)
     return ((growth.ancestors[:, -topk:].unsqueeze(2) >> level) & 1).argmax(2)

@@ -1,4 +1,4 @@
-"""The round: verify what was proposed, accept what the target chose itself, propose again."""
+"""Round runner: verify proposed tokens, accept the target's choices, propose again."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ from attnplug_engine.speculation.window import WindowProposer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """What a target's verify found."""
+    """Result of the target's verify."""
 
     lengths: Tensor
-    """``[requests]``: rows that were committed before."""
+    """Rows ``[requests]`` that were committed before."""
     committed: Tensor
-    """``[requests]``: rows that are committed now."""
+    """Rows ``[requests]`` that are committed now."""
     accepted: Accepted
     hidden: Tensor | None
-    """``[requests * N, width]``: what the draft takes of the target."""
+    """Hidden states ``[requests * N, width]`` that the draft reads."""
     logits: Tensor
-    """``[requests * N, vocab]`` of the nodes."""
+    """Logits ``[requests * N, vocab]`` of the nodes."""
 
 
 @dataclass(slots=True, eq=False)
-class _Found:
-    """Where captured graphs leave what the next one reads."""
+class _CapturedResults:
+    """Results of captured graphs that the next graph reads."""
 
     verified: Verified | None = None
     newest: Tensor | None = None
 
 
 class RoundRunner:
-    """Runs the steps of a speculating engine on the target's runner and, where there is one, on the draft's.
+    """Runs the steps of a speculating engine on the target's runner and on the draft's, if there is one.
 
-    A round is verify, accept, draft; nothing of it waits for the device. What the draft proposes stays there for the
-    next round. A step with prefills runs its round first, then the extend, which ends with a draft, too.
+    A round is verify, accept, draft; nothing in it waits for the device. Proposals stay on the device for the next
+    round. A step with prefills runs its round first, then the extend, which ends with a draft as well.
 
-    With a ``plan_stream`` the batches of eager rounds are planned ahead: the draft's extend before verify runs, the
+    With a ``plan_stream``, the batches of eager rounds are planned ahead: the draft's extend before verify runs; the
     draft's further steps and the next round's verify before the draft's extend runs. There is none if a backend needs
-    exact lengths on the host: to plan is to wait for the device then.
+    exact lengths on the host, because planning then waits for the device.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RoundRunner:
         self.proposer: Proposer
         if draft is None:
             capacity = runner.capacity
-            context = capacity.context_length + capacity.spare
+            context = capacity.context_length + capacity.lookahead
             self.proposer = NgramProposer(speculation, capacity.max_batch, context, runner.device)
         elif draft.model.reads_target:
             self.proposer = FrozenKVProposer(draft, speculation, runner.tokens)
@@ -84,11 +84,11 @@ class RoundRunner:
         else:
             self.proposer = DraftModelProposer(draft, speculation)
         self.graphs: RoundGraphs | None = None
-        self._verified: dict[CapturedRound, _Found] = {}
+        self._verified: dict[CapturedRound, _CapturedResults] = {}
         self._exact = needs_lengths(runner.backend, runner.pools)
         self.plan_stream: PlanStream | None = None
         self.planned_in_order: list[str] = []
-        """The backends for which there is no plan stream, although one was asked for."""
+        """Backends that prevent a requested plan stream."""
         if plan_stream:
             exact = [runner.backend] * self._exact + ([draft.backend] if draft is not None and draft.exact else [])
             self.planned_in_order = [backend.backend_id.name for backend in exact]
@@ -105,7 +105,7 @@ class RoundRunner:
     ) -> RoundGraphs:
         """Capture rounds of these batch sizes, the largest first, so that the others reuse its memory.
 
-        Each is compared with eager attention before it is trusted. From here on the workspace does not grow.
+        Each is compared with eager attention before it is used. The workspace does not grow afterwards.
         """
         runner, draft, capacity = self.runner, self.draft, self.runner.capacity
         runner.enter(Phase.WARM_UP, "capture graphs once, before the first step")
@@ -114,7 +114,7 @@ class RoundRunner:
             None if draft is None else draft.attention,
             runner.table,
             capacity.page_size,
-            capacity.context_length + capacity.spare,
+            capacity.context_length + capacity.lookahead,
             largest=max(sizes),
             rows=self._nodes,
             draft_rows=self.speculation.most_draft_rows,
@@ -147,8 +147,8 @@ class RoundRunner:
         return graphs
 
     def _parts(self, captured: CapturedRound) -> list[Callable[[], None]]:
-        """The parts of a round as a graph each: verify, the draft's extend, its further steps."""
-        found = self._verified[captured] = _Found()
+        """Return the parts of a round, one graph each: verify, the draft's extend, its further steps."""
+        found = self._verified[captured] = _CapturedResults()
 
         def verify() -> None:
             found.verified = self.verify(captured.target, captured.members.verify_rows(self.state))
@@ -167,7 +167,7 @@ class RoundRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> RoundsInFlight:
-        """Run a step: asks everything of the device and waits for nothing, unless a backend needs exact lengths."""
+        """Launch a step on the device without waiting for it, unless a backend needs exact lengths."""
         self.runner.phase = Phase.SERVE
         if step.copies:
             self.runner.pools.copy_pages(step.copies)
@@ -191,7 +191,7 @@ class RoundRunner:
         return RoundsInFlight(parts, timing, replayed=captured is not None)
 
     def _join(self) -> None:
-        """What is planned in order may take memory that was made on the plan stream: not before that is done."""
+        """Join the plan stream. Plans made in order may reuse memory allocated on it, so it must be done."""
         if self.plan_stream is not None:
             self.plan_stream.join()
 
@@ -205,15 +205,15 @@ class RoundRunner:
         batches.adopt(batches.plan_ahead(self._extends, found.lengths))
         verified = self.verify(target, found)
         timing.mark()
-        brought = self._brought(entries, verified)
+        output = self._round_output(entries, verified)
         batches.adopt(batches.plan_ahead(self._further, verified.committed))
-        if not any(entry.sampled for entry in step.entries[step.rounds :]):  # or the next round has more members
-            self._next_verify.plan(target, entries, rows, slots, verified.committed, brought)
+        if not any(entry.sampled for entry in step.entries[step.rounds :]):  # otherwise the next round has more members
+            self._next_verify.plan(target, entries, rows, slots, verified.committed, output)
         newest = self._catch_up(batches, verified)
         timing.mark()
         self._look_ahead(batches, newest, verified)
         timing.mark()
-        return brought
+        return output
 
     def _replay(self, captured: CapturedRound, step: Step, timing: Timing) -> RoundOutput:
         assert self.graphs is not None
@@ -224,16 +224,16 @@ class RoundRunner:
         verify()
         self.runner.backend_usage.add(*captured.target.made)
         timing.mark()
-        verified = self._verified[captured].verified  # a graph leaves it where it was captured
+        verified = self._verified[captured].verified  # a replay writes to the tensors of the capture
         assert verified is not None
-        brought = self._brought(entries, verified)
+        output = self._round_output(entries, verified)
         for replay in drafting:
             replay()
             timing.mark()
-        return brought
+        return output
 
-    def _brought(self, entries: Sequence[StepEntry], verified: Verified) -> RoundOutput:
-        """What the host is told of a round, with the logits of the accepted nodes in their order."""
+    def _round_output(self, entries: Sequence[StepEntry], verified: Verified) -> RoundOutput:
+        """Return the output of a round, with the logits of the accepted nodes in their order."""
         requests, accepted, logits = [entry.request for entry in entries], verified.accepted, verified.logits
         if self.state.trees and any(request.params.logprobs is not None for request in requests):
             first = torch.arange(0, logits.shape[0], self._nodes, device=logits.device)
@@ -244,7 +244,7 @@ class RoundRunner:
         )
 
     def verify(self, batches: Batches, rows: VerifyRows) -> Verified:
-        """Run the target over all nodes of the members, and take what it chose."""
+        """Run the target over all nodes of the members, and accept what it chose."""
         members, state, nodes = batches.members, self.state, self._nodes
         positions = rows.positions.view(-1, nodes)
         batch = batches.make(ForwardMode.TARGET_VERIFY, rows.seq_lens, positions, tree=rows.tree)
@@ -264,12 +264,12 @@ class RoundRunner:
         return self.proposer.catch_up(batches, verified.lengths, verified.accepted, verified.hidden)
 
     def _look_ahead(self, batches: Batches, newest: Tensor | None, verified: Verified) -> None:
-        """Have the proposer propose for the members' next round."""
+        """Propose for the members' next round."""
         proposal = self.proposer.look_ahead(batches, newest, verified.committed)
         self.state.propose(batches.members.rows, proposal)
 
     def _target(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """The target's hidden states of a batch, and what the draft takes of them."""
+        """Return the target's hidden states of a batch, and those that the draft reads."""
         takes, model = self.proposer.hidden_inputs, self.runner.model
         if not takes.layers:
             hidden = self.runner.forward(batch)
@@ -305,13 +305,13 @@ class RoundRunner:
             committed = members.committed
             self.state.commit(members.rows, committed, sampled)
         requests, one = [entry.request for entry in entries], torch.ones_like(sampled)
-        brought = RoundOutput(requests, sampled.unsqueeze(1), one, logits, committed)
+        output = RoundOutput(requests, sampled.unsqueeze(1), one, logits, committed)
         proposal = self.proposer.after_prefill(Prefill(part, batch.geometry.page_table, taken, ended, sampled))
         if ended is not None and proposal is not None:
             self.state.propose(ended.members.rows, proposal)
-        return brought
+        return output
 
-    # Who takes part
+    # Members
 
     def _members(
         self, entries: Sequence[StepEntry], rows: Sequence[int], slots: Sequence[int], *, prefilled: bool = False

@@ -1,4 +1,4 @@
-"""Scheduling for an engine that speculates: a decoding request runs in rounds, each of which brings 1 to N tokens."""
+"""Scheduler of a speculating engine: a decoding request runs in rounds, each of which yields 1 to N tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attnplug.host import Coordinator, PageCopy
 from attnplug_engine.request import FinishReason, Request, RequestState
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
-from attnplug_engine.scheduling.scheduler import MOST_IN_FLIGHT, Scheduler
+from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
 from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.state_allocator import StateAllocator
 from attnplug_engine.scheduling.step import BAD_LOGITS, PENDING, RoundResult, Step, StepEntry, StepResult
@@ -17,25 +17,26 @@ from attnplug_engine.speculation.options import Speculation
 _UNKNOWN = (PENDING,)
 
 
-def spare_rows(speculation: Speculation) -> int:
-    """Cache rows that a request may need past its tokens: what a round writes, and what those in flight may commit."""
-    return speculation.room + (MOST_IN_FLIGHT - 1) * speculation.nodes
+def lookahead_rows(speculation: Speculation) -> int:
+    """Return the cache rows that a request may need beyond its tokens: those that a round writes, and those that rounds
+    in flight may commit."""
+    return speculation.room + (MAX_IN_FLIGHT - 1) * speculation.nodes
 
 
 class RoundScheduler(Scheduler):
-    """Serves requests as ``Scheduler`` does, but those that decode run in rounds.
+    """Serves requests like ``Scheduler``, but decoding requests run in rounds.
 
-    How many tokens a round brings is known when it is finished. Until then it counts as N of them: ``computed`` is an
-    upper bound of the rows that are committed, and falls when the round's count arrives. Before a round there is room
-    for all that it may write after that bound, and what is left over stays with the request: the next round needs it.
-    A request is scheduled while it has a token left to compute even if each round in flight brings just one.
+    The number of tokens of a round is known when it is finished. Until then it counts as N: ``computed`` is an upper
+    bound of the committed rows, and decreases when the round's count arrives. Before a round there is room for all rows
+    that it may write beyond that bound; unused room stays with the request, because the next round needs it. A request
+    is scheduled while it has a token left to compute even if each round in flight yields just one.
 
-    Why this still comes to an end: every round brings at least one token. ``add`` counts on room past a request's last
-    token, as much as the last round that may be scheduled asks for, so alone it always gets its pages.
+    Termination: every round yields at least one token. ``add`` reserves room beyond a request's last token, as much as
+    the last round that may be scheduled asks for, so alone it always gets its pages.
 
-    A request begins its rounds after its prefill is complete, however few tokens that has: the end of a prefill leaves
-    the first proposal. ``short_hits`` says on how many tokens after its own a draft's cache row depends: the last pages
-    of a hit, with as many tokens, are then computed again.
+    A request begins its rounds when its prefill is complete, however few tokens that has: the end of a prefill leaves
+    the first proposal. ``short_hits`` is the number of following tokens on which a draft's cache row depends: the last
+    pages of a hit, with as many tokens, are computed again.
     """
 
     _speculates = True
@@ -66,15 +67,15 @@ class RoundScheduler(Scheduler):
             whole_prompts=whole_prompts,
             states=states,
             checkpoint=checkpoint,
-            spare=spare_rows(speculation),
+            lookahead=lookahead_rows(speculation),
             coordinator=coordinator,
         )
-        self._nodes, self._room, self._tail = speculation.nodes, speculation.room, speculation.tail
-        self._growth = -(-speculation.room // table.page_size)
+        self._nodes, self._room, self._prefill_tail_rows = speculation.nodes, speculation.room, speculation.tail
+        self._pages_per_step = -(-speculation.room // table.page_size)
         self._short_hits = short_hits
 
     def finish_step(self, step: Step, tokens: Sequence[int]) -> StepResult:
-        """As ``finish_round``, of a step that brought each of its ``sampled_requests`` one token."""
+        """Like ``finish_round``, for a step with one token for each of its ``sampled_requests``."""
         result = self.finish_round(step, [(token,) for token in tokens])
         return StepResult({number: new[-1] for number, new in result.tokens.items()}, result.finished)
 
@@ -84,10 +85,10 @@ class RoundScheduler(Scheduler):
         tokens: Sequence[Sequence[int]],
         stops: Callable[[Request, int], bool] | None = None,
     ) -> RoundResult:
-        """Take in what the oldest step in flight computed: new tokens for each of its ``sampled_requests``.
+        """Process the output of the oldest step in flight: new tokens for each of its ``sampled_requests``.
 
-        Those after a stop token, after one of which ``stops`` says so, or past the request's length are left out.
-        ``BAD_LOGITS`` comes last and ends its request by an error.
+        Tokens behind a stop token, behind one for which ``stops`` returns True, or beyond the request's length are
+        dropped. ``BAD_LOGITS`` comes last and ends its request by an error.
         """
         last = [new[-1] for new in tokens]
         self._check_finished(step, last)
@@ -101,8 +102,8 @@ class RoundScheduler(Scheduler):
             if not is_sampled:
                 continue
             new = next(given)
-            request.flying -= 1
-            if request.state is not RequestState.RUNNING:  # it ended in flight
+            request.steps_in_flight -= 1
+            if request.state is not RequestState.RUNNING:  # ended in flight
                 continue
             if number < step.rounds:
                 request.computed -= self._nodes - len(new)
@@ -121,9 +122,9 @@ class RoundScheduler(Scheduler):
         for number, (request, position, _, is_sampled) in enumerate(step.entries):
             if request.state is not RequestState.RUNNING:
                 continue
-            request.flying -= is_sampled
+            request.steps_in_flight -= is_sampled
             if number < step.rounds:
-                request.computed = request.length - 1  # nothing of it is in flight when all steps are taken back
+                request.computed = request.length - 1  # nothing is in flight once all steps are rolled back
             else:
                 self._kv_cache.truncate(request, position)
                 request.in_rounds = False
@@ -143,7 +144,7 @@ class RoundScheduler(Scheduler):
             decoding = [
                 request
                 for request in self._running
-                if request.in_rounds and request.length + request.flying < request.max_length
+                if request.in_rounds and request.length + request.steps_in_flight < request.max_length
             ]
             if self._kv_cache.extend_to(decoding, [request.computed + self._room for request in decoding], copies):
                 break
@@ -153,10 +154,10 @@ class RoundScheduler(Scheduler):
                 return True
             self._preempt_last()
         for request in decoding:
-            known = (request.output[-1],) if not request.flying else _UNKNOWN
+            known = (request.output[-1],) if not request.steps_in_flight else _UNKNOWN
             entries.append(StepEntry(request, request.computed, known, True))
             request.computed += self._nodes
-            request.flying += 1
+            request.steps_in_flight += 1
         return True
 
     def _chunk(self, request: Request, budget: int, entries: list[StepEntry], copies: list[PageCopy]) -> int:
@@ -164,7 +165,7 @@ class RoundScheduler(Scheduler):
         left = super()._chunk(request, budget, entries, copies)
         if len(entries) > before and entries[-1].sampled:
             request.in_rounds = True
-            request.flying += 1
+            request.steps_in_flight += 1
         return left
 
     def _match(self, cache: PrefixCache, tokens: Sequence[int]) -> tuple[list[int], int]:
@@ -180,7 +181,7 @@ class RoundScheduler(Scheduler):
 def _taken(
     request: Request, new: Sequence[int], stops: Callable[[Request, int], bool] | None
 ) -> tuple[list[int], FinishReason | None]:
-    """Give a request its new tokens, up to its end; why it ended, if it has."""
+    """Give a request its new tokens, up to its end; return the reason if it has ended."""
     output = request.output
     taken: list[int] = []
     for token in new:
@@ -188,7 +189,7 @@ def _taken(
             return taken, FinishReason.ERROR
         output.append(token)
         taken.append(token)
-        completes = stops is not None and stops(request, token)  # of every token: it takes down the text
+        completes = stops is not None and stops(request, token)  # call it for every token: it records the text
         if completes or token in request.params.stop_token_ids:
             return taken, FinishReason.STOP
         if request.length >= request.max_length:

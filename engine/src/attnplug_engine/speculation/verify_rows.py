@@ -1,4 +1,4 @@
-"""The rows that a verify runs: each request's newest token and what was proposed after it."""
+"""Rows of a verify: each request's newest token and the tokens proposed behind it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class VerifyRows:
     """N rows of each request, the root first."""
 
     lengths: Tensor
-    """``[requests]`` int64: committed cache rows; the root's position."""
+    """Committed cache rows ``[requests]`` int64; the root's position."""
     seq_lens: Tensor
-    """``[requests]`` int32: with all N rows."""
+    """Lengths ``[requests]`` int32, with all N rows."""
     ids: Tensor
-    """``[requests * N]`` int64: a missing node is token 0."""
+    """Token ids ``[requests * N]`` int64; a missing node is token 0."""
     positions: Tensor
-    """``[requests * N]`` int64."""
+    """Positions ``[requests * N]`` int64."""
     tree: Tensor | None
-    """``[requests, N]`` int64: ``Geometry.tree``; ``None`` for chains."""
+    """``Geometry.tree`` ``[requests, N]`` int64; None for chains."""
     proposal: Proposal
-    """Of the requests."""
+    """The requests' proposals."""
     sampling: SamplingMetadata
-    """How the token after each row is chosen."""
+    """Sampling parameters of the token behind each row."""
 
 
 def verify_rows(
@@ -42,11 +42,11 @@ def verify_rows(
     lengths: Tensor,
     proposed: Proposal,
 ) -> VerifyRows:
-    """The rows of requests at ``rows [requests]`` of the slot table; one launch on CUDA.
+    """Lay out the rows of requests at ``rows [requests]`` of the slot table; one launch on CUDA.
 
-    By request: ``known``, the newest token, or -1 where only the device has it; ``committed``, the cache rows, where it
-    is known; ``prompts``, the prompt's length; ``sampling``, whose ``position`` means nothing. By row of the table: the
-    newest ``tokens``, the committed ``lengths`` and what is ``proposed``. Whole numbers are int64.
+    Per request: ``known``, the newest token, or -1 if only the device knows it; ``committed``, the cache rows, if it is
+    known; ``prompts``, the prompt's length; ``sampling``, whose ``position`` is undefined. Per row of the table: the
+    newest ``tokens``, the committed ``lengths`` and what is ``proposed``. Integers are int64.
     """
     if kernels.usable(rows):
         from attnplug_engine.kernels.trees import lay_out

@@ -1,4 +1,4 @@
-"""A conversation as a prompt. How a model wants it written is in ``chat_template``; nothing here needs torch."""
+"""Conversations as prompts. ``chat_template`` renders them for a model; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _ALLOWED = 'a list of messages, each an object with texts as "role" and "content
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages for the checkpoint's own chat template: ``Chat([{"role": "user", "content": "Hello"}])``.
+    """Messages for the checkpoint's chat template: ``Chat([{"role": "user", "content": "Hello"}])``.
 
-    A message may have more keys than the two; what they mean is the template's business.
+    A message may have further keys; their meaning is defined by the template.
     """
 
     messages: Sequence[Mapping[str, object]]
@@ -34,5 +34,5 @@ class Chat:
 
     @classmethod
     def of_user(cls, text: str) -> Chat:
-        """One message of a user."""
+        """Return a conversation of one user message."""
         return cls([{"role": "user", "content": text}])

@@ -1,7 +1,7 @@
-"""The chat template of a checkpoint, which writes a conversation as the text that its model expects.
+"""Chat template of a checkpoint: renders a conversation as the text that its model expects.
 
-A template is code of whoever made the checkpoint. It runs in Jinja's sandbox, with what transformers gives it, so that
-the same text comes out.
+A template is untrusted code. It runs in Jinja's sandbox, with the names that transformers provides, so that the same
+text is rendered.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class ChatTemplate:
             self._template = _environment().from_string(text)
         except TemplateSyntaxError as error:
             raise UsageError(f"{source}: the chat template is wrong in line {error.lineno}: {error.message}") from error
-        except Exception as error:  # thousands of brackets, for one
+        except Exception as error:  # e.g. RecursionError for thousands of brackets
             raise UsageError(f"{source}: the chat template cannot be compiled: {describe_error(error)}") from error
 
     @classmethod
     def find(cls, reference: str) -> ChatTemplate:
-        """The template of a model reference, from where transformers looks for it. Raises UsageError."""
+        """Find the template of a model reference, where transformers looks for it. Raises UsageError."""
         if reference.startswith(TINY):
             raise UsageError(f"{reference} has no chat template: a built-in model is not trained on conversations")
         folder = checkpoint_folder(reference)
@@ -57,7 +57,7 @@ class ChatTemplate:
         return cls(text, str(source), config.special_tokens)
 
     def render(self, chat: Chat) -> str:
-        """The conversation up to where the model's answer begins. Raises UsageError where the template fails."""
+        """Render the conversation up to the start of the model's answer. Raises UsageError if the template fails."""
         messages = _with_reasoning(chat.messages)
         keys = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         parts, count = [], 0
@@ -67,7 +67,7 @@ class ChatTemplate:
                 count += len(part)
                 if count > _MOST_CHARACTERS:
                     raise TemplateError(f"it writes more than {_MOST_CHARACTERS} characters")
-        except TemplateError as error:  # also what the template itself raises
+        except TemplateError as error:  # includes raise_exception() of the template
             raise UsageError(f"{self._source}: the chat template refuses: {error.message}") from error
         except Exception as error:
             raise UsageError(f"{self._source}: the chat template fails: {describe_error(error)}") from error
@@ -75,7 +75,7 @@ class ChatTemplate:
 
 
 def _with_reasoning(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """The messages, with what a model thought under the names that templates read, whichever of them it has."""
+    """Copy a message's reasoning to all key names that templates read."""
     told: list[Mapping[str, object]] = []
     for message in messages:
         given = next((message[key] for key in _REASONING if message.get(key) is not None), None)
@@ -84,7 +84,7 @@ def _with_reasoning(messages: Sequence[Mapping[str, object]]) -> list[Mapping[st
 
 
 def _text(folder: Path, config: Mapping[str, object]) -> tuple[str, Path]:
-    """The template, and the file that it is from. A file of its own wins over the config."""
+    """Return the template and the file it is from. A file of its own takes precedence over the config."""
     path = folder / "chat_template.jinja"
     if os.path.lexists(path):
         return read_text(path), path
@@ -108,7 +108,7 @@ def _text(folder: Path, config: Mapping[str, object]) -> tuple[str, Path]:
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which marks what a model is trained on: its body, as it is."""
+    """``{% generation %}``, which marks training targets: renders its body unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -118,7 +118,7 @@ class _Generation(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """A namespace without names that begin with an underscore, which lead out of the sandbox."""
+    """Namespace without names that begin with an underscore, which would lead out of the sandbox."""
 
     def __init__(*args: object, **attributes: object) -> None:
         self, *rest = args
@@ -139,7 +139,7 @@ def _check_name(name: object) -> None:
 
 
 class _Dict:
-    """``dict`` for templates: what makes one, and nothing that leads to its class."""
+    """``dict`` for templates: a constructor without access to its class."""
 
     def __call__(self, *args: object, **values: object) -> dict[str, object]:
         return dict(*args, **values)
@@ -149,7 +149,8 @@ class _Dict:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's, which bounds ``range``, with products and powers bounded too: ``'x' * 10**10`` would take all memory."""
+    """Jinja's sandbox, which bounds ``range``, with bounded products and powers: ``'x' * 10**10`` would take all
+    memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -183,7 +184,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes what means something in HTML."""
+    """Serialize without Jinja's escaping of HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

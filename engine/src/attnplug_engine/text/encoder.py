@@ -1,4 +1,4 @@
-"""Prompts of every sort as token ids of one model, each checked before anything runs."""
+"""Prompt encoder: texts, conversations and token ids to validated token ids of one model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Prompt = str | Sequence[int] | Chat
 
 
 class PromptEncoder:
-    """Reads texts, conversations and token ids. ``tokenizer`` is ``None`` where the checkpoint has none.
+    """Encodes texts, conversations and token ids. ``tokenizer`` is None if the checkpoint has none.
 
-    A checkpoint's chat template is looked for when the first conversation comes.
+    A checkpoint's chat template is read at the first conversation.
     """
 
     def __init__(self, model: str, vocab_size: int) -> None:
@@ -27,15 +27,15 @@ class PromptEncoder:
         self._chat_template: ChatTemplate | None = None
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
-        """The token ids of a prompt, all of the vocabulary. Raises UsageError."""
+        """Return the token ids of a prompt, all within the vocabulary. Raises UsageError."""
         if isinstance(prompt, str | Chat):
             return self._encode_text(prompt)
-        if isinstance(prompt, bytes):  # a sequence of numbers, too
+        if isinstance(prompt, bytes):  # also a sequence of numbers
             raise UsageError("the prompt is bytes; give a text, or a list of token ids")
         return [self._checked(token) for token in prompt]
 
     def _checked(self, token: int) -> int:
-        if not isinstance(token, int) and hasattr(token, "__index__"):  # numpy's and torch's whole numbers
+        if not isinstance(token, int) and hasattr(token, "__index__"):  # integers of numpy and torch
             token = operator.index(token)
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
             raise UsageError(f"token id {show(token)} is not in the vocabulary; give 0 to {self._vocab_size - 1}")
@@ -59,7 +59,7 @@ class PromptEncoder:
 
 @contextmanager
 def naming_prompt(where: str) -> Iterator[None]:
-    """Say of a refused prompt which one it was."""
+    """Prefix errors raised inside with the prompt's place."""
     try:
         yield
     except (UsageError, PoolError) as error:

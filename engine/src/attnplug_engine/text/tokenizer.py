@@ -1,4 +1,4 @@
-"""Text to tokens and back, for checkpoints that bring a tokenizer and for the built-in tiny models."""
+"""Tokenizers of checkpoints and of the built-in tiny models."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from attnplug_engine.checkpoints.safetensors import checkpoint_folder
 from attnplug_engine.text.tokenizer_config import TokenizerConfig
 
 _MOST_TOKEN = 1 << 30
-_MOST_BYTES = 1 << 29  # of 300,000 tokens it has 35 MB
+_MOST_BYTES = 1 << 29  # a tokenizer of 300,000 tokens has 35 MB
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of one."""
+    """A tokenizer, as the engine uses it."""
 
     special_tokens: Mapping[str, int]
-    """Those that ``decode`` leaves out, by what they are called: ``<|im_end|>``."""
+    """Ids of the tokens that ``decode`` leaves out, by their text: ``<|im_end|>``."""
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """The tokens of a text, with those that the model expects around every text unless ``special_tokens`` is off.
+        """Return the tokens of a text, with the special tokens that the model expects around it unless
+        ``special_tokens`` is off.
 
-        Raises UsageError for a text that it cannot encode, or for which the model has no tokens.
+        Raises UsageError for a text that cannot be encoded, or whose tokens are not in the model's vocabulary.
         """
         ...
 
@@ -35,7 +36,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """The tiny models' own: a token is a byte. Their vocabulary ends at 128, so they read ASCII."""
+    """Tokenizer of the tiny models: a token is a byte. Their vocabulary ends at 128, so they read ASCII."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = min(vocab_size, 256)
@@ -53,10 +54,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A checkpoint's ``tokenizer.json``, by the tokenizers library.
+    """A checkpoint's ``tokenizer.json``, read by the tokenizers library.
 
-    What the file says of truncation and padding is for training batches and is not heeded, as in transformers. The
-    tokens that only ``tokenizer_config.json`` beside it names are added to it.
+    The file's truncation and padding are for training batches and are ignored, as in transformers. Tokens that only
+    ``tokenizer_config.json`` names are added.
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
@@ -67,10 +68,10 @@ class FileTokenizer:
         try:
             self._tokenizer = Implementation.from_file(str(path))
         except BaseException as error:
-            raise _told(error, f"{path} cannot be read as a tokenizer") from error
+            raise _as_usage_error(error, f"{path} cannot be read as a tokenizer") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.add_tokens(config.added_tokens())  # those that it has stay as they are
+        self._tokenizer.add_tokens(config.added_tokens())  # existing tokens stay unchanged
         self._tokenizer.encode_special_tokens = config.splits_special_tokens
         added = self._tokenizer.get_added_tokens_decoder().items()
         self.special_tokens: Mapping[str, int] = {token.content: index for index, token in added if token.special}
@@ -79,7 +80,7 @@ class FileTokenizer:
         try:
             tokens = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         except BaseException as error:
-            raise _told(error, f"{self._path} cannot encode the prompt") from error
+            raise _as_usage_error(error, f"{self._path} cannot encode the prompt") from error
         if tokens and max(tokens) >= self._vocab_size:
             raise UsageError(
                 f"{self._path} gives the prompt token id {max(tokens)}, but the model's vocabulary ends at "
@@ -91,14 +92,15 @@ class FileTokenizer:
         return str(self._tokenizer.decode(list(token_ids)))
 
 
-def _told(error: BaseException, what: str) -> BaseException:
-    """The library's errors are plain Exceptions, and those of its panics not even that; any other goes on as it is."""
+def _as_usage_error(error: BaseException, what: str) -> BaseException:
+    """Convert the library's errors, which are plain Exceptions, and its panics to UsageError; return others
+    unchanged."""
     ours = isinstance(error, Exception) or type(error).__name__ == "PanicException"
     return UsageError(f"{what}: {error}") if ours else error
 
 
 def find_tokenizer(reference: str, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer of a model reference; ``None`` where the checkpoint has none."""
+    """Return the tokenizer of a model reference; None if the checkpoint has none."""
     if reference.startswith(TINY):
         return ByteTokenizer(vocab_size)
     path = checkpoint_folder(reference) / "tokenizer.json"
@@ -106,9 +108,9 @@ def find_tokenizer(reference: str, vocab_size: int) -> Tokenizer | None:
 
 
 def end_tokens(reference: str, config: Mapping[str, object]) -> frozenset[int]:
-    """The tokens by which a checkpoint says that a text ends.
+    """Return the checkpoint's end-of-text tokens.
 
-    Where there is a generation_config.json it alone counts, as in transformers, even if it names none.
+    If there is a generation_config.json, only that file counts, as in transformers, even if it names none.
     """
     source, values = reference, config
     path = checkpoint_folder(reference) / "generation_config.json"

@@ -1,4 +1,4 @@
-"""What ``tokenizer_config.json`` adds to a tokenizer: special tokens with names, and others that are whole tokens."""
+"""``tokenizer_config.json``: named special tokens and further added tokens of a tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 class TokenizerConfig:
-    """The config of a checkpoint's folder; an empty one where it has none. Raises UsageError for what makes no sense.
+    """Config of a checkpoint's folder; empty if it has none. Raises UsageError for invalid values.
 
     The rules are those of transformers (5.22), so that the same text has the same tokens.
     """
@@ -26,22 +26,22 @@ class TokenizerConfig:
         path, older = folder / _NAME, folder / "special_tokens_map.json"
         self._path = path
         self.values = read_json_object(path) if os.path.lexists(path) else {}
-        # Where older tokenizers have their special tokens; the list of added tokens says that it is a newer one.
+        # Older tokenizers keep their special tokens in this file; a list of added tokens marks a newer one.
         if _DECODER not in self.values and os.path.lexists(older):
             self.values |= read_json_object(older)
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The special tokens that have a name such as ``bos_token``, as texts."""
+        """Texts of the special tokens by name, e.g. ``bos_token``."""
         return {name: token.content for name, token in self._named().items()}
 
     @property
     def splits_special_tokens(self) -> bool:
-        """Whether the texts of special tokens are plain text in a prompt."""
+        """True if texts of special tokens are plain text in a prompt."""
         return self.values.get("split_special_tokens") is True
 
     def added_tokens(self) -> list[AddedToken]:
-        """Texts that are one token wherever they stand, in the order in which they get their numbers."""
+        """Return the added tokens, in the order in which they get their ids."""
         named = list(self._named().values())
         for token in named:
             token.special = True

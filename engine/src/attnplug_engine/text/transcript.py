@@ -1,4 +1,4 @@
-"""The text of tokens as they come: only what later tokens cannot change, up to where a stop text begins."""
+"""Incremental detokenization: text that later tokens cannot change, up to the first stop text."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ if TYPE_CHECKING:
     from attnplug_engine.text.tokenizer import Tokenizer
 
 _UNDECIDED = "\ufffd"
-"""What tokenizers give for the bytes of a character that is not complete."""
+"""Replacement character that tokenizers return for the bytes of an incomplete character."""
 
 _MOST_PENDING = 16
-"""Tokens without a sure character after which one does not wait any longer: a character has four bytes at most."""
+"""Most tokens to wait for a complete character, which has at most four bytes."""
 
 
 class Detokenizer:
-    """Text of tokens, one by one, in time that does not grow with what came before.
+    """Incremental detokenizer. Its time per token does not grow with the text.
 
-    What a token reads as depends on the tokens before it (a leading space is dropped at the start, a character may
-    be divided over tokens). So a window is decoded: the tokens of the last piece of text, and those after it.
+    The text of a token depends on preceding tokens: a leading space is dropped at the start, and a character may span
+    tokens. So a window is decoded: the tokens of the last piece of text, and those behind it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._known = 0  # tokens of the window whose text is told whole
-        self._told = 0  # characters of the window's text that are told
+        self._known = 0  # tokens of the window whose text was returned completely
+        self._returned = 0  # characters of the window's text that were returned
 
     def push(self, token: int) -> str:
-        """The text that this token makes sure; empty while a character is not complete."""
+        """Return the text that this token completes; empty while a character is incomplete."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         sure = text
         if len(self._window) - self._known <= _MOST_PENDING:
             sure = text.rstrip(_UNDECIDED)
-        new = sure[self._told :]
-        self._told = max(self._told, len(sure))
+        new = sure[self._returned :]
+        self._returned = max(self._returned, len(sure))
         if len(sure) == len(text) and (new or len(self._window) - self._known > _MOST_PENDING):
             del self._window[: self._known]
             self._known = len(self._window)
-            self._told = len(self._tokenizer.decode(self._window))
+            self._returned = len(self._tokenizer.decode(self._window))
         return new
 
     def finish(self) -> str:
-        """What is left when no token follows: the bytes of an incomplete character, as tokenizers show them."""
-        rest = self._tokenizer.decode(self._window)[self._told :]
-        self._told += len(rest)
+        """Return the rest when no token follows: the bytes of an incomplete character, as tokenizers show them."""
+        rest = self._tokenizer.decode(self._window)[self._returned :]
+        self._returned += len(rest)
         return rest
 
 
 class Transcript:
-    """The text of one request while it grows; ends before the first stop text that is complete.
+    """Growing text of one request; ends before the first complete stop text.
 
-    What may be the beginning of a stop text is held back until it is decided. Where the text is cut depends on its
-    characters only and not on how tokens divide them: the stop text that is complete first, and of those that are
-    complete with the same character the longest.
+    Text that may be the beginning of a stop text is held back until that is decided. The end depends on the characters
+    only, not on token boundaries: the stop text that is complete first wins, and of those complete at the same
+    character the longest.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -64,30 +64,30 @@ class Transcript:
         self._pieces: list[str] = []
         self._held = ""
         self.stopped = False
-        """Whether a stop text was found: nothing follows."""
+        """True if a stop text was found; no text follows."""
 
     @property
     def text(self) -> str:
-        """All that was given out so far."""
+        """All text returned so far."""
         return "".join(self._pieces)
 
     def push(self, token: int) -> str:
-        """The text that can be shown now that ``token`` is there."""
-        return "" if self.stopped else self._give(self._cut(self._detokenizer.push(token)))
+        """Return the text that can be shown with ``token``."""
+        return "" if self.stopped else self._append(self._without_stop(self._detokenizer.push(token)))
 
     def finish(self) -> str:
-        """The rest of the text when no token follows."""
-        rest = "" if self.stopped else self._cut(self._detokenizer.finish()) + self._held
+        """Return the rest of the text when no token follows."""
+        rest = "" if self.stopped else self._without_stop(self._detokenizer.finish()) + self._held
         self._held = ""
-        return self._give(rest)
+        return self._append(rest)
 
-    def _give(self, text: str) -> str:
+    def _append(self, text: str) -> str:
         if text:
             self._pieces.append(text)
         return text
 
-    def _cut(self, new: str) -> str:
-        """What of the text held back and the new is for sure no part of a stop text."""
+    def _without_stop(self, new: str) -> str:
+        """Return the part of held-back and new text that cannot belong to a stop text."""
         if not self._stop:
             return new
         text = self._held + new
@@ -101,5 +101,5 @@ class Transcript:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` are the beginning of ``stop``, which is not all there."""
+    """Return the length of the longest end of ``text`` that is a proper prefix of ``stop``."""
     return next((count for count in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:count])), 0)

@@ -19,7 +19,7 @@ from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
 
 
 class EagleDraft(DraftModel):
-    """The first layer has no norm before its attention, and none follows the last one."""
+    """EAGLE draft. The first layer has no norm before its attention, and there is no norm behind the last layer."""
 
     hidden_inputs = LAST
 
@@ -55,7 +55,7 @@ class EagleDraft(DraftModel):
 
 
 def joined(weights: Weights, inputs: int, hidden: int) -> Linear:
-    """The projection ``fc`` of joined states; some checkpoints have a bias for it."""
+    """Load the projection ``fc`` of joined states; some checkpoints have a bias for it."""
     rows = [WeightRows("fc", hidden, slice(0, hidden))]
     return Linear.stacked(weights, rows, inputs, bias=weights.holds("fc.bias"))
 
@@ -63,7 +63,7 @@ def joined(weights: Weights, inputs: int, hidden: int) -> Linear:
 def llama_attention(
     weights: Weights, config: Config, layer: LayerSpec, *, inputs: int | None = None
 ) -> GroupedAttention:
-    """Llama's attention from a layer's weights; a draft of Qwen2 says ``qkv_bias``."""
+    """Build Llama's attention from a layer's weights; ``qkv_bias`` for drafts of Qwen2."""
     bias, hidden = config.flag("attention_bias"), config.integer("hidden_size")
     qkv_bias = bias or config.flag("qkv_bias")
     return GroupedAttention(weights.at("self_attn"), layer, hidden, qkv_bias=qkv_bias, out_bias=bias, inputs=inputs)

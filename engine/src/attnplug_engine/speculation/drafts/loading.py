@@ -1,4 +1,4 @@
-"""From what a user asks of speculation to a draft model that runs."""
+"""Loading of draft models by the settings of speculation."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from attnplug_engine.speculation.options import DRAFT_MODEL, Algorithm, Speculat
 _EAGLE_TYPE = "llama"
 _EAGLE_NORM = "hidden_norm.weight"
 _TOKEN_MAPS = ("d2t", "t2d")
-"""Tensors of EAGLE-3 that are no weights."""
+"""Tensors of EAGLE-3 that are not weights."""
 
 
 @contextmanager
 def naming_draft(speculation: Speculation) -> Iterator[None]:
-    """Where a draft has a checkpoint of its own, say of what is wrong with it by which setting it was given."""
+    """Name the setting of the draft's checkpoint in errors raised inside."""
     try:
         yield
     except UsageError as error:
@@ -47,7 +47,7 @@ def naming_draft(speculation: Speculation) -> Iterator[None]:
 
 
 def draft_spec(speculation: Speculation, target_reference: str) -> ModelSpec:
-    """The whole draft as attention sees it, by configs alone: for choosing a backend before weights are read."""
+    """Return the whole draft's layers, from configs only: for the choice of a backend before weights are read."""
     match speculation.algorithm:
         case Algorithm.STANDALONE:
             return load_spec(_draft_model(speculation))
@@ -90,7 +90,7 @@ def load_draft(
     seed: int = 0,
     random_weights: bool = False,
 ) -> DraftModel:
-    """Read the draft model for a target. Raises UsageError for all that can be wrong (DraftError, CheckpointError, …).
+    """Load the draft model for a target. Raises UsageError (DraftError, CheckpointError, …).
 
     With ``random_weights`` only configs are read.
     """
@@ -148,7 +148,7 @@ def _build_assistant(
 def _check_eagle(
     speculation: Speculation, source: WeightSource, config: Config, target: LoadedModel, target_reference: str
 ) -> None:
-    """Raise where a checkpoint is no draft of this algorithm, or one for another target."""
+    """Raise if a checkpoint is not a draft of this algorithm, or one for another target."""
     if isinstance(source, Checkpoint):
         names = source.names()
         if "fc.weight" not in names:

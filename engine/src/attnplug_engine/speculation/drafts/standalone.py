@@ -1,4 +1,4 @@
-"""An ordinary small model as a draft: it sees tokens and nothing of the target."""
+"""An ordinary small model as a draft: it reads tokens and nothing of the target."""
 
 from __future__ import annotations
 
