@@ -336,7 +336,7 @@ def test_a_draft_of_another_model_type(algorithm):
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
 def test_an_ordinary_model_is_no_eagle_draft(algorithm, tmp_path):
     save(tmp_path, EAGLE, {"model.norm.weight": torch.ones(HIDDEN)})
-    with pytest.raises(DraftError, match=f"no draft of .*{algorithm}: it has no tensor 'fc.weight'; give .*standalone"):
+    with pytest.raises(DraftError, match=f"{algorithm}: it has no tensor 'fc.weight'; give .*standalone"):
         loaded(algorithm, tmp_path)
 
 

@@ -18,7 +18,7 @@ from attnplug_testing.devices import DEVICES, nothing_waits
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
-MAX_SEPARATE_TOKENS = (1, 32, 32, 1), (1, 32, 16, 1)
+ONE_PAIR = (1, 32, 32, 1), (1, 32, 16, 1)
 BLOCKS = (16, 32, 32, 1, 2), (16, 32, 16, 1, 2)
 """Tiles of both products."""
 
@@ -69,11 +69,11 @@ class Layer:
             rows.append(total)
         return torch.stack(rows)
 
-    def fused_experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, cut=None, **options) -> Tensor:
+    def fused_experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, chosen_tiles=None, **options) -> Tensor:
         experts = kernels("experts")
-        cut = cut and tuple(experts.Tile(*one) for one in cut)
+        chosen_tiles = chosen_tiles and tuple(experts.Tile(*one) for one in chosen_tiles)
         return experts.fused_experts(
-            x, topk_ids, topk_weights, self.gate_up, self.down, gated=self.gated, cut=cut, **options
+            x, topk_ids, topk_weights, self.gate_up, self.down, gated=self.gated, chosen_tiles=chosen_tiles, **options
         )
 
     def close(self, got: Tensor, wanted: Tensor) -> None:
@@ -85,11 +85,11 @@ class Layer:
 def cuts() -> list[dict[str, object]]:
     """Every way to sort and to sum: each pair alone, pairs ranked, pairs sorted, and one of each."""
     return [
-        {"cut": MAX_SEPARATE_TOKENS},
-        {"cut": BLOCKS},
-        {"cut": BLOCKS, "ranked": 0},
-        {"cut": (MAX_SEPARATE_TOKENS[0], BLOCKS[1]), "ranked": 0},
-        {"cut": (BLOCKS[0], MAX_SEPARATE_TOKENS[1])},
+        {"chosen_tiles": ONE_PAIR},
+        {"chosen_tiles": BLOCKS},
+        {"chosen_tiles": BLOCKS, "ranked": 0},
+        {"chosen_tiles": (ONE_PAIR[0], BLOCKS[1]), "ranked": 0},
+        {"chosen_tiles": (BLOCKS[0], ONE_PAIR[1])},
     ]
 
 
@@ -100,8 +100,8 @@ def test_every_cut_gives_the_sum_of_the_chosen_experts(gated, tokens, device):
     layer = Layer(gated, device=device)
     x, (topk_ids, topk_weights) = layer.made(tokens, layer.hidden), layer.routing(tokens, 3)
     wanted = layer.wanted(x, topk_ids, topk_weights)
-    for cut in cuts():
-        layer.close(layer.fused_experts(x, topk_ids, topk_weights, **cut), wanted)
+    for chosen_tiles in cuts():
+        layer.close(layer.fused_experts(x, topk_ids, topk_weights, **chosen_tiles), wanted)
 
 
 @on_every_device
@@ -114,7 +114,7 @@ def test_an_expert_may_have_all_tokens_or_none(ranked, device):
     for experts in ([1, 3], [4, 4]):
         topk_ids = torch.tensor(experts, dtype=torch.int32, device=device).repeat(19, 1)
         layer.close(
-            layer.fused_experts(x, topk_ids, topk_weights, cut=BLOCKS, ranked=ranked),
+            layer.fused_experts(x, topk_ids, topk_weights, chosen_tiles=BLOCKS, ranked=ranked),
             layer.wanted(x, topk_ids, topk_weights),
         )
 
@@ -123,30 +123,38 @@ def test_an_expert_may_have_all_tokens_or_none(ranked, device):
 def test_sizes_that_tiles_divide_are_read_without_masks(device):
     layer = Layer(hidden=32, width=32, device=device)
     x, (topk_ids, topk_weights) = layer.made(3, 32), layer.routing(3, 2)
-    for cut in (MAX_SEPARATE_TOKENS, BLOCKS):
-        layer.close(layer.fused_experts(x, topk_ids, topk_weights, cut=cut), layer.wanted(x, topk_ids, topk_weights))
+    for chosen_tiles in (ONE_PAIR, BLOCKS):
+        layer.close(
+            layer.fused_experts(x, topk_ids, topk_weights, chosen_tiles=chosen_tiles),
+            layer.wanted(x, topk_ids, topk_weights),
+        )
 
 
 @on_every_device
 def test_half_precision_is_summed_in_single(device):
     layer = Layer(hidden=64, width=32, dtype=torch.float16, device=device)
     x, (topk_ids, topk_weights) = layer.made(2, 64), layer.routing(2, 2)
-    for cut in (MAX_SEPARATE_TOKENS, BLOCKS):
-        layer.close(layer.fused_experts(x, topk_ids, topk_weights, cut=cut), layer.wanted(x, topk_ids, topk_weights))
+    for chosen_tiles in (ONE_PAIR, BLOCKS):
+        layer.close(
+            layer.fused_experts(x, topk_ids, topk_weights, chosen_tiles=chosen_tiles),
+            layer.wanted(x, topk_ids, topk_weights),
+        )
 
 
 @on_every_device
-@pytest.mark.parametrize("cut", [MAX_SEPARATE_TOKENS, BLOCKS], ids=["alone", "blocks"])
-def test_the_shared_expert_and_the_residual_are_in_the_last_sum(cut, device):
+@pytest.mark.parametrize("chosen_tiles", [ONE_PAIR, BLOCKS], ids=["alone", "blocks"])
+def test_the_shared_expert_and_the_residual_are_in_the_last_sum(chosen_tiles, device):
     """They and the gates are views in wider tensors, as the model has them."""
     layer = Layer(device=device)
     x, (topk_ids, topk_weights) = layer.made(3, layer.hidden), layer.routing(3, 2)
     shared, onto, gates = layer.made(3, 100)[:, :40], layer.made(3, 80)[:, 40:], layer.made(3, 6)
-    got = layer.fused_experts(x, topk_ids, topk_weights, shared=shared, gate=gates[:, -1], onto=onto, cut=cut)
+    got = layer.fused_experts(
+        x, topk_ids, topk_weights, shared=shared, gate=gates[:, -1], onto=onto, chosen_tiles=chosen_tiles
+    )
     extra = gates[:, -1:].double().sigmoid() * shared.double() + onto.double()
     layer.close(got, layer.wanted(x, topk_ids, topk_weights) + extra)
     layer.close(
-        layer.fused_experts(x, topk_ids, topk_weights, onto=onto, cut=cut),
+        layer.fused_experts(x, topk_ids, topk_weights, onto=onto, chosen_tiles=chosen_tiles),
         layer.wanted(x, topk_ids, topk_weights) + onto.double(),
     )
 
@@ -162,8 +170,8 @@ def test_a_shared_expert_may_be_some_more_of_the_same(gated, device):
     one.gate_up, one.down = wide[0][None], wide[1][None]
     shared = one.wanted(x, torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1, device=device))
     routed, gates = layer.wanted(x, topk_ids, topk_weights), layer.made(2, 1)
-    layer.close(layer.fused_experts(x, topk_ids, topk_weights, every=wide, cut=MAX_SEPARATE_TOKENS), routed + shared)
-    got = layer.fused_experts(x, topk_ids, topk_weights, every=wide, gate=gates[:, 0], onto=x, cut=MAX_SEPARATE_TOKENS)
+    layer.close(layer.fused_experts(x, topk_ids, topk_weights, every=wide, chosen_tiles=ONE_PAIR), routed + shared)
+    got = layer.fused_experts(x, topk_ids, topk_weights, every=wide, gate=gates[:, 0], onto=x, chosen_tiles=ONE_PAIR)
     layer.close(got, routed + gates.double().sigmoid() * shared + x.double())
 
 
@@ -173,11 +181,11 @@ def test_a_token_has_the_same_bits_whatever_the_other_tokens_do(ranked, device):
     """Padding of a captured batch routes anywhere, even rows of NaN."""
     layer = Layer(device=device)
     x, (topk_ids, topk_weights) = layer.made(5, layer.hidden), layer.routing(5, 2)
-    before = layer.fused_experts(x, topk_ids, topk_weights, cut=BLOCKS, ranked=ranked)
+    before = layer.fused_experts(x, topk_ids, topk_weights, chosen_tiles=BLOCKS, ranked=ranked)
     x[3:] = float("nan")
     topk_ids[3:] = topk_ids[0]
     with np.errstate(invalid="ignore"):
-        after = layer.fused_experts(x, topk_ids, topk_weights, cut=BLOCKS, ranked=ranked)
+        after = layer.fused_experts(x, topk_ids, topk_weights, chosen_tiles=BLOCKS, ranked=ranked)
     assert torch.equal(after[:3], before[:3])
 
 

@@ -38,7 +38,6 @@ def test_allocation_is_all_or_nothing() -> None:
     with pytest.raises(OutOfPages) as caught:
         allocator.allocate(5)
     assert (caught.value.asked, caught.value.free, caught.value.total) == (5, 3, 4)
-    assert "5 pages asked for, 3 of 4 free" in str(caught.value)
     assert allocator.free_pages == 3
     assert sum(counts(allocator)) == 1
 

@@ -291,7 +291,7 @@ def test_heads_that_ranks_cannot_divide_are_refused_before_any_is_started(attnpl
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a number"),
         ({"RANK": "²", "WORLD_SIZE": "2"}, "RANK='²' is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='999"),
-        ({"RANK": "0", "WORLD_SIZE": "3"}, "--tensor-parallel 2 was asked for, but 3 ranks were started"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "3 ranks were started"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not one of WORLD_SIZE=2 ranks"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 is set without MASTER_ADDR"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is not set"),

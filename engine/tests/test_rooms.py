@@ -25,7 +25,7 @@ ROOMS = (
     "checkpoints",
     "parallel",
 )
-"""From top to bottom, as in docs/design: ``TOP`` are the modules that a user of the package meets."""
+"""From top to bottom, as in the README. ``TOP`` are the modules that a user of the package meets."""
 PUBLIC = {"completion", "embedding", "engine", "options", "prepare", "request"}
 VALUES = "attnplug_engine.request"
 """Requests and sampling parameters: plain values that import nothing of the package, and that every room may use."""

@@ -279,7 +279,7 @@ def test_scores_that_are_no_numbers_come_last(kernel_device: str) -> None:
 def test_more_nodes_than_candidates_are_refused() -> None:
     growth = TreeGrowth(torch.tensor([[1, 2]]), torch.zeros(1, 2))
     growth.grow(torch.tensor([[3, 4], [5, 6]]), torch.zeros(2, 2))
-    with pytest.raises(UsageError, match="a tree of 8 nodes was asked for, and 2 steps with 2 branches have 7"):
+    with pytest.raises(UsageError, match=r"8 nodes .* 2 steps with 2 branches have 7"):
         growth.proposal(8)
 
 

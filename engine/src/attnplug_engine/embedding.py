@@ -112,7 +112,7 @@ class Embedder:
         _check_causal(model, prepared.loaded)
         self.vocab_size = prepared.loaded.module.vocab_size
         self._encoder = PromptEncoder(model, self.vocab_size)
-        self._cut = None if checked.chunked_prefill_size == -1 else checked.chunked_prefill_size
+        self._chunk_size = None if checked.chunked_prefill_size == -1 else checked.chunked_prefill_size
         self.selection, self.runner = prepared.build(
             lambda selection: _capacity(prepared, checked, selection),
             Serving(is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True),
@@ -180,7 +180,7 @@ class Embedder:
             for request in requests:
                 request.row = table.admit()
                 request.slot = None if states is None else states.allocate()
-            for entries in _steps(requests, self._cut):
+            for entries in _steps(requests, self._chunk_size):
                 for entry, rows in zip(entries, self._run(entries), strict=True):
                     before = gathered.get(entry.request.id)
                     gathered[entry.request.id] = _gather(self.rules.pooling, before, rows)
@@ -255,8 +255,8 @@ def _prefix(rules: EmbeddingRules, name: str | None) -> str:
     prefix = rules.prefix(name)
     if prefix and not rules.pools_prompt and rules.pooling is Pooling.MEAN:
         raise UsageError(
-            f"{rules.source} asks for a mean that leaves out the prompt {prefix!r}, which is not served; put another "
-            "text before your prompts yourself, or use another --pooling"
+            f"{rules.source} asks for a mean that leaves out the prompt {prefix!r}, which is not supported; put "
+            "another text before your prompts yourself, or use another --pooling"
         )
     return prefix
 

@@ -156,9 +156,9 @@ class Engine:
             why = "every layer is checked" if options.check_layers else "turned off"
             return GraphReport(level, forced_by, why_none=why)
         if level is GraphLevel.NEVER or (rounds is not None and level < GraphLevel.UNIFORM):
-            who = " and ".join(forced_by) or backend.backend_id.name
-            what = "cannot be captured" if level is GraphLevel.NEVER else "captures decode alone, and no verify"
-            return GraphReport(level, forced_by, why_none=f"{who} {what}")
+            names = " and ".join(forced_by) or backend.backend_id.name
+            what = "cannot be captured" if level is GraphLevel.NEVER else "captures decode only, not verify"
+            return GraphReport(level, forced_by, why_none=f"{names} {what}")
         sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
         before = torch.cuda.mem_get_info(runner.device)[0]
         capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(forced_by)
@@ -198,14 +198,14 @@ class Engine:
             # The chunk size was checked before the model was known; its context may be shorter.
             sizes = default_prefill_sizes(most) if asked is None else PREFILL_SIZES.check(asked, most, "context_length")
             return sizes, ""
-        who = " and ".join(forced_by) or runner.backend.backend_id.name
+        names = " and ".join(forced_by) or runner.backend.backend_id.name
         if asked is not None:
             raise UsageError(
-                f"`{PREFILL_SIZES.name}` asks for CUDA graphs of prefills, and {who} cannot capture them; leave it "
+                f"`{PREFILL_SIZES.name}` asks for CUDA graphs of prefills, and {names} cannot capture them; leave it "
                 "out, or choose backends that capture any batch: `attnplug backends` lists these with graphs always",
                 settings=[PREFILL_SIZES.name, "attention_backend"],
             )
-        return (), f"{who} cannot capture it"
+        return (), f"{names} cannot capture it"
 
     def _equalize_pages(self, parallel: TensorParallel) -> None:
         """Allocate surplus pages. Ranks run one schedule, so each uses as many pages as the rank with the least

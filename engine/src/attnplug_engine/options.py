@@ -140,7 +140,7 @@ class EngineOptions:
                 settings=["overlap"],
             )
         if self.chunked_prefill_size != -1:
-            self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts in one piece")
+            self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts that are not chunked")
         chunk = LARGEST_COUNT if self.chunked_prefill_size == -1 else self.chunked_prefill_size
         self._check_graphs(BATCH_SIZES, self.max_batch, ())
         self._check_graphs(PREFILL_SIZES, max(chunk, self.max_batch), _WITHOUT_PREFILLS)
@@ -154,8 +154,8 @@ class EngineOptions:
             )
         if self.enable_hisparse and self.two_batch_overlap:
             raise UsageError(
-                "`enable_hisparse` has one place on the device for the rows of the layer that runs, and "
-                "`two_batch_overlap` runs two at a time; leave out one of them",
+                "`enable_hisparse` keeps the rows of one running layer on the device, and "
+                "`two_batch_overlap` runs two; leave out one of them",
                 settings=["enable_hisparse", "two_batch_overlap"],
             )
 

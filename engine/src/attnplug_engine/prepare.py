@@ -230,11 +230,11 @@ def check_same_choice(selection: Selection, parallel: TensorParallel, device: to
         str(role): choice.chosen_name if choice.schedule is None else " and ".join(choice.schedule.candidates)
         for role, choice in selection.choices.items()
     }
-    mine = torch.tensor([zlib.crc32(repr((serving, schedules, selection.page_size)).encode())], device=device)
-    if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
+    digest = torch.tensor([zlib.crc32(repr((serving, schedules, selection.page_size)).encode())], device=device)
+    if len(set(parallel.all_gather(digest, 0).tolist())) > 1:
         raise BackendError(
             f"rank {parallel.rank} runs {', '.join(f'{role} on {names}' for role, names in serving.items())}, and "
-            "others chose otherwise: a backend could be built on some ranks alone, or their machines have other "
-            "measured tables; ask for one by `attention_backend`",
+            "other ranks differ: a backend could be built on some ranks only, or measured tables differ between "
+            "machines; request one by `attention_backend`",
             settings=["attention_backend"],
         )

@@ -74,7 +74,7 @@ class SamplingParams:
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise _refuse("stop", self.stop, "texts, none of them empty")
         if self.logprobs is not None:
-            _check_whole("logprobs", self.logprobs, 0, "how many of the likeliest tokens to tell, 0 or more")
+            _check_whole("logprobs", self.logprobs, 0, "how many of the most likely tokens to report, 0 or more")
 
     @property
     def greedy(self) -> bool:
@@ -152,9 +152,9 @@ class Request:
     """One entry per output token, if requested."""
     followers: list[Follower] = field(default_factory=list)
     steps_in_flight: int = 0
-    """With speculation: steps in flight that give it tokens."""
+    """Steps in flight that give it tokens (speculation)."""
     in_rounds: bool = False
-    """With speculation: its prefill is completely scheduled, and rounds follow."""
+    """True once its prefill is completely scheduled and rounds follow (speculation)."""
     sampling: bytes | None = None
     """Parameters and seed in the sampler's packed form, once computed."""
 

@@ -51,7 +51,7 @@ _MODE_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRules:
-    """How a checkpoint's embeddings are computed. ``source`` is the file that says so; None for the default.
+    """Computation of a checkpoint's embeddings. ``source`` is the file that defines it; None for the default.
 
     ``prompts`` are texts to put before a prompt, by name; ``default_prompt`` is the name of the default one.
     ``pools_prompt`` is False if a mean leaves out the tokens of that text.
@@ -103,7 +103,7 @@ def _read_folder(folder: Path, chosen: Pooling | None) -> EmbeddingRules:
             normalize = True
         else:
             raise UsageError(
-                f"{path} has the module {kind} at place {position}, which is not served; served are Transformer, "
+                f"{path} has the module {kind} at place {position}, which is not supported; supported are Transformer, "
                 "Pooling and Normalize, in this order"
             )
     if pooling is None:
@@ -142,8 +142,8 @@ def _read_pooling(path: Path, chosen: Pooling | None) -> tuple[Pooling, bool]:
     if pooling is None:
         given = " and ".join(map(str, modes)) if isinstance(modes, list) else repr(modes)
         raise UsageError(
-            f"{path} asks for the pooling {given:.100}, which is not served; served is one of {', '.join(_MODES)}, "
-            "and --pooling chooses one in its place"
+            f"{path} asks for the pooling {given:.100}, which is not supported; supported is one of "
+            f"{', '.join(_MODES)}, and --pooling chooses one in its place"
         )
     return pooling, config.get("include_prompt") is not False
 

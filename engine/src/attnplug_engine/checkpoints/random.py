@@ -67,7 +67,7 @@ class RandomCheckpoint:
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         if self._shapes.setdefault(name, shape) != shape:
-            raise ValueError(f"tensor {name!r} was asked for as {self._shapes[name]} and as {shape}")
+            raise ValueError(f"tensor {name!r} was requested as {self._shapes[name]} and as {shape}")
 
     def tensor(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None

@@ -187,7 +187,7 @@ class Checkpoint:
         if (found := tuple(stored.get_shape())) != shape:
             raise WrongShape(
                 f"{path}: tensor {name!r} has shape {list(found)}, but the config implies {list(shape)}; "
-                "config.json and the weights are not of one model",
+                "config.json and the weights belong to different models",
                 path,
                 name,
                 found,
@@ -215,7 +215,7 @@ class Checkpoint:
             except (SafetensorError, OSError, ValueError) as error:
                 raise CheckpointError(
                     f"{path} ({size} bytes) cannot be read as safetensors: {error}; "
-                    "it is truncated or something else, so fetch it again",
+                    "it is truncated or not safetensors; fetch it again",
                     str(path),
                 ) from error
         return self._open[file]
@@ -248,8 +248,8 @@ def checkpoint_config(reference: str) -> Mapping[str, object]:
 def shortened(names: Sequence[str]) -> str:
     """Format names for a message: the first few, and the number of others."""
     more = len(names) - _SHOWN
-    cut = (name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}…" for name in names[:_SHOWN])
-    return ", ".join(cut) + (f" and {more} more" if more > 0 else "")
+    short = (name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}…" for name in names[:_SHOWN])
+    return ", ".join(short) + (f" and {more} more" if more > 0 else "")
 
 
 def _read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, object]:
@@ -270,7 +270,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         named = isinstance(file, str) and Path(file).name == file != "" and file.isprintable()
         if not named or len(file) > _MOST_NAME:
             raise CheckpointError(
-                f"{path} puts tensor {show(name)} into {show(file)}, which is no file name", str(path), name
+                f"{path} puts tensor {show(name)} into {show(file)}, which is not a file name", str(path), name
             )
     # Not Path.is_file, which raises for names that a file system refuses.
     absent = [file for file in sorted(set(listed.values())) if not os.path.isfile(folder / file)]

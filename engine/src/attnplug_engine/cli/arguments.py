@@ -22,7 +22,7 @@ def add_model_and_prompts(parser: argparse.ArgumentParser, line: str) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="one prompt")
     what.add_argument(
-        "--prompts", metavar="FILE.jsonl|-", help=f"one JSON object a line, with {line}; - reads standard input"
+        "--prompts", metavar="FILE.jsonl|-", help=f"one JSON object per line, with {line}; - reads standard input"
     )
 
 
@@ -32,23 +32,23 @@ def add_serving_options(
     """Add backends, dtypes and sizes. ``seeded`` describes what the seed is for."""
     add_backend_options(parser)
     for role in roles:
-        parser.add_argument(option(role.setting), metavar="NAME|auto", help=f"backend for the role {role} alone")
+        parser.add_argument(option(role.setting), metavar="NAME|auto", help=f"backend for the role {role} only")
     parser.add_argument(
         "--dtype", metavar="DTYPE", help="element type of weights and activations (default: the model's)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help=f"seed of {seeded}")
-    parser.add_argument("--max-batch", type=int, default=32, metavar="N", help="prompts at a time")
+    parser.add_argument("--max-batch", type=int, default=32, metavar="N", help="most concurrent prompts")
     parser.add_argument(
         "--chunked-prefill-size",
         type=int,
         default=chunked_prefill_size,
         metavar="N",
-        help="most tokens a step; -1: prompts in one piece",
+        help="most tokens per step; -1: do not chunk prompts",
     )
     parser.add_argument(
-        "--context-length", type=int, metavar="N", help="most tokens a prompt, new ones included (default: the model's)"
+        "--context-length", type=int, metavar="N", help="most tokens per prompt, with new ones (default: the model's)"
     )
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="processes that share the heads")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
 
 
 def shared_settings(parsed: argparse.Namespace) -> dict[str, Any]:

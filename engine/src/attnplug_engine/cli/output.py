@@ -51,17 +51,17 @@ class CompletionWriter:
 
 
 def _text_line(completion: Completion) -> str:
-    told = completion.text if completion.text is not None else " ".join(map(str, completion.token_ids))
-    return f"[{completion.index}] {told}"
+    text = completion.text if completion.text is not None else " ".join(map(str, completion.token_ids))
+    return f"[{completion.index}] {text}"
 
 
 def _json_line(completion: Completion, line: PromptLine, steps: Mapping[str, Mapping[str, int]]) -> str:
     """``steps`` are the engine's steps so far by backend; empty if one backend served all."""
     usage = completion.usage
-    told: dict[str, object] = {"index": completion.index}
+    values: dict[str, object] = {"index": completion.index}
     if line.id is not None:
-        told["id"] = line.id
-    told |= {
+        values["id"] = line.id
+    values |= {
         "token_ids": completion.token_ids,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
@@ -73,13 +73,13 @@ def _json_line(completion: Completion, line: PromptLine, steps: Mapping[str, Map
         "error": completion.error,
     }
     if completion.logprobs is not None:
-        told["logprobs"] = [
+        values["logprobs"] = [
             {"token_id": one.token_id, "logprob": one.logprob, "top": [_likely(likely) for likely in one.top]}
             for one in completion.logprobs
         ]
     if steps:
-        told["steps"] = steps
-    return jsonlib.dumps(told)
+        values["steps"] = steps
+    return jsonlib.dumps(values)
 
 
 def _likely(likely: LikelyToken) -> dict[str, object]:

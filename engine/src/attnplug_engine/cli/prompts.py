@@ -73,7 +73,7 @@ def _parse(stream: TextIO, name: str, defaults: SamplingParams, keys: _Keys, cha
             except RecursionError:
                 raise UsageError(f"{where}: not JSON that can be read: thousands of brackets are open") from None
     if not prompts:
-        raise UsageError(f'{name} holds no prompt; write one JSON object a line: {{"prompt": "…"}}')
+        raise UsageError(f'{name} holds no prompt; write one JSON object per line: {{"prompt": "…"}}')
     return prompts
 
 
@@ -113,7 +113,7 @@ def _line(value: Any, defaults: SamplingParams, where: str, keys: _Keys, chat: b
         try:
             changes["stop_token_ids"] = frozenset(changes["stop_token_ids"]) | defaults.stop_token_ids
         except TypeError:
-            raise UsageError(f"{where}: stop_token_ids holds something that is no token id") from None
+            raise UsageError(f"{where}: stop_token_ids holds something that is not a token id") from None
     if "stop" in changes:
         changes["stop"] = (*changes["stop"], *defaults.stop)
     try:

@@ -21,68 +21,66 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     roles = (Role.PREFILL, Role.DECODE, Role.LINEAR, Role.DRAFT)
     add_serving_options(parser, roles, chunked_prefill_size=2048, seeded="sampling and of random weights")
     parser.add_argument(
-        "--random-weights", action="store_true", help="read the model's config alone; its weights are random by --seed"
+        "--random-weights", action="store_true", help="read only the model's config; draw random weights from --seed"
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="most new tokens a prompt"
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="most new tokens per prompt"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens; 0 keeps all")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the most likely tokens with this total probability"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="how freely tokens are drawn; 0 is greedy"
-    )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens that together have this share"
-    )
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times as likely as the likeliest"
+        "--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times as likely as the best one"
     )
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="a text that ends the answer, which is cut before it; may be repeated",
+        help="a text that ends the answer and is not part of it; may be repeated",
     )
     parser.add_argument(
         "--logprobs",
         type=int,
         metavar="N",
-        help="with --json: log probability of every token, and of the N likeliest in its place",
+        help="with --json: log probability of every token, and of the N most likely ones in its place",
     )
     parser.add_argument(
         "--index-dtype", metavar="DTYPE", help="element type of a sparse model's index keys (default: as --dtype)"
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past the checkpoint's end-of-text token")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue beyond the checkpoint's end-of-text token")
     parser.add_argument("--num-pages", type=int, metavar="N", help="pages of the cache (default: by memory)")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     parser.add_argument(
         "--state-slots",
         type=int,
         metavar="N",
-        help="linear states, of requests and of snapshots (default: by --max-batch)",
+        help="slots of linear states, for requests and snapshots (default: by --max-batch)",
     )
     parser.add_argument(
         "--state-checkpoint",
         type=int,
         default=1024,
         metavar="N",
-        help="tokens from one snapshot of them to the next",
+        help="tokens between two snapshots of linear states",
     )
-    parser.add_argument("--mla-extend", metavar="PATH", help=f"force how MLA prefills: {', '.join(ExtendPath)}")
+    parser.add_argument("--mla-extend", metavar="PATH", help=f"force the path of MLA prefills: {', '.join(ExtendPath)}")
     parser.add_argument("--mla-chunk-capacity", type=int, metavar="N", help="most prefix rows up-projected at a time")
     parser.add_argument(
-        "--disable-overlap", action="store_true", help="schedule a step only when the one before is done"
+        "--disable-overlap", action="store_true", help="schedule a step only when the previous one has finished"
     )
     parser.add_argument(
         "--enable-two-batch-overlap",
         action="store_true",
-        help="run steps as two halves, on two streams on a GPU; there those of CUDA graphs and those of fewer than "
-        "12288 tokens stay whole, so raise --chunked-prefill-size",
+        help="run steps as two halves, on two streams on a GPU; there steps of CUDA graphs and of fewer than "
+        "12288 tokens are not split, so raise --chunked-prefill-size",
     )
     parser.add_argument(
         "--cuda-graph-batch-sizes",
         metavar="N,N,…",
-        help="capture decode steps for these numbers of prompts (default: some up to --max-batch)",
+        help="capture decode steps for these numbers of prompts (default: several up to --max-batch)",
     )
     parser.add_argument(
         "--cuda-graph-prefill-sizes",
@@ -91,16 +89,16 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         "launches them)",
     )
     parser.add_argument("--disable-cuda-graph", action="store_true", help="capture nothing")
-    parser.add_argument("--disable-prefill-cuda-graph", action="store_true", help="capture decode steps alone")
+    parser.add_argument("--disable-prefill-cuda-graph", action="store_true", help="capture decode steps only")
     parser.add_argument(
         "--enable-hisparse",
         action="store_true",
-        help="keep latent rows in host memory, and on the device those that sparse layers choose",
+        help="keep latent rows in host memory, and on the device those that sparse layers select",
     )
     parser.add_argument(
         "--hisparse-config",
         metavar="JSON",
-        help="for that: device_buffer_size, in rows of a prompt and layer, and host_memory_gib",
+        help="settings of HiSparse: device_buffer_size, in rows per prompt and layer, and host_memory_gib",
     )
     _add_speculation(parser)
     parser.add_argument(
@@ -110,15 +108,15 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _add_speculation(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(Algorithm)
-    parser.add_argument("--speculative-algorithm", metavar="NAME", help=f"propose tokens, and verify them: {names}")
+    parser.add_argument("--speculative-algorithm", metavar="NAME", help=f"speculation algorithm: {names}")
     parser.add_argument(
-        "--speculative-draft-model", metavar="PATH|tiny:NAME", help="the draft's checkpoint, where it has its own"
+        "--speculative-draft-model", metavar="PATH|tiny:NAME", help="the draft's checkpoint, if it has its own"
     )
     parser.add_argument(
-        "--speculative-num-steps", type=int, metavar="S", help=f"tokens a draft looks ahead (default: {DEFAULT_STEPS})"
+        "--speculative-num-steps", type=int, metavar="S", help=f"depth of a draft in tokens (default: {DEFAULT_STEPS})"
     )
     parser.add_argument(
-        "--speculative-topk", type=int, metavar="K", help="branches of a draft; with more than 1 it is a tree"
+        "--speculative-topk", type=int, metavar="K", help="branches of a draft; more than 1 make it a tree"
     )
     parser.add_argument(
         "--speculative-num-draft-tokens",
@@ -130,13 +128,13 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--enable-plan-stream",
         action="store_true",
-        help="plan rounds that no CUDA graph replays ahead of time, on a stream of its own",
+        help="plan eager rounds ahead of time on a side stream",
     )
 
 
 def run(parsed: argparse.Namespace) -> int:
     if parsed.logprobs is not None and not parsed.json:
-        raise UsageError(f"--logprobs {parsed.logprobs} is told in JSON lines only; give --json too")
+        raise UsageError(f"--logprobs {parsed.logprobs} is reported in JSON lines only; give --json too")
     return on_each_rank(parsed, _prompts, _generate)
 
 

@@ -134,8 +134,8 @@ class CaptureCheck:
             run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
             asked = extras
             if index is not None:
-                mine = IndexInputs(index.q[:n], None if index.k is None else index.k[:n], index.weights[:n])
-                asked = replace(extras or ForwardExtras(), selected=self._attention.select(mine, layer, batch))
+                limited = IndexInputs(index.q[:n], None if index.k is None else index.k[:n], index.weights[:n])
+                asked = replace(extras or ForwardExtras(), selected=self._attention.select(limited, layer, batch))
             return run(q[:n], k[:n], new, layer, batch, extras=asked).flatten(1)
 
         return full

@@ -55,7 +55,7 @@ class SizeOption:
         for size in sizes:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UsageError(
-                    f"`{name}` holds {show(size)}, which is no {self.one}; give numbers from 1 to {most}",
+                    f"`{name}` holds {show(size)}, which is not a {self.one}; give numbers from 1 to {most}",
                     settings=[name],
                 )
             if size > most:

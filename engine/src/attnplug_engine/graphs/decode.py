@@ -222,14 +222,14 @@ class GraphReport:
             return f"none: {self.why_none}"
         by = f", by {' and '.join(self.forced_by)}" if self.forced_by else ""
         sizes = ", ".join(map(str, self.sizes))
-        told = f"decode with {sizes} requests"
+        text = f"decode with {sizes} requests"
         if self.prefill_sizes:
-            told += f", prefill of up to {', '.join(map(str, self.prefill_sizes))} tokens"
-            told += f" by {self.prefill_by}" if self.prefill_by else ""
-        told += f", {self.nbytes / 2**20:.0f} MiB (level {self.level.name}{by})"
+            text += f", prefill of up to {', '.join(map(str, self.prefill_sizes))} tokens"
+            text += f" by {self.prefill_by}" if self.prefill_by else ""
+        text += f", {self.nbytes / 2**20:.0f} MiB (level {self.level.name}{by})"
         if self.why_no_prefill:
-            told += f"; no prefill: {self.why_no_prefill}"
+            text += f"; no prefill: {self.why_no_prefill}"
         if len(self.backends) > 1:
             each = (f"{' and '.join(names)} with {', '.join(map(str, of))}" for names, of in self.backends.items())
-            told += f"; {sum(map(len, self.backends.values()))} graphs: {'; '.join(each)}"
-        return told
+            text += f"; {sum(map(len, self.backends.values()))} graphs: {'; '.join(each)}"
+        return text

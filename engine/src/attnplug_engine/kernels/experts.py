@@ -320,7 +320,7 @@ def fused_experts(
     gate: Tensor | None = None,
     onto: Tensor | None = None,
     every: tuple[Tensor, Tensor] | None = None,
-    cut: tuple[Tile, Tile] | None = None,
+    chosen_tiles: tuple[Tile, Tile] | None = None,
     ranked: int = MAX_RANKED_PAIRS,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``[tokens, hidden]``, like ``x``.
@@ -340,25 +340,25 @@ def fused_experts(
         return out
     shared_parts = 0 if every is None else every[1].shape[1] // width
     inner = torch.empty(pairs + tokens * shared_parts, width, dtype=x.dtype, device=x.device)
-    spread, gather = tiles(tokens, per_token, experts, x.dtype) if cut is None else cut
-    spread, gather = _fitting(spread, 2 if gated else 1, hidden, x), _fitting(gather, 1, width, x)
-    assert every is None or spread.pairs == gather.pairs == 1, "pairs in blocks take the shared expert's result"
-    if max(spread.pairs, gather.pairs) > 1:
+    up_tile, down_tile = tiles(tokens, per_token, experts, x.dtype) if chosen_tiles is None else chosen_tiles
+    up_tile, down_tile = _fitting(up_tile, 2 if gated else 1, hidden, x), _fitting(down_tile, 1, width, x)
+    assert every is None or up_tile.pairs == down_tile.pairs == 1, "pairs in blocks take the shared expert's result"
+    if max(up_tile.pairs, down_tile.pairs) > 1:
         order, offsets = _sorted(topk_ids, experts, ranked)
     found = {"EXPERTS": experts, "BOUNDS": triton.next_power_of_2(experts)}
     shape = {"HIDDEN": hidden, "WIDTH": width, **launch_options(x.device)}
-    columns = triton.cdiv(width, spread.columns)
-    if spread.pairs == 1:
+    columns = triton.cdiv(width, up_tile.columns)
+    if up_tile.pairs == 1:
         _up_one[columns, pairs + tokens * shared_parts](
             x, x.stride(0), gate_up, gate_up if every is None else every[0], inner, topk_ids,
-            PER_TOKEN=per_token, EVERY=shared_parts, GATED=gated, COLUMNS=spread.columns, DEPTH=spread.depth,
-            num_warps=spread.warps, **shape,
+            PER_TOKEN=per_token, EVERY=shared_parts, GATED=gated, COLUMNS=up_tile.columns, DEPTH=up_tile.depth,
+            num_warps=up_tile.warps, **shape,
         )  # fmt: skip
     else:
-        _up_projection[columns, min(pairs, pairs // spread.pairs + experts)](
+        _up_projection[columns, min(pairs, pairs // up_tile.pairs + experts)](
             x, x.stride(0), gate_up, inner, order, offsets,
-            PER_TOKEN=per_token, GATED=gated, PAIRS=spread.pairs, COLUMNS=spread.columns, DEPTH=spread.depth,
-            num_warps=spread.warps, num_stages=spread.stages, **found, **shape,
+            PER_TOKEN=per_token, GATED=gated, PAIRS=up_tile.pairs, COLUMNS=up_tile.columns, DEPTH=up_tile.depth,
+            num_warps=up_tile.warps, num_stages=up_tile.stages, **found, **shape,
         )  # fmt: skip
     added = (
         x if shared is None else shared, 0 if shared is None else shared.stride(0),
@@ -366,19 +366,19 @@ def fused_experts(
         x if onto is None else onto, 0 if onto is None else onto.stride(0),
     )  # fmt: skip
     adds = {"PER_TOKEN": per_token, "SHARED": shared is not None, "ONTO": onto is not None}
-    columns = triton.cdiv(hidden, gather.columns)
-    if gather.pairs == 1:
+    columns = triton.cdiv(hidden, down_tile.columns)
+    if down_tile.pairs == 1:
         _down_one[columns, tokens](
             inner, down, down if every is None else every[1], out, topk_ids, topk_weights, *added,
-            EVERY=shared_parts, GATE=gate is not None, COLUMNS=gather.columns, DEPTH=gather.depth,
-            num_warps=gather.warps, **adds, **shape,
+            EVERY=shared_parts, GATE=gate is not None, COLUMNS=down_tile.columns, DEPTH=down_tile.depth,
+            num_warps=down_tile.warps, **adds, **shape,
         )  # fmt: skip
         return out
     outer = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    _down_projection[columns, min(pairs, pairs // gather.pairs + experts)](
+    _down_projection[columns, min(pairs, pairs // down_tile.pairs + experts)](
         inner, down, outer, order, offsets,
-        PAIRS=gather.pairs, COLUMNS=gather.columns, DEPTH=gather.depth, num_warps=gather.warps,
-        num_stages=gather.stages, **found, **shape,
+        PAIRS=down_tile.pairs, COLUMNS=down_tile.columns, DEPTH=down_tile.depth, num_warps=down_tile.warps,
+        num_stages=down_tile.stages, **found, **shape,
     )  # fmt: skip
     width_of_sum = min(1024, triton.next_power_of_2(hidden))
     _combine[tokens, triton.cdiv(hidden, width_of_sum)](

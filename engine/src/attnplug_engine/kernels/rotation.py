@@ -16,7 +16,7 @@ from attnplug_engine.kernels.rotary import _angles, _rotate_heads
 _MANY_TOKENS = 64
 """From this number of tokens on, a program takes more heads, because there are enough programs."""
 _MOST_ABSORBED = 256
-"""With more tokens, a library's batched product absorbs faster, although it needs copies around it."""
+"""Most tokens that this kernel absorbs. With more, a library's batched product is faster, although it needs copies."""
 
 
 class Norm(Protocol):

@@ -84,43 +84,43 @@ def _look(
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + row)
+    temp = tl.load(temperature + row)
     bad = tl.max(((values != values) | (values == float("inf"))).to(tl.int32))
     peak, first = tl.max(values, axis=0, return_indices=True)
     place = row * chunks + chunk
     tl.store(peaks + place, tl.where(bad > 0, float("inf"), peak))
     tl.store(peak_tokens + place, chunk * CHUNK + first)
-    if heat > 0:
+    if temp > 0:
         one, two = _keys(tl.load(seed + row), tl.load(position + row))
         shift = tl.where((peak > float("-inf")) & (peak < float("inf")), peak, 0.0)
-        score = tl.maximum((values - shift) / heat + _gumbel(tokens, one, two), _LOWEST)
+        score = tl.maximum((values - shift) / temp + _gumbel(tokens, one, two), _LOWEST)
         best, which = tl.max(tl.where(values > float("-inf"), score, float("-inf")), axis=0, return_indices=True)
         tl.store(scores + place, best)
         tl.store(drawn + place, chunk * CHUNK + which)
 
 
 @triton.jit
-def _weight_above(logits, vocab, peak, heat, cut, BLOCK: tl.constexpr):
-    """Return the number of logits above ``cut``, and their weight."""
+def _weight_above(logits, vocab, peak, temp, threshold, BLOCK: tl.constexpr):
+    """Return the number of logits above ``threshold``, and their weight."""
     weights, counts = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         values = tl.load(logits + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-        above = values > cut
-        weights += tl.where(above, tl.exp((values - peak) / heat), 0.0)
+        above = values > threshold
+        weights += tl.where(above, tl.exp((values - peak) / temp), 0.0)
         counts += above.to(tl.int32)
     return tl.sum(weights), tl.sum(counts)
 
 
 @triton.jit
-def _weight_of_largest(logits, vocab, peak, heat, wanted, BLOCK: tl.constexpr):
+def _weight_of_largest(logits, vocab, peak, temp, wanted, BLOCK: tl.constexpr):
     """Return the weight of the ``wanted`` largest logits, to a millionth, which is the precision of a float32 sum.
 
     Searches a threshold with ``wanted`` logits above it, each time in a quarter of the remaining interval. Between two
     neighbouring thresholds all weights are equal.
     """
-    low, high = peak - _NO_WEIGHT * heat, peak
-    total, below = _weight_above(logits, vocab, peak, heat, low, BLOCK)
+    low, high = peak - _NO_WEIGHT * temp, peak
+    total, below = _weight_above(logits, vocab, peak, temp, low, BLOCK)
     if below > wanted:
         ahead, steps = 0, 0  # above ``high``
         while (below != wanted) & (steps < 14):
@@ -144,10 +144,10 @@ def _weight_of_largest(logits, vocab, peak, heat, wanted, BLOCK: tl.constexpr):
                 high, ahead = one, above_one
             steps += 1
         if below == wanted:
-            total, below = _weight_above(logits, vocab, peak, heat, low, BLOCK)
+            total, below = _weight_above(logits, vocab, peak, temp, low, BLOCK)
         else:
-            total, below = _weight_above(logits, vocab, peak, heat, high, BLOCK)
-            total += (wanted - ahead).to(tl.float32) * tl.exp((high - peak) / heat)
+            total, below = _weight_above(logits, vocab, peak, temp, high, BLOCK)
+            total += (wanted - ahead).to(tl.float32) * tl.exp((high - peak) / temp)
     return total
 
 
@@ -158,7 +158,7 @@ def _choose(
 ):  # fmt: skip
     """One program per row: its token from the results of its chunks, checked against its filters."""
     row = tl.program_id(0).to(tl.int64)
-    heat = tl.load(temperature + row)
+    temp = tl.load(temperature + row)
     place = tl.arange(0, CHUNKS)
     if EARLY:
         gdc_wait()  # for the results of _look
@@ -167,9 +167,9 @@ def _choose(
     token = tl.load(peak_tokens + row * chunks + first)
     if (peak == float("inf")) | (peak == float("-inf")):
         token = -1
-    elif heat > 0:
+    elif temp > 0:
         score = tl.load(scores + row * chunks + place, mask=place < chunks, other=float("-inf"))
-        _, which = tl.max(tl.maximum(score + (found - peak) / heat, 2 * _LOWEST), axis=0, return_indices=True)
+        _, which = tl.max(tl.maximum(score + (found - peak) / temp, 2 * _LOWEST), axis=0, return_indices=True)
         token = tl.load(drawn + row * chunks + which)
         wanted, share, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
         if (wanted <= 0) | (wanted > vocab):
@@ -178,7 +178,7 @@ def _choose(
             logits += row * stride
             enough = float("inf")
             if share < 1:
-                enough = share * _weight_of_largest(logits, vocab, peak, heat, wanted, BLOCK)
+                enough = share * _weight_of_largest(logits, vocab, peak, temp, wanted, BLOCK)
             one, two = _keys(tl.load(seed + row), tl.load(position + row))
             looking = 1
             while looking > 0:
@@ -191,14 +191,14 @@ def _choose(
                     block = tl.sum(ahead.to(tl.int32))
                     if block > 0:
                         count += block
-                        shifted = (values - peak) / heat
+                        shifted = (values - peak) / temp
                         weight += tl.sum(tl.where(ahead, tl.exp(shifted), 0.0))
                         noisy = tl.maximum(shifted + _gumbel(tokens, one, two), _LOWEST)
                         top, which = tl.max(tl.where(ahead, noisy, float("-inf")), axis=0, return_indices=True)
                         if top > best:
                             best, following = top, start + which
                 # Nothing is ahead of the largest logit, so it is kept, regardless of rounding.
-                kept = (count < wanted) & (weight < enough) & (tl.exp((logit - peak) / heat) >= least)
+                kept = (count < wanted) & (weight < enough) & (tl.exp((logit - peak) / temp) >= least)
                 looking = tl.where(kept | (count == 0), 0, 1)
                 token = tl.where(looking > 0, following, token)
     tl.store(chosen + row, token.to(tl.int64))

@@ -33,7 +33,7 @@ class HiSparseConfig:
                 given = json.loads(given)
             except ValueError as error:
                 raise _wrong(
-                    f'{show(given)} is no JSON: {error}; write it like {{"device_buffer_size": 4096}}'
+                    f'{show(given)} is not JSON: {error}; write it like {{"device_buffer_size": 4096}}'
                 ) from None
         if given is None:
             return cls()

@@ -152,8 +152,8 @@ def build_model(
     architecture = _known(spec, source.name)
     config = read_config(source.config, source.name, spec)
     total = len(source.names())  # 0 for random weights, which are drawn on request
-    told = None if progress is None or not total else lambda done: progress(done, total)
-    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, head=head, on_read=told)
+    on_read = None if progress is None or not total else lambda done: progress(done, total)
+    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, head=head, on_read=on_read)
     with torch.no_grad():
         module = architecture.build(weights, config, spec)
     weights.check_all_taken(_ignored(architecture, config, head=head))

@@ -64,7 +64,8 @@ class TwoRopes:
         found = [inverse_frequencies(section, width) for section in sections]
         for (_, factor), section in zip(found, sections, strict=True):
             if factor != 1.0:
-                raise section.error(f"makes a factor of {factor} on cos and sin; only 1 is served", "attention_factor")
+                message = f"gives a factor of {factor} on cos and sin; only 1 is supported"
+                raise section.error(message, "attention_factor")
         self.sliding, self.compressed = (frequencies.to(device) for frequencies, _ in found)
 
     def at(self, positions: Tensor) -> Rotation:
@@ -131,9 +132,9 @@ class EntryIndexer(nn.Module):
         )
         self._dims = dims
 
-    def forward(self, normed: Tensor, latents: Tensor, entries: CompressorInputs, turn: EndRotation) -> IndexInputs:
+    def forward(self, normed: Tensor, latents: Tensor, entries: CompressorInputs, rope: EndRotation) -> IndexInputs:
         q = self.q(latents).unflatten(1, (self._dims.heads, self._dims.head_dim))
-        turn.apply_(q)
+        rope.apply_(q)
         weights = F.linear(normed.float(), self.head_weight) * self._dims.heads**-0.5
         return IndexInputs(q, None, weights, entries)
 
@@ -189,24 +190,24 @@ class CompressedAttention(Attention):
     ) -> Tensor:
         assert isinstance(rotation, TwoRotations)
         layer, attention = self.layer, active_attention()
-        turn = rotation.sliding if layer.compressed is None else rotation.compressed
+        rope = rotation.sliding if layer.compressed is None else rotation.compressed
         normed = hidden if norm is None else norm(hidden)
         low, row, *compressed = self.down(normed).split(self._widths, dim=1)
         latents = self.q_norm(low)
         q = self.q_up(latents).unflatten(1, (layer.num_heads, layer.head_dim))
         q = F.rms_norm(q.float(), (layer.head_dim,), None, self._eps).to(q.dtype)
         rows = self.row_norm(row).unsqueeze(1)
-        turn.apply_(q)
-        turn.apply_(rows)
+        rope.apply_(q)
+        rope.apply_(rows)
         entries = selected = None
         if self.compressor is not None:
             entries = self.compressor(*compressed[:2])
         if self.indexer is not None and self.index_compressor is not None:
-            index = self.indexer(normed, latents, self.index_compressor(*compressed[2:]), turn)
+            index = self.indexer(normed, latents, self.index_compressor(*compressed[2:]), rope)
             selected = attention.select(index, layer, batch)
         extras = ForwardExtras(sinks=self.sinks, selected=selected, entries=entries)
         out = attention.attend(q, rows, None, layer, batch, extras=extras)
-        turn.undo_(out)
+        rope.undo_(out)
         grouped = out.flatten(1).unflatten(1, (self.group_out.shape[0], -1)).transpose(0, 1)
         mixed = torch.bmm(grouped, self.group_out).transpose(0, 1).flatten(1)
         return self.out(mixed, onto=onto)

@@ -74,10 +74,10 @@ class Router(nn.Module):
                     taken=0 if groups is None else groups.taken,
                 )
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
-        judged = scores if self.bias is None else scores + self.bias
+        ranked = scores if self.bias is None else scores + self.bias
         if groups is not None:
-            judged = judged.masked_fill(groups.excluded(judged), float("-inf"))
-        topk_weights, topk_ids = judged.topk(self.per_token, dim=-1, sorted=False)
+            ranked = ranked.masked_fill(groups.excluded(ranked), float("-inf"))
+        topk_weights, topk_ids = ranked.topk(self.per_token, dim=-1, sorted=False)
         if self.bias is not None:
             topk_weights = scores.gather(1, topk_ids)
         if self.normalised:
@@ -122,7 +122,7 @@ class SigmoidRouter(Router):
         groups = _Groups(config, experts, judges=2)
         if groups.taken < groups.shape[0]:
             if groups.shape[1] < 2:
-                raise config.wrong("n_group", f"at most {experts // 2}: a group is judged by its two best experts")
+                raise config.wrong("n_group", f"at most {experts // 2}: a group is ranked by its two best experts")
             self.groups = groups
 
 
@@ -141,10 +141,10 @@ class _Groups:
             raise config.wrong("topk_group", f"enough for {per_token} experts in groups of {self.shape[1]}")
         self.judges = judges
 
-    def excluded(self, judged: Tensor) -> Tensor:
-        """Return a mask ``[tokens, experts]`` of the experts outside the best groups, by ``judged [tokens,
+    def excluded(self, ranked: Tensor) -> Tensor:
+        """Return a mask ``[tokens, experts]`` of the experts outside the best groups, by ``ranked [tokens,
         experts]``."""
-        inside = judged.unflatten(1, self.shape)
+        inside = ranked.unflatten(1, self.shape)
         best = inside.amax(dim=-1) if self.judges == 1 else inside.topk(self.judges, dim=-1).values.sum(dim=-1)
         open_groups = best.topk(self.taken, dim=-1, sorted=False).indices
         closed = torch.ones_like(best, dtype=torch.bool).scatter_(1, open_groups, False)

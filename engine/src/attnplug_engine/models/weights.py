@@ -130,7 +130,7 @@ class Weights:
         if unused:
             raise UnusedTensors(
                 f"the checkpoint {self._source.name!r} holds {len(unused)} tensors that no part of the model takes: "
-                f"{shortened(unused)}; its config.json describes another model than its weights are of",
+                f"{shortened(unused)}; its config.json describes another model",
                 self._source.name,
                 unused,
             )

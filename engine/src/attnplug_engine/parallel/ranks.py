@@ -41,7 +41,7 @@ _LOST = 69
 _PATIENCE = 10.0
 """Seconds that the other ranks have to end after a failure: the first rank usually reports it best."""
 _PAUSE = 0.05
-_MOST_TOLD = 4000
+_MOST_MESSAGE_BYTES = 4000
 
 
 def started_as_rank() -> bool:
@@ -65,7 +65,7 @@ def join_ranks(size: int, asked: str | None) -> TensorParallel:
         return SINGLE
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if world != size:
-        raise UsageError(f"--tensor-parallel {size} was asked for, but {world} ranks were started; make them equal")
+        raise UsageError(f"--tensor-parallel {size} was requested, but {world} ranks were started; make them equal")
     if rank >= world:
         raise UsageError(f"RANK={rank} is not one of WORLD_SIZE={world} ranks, which count from 0; {_TORCHRUN}")
     if size == 1:
@@ -187,8 +187,8 @@ def check_division(model: str, request: BackendRequest, size: int, *, is_embeddi
     try:
         select(load_registry(), request, problem)
     except SelectionError as error:
-        judged = [c for choice in error.selection.unserved for c in choice.candidates]
-        for refusal in (refusal for candidate in judged for refusal in candidate.refusals):
+        candidates = [c for choice in error.selection.unserved for c in choice.candidates]
+        for refusal in (refusal for candidate in candidates for refusal in candidate.refusals):
             if refusal.code == RefusalCode.TENSOR_PARALLEL:  # a property of the model, independent of the backend
                 raise AttnplugError(f"{model}: {refusal.message}", settings=filter(None, [refusal.setting])) from error
         raise
@@ -219,7 +219,7 @@ class _Rank:
         text = ""
         if self.errors is not None:
             self.errors.seek(0, os.SEEK_END)
-            self.errors.seek(max(self.errors.tell() - _MOST_TOLD, 0))
+            self.errors.seek(max(self.errors.tell() - _MOST_MESSAGE_BYTES, 0))
             text = self.errors.read().decode(errors="replace").strip()
         _, found, message = f"\n{text}".rpartition("\nerror: ")
         return (message if found else text.rpartition("\n")[2]) or f"it ended with exit code {self.code}"
@@ -233,7 +233,7 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    theirs, ours = os.pipe()
+    read_end, write_end = os.pipe()
     ranks: list[_Rank] = []
     with ExitStack() as files:
         try:
@@ -244,7 +244,7 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
                 try:
                     for number in range(size):
                         errors = files.enter_context(tempfile.TemporaryFile()) if number else None
-                        ranks.append(_Rank(number, _start(number, size, port, theirs, errors, arguments), errors))
+                        ranks.append(_Rank(number, _start(number, size, port, read_end, errors, arguments), errors))
                 finally:
                     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
                 return _wait(ranks)
@@ -254,8 +254,8 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
             raise
         finally:
             _end(ranks)
-            os.close(theirs)
-            os.close(ours)
+            os.close(read_end)
+            os.close(write_end)
 
 
 def _start(

@@ -16,7 +16,7 @@ class OutOfPages(PoolError):
         self.free = free
         self.total = total
         super().__init__(
-            f"{asked} {unit}s asked for, {free} of {total} free; "
+            f"{asked} {unit}s requested, {free} of {total} free; "
             f"wait for a request to finish, preempt one, or build the pool with more {unit}s"
         )
 
@@ -70,7 +70,7 @@ class PageAllocator:
     def allocate(self, n: int) -> list[int]:
         """Return ``n`` pages with one reference each. Raises ``OutOfPages`` if fewer are free."""
         if n < 0:
-            raise PoolError(f"{n} {self._unit}s asked for; give 0 or more")
+            raise PoolError(f"{n} {self._unit}s requested; give 0 or more")
         self.require(n)
         first = len(self._free) - n
         pages = self._free[first:]

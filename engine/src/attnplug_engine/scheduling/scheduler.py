@@ -479,6 +479,6 @@ class Scheduler:
         raise PoolError(
             f"request {request.id} holds {self._kv_cache.count_pages(request)} pages and needs "
             f"{-(-request.length // self._page_size)}; {self._kv_cache.free_pages} of {self._kv_cache.num_pages} are "
-            "free and no other request runs, so the "
-            "others are held outside the scheduler; hold such pages before it is made, or give them back"
+            "free and no other request runs, so the remaining pages are allocated outside the scheduler; allocate such "
+            "pages before it is built, or release them"
         )

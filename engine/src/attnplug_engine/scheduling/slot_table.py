@@ -123,7 +123,7 @@ class SlotTable:
         """
         lengths = self._lengths_of(rows)
         if len(set(rows)) != len(rows):
-            raise PoolError(f"rows {list(rows)} cannot be extended by one token each: one is there more than once")
+            raise PoolError(f"rows {list(rows)} cannot be extended by one token each: a row is named twice")
         size, width, entries = self._page_size, self._max_pages, self._entries
         pages = {
             row: entries[row * width + length // size]

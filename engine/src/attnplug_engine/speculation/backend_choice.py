@@ -104,7 +104,7 @@ def choose_draft(
 def _refuse_states(spec: ModelSpec, speculation: Speculation) -> None:
     if spec.linear_layers:
         raise UsageError(
-            f"the draft {spec.name} has linear-attention layers, whose states cannot be taken back; give another "
+            f"the draft {spec.name} has linear-attention layers, whose states cannot be rolled back; give another "
             f"draft, or another `{ALGORITHM}` than {speculation.algorithm}",
             settings=[ALGORITHM],
         )

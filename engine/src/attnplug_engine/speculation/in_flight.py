@@ -52,12 +52,12 @@ class RoundOutput:
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
         """Return log probabilities of each new token by request id, for requests that ask for them. Call it after
         ``tokens``."""
-        told: dict[int, list[TokenLogprobs]] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
         if self._logprobs is not None:
             for request, one in zip(self._asking, self._logprobs.each(self._asking), strict=True):
                 if one is not None:
-                    told.setdefault(request.id, []).append(one)
-        return told
+                    logprobs.setdefault(request.id, []).append(one)
+        return logprobs
 
 
 class RoundsInFlight:
@@ -74,4 +74,4 @@ class RoundsInFlight:
 
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
         """Return log probabilities by request id, for requests that ask for them. Call it after ``tokens``."""
-        return {request: told for part in self._parts for request, told in part.logprobs().items()}
+        return {request: logprobs for part in self._parts for request, logprobs in part.logprobs().items()}

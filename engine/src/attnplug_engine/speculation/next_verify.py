@@ -90,9 +90,9 @@ class NextVerify:
             return ()
         # If the host has the newest token, it knows where a round starts. That differs from the device's length if the
         # last round was rolled back: then its output was never read.
-        told = [(place, entry) for place, entry in enumerate(entries) if entry.token_ids[-1] != PENDING]
+        known = [(place, entry) for place, entry in enumerate(entries) if entry.token_ids[-1] != PENDING]
         committed = waiting.output.committed
-        if told and (committed is None or any(entry.position != committed[place] for place, entry in told)):
+        if known and (committed is None or any(entry.position != committed[place] for place, entry in known)):
             return ()
         return waiting.planned
 

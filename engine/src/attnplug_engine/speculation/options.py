@@ -111,7 +111,7 @@ def read_speculation(
         for name, value in given.items():
             if value is not None:
                 raise UsageError(
-                    f"`{name}` {show(value)} is given without `{ALGORITHM}`; say which: {', '.join(Algorithm)}",
+                    f"`{name}` {show(value)} is given without `{ALGORITHM}`; choose one of {', '.join(Algorithm)}",
                     settings=[name, ALGORITHM],
                 )
         return None

@@ -56,10 +56,10 @@ class PlanStream:
             return
         if section.done is not None:
             torch.cuda.current_stream(self._device).wait_event(section.done)
-        past = None
-        while past is not section:
-            past = self._sections.popleft()
-            past.read = ()
+        awaited = None
+        while awaited is not section:
+            awaited = self._sections.popleft()
+            awaited.read = ()
 
     def join(self) -> None:
         """Make the main stream wait for all sections."""

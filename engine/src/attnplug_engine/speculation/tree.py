@@ -113,8 +113,8 @@ class TreeGrowth:
         topk, rows = self.topk, self.rows
         if rows > MOST_ROWS:
             raise UsageError(
-                f"a draft of {rows // topk + 1} steps with {topk} branches runs {rows} rows a request; steps less one, "
-                f"times branches, may be up to {MOST_ROWS}"
+                f"a draft of {rows // topk + 1} steps with {topk} branches runs {rows} rows per request; steps minus "
+                f"one, times branches, may be up to {MOST_ROWS}"
             )
         before = (self.tokens, self.ancestors), self._newest, self._candidates
         if kernels.usable(tokens):
@@ -131,7 +131,7 @@ class TreeGrowth:
         requests, count = tokens.shape
         if nodes - 1 > count:
             raise UsageError(
-                f"a tree of {nodes} nodes was asked for, and {self.rows // self.topk} steps with {self.topk} branches "
+                f"a tree of {nodes} nodes was requested, and {self.rows // self.topk} steps with {self.topk} branches "
                 f"have {count + 1}; ask for up to {count + 1}, or for more steps or branches"
             )
         if kernels.usable(tokens):

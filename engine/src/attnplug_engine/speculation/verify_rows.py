@@ -55,9 +55,9 @@ def verify_rows(
             rows, known, committed, prompts, sampling, tokens, lengths, proposed.tokens, proposed.parents
         )
         return VerifyRows(starts, seq_lens, ids, positions, tree, Proposal(drafts, parents), chosen_by)
-    told = known >= 0
-    newest = torch.where(told, known, tokens[rows])
-    starts = torch.where(told, committed, lengths[rows])
+    is_known = known >= 0
+    newest = torch.where(is_known, known, tokens[rows])
+    starts = torch.where(is_known, committed, lengths[rows])
     proposal = Proposal(proposed.tokens[rows], None if proposed.parents is None else proposed.parents[rows])
     nodes = proposal.tokens.shape[1] + 1
     depth, tree = torch.arange(nodes, device=rows.device), None

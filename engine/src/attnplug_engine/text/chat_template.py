@@ -76,11 +76,11 @@ class ChatTemplate:
 
 def _with_reasoning(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
     """Copy a message's reasoning to all key names that templates read."""
-    told: list[Mapping[str, object]] = []
+    copied: list[Mapping[str, object]] = []
     for message in messages:
         given = next((message[key] for key in _REASONING if message.get(key) is not None), None)
-        told.append(message if given is None else {"thinking": given, **message, "reasoning_content": given})
-    return told
+        copied.append(message if given is None else {"thinking": given, **message, "reasoning_content": given})
+    return copied
 
 
 def _text(folder: Path, config: Mapping[str, object]) -> tuple[str, Path]:

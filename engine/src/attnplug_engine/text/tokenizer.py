@@ -84,7 +84,7 @@ class FileTokenizer:
         if tokens and max(tokens) >= self._vocab_size:
             raise UsageError(
                 f"{self._path} gives the prompt token id {max(tokens)}, but the model's vocabulary ends at "
-                f"{self._vocab_size - 1}; tokenizer.json and config.json are not of one model"
+                f"{self._vocab_size - 1}; tokenizer.json and config.json belong to different models"
             )
         return list(tokens)
 

@@ -153,7 +153,7 @@ def _check_eagle(
         names = source.names()
         if "fc.weight" not in names:
             raise DraftError(
-                f"the checkpoint {source.name!r} is no draft of `speculative_algorithm` {speculation.algorithm}: it "
+                f"the checkpoint {source.name!r} is not a draft of `speculative_algorithm` {speculation.algorithm}: it "
                 "has no tensor 'fc.weight'; give another `speculative_draft_model`, or choose standalone for an "
                 "ordinary model"
             )
@@ -161,7 +161,7 @@ def _check_eagle(
         if found is not speculation.algorithm:
             has = "has a tensor" if found is Algorithm.EAGLE3 else "has no tensor"
             raise DraftError(
-                f"the checkpoint {source.name!r} is no draft of `speculative_algorithm` {speculation.algorithm}: it "
+                f"the checkpoint {source.name!r} is not a draft of `speculative_algorithm` {speculation.algorithm}: it "
                 f"{has} 'midlayer.{_EAGLE_NORM}'; choose {found} for it, or give another `speculative_draft_model`"
             )
     hidden = config.integer("hidden_size")
