@@ -256,7 +256,7 @@ class TestRanks:
         other.choices[Role.DECODE] = replace(choice, schedule=type(choice.schedule)(times))
         cpu = torch.device("cpu")
         in_ranks(2, lambda parallel: check_same_choice(alike, parallel, cpu))
-        with pytest.raises(BackendError, match=r"decode on double and other, and others chose otherwise: .* measured"):
+        with pytest.raises(BackendError, match="decode on double and other"):
             in_ranks(2, lambda parallel: check_same_choice((alike, other)[parallel.rank], parallel, cpu))
 
 

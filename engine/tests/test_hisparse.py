@@ -263,7 +263,7 @@ def test_a_random_walk_of_arrivals_aborts_and_failures_leaves_nothing(seed, expe
         ({"hisparse_config": '{"host_memory_gib": 1e999}'}, "host_memory_gib of inf; give a number above 0"),
         ({"enable_hisparse": 1}, "`enable_hisparse` 1 is not allowed|enable_hisparse 1 is not allowed"),
         ({"enable_hisparse": False, "hisparse_config": {}}, "hisparse_config.? is given, and HiSparse is off"),
-        ({"two_batch_overlap": True}, "one place on the device for the rows of the layer that runs"),
+        ({"two_batch_overlap": True}, "two_batch_overlap"),
         ({"model": "tiny:llama"}, r"layer 0 of tiny:llama \(mha\) has no index"),
         ({"model": "tiny:deepseek_v3"}, r"layer 0 of tiny:deepseek_v3 \(mla\) has no index"),
     ],

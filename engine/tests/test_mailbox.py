@@ -24,9 +24,9 @@ from attnplug_testing.devices import INTERPRETED
 SIZE, PAGES = 7, 41
 
 
-def fields(letter: Tensor) -> tuple[Any, Any]:
+def fields(slot: Tensor) -> tuple[Any, Any]:
     """Rows in int64 and lengths in int32."""
-    return letter[: 8 * SIZE].view(torch.int64).numpy(), letter[8 * SIZE : 12 * SIZE].view(torch.int32).numpy()
+    return slot[: 8 * SIZE].view(torch.int64).numpy(), slot[8 * SIZE : 12 * SIZE].view(torch.int32).numpy()
 
 
 def make(device: str) -> tuple[Mailbox[tuple[Any, Any]], Tensor, Tensor]:
@@ -39,7 +39,7 @@ def make(device: str) -> tuple[Mailbox[tuple[Any, Any]], Tensor, Tensor]:
 @pytest.mark.parametrize("pages", [1, 37, 1500])
 def test_a_captured_step_begins_and_ends_by_kernels_as_by_torch(pages: int, device: str) -> None:
     """Rows of the table in any order, padded requests that share one, and a part of a wider page table; in every turn
-    the step's own letter, and its tokens in the answer to it."""
+    the step's own slot, and its tokens in the answer to it."""
     from attnplug_engine.kernels import step_io
 
     random = torch.Generator().manual_seed(pages)
@@ -101,7 +101,7 @@ def test_an_answer_that_nobody_has_read_outlives_the_steps_after_it() -> None:
     assert [output.tokens() for output in outputs] == [[step, -step] for step in range(3 * SLOTS)]
 
 
-def test_each_letter_is_another_one_and_holds_what_was_written_a_ring_ago() -> None:
+def test_each_slot_is_another_one_and_holds_what_was_written_a_ring_ago() -> None:
     mailbox = make("cpu")[0]
     for step in range(3 * SLOTS):
         with mailbox.write() as (rows, _):
@@ -148,7 +148,7 @@ def made(monkeypatch: pytest.MonkeyPatch, model: str, **settings: Any) -> Engine
     monkeypatch.setattr("attnplug_engine.graphs.step_inputs.kernels", SimpleNamespace(usable=lambda _: True))
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
-        for _ in range(SLOTS + 1):  # after an odd number of captures the device is at the other letter
+        for _ in range(SLOTS + 1):  # after an odd number of captures the device is at the other slot
             run()
         return run
 
@@ -174,7 +174,7 @@ def finish(engine: Engine) -> None:
 @INTERPRETED
 @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:kimi_linear"])
-def test_steps_that_take_letters_give_the_tokens_of_eager_ones(model, overlap, monkeypatch):
+def test_steps_that_read_the_mailbox_give_the_tokens_of_eager_ones(model, overlap, monkeypatch):
     """Batches of 5 run eagerly in between, and those of 3 are padded."""
     engine = made(monkeypatch, model, overlap=overlap)
     eager = Engine(model, device="cpu", page_size=4, max_batch=5, prefix_cache=False)
@@ -191,7 +191,7 @@ def test_log_probabilities_are_those_of_the_tokens_in_the_answer(monkeypatch):
 
 @INTERPRETED
 def test_steps_are_captured_with_padding_alone(monkeypatch):
-    """In every letter: warm-ups take one after the other, and write where it says."""
+    """In every slot: warm-ups take one after the other, and write where it says."""
     engine = made(monkeypatch, "tiny:kimi_linear")
     inputs, table = engine.runner.graphs.decode.inputs, engine.runner.table
     for host in inputs.mailbox.host_slots:
@@ -202,7 +202,7 @@ def test_steps_are_captured_with_padding_alone(monkeypatch):
 
 @INTERPRETED
 @pytest.mark.parametrize("failing", [1, 2, 3])
-def test_a_step_that_fails_between_its_letter_and_its_replay_takes_no_turn(failing, monkeypatch):
+def test_a_step_that_fails_between_its_inputs_and_its_replay_takes_no_slot(failing, monkeypatch):
     engine = made(monkeypatch, "tiny:llama", overlap=True)
     wanted = [one.token_ids for one in generated(engine)]
     plan, calls = engine.runner.attention.plan_captured, []

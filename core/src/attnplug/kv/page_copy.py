@@ -1,4 +1,4 @@
-"""Copies between pages, made by a host before new rows are written to a page that was shared."""
+"""Copies between pages, which a host makes before it writes new rows to a shared page."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """The contents of page ``source`` are to be copied to page ``target``, in every layer."""
+    """A copy of page ``source`` to page ``target``, in every layer."""
 
     source: int
     target: int
 
 
 def settle_copies(copies: Iterable[PageCopy]) -> tuple[list[int], list[int]]:
-    """Sources and targets that, copied all at once, do what ``copies`` do one after another.
+    """Return sources and targets whose simultaneous copy has the effect of ``copies`` made in order.
 
-    A slot table hands out copies in the order in which rows were extended, so a target can be the source of
-    a later copy (a row that was copied is forked and extended), and a freed source can be a later target.
-    Every target appears once.
+    A host orders copies by when requests were extended, so a target can be the source of a later copy (a copied
+    request is forked and extended), and a freed source can be a later target. Every target appears once.
     """
     origin: dict[int, int] = {}
     for copy in copies:

@@ -23,8 +23,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _INTEGERS = {"I64", "I32"}
 _SHOWN = 6
-_MOST_NAME = 255
-_MOST_INDEX_BYTES = 1 << 28  # an index of 100,000 tensors has 10 MB
+_MAX_NAME = 255
+_MAX_INDEX_BYTES = 1 << 28  # an index of 100,000 tensors has 10 MB
 
 
 class CheckpointError(UsageError):
@@ -248,7 +248,7 @@ def checkpoint_config(reference: str) -> Mapping[str, object]:
 def shortened(names: Sequence[str]) -> str:
     """Format names for a message: the first few, and the number of others."""
     more = len(names) - _SHOWN
-    short = (name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}…" for name in names[:_SHOWN])
+    short = (name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in names[:_SHOWN])
     return ", ".join(short) + (f" and {more} more" if more > 0 else "")
 
 
@@ -262,13 +262,13 @@ def _read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, object]:
 def _read_index(folder: Path) -> dict[str, str]:
     """Return the file of each tensor. Raises if a file is missing, which is better found now than after an hour."""
     path = folder / INDEX_FILE
-    listed = _read_json(path, _MOST_INDEX_BYTES).get("weight_map")
+    listed = _read_json(path, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path} has no 'weight_map' from tensor names to file names", str(path))
     for name, file in listed.items():
         # A file elsewhere is not part of this checkpoint, even if the index names it.
         named = isinstance(file, str) and Path(file).name == file != "" and file.isprintable()
-        if not named or len(file) > _MOST_NAME:
+        if not named or len(file) > _MAX_NAME:
             raise CheckpointError(
                 f"{path} puts tensor {show(name)} into {show(file)}, which is not a file name", str(path), name
             )

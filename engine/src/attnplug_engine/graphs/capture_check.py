@@ -43,7 +43,7 @@ from attnplug_engine.graphs.capture import Capture
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-_MOST_PAGES = 64
+_MAX_PAGES = 64
 """Most pages of all requests of a check: a few thousand rows."""
 _FEW = 4
 """Requests of a checked captured extend; their numbers of new tokens differ."""
@@ -190,7 +190,7 @@ class CaptureCheck:
         runs."""
         captured = batch.geometry
         size, width, page_size = captured.requests, captured.page_table.shape[1], captured.page_size
-        new, room = captured.max_new, min(self._allocator.free_pages, _MOST_PAGES)
+        new, room = captured.max_new, min(self._allocator.free_pages, _MAX_PAGES)
         live = size - size // 4
         if ragged := captured.new_lens is not None:
             live = min(live, _FEW)

@@ -15,7 +15,7 @@ from attnplug_engine.kernels.rotary import _angles, _rotate_heads
 
 _MANY_TOKENS = 64
 """From this number of tokens on, a program takes more heads, because there are enough programs."""
-_MOST_ABSORBED = 256
+_MAX_ABSORBED = 256
 """Most tokens that this kernel absorbs. With more, a library's batched product is faster, although it needs copies."""
 
 
@@ -114,7 +114,7 @@ class FusedRotation:
         return rows
 
     def absorbs(self, q: Tensor) -> bool:
-        return 0 < q.shape[0] <= _MOST_ABSORBED and q.dtype in (torch.bfloat16, torch.float16)
+        return 0 < q.shape[0] <= _MAX_ABSORBED and q.dtype in (torch.bfloat16, torch.float16)
 
     def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: Norm, places: RowPlaces) -> Tensor:
         """Implement ``Rotation.absorb`` with one launch."""

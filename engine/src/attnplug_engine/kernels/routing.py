@@ -15,7 +15,7 @@ from attnplug_engine.kernels import launch_options
 
 FEW = 16
 """Most tokens that one kernel norms and scores; with more, a matrix product that reads the weight once is faster."""
-MOST_EXPERTS = 1024
+MAX_EXPERTS = 1024
 _TILE = 8192
 
 

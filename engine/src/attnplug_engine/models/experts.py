@@ -60,9 +60,9 @@ class Router(nn.Module):
         """Return chosen experts ``[tokens, k]`` and their weights ``[tokens, k]`` float32."""
         groups = self.groups
         if usable(logits):
-            from attnplug_engine.kernels.routing import MOST_EXPERTS, choose
+            from attnplug_engine.kernels.routing import MAX_EXPERTS, choose
 
-            if self.experts <= MOST_EXPERTS:
+            if self.experts <= MAX_EXPERTS:
                 return choose(
                     logits,
                     self.per_token,

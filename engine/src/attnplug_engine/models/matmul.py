@@ -12,7 +12,7 @@ from torch.nn import functional as F
 # unchanged: MKL with the weight as the first factor, because its kernels are made for many rows, and oneDNN for a large
 # weight. Both have a higher call overhead: tiny weights use the plain call, and so do small ones with few rows.
 _FEWEST, _FEWEST_SMALL = 8, 16
-_MOST_ONEDNN, _MOST_WEIGHT_FIRST = 64, 48
+_MAX_ONEDNN, _MAX_WEIGHT_FIRST = 64, 48
 _TINY, _SMALL, _LARGE = 1 << 18, 1 << 19, 1 << 22
 _MKL = torch.backends.mkl.is_available()
 # Without MKL, e.g. on Arm, torch uses OpenBLAS, which packs a weight anew for every product. Packed for oneDNN once, a
@@ -58,9 +58,9 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor
     size = weight.numel()
     fewest = _FEWEST if size > _SMALL else _FEWEST_SMALL
     if size >= _TINY and rows >= fewest and x.dim() == 2 and x.is_cpu and x.dtype is torch.float32:
-        if size >= _LARGE and _MKL and _ONEDNN is not None and rows <= _MOST_ONEDNN:
+        if size >= _LARGE and _MKL and _ONEDNN is not None and rows <= _MAX_ONEDNN:
             return _ONEDNN(x, weight, bias, "none", [], "")
-        if _MKL and rows <= _MOST_WEIGHT_FIRST:
+        if _MKL and rows <= _MAX_WEIGHT_FIRST:
             turned = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
             return turned.t().contiguous()
     return F.linear(x, weight, bias)

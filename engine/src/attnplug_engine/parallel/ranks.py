@@ -41,7 +41,7 @@ _LOST = 69
 _PATIENCE = 10.0
 """Seconds that the other ranks have to end after a failure: the first rank usually reports it best."""
 _PAUSE = 0.05
-_MOST_MESSAGE_BYTES = 4000
+_MAX_MESSAGE_BYTES = 4000
 
 
 def started_as_rank() -> bool:
@@ -219,7 +219,7 @@ class _Rank:
         text = ""
         if self.errors is not None:
             self.errors.seek(0, os.SEEK_END)
-            self.errors.seek(max(self.errors.tell() - _MOST_MESSAGE_BYTES, 0))
+            self.errors.seek(max(self.errors.tell() - _MAX_MESSAGE_BYTES, 0))
             text = self.errors.read().decode(errors="replace").strip()
         _, found, message = f"\n{text}".rpartition("\nerror: ")
         return (message if found else text.rpartition("\n")[2]) or f"it ended with exit code {self.code}"

@@ -211,7 +211,7 @@ class Scheduler:
         if preemptions == self._preemptions and (self._waiting or decoding < len(self._running)):
             self._prefill(entries, copies)
         if not entries:
-            return self._refuse_to_starve() if self._requests and not self._in_flight else None
+            return self._raise_starved() if self._requests and not self._in_flight else None
         rounds = decoding if self._speculates else 0
         if not self._speculates:
             # A preempted request that found all but its newest token in the cache decodes from the start.
@@ -281,7 +281,7 @@ class Scheduler:
         while self._in_flight:
             step = self._in_flight.pop()
             lost = lost or bool(step.copies)
-            self._take_back(step)
+            self._roll_back(step)
             for _, slot in step.snapshots:
                 self._free_snapshot(slot)
         self._retire()
@@ -296,7 +296,7 @@ class Scheduler:
         for request in self._running:  # a coordinator may hold rows that are computed again
             self._kv_cache.forget(request)
 
-    def _take_back(self, step: Step) -> None:
+    def _roll_back(self, step: Step) -> None:
         """Restore the requests of an unfinished step to their state before it."""
         for request, position, _, _ in step.entries:
             if request.state is RequestState.RUNNING:
@@ -473,7 +473,7 @@ class Scheduler:
         if len(tokens) != sampled:
             raise StepError(f"the step samples a token for {sampled} requests, and {len(tokens)} were given")
 
-    def _refuse_to_starve(self) -> Never:
+    def _raise_starved(self) -> Never:
         """Raise: no request can run. The pages that ``add`` counted on suffice, so something else must hold them."""
         request = self._running[0] if self._running else self._waiting[0]
         raise PoolError(

@@ -118,7 +118,7 @@ class RoundScheduler(Scheduler):
         self._retire()
         return RoundResult(brought, tuple(finished))
 
-    def _take_back(self, step: Step) -> None:
+    def _roll_back(self, step: Step) -> None:
         for number, (request, position, _, is_sampled) in enumerate(step.entries):
             if request.state is not RequestState.RUNNING:
                 continue

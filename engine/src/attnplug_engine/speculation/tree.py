@@ -14,7 +14,7 @@ from torch import Tensor
 from attnplug.host import UsageError
 from attnplug_engine import kernels
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Most rows of a tree: a row's visibility mask has 64 bits."""
 
 
@@ -111,10 +111,10 @@ class TreeGrowth:
         """Add a level. ``tokens`` int64 and ``logprobs`` float32, ``[requests * topk, topk]``, are the children of the
         newest level's nodes."""
         topk, rows = self.topk, self.rows
-        if rows > MOST_ROWS:
+        if rows > MAX_ROWS:
             raise UsageError(
                 f"a draft of {rows // topk + 1} steps with {topk} branches runs {rows} rows per request; steps minus "
-                f"one, times branches, may be up to {MOST_ROWS}"
+                f"one, times branches, may be up to {MAX_ROWS}"
             )
         before = (self.tokens, self.ancestors), self._newest, self._candidates
         if kernels.usable(tokens):

@@ -29,8 +29,8 @@ from attnplug_engine.text.chat import Chat
 from attnplug_engine.text.tokenizer_config import TokenizerConfig
 
 _KEY = "chat_template"
-_MOST_CHARACTERS = 1 << 24
-_MOST_POWER = 64
+_MAX_CHARACTERS = 1 << 24
+_MAX_POWER = 64
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -65,8 +65,8 @@ class ChatTemplate:
             for part in self._template.generate(self._tokens, **keys):
                 parts.append(part)
                 count += len(part)
-                if count > _MOST_CHARACTERS:
-                    raise TemplateError(f"it writes more than {_MOST_CHARACTERS} characters")
+                if count > _MAX_CHARACTERS:
+                    raise TemplateError(f"it writes more than {_MAX_CHARACTERS} characters")
         except TemplateError as error:  # includes raise_exception() of the template
             raise UsageError(f"{self._source}: the chat template refuses: {error.message}") from error
         except Exception as error:
@@ -157,9 +157,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         counts = [len(value) if isinstance(value, str | list | tuple) else value for value in (left, right)]
         if operator == "**":
-            too_large = isinstance(right, int) and right > _MOST_POWER
+            too_large = isinstance(right, int) and right > _MAX_POWER
         else:
-            too_large = counts != [left, right] and math.prod(counts) > _MOST_CHARACTERS
+            too_large = counts != [left, right] and math.prod(counts) > _MAX_CHARACTERS
         if too_large:
             raise SecurityError(f"{show(left)} {operator} {show(right)} is too large")
         return super().call_binop(context, operator, left, right)

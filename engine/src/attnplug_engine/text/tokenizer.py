@@ -14,8 +14,8 @@ from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.checkpoints.safetensors import checkpoint_folder
 from attnplug_engine.text.tokenizer_config import TokenizerConfig
 
-_MOST_TOKEN = 1 << 30
-_MOST_BYTES = 1 << 29  # a tokenizer of 300,000 tokens has 35 MB
+_MAX_TOKEN = 1 << 30
+_MAX_BYTES = 1 << 29  # a tokenizer of 300,000 tokens has 35 MB
 
 
 class Tokenizer(Protocol):
@@ -62,8 +62,8 @@ class FileTokenizer:
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._path, self._vocab_size = path, vocab_size
-        if regular_size(path) > _MOST_BYTES:
-            raise UsageError(f"{path} is larger than {_MOST_BYTES} bytes: this is not a tokenizer.json")
+        if regular_size(path) > _MAX_BYTES:
+            raise UsageError(f"{path} is larger than {_MAX_BYTES} bytes: this is not a tokenizer.json")
         config = TokenizerConfig(path.parent)
         try:
             self._tokenizer = Implementation.from_file(str(path))
@@ -119,7 +119,7 @@ def end_tokens(reference: str, config: Mapping[str, object]) -> frozenset[int]:
     value = values.get("eos_token_id")
     tokens = []
     for token in value if isinstance(value, list) else [] if value is None else [value]:
-        if not isinstance(token, int) or isinstance(token, bool) or token > _MOST_TOKEN:
+        if not isinstance(token, int) or isinstance(token, bool) or token > _MAX_TOKEN:
             raise UsageError(f"{source}: 'eos_token_id' is {show(value)}; it must be a token id, or a list of them")
         tokens.append(token)
     return frozenset(token for token in tokens if token >= 0)  # -1 stands for none

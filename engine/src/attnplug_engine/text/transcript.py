@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _UNDECIDED = "\ufffd"
 """Replacement character that tokenizers return for the bytes of an incomplete character."""
 
-_MOST_PENDING = 16
+_MAX_PENDING = 16
 """Most tokens to wait for a complete character, which has at most four bytes."""
 
 
@@ -33,11 +33,11 @@ class Detokenizer:
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         sure = text
-        if len(self._window) - self._known <= _MOST_PENDING:
+        if len(self._window) - self._known <= _MAX_PENDING:
             sure = text.rstrip(_UNDECIDED)
         new = sure[self._returned :]
         self._returned = max(self._returned, len(sure))
-        if len(sure) == len(text) and (new or len(self._window) - self._known > _MOST_PENDING):
+        if len(sure) == len(text) and (new or len(self._window) - self._known > _MAX_PENDING):
             del self._window[: self._known]
             self._known = len(self._window)
             self._returned = len(self._tokenizer.decode(self._window))
