@@ -189,7 +189,7 @@ def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
         (runner.model, "forward"): "model",
         (runner.model, "logits"): "model",
         (sampler, "sample"): "sample",
-        (attnplug_engine.execution.sampler, "likeliest"): "reduce",
+        (attnplug_engine.execution.sampler, "argmax_finite"): "reduce",
     }
     for number, prompt in enumerate(prompts(batch, PROMPT)):
         engine.add(prompt[number % 16 :], SamplingParams(max_tokens=new))  # lengths differ, as they do in use

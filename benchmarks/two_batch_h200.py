@@ -78,7 +78,7 @@ class Driver:
         if halves is None:
             runner.attention.plan(batch)
             batch.mark_forward_metadata_ready()
-        run: Callable[[], Any] = (lambda: runner._forward(batch)) if halves is None else (lambda: two.forward(halves))
+        run: Callable[[], Any] = (lambda: runner.run_model(batch)) if halves is None else (lambda: two.forward(halves))
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
