@@ -32,8 +32,9 @@ from attnplug import (
 )
 from attnplug.host import BatchPlan, FastestBackend, Schedule, TypicalLens, turns
 from attnplug_engine import SamplingParams
-from attnplug_engine.by_length import ByLength
-from attnplug_engine.request import Request, StepEntry
+from attnplug_engine.graphs.dispatcher import GraphDispatcher
+from attnplug_engine.request import Request
+from attnplug_engine.scheduling.step import StepEntry
 
 LIMIT_US = 2.0
 REQUESTS = (1, 8, 64, 256)
@@ -105,7 +106,7 @@ def statements(requests: int) -> dict[str, tuple[str, dict[str, Any]]]:
         max_new=1,
         typical=TypicalLens.of(lengths),
     )
-    graphs = ByLength(
+    graphs = GraphDispatcher(
         lambda ragged: turns(backend, ForwardMode.DECODE, requests, 1, ragged), CONTEXT, lambda typical: typical
     )
     batch, q = ForwardBatch(unknown), torch.zeros(requests, 1, 8)

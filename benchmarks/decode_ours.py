@@ -193,7 +193,7 @@ def _cache(engine: Engine, prompt: Sequence[int]) -> None:
     engine.cache.insert(tokens, pages)
     allocator.release(pages)  # the cache has its own reference
     if states is not None:
-        slot = states.allocate()
+        slot = engine.runner.states.allocate()
         for layer in states.layer_ids:
             for state in (states.recurrent(layer), states.conv(layer)):
                 if state is not None:

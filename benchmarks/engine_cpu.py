@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 # Before torch: it says how long torch's allocator on Arm keeps freed memory. vLLM's process inherits that.
-import attnplug_engine.sampler  # isort: split
+import attnplug_engine.execution.sampler  # isort: split
 
 import torch
 import transformers
@@ -189,7 +189,7 @@ def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
         (runner.model, "forward"): "model",
         (runner.model, "logits"): "model",
         (sampler, "sample"): "sample",
-        (attnplug_engine.sampler, "likeliest"): "reduce",
+        (attnplug_engine.execution.sampler, "argmax_finite"): "reduce",
     }
     for number, prompt in enumerate(prompts(batch, PROMPT)):
         engine.add(prompt[number % 16 :], SamplingParams(max_tokens=new))  # lengths differ, as they do in use

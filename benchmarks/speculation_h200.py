@@ -28,9 +28,9 @@ from decode_models import MODELS, Config, smaller
 from torch import Tensor
 
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 from attnplug_engine.speculation import rounds as rounds_module
-from attnplug_engine.speculation.accept import Accepted
+from attnplug_engine.speculation.acceptance import Accepted
 from attnplug_engine.speculation.tree import Proposal
 
 _CONTEXT, _WARM, _MEASURED, _PERIOD = 512, 8, 60, 24
@@ -135,7 +135,7 @@ def _measured(engine: Engine, batch: int, prompt: Callable[[int], list[int]]) ->
         raise RuntimeError(f"{len(ended)} requests ended while they were measured: {ended[0].finish_reason}")
     found = {"step_us": 1e6 * statistics.median(times), "tokens_per_s": tokens / sum(times)}
     if (counts := getattr(engine.statistics, "rounds", None)) is not None:
-        found |= {"tokens_a_round": tokens / batch / _MEASURED}
+        found |= {"tokens_per_round": tokens / batch / _MEASURED}
         parts = {"verify": counts.verify_seconds, "extend": counts.extend_seconds, "draft": counts.draft_seconds}
         found |= {f"{part}_us": 1e6 * seconds / max(counts.timed, 1) for part, seconds in parts.items()}
     return found | {"replayed": engine.graphs.sizes}
@@ -191,7 +191,7 @@ def _repeated_text(text: list[int]) -> Iterator[_Scripted]:
     """The target goes on with a text that repeats itself, as the prompt does."""
     tokens, sample = _scripted([float(token) for token in text]), rounds_module.sample
 
-    def scripted(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    def scripted(logits: Tensor, batch: SamplingMetadata) -> Tensor:
         chosen = sample(logits, batch)
         repeated = tokens.values.long()[batch.position.long() % len(text)]
         return torch.where(chosen < -1, chosen, repeated)
@@ -218,7 +218,7 @@ def table(found: dict[str, Any]) -> str:
         name += f", {point['chance']:.0%} accepted" if "chance" in point else ""
         lines.append(
             f"| {name} | {point['batch']} | {point['step_us']:,.0f} | {point['step_us'] / beside['step_us']:.2f} | "
-            f"{point.get('tokens_a_round', 1):.2f} | {point['tokens_per_s']:,.0f} | "
+            f"{point.get('tokens_per_round', 1):.2f} | {point['tokens_per_s']:,.0f} | "
             f"{point['tokens_per_s'] / beside['tokens_per_s']:.2f} |"
         )
     return "\n".join(lines)

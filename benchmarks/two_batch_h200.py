@@ -24,8 +24,8 @@ from gpu_report import Report, attempt, describe
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
 from attnplug_engine import Engine
+from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.options import EngineOptions
-from attnplug_engine.runner import ModelRunner
 
 ROWS, CONTEXT, REQUESTS = 16_384, 1024, 256
 PREFILLS = ([16_384], [4096] * 4, [8192], [2048] * 4, [512] * 7 + [4608], [2048], [512])
@@ -78,7 +78,7 @@ class Driver:
         if halves is None:
             runner.attention.plan(batch)
             batch.mark_forward_metadata_ready()
-        run: Callable[[], Any] = (lambda: runner._forward(batch)) if halves is None else (lambda: two.forward(halves))
+        run: Callable[[], Any] = (lambda: runner.run_model(batch)) if halves is None else (lambda: two.forward(halves))
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from attnplug.host import load_model
+from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.models.architectures import build_model
-from attnplug_engine.random_checkpoint import RandomCheckpoint
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -102,7 +102,7 @@ def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles)
         engine.step()
     for _ in range(4):
         engine.step()
-    graphs, step = engine.runner.graphs, engine._launched[-1][0]
+    graphs, step = engine.runner.graphs.decode, engine._in_flight[-1][0]
     captured = graphs.fitting(len(step.entries))
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -124,7 +124,7 @@ def test_a_replayed_prefill_neither_waits_nor_allocates(oracles, model, backend)
     for prompt in texts:
         engine.generate([prompt], SamplingParams(max_tokens=1))
     assert engine.statistics.replayed_prefills == 3 and not engine.statistics.eager_prefills
-    graphs = engine.runner.prefill_graphs
+    graphs = engine.runner.graphs.prefill
     requests = [engine.add(prompt, SamplingParams(max_tokens=2)) for prompt in texts]
     step = engine.scheduler.next_step()
     captured = graphs.fitting(step)
@@ -155,20 +155,23 @@ def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracl
         options = {who: parse_options(who, by_name[who].spec.options, given.get(who, {})) for who in (prefill, name)}
         return build_selection(replace(selection, choices=choices, options=options), context)
 
-    monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+    monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build)
     oracle = oracles(model)
     engine = Engine(oracle.folder, device="cuda", max_batch=4, ignore_eos=True, chunked_prefill_size=700)
     assert engine.graphs.prefill_by == name and engine.graphs.prefill_sizes[-1] == 700
     random = Random(2)
     texts = [[random.randrange(500) for _ in range(count)] for count in (5, 40, 690, 130, 18)]
-    graphs = engine.runner.prefill_graphs
+    graphs = engine.runner.graphs.prefill
     graphs._most_pairs = dict.fromkeys(graphs.sizes, 500**2)
     with watched_logits() as seen:
         outputs = [done.token_ids for done in engine.generate(texts, SamplingParams(max_tokens=12))]
     rows = [torch.stack(seen[number][: len(outputs[number])]) for number in sorted(seen)]
     oracle.judge(texts, outputs, rows, slack=2.0)
     counts = engine.statistics
-    assert counts.served.told()["prefill"] == {name: counts.replayed_prefills, prefill: counts.eager_prefills}
+    assert counts.backend_usage.by_backend()["prefill"] == {
+        name: counts.replayed_prefills,
+        prefill: counts.eager_prefills,
+    }
 
 
 def test_a_prefill_is_captured_only_where_the_host_takes_longer_than_the_gpu(tmp_path):
@@ -248,7 +251,7 @@ def test_backends_that_take_turns_replay_graphs_of_their_own(oracles, model, nam
     rows = [torch.stack(seen[number][: len(outputs[number])]) for number in sorted(seen)]
     oracle.judge(texts, outputs, rows, slack=2.0)
     assert engine.statistics.replayed_steps > 50 and not engine.statistics.eager_steps
-    assert min(engine.statistics.served.told()["decode"].values()) > 15
+    assert min(engine.statistics.backend_usage.by_backend()["decode"].values()) > 15
 
 
 @pytest.mark.parametrize(("model", "settings"), BACKENDS[::3], ids=named)

@@ -1,4 +1,4 @@
-"""The pool of linear states: a slot for each request, zero when it is given out, shared and copied as a whole."""
+"""The pool of linear states: one slot per request, zeroed and copied in all layers together."""
 
 from __future__ import annotations
 
@@ -37,49 +37,24 @@ def test_a_state_the_layer_lacks_is_none() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_allocated_slot_is_zero_in_every_layer_and_others_stay(device: str) -> None:
+def test_a_slot_is_zeroed_in_every_layer_and_others_stay(device: str) -> None:
     pool = linear_pool(linear_layer(0), linear_layer(1, heads=0), linear_layer(2, conv_width=0), device=device)
     states = [pool.recurrent(0), pool.conv(0), pool.conv(1), pool.recurrent(2)]
     for each in states:
         assert each is not None
         each.fill_(torch.nan)
-    slot = pool.allocate()
+    slot = 1
+    pool.zero(slot)
     for each in states:
         assert each is not None
         assert not each[slot].any()
         assert each[[s for s in range(3) if s != slot]].isnan().all()
 
 
-def test_one_slot_too_many_names_their_number_and_the_option() -> None:
-    pool = linear_pool(num_slots=2)
-    pool.allocate()
-    pool.allocate()
-    with pytest.raises(PoolError, match=r"all 2 linear-state slots.*lower max_batch"):
-        pool.allocate()
-
-
-def test_a_shared_slot_is_free_only_after_its_last_release() -> None:
-    pool = linear_pool()
-    slot = pool.allocate()
-    pool.share(slot)
-    pool.release(slot)
-    assert (pool.references(slot), pool.free_slots) == (1, 2)
-    pool.release(slot)
-    assert (pool.free_slots, pool.num_slots) == (3, 3)
-
-
-def test_a_slot_is_not_released_twice() -> None:
-    pool = linear_pool()
-    slot = pool.allocate()
-    pool.release(slot)
-    with pytest.raises(PoolError, match="slots released more often"):
-        pool.release(slot)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_copied_state_is_a_snapshot(device: str) -> None:
     pool = linear_pool(device=device)
-    source, target = pool.allocate(), pool.allocate()
+    source, target = 2, 0
     recurrent, conv = state(pool)
     recurrent[source], conv[source] = 3.0, 4.0
     pool.copy(source, target)
@@ -88,24 +63,16 @@ def test_a_copied_state_is_a_snapshot(device: str) -> None:
     assert (conv[target] == 4).all()
 
 
-def test_a_shared_slot_can_be_copied_from_and_not_to() -> None:
-    pool = linear_pool()
-    shared, other = pool.allocate(), pool.allocate()
-    pool.share(shared)
-    pool.copy(shared, other)
-    state(pool)[0][other] = 1.0
-    with pytest.raises(PoolError, match=rf"slot {other} \(1 references\) cannot be copied to slot {shared} \(2\)"):
-        pool.copy(other, shared)
-    assert not state(pool)[0][shared].any()
+@pytest.mark.parametrize(("source", "target"), [(3, 0), (0, 3), (-1, 0), (0, -1)])
+def test_slots_outside_the_pool_are_refused(source: int, target: int) -> None:
+    with pytest.raises(PoolError):
+        linear_pool().copy(source, target)
 
 
-def test_free_slots_are_not_copied() -> None:
-    pool = linear_pool()
-    slot = pool.allocate()
-    free = next(s for s in range(3) if s != slot)
-    for source, target in ((free, slot), (slot, free), (slot, 3)):
-        with pytest.raises(PoolError):
-            pool.copy(source, target)
+@pytest.mark.parametrize("slots", [0, -1])
+def test_a_pool_without_slots_is_refused(slots: int) -> None:
+    with pytest.raises(PoolError):
+        linear_pool(num_slots=slots)
 
 
 def test_a_linear_layer_the_pool_lacks_is_refused() -> None:

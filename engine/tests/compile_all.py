@@ -8,7 +8,7 @@ import compile_kernels
 import compile_linear_gates
 import compile_sampler
 import compile_speculation
-import compile_steps
+import compile_step_io
 
 PARTS = {
     "models": compile_kernels,
@@ -17,7 +17,7 @@ PARTS = {
     "linear gates": compile_linear_gates,
     "sampler": compile_sampler,
     "speculation": compile_speculation,
-    "steps": compile_steps,
+    "steps": compile_step_io,
 }
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from attnplug_testing import ahead
 SHAPE = {"HIDDEN": 2048, "WIDTH": 1408}
 FOUND = {"EXPERTS": 64, "BOUNDS": 64}
 FLOATS = {"eps", "scaling"}
-SINGLE = {"shares", "logits", "gate", "bias"}
-WHOLE = {"chosen", "offsets", "order"}
+SINGLE = {"topk_weights", "logits", "gate", "bias"}
+WHOLE = {"topk_ids", "offsets", "order"}
 
 
 def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], dtype: str = "bf16"):
@@ -30,14 +30,14 @@ def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, o
 def tiled(sm: int, spread: experts.Tile, gather: experts.Tile, gated: bool, dtype: str = "bf16"):
     early = {"EARLY": sm >= 90}
     adds = {"SHARED": True, "ONTO": True}
-    for tile, names in ((spread, ("_spread", "_spread_one")), (gather, ("_gather", "_gather_one"))):
+    for tile, names in ((spread, ("_up_projection", "_up_one")), (gather, ("_down_projection", "_down_one"))):
         name = names[tile.pairs == 1]
         constants = SHAPE | early | {"COLUMNS": tile.columns, "DEPTH": tile.depth}
         constants |= FOUND | {"PAIRS": tile.pairs} if tile.pairs > 1 else {}
-        constants |= {"PER_TOKEN": 6} if name != "_gather" else {}
+        constants |= {"PER_TOKEN": 6} if name != "_down_projection" else {}
         constants |= {"GATED": gated} if tile is spread else {}
         constants |= {"EVERY": 2} if tile.pairs == 1 else {}
-        constants |= adds | {"GATE": True} if name == "_gather_one" else {}
+        constants |= adds | {"GATE": True} if name == "_down_one" else {}
         options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": sm >= 90}
         yield name, compiled(getattr(experts, name), sm, constants, options, dtype)
 
@@ -50,9 +50,9 @@ def every_kernel(sm: int):
         yield from tiled(sm, *experts.tiles(64, 6, 64, torch.float32), gated=False, dtype="fp32")
         return
     sizes = {"EXPERTS": 64, "BLOCK": 32, "CHUNK": 256}
-    yield "_rank", compiled(experts._rank, sm, sizes | early, options)
+    yield "_sort_pairs", compiled(experts._sort_pairs, sm, sizes | early, options)
     sizes = {"PER_TOKEN": 6, "HIDDEN": 2048, "COLUMNS": 1024, "SHARED": True, "ONTO": True}
-    yield "_join", compiled(experts._join, sm, sizes | early, options)
+    yield "_combine", compiled(experts._combine, sm, sizes | early, options)
     sizes = {"HIDDEN": 2048, "COUNT": 65, "BLOCK": 2048, "COLUMNS": 4, "NORM": True}
     yield "_score", compiled(routing._score, sm, sizes | early, options)
     sizes = {"EXPERTS": 256, "BLOCK": 256, "PER_TOKEN": 8, "SLOTS": 8, "SIGMOID": True, "BIAS": True}

@@ -7,12 +7,12 @@ from typing import Any
 from attnplug.kv.triton_rows import _write_pairs
 from attnplug.mla.triton_heads import _by_head
 from attnplug_engine.kernels.elementwise import _rms_norm, _silu_and_mul
+from attnplug_engine.kernels.gemm_tiles import STREAMED, STREAMED_GATED, TileConfig
 from attnplug_engine.kernels.latent import _absorb, _latent_rows
-from attnplug_engine.kernels.product_cuts import STREAMED, STREAMED_GATED, Cut
-from attnplug_engine.kernels.products import _product
-from attnplug_engine.kernels.rotary import _angles, _turn_heads
-from attnplug_engine.kernels.streamed_products import _streamed_product
-from attnplug_engine.kernels.tile_products import _tile_product
+from attnplug_engine.kernels.rotary import _angles, _rotate_heads
+from attnplug_engine.kernels.skinny_gemm import _skinny_gemm
+from attnplug_engine.kernels.streamed_gemm import _streamed_gemm
+from attnplug_engine.kernels.tiled_gemm import _tiled_gemm
 from attnplug_testing import ahead
 
 FLOAT32 = dict.fromkeys(("cos", "sin", "frequencies"), "*fp32")
@@ -26,7 +26,7 @@ POINTERS = (
 
 def compiled(kernel: Any, sm: int, constants: dict[str, object], scalars: tuple[str, ...], warps: int) -> Any:
     types = {**dict.fromkeys(POINTERS, "*bf16"), **FLOAT32, **INTEGERS, **NUMBERS, **dict.fromkeys(scalars, "i32")}
-    if kernel in (_product, _tile_product):
+    if kernel in (_skinny_gemm, _tiled_gemm):
         types |= {"x": "*i32", "weight": "*i32"}
     early = sm >= 90
     options = {"num_warps": warps, **({"launch_pdl": True} if early else {})}
@@ -39,7 +39,7 @@ def product(rows: int, inputs: int, block_n: int, block_k: int, *, gated: bool, 
     return {**shape, "BFLOAT16": True, "GATED": gated, "NORM": norm, "BIAS": False, "ONTO": onto}
 
 
-def streamed(cut: Cut, rows: int, *, gated: bool) -> dict:
+def streamed(cut: TileConfig, rows: int, *, gated: bool) -> dict:
     shape = {"K": 2048, "ROWS": rows, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "STAGES": cut.stages}
     return {**shape, "GATED": gated, "BIAS": False, "ONTO": not gated}
 
@@ -66,13 +66,13 @@ ABSORBED = {
 }  # fmt: skip
 _TILES = {**product(8, 2048, 16, 512, gated=False, norm=True, onto=False), "WARPS": 4}
 KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
-    ("product", _product, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
-    ("product", _product, product(4, 8192, 4, 4096, gated=False, norm=False, onto=True), ("rows", "columns"), 4),
-    ("product", _tile_product, _TILES, ("rows", "columns"), 4),
-    ("streamed", _streamed_product, streamed(STREAMED, 16, gated=False), ("rows", "columns"), STREAMED.warps),
+    ("product", _skinny_gemm, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
+    ("product", _skinny_gemm, product(4, 8192, 4, 4096, gated=False, norm=False, onto=True), ("rows", "columns"), 4),
+    ("product", _tiled_gemm, _TILES, ("rows", "columns"), 4),
+    ("streamed", _streamed_gemm, streamed(STREAMED, 16, gated=False), ("rows", "columns"), STREAMED.warps),
     (
         "streamed",
-        _streamed_product,
+        _streamed_gemm,
         streamed(STREAMED_GATED, 64, gated=True),
         ("rows", "columns"),
         STREAMED_GATED.warps,
@@ -80,7 +80,7 @@ KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("by_head", _by_head, by_head(16, 128, 512, 64, transposed=False), ("rows",), 4),
     ("by_head", _by_head, by_head(16, 512, 128, 32, transposed=True), ("rows",), 4),
     ("absorb", _absorb, ABSORBED, ("tokens",), 4),
-    ("heads", _turn_heads, {**HEADS, "PAIRS": False}, (), 2),
+    ("heads", _rotate_heads, {**HEADS, "PAIRS": False}, (), 2),
     ("latent", _latent_rows, {**LATENT, "PAIRS": True}, (), 2),
     ("angles", _angles, {"HALF": 32, "BLOCK": 32}, (), 1),
     ("rms_norm", _rms_norm, {"WIDTH": 2048, "BLOCK": 2048}, (), 4),
@@ -88,7 +88,7 @@ KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("pairs", _write_pairs, PAIRS, (), 4),
 ]
 
-MULTIPLYING = (_tile_product, _streamed_product, _absorb, _by_head)
+MULTIPLYING = (_tiled_gemm, _streamed_gemm, _absorb, _by_head)
 """By other instructions on SM 80."""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from attnplug_engine.kernels import growth, ngram, noised, trees
+from attnplug_engine.kernels import draft_topk, draft_tree, ngram, trees
 from attnplug_engine.kernels.sample import CHUNK
 from attnplug_testing.ahead import compiled, resources
 
@@ -27,7 +27,7 @@ OTHERS = {
     **dict.fromkeys((("_move", "rows"), ("_grow", "rows")), "i32"),
 }
 """What is of another type in some kernels."""
-ON_SM_80 = ("_cut", "_search")
+ON_SM_80 = ("_prune", "_search")
 """None of them has instructions of its own there."""
 
 
@@ -49,17 +49,17 @@ def each() -> Iterator[tuple[Any, dict[str, object], dict[str, object]]]:
     for root in (True, False):
         added = {"TOPK": topk, "ROOT": root, "COUNT": topk if root else topk**2}
         block = topk if root else topk**2
-        sizes = {"BLOCK": block, "CHUNK": min(block, growth.CHUNK)}
-        yield growth._grow, {**added, **sizes}, {"num_warps": 1 if block <= 16 else 4}
-    yield growth._cut, {"NODES": 64, "BLOCK": 512, "CHUNK": growth.CHUNK}, {"num_warps": 8}
+        sizes = {"BLOCK": block, "CHUNK": min(block, draft_tree.CHUNK)}
+        yield draft_tree._grow, {**added, **sizes}, {"num_warps": 1 if block <= 16 else 4}
+    yield draft_tree._prune, {"NODES": 64, "BLOCK": 512, "CHUNK": draft_tree.CHUNK}, {"num_warps": 8}
     yield ngram._append, {"NODES": 5, "BLOCK": 8}, {"num_warps": 1}
     for topk in (1, 4):
         lengths = {"TOPK": topk, "LENGTHS": ngram.LENGTHS}
         yield ngram._search, {**lengths, "LEAST": 2, "MOST": 5, "BLOCK": ngram.BLOCK}, {"num_warps": 8}
         yield ngram._propose, {**lengths, "STEPS": 5, "VALUES": 64 * topk, "BLOCK": 8}, {"num_warps": 4}
         topped = {"TOPK": topk, "MAPPED": topk > 1}
-        yield noised._look, {**topped, "CHUNK": CHUNK}, {"num_warps": 4}
-        yield noised._choose, {**topped, "CHUNKS": 128, "FOUND": 128 * topk}, {"num_warps": 4}
+        yield draft_topk._look, {**topped, "CHUNK": CHUNK}, {"num_warps": 4}
+        yield draft_topk._choose, {**topped, "CHUNKS": 128, "FOUND": 128 * topk}, {"num_warps": 4}
 
 
 def facts() -> Iterator[tuple[int, str, int]]:

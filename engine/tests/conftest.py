@@ -43,15 +43,15 @@ from attnplug.host import (
     Limits,
     LinearStatePool,
     ModelAttention,
-    PageAllocator,
     Registry,
-    SlotTable,
     TorchNativeBackend,
     WorkspaceOwner,
     torch_dtype,
 )
 from attnplug_engine import kernels, prepare
-from attnplug_engine.models.architectures import LoadedModel
+from attnplug_engine.models.decoder import LoadedModel
+from attnplug_engine.scheduling.page_allocator import PageAllocator
+from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.batches import capabilities
@@ -119,10 +119,10 @@ class Stage:
         self.slots = None
         if states is not None:
             self.backend = HybridLinearBackend(self.backend, make_linear(states), spec)
-            slots = [states.allocate() for _ in range(2 * requests)]
-            self.slots = torch.tensor(slots[1::2][::-1])  # with gaps, and not in the order of the requests
+            slots = range(2 * requests)
+            self.slots = torch.tensor(list(slots[1::2][::-1]))  # with gaps, and not in the order of the requests
             for state in self.states():
-                state[slots[0::2]] = float("nan")
+                state[list(slots[0::2])] = float("nan")
         self.attention = ModelAttention(self.backend, self.pools)
         allocator = PageAllocator(MAX_PAGES)
         self.table = SlotTable(allocator, page_size=page_size, max_requests=requests, max_pages=MAX_PAGES)

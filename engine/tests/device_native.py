@@ -53,5 +53,5 @@ class DeviceNative(RefilledNative):
 
 def on_device_lengths(monkeypatch: pytest.MonkeyPatch, kind: type[DeviceNative] = DeviceNative) -> None:
     """Build every ``torch_native`` as one that takes no lengths from the host."""
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=kind))

@@ -12,19 +12,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from attnplug import AttentionKind, DType, ForwardMode, LayerSpec
-from attnplug.host import LinearDims, LinearStatePool, PageAllocator, SlotTable
-from attnplug_engine.prefix_cache import PrefixCache
-from attnplug_engine.request import (
-    BAD_LOGITS,
-    PENDING,
-    FinishReason,
-    Request,
-    RequestState,
-    Step,
-    StepEntry,
-)
-from attnplug_engine.scheduler import Scheduler, whole_step_tokens
+from attnplug.host import LinearDims, LinearStatePool
+from attnplug_engine.request import FinishReason, Request, RequestState
+from attnplug_engine.scheduling.page_allocator import PageAllocator
+from attnplug_engine.scheduling.prefix_cache import PrefixCache
+from attnplug_engine.scheduling.scheduler import Scheduler, unchunked_step_tokens
+from attnplug_engine.scheduling.slot_table import SlotTable
+from attnplug_engine.scheduling.state_allocator import StateAllocator
+from attnplug_engine.scheduling.step import BAD_LOGITS, PENDING, Step, StepEntry
 
 VOCAB = 6
 STOP = 0
@@ -75,19 +73,27 @@ class Serving:
         checkpoint: int = 8,
         depth: int = 1,
         bad_at: Mapping[int, int | None] | None = None,
-        spare: int = 0,
+        lookahead: int = 0,
     ) -> None:
-        """``depth`` steps are in flight. ``bad_at`` says by request which of its tokens cannot be chosen. ``spare``
+        """``depth`` steps are in flight. ``bad_at`` says by request which of its tokens cannot be chosen. ``lookahead``
         tokens are what the table is wider than the context."""
         self.depth, self.bad_at = depth, bad_at or {}
-        self.states = LinearStatePool([LAYER], num_slots=slots, dtype=DType.FLOAT32, device="cpu") if slots else None
+        self.states, self.memory = None, torch.empty(0)
+        if slots:
+            pool = LinearStatePool([LAYER], num_slots=slots, dtype=DType.FLOAT32, device="cpu")
+            recurrent = pool.recurrent(0)
+            assert recurrent is not None
+            self.states, self.memory = StateAllocator(pool), recurrent
         self.allocator = PageAllocator(pages)
         self.table = SlotTable(
-            self.allocator, page_size=page_size, max_requests=max_batch, max_pages=-(-(context + spare) // page_size)
+            self.allocator,
+            page_size=page_size,
+            max_requests=max_batch,
+            max_pages=-(-(context + lookahead) // page_size),
         )
         self.cache = PrefixCache(self.allocator, page_size, self.states) if cached else None
         self.whole = chunk is None
-        most = whole_step_tokens(context, max_batch) if chunk is None else chunk
+        most = unchunked_step_tokens(context, max_batch) if chunk is None else chunk
         self.scheduler = self.make_scheduler(
             max_batch=max_batch,
             max_step_tokens=most,
@@ -139,10 +145,8 @@ class Serving:
         made = entry.position + len(entry.token_ids) - len(entry.request.prompt)
         return entry.sampled and self.bad_at.get(entry.request.id) == made
 
-    def _advance_states(self, states: LinearStatePool, step: Step, inputs: list[list[int]]) -> list[int]:
-        memory = states.recurrent(0)
-        assert memory is not None
-        values = []
+    def _advance_states(self, states: StateAllocator, step: Step, inputs: list[list[int]]) -> list[int]:
+        memory, values = self.memory, []
         for entry, slot, tokens in zip(step.entries, step.state_slots, inputs, strict=True):
             assert states.references(slot) == 1, "a snapshot is written"
             values.append(advance(int(memory[slot]) + FIRST, tokens))  # a new slot holds 0

@@ -32,7 +32,8 @@ from attnplug import (
 from attnplug.host import HostContext, HybridLinearBackend, LinearStatePool, Selection, TorchNativeBackend
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions
 from attnplug_engine import Engine
-from attnplug_engine.capture import WARM_UPS
+from attnplug_engine.graphs.capture import WARM_UPS
+from attnplug_engine.graphs.step_graphs import capture_steps
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 
 NAME = "torch_native"
@@ -197,5 +198,8 @@ class _Made(TorchDispatchMode):
 
 def captured(engine: Engine, sizes: tuple[int, ...]) -> Engine:
     """The engine with decode steps, or rounds, "captured" for these sizes."""
-    (engine.rounds or engine.runner).capture(sizes, Recorded())
+    if engine.rounds is not None:
+        engine.rounds.capture(sizes, Recorded())
+    else:
+        capture_steps(engine.runner, sizes, Recorded())
     return engine

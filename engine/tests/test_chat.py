@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from attnplug.host import UsageError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Chat, Engine
-from attnplug_engine.chat_template import ChatTemplate
+from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.cli.prompts import read_prompts
 from attnplug_engine.models.architectures import build_model
-from attnplug_engine.prompts import read_prompts
-from attnplug_engine.random_checkpoint import RandomCheckpoint
 from attnplug_engine.request import SamplingParams
-from attnplug_engine.tokenizer import FileTokenizer, end_tokens, find_tokenizer
+from attnplug_engine.text.chat_template import ChatTemplate
+from attnplug_engine.text.tokenizer import FileTokenizer, end_tokens, find_tokenizer
 
 SPECIAL = ("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>")
 MESSAGES = [{"role": "system", "content": "  Be <brief>. "}, {"role": "user", "content": "hello"}]

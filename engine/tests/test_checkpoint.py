@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from attnplug.host import TINY_CONFIGS, ModelConfigError, UsageError
 from attnplug_engine import Engine
-from attnplug_engine.checkpoint import (
+from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.checkpoints.safetensors import (
     Checkpoint,
     CheckpointError,
     MissingTensor,
@@ -22,7 +23,6 @@ from attnplug_engine.checkpoint import (
     WrongShape,
 )
 from attnplug_engine.models.architectures import build_model, load_model
-from attnplug_engine.random_checkpoint import RandomCheckpoint
 
 NORM = "model.layers.1.input_layernorm.weight"
 

@@ -17,8 +17,8 @@ import torch
 from attnplug.choose.loading import Broken, Source
 from attnplug.cli import app
 from attnplug.host import AttnplugError, load_registry, output
-from attnplug_engine.runner import ModelRunner
-from attnplug_engine.sampler import Sampler
+from attnplug_engine.execution.runner import ModelRunner
+from attnplug_engine.execution.sampler import Sampler
 from attnplug_testing.command import Attnplug
 
 
@@ -320,7 +320,7 @@ from attnplug.cli.main import main
 
 class Swallowing:
     def find_spec(self, name, path=None, target=None):
-        if name == "attnplug_engine.generate":
+        if name == "attnplug_engine.cli.generate":
             try:
                 signal.raise_signal(signal.SIGINT)
             except KeyboardInterrupt:

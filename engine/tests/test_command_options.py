@@ -12,9 +12,9 @@ import pytest
 
 from attnplug import DType, ExtendPath, Role
 from attnplug.host import ExtendPolicy, Registry, UsageError
+from attnplug_engine.checkpoints.pooling import Pooling
 from attnplug_engine.embedding import EmbedOptions
 from attnplug_engine.options import EngineOptions
-from attnplug_engine.pooling import Pooling
 from attnplug_engine.request import SamplingParams
 from attnplug_testing.command import Attnplug
 
@@ -87,8 +87,8 @@ class Spy:
 @pytest.fixture
 def spies(monkeypatch: pytest.MonkeyPatch) -> list[Spy]:
     monkeypatch.setattr(Spy, "built", found := [], raising=False)
-    monkeypatch.setattr("attnplug_engine.generate.Engine", Spy)
-    monkeypatch.setattr("attnplug_engine.embed.Embedder", Spy)
+    monkeypatch.setattr("attnplug_engine.cli.generate.Engine", Spy)
+    monkeypatch.setattr("attnplug_engine.cli.embed_prompts.Embedder", Spy)
     return found
 
 
@@ -137,7 +137,7 @@ def test_options_of_hisparse_reach_the_engine(attnplug: Attnplug, spies):
         ("1, two", 2, "--cuda-graph-batch-sizes '1, two' is not a list of numbers; write them like 1,2,4,8"),
         ("", 2, "--cuda-graph-batch-sizes is empty"),
         ("4,9", 2, "--cuda-graph-batch-sizes holds 9, and no batch has more than 8 requests"),
-        ("0", 2, "--cuda-graph-batch-sizes holds 0, which is no batch size"),
+        ("0", 2, "--cuda-graph-batch-sizes holds 0"),
     ],
 )
 def test_batch_sizes_of_graphs_reach_the_engine_or_are_refused(attnplug: Attnplug, spies, sizes, code, told):

@@ -46,7 +46,7 @@ def test_models(facts: Facts) -> None:
 
 @pytest.mark.parametrize("sm", [80, 90])
 def test_streamed_products_take_no_more_shared_memory_than_is_looked_for(sm: int, facts: Facts) -> None:
-    from attnplug_engine.kernels.product_cuts import MANY, MORE, STREAMED, STREAMED_GATED, streamed_bytes
+    from attnplug_engine.kernels.gemm_tiles import MANY, MORE, STREAMED, STREAMED_GATED, streamed_bytes
 
     taken = [one["shared"] for one in facts["models"] if one["kernel"] == "streamed" and one["sm"] == sm]
     plain, gated = taken
@@ -95,11 +95,11 @@ def test_speculation(facts: Facts) -> None:
     trees = {f"trees.{name}" for name in ("_relate", "_lay_out", "_accept", "_move")}
     names = (
         trees
-        | {"growth._grow", "growth._cut"}
-        | {"ngram._append", "ngram._search", "ngram._propose", "noised._look", "noised._choose"}
+        | {"draft_tree._grow", "draft_tree._prune"}
+        | {"ngram._append", "ngram._search", "ngram._propose", "draft_topk._look", "draft_topk._choose"}
     )
     assert {name for sm, name, _ in facts["speculation"] if sm == 90} == names
-    assert {name for sm, name, _ in facts["speculation"] if sm == 80} == {"growth._cut", "ngram._search"}
+    assert {name for sm, name, _ in facts["speculation"] if sm == 80} == {"draft_tree._prune", "ngram._search"}
     assert all(spilled == 0 for *_, spilled in facts["speculation"]), facts["speculation"]
 
 

@@ -9,11 +9,12 @@ from thread_ranks import in_ranks
 from torch.testing import assert_close
 
 from attnplug.host import TINY_CONFIGS, ModelConfigError
-from attnplug_engine.checkpoint import MissingTensor, UnusedTensors, WrongDtype
+from attnplug_engine.checkpoints.safetensors import MissingTensor, UnusedTensors, WrongDtype
 from attnplug_engine.models.architectures import load_model
 from attnplug_engine.models.layers import Linear
-from attnplug_engine.parallel import SINGLE
-from attnplug_engine.speculation.drafts import LAST, NOTHING, DraftError, Takes, draft_spec, load_draft
+from attnplug_engine.parallel.collectives import SINGLE
+from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft
+from attnplug_engine.speculation.drafts.model import LAST, NOTHING, DraftError, HiddenInputs
 from attnplug_engine.speculation.options import Algorithm, Speculation
 from attnplug_testing.draft_checkpoints import (
     HIDDEN,
@@ -51,7 +52,7 @@ def run(make_stage, draft, table, sequences):
 
 def test_a_standalone_draft_is_an_ordinary_model(make_stage, sequences):
     _, draft = loaded("standalone", "tiny:llama", seed=3)
-    assert draft.takes == NOTHING and draft.takes.width(HIDDEN) == 0 and draft.target_ids is None
+    assert draft.hidden_inputs == NOTHING and draft.hidden_inputs.width(HIDDEN) == 0 and draft.target_ids is None
     same = load_model("tiny:llama", dtype=torch.float32, device="cpu", seed=3)
     assert draft.spec == same.spec
     wanted = make_stage(same, len(sequences)).run(sequences, DECODED)
@@ -93,7 +94,7 @@ def test_hidden_states_and_logits_of_eagle_are_those_of_float64(layers, own, tmp
     tensors = random_tensors(shapes_of_eagle(layers, own=own))
     save(tmp_path, {**EAGLE, "num_hidden_layers": layers}, tensors)
     target, draft = loaded("eagle", tmp_path)
-    assert draft.takes == LAST and draft.takes.width(HIDDEN) == HIDDEN and draft.target_ids is None
+    assert draft.hidden_inputs == LAST and draft.hidden_inputs.width(HIDDEN) == HIDDEN and draft.target_ids is None
     table = TABLE[:, :HIDDEN]
     for tokens, rows in zip(sequences, run(make_stage, draft, table, sequences), strict=True):
         wanted = eagle(tensors, target, tokens, table[tokens], layers)
@@ -154,7 +155,7 @@ def test_hidden_states_and_logits_of_eagle3_are_those_of_float64(
     tensors = eagle3_tensors(name, embedding=embedding)
     save(tmp_path, EAGLE3, tensors)
     target, draft = loaded("eagle3", tmp_path)
-    assert draft.takes.width(HIDDEN) == 3 * HIDDEN and draft.hidden_size == HIDDEN
+    assert draft.hidden_inputs.width(HIDDEN) == 3 * HIDDEN and draft.hidden_size == HIDDEN
     table = TABLE[:, :width].contiguous()
     for tokens, rows in zip(sequences, run(make_stage, draft, table, sequences), strict=True):
         wanted = eagle3(tensors, target, tokens, table[tokens], name)
@@ -208,13 +209,13 @@ LISTED = {
 def test_the_layers_that_eagle3_takes_are_those_of_its_config(case, tmp_path):
     keys, taps = LISTED[case]
     save(tmp_path, {**EAGLE3, **keys}, eagle3_tensors())
-    assert loaded("eagle3", tmp_path, target="tiny:qwen3_next")[1].takes == Takes(layers=taps)
+    assert loaded("eagle3", tmp_path, target="tiny:qwen3_next")[1].hidden_inputs == HiddenInputs(layers=taps)
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
 def test_a_tiny_llama_is_a_draft_with_random_weights(algorithm, make_stage, sequences):
     _, draft = loaded(algorithm, "tiny:llama")
-    (rows,) = run(make_stage, draft, TABLE[:, : draft.takes.width(HIDDEN)].contiguous(), sequences[:1])
+    (rows,) = run(make_stage, draft, TABLE[:, : draft.hidden_inputs.width(HIDDEN)].contiguous(), sequences[:1])
     assert rows.isfinite().all() and rows.shape[1] == HIDDEN + VOCAB
 
 
@@ -335,7 +336,7 @@ def test_a_draft_of_another_model_type(algorithm):
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
 def test_an_ordinary_model_is_no_eagle_draft(algorithm, tmp_path):
     save(tmp_path, EAGLE, {"model.norm.weight": torch.ones(HIDDEN)})
-    with pytest.raises(DraftError, match=f"no draft of .*{algorithm}: it has no tensor 'fc.weight'; give .*standalone"):
+    with pytest.raises(DraftError, match=f"{algorithm}: it has no tensor 'fc.weight'; give .*standalone"):
         loaded(algorithm, tmp_path)
 
 

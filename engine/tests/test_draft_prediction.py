@@ -9,10 +9,11 @@ from thread_ranks import in_ranks
 from torch.testing import assert_close
 
 from attnplug.host import TINY_CONFIGS, ModelConfigError
-from attnplug_engine.checkpoint import MissingTensor, UnusedTensors
+from attnplug_engine.checkpoints.safetensors import MissingTensor, UnusedTensors
 from attnplug_engine.models.architectures import load_model
-from attnplug_engine.parallel import SINGLE
-from attnplug_engine.speculation.drafts import LAST, DraftError, draft_spec, load_draft
+from attnplug_engine.parallel.collectives import SINGLE
+from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft
+from attnplug_engine.speculation.drafts.model import LAST, DraftError
 from attnplug_engine.speculation.options import Algorithm, Speculation
 from attnplug_testing.draft_checkpoints import (
     HIDDEN,
@@ -43,7 +44,7 @@ def loaded(folder, *, steps=1, parallel=SINGLE, **keys):
 def test_hidden_states_and_logits_of_a_deepseek_layer_are_those_of_float64(own, tmp_path, make_stage, sequences):
     folder, tensors = saved_deepseek(tmp_path, own=own)
     _, draft = loaded(folder, steps=3)
-    assert draft.takes == LAST and draft.models == 1 and draft.target_ids is None
+    assert draft.hidden_inputs == LAST and draft.models == 1 and draft.target_ids is None
     found = make_stage(Fed(draft, TABLE).loaded(), len(sequences)).run(sequences, DECODED)
     for tokens, rows in zip(sequences, found, strict=True):
         wanted = math.deepseek_layer(CONFIG, tensors, "model.layers.3", tokens, TABLE[tokens])

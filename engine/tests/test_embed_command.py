@@ -15,10 +15,10 @@ from torch.testing import assert_close
 from attnplug import BackendError
 from attnplug.host import UsageError
 from attnplug_engine import Embedder
+from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.models.architectures import build_model
 from attnplug_engine.models.architectures import load_model as load
-from attnplug_engine.random_checkpoint import RandomCheckpoint
-from attnplug_engine.runner import ModelRunner
 from attnplug_testing.command import Attnplug
 
 TINY = ("--model", "tiny:llama", "--device", "cpu")

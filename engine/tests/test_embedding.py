@@ -15,9 +15,9 @@ from torch.testing import assert_close
 from attnplug import DType, PoolError, Role, Serving
 from attnplug.host import TINY_CONFIGS, UsageError, load_model
 from attnplug_engine import Embedder, Engine
-from attnplug_engine.checkpoint import MissingTensor
-from attnplug_engine.pooling import Pooling
-from attnplug_engine.pools import bytes_per_page
+from attnplug_engine.checkpoints.pooling import Pooling
+from attnplug_engine.checkpoints.safetensors import MissingTensor
+from attnplug_engine.memory.capacity import bytes_per_page
 from attnplug_testing.rounded_oracle import without_fla
 
 SETTINGS: list[dict[str, Any]] = [
@@ -160,7 +160,7 @@ def test_many_prompts_run_within_the_limits_that_backends_were_told(pages, conte
     assert [len(step.entries) for step in steps] == together
     assert max(step.num_tokens for step in steps) <= embedder.capacity.max_step_tokens
     assert embedder.runner.allocator.free_pages == embedder.capacity.num_pages
-    assert embedder.runner.pools.linear.free_slots == embedder.capacity.state_slots
+    assert embedder.runner.states.free_slots == embedder.capacity.state_slots
 
 
 def test_a_mean_is_taken_in_float32(monkeypatch):
@@ -178,7 +178,7 @@ def test_an_iterator_that_is_left_early_holds_nothing():
     next(stream)
     stream.close()
     assert embedder.runner.allocator.free_pages == embedder.capacity.num_pages
-    assert embedder.runner.pools.linear.free_slots == embedder.capacity.state_slots
+    assert embedder.runner.states.free_slots == embedder.capacity.state_slots
 
 
 def test_the_seed_is_that_of_a_tiny_models_weights():

@@ -19,9 +19,9 @@ from attnplug import DType, Role
 from attnplug.host import UsageError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
+from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.models.architectures import build_model
 from attnplug_engine.options import EngineOptions
-from attnplug_engine.random_checkpoint import RandomCheckpoint
 from attnplug_testing.measured import measured_twins
 
 

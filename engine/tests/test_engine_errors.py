@@ -24,8 +24,8 @@ from attnplug.host import (
     load_registry,
 )
 from attnplug_engine import Engine
-from attnplug_engine.prepare import insist_on_one_choice
-from attnplug_engine.runner import NotFinite
+from attnplug_engine.execution.runner import NotFinite
+from attnplug_engine.prepare import check_same_choice
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_checking_layers_names_the_first_that_is_not_finite():
 
 
 def test_a_table_that_memory_cannot_hold_is_told(monkeypatch):
-    monkeypatch.setattr("attnplug_engine.pools.SlotTable", Mock(side_effect=MemoryError))
+    monkeypatch.setattr("attnplug_engine.scheduling.slot_table.SlotTable", Mock(side_effect=MemoryError))
     with pytest.raises(PoolError, match=r"2 requests with 1024 pages .* lower max_batch, context_length or num_pages"):
         Engine("tiny:llama", device="cpu", page_size=4, max_batch=2)
 
@@ -266,13 +266,13 @@ def test_ranks_that_chose_differently_are_an_error(engine: Engine) -> None:
 
     ranks, cpu, selection = Ranks(), torch.device("cpu"), engine.selection
     for _ in range(2):
-        insist_on_one_choice(selection, ranks, cpu)
+        check_same_choice(selection, ranks, cpu)
     with pytest.raises(BackendError, match="rank 0 runs prefill on torch_native"):
-        insist_on_one_choice(replace(selection, page_size=48), ranks, cpu)
+        check_same_choice(replace(selection, page_size=48), ranks, cpu)
     by_batch = Schedule({"torch_native": {(1, 64, 1): 2.0}})
     scheduled = {role: replace(choice, schedule=by_batch) for role, choice in selection.choices.items()}
-    with pytest.raises(BackendError, match="or their machines have other measured tables"):
-        insist_on_one_choice(replace(selection, choices=scheduled, page_size=48), ranks, cpu)
+    with pytest.raises(BackendError, match="measured tables"):
+        check_same_choice(replace(selection, choices=scheduled, page_size=48), ranks, cpu)
     without = {role: replace(choice, chosen=None) for role, choice in selection.choices.items()}
     with pytest.raises(BackendError, match="rank 0 runs prefill on None"):
-        insist_on_one_choice(replace(selection, choices=without, page_size=48), ranks, cpu)
+        check_same_choice(replace(selection, choices=without, page_size=48), ranks, cpu)

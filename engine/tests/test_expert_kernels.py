@@ -18,7 +18,7 @@ from attnplug_testing.devices import DEVICES, nothing_waits
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
-ALONE = (1, 32, 32, 1), (1, 32, 16, 1)
+ONE_PAIR = (1, 32, 32, 1), (1, 32, 16, 1)
 BLOCKS = (16, 32, 32, 1, 2), (16, 32, 16, 1, 2)
 """Tiles of both products."""
 
@@ -50,13 +50,13 @@ class Layer:
         return (torch.randn(*shape) * shape[-1] ** -0.5).to(self.device, self.dtype)
 
     def routing(self, tokens: int, per_token: int) -> tuple[Tensor, Tensor]:
-        chosen = torch.rand(tokens, self.experts).topk(per_token, dim=-1).indices.int()
-        return chosen.to(self.device), torch.rand(tokens, per_token).to(self.device)
+        topk_ids = torch.rand(tokens, self.experts).topk(per_token, dim=-1).indices.int()
+        return topk_ids.to(self.device), torch.rand(tokens, per_token).to(self.device)
 
-    def wanted(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    def wanted(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """In float64, token by token."""
         rows = []
-        for row, experts, weights in zip(x.double(), chosen.tolist(), shares.double(), strict=True):
+        for row, experts, weights in zip(x.double(), topk_ids.tolist(), topk_weights.double(), strict=True):
             total = torch.zeros_like(row)
             for expert, weight in zip(experts, weights, strict=True):
                 inner = self.gate_up[expert].double() @ row
@@ -69,10 +69,12 @@ class Layer:
             rows.append(total)
         return torch.stack(rows)
 
-    def mix(self, x: Tensor, chosen: Tensor, shares: Tensor, cut=None, **options) -> Tensor:
+    def fused_experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, chosen_tiles=None, **options) -> Tensor:
         experts = kernels("experts")
-        cut = cut and tuple(experts.Tile(*one) for one in cut)
-        return experts.mix(x, chosen, shares, self.gate_up, self.down, gated=self.gated, cut=cut, **options)
+        chosen_tiles = chosen_tiles and tuple(experts.Tile(*one) for one in chosen_tiles)
+        return experts.fused_experts(
+            x, topk_ids, topk_weights, self.gate_up, self.down, gated=self.gated, chosen_tiles=chosen_tiles, **options
+        )
 
     def close(self, got: Tensor, wanted: Tensor) -> None:
         tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[self.dtype]
@@ -83,11 +85,11 @@ class Layer:
 def cuts() -> list[dict[str, object]]:
     """Every way to sort and to sum: each pair alone, pairs ranked, pairs sorted, and one of each."""
     return [
-        {"cut": ALONE},
-        {"cut": BLOCKS},
-        {"cut": BLOCKS, "ranked": 0},
-        {"cut": (ALONE[0], BLOCKS[1]), "ranked": 0},
-        {"cut": (BLOCKS[0], ALONE[1])},
+        {"chosen_tiles": ONE_PAIR},
+        {"chosen_tiles": BLOCKS},
+        {"chosen_tiles": BLOCKS, "ranked": 0},
+        {"chosen_tiles": (ONE_PAIR[0], BLOCKS[1]), "ranked": 0},
+        {"chosen_tiles": (BLOCKS[0], ONE_PAIR[1])},
     ]
 
 
@@ -96,10 +98,10 @@ def cuts() -> list[dict[str, object]]:
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_every_cut_gives_the_sum_of_the_chosen_experts(gated, tokens, device):
     layer = Layer(gated, device=device)
-    x, (chosen, shares) = layer.made(tokens, layer.hidden), layer.routing(tokens, 3)
-    wanted = layer.wanted(x, chosen, shares)
-    for cut in cuts():
-        layer.close(layer.mix(x, chosen, shares, **cut), wanted)
+    x, (topk_ids, topk_weights) = layer.made(tokens, layer.hidden), layer.routing(tokens, 3)
+    wanted = layer.wanted(x, topk_ids, topk_weights)
+    for chosen_tiles in cuts():
+        layer.close(layer.fused_experts(x, topk_ids, topk_weights, **chosen_tiles), wanted)
 
 
 @on_every_device
@@ -108,39 +110,53 @@ def test_an_expert_may_have_all_tokens_or_none(ranked, device):
     """More than one block of the same expert, the last one not full; and experts that nobody chose before and after."""
     layer = Layer(device=device)
     x = layer.made(19, layer.hidden)
-    shares = torch.rand(19, 2).to(device)
+    topk_weights = torch.rand(19, 2).to(device)
     for experts in ([1, 3], [4, 4]):
-        chosen = torch.tensor(experts, dtype=torch.int32, device=device).repeat(19, 1)
-        layer.close(layer.mix(x, chosen, shares, cut=BLOCKS, ranked=ranked), layer.wanted(x, chosen, shares))
+        topk_ids = torch.tensor(experts, dtype=torch.int32, device=device).repeat(19, 1)
+        layer.close(
+            layer.fused_experts(x, topk_ids, topk_weights, chosen_tiles=BLOCKS, ranked=ranked),
+            layer.wanted(x, topk_ids, topk_weights),
+        )
 
 
 @on_every_device
 def test_sizes_that_tiles_divide_are_read_without_masks(device):
     layer = Layer(hidden=32, width=32, device=device)
-    x, (chosen, shares) = layer.made(3, 32), layer.routing(3, 2)
-    for cut in (ALONE, BLOCKS):
-        layer.close(layer.mix(x, chosen, shares, cut=cut), layer.wanted(x, chosen, shares))
+    x, (topk_ids, topk_weights) = layer.made(3, 32), layer.routing(3, 2)
+    for chosen_tiles in (ONE_PAIR, BLOCKS):
+        layer.close(
+            layer.fused_experts(x, topk_ids, topk_weights, chosen_tiles=chosen_tiles),
+            layer.wanted(x, topk_ids, topk_weights),
+        )
 
 
 @on_every_device
 def test_half_precision_is_summed_in_single(device):
     layer = Layer(hidden=64, width=32, dtype=torch.float16, device=device)
-    x, (chosen, shares) = layer.made(2, 64), layer.routing(2, 2)
-    for cut in (ALONE, BLOCKS):
-        layer.close(layer.mix(x, chosen, shares, cut=cut), layer.wanted(x, chosen, shares))
+    x, (topk_ids, topk_weights) = layer.made(2, 64), layer.routing(2, 2)
+    for chosen_tiles in (ONE_PAIR, BLOCKS):
+        layer.close(
+            layer.fused_experts(x, topk_ids, topk_weights, chosen_tiles=chosen_tiles),
+            layer.wanted(x, topk_ids, topk_weights),
+        )
 
 
 @on_every_device
-@pytest.mark.parametrize("cut", [ALONE, BLOCKS], ids=["alone", "blocks"])
-def test_the_shared_expert_and_the_residual_are_in_the_last_sum(cut, device):
+@pytest.mark.parametrize("chosen_tiles", [ONE_PAIR, BLOCKS], ids=["alone", "blocks"])
+def test_the_shared_expert_and_the_residual_are_in_the_last_sum(chosen_tiles, device):
     """They and the gates are views in wider tensors, as the model has them."""
     layer = Layer(device=device)
-    x, (chosen, shares) = layer.made(3, layer.hidden), layer.routing(3, 2)
+    x, (topk_ids, topk_weights) = layer.made(3, layer.hidden), layer.routing(3, 2)
     shared, onto, gates = layer.made(3, 100)[:, :40], layer.made(3, 80)[:, 40:], layer.made(3, 6)
-    got = layer.mix(x, chosen, shares, shared=shared, gate=gates[:, -1], onto=onto, cut=cut)
+    got = layer.fused_experts(
+        x, topk_ids, topk_weights, shared=shared, gate=gates[:, -1], onto=onto, chosen_tiles=chosen_tiles
+    )
     extra = gates[:, -1:].double().sigmoid() * shared.double() + onto.double()
-    layer.close(got, layer.wanted(x, chosen, shares) + extra)
-    layer.close(layer.mix(x, chosen, shares, onto=onto, cut=cut), layer.wanted(x, chosen, shares) + onto.double())
+    layer.close(got, layer.wanted(x, topk_ids, topk_weights) + extra)
+    layer.close(
+        layer.fused_experts(x, topk_ids, topk_weights, onto=onto, chosen_tiles=chosen_tiles),
+        layer.wanted(x, topk_ids, topk_weights) + onto.double(),
+    )
 
 
 @on_every_device
@@ -148,14 +164,14 @@ def test_the_shared_expert_and_the_residual_are_in_the_last_sum(cut, device):
 def test_a_shared_expert_may_be_some_more_of_the_same(gated, device):
     """Twice as wide as a routed one, taken whole or in a share."""
     layer = Layer(gated, device=device)
-    x, (chosen, shares) = layer.made(2, layer.hidden), layer.routing(2, 2)
+    x, (topk_ids, topk_weights) = layer.made(2, layer.hidden), layer.routing(2, 2)
     wide = layer.made((4 if gated else 2) * layer.width, layer.hidden), layer.made(layer.hidden, 2 * layer.width)
     one = Layer(gated, experts=1, device=device)
     one.gate_up, one.down = wide[0][None], wide[1][None]
     shared = one.wanted(x, torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1, device=device))
-    routed, gates = layer.wanted(x, chosen, shares), layer.made(2, 1)
-    layer.close(layer.mix(x, chosen, shares, every=wide, cut=ALONE), routed + shared)
-    got = layer.mix(x, chosen, shares, every=wide, gate=gates[:, 0], onto=x, cut=ALONE)
+    routed, gates = layer.wanted(x, topk_ids, topk_weights), layer.made(2, 1)
+    layer.close(layer.fused_experts(x, topk_ids, topk_weights, every=wide, chosen_tiles=ONE_PAIR), routed + shared)
+    got = layer.fused_experts(x, topk_ids, topk_weights, every=wide, gate=gates[:, 0], onto=x, chosen_tiles=ONE_PAIR)
     layer.close(got, routed + gates.double().sigmoid() * shared + x.double())
 
 
@@ -164,19 +180,19 @@ def test_a_shared_expert_may_be_some_more_of_the_same(gated, device):
 def test_a_token_has_the_same_bits_whatever_the_other_tokens_do(ranked, device):
     """Padding of a captured batch routes anywhere, even rows of NaN."""
     layer = Layer(device=device)
-    x, (chosen, shares) = layer.made(5, layer.hidden), layer.routing(5, 2)
-    before = layer.mix(x, chosen, shares, cut=BLOCKS, ranked=ranked)
+    x, (topk_ids, topk_weights) = layer.made(5, layer.hidden), layer.routing(5, 2)
+    before = layer.fused_experts(x, topk_ids, topk_weights, chosen_tiles=BLOCKS, ranked=ranked)
     x[3:] = float("nan")
-    chosen[3:] = chosen[0]
+    topk_ids[3:] = topk_ids[0]
     with np.errstate(invalid="ignore"):
-        after = layer.mix(x, chosen, shares, cut=BLOCKS, ranked=ranked)
+        after = layer.fused_experts(x, topk_ids, topk_weights, chosen_tiles=BLOCKS, ranked=ranked)
     assert torch.equal(after[:3], before[:3])
 
 
 def test_no_tokens_give_no_rows():
     layer = Layer()
-    x, (chosen, shares) = layer.made(0, layer.hidden), layer.routing(0, 2)
-    assert layer.mix(x, chosen, shares).shape == (0, layer.hidden)
+    x, (topk_ids, topk_weights) = layer.made(0, layer.hidden), layer.routing(0, 2)
+    assert layer.fused_experts(x, topk_ids, topk_weights).shape == (0, layer.hidden)
 
 
 @on_every_device
@@ -211,9 +227,9 @@ def test_the_choice_is_that_of_the_torch_router(sigmoid, groups, normalised, dev
         closed = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(taken).indices, False)
         judged = judged.masked_fill(closed.repeat_interleave(group, 1), float("-inf"))
     wanted = judged.topk(3).indices
-    shares = scores.gather(1, wanted)
-    shares = (shares / shares.sum(-1, keepdim=True) if normalised else shares) * 1.5
-    chosen, got = kernels("routing").choose(
+    topk_weights = scores.gather(1, wanted)
+    topk_weights = (topk_weights / topk_weights.sum(-1, keepdim=True) if normalised else topk_weights) * 1.5
+    topk_ids, got = kernels("routing").choose(
         logits.to(device),
         3,
         sigmoid=sigmoid,
@@ -223,16 +239,16 @@ def test_the_choice_is_that_of_the_torch_router(sigmoid, groups, normalised, dev
         group=group,
         taken=taken,
     )
-    assert torch.equal(chosen.long().cpu(), wanted)
-    torch.testing.assert_close(got.double().cpu(), shares, atol=1e-6, rtol=1e-5)
+    assert torch.equal(topk_ids.long().cpu(), wanted)
+    torch.testing.assert_close(got.double().cpu(), topk_weights, atol=1e-6, rtol=1e-5)
 
 
 @on_every_device
 def test_a_row_of_nan_chooses_experts_that_exist(device):
     logits = torch.full((1, 5), float("nan"), device=device)
     with np.errstate(invalid="ignore"):
-        chosen, _ = kernels("routing").choose(logits, 3, sigmoid=False, bias=None, normalised=True, scaling=1.0)
-    assert ((chosen >= 0) & (chosen < 5)).all()
+        topk_ids, _ = kernels("routing").choose(logits, 3, sigmoid=False, bias=None, normalised=True, scaling=1.0)
+    assert ((topk_ids >= 0) & (topk_ids < 5)).all()
 
 
 @on_every_device
@@ -268,11 +284,11 @@ def test_one_capture_serves_every_routing(tokens, dtype, device):
 
     def step(x: Tensor) -> Tensor:
         logits = kernels("routing").score(x, weight)[1]
-        chosen, shares = kernels("routing").choose(
+        topk_ids, topk_weights = kernels("routing").choose(
             logits[:, :16], 4, sigmoid=True, bias=None, normalised=True, scaling=1.0
         )
         ranked = 0 if tokens == 300 else 4096  # so that torch's sort is captured, too
-        return layer.mix(x, chosen, shares, shared=x, gate=logits[:, 16], onto=x, ranked=ranked)
+        return layer.fused_experts(x, topk_ids, topk_weights, shared=x, gate=logits[:, 16], onto=x, ranked=ranked)
 
     held = layer.made(tokens, layer.hidden)
     step(held)
@@ -289,6 +305,6 @@ def test_one_capture_serves_every_routing(tokens, dtype, device):
             eager = step(x)
         assert torch.equal(out, eager)
         logits = x.double() @ weight.double().t()
-        scores, chosen = logits[:, :16].sigmoid().topk(4)
-        wanted = layer.wanted(x, chosen, scores / scores.sum(-1, keepdim=True))
+        scores, topk_ids = logits[:, :16].sigmoid().topk(4)
+        wanted = layer.wanted(x, topk_ids, scores / scores.sum(-1, keepdim=True))
         layer.close(eager, wanted + x.double() * (1 + logits[:, 16:].sigmoid()))

@@ -17,11 +17,11 @@ from torch.testing import assert_close
 from attnplug import ForwardMode
 from attnplug.host import ModelConfigError, PageCopy
 from attnplug_engine import Engine
-from attnplug_engine.checkpoint import UnusedTensors
+from attnplug_engine.checkpoints.safetensors import UnusedTensors
 from attnplug_engine.speculation.batches import EagerBatches
 from attnplug_engine.speculation.draft_runner import DraftRunner
-from attnplug_engine.speculation.drafts import DraftError
-from attnplug_engine.speculation.frozen import FrozenDrafter
+from attnplug_engine.speculation.drafts.model import DraftError
+from attnplug_engine.speculation.frozen_kv import FrozenKVProposer
 from attnplug_testing.draft_checkpoints import VOCAB, random_tensors, save, shapes_of_assistant
 
 LLAMA, QWEN, HYBRID = "tiny:llama", "tiny:qwen3", "tiny:qwen3_next"
@@ -62,7 +62,7 @@ def engine(model: str = LLAMA, **settings: Any) -> Engine:
 def drafting(model: str, folder, **settings: Any) -> Engine:
     shape = {"speculative_num_steps": STEPS, **settings}
     one = engine(model, speculative_algorithm="mtp", speculative_draft_model=str(folder), **shape)
-    assert isinstance(one.rounds.drafter, FrozenDrafter)
+    assert isinstance(one.rounds.proposer, FrozenKVProposer)
     for memory in caches(one.runner.pools):
         memory.fill_(float("nan"))
     return one
@@ -111,7 +111,7 @@ def test_drawn_tokens_are_those_of_an_engine_without_a_draft(assistants):
 
 @pytest.mark.parametrize("fill", [0, 6])
 def test_captured_rounds_give_the_same_tokens(fill, assistants, monkeypatch):
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         refilled = partial(build, kind=partial(RefilledNative, fill=fill))
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", refilled)
     folder, _ = assistants()

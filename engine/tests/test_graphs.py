@@ -21,8 +21,9 @@ from refilled_native import Recorded, Refilled, RefilledDelta, RefilledNative, R
 from attnplug import BackendError, DType, PlanError, PoolError, WorkspaceKind
 from attnplug.host import TINY_CONFIGS, UsageError, WorkspaceError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
-from attnplug_engine.graph_sizes import default_sizes
-from attnplug_engine.runner import Phase
+from attnplug_engine.execution.runner import Phase
+from attnplug_engine.graphs.capture_sizes import default_sizes
+from attnplug_engine.graphs.step_graphs import capture_steps
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
 HYBRIDS = ["tiny:qwen3_next", "tiny:kimi_linear"]
@@ -35,7 +36,9 @@ def native(monkeypatch: pytest.MonkeyPatch):
     """Makes every engine run on the backend that can be "captured" here."""
 
     def use(kind: type[RefilledNative] = RefilledNative, linear: type[RefilledDelta] = RefilledDelta) -> None:
-        monkeypatch.setattr("attnplug_engine.runner.build_selection", partial(build, kind=kind, linear=linear))
+        monkeypatch.setattr(
+            "attnplug_engine.execution.runner.build_selection", partial(build, kind=kind, linear=linear)
+        )
 
     use()
     return use
@@ -80,7 +83,7 @@ class TestTokens:
         eager, graphs = engine(model), captured(engine(model, overlap=True), (2, 4))
         assert tokens(graphs, params(8)) == tokens(eager, params(8))
         assert graphs.statistics.replayed_steps > 3
-        assert graphs.runner.pools.linear.free_slots == graphs.runner.pools.linear.num_slots
+        assert graphs.runner.states.free_slots == graphs.runner.states.num_slots
 
     def test_drawn_tokens_are_the_same(self, native):
         drawn = params(temperature=0.9, top_k=20, top_p=0.95, seed=3)
@@ -143,7 +146,7 @@ class TestTokens:
         assert len(mine[1].token_ids) == 2 * replayed
 
     def test_the_smallest_step_that_holds_a_batch_is_replayed(self, native):
-        graphs = captured(engine(), (2, 4)).runner.graphs
+        graphs = captured(engine(), (2, 4)).runner.graphs.decode
         found = [graphs.fitting(requests) for requests in (1, 2, 3, 4, 5)]
         assert [step and step.size for step in found] == [2, 2, 4, 4, None]
 
@@ -168,7 +171,7 @@ class TestTokens:
                 break
             with monkeypatch.context() as broken:
                 if number % 3 == 2:
-                    broken.setattr("attnplug_engine.launched.Launched.tokens", lambda _: 1 / 0)
+                    broken.setattr("attnplug_engine.execution.in_flight.StepInFlight.tokens", lambda _: 1 / 0)
                 with suppress(ZeroDivisionError):
                     graphs.step()
         assert [request.output for request in requests] == [
@@ -181,7 +184,7 @@ class TestPhases:
         """B2: nothing but the capture's own hooks plans, neither then nor at a replay."""
         one = captured(engine(), SIZES)
         for size in SIZES:
-            assert not one.runner.graphs.fitting(size).batch.needs_forward_metadata_init()
+            assert not one.runner.graphs.decode.fitting(size).batch.needs_forward_metadata_init()
         planned = one.runner.backend.planned
         request = one.add(PROMPTS[0], SamplingParams(max_tokens=4))
         one.step()
@@ -191,7 +194,7 @@ class TestPhases:
         assert len(request.output) == 4 and one.runner.backend.planned == planned + prefills
 
     def test_a_backend_is_told_that_its_batch_is_captured_and_how_long_it_can_become(self, native):
-        geometry = captured(engine(context_length=10), (1,)).runner.graphs.fitting(1).batch.geometry
+        geometry = captured(engine(context_length=10), (1,)).runner.graphs.decode.fitting(1).batch.geometry
         assert geometry.captured and geometry.max_seq_len == 10
 
     def test_every_replay_is_planned_by_the_backend_before_it(self, native):
@@ -212,7 +215,7 @@ class TestPhases:
     def test_padded_requests_are_at_a_position_that_there_is(self, native):
         one = captured(engine(), (4,))
         one.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
-        assert one.runner.graphs.fitting(1).batch.positions.tolist() == [3, 0, 0, 0]
+        assert one.runner.graphs.decode.fitting(1).batch.positions.tolist() == [3, 0, 0, 0]
 
     def test_an_unmarked_capture_would_be_planned_again(self, native, monkeypatch):
         """B2: what the test above sees if the mark is forgotten."""
@@ -231,9 +234,9 @@ class TestPhases:
             return original(geometry, memory)
 
         one.runner.backend.capture = capture
-        one.runner.capture(SIZES, Recorded(), lambda done, total: told.append((done, total)))
+        capture_steps(one.runner, SIZES, Recorded(), lambda done, total: told.append((done, total)))
         assert order == [4, 2, 1] and told == [(1, 3), (2, 3), (3, 3)]
-        assert one.runner.graphs.sizes == (1, 2, 4)
+        assert one.runner.graphs.decode.sizes == (1, 2, 4)
 
     def test_a_graph_that_does_not_fit_is_named_with_those_before_it_and_what_to_lower(self, native, monkeypatch):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
@@ -245,7 +248,7 @@ class TestPhases:
 
         told = "graph of 2 requests does not fit into memory after those of 4, 2: 3 MiB of 9 are free"
         with pytest.raises(PoolError, match=told) as caught:
-            one.runner.capture(SIZES, capture, full)
+            capture_steps(one.runner, SIZES, capture, full)
         assert "cuda_graph_batch_sizes" in caught.value.settings
 
     def test_phases_follow_each_other_once(self, native):
@@ -271,7 +274,7 @@ class TestPhases:
 
     def test_inputs_and_outputs_stay_where_they_are(self, native):
         one = captured(engine(), SIZES)
-        graphs, runner = one.runner.graphs, one.runner
+        graphs, runner = one.runner.graphs.decode, one.runner
 
         def addresses() -> list[int]:
             held = (graphs.inputs.rows, graphs.inputs.seq_lens, graphs.sampled, runner.tokens, runner.table.mirror())
@@ -480,7 +483,9 @@ class TestSizes:
         monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
         monkeypatch.setattr("attnplug_engine.engine.limited_by", lambda backend, claim: ("some",))
         device = SimpleNamespace(type="cuda")
-        monkeypatch.setattr("attnplug_engine.runner.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None))
+        monkeypatch.setattr(
+            "attnplug_engine.graphs.step_graphs.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None)
+        )
         one.runner.device = device
         told, rest = ", ".join(map(str, sizes)), "no prefill: some cannot capture it"
         assert str(one._capture(None)) == f"decode with {told} requests, 7 MiB (level UNIFORM, by some); {rest}"

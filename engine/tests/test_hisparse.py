@@ -101,7 +101,7 @@ def test_however_steps_are_made(settings, expected):
 
 def test_replayed_steps_make_the_same_tokens(expected, monkeypatch: pytest.MonkeyPatch):
     """Padded requests have no hot buffer. Captures are checked against eager runs, over rows in host memory."""
-    monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+    monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build)
     engine = captured(make(overlap=True), (2,))
     assert tokens(engine) == expected()
     assert engine.statistics.replayed_steps
@@ -125,7 +125,7 @@ def test_rows_that_are_verified_are_brought_in_together(speculation, expected, m
     nodes = speculation.get("speculative_num_draft_tokens", 3)
     has_draft = "speculative_draft_model" in speculation
     if has_draft:
-        for module in ("runner", "speculation.draft_runner"):
+        for module in ("execution.runner", "speculation.draft_runner"):
             monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)
     engine = make(hot=TOPK * nodes, **speculation)
     if has_draft:
@@ -264,7 +264,7 @@ def test_a_random_walk_of_arrivals_aborts_and_failures_leaves_nothing(seed, expe
         ({"hisparse_config": '{"host_memory_gib": 1e999}'}, "host_memory_gib of inf; give a number above 0"),
         ({"enable_hisparse": 1}, "`enable_hisparse` 1 is not allowed|enable_hisparse 1 is not allowed"),
         ({"enable_hisparse": False, "hisparse_config": {}}, "hisparse_config.? is given, and HiSparse is off"),
-        ({"two_batch_overlap": True}, "one place on the device for the rows of the layer that runs"),
+        ({"two_batch_overlap": True}, "two_batch_overlap"),
         ({"model": "tiny:llama"}, r"layer 0 of tiny:llama \(mha\) has no index"),
         ({"model": "tiny:deepseek_v3"}, r"layer 0 of tiny:deepseek_v3 \(mla\) has no index"),
     ],
@@ -312,4 +312,4 @@ def test_run_tells_the_hit_rate_and_what_was_moved(attnplug: Attnplug):
 
 def test_options_are_read_when_they_are_given():
     config = EngineOptions(enable_hisparse=True, hisparse_config='{"host_memory_gib": 1.5}').hisparse
-    assert config.host_room(2) == 3 << 29
+    assert config.host_budget(2) == 3 << 29

@@ -121,5 +121,5 @@ def test_slots_that_run_short_cost_snapshots_and_no_tokens(oracle):
     check(running, oracle)
     check(running, oracle)
     running.cache.clear()
-    states = running.runner.pools.linear
+    states = running.runner.states
     assert states.free_slots == states.num_slots

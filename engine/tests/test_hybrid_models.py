@@ -18,11 +18,11 @@ from torch.testing import assert_close
 
 from attnplug import BackendError, ForwardMode
 from attnplug.host import TINY_CONFIGS, KVPools, ModelAttention, ModelConfigError
-from attnplug_engine.checkpoint import MissingTensor
+from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.checkpoints.safetensors import MissingTensor
 from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.models.lightning_attention import alibi_slopes
-from attnplug_engine.parallel import ParallelError
-from attnplug_engine.random_checkpoint import RandomCheckpoint
+from attnplug_engine.parallel.collectives import ParallelError
 
 DECODED = 6
 TOLERANCE = 1e-4  # of the largest logit: these models amplify rounding, and transformers differs from itself as much

@@ -18,11 +18,12 @@ from torch import Tensor
 from attnplug.hf.model_config import model_from_config
 from attnplug.host import TINY_CONFIGS
 from attnplug_engine import kernels
+from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.models import grouped_attention, latent_attention
-from attnplug_engine.models.architectures import LoadedModel, build_model
+from attnplug_engine.models.architectures import build_model
+from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.models.layers import Linear, relu_squared, silu_and_mul
 from attnplug_engine.models.rope import HalfRotation, PairRotation, PartialRotation
-from attnplug_engine.random_checkpoint import RandomCheckpoint
 from attnplug_testing.devices import DEVICES, INTERPRETED
 
 BY_KERNEL = [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]]
@@ -80,8 +81,8 @@ def test_a_product_of_few_rows_is_float64s(
     rows: int, inputs: int, outputs: int, block_k: int, gated: bool, norm: bool, device: str
 ) -> None:
     """Whatever does not divide evenly, with every prologue and epilogue; nothing around the rows is read."""
-    from attnplug_engine.kernels.product_cuts import Cut
-    from attnplug_engine.kernels.products import product
+    from attnplug_engine.kernels.gemm_tiles import TileConfig
+    from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
     x = poisoned_rows(rows, inputs, device)
     weight = random(outputs, inputs, device=device, seed=1)
@@ -94,10 +95,13 @@ def test_a_product_of_few_rows_is_float64s(
         gate, up = wanted.chunk(2, dim=-1)
         wanted = F.silu(gate) * up
     wanted = wanted + onto.double()
-    tiled = (Cut(16, max(block_k, 64), 2, tiles=True), Cut(32 if gated else 64, block_k, 4, tiles=True, stages=3))
-    for cut in (Cut(4, block_k, 4), *tiled):
+    tiled = (
+        TileConfig(16, max(block_k, 64), 2, tiles=True),
+        TileConfig(32 if gated else 64, block_k, 4, tiles=True, stages=3),
+    )
+    for cut in (TileConfig(4, block_k, 4), *tiled):
         pair = (gain, 1e-3) if norm else None
-        found = product(x, weight, cut, bias=bias, norm=pair, gated=gated, onto=onto)
+        found = skinny_gemm(x, weight, cut, bias=bias, norm=pair, gated=gated, onto=onto)
         assert found.dtype is x.dtype
         rounded = 2 if cut.tiles and norm else 1  # what is given to tensor cores
         assert error(found, wanted) <= rounded * BOUNDS[x.dtype]
@@ -107,42 +111,42 @@ def test_a_product_of_few_rows_is_float64s(
 @pytest.mark.parametrize("stages", [0, 3])
 def test_a_row_does_not_depend_on_the_others(stages: int, device: str) -> None:
     """Padding rows of a captured step hold whatever was there: not a bit of the others is to change."""
-    from attnplug_engine.kernels.product_cuts import Cut
-    from attnplug_engine.kernels.products import product
+    from attnplug_engine.kernels.gemm_tiles import TileConfig
+    from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
-    cut = Cut(64, 64, 4, tiles=True, stages=stages) if stages else Cut(16, 256, 4, tiles=True)
+    cut = TileConfig(64, 64, 4, tiles=True, stages=stages) if stages else TileConfig(16, 256, 4, tiles=True)
     weight, norm = random(24, 64, device=device, seed=1), (random(64, device=device, seed=3), 1e-6)
     x = random(4, 64, device=device)
-    first = product(x, weight, cut, norm=norm)[:3]
+    first = skinny_gemm(x, weight, cut, norm=norm)[:3]
     x[3] = torch.nan
-    assert torch.equal(product(x, weight, cut, norm=norm)[:3], first)
-    assert torch.equal(product(x[:3], weight, cut, norm=norm), first)
+    assert torch.equal(skinny_gemm(x, weight, cut, norm=norm)[:3], first)
+    assert torch.equal(skinny_gemm(x[:3], weight, cut, norm=norm), first)
 
 
 @pytest.mark.parametrize("device", BY_KERNEL)
 def test_rows_may_begin_at_any_place(device: str) -> None:
     """Numbers are loaded in pairs, and these begin in the middle of one."""
-    from attnplug_engine.kernels.product_cuts import Cut
-    from attnplug_engine.kernels.products import product
+    from attnplug_engine.kernels.gemm_tiles import TileConfig
+    from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
-    wide, weight, cut = random(3, 65, device=device), random(24, 64, device=device, seed=1), Cut(4, 64, 4)
-    assert torch.equal(product(wide[:, 1:], weight, cut), product(wide[:, 1:].contiguous(), weight, cut))
+    wide, weight, cut = random(3, 65, device=device), random(24, 64, device=device, seed=1), TileConfig(4, 64, 4)
+    assert torch.equal(skinny_gemm(wide[:, 1:], weight, cut), skinny_gemm(wide[:, 1:].contiguous(), weight, cut))
 
 
 @pytest.mark.parametrize("device", BY_KERNEL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_are_not_rounded_on_their_way_to_float32(dtype: torch.dtype, device: str) -> None:
-    from attnplug_engine.kernels.product_cuts import choose
-    from attnplug_engine.kernels.products import product
+    from attnplug_engine.kernels.gemm_tiles import choose
+    from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
     x, weight = random(2, 64, device=device, dtype=dtype), random(40, 64, device=device, seed=1, dtype=dtype)
-    logits = product(x, weight, choose(x, weight), dtype=torch.float32)
+    logits = skinny_gemm(x, weight, choose(x, weight), dtype=torch.float32)
     assert logits.dtype is torch.float32
     assert error(logits, x.double() @ weight.double().T) <= BOUNDS[torch.float32]
 
 
 def test_some_rows_of_short_types_are_multiplied_by_a_kernel() -> None:
-    from attnplug_engine.kernels.product_cuts import FEW, MANY, MORE, SOME, choose
+    from attnplug_engine.kernels.gemm_tiles import FEW, MANY, MORE, SOME, choose
 
     weight, tall = (torch.zeros(rows, 16, dtype=torch.bfloat16) for rows in (8, 5000))
     x = torch.zeros(MANY + 1, 16, dtype=torch.bfloat16)
@@ -159,7 +163,7 @@ def test_some_rows_of_short_types_are_multiplied_by_a_kernel() -> None:
 
 
 def test_gated_products_of_many_rows_are_those_that_give_all_processors_work() -> None:
-    from attnplug_engine.kernels.product_cuts import MANY, choose
+    from attnplug_engine.kernels.gemm_tiles import MANY, choose
 
     x = torch.zeros(MANY + 1, 16, dtype=torch.bfloat16)
     for outputs, chosen in ((8192, True), (2816, False), (11008, False), (16384, True), (16896, True)):
@@ -175,17 +179,17 @@ def test_products_that_shared_memory_has_no_room_for_are_a_librarys(
     room: int, gated: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KiB of SM 89, 80 and 90: Triton raises where a program asks for more."""
-    from attnplug_engine.kernels import product_cuts
+    from attnplug_engine.kernels import gemm_tiles
 
-    monkeypatch.setattr(product_cuts, "shared_memory", lambda device: room << 10)
+    monkeypatch.setattr(gemm_tiles, "shared_memory", lambda device: room << 10)
     x, weight = torch.zeros(65, 16, dtype=torch.bfloat16), torch.zeros(16384 if gated else 2048, 16).bfloat16()
-    rows = [count for count in range(1, 66) if product_cuts.choose(x[:count], weight, gated=gated)]
+    rows = [count for count in range(1, 66) if gemm_tiles.choose(x[:count], weight, gated=gated)]
     assert rows == list(range(1, most + 1))
 
 
 @pytest.mark.parametrize("shape", [(3072, 2048), (2048, 8192), (3072, 1536), (1, 2048), (7, 24), (2048, 28672)])
 def test_a_program_loads_a_bounded_part_of_the_matrix_at_once(shape: tuple[int, int]) -> None:
-    from attnplug_engine.kernels.product_cuts import choose_few
+    from attnplug_engine.kernels.gemm_tiles import choose_few
 
     for tiles in (1, 2):
         cut = choose_few(*shape, tiles)
@@ -271,10 +275,10 @@ FREQUENCIES = 1e4 ** -(torch.arange(0, 16, 2) / 16)
 
 def turn_and_twin(pairs: bool, device: str, dim: int = 16) -> tuple[Any, Any]:
     """The kernels' rotation of 16 dimensions, and torch's in float64 by the same angles."""
-    from attnplug_engine.kernels.turn import Turn
+    from attnplug_engine.kernels.rotation import FusedRotation
 
     positions = torch.tensor(POSITIONS)
-    turn = Turn(positions.to(device), FREQUENCIES.to(device), 1.5, pairs=pairs)
+    turn = FusedRotation(positions.to(device), FREQUENCIES.to(device), 1.5, pairs=pairs)
     angles = (positions.unsqueeze(1) * FREQUENCIES).double()
     twin = (PairRotation if pairs else HalfRotation)(angles, 1.5, torch.float64)
     return turn, twin if dim == 16 else PartialRotation(twin, 16)
@@ -405,7 +409,7 @@ def test_a_layer_takes_five_launches_beside_its_attention(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(InterpretedFunction, "run", counted)
     logits_of(tiny("llama", torch.float16, "cpu"), 1, "cpu")
-    layer = ["_product", "_turn_heads", "_product", "_product", "_product"]
+    layer = ["_product", "_rotate_heads", "_product", "_product", "_product"]
     assert launched == ["_angles", *layer, *layer, "_rms_norm"]
 
 

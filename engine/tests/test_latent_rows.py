@@ -81,9 +81,9 @@ def test_latent_rows_are_stored_at_their_slots_and_nowhere_else(
 def test_queries_are_absorbed_and_rotated_while_rows_are_stored(tokens: int, pairs: bool, device: str) -> None:
     """Sizes that no tile divides, and more tokens than a tile has. Rows and rotations have the bits that they have
     without absorbing; nothing around the inputs is read."""
-    from attnplug_engine.kernels.turn import Turn
+    from attnplug_engine.kernels.rotation import FusedRotation
 
-    turn = Turn(7 * torch.arange(tokens, device=device), FREQUENCIES.to(device), 1.5, pairs=pairs)
+    turn = FusedRotation(7 * torch.arange(tokens, device=device), FREQUENCIES.to(device), 1.5, pairs=pairs)
     norm: Any = SimpleNamespace(weight=random(20, device=device, seed=2), eps=1e-3)
     weights = up_projection(5, 24, 20, device)
     q = poisoned_rows(tokens, 5 * 40, device).unflatten(1, (5, 40))

@@ -10,9 +10,9 @@ import torch
 from torch.testing import assert_close
 
 from attnplug.host import TINY_CONFIGS, Config
+from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.models.architectures import ARCHITECTURES, UnknownArchitecture, build_model, load_model
 from attnplug_engine.models.rope import HalfRotation, PairRotation, inverse_frequencies
-from attnplug_engine.random_checkpoint import RandomCheckpoint
 from attnplug_testing.configs import TINY_YARN
 
 DECODED = 8

@@ -11,7 +11,13 @@ from torch.testing import assert_close
 from attnplug.host import TINY_CONFIGS
 from attnplug.host import load_model as load_spec
 from attnplug_engine.models.architectures import load_model
-from attnplug_engine.parallel import ParallelError, ProcessGroupParallel, even_part, kv_head_part, padded_part
+from attnplug_engine.parallel.collectives import (
+    ParallelError,
+    ProcessGroupParallel,
+    even_part,
+    kv_head_part,
+    padded_part,
+)
 
 DECODED = 8
 MODELS = {

@@ -116,7 +116,7 @@ def test_every_nesting_gives_the_tokens_of_a_plain_engine(nesting: Nesting, monk
     """A9, B1, B4: all run prefills in halves, and eager rounds with a plan stream where lengths may stay on the
     device."""
     expected = plain(nesting.model)
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", nesting.build)
     draft = DRAFTS[nesting.draft]
 
@@ -126,7 +126,7 @@ def test_every_nesting_gives_the_tokens_of_a_plain_engine(nesting: Nesting, monk
             captured(one, (2,))
         found = tokens(one)
         assert bool(one.statistics.replayed_steps) is nesting.replays
-        assert bool(one.statistics.served.told()) is nesting.shared
+        assert bool(one.statistics.backend_usage.by_backend()) is nesting.shared
         assert not draft or (one.rounds.plan_stream is None) is (nesting.model == HYBRID)
         return found
 

@@ -13,7 +13,7 @@ from thread_ranks import in_ranks
 
 from attnplug.host import UsageError
 from attnplug_engine import Engine, Request, SamplingParams
-from attnplug_engine.request import PENDING
+from attnplug_engine.scheduling.step import PENDING
 
 SETTINGS = {"device": "cpu", "page_size": 4, "max_batch": 3, "context_length": 64}
 
@@ -27,7 +27,7 @@ def check_all_returned(engine: Engine) -> None:
     assert not engine.scheduler.has_work and not engine.scheduler.in_flight and not engine.scheduler.running
     if engine.cache is not None:
         engine.cache.clear()
-    allocator, states, table = engine.runner.allocator, engine.runner.pools.linear, engine.runner.table
+    allocator, states, table = engine.runner.allocator, engine.runner.states, engine.runner.table
     assert allocator.free_pages == allocator.num_pages
     assert states is None or states.free_slots == states.num_slots
     for row in [table.admit() for _ in range(table.max_requests)]:

@@ -21,7 +21,8 @@ from attnplug import ForwardMode
 from attnplug.host import UsageError
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.options import EngineOptions
-from attnplug_engine.request import PENDING, FinishReason, Request
+from attnplug_engine.request import FinishReason, Request
+from attnplug_engine.scheduling.step import PENDING
 from attnplug_engine.speculation.batches import EagerBatches
 from attnplug_engine.speculation.plan_stream import PlanStream
 from attnplug_testing.command import Attnplug
@@ -255,9 +256,9 @@ class TestStale:
         one = ahead(overlap=True, **CHAIN)
         stepped(one)
         request = one.scheduler.running[0]
-        assert request.flying and one.rounds._next_verify._waiting is not None
+        assert request.steps_in_flight and one.rounds._next_verify._waiting is not None
         one._drop()
-        assert not request.flying
+        assert not request.steps_in_flight
         one._depth = 1
         self.drops(one, watch)
         while one.step() is not None:
@@ -287,7 +288,7 @@ class TestStale:
         """Of a round whose newest tokens the device alone has, unless that is what changes."""
         one = ahead(overlap=True, **CHAIN)
         stepped(one, prompts=2)
-        keeps, (step, running) = one.rounds._next_verify, one._launched[-1]
+        keeps, (step, running) = one.rounds._next_verify, one._in_flight[-1]
         entries, rows, slots, longest = list(step.entries), list(step.rows), step.state_slots, keeps._waiting.longest
         assert entries[0].token_ids == (PENDING,)
         keeps._waiting = replace(keeps._waiting, rows=rows)

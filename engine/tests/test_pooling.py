@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attnplug.host import UsageError
-from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
+from attnplug_engine.checkpoints.pooling import EmbeddingRules, Pooling, read_rules
 
 TRANSFORMER, POOLING, NORMALIZE = (
     {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -69,10 +69,10 @@ def test_without_files_it_is_the_last_token_normalised(tmp_path):
     ("modules", "pooling", "told"),
     [
         ([TRANSFORMER, POOLING], flags("max_tokens"), r"1_Pooling.config\.json asks for the pooling max,.*--pooling"),
-        ([TRANSFORMER, POOLING], {"pooling_mode": ["mean", "max"]}, "the pooling mean and max, which is not served"),
-        ([TRANSFORMER, POOLING], {"pooling_mode": 3}, "the pooling 3, which is not served"),
+        ([TRANSFORMER, POOLING], {"pooling_mode": ["mean", "max"]}, "the pooling mean and max"),
+        ([TRANSFORMER, POOLING], {"pooling_mode": 3}, "the pooling 3"),
         ([TRANSFORMER, POOLING], [], "not an object"),
-        ([TRANSFORMER, POOLING, DENSE], {}, "the module Dense at place 2, which is not served"),
+        ([TRANSFORMER, POOLING, DENSE], {}, "the module Dense at place 2"),
         ([TRANSFORMER, NORMALIZE, POOLING], {}, "the module Normalize at place 1"),
         ([TRANSFORMER], {}, "no module Pooling"),
         ([{**TRANSFORMER, "path": "0_Transformer"}, POOLING], {}, "the folder '0_Transformer'"),

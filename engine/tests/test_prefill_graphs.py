@@ -21,9 +21,11 @@ from thread_ranks import in_ranks
 from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role
 from attnplug.host import FastestBackend, TorchNativeBackend, UsageError, load_model
 from attnplug_engine import Engine, EngineOptions, SamplingParams
-from attnplug_engine.graph_sizes import default_prefill_sizes
-from attnplug_engine.prefill_graphs import PrefillGraphs, _seconds
-from attnplug_engine.request import Request, Step, StepEntry
+from attnplug_engine.graphs.capture_sizes import default_prefill_sizes
+from attnplug_engine.graphs.prefill import PrefillGraphs, _seconds
+from attnplug_engine.graphs.step_graphs import capture_steps
+from attnplug_engine.request import Request
+from attnplug_engine.scheduling.step import Step, StepEntry
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
 SIZES = (2, 4)
@@ -43,7 +45,7 @@ def native(monkeypatch: pytest.MonkeyPatch):
     """Makes every engine run on the backend that can be "captured" here."""
 
     def use(kind: Any = AnyBatch) -> None:
-        monkeypatch.setattr("attnplug_engine.runner.build_selection", partial(build, kind=kind))
+        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", partial(build, kind=kind))
 
     use()
     return use
@@ -55,7 +57,7 @@ def engine(model: str = MODELS[0], **settings: Any) -> Engine:
 
 
 def captured(one: Engine, prefills: tuple[int, ...] = PREFILLS) -> Engine:
-    one.runner.capture(SIZES, Recorded(), prefills=prefills)
+    capture_steps(one.runner, SIZES, Recorded(), prefills=prefills)
     return one
 
 
@@ -146,7 +148,7 @@ class TestTokens:
             entries = tuple(StepEntry(one, 0, one.prompt[:2], one.id > 0) for one in each)
             launched = runner.launch(Step(ForwardMode.EXTEND, entries, (), tuple(rows)))
             newest.append((launched.tokens(), runner.tokens[rows].tolist()))
-            assert launched.replayed is (one.runner.prefill_graphs is not None)
+            assert launched.replayed is (one.runner.graphs is not None)
         assert newest[0] == newest[1] and newest[0][1] == [77, *newest[0][0]]
 
     @pytest.mark.parametrize("fill", [0, 6])
@@ -165,7 +167,7 @@ class TestTokens:
 
 class TestCapture:
     def test_the_smallest_graph_that_holds_all_tokens_is_replayed(self):
-        graphs = captured(engine()).runner.prefill_graphs
+        graphs = captured(engine()).runner.graphs.prefill
 
         def fitting(*counts):
             entries = tuple(StepEntry(None, 0, (1,) * count, True) for count in counts)
@@ -185,10 +187,10 @@ class TestCapture:
             return original(geometry, memory)
 
         one.runner.backend.capture = capture
-        one.runner.capture(SIZES, Recorded(), lambda done, total: told.append((done, total)), prefills=(4, 9))
+        capture_steps(one.runner, SIZES, Recorded(), lambda done, total: told.append((done, total)), prefills=(4, 9))
         assert order == [("extend", 9), ("extend", 4), ("decode", 4), ("decode", 2)]
         assert told == [(number, 4) for number in (1, 2, 3, 4)]
-        assert one.runner.prefill_graphs.sizes == (4, 9)
+        assert one.runner.graphs.prefill.sizes == (4, 9)
 
     def test_a_batch_is_marked_and_planned_before_every_replay(self):
         """B2: a forward plans no captured prefill."""
@@ -202,10 +204,10 @@ class TestCapture:
     def test_what_saves_no_time_is_not_kept(self, monkeypatch):
         """From some size on the device takes longer than the host."""
         times = iter([1.0, 1.5, 1.0, 1.0, 1.0, 0.2])
-        monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", lambda *given, **how: next(times))
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, **how: next(times))
         one = engine()
-        one.runner.capture(SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
-        assert one.runner.prefill_graphs.sizes == PREFILLS[:2]
+        capture_steps(one.runner, SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
+        assert one.runner.graphs.prefill.sizes == PREFILLS[:2]
         each = SamplingParams(max_tokens=3)
         assert tokens(one, prompts(), each) == tokens(engine(), prompts(), each)
         assert one.statistics.replayed_prefills
@@ -218,14 +220,14 @@ class TestCapture:
             here.timed += waits
             return 1.5 if waits and here.rank and here.timed == 1 else 1.0 - 0.5 * waits  # the first is the largest
 
-        monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", seconds)
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", seconds)
 
         def serve(parallel):
             here.rank, here.timed = parallel.rank, 0
             one = engine(parallel=parallel)
-            one.runner.capture(SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
+            capture_steps(one.runner, SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
             found = tokens(one, prompts(6), SamplingParams(max_tokens=3))
-            return one.runner.prefill_graphs.sizes, found, one.statistics.replayed_prefills
+            return one.runner.graphs.prefill.sizes, found, one.statistics.replayed_prefills
 
         first, second = in_ranks(2, serve)
         assert first == second and first[0] == PREFILLS[:2] and first[2] > 0
@@ -250,7 +252,7 @@ class TestCapture:
     def test_padding_is_a_token_that_there_is(self):
         """Of a step before, in which the host did not know a token, -1 may be left in its place."""
         one = captured(engine())
-        inputs, row = one.runner.prefill_graphs.inputs, one.runner.table.max_requests
+        inputs, row = one.runner.graphs.prefill.inputs, one.runner.table.max_requests
         request = Request(0, (1, 2, 3), SamplingParams(max_tokens=2))
         for ids in ((-1, 5, 6), (4,)):
             step = Step(ForwardMode.EXTEND, (StepEntry(request, 0, ids, True),), (), (row,))
@@ -279,7 +281,7 @@ class TestCapture:
     def test_a_graph_that_does_not_fit_is_told_or_done_without(self, keep_all, monkeypatch):
         """Nobody asked for those of a default."""
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
-        monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", lambda *given, waits: float(not waits))
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: float(not waits))
         one, capture = engine(), PrefillGraphs.capture
 
         def full(graphs, size, how):
@@ -291,11 +293,11 @@ class TestCapture:
         if keep_all:
             told = "graph of 9 tokens does not fit into memory after those of 22: 3 MiB"
             with pytest.raises(PoolError, match=told) as caught:
-                one.runner.capture(SIZES, Recorded(), prefills=PREFILLS)
+                capture_steps(one.runner, SIZES, Recorded(), prefills=PREFILLS)
             assert {"cuda_graph_prefill_sizes", "disable_prefill_cuda_graph"} <= set(caught.value.settings)
         else:
-            one.runner.capture(SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
-            assert one.runner.prefill_graphs.sizes == (4, 22) and one.runner.graphs.sizes == SIZES
+            capture_steps(one.runner, SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
+            assert one.runner.graphs.prefill.sizes == (4, 22) and one.runner.graphs.decode.sizes == SIZES
 
 
 class StaleLengths(AnyBatch):
@@ -307,7 +309,7 @@ class StaleLengths(AnyBatch):
 
 
 class EqualLengths(AnyBatch):
-    """Takes all requests to have equally many new tokens."""
+    """HiddenInputs all requests to have equally many new tokens."""
 
     def refill(self, plan, geometry):
         if geometry.new_lens is not None:
@@ -372,7 +374,7 @@ class TestOptions:
         ("sizes", "told"),
         [
             ((), "is empty; give numbers of tokens, or turn graphs off by disable_prefill_cuda_graph"),
-            ((0,), "holds 0, which is no number of tokens"),
+            ((0,), "holds 0"),
             ((99,), "holds 99, and no step has more than 24 tokens; leave it out, or raise chunked_prefill_size"),
             ((8, 8), "names a size twice"),
             ("8", "'8' is not allowed; give a list of numbers of tokens"),
@@ -434,12 +436,14 @@ class TestOptions:
         one.options = replace(one.options, **settings)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
         monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
-        monkeypatch.setattr("attnplug_engine.runner.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None))
-        monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", lambda *given, waits: waits != keeps)
+        monkeypatch.setattr(
+            "attnplug_engine.graphs.step_graphs.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None)
+        )
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: waits != keeps)
         one.runner.device = SimpleNamespace(type="cuda")
-        one.runner._least_of_ranks = lambda mine: mine
+        monkeypatch.setattr("attnplug_engine.graphs.step_graphs._min_over_ranks", lambda runner, value: value)
         assert str(one._capture(None)) == f"decode with 1, 2, 4, 5 requests, {told}"
-        assert (one.runner.prefill_graphs is None) is ("no prefill" in told)
+        assert (one.runner.graphs.prefill is None) is ("no prefill" in told)
 
 
 class TestAside:
@@ -456,7 +460,7 @@ class TestAside:
             serving = {Role.PREFILL: "eager", Role.DECODE: "captured"}
             return FastestBackend(made, serving, captured_extends="captured")
 
-        monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build)
 
     @pytest.mark.parametrize("model", MODELS[:2])
     def test_short_prefills_are_replayed_on_the_one_that_can(self, model):
@@ -467,7 +471,7 @@ class TestAside:
         counts = graphs.statistics
         assert counts.replayed_prefills > 2 and counts.eager_prefills > 2
         served = {"eager": counts.eager_prefills, "captured": counts.replayed_prefills}
-        assert counts.served.told()["prefill"] == served
+        assert counts.backend_usage.by_backend()["prefill"] == served
 
     @pytest.mark.parametrize("model", [0, 1])
     def test_attention_that_takes_longer_than_the_graph_saves_is_left_to_who_prefills(self, model, monkeypatch):
@@ -476,10 +480,10 @@ class TestAside:
         layer = spec.full_layers[0]
         width = 2 * layer.head_dim if layer.mla is None else layer.mla.row_dim + layer.mla.kv_lora_rank
         saved = 40.5 * 2 * layer.num_heads * width * len(spec.layers) / 9e13
-        monkeypatch.setattr("attnplug_engine.prefill_graphs._seconds", lambda *given, waits: saved * (not waits))
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: saved * (not waits))
         one = engine(MODELS[model])
-        one.runner.capture(SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
-        graphs = one.runner.prefill_graphs
+        capture_steps(one.runner, SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
+        graphs = one.runner.graphs.prefill
 
         def fits(*requests: tuple[int, int]) -> bool:
             entries = tuple(StepEntry(None, before, (1,) * new, True) for before, new in requests)
@@ -491,6 +495,6 @@ class TestAside:
     def test_without_times_too_unless_the_captured_one_prefills_alone(self, alone, native):
         if alone:
             native()
-        graphs = captured(engine()).runner.prefill_graphs
+        graphs = captured(engine()).runner.graphs.prefill
         step = Step(ForwardMode.EXTEND, (StepEntry(None, 2**40, (1,), True),), (), ())
         assert (graphs.fitting(step) is not None) is alone

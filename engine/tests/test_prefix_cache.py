@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug import AttentionKind, DType, LayerSpec, PoolError
-from attnplug.host import LinearDims, LinearStatePool, PageAllocator
-from attnplug_engine.prefix_cache import PrefixCache
+from attnplug.host import LinearDims, LinearStatePool
+from attnplug_engine.scheduling.page_allocator import PageAllocator
+from attnplug_engine.scheduling.prefix_cache import PrefixCache
+from attnplug_engine.scheduling.state_allocator import StateAllocator
 
 
 class Token(int):
@@ -135,7 +137,7 @@ def test_a_page_held_behind_one_that_is_not_keeps_both() -> None:
 
 def test_an_evicted_page_gives_its_snapshot_back() -> None:
     layer = LayerSpec(0, AttentionKind.LIGHTNING, 1, 1, 1, 1, 1.0, linear=LinearDims(1, 1, 1, 1))
-    states = LinearStatePool([layer], num_slots=2, dtype=DType.FLOAT32, device="cpu")
+    states = StateAllocator(LinearStatePool([layer], num_slots=2, dtype=DType.FLOAT32, device="cpu"))
     allocator = PageAllocator(4)
     cache = PrefixCache(allocator, 2, states)
     put(allocator, cache, [1, 2, 3, 4])

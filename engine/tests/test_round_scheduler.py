@@ -10,17 +10,10 @@ import pytest
 from exact_serving import FIRST, POISON, STOP, VOCAB, Serving, advance, alone
 
 from attnplug import ForwardMode, PoolError
-from attnplug_engine.request import (
-    BAD_LOGITS,
-    PENDING,
-    FinishReason,
-    Request,
-    RequestState,
-    SamplingParams,
-    Step,
-)
+from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams
+from attnplug_engine.scheduling.step import BAD_LOGITS, PENDING, Step
 from attnplug_engine.speculation.options import Algorithm, Speculation
-from attnplug_engine.speculation.scheduling import RoundScheduler, spare_rows
+from attnplug_engine.speculation.scheduler import RoundScheduler, lookahead_rows
 
 JUNK = -5
 CHAIN = Speculation(Algorithm.MTP, None, 3)
@@ -32,7 +25,7 @@ class RoundServing(Serving):
 
     def __init__(self, speculation: Speculation = CHAIN, *, right: float = 0.6, seed: int = 0, **settings: Any) -> None:
         self.speculation, self.right, self.random = speculation, right, Random(seed)
-        super().__init__(spare=spare_rows(speculation), **settings)
+        super().__init__(lookahead=lookahead_rows(speculation), **settings)
         self.lengths = [0] * self.table.max_requests  # committed, by rows of the table
         self.rounds = self.brought = 0
 
@@ -140,7 +133,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(seed, depth, speculation):
         speculation,
         right=random.choice((0.0, 0.5, 0.9, 1.0)),
         seed=seed,
-        pages=-(-(context + 2 * spare_rows(speculation)) // size) + random.choice((0, 6, 60)),
+        pages=-(-(context + 2 * lookahead_rows(speculation)) // size) + random.choice((0, 6, 60)),
         page_size=size,
         chunk=random.choice((None, 3, 16)),
         context=context,

@@ -14,8 +14,10 @@ from attnplug import DType, ExtendPath, ForwardBatch, ForwardMode, PlanError, Se
 from attnplug.host import ExtendPolicy, HostContext, Limits, Parallel, SelectionError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.pools import Capacity, build_pools, bytes_per_state
-from attnplug_engine.request import PENDING, Request, Step, StepEntry
+from attnplug_engine.memory.capacity import Capacity, bytes_per_state
+from attnplug_engine.memory.pools import build_pools
+from attnplug_engine.request import Request
+from attnplug_engine.scheduling.step import PENDING, Step, StepEntry
 from attnplug_testing.command import Package
 
 

@@ -16,17 +16,19 @@ from torch import Tensor
 
 from attnplug import ForwardMode
 from attnplug.host import UsageError
-from attnplug_engine.launched import Launched
-from attnplug_engine.request import Request, SamplingParams, Step, StepEntry, TokenLogprobs
-from attnplug_engine.sampler import (
+from attnplug_engine.execution.in_flight import StepInFlight
+from attnplug_engine.execution.sampler import (
     Logprobs,
     Sampler,
+    argmax_finite,
     gumbel,
-    likeliest,
     request_seed,
     sample,
 )
-from attnplug_engine.sampling_batch import SamplingArrays, SamplingBatch
+from attnplug_engine.execution.sampling_inputs import SamplingArrays, sampling_metadata
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
+from attnplug_engine.request import Request, SamplingParams, TokenLogprobs
+from attnplug_engine.scheduling.step import Step, StepEntry
 from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
 from attnplug_testing.triton_mode import settle_triton
 
@@ -45,7 +47,7 @@ def request(number: int, made: int = 0, seed: int | None = None, **params: Any) 
     return Request(number, (1,), SamplingParams(99, seed=seed, **params), output=[0] * made)
 
 
-def by_kernel(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def by_kernel(logits: Tensor, batch: SamplingMetadata) -> Tensor:
     """What ``sample`` does on a GPU; without one, interpreted."""
     settle_triton()
     from attnplug_engine.kernels.sample import launch_sample
@@ -62,7 +64,7 @@ in_every_way = pytest.mark.parametrize(("choose", "device"), WAYS)
 
 
 def chosen(choose: Any, device: str, logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    batch = SamplingBatch.of(requests, Sampler(5).seed_of, torch.device(device))
+    batch = sampling_metadata(requests, Sampler(5).seed_of, torch.device(device))
     found: list[int] = choose(logits.to(device), batch).tolist()
     return found
 
@@ -153,8 +155,8 @@ def test_the_likeliest_token_by_the_definition(seed: int, rows: int, vocab: int,
     for row in logits.tolist():
         bad = any(math.isnan(logit) for logit in row) or math.isinf(max(row))
         expected.append(-1 if bad else row.index(max(row)))
-    assert likeliest(logits).tolist() == expected
-    assert likeliest(logits.t().contiguous().t()).tolist() == expected
+    assert argmax_finite(logits).tolist() == expected
+    assert argmax_finite(logits.t().contiguous().t()).tolist() == expected
 
 
 @pytest.mark.parametrize("params", KINDS[1:])
@@ -167,7 +169,7 @@ def test_tokens_come_as_often_as_their_probability_says(params: dict[str, float]
         numbers = range(draws)
         requests = [request(0, seed=11 if many == "places" else number, **params) for number in numbers]
         positions = list(numbers) if many == "places" else [0] * draws
-        batch = SamplingBatch.of(requests, Sampler().seed_of, torch.device("cpu"), positions)
+        batch = sampling_metadata(requests, Sampler().seed_of, torch.device("cpu"), positions)
         counts = sample(logits.expand(draws, -1), batch).bincount(minlength=12).tolist()
         assert {token for token, count in enumerate(counts) if count} <= expected.keys()
         distance = sum((counts[token] - draws * share) ** 2 / (draws * share) for token, share in expected.items())
@@ -239,7 +241,7 @@ def test_a_captured_sampler_follows_its_parameters() -> None:
     rows, vocab = 16, 40_000
     logits = torch.randn(rows, vocab, device="cuda") * 3
     memory = torch.zeros(SamplingArrays.ROW_BYTES * rows, dtype=torch.uint8, device="cuda")
-    batch, graph = SamplingBatch.over(memory, rows), torch.cuda.CUDAGraph()
+    batch, graph = SamplingMetadata.over(memory, rows), torch.cuda.CUDAGraph()
     sample(logits, batch)
     with nothing_waits("cuda"):
         sample(logits, batch)
@@ -364,7 +366,7 @@ def test_rows_of_a_buffer_beyond_the_requests_are_greedy() -> None:
     memory = np.full(SamplingArrays.ROW_BYTES * 4, 255, np.uint8)
     requests = [request(0, 9, 2**63 - 1, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125), request(1)]
     SamplingArrays.over(memory, 4).fill(requests, lambda one: 2**64 - 1 - one.id, [7, 8])
-    batch = SamplingBatch.over(torch.from_numpy(memory), 4)
+    batch = SamplingMetadata.over(torch.from_numpy(memory), 4)
     assert batch.temperature.tolist() == [0.5, 0, 0, 0]
     first = {field.name: getattr(batch, field.name)[0].item() for field in fields(batch)}
     assert first == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "seed": -1, "position": 7}
@@ -381,7 +383,7 @@ def test_no_noise_is_infinite() -> None:
 def test_parameters_that_float32_does_not_have_become_some_that_it_has() -> None:
     """A GPU takes numbers below the smallest normal one for 0."""
     asked = [request(0, temperature=1e-40), request(1, temperature=1e300), request(2, temperature=1.0, top_p=1e-40)]
-    batch = SamplingBatch.of(asked, Sampler().seed_of, torch.device("cpu"))
+    batch = sampling_metadata(asked, Sampler().seed_of, torch.device("cpu"))
     assert batch.temperature[0] == 0 and batch.temperature.isfinite().all()
     assert batch.top_p.min() >= torch.finfo(torch.float32).tiny
 
@@ -389,7 +391,7 @@ def test_parameters_that_float32_does_not_have_become_some_that_it_has() -> None
 def token_logprobs(logits: Tensor, requests: list[Request], tokens: Tensor) -> dict[int, TokenLogprobs]:
     """By request id, as a step that chose these tokens tells them."""
     entries = tuple(StepEntry(one, 0, (1,), True) for one in requests)
-    launched = Launched(Step(ForwardMode.DECODE, entries, (), ()), logits, tokens, replayed=False)
+    launched = StepInFlight(Step(ForwardMode.DECODE, entries, (), ()), logits, tokens, replayed=False)
     assert launched.tokens() == tokens.tolist()
     return launched.logprobs()
 

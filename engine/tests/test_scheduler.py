@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from attnplug import ForwardMode, PoolError
-from attnplug.host import PageAllocator, SlotTable, UsageError
-from attnplug_engine.prefix_cache import PrefixCache
-from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams, Step
-from attnplug_engine.scheduler import Scheduler, StepError
+from attnplug.host import UsageError
+from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams
+from attnplug_engine.scheduling.page_allocator import PageAllocator
+from attnplug_engine.scheduling.prefix_cache import PrefixCache
+from attnplug_engine.scheduling.scheduler import Scheduler, StepError
+from attnplug_engine.scheduling.slot_table import SlotTable
+from attnplug_engine.scheduling.step import Step
 
 
 class Pool:
@@ -226,7 +229,7 @@ def test_the_cached_prefix_of_a_request_is_not_evicted_to_admit_it() -> None:
     scheduler.add(request(1, length=5))
     finish(scheduler, start(scheduler))
     assert (len(pool.cache), pool.allocator.free_pages) == (4, 1)
-    scheduler.add(Request(2, (*first.prompt, 1, 2, 3, 4, 5), SamplingParams(1)))  # 2 pages more, and one to spare
+    scheduler.add(Request(2, (*first.prompt, 1, 2, 3, 4, 5), SamplingParams(1)))  # 2 pages more, and one to lookahead
     finish(scheduler, start(scheduler))
     assert [found.id for found in scheduler.waiting] == [2]
 

@@ -57,7 +57,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     page_size=st.integers(1, 8),
     chunk=st.none() | st.integers(1, 16),
     max_batch=st.sampled_from([6, 4, 3, 2, 1]),
-    spare=st.integers(0, 4),
+    lookahead=st.integers(0, 4),
     context=st.integers(37, 60),
     cached=st.booleans(),
     snapshots=st.none() | st.integers(0, 6),
@@ -70,7 +70,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(
     page_size: int,
     chunk: int | None,
     max_batch: int,
-    spare: int,
+    lookahead: int,
     context: int,
     cached: bool,
     snapshots: int | None,
@@ -81,7 +81,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(
     """A7's ground: state slots are counted, and never shared for writing."""
     longest = max(min(arrival.request.max_length, context) for arrival in arrivals)
     serving = Serving(
-        pages=-(-(longest - 1) // page_size) + spare,
+        pages=-(-(longest - 1) // page_size) + lookahead,
         page_size=page_size,
         max_batch=max_batch,
         chunk=chunk,

@@ -15,11 +15,12 @@ from attnplug import DType, Feature, ForwardMode, Role
 from attnplug.host import TINY_CONFIGS, ModelConfigError, load_registry
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.checkpoint import UnusedTensors
+from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.checkpoints.safetensors import UnusedTensors
+from attnplug_engine.memory.capacity import Capacity, bytes_per_page
+from attnplug_engine.memory.pools import build_pools
 from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.models.decoder import Block
-from attnplug_engine.pools import Capacity, build_pools, bytes_per_page
-from attnplug_engine.random_checkpoint import RandomCheckpoint
 from attnplug_sparse.pools import INDEX_KEYS
 from attnplug_testing.command import Attnplug
 

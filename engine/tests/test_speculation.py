@@ -34,7 +34,7 @@ from attnplug import ForwardMode, Problem, Role
 from attnplug.choose.ranking import BY_PREFERENCE
 from attnplug.host import BackendRequest, SelectionError, UsageError, load_model, load_registry, select
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.speculation.choosing import choose_draft, speculating
+from attnplug_engine.speculation.backend_choice import choose_draft, target_problem
 from attnplug_engine.speculation.options import Algorithm, Speculation
 from attnplug_testing.command import Attnplug
 
@@ -68,7 +68,7 @@ class TestAcceptance:
     def test_a_draft_with_the_targets_own_weights_is_accepted_always(self, model, steps):
         one = engine(model, **standalone(model), **shaped(steps))
         assert tokens(one) == plain(model)
-        assert rounds(one).acceptance == 1 and rounds(one).tokens_a_round == steps + 1
+        assert rounds(one).acceptance == 1 and rounds(one).tokens_per_round == steps + 1
 
     @pytest.mark.parametrize(("topk", "nodes"), [(4, 13)])
     def test_a_tree_of_such_a_draft_is_accepted_always(self, topk, nodes):
@@ -313,7 +313,7 @@ class TestRefusals:
         ],
     )
     def test_more_than_a_backend_verifies(self, speculation, told):
-        problem = speculating(Problem(load_model(DEEPSEEK), "cuda", 90), speculation)
+        problem = target_problem(Problem(load_model(DEEPSEEK), "cuda", 90), speculation)
         with pytest.raises(SelectionError, match=told):
             select(load_registry(), BackendRequest(roles={Role.DECODE: "flashmla"}), problem)
 
@@ -321,8 +321,9 @@ class TestRefusals:
         """sglang 20298: a refusal, by value and setting, and no crash."""
         problem = Problem(load_model(DEEPSEEK), "cuda", 90, speculative_tokens=4, drafts_by_host=True)
         speculation = Speculation(Algorithm.STANDALONE, LLAMA, 3)
+        draft = load_model(LLAMA)
         with pytest.raises(SelectionError) as caught:
-            choose_draft(load_registry(), BackendRequest("triton_mla"), problem, speculation, DEEPSEEK, BY_PREFERENCE)
+            choose_draft(load_registry(), BackendRequest("triton_mla"), problem, speculation, draft, BY_PREFERENCE)
         assert "triton_mla" in str(caught.value) and "cannot serve draft" in str(caught.value)
         assert "attention kind mha is not supported, only mla" in str(caught.value)
 

@@ -10,9 +10,9 @@ import torch
 from refilled_native import RefilledNative, build, captured
 from torch import Tensor
 
-from attnplug.host import SlotTable
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.request import PENDING, StepEntry
+from attnplug_engine.scheduling.slot_table import SlotTable
+from attnplug_engine.scheduling.step import PENDING, StepEntry
 from attnplug_engine.speculation.round_inputs import RoundInputs
 
 LLAMA = "tiny:llama"
@@ -35,7 +35,7 @@ def tokens(one: Engine, most: int = 20) -> list[list[int]]:
 
 @pytest.fixture
 def refilled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=RefilledNative))
 
 
@@ -61,7 +61,7 @@ def test_n_grams_are_looked_for_in_what_the_prefix_cache_supplied():
     one = engine(**NGRAM, max_batch=1, overlap=False)
     prompt = list(range(20, 41))
     one.generate([prompt], SamplingParams(1))
-    history = one.rounds.drafter._history.tokens
+    history = one.rounds.proposer._history.tokens
     history.fill_(-7)
     request = one.add(prompt, SamplingParams(9))
     one.step()

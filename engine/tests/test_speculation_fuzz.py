@@ -23,7 +23,7 @@ from thread_ranks import in_ranks
 
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.completion import Completion
-from attnplug_engine.parallel import SINGLE, TensorParallel
+from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.request import FinishReason, Request
 from attnplug_engine.speculation.state import RoundState
 from attnplug_testing.draft_checkpoints import random_tensors, save, saved_deepseek, shapes_of_assistant
@@ -67,8 +67,8 @@ def draw(seed: int) -> Play:
     size = random.choice((1, 2, 4, 8, 16, 64))
     steps, topk = settings["speculative_num_steps"], settings["speculative_topk"]
     nodes = settings["speculative_num_draft_tokens"] or 1 + steps * topk
-    spare = 2 * nodes + 1 + topk * (steps - 1)
-    least = -(-(CONTEXT + spare) // size)
+    lookahead = 2 * nodes + 1 + topk * (steps - 1)
+    least = -(-(CONTEXT + lookahead) // size)
     settings |= {
         "page_size": size,
         "num_pages": least + random.choice((0, 0, 1, least // 2, 3 * least)),
@@ -250,13 +250,13 @@ def serve(play: Play, outputs: list[list[int]], parallel: TensorParallel = SINGL
         if len(requests) == len(play.prompts) and not one.scheduler.has_work:
             break
     assert count < 2900, "it does not come to an end"
-    assert not one._launched and not one.scheduler.in_flight and one.step() is None
+    assert not one._in_flight and not one.scheduler.in_flight and one.step() is None
     assert told == sum(len(request.output) for request in requests.values())
     _check_statistics(one, requests.values())
     if one.cache is not None:
         one.cache.clear()
     assert one.runner.allocator.free_pages == free, "pages are lost"
-    if (states := one.runner.pools.linear) is not None:
+    if (states := one.runner.states) is not None:
         assert states.free_slots == states.num_slots, "slots of states are lost"
     return one, [requests[number] for number in range(len(play.prompts))]
 
@@ -299,7 +299,7 @@ def run(seed: int) -> None:
     play = draw(seed)
     with pytest.MonkeyPatch.context() as patch:
         if play.sizes:
-            for module in ("runner", "speculation.draft_runner"):
+            for module in ("execution.runner", "speculation.draft_runner"):
                 patch.setattr(f"attnplug_engine.{module}.build_selection", build)
         check(play)
 

@@ -35,7 +35,7 @@ class Counting(RefilledNative):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=Counting))
 
 
@@ -158,12 +158,12 @@ class TestGraphs:
     @pytest.mark.parametrize("settings", [NGRAM, NGRAM | shaped(2, 2)], ids=["chain", "tree"])
     @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
     def test_a_verify_that_keeps_what_was_captured_is_found_out(self, model, settings, monkeypatch):
-        monkeypatch.setattr("attnplug_engine.runner.build_selection", partial(build, kind=StaleVerify))
+        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", partial(build, kind=StaleVerify))
         with pytest.raises(BackendError, match="captured target_verify of 3 requests differs from an eager run"):
             captured(engine(model, **settings), (3,))
 
     def test_a_drafts_extend_that_keeps_what_was_captured_is_found_out(self, monkeypatch):
-        monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build)
         stale = partial(build, kind=StaleVerify)
         monkeypatch.setattr("attnplug_engine.speculation.draft_runner.build_selection", stale)
         with pytest.raises(BackendError, match="captured draft_extend of 3 requests differs from an eager run"):
@@ -186,7 +186,7 @@ class TestGraphs:
 
     @pytest.mark.parametrize("fill", [0, 1, 6])
     def test_padding_writes_to_nobodys_pages(self, fill, monkeypatch):
-        for module in ("runner", "speculation.draft_runner"):
+        for module in ("execution.runner", "speculation.draft_runner"):
             kind = partial(RefilledNative, fill=fill)
             monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=kind))
         one = captured(engine(**standalone(LLAMA), **shaped(3), num_pages=200), (4,))

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from attnplug import ForwardMode
-from attnplug_engine.inputs import StepInputs
-from attnplug_engine.request import PENDING, Request, SamplingParams, Step, StepEntry
-from attnplug_engine.sampler import Sampler
-from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.execution.sampler import Sampler
+from attnplug_engine.graphs.step_inputs import StepInputs
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
+from attnplug_engine.request import Request, SamplingParams
+from attnplug_engine.scheduling.step import PENDING, Step, StepEntry
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5]]
 
@@ -19,7 +20,9 @@ class TestInputs:
     """What one copy sends: each stage is used again after another."""
 
     @staticmethod
-    def filled(inputs: StepInputs, requests: list[Request], outputs: int, slots: tuple[int, ...] = ()) -> SamplingBatch:
+    def filled(
+        inputs: StepInputs, requests: list[Request], outputs: int, slots: tuple[int, ...] = ()
+    ) -> SamplingMetadata:
         entries = [StepEntry(one, len(one.prompt) + outputs - 1, (PENDING,), True) for one in requests]
         rows = tuple(range(5, 5 + len(requests)))
         inputs.fill(Step(ForwardMode.DECODE, tuple(entries), (), rows, slots), 4, Sampler())

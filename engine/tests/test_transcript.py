@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from attnplug_engine.tokenizer import FileTokenizer
-from attnplug_engine.transcript import Transcript
+from attnplug_engine.text.tokenizer import FileTokenizer
+from attnplug_engine.text.transcript import Transcript
 
 TEXT = "héllo €uro, 日本語 🙂🙃 done.  Two  spaces\n\nand a line"
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from attnplug import ExtendPath, ForwardBatch, ForwardMode, Geometry, Role
 from attnplug.host import ExtendPolicy, UsageError
 from attnplug_engine import Engine, SamplingParams
+from attnplug_engine.execution.two_batch import LEAST_SHARE, BatchSplit, TwoBatch, split_point
 from attnplug_engine.options import EngineOptions
-from attnplug_engine.two_batch import LEAST_SHARE, Cut, TwoBatch, place_to_cut
 from attnplug_sparse.pools import INDEX_KEYS
 from attnplug_testing.command import Package
 from attnplug_testing.trees import tree_bits
@@ -45,28 +45,28 @@ class TestPlaceToCut:
     def test_batches_of_equal_requests_in_the_middle_of_them(self, mode, exact):
         rows = 1 if mode is DECODE else 3
         for requests, first in ((2, 1), (5, 2), (8, 4)):
-            assert place_to_cut(lengths(mode, [rows] * requests, exact=exact)) == Cut(first)
+            assert split_point(lengths(mode, [rows] * requests, exact=exact)) == BatchSplit(first)
 
     @pytest.mark.parametrize(
         ("new", "cut"),
         [
-            ([4, 4], Cut(1)),
-            ([10, 20, 30, 1], Cut(2, 0)),
-            ([50, 1, 49], Cut(1)),
-            ([1, 100], Cut(1, 49)),
-            ([100, 1], Cut(0, 50)),
-            ([10, 100, 10], Cut(1, 50)),
-            ([7], Cut(0, 3)),
-            ([2], Cut(0, 1)),
-            ([1, 1, 1], Cut(1)),
-            ([1, 2], Cut(1)),
-            ([3, 3, 3], Cut(1, 1)),
+            ([4, 4], BatchSplit(1)),
+            ([10, 20, 30, 1], BatchSplit(2, 0)),
+            ([50, 1, 49], BatchSplit(1)),
+            ([1, 100], BatchSplit(1, 49)),
+            ([100, 1], BatchSplit(0, 50)),
+            ([10, 100, 10], BatchSplit(1, 50)),
+            ([7], BatchSplit(0, 3)),
+            ([2], BatchSplit(0, 1)),
+            ([1, 1, 1], BatchSplit(1)),
+            ([1, 2], BatchSplit(1)),
+            ([3, 3, 3], BatchSplit(1, 1)),
         ],
         ids=str,
     )
     @pytest.mark.parametrize("mode", [EXTEND, MIXED])
     def test_others_where_the_rows_are_most_equal_inside_a_request_if_need_be(self, mode, new, cut):
-        assert place_to_cut(lengths(mode, new)) == cut
+        assert split_point(lengths(mode, new)) == cut
 
     @pytest.mark.parametrize(
         "whole",
@@ -92,23 +92,23 @@ class TestPlaceToCut:
         ],
     )
     def test_what_stays_in_one_piece(self, whole):
-        assert place_to_cut(whole) is None
+        assert split_point(whole) is None
 
     def test_padded_requests_count_for_nothing(self):
-        assert place_to_cut(lengths(DECODE, [1] * 4).padded(9)) == Cut(2)
-        assert place_to_cut(lengths(EXTEND, [4, 4]).padded(9)) == Cut(1)
-        assert place_to_cut(lengths(DECODE, [1]).padded(2)) is None
+        assert split_point(lengths(DECODE, [1] * 4).padded(9)) == BatchSplit(2)
+        assert split_point(lengths(EXTEND, [4, 4]).padded(9)) == BatchSplit(1)
+        assert split_point(lengths(DECODE, [1]).padded(2)) is None
 
     @given(st.lists(st.integers(1, 60), min_size=1, max_size=9))
     @settings(max_examples=200, deadline=None)
     def test_halves_are_alike(self, new):
         """Every half has rows, and none less than its share, but for the odd row."""
         geometry = lengths(EXTEND, [min(rows, 100) for rows in new])
-        cut = place_to_cut(geometry)
+        split = split_point(geometry)
         if sum(new) < 2:
-            assert cut is None
+            assert split is None
             return
-        halves = geometry.split(cut.requests, cut=cut.rows)
+        halves = geometry.split(split.requests, cut=split.rows)
         least = min(half.rows for half in halves)
         assert sum(half.rows for half in halves) == sum(new) and least >= 1
         assert least >= LEAST_SHARE * sum(new) or least == sum(new) // 2
@@ -151,7 +151,7 @@ class Driver:
         settings = {"device": "cpu", "max_batch": 8, "num_pages": 512, "context_length": 256, **options}
         self.runner = Engine(model, EngineOptions(**settings)).runner
         self.rows = [self.runner.table.admit() for _ in range(requests)]
-        states = self.runner.pools.linear
+        states = self.runner.states
         self.slots = None
         if states is not None:
             self.slots = torch.tensor([states.allocate() for _ in range(requests)], device=self.runner.device)
@@ -230,7 +230,7 @@ def check_script(model: str, **options: Any) -> None:
         assert difference(found, expected) < TOLERANCE
         for ours, theirs in zip(halved.memory(), plain.memory(), strict=True):
             assert difference(ours, theirs) < TOLERANCE
-        lanes = [0] if place_to_cut(whole) is None else [0, 1]
+        lanes = [0] if split_point(whole) is None else [0, 1]
         assert [geometry.lane for geometry in halved.planned] == lanes, "each half is planned once, in its lane"
         assert sum(geometry.rows for geometry in halved.planned) == whole.rows and len(plain.planned) == 1
 

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from attnplug import ForwardMode
 from attnplug.host import TINY_CONFIGS
 from attnplug_engine import Engine
-from attnplug_engine.speculation.drafts import DraftError
-from attnplug_engine.speculation.window import WindowDrafter
+from attnplug_engine.speculation.drafts.model import DraftError
+from attnplug_engine.speculation.window import WindowProposer
 from attnplug_testing.draft_checkpoints import HIDDEN, saved_deepseek
 
 CONFIG = TINY_CONFIGS["deepseek_v3"]
@@ -47,7 +47,7 @@ def engine(folder, **settings: Any) -> Engine:
 
 def drafting(folder, steps: int = STEPS, **settings: Any) -> Engine:
     one = engine(folder, speculative_algorithm="mtp", speculative_num_steps=steps, **settings)
-    assert isinstance(one.rounds.drafter, WindowDrafter)
+    assert isinstance(one.rounds.proposer, WindowProposer)
     for cache in caches(one.rounds.draft.pools):
         cache.fill_(float("nan"))
     return one
@@ -82,7 +82,7 @@ def test_drawn_tokens_are_those_of_an_engine_without_a_draft(saved):
 
 @pytest.mark.parametrize("fill", [6])
 def test_captured_rounds_give_the_same_tokens(fill, saved, plain, longer, monkeypatch):
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         refilled = partial(build, kind=partial(RefilledNative, fill=fill))
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", refilled)
     Coach(monkeypatch, PROMPTS, longer)
@@ -187,7 +187,7 @@ def test_a_tree_of_a_draft_with_a_model_for_each_step(saved):
 
 def test_one_step_uses_one_layer_and_may_have_branches(saved, plain):
     one = engine(saved[0], speculative_algorithm="mtp", speculative_num_steps=1, speculative_topk=2)
-    assert not isinstance(one.rounds.drafter, WindowDrafter)
+    assert not isinstance(one.rounds.proposer, WindowProposer)
     assert tokens(one, PROMPTS, params(PROMPTS, 24)) == plain
 
 

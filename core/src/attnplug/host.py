@@ -95,12 +95,9 @@ if TYPE_CHECKING:
     from attnplug.kv import CacheKey as CacheKey
     from attnplug.kv import KVPools as KVPools
     from attnplug.kv import LinearStatePool as LinearStatePool
-    from attnplug.kv import OutOfPages as OutOfPages
-    from attnplug.kv import PageAllocator as PageAllocator
     from attnplug.kv import PageCopy as PageCopy
     from attnplug.kv import PagedCache as PagedCache
     from attnplug.kv import PageLayout as PageLayout
-    from attnplug.kv import SlotTable as SlotTable
     from attnplug.kv import torch_dtype as torch_dtype
     from attnplug.kv.workspace import WorkspaceOwner as WorkspaceOwner
     from attnplug.kv.workspace import WorkspaceUse as WorkspaceUse
@@ -194,12 +191,9 @@ _MODULES = {
         "CacheKey",
         "KVPools",
         "LinearStatePool",
-        "OutOfPages",
-        "PageAllocator",
         "PageCopy",
         "PageLayout",
         "PagedCache",
-        "SlotTable",
         "torch_dtype",
     ),
     "kv.workspace": ("WorkspaceOwner", "WorkspaceUse"),

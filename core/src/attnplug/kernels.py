@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from attnplug.author.served_layers import output_width as output_width
     from attnplug.contract.geometry import spread as spread
     from attnplug.declare.errors import UsageError as UsageError
-    from attnplug.kv.allocator import PageCopy as PageCopy
-    from attnplug.kv.allocator import settle_copies as settle_copies
     from attnplug.kv.buffer import PagedBuffer as PagedBuffer
     from attnplug.kv.buffer import copy_pages as copy_pages
     from attnplug.kv.caches import CacheKey as CacheKey
@@ -19,6 +17,8 @@ if TYPE_CHECKING:
     from attnplug.kv.layers import distinct_layers as distinct_layers
     from attnplug.kv.layers import held_for as held_for
     from attnplug.kv.layout import PageLayout as PageLayout
+    from attnplug.kv.page_copy import PageCopy as PageCopy
+    from attnplug.kv.page_copy import settle_copies as settle_copies
     from attnplug.kv.row_pool import RowFormat as RowFormat
     from attnplug.kv.row_pool import RowPool as RowPool
     from attnplug.kv.scaled_rows import ScaledRows as ScaledRows
@@ -35,7 +35,7 @@ _MODULES = {
     "author.served_layers": ("output_width",),
     "contract.geometry": ("spread",),
     "declare.errors": ("UsageError",),
-    "kv.allocator": ("PageCopy", "settle_copies"),
+    "kv.page_copy": ("PageCopy", "settle_copies"),
     "kv.buffer": ("PagedBuffer", "copy_pages"),
     "kv.caches": ("CacheKey",),
     "kv.layers": ("check_size", "distinct_layers", "held_for"),

@@ -1,6 +1,6 @@
-"""The engine: models, scheduling and tensor parallelism that run attention backends for real.
+"""Inference engine for attnplug backends: models, continuous batching, CUDA graphs, speculation, tensor parallelism.
 
-Its names are imported when they are first used: what reads a command line starts without torch.
+Names are imported on first use, so that commands parse their arguments without importing torch.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnplug_engine.chat import Chat
     from attnplug_engine.completion import Completion, Statistics, Usage
     from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
     from attnplug_engine.engine import Engine
+    from attnplug_engine.execution.runner import ModelRunner
+    from attnplug_engine.memory.capacity import Capacity
     from attnplug_engine.models.architectures import load_model
     from attnplug_engine.options import EngineOptions
-    from attnplug_engine.pools import Capacity
     from attnplug_engine.request import FinishReason, LikelyToken, Request, SamplingParams, TokenLogprobs, Update
-    from attnplug_engine.runner import ModelRunner
-    from attnplug_engine.transcript import Transcript
+    from attnplug_engine.text.chat import Chat
+    from attnplug_engine.text.transcript import Transcript
 
 if hasattr(os, "uname") and os.uname().machine in ("aarch64", "arm64"):
-    # torch allocates by mimalloc there, which gives freed memory back to the system after 10 ms. A product of a prefill
-    # takes longer, so the next result's memory came from the system anew, page by page: a tenth of a prefill. In
-    # milliseconds; it is read when torch loads.
+    # torch uses mimalloc on Arm, which returns freed memory to the system after 10 ms. A matrix product of a prefill
+    # takes longer, so memory of the next result was mapped page by page again: a tenth of a prefill's time. The value
+    # is in milliseconds and is read when torch is imported.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 _MODULE_OF = {
-    "Capacity": "pools",
-    "Chat": "chat",
+    "Capacity": "memory.capacity",
+    "Chat": "text.chat",
     "Completion": "completion",
     "EmbedOptions": "embedding",
     "Embedder": "embedding",
@@ -38,12 +38,12 @@ _MODULE_OF = {
     "EngineOptions": "options",
     "FinishReason": "request",
     "LikelyToken": "request",
-    "ModelRunner": "runner",
+    "ModelRunner": "execution.runner",
     "Request": "request",
     "SamplingParams": "request",
     "Statistics": "completion",
     "TokenLogprobs": "request",
-    "Transcript": "transcript",
+    "Transcript": "text.transcript",
     "Update": "request",
     "Usage": "completion",
     "load_model": "models.architectures",

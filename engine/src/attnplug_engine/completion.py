@@ -1,4 +1,4 @@
-"""What became of prompts: each one's completion, and what all of them took."""
+"""Completions of prompts, and statistics of an engine."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attnplug import ForwardMode
-from attnplug_engine.request import Step, TokenLogprobs
-from attnplug_engine.served import Served
+from attnplug_engine.execution.backend_usage import BackendUsage
+from attnplug_engine.request import TokenLogprobs
+from attnplug_engine.scheduling.step import Step
 from attnplug_engine.speculation.statistics import RoundStatistics
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one prompt. ``cached_tokens`` are those of the prompt that the prefix cache supplied."""
+    """Token counts of one prompt. ``cached_tokens`` of the prompt were found in the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -22,7 +23,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What became of one prompt. ``text`` is ``None`` where the checkpoint has no tokenizer."""
+    """Completion of one prompt. ``text`` is None if the checkpoint has no tokenizer."""
 
     index: int
     token_ids: list[int]
@@ -31,14 +32,14 @@ class Completion:
     usage: Usage
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
-    """One for each token, where ``SamplingParams.logprobs`` asks for them."""
+    """One entry per token, if ``SamplingParams.logprobs`` requests them."""
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Tokens, and seconds in the engine, since it was made. A step that does both is divided by its tokens.
+    """Tokens, and seconds in the engine, since it was built. The time of a mixed step is divided by its tokens.
 
-    A row that was computed for a request which had ended before is no token.
+    Rows computed for a request that had already ended are not counted.
     """
 
     prefill_tokens: int = 0
@@ -48,21 +49,20 @@ class Statistics:
     replayed_steps: int = 0
     """Decode steps that ran as captured graphs."""
     eager_steps: int = 0
-    """Decode steps that did not."""
+    """Decode steps that ran eagerly."""
     replayed_prefills: int = 0
     """Steps with prefill that ran as captured graphs."""
     eager_prefills: int = 0
-    """Steps with prefill that did not."""
+    """Steps with prefill that ran eagerly."""
     rounds: RoundStatistics | None = None
-    """Of an engine that speculates."""
-    served: Served = field(default_factory=Served)
+    """Statistics of speculation; None if it is off."""
+    backend_usage: BackendUsage = field(default_factory=BackendUsage)
     """Steps by backend, counted as they are launched."""
 
     def add(self, step: Step, new_tokens: int, seconds: float, *, replayed: bool = False) -> None:
-        """A finished step, and how many new tokens it brought.
+        """Count a finished step with ``new_tokens`` new tokens.
 
-        Steps overlap. ``seconds`` are those that passed in the engine until this one was finished, and in which no
-        other was.
+        Steps overlap: ``seconds`` is the time in the engine since the previous step finished.
         """
         if step.mode is ForwardMode.DECODE:
             self.replayed_steps += replayed
@@ -79,7 +79,7 @@ class Statistics:
     def add_rounds(
         self, step: Step, new_tokens: Mapping[int, Sequence[int]], seconds: float, *, replayed: bool = False
     ) -> None:
-        """As ``add``, for a step of an engine that speculates, with the tokens that it brought by request id."""
+        """Like ``add``, for a step of speculative rounds, with its new tokens by request id."""
         if step.rounds:
             self.replayed_steps += replayed
             self.eager_steps += not replayed

@@ -1,4 +1,4 @@
-"""Text or tokens in, one vector each out: the pooled hidden states of a model, on any installed backend."""
+"""The embedder: pooled hidden states of a model, one vector per text or list of token ids."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from torch.nn import functional as F
 
 from attnplug import DType, ForwardMode, PoolError, Role, Serving
 from attnplug.host import Selection, UsageError
-from attnplug_engine.encoder import PromptEncoder
-from attnplug_engine.engine import naming
-from attnplug_engine.models.architectures import LoadedModel
-from attnplug_engine.options import EngineOptions, cache_room, page_and_context
-from attnplug_engine.parallel import SINGLE, TensorParallel
-from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
-from attnplug_engine.pools import Capacity, bytes_per_page
+from attnplug_engine.checkpoints.pooling import EmbeddingRules, Pooling, read_rules
+from attnplug_engine.checkpoints.random import TINY
+from attnplug_engine.memory.capacity import Capacity, bytes_per_page
+from attnplug_engine.models.decoder import LoadedModel
+from attnplug_engine.options import EngineOptions, cache_budget, page_and_context
+from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.prepare import Prepared, prepare
-from attnplug_engine.random_checkpoint import TINY
-from attnplug_engine.request import Request, SamplingParams, Step, StepEntry
+from attnplug_engine.request import Request, SamplingParams
+from attnplug_engine.scheduling.step import Step, StepEntry
+from attnplug_engine.text.encoder import PromptEncoder, naming_prompt
 
 Prompt = str | Sequence[int]
 
 STEP_TOKENS = 8192
-"""How many tokens of whole prompts run together. A longer prompt runs alone."""
+"""Most tokens of whole prompts that run together. A longer prompt runs alone."""
 
 _GPU_CACHE_SHARE = 0.5
-"""Of the free memory, at most: activations of a long prompt need some as well."""
+"""Largest share of free memory for the cache; activations of a long prompt need some as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedOptions:
-    """How an embedder is built. ``None`` means: choose for me, and for the last three, as the checkpoint says."""
+    """Settings of an embedder. None means: chosen automatically; for the last three, as the checkpoint says."""
 
     attention_backend: str = "auto"
     role_backends: Mapping[Role, str] = field(default_factory=dict)
@@ -47,21 +47,21 @@ class EmbedOptions:
     page_size: int | None = None
     max_batch: int = 32
     chunked_prefill_size: int = -1
-    """Most tokens of one step; -1 for prompts in one piece, which some backends run without a cache (A6)."""
+    """Most tokens of one step; -1 for prompts that are not chunked, which some backends run without a cache (A6)."""
     context_length: int | None = None
     seed: int = 0
-    """Of a tiny model's weights."""
+    """Seed of a tiny model's weights."""
     pooling: Pooling | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
-    """Which of the checkpoint's texts to put before each prompt that is a text."""
+    """Name of the checkpoint's text that is put before each prompt that is a text."""
 
     def __post_init__(self) -> None:
-        if self.pooling is not None:  # "mean" is as good as the member
+        if self.pooling is not None:  # "mean" stands for the member
             object.__setattr__(self, "pooling", Pooling.parse(self.pooling, "pooling"))
 
     def for_engine(self) -> EngineOptions:
-        """The options that an engine has, too: checked, with types read."""
+        """Return the settings that an engine also has, checked and with parsed types."""
         return EngineOptions(
             attention_backend=self.attention_backend,
             role_backends=self.role_backends,
@@ -80,7 +80,7 @@ class EmbedOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedding:
-    """What became of one prompt: ``vector`` ``[hidden]`` float32 on the CPU."""
+    """Embedding of one prompt: ``vector [hidden]`` float32 on the CPU."""
 
     index: int
     vector: Tensor
@@ -91,7 +91,7 @@ class Embedder:
     """A model that embeds: ``Embedder("tiny:llama").embed(["a text", [1, 2, 3]])``.
 
     Settings are the fields of :class:`EmbedOptions`. Under tensor parallelism every rank makes the same calls and gets
-    the same vectors. Nothing stays in the cache from one prompt to another.
+    the same vectors. Nothing stays in the cache from one prompt to the next.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Embedder:
         _check_causal(model, prepared.loaded)
         self.vocab_size = prepared.loaded.module.vocab_size
         self._encoder = PromptEncoder(model, self.vocab_size)
-        self._cut = None if checked.chunked_prefill_size == -1 else checked.chunked_prefill_size
+        self._chunk_size = None if checked.chunked_prefill_size == -1 else checked.chunked_prefill_size
         self.selection, self.runner = prepared.build(
             lambda selection: _capacity(prepared, checked, selection),
             Serving(is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True),
@@ -120,17 +120,18 @@ class Embedder:
         self.capacity = self.runner.capacity
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Embedding]:
-        """A vector for each prompt, in their order."""
+        """Return one embedding per prompt, in their order."""
         if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence) for prompt in prompts):
             raise UsageError(f"prompts is {prompts!r:.60}; give a list of prompts, each a text or a list of token ids")
         tokens = []
         for number, prompt in enumerate(prompts):
-            with naming(f"prompt {number}"):
+            with naming_prompt(f"prompt {number}"):
                 tokens.append(self.tokens(prompt))
         return list(self.stream(tokens))
 
     def tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """A prompt's tokens, with what goes before a text. Raises where the model cannot embed them."""
+        """Return a prompt's tokens, with the text that goes before it. Raises UsageError or PoolError if it cannot be
+        embedded."""
         if self._named_prompt is not None and not isinstance(prompt, str):
             raise UsageError(f"the prompt {self._named_prompt!r} goes before texts, and this one is token ids")
         found = tuple(self._encoder.encode(self._prefix + prompt if isinstance(prompt, str) else prompt))
@@ -148,7 +149,7 @@ class Embedder:
         return found
 
     def stream(self, prompts: Sequence[tuple[int, ...]]) -> Iterator[Embedding]:
-        """Embed what :meth:`tokens` gave; yields vectors as they come, in the order of the prompts."""
+        """Embed the results of :meth:`tokens`; yield embeddings in the order of the prompts."""
         requests = [Request(index, tokens, SamplingParams(max_tokens=1)) for index, tokens in enumerate(prompts)]
         for together in self._batches(requests):
             yield from self._embed(together)
@@ -157,7 +158,7 @@ class Embedder:
         return -(-tokens // self.capacity.page_size)
 
     def _batches(self, requests: Iterable[Request]) -> Iterator[list[Request]]:
-        """Prompts that have rows of the cache together, in order: as many as fit, at least one."""
+        """Group prompts that have cache rows at the same time, in order: as many as fit, at least one."""
         together: list[Request] = []
         tokens = pages = 0
         for request in requests:
@@ -172,14 +173,14 @@ class Embedder:
             yield together
 
     def _embed(self, requests: list[Request]) -> Iterator[Embedding]:
-        """Run prompts that fit together, in one step or, where prompts are cut, in several."""
-        table, states = self.runner.table, self.runner.pools.linear
+        """Run prompts that fit together, in one step or, if prompts are chunked, in several."""
+        table, states = self.runner.table, self.runner.states
         gathered: dict[int, Tensor] = {}
         try:
             for request in requests:
                 request.row = table.admit()
                 request.slot = None if states is None else states.allocate()
-            for entries in _steps(requests, self._cut):
+            for entries in _steps(requests, self._chunk_size):
                 for entry, rows in zip(entries, self._run(entries), strict=True):
                     before = gathered.get(entry.request.id)
                     gathered[entry.request.id] = _gather(self.rules.pooling, before, rows)
@@ -192,7 +193,7 @@ class Embedder:
                     states.release(request.slot)
 
     def _run(self, entries: tuple[StepEntry, ...]) -> tuple[Tensor, ...]:
-        """Hidden states ``[tokens, hidden]`` of each entry."""
+        """Return hidden states ``[tokens, hidden]`` of each entry."""
         requests = [entry.request for entry in entries]
         rows = tuple(request.row for request in requests if request.row is not None)
         for row, entry in zip(rows, entries, strict=True):
@@ -215,7 +216,7 @@ class Embedder:
 
 
 def _steps(requests: list[Request], most: int | None) -> Iterator[tuple[StepEntry, ...]]:
-    """The prompts from the first to the last, ``most`` tokens at a time; ``None`` is all at once."""
+    """Yield steps over the prompts in order, ``most`` tokens each; None means one step."""
     entries: list[StepEntry] = []
     left = most
     for request in requests:
@@ -233,7 +234,7 @@ def _steps(requests: list[Request], most: int | None) -> Iterator[tuple[StepEntr
 
 
 def _gather(pooling: Pooling, before: Tensor | None, rows: Tensor) -> Tensor:
-    """What is kept of a prompt's hidden states, ``[hidden]`` float32, once ``rows`` ``[tokens, hidden]`` are there."""
+    """Update the pooled state ``[hidden]`` float32 of a prompt with its hidden states ``rows [tokens, hidden]``."""
     if pooling is Pooling.LAST:
         return rows[-1].float()
     if pooling is Pooling.FIRST:
@@ -245,21 +246,23 @@ def _gather(pooling: Pooling, before: Tensor | None, rows: Tensor) -> Tensor:
 def _folder(model: str) -> Path | None:
     if model.startswith(TINY):
         return None
-    return Path(model) if os.path.isdir(model) else Path(model).parent  # a name that is too long is no folder
+    return (
+        Path(model) if os.path.isdir(model) else Path(model).parent
+    )  # os.path: Path.is_dir raises for a name that is too long
 
 
 def _prefix(rules: EmbeddingRules, name: str | None) -> str:
     prefix = rules.prefix(name)
     if prefix and not rules.pools_prompt and rules.pooling is Pooling.MEAN:
         raise UsageError(
-            f"{rules.source} asks for a mean that leaves out the prompt {prefix!r}, which is not served; put another "
-            "text before your prompts yourself, or use another --pooling"
+            f"{rules.source} asks for a mean that leaves out the prompt {prefix!r}, which is not supported; put "
+            "another text before your prompts yourself, or use another --pooling"
         )
     return prefix
 
 
 def _check_causal(model: str, loaded: LoadedModel) -> None:
-    """Refuse embedding models whose tokens attend to later ones: here they would be embedded wrongly."""
+    """Raise for embedding models with bidirectional attention: they would be embedded wrongly."""
     if loaded.config.get("is_causal") is False:
         raise UsageError(
             f"{model}: the config's 'is_causal' is false: tokens attend to those after them, which no model here does"
@@ -267,13 +270,13 @@ def _check_causal(model: str, loaded: LoadedModel) -> None:
 
 
 def _capacity(prepared: Prepared, options: EngineOptions, selection: Selection) -> Capacity:
-    """Room for the longest prompt, and for as many shorter ones as run together."""
+    """Return a capacity for the longest prompt, and for as many shorter ones as run together."""
     spec = prepared.loaded.spec
     page_size, context = page_and_context(spec, options, selection)
     num_pages = max(-(-context // page_size), STEP_TOKENS // page_size + options.max_batch)
     if spec.full_layers:
         page = bytes_per_page(spec, page_size, prepared.kv_dtype, prepared.dtype)
-        num_pages = max(min(num_pages, cache_room(prepared.device, _GPU_CACHE_SHARE) // page), 1)
+        num_pages = max(min(num_pages, cache_budget(prepared.device, _GPU_CACHE_SHARE) // page), 1)
     whole = max(context, STEP_TOKENS)
     step = whole if options.chunked_prefill_size == -1 else min(options.chunked_prefill_size, whole)
     slots = options.max_batch if spec.linear_layers else 0

@@ -1,4 +1,4 @@
-"""Text or tokens in, tokens out: a model, a backend, a scheduler and a sampler as one thing."""
+"""The engine: generates tokens for texts, conversations or token ids."""
 
 from __future__ import annotations
 
@@ -7,56 +7,58 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from attnplug import ForwardingBackend, GraphLevel, PoolError, Serving
+from attnplug import ForwardingBackend, GraphLevel, Serving
 from attnplug.host import Selection, UsageError, captures_extends, interrupt, limited_by
-from attnplug_engine.capture import GraphCapture
-from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
-from attnplug_engine.encoder import Prompt, PromptEncoder
-from attnplug_engine.graph_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
-from attnplug_engine.graphs import DecodeGraphs, GraphReport
-from attnplug_engine.launched import Launched
+from attnplug_engine.execution.in_flight import StepInFlight
+from attnplug_engine.graphs.capture import GraphCapture
+from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
+from attnplug_engine.graphs.decode import DecodeGraphs, GraphReport
+from attnplug_engine.graphs.prefill import PrefillGraphs
+from attnplug_engine.graphs.step_graphs import capture_steps
 from attnplug_engine.options import EngineOptions, capacity
-from attnplug_engine.parallel import SINGLE, TensorParallel
-from attnplug_engine.prefix_cache import CacheStatistics, PrefixCache
+from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.prepare import prepare
 from attnplug_engine.request import (
     DEFAULT_MAX_TOKENS,
     FinishReason,
     Follower,
     Request,
-    RoundResult,
     SamplingParams,
-    Step,
-    StepResult,
     TokenLogprobs,
     Update,
 )
-from attnplug_engine.scheduler import MOST_IN_FLIGHT, Scheduler
-from attnplug_engine.speculation.launched import LaunchedRounds
+from attnplug_engine.scheduling.prefix_cache import CacheStatistics, PrefixCache
+from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
+from attnplug_engine.scheduling.step import RoundResult, Step, StepResult
+from attnplug_engine.speculation.in_flight import RoundsInFlight
 from attnplug_engine.speculation.round_graphs import RoundGraphs
 from attnplug_engine.speculation.rounds import RoundRunner
-from attnplug_engine.speculation.scheduling import RoundScheduler
+from attnplug_engine.speculation.scheduler import RoundScheduler
 from attnplug_engine.speculation.statistics import RoundStatistics
-from attnplug_engine.tokenizer import end_tokens
-from attnplug_engine.transcript import Transcript
+from attnplug_engine.text.chat import Chat
+from attnplug_engine.text.encoder import Prompt, PromptEncoder, naming_prompt
+from attnplug_engine.text.tokenizer import end_tokens
+from attnplug_engine.text.transcript import Transcript
 
 
 class Engine:
-    """A model that generates on any installed backend: ``Engine("tiny:llama", attention_backend="torch_native")``.
+    """A model that generates on any installed backend.
 
-    Settings are the fields of :class:`EngineOptions`. ``progress(done, total)`` is told while a checkpoint's tensors
+    >>> engine = Engine("tiny:llama", attention_backend="torch_native")
+    >>> engine.generate(["Hello"], max_tokens=4)  # a list with one Completion
+
+    Settings are the fields of :class:`EngineOptions`. ``progress(done, total)`` is called while a checkpoint's tensors
     are read, and ``on_capture(done, total)`` while CUDA graphs are captured. Under tensor parallelism every rank makes
     the same calls: each runs the same schedule and samples the same tokens.
 
-    An engine may be shared: by iterators that take turns, and by threads (of one rank). Whoever asks for a step runs
-    all requests by one step, and every request's tokens are kept for each one that follows it.
+    An engine may be shared by iterators and by threads (of one rank). Each step runs all requests, and every request's
+    tokens are kept for each of its followers.
     """
 
     def __init__(
@@ -97,20 +99,20 @@ class Engine:
             two_batch_overlap=options.two_batch_overlap,
         )
         self.rounds: RoundRunner | None = None
-        """What runs the steps of an engine that speculates."""
+        """Runs the steps if the engine speculates."""
         self.draft_selection: Selection | None = None
         if (speculation := options.speculation) is not None:
             built = prepared.build_draft(self.runner, speculation, serving, options.extend_policy)
             self.draft_selection, draft = (None, None) if built is None else built
             self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
         self.graphs = self._capture(on_capture)
-        """What was captured."""
+        """Captured graphs."""
         if self.runner.coordinator is not None:
-            self.runner.coordinator.reset_statistics()  # captures have counted, too
+            self.runner.coordinator.reset_statistics()  # captures were counted, too
         if parallel.size > 1:
-            self._level_pages(parallel)
+            self._equalize_pages(parallel)
         room = self.runner.capacity
-        states = self.runner.pools.linear
+        states = self.runner.states
         self.cache = PrefixCache(self.runner.allocator, room.page_size, states) if options.prefix_cache else None
         held = (self.runner.table, self.runner.allocator, self.cache)
         limits: dict[str, Any] = dict(
@@ -126,20 +128,20 @@ class Engine:
             self.scheduler: Scheduler = Scheduler(*held, **limits)
         else:
             self.scheduler = RoundScheduler(
-                *held, self.rounds.speculation, short_hits=self.rounds.drafter.ahead, **limits
+                *held, self.rounds.speculation, short_hits=self.rounds.proposer.ahead, **limits
             )
         overlap = prepared.device.type == "cuda" if options.overlap is None else options.overlap
-        self._depth = MOST_IN_FLIGHT if overlap else 1
-        self._launched: deque[tuple[Step, Launched | LaunchedRounds]] = deque()  # the oldest first
+        self._depth = MAX_IN_FLIGHT if overlap else 1
+        self._in_flight: deque[tuple[Step, StepInFlight | RoundsInFlight]] = deque()  # oldest first
         self._stepping = False
-        self._leaving: list[Request] = []  # aborted, and not told to the scheduler yet
-        self.statistics = Statistics(served=self.runner.served)
+        self._leaving: list[Request] = []  # aborted; the scheduler does not know yet
+        self.statistics = Statistics(backend_usage=self.runner.backend_usage)
         if speculation is not None:
             self.statistics.rounds = RoundStatistics(speculation.steps)
         self._next_id = 0
-        self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities to look after
+        self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities
         self._lock = threading.RLock()
-        self._turn = threading.Lock()
+        self._queue_lock = threading.Lock()
 
     def _capture(self, progress: Callable[[int, int], None] | None) -> GraphReport:
         runner, options, rounds = self.runner, self.options, self.rounds
@@ -154,17 +156,19 @@ class Engine:
             why = "every layer is checked" if options.check_layers else "turned off"
             return GraphReport(level, limits, why_none=why)
         if level is GraphLevel.NEVER or (rounds is not None and level < GraphLevel.UNIFORM):
-            who = " and ".join(limits) or backend.backend_id.name
-            what = "cannot be captured" if level is GraphLevel.NEVER else "captures decode alone, and no verify"
-            return GraphReport(level, limits, why_none=f"{who} {what}")
+            names = " and ".join(limits) or backend.backend_id.name
+            what = "cannot be captured" if level is GraphLevel.NEVER else "captures decode only, not verify"
+            return GraphReport(level, limits, why_none=f"{names} {what}")
         sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
         before = torch.cuda.mem_get_info(runner.device)[0]
         capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(limits)
         graphs: DecodeGraphs | RoundGraphs
+        prefill_graphs: PrefillGraphs | None = None
         if rounds is None:
             keep_all = options.cuda_graph_prefill_sizes is not None
-            graphs = runner.capture(sizes, capture, progress, prefills=prefills, keep_all=keep_all)
-            if prefills and runner.prefill_graphs is None:
+            steps = capture_steps(runner, sizes, capture, progress, prefills=prefills, keep_all=keep_all)
+            graphs, prefill_graphs = steps.decode, steps.prefill
+            if prefills and prefill_graphs is None:
                 why_no_prefill = "the GPU needs longer for it than the host"
         else:
             graphs = rounds.capture(sizes, capture, progress)
@@ -175,14 +179,14 @@ class Engine:
             graphs.sizes,
             taken,
             backends=graphs.backends,
-            prefill_sizes=() if runner.prefill_graphs is None else runner.prefill_graphs.sizes,
+            prefill_sizes=() if prefill_graphs is None else prefill_graphs.sizes,
             why_no_prefill=why_no_prefill,
             prefill_by=backend.captured_extends if isinstance(backend, ForwardingBackend) else None,
         )
 
     def _prefills(self, limits: Sequence[str]) -> tuple[tuple[int, ...], str]:
-        """The numbers of tokens for which prefills are captured; why, if there are none."""
-        runner, options, most = self.runner, self.options, self.runner.capacity.most_rows
+        """Return the token counts for which prefills are captured, and the reason if there are none."""
+        runner, options, most = self.runner, self.options, self.runner.capacity.max_rows
         asked = options.cuda_graph_prefill_sizes
         if options.disable_prefill_cuda_graph:
             return (), "turned off"
@@ -191,26 +195,28 @@ class Engine:
         if runner.coordinator is not None:
             return (), "it brings rows to host memory"
         if captures_extends(runner.backend) and runner.pools.linear is None:
-            # What a chunk allows was looked at before there was a model; its context may hold less.
+            # The chunk size was checked before the model was known; its context may be shorter.
             sizes = default_prefill_sizes(most) if asked is None else PREFILL_SIZES.check(asked, most, "context_length")
             return sizes, ""
-        who = " and ".join(limits) or runner.backend.backend_id.name
+        names = " and ".join(limits) or runner.backend.backend_id.name
         if asked is not None:
             raise UsageError(
-                f"`{PREFILL_SIZES.name}` asks for CUDA graphs of prefills, and {who} cannot capture them; leave it "
+                f"`{PREFILL_SIZES.name}` asks for CUDA graphs of prefills, and {names} cannot capture them; leave it "
                 "out, or choose backends that capture any batch: `attnplug backends` lists these with graphs always",
                 settings=[PREFILL_SIZES.name, "attention_backend"],
             )
-        return (), f"{who} cannot capture it"
+        return (), f"{names} cannot capture it"
 
-    def _level_pages(self, parallel: TensorParallel) -> None:
-        """Ranks run one schedule, so all have as many pages as the one with the least memory: hold the others'."""
+    def _equalize_pages(self, parallel: TensorParallel) -> None:
+        """Allocate surplus pages. Ranks run one schedule, so each uses as many pages as the rank with the least
+        memory."""
         allocator = self.runner.allocator
         free = torch.tensor([allocator.free_pages], device=self.runner.device)
         allocator.allocate(allocator.free_pages - min(parallel.all_gather(free, 0).tolist()))
 
     def add(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Queue a prompt; it takes part from the next step on. It also ends where the checkpoint says texts end."""
+        """Queue a prompt for the next step. It also ends at the checkpoint's end-of-text tokens. Raises UsageError or
+        PoolError."""
         if not self.stop_token_ids <= params.stop_token_ids:
             params = replace(params, stop_token_ids=params.stop_token_ids | self.stop_token_ids)
         tokens = tuple(self._encoder.encode(prompt))
@@ -219,11 +225,11 @@ class Engine:
             if self.tokenizer is None:
                 raise UsageError("stop texts need the checkpoint's tokenizer.json, and it has none; use stop_token_ids")
             transcript = Transcript(self.tokenizer, params.stop)
-            # No text has these in it, so who gives one to stop at means the token.
+            # Decoded text never contains special tokens, so a stop text that is one means the token.
             special = self.tokenizer.special_tokens
             named = {special[text] for text in params.stop if text in special}
             params = replace(params, stop_token_ids=params.stop_token_ids | named)
-        with self._turn, self._lock, interrupt.deferred():
+        with self._queue_lock, self._lock, interrupt.deferred():
             request = Request(self._next_id, tokens, params, transcript=transcript)
             self.scheduler.add(request)
             self._next_id += 1
@@ -232,19 +238,19 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request now; what it has so far stays with it."""
+        """End a request now; it keeps the tokens that it has."""
         with self._lock, interrupt.deferred():
             self._leaving.append(request)
-            if not self._stepping:  # as it is where an iterator is collected in the middle of a step
-                self._let_leave()
+            if not self._stepping:  # true if an iterator is garbage collected within a step
+                self._abort_leaving()
                 self._drop_unwanted()
 
     def step(self) -> StepResult | RoundResult | None:
-        """Run one step; ``None`` when there is nothing to do.
+        """Run one step; return None if there is no work.
 
-        With overlap the next one is launched before this one is waited for. A request whose logits are not finite ends
-        with an error; the others go on as if it had never been there. When a step fails, all that are in flight are
-        taken back, and its error is raised; their requests may go on. An interrupt is raised after the step.
+        With overlap, the next step is launched before this one is awaited. A request whose logits are not finite ends
+        with an error; the others are not affected. If a step fails, all steps in flight are rolled back and its error
+        is raised; their requests may continue. An interrupt is raised after the step.
         """
         with self._lock, interrupt.deferred():
             self._stepping = True
@@ -254,39 +260,39 @@ class Engine:
                 self._drop()
                 raise
             finally:
-                self._let_leave()
+                self._abort_leaving()
                 self._stepping = False
                 self._drop_unwanted()
 
     def _step(self) -> StepResult | RoundResult | None:
         started = time.perf_counter()
-        launched = self._launched
+        launched = self._in_flight
         while len(launched) < self._depth and (step := self.scheduler.next_step()) is not None:
             launched.append((step, self.runner.launch(step) if self.rounds is None else self.rounds.launch(step)))
         if not launched:
             return None
         step, running = launched[0]
-        if isinstance(running, LaunchedRounds):
+        if isinstance(running, RoundsInFlight):
             return self._finish_round(step, running, started)
         tokens = running.tokens()
         logprobs = running.logprobs() if self._observed else {}
         launched.popleft()
-        self._let_leave()
+        self._abort_leaving()
         result = self.scheduler.finish_step(step, tokens)
         self.statistics.add(step, len(result.tokens), time.perf_counter() - started, replayed=running.replayed)
         if self._observed:
             result = self._observe(result, step.sampled_requests, logprobs)
-        self._tell(step, result)
+        self._notify(step, result)
         return result
 
-    def _finish_round(self, step: Step, running: LaunchedRounds, started: float) -> RoundResult:
-        """As the rest of ``_step``, for what may bring a request several tokens."""
+    def _finish_round(self, step: Step, running: RoundsInFlight, started: float) -> RoundResult:
+        """Finish a step of speculative rounds, which may give a request several tokens."""
         scheduler, counts = self.scheduler, self.statistics
         assert isinstance(scheduler, RoundScheduler) and counts.rounds is not None
         tokens = running.tokens()
         logprobs = running.logprobs() if self._observed else {}
-        self._launched.popleft()
-        self._let_leave()
+        self._in_flight.popleft()
+        self._abort_leaving()
         result = scheduler.finish_round(step, tokens, _completes_stop if self._observed else None)
         counts.add_rounds(step, result.tokens, time.perf_counter() - started, replayed=running.replayed)
         if running.timing is not None:
@@ -297,13 +303,13 @@ class Engine:
             request.logprobs += logprobs.get(request.id, [])[: len(new)]
             for token in new:
                 for follower in tuple(request.followers):
-                    follower.tell(request, token)
+                    follower.notify(request, token)
         for request in result.finished:
             self._end(request)
         return result
 
-    def _let_leave(self) -> None:
-        """End the requests that were aborted, between what the scheduler does and not in the middle of it."""
+    def _abort_leaving(self) -> None:
+        """Abort requests between calls of the scheduler, never within one."""
         while self._leaving:
             request = self._leaving.pop()
             if self.scheduler.holds(request):
@@ -311,16 +317,16 @@ class Engine:
                 self._end(request)
 
     def _drop_unwanted(self) -> None:
-        """Do not wait for steps in flight when all their requests have ended."""
-        if self._launched and not self.scheduler.has_work:
+        """Drop the steps in flight if all their requests have ended."""
+        if self._in_flight and not self.scheduler.has_work:
             self._drop()
 
     def _drop(self) -> None:
-        self._launched.clear()
+        self._in_flight.clear()
         self.scheduler.drop_steps()
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Iterator[Update]:
-        """Generate for all prompts; yields each token as it comes, and each prompt's end."""
+        """Generate for all prompts. Yields each token as it is sampled, and each prompt's end."""
         if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence | Chat) for prompt in prompts):
             raise UsageError(
                 f"prompts is {prompts!r:.60}; give a list of prompts, each a text, a Chat or a list of token ids"
@@ -331,7 +337,7 @@ class Engine:
         requests: list[Request] = []
         try:
             for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-                with naming(f"prompt {number}"):
+                with naming_prompt(f"prompt {number}"):
                     requests.append(self.add(prompt, one))
         except BaseException:  # all or none
             for request in requests:
@@ -340,9 +346,9 @@ class Engine:
         yield from self.follow(requests)
 
     def follow(self, requests: Sequence[Request]) -> Iterator[Update]:
-        """Run until these requests are finished; yields all their tokens, in order, and their ends.
+        """Run until these requests are finished. Yields all their tokens, in order, and their ends.
 
-        An iterator that is left early aborts those of its requests that nobody else follows.
+        Closing the iterator early aborts those of its requests that have no other follower.
         """
         updates: deque[Update] = deque()
         followers = [Follower(updates, index) for index in range(len(requests))]
@@ -352,11 +358,11 @@ class Engine:
                 self._check_own(requests)
                 for request, follower in zip(requests, followers, strict=True):
                     for token in request.output:
-                        follower.tell(request, token)
+                        follower.notify(request, token)
                     if request.finish_reason is None:
                         request.followers.append(follower)
                     else:
-                        follower.tell(request, None)
+                        follower.notify(request, None)
             while unfinished:
                 if not updates:
                     self._advance(updates)
@@ -378,7 +384,8 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **sampling: Any,
     ) -> list[Completion]:
-        """Generate for all prompts, in their order. ``sampling`` are fields of ``SamplingParams``, alike for all."""
+        """Generate for all prompts; return completions in their order. ``sampling`` are fields of ``SamplingParams``,
+        shared by all."""
         if "stop_token_ids" in sampling:
             sampling["stop_token_ids"] = frozenset(sampling["stop_token_ids"])
         if isinstance(stop := sampling.get("stop"), str | list):
@@ -391,7 +398,7 @@ class Engine:
         return [self.completion(index, ended[index]) for index in range(len(prompts))]
 
     def completion(self, index: int, request: Request) -> Completion:
-        """A finished request as its owner wants it."""
+        """Return the completion of a finished request."""
         assert request.finish_reason is not None
         text = None if self.tokenizer is None else self.tokenizer.decode(request.output)
         if request.transcript is not None:
@@ -421,8 +428,8 @@ class Engine:
                 raise UsageError(f"request {request.id} is not this engine's; follow what its add() returned")
 
     def _advance(self, updates: deque[Update]) -> None:
-        """Run a step, unless one of another thread's has brought updates while this one waited."""
-        with self._turn:  # who waits for the lock goes first: a thread that steps in a loop would keep it out
+        """Run a step, unless another thread's step brought updates while this one waited."""
+        with self._queue_lock:  # fair: a thread that steps in a loop would starve others
             self._lock.acquire()
         try:
             if not updates:
@@ -434,7 +441,7 @@ class Engine:
     def _observe(
         self, result: StepResult, requests: Sequence[Request], logprobs: Mapping[int, TokenLogprobs]
     ) -> StepResult:
-        """Take down log probabilities, and end the requests whose new token completes a stop text."""
+        """Record log probabilities, and end the requests whose new token completes a stop text."""
         finished = list(result.finished)
         for request in requests:
             token = result.tokens.get(request.id)
@@ -448,41 +455,32 @@ class Engine:
             if request.transcript.stopped:
                 if self.scheduler.abort(request.id, FinishReason.STOP) is not None:
                     finished.append(request)
-                request.finish_reason = FinishReason.STOP  # also of one that has all its tokens
+                request.finish_reason = FinishReason.STOP  # even if it has max_tokens tokens
         return StepResult(result.tokens, tuple(finished))
 
-    def _tell(self, step: Step, result: StepResult) -> None:
+    def _notify(self, step: Step, result: StepResult) -> None:
         tokens = result.tokens
         for entry in step.entries:
             request = entry.request
             if request.followers and (token := tokens.get(request.id)) is not None:
-                for follower in tuple(request.followers):  # an iterator may be collected, and so leave, right here
-                    follower.tell(request, token)
+                for follower in tuple(request.followers):  # copied: a garbage-collected iterator leaves the list
+                    follower.notify(request, token)
         for request in result.finished:
             self._end(request)
 
     def _end(self, request: Request) -> None:
-        """What is left to do when a request is finished, for whatever reason."""
+        """Notify followers of a finished request."""
         self._observed.discard(request)
         if request.transcript is not None:
             request.transcript.finish()
         for follower in tuple(request.followers):
-            follower.tell(request, None)
+            follower.notify(request, None)
 
 
 def _completes_stop(request: Request, token: int) -> bool:
-    """Whether a new token completes one of the request's stop texts."""
+    """Push a new token; return True if it completes one of the request's stop texts."""
     transcript = request.transcript
     if transcript is None:
         return False
     transcript.push(token)
     return transcript.stopped
-
-
-@contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Say of a refused prompt which one it was."""
-    try:
-        yield
-    except (UsageError, PoolError) as error:
-        raise type(error)(f"{where}: {error.message}", settings=error.settings) from error

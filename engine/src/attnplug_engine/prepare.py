@@ -1,4 +1,4 @@
-"""A model, and the backends that run it: how an engine and an embedder begin."""
+"""Selection of backends and loading of weights, shared by engine and embedder."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from attnplug.host import (
     torch_dtype,
 )
 from attnplug.host import load_model as load_spec
-from attnplug_engine.models.architectures import LoadedModel, load_model
+from attnplug_engine.execution.runner import ModelRunner
+from attnplug_engine.memory.capacity import Capacity
+from attnplug_engine.models.architectures import load_model
+from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions, check_buffers
-from attnplug_engine.parallel import TensorParallel
-from attnplug_engine.pools import Capacity
-from attnplug_engine.runner import ModelRunner
-from attnplug_engine.speculation.choosing import DraftChoice, choose_draft, speculating, target_request
+from attnplug_engine.parallel.collectives import TensorParallel
+from attnplug_engine.speculation.backend_choice import DraftChoice, choose_draft, target_problem, target_request
 from attnplug_engine.speculation.draft_runner import DraftRunner
-from attnplug_engine.speculation.drafts import DraftModel, load_draft, naming_draft
+from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft, naming_draft
+from attnplug_engine.speculation.drafts.model import DraftModel
 from attnplug_engine.speculation.options import Speculation
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model whose weights are read, for backends that were found to serve it."""
+    """A model whose weights are loaded, and the backends that were selected for it."""
 
     loaded: LoadedModel
     device: torch.device
@@ -51,13 +53,14 @@ class Prepared:
     problem: Problem
     failed: Mapping[str, Refusal]
     ranking: Ranking
-    """How ``auto`` chose. Measured tables are read once: what is built is what was found to serve."""
+    """Ranking of ``auto``. Measured tables are read once, so the backends that are built are those that were
+    selected."""
     draft: DraftModel | None = None
     draft_choice: DraftChoice | None = None
 
     @property
     def draft_cache(self) -> ModelSpec | None:
-        """The draft's layers that have rows of their own, on the target's pages."""
+        """Layers of the draft that have rows of their own, on the target's pages; None if there are none."""
         return None if self.draft is None or self.draft.reads_target else self.draft.spec
 
     def build(
@@ -70,7 +73,7 @@ class Prepared:
         seed: int = 0,
         two_batch_overlap: bool = False,
     ) -> tuple[Selection, ModelRunner]:
-        """The backends that could be built, and the runner on them; the same on all ranks."""
+        """Build the selected backends and a runner on them; the selection is the same on all ranks."""
 
         def build(selection: Selection) -> ModelRunner:
             return ModelRunner(
@@ -91,13 +94,14 @@ class Prepared:
 
         selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed, self.ranking)
         if self.parallel.size > 1:
-            insist_on_one_choice(selection, self.parallel, self.device)
+            check_same_choice(selection, self.parallel, self.device)
         return selection, runner
 
     def build_draft(
         self, target: ModelRunner, speculation: Speculation, serving: Serving, policy: ExtendPolicy
     ) -> tuple[Selection, DraftRunner] | None:
-        """The draft's backend and the runner on it, over the target's pages; ``None`` if no model drafts."""
+        """Build the draft's backend and a runner on it, over the target's pages; return None if there is no draft
+        model."""
         draft, choice = self.draft, self.draft_choice
         if draft is None or choice is None:
             return None
@@ -122,7 +126,7 @@ class Prepared:
 
         selection, runner = build_chosen(self.registry, choice.request, problem, build, choice.failed, self.ranking)
         if self.parallel.size > 1:
-            insist_on_one_choice(selection, self.parallel, self.device)
+            check_same_choice(selection, self.parallel, self.device)
         return selection, runner
 
 
@@ -134,7 +138,7 @@ def prepare(
     progress: Callable[[int, int], None] | None = None,
     is_embedding: bool = False,
 ) -> Prepared:
-    """Look for backends that serve the model, then read its weights. An embedding model needs no output head."""
+    """Select backends for a model, then read its weights. An embedding model needs no output head."""
     spec = load_spec(model)
     device, sm = open_device(options.device)
     dtype = options.dtype or model_dtype(spec) or DType.FLOAT32
@@ -165,13 +169,17 @@ def prepare(
         check_buffers(spec, options)
     asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     registry, speculation = load_registry(), options.speculation
-    problem = speculating(problem, speculation)
+    problem = target_problem(problem, speculation)
     ranking = default_ranking(registry, problem, per_batch=True)
     request = target_request(registry, asked, problem, speculation, ranking)
-    # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
+    # Refusals and kernel libraries that cannot be imported are reported before a checkpoint is read.
     selection = choose_importable(registry, request, problem, ranking)
     failed = selection.failed
-    draft_choice = None if speculation is None else choose_draft(registry, asked, problem, speculation, model, ranking)
+    draft_choice = None
+    if speculation is not None and speculation.has_model:
+        with naming_draft(speculation):
+            draft_layers = draft_spec(speculation, model)
+        draft_choice = choose_draft(registry, asked, problem, speculation, draft_layers, ranking)
     loaded = load_model(
         model,
         dtype=torch_dtype(dtype),
@@ -212,21 +220,21 @@ def prepare(
     )
 
 
-def insist_on_one_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:
-    """Ranks run the same steps, so they must agree on pages, and on who serves which batch.
+def check_same_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:
+    """Raise if ranks disagree on page size or backends. They run the same steps, so all must choose alike.
 
-    They would not where a backend is built on some alone, or where one reads other measured times than another.
+    They differ if a backend can be built on some ranks only, or if their measured tables differ.
     """
     schedules = [choice.schedule for choice in selection.choices.values()]
     serving = {
         str(role): choice.chosen_name if choice.schedule is None else " and ".join(choice.schedule.candidates)
         for role, choice in selection.choices.items()
     }
-    mine = torch.tensor([zlib.crc32(repr((serving, schedules, selection.page_size)).encode())], device=device)
-    if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
+    digest = torch.tensor([zlib.crc32(repr((serving, schedules, selection.page_size)).encode())], device=device)
+    if len(set(parallel.all_gather(digest, 0).tolist())) > 1:
         raise BackendError(
             f"rank {parallel.rank} runs {', '.join(f'{role} on {names}' for role, names in serving.items())}, and "
-            "others chose otherwise: a backend could be built on some ranks alone, or their machines have other "
-            "measured tables; ask for one by `attention_backend`",
+            "other ranks differ: a backend could be built on some ranks only, or measured tables differ between "
+            "machines; request one by `attention_backend`",
             settings=["attention_backend"],
         )

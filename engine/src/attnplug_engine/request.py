@@ -1,4 +1,4 @@
-"""A request: what was asked, how its tokens are chosen, how far it has come, and its part in a step."""
+"""Requests: prompt, sampling parameters, and progress."""
 
 from __future__ import annotations
 
@@ -8,22 +8,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnplug import ForwardMode
 from attnplug.host import UsageError, show
 
 if TYPE_CHECKING:
     from collections import deque
 
-    from attnplug.host import PageCopy
-    from attnplug_engine.transcript import Transcript
+    from attnplug_engine.text.transcript import Transcript
 
 DEFAULT_MAX_TOKENS = 32
 LARGEST = LARGEST_SEED = 2**63 - 1
-PENDING = -1
-"""In a step's ``token_ids``: a token that an earlier step, still in flight, samples for the same row."""
-BAD_LOGITS = -1
-"""In place of a sampled token: the logits are not finite, and no token can be chosen from them."""
-
 _LARGEST_FLOAT, _SMALLEST_FLOAT = sys.float_info.max, math.ulp(0.0)
 
 
@@ -32,27 +25,27 @@ def _refuse(name: str, value: object, allowed: str) -> UsageError:
 
 
 def _check_whole(name: str, value: object, lowest: int, allowed: str) -> None:
-    # Values come from JSON lines too, where a text or true is one typo away, and numbers may have hundreds of digits.
+    # Values also come from JSON lines, where a text or true is one typo away and numbers may have hundreds of digits.
     if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= LARGEST:
         raise _refuse(name, value, allowed)
 
 
 def _check_number(name: str, value: object, lowest: float, highest: float, allowed: str) -> None:
-    # No math.isfinite, which overflows for an int of hundreds of digits; comparisons do not.
+    # Not math.isfinite, which overflows for an int of hundreds of digits; comparisons do not.
     if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
         raise _refuse(name, value, allowed)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends.
+    """Sampling parameters and stop conditions of one request.
 
-    A temperature of 0 is greedy, whatever ``top_k``, ``top_p`` and ``min_p`` say. ``top_k`` keeps the k likeliest
-    tokens (0 keeps all); ``top_p`` then keeps the likeliest that together have this share of what is left; ``min_p``
-    keeps those that are at least so many times as likely as the likeliest. Without a ``seed`` the sampler derives one
-    from its own seed and the request's id. A stop token ends the request and is its last token. A text of ``stop`` ends
-    it too, with the token that completes it; the request's text ends before it.
-    ``logprobs`` asks for the log probability of every new token, and of so many of the likeliest beside it.
+    A temperature of 0 is greedy, whatever ``top_k``, ``top_p`` and ``min_p`` are. ``top_k`` keeps the k most likely
+    tokens (0 keeps all). ``top_p`` then keeps the most likely ones that together have this share of the remaining
+    probability. ``min_p`` keeps those that are at least ``min_p`` times as likely as the most likely one. Without a
+    ``seed``, the sampler derives one from its own seed and the request id. A stop token ends the request and is its
+    last token. A text of ``stop`` ends it too, with the token that completes it; the request's text ends before it.
+    ``logprobs`` requests the log probability of every new token, and of this number of most likely tokens in its place.
     """
 
     max_tokens: int
@@ -68,7 +61,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_whole("max_tokens", self.max_tokens, 1, f"a number of new tokens, 1 or more, at most {LARGEST}")
         _check_number("temperature", self.temperature, 0, _LARGEST_FLOAT, "0 for greedy, or a finite number above 0")
-        object.__setattr__(self, "temperature", float(self.temperature))  # numpy takes no int above 64 bits
+        object.__setattr__(self, "temperature", float(self.temperature))  # numpy accepts no int above 64 bits
         _check_whole("top_k", self.top_k, 0, "0 for all tokens, or how many of the likeliest to keep")
         _check_number("top_p", self.top_p, _SMALLEST_FLOAT, 1, "a share above 0 and at most 1")
         _check_number("min_p", self.min_p, 0, 1, "a share from 0, which keeps all, to 1")
@@ -81,7 +74,7 @@ class SamplingParams:
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise _refuse("stop", self.stop, "texts, none of them empty")
         if self.logprobs is not None:
-            _check_whole("logprobs", self.logprobs, 0, "how many of the likeliest tokens to tell, 0 or more")
+            _check_whole("logprobs", self.logprobs, 0, "how many of the most likely tokens to report, 0 or more")
 
     @property
     def greedy(self) -> bool:
@@ -89,20 +82,20 @@ class SamplingParams:
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Reason why a request ended."""
 
     STOP = "stop"
-    """It produced one of its stop tokens, which is its last token, or a stop text."""
+    """It produced a stop token, which is its last token, or a stop text."""
     LENGTH = "length"
     """It has ``max_tokens`` tokens, or fills the context."""
     ABORTED = "aborted"
     """Its owner ended it."""
     ERROR = "error"
-    """It could not go on; the engine says why."""
+    """It could not continue; the engine reports why."""
 
 
 class RequestState(StrEnum):
-    """Where a request is. A preempted one waits again."""
+    """State of a request. A preempted one waits again."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -110,7 +103,7 @@ class RequestState(StrEnum):
 
 
 class LikelyToken(NamedTuple):
-    """A token, and the natural logarithm of its probability."""
+    """A token and its log probability (natural logarithm)."""
 
     token_id: int
     logprob: float
@@ -118,24 +111,24 @@ class LikelyToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely the model found a token: of its own logits, before temperature and filters."""
+    """Log probability of a sampled token, by the model's logits before temperature and filters."""
 
     token_id: int
     logprob: float
     top: tuple[LikelyToken, ...]
-    """The likeliest tokens in its place, as many as were asked for; of equals the lower token id first."""
+    """Most likely tokens in its place, as many as requested; of equals the lower token id first."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt on its way to its tokens. The scheduler changes it; everyone else reads.
+    """One prompt and its progress. The scheduler changes it; all others only read it.
 
-    The last three fields are the engine's, which looks at every new token.
+    The engine maintains ``transcript``, ``logprobs`` and ``followers``, because it sees every new token.
 
-    ``computed`` counts the tokens, prompt and output together, whose cache rows are written by the steps that were
-    scheduled, those in flight included; it falls back to 0 when the request is preempted, while ``output`` stays.
-    ``output`` holds the tokens of finished steps. ``cached_tokens`` is the prefix that the cache supplied when the
-    request was first admitted; a preempted request that finds its own pages again is no hit.
+    ``computed`` counts the tokens, prompt and output, whose cache rows are written by scheduled steps, those in flight
+    included. It returns to 0 if the request is preempted, while ``output`` stays. ``output`` holds the tokens of
+    finished steps. ``cached_tokens`` is the prefix found in the cache at the first admission; a preempted request that
+    finds its own pages again does not count as a hit.
     """
 
     id: int
@@ -145,25 +138,25 @@ class Request:
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     row: int | None = None
-    """Its row of the slot table, while it has one."""
+    """Row of the slot table, while it has one."""
     slot: int | None = None
-    """Where its linear-attention state lies, while it has a row and the model has such layers."""
+    """Slot of its linear-attention state, while it has a row and the model has such layers."""
     computed: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     max_length: int = 0
-    """Tokens, prompt and output together, at which the request ends; the scheduler lowers it to the context."""
+    """Number of tokens, prompt and output, at which the request ends; the scheduler limits it to the context."""
     transcript: Transcript | None = None
-    """Its text so far, where it has stop texts to look for."""
+    """Text so far, if it has stop texts."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One for each output token, where they are asked for."""
+    """One entry per output token, if requested."""
     followers: list[Follower] = field(default_factory=list)
-    flying: int = 0
-    """With speculation: steps in flight that bring it tokens."""
+    steps_in_flight: int = 0
+    """Steps in flight that give it tokens (speculation)."""
     in_rounds: bool = False
-    """With speculation: its prefill is scheduled to the end, and rounds go on from there."""
+    """True once its prefill is completely scheduled and rounds follow (speculation)."""
     sampling: bytes | None = None
-    """Its parameters and seed as the sampler packs them, once it has."""
+    """Parameters and seed in the sampler's packed form, once computed."""
 
     def __post_init__(self) -> None:
         self.prompt = tuple(self.prompt)
@@ -171,30 +164,30 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens so far, prompt and output together."""
+        """Number of tokens so far, prompt and output."""
         return len(self.prompt) + len(self.output)
 
     @property
     def pending(self) -> int:
-        """Output tokens that steps in flight sample, and that are not known yet."""
+        """Number of output tokens that steps in flight sample and the host does not know yet."""
         return max(self.computed + 1 - len(self.prompt) - len(self.output), 0)
 
     @property
     def decoding(self) -> bool:
-        """Whether all that is left to compute is its newest output token, known or pending."""
+        """True if only its newest output token, known or pending, is left to compute."""
         return self.computed >= len(self.prompt) + max(len(self.output) - 1, 0)
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
-        """The tokens at positions ``start`` to ``stop - 1``, prompt and output as one sequence."""
+        """Return the tokens at positions ``start`` to ``stop - 1`` of prompt and output."""
         prompt = len(self.prompt)
         if stop <= prompt:
             return self.prompt[start:stop]
         return self.prompt[start:] + tuple(self.output[max(start - prompt, 0) : stop - prompt])
 
 
-@dataclass(slots=True)  # made for every token: frozen it takes twice as long
+@dataclass(slots=True)  # created per token; frozen would take twice as long
 class Update:
-    """A new token of a prompt, or its end (``token`` is ``None``). ``index`` is the prompt's, in its list."""
+    """A new token of a prompt, or its end (``token`` is None). ``index`` is the prompt's position in its list."""
 
     index: int
     request: Request
@@ -203,83 +196,10 @@ class Update:
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """One who follows a request: where its updates go, and its index among those that he follows."""
+    """A consumer of a request's updates. ``index`` is the request's position among those that it follows."""
 
     updates: deque[Update]
     index: int
 
-    def tell(self, request: Request, token: int | None) -> None:
+    def notify(self, request: Request, token: int | None) -> None:
         self.updates.append(Update(self.index, request, token))
-
-
-class StepEntry(NamedTuple):  # made for every request at every step, at less than half a frozen dataclass's cost
-    """The tokens that one request runs in a step: ``token_ids`` at ``position``, ``position + 1``, …
-
-    A request that decodes may run its newest token before the host knows it: ``token_ids`` is then ``(PENDING,)``.
-    ``sampled`` says that the logits of its last token choose the request's next token; the others only fill the
-    cache.
-    """
-
-    request: Request
-    position: int
-    token_ids: tuple[int, ...]
-    sampled: bool
-
-    @property
-    def positions(self) -> range:
-        return range(self.position, self.position + len(self.token_ids))
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What to run: the entries in the order of their rows in the batch.
-
-    ``copies`` go to the pools' ``copy_pages``, in this order, before anything is written. ``rows`` are the entries'
-    rows of the slot table, which has room for the new tokens already: its lengths include them. ``state_slots`` are
-    the slots of their linear states, if the model has any. ``snapshots`` are pairs of such slots: after the forward
-    the state of the first is copied to the second. With speculation the first ``rounds`` entries are verified in a
-    round: their ``position`` is the most that may be committed before it.
-    """
-
-    mode: ForwardMode
-    entries: tuple[StepEntry, ...]
-    copies: tuple[PageCopy, ...]
-    rows: tuple[int, ...]
-    state_slots: tuple[int, ...] = ()
-    snapshots: tuple[tuple[int, int], ...] = ()
-    rounds: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum([len(entry.token_ids) for entry in self.entries])
-
-    @property
-    def sampled_requests(self) -> list[Request]:
-        """The requests to sample a token for, in the order of ``sampled_rows``."""
-        return [entry.request for entry in self.entries if entry.sampled]
-
-    @property
-    def sampled_rows(self) -> list[int]:
-        """Which of the step's ``num_tokens`` rows carry the logits to sample from."""
-        rows, end = [], 0
-        for entry in self.entries:
-            end += len(entry.token_ids)
-            if entry.sampled:
-                rows.append(end - 1)
-        return rows
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step brought: each request's new token by request id, and the requests that it finished."""
-
-    tokens: dict[int, int]
-    finished: tuple[Request, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundResult:
-    """What a step of a speculating engine brought: each request's new tokens by request id, and whom it finished."""
-
-    tokens: dict[int, list[int]]
-    finished: tuple[Request, ...]

@@ -25,15 +25,7 @@ from attnplug import (
     ModelSpec,
     Role,
 )
-from attnplug.host import (
-    KVPools,
-    Limits,
-    MLADims,
-    PageAllocator,
-    SlotTable,
-    WorkspaceOwner,
-    plan_forward,
-)
+from attnplug.host import KVPools, Limits, MLADims, WorkspaceOwner, plan_forward
 from attnplug.sparse import (
     CompressedDims,
     CompressorInputs,
@@ -43,6 +35,8 @@ from attnplug.sparse import (
     SelectedPositions,
     SelectedRows,
 )
+from attnplug_engine.scheduling.page_allocator import PageAllocator
+from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_sparse.pools import COMPRESSED, CompressedPool
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.batches import capabilities

@@ -31,14 +31,10 @@ from attnplug import (
     Problem,
     Role,
 )
-from attnplug.host import (
-    MLADims,
-    PageAllocator,
-    PageCopy,
-    SlotTable,
-    UsageError,
-)
+from attnplug.host import MLADims, PageCopy, UsageError
 from attnplug.sparse import IndexerDims, SelectedPositions, SelectedSlots
+from attnplug_engine.scheduling.page_allocator import PageAllocator
+from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_sparse.hisparse import HiSparse, HostRows, HostSlots, HotPool, HotSizes
 from attnplug_sparse.hisparse.tables import HotTables
 from attnplug_sparse.plugin import attnplug_backends

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from attnplug.host import TINY_CONFIGS
-from attnplug_engine.models.architectures import LoadedModel, build_model, load_model
-from attnplug_engine.random_checkpoint import RandomCheckpoint
-from attnplug_engine.speculation.drafts import DraftModel
+from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.models.architectures import build_model, load_model
+from attnplug_engine.models.decoder import LoadedModel
+from attnplug_engine.speculation.drafts.model import DraftModel
 
 HIDDEN, VOCAB = 64, 128
 

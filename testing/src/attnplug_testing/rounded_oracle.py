@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from attnplug.host import TINY_CONFIGS
-from attnplug_engine import runner
 from attnplug_engine.engine import Engine
-from attnplug_engine.launched import Launched
-from attnplug_engine.request import SamplingParams, Step
+from attnplug_engine.execution import runner
+from attnplug_engine.execution.in_flight import StepInFlight
+from attnplug_engine.request import SamplingParams
+from attnplug_engine.scheduling.step import Step
 
 NEW_TOKENS = 48
 DEEPSEEK_V3 = {
@@ -176,12 +177,12 @@ def watched_logits() -> Iterator[dict[int, list[Tensor]]]:
     """Record the logits that each token is chosen from, by request id, captured steps included."""
     seen: dict[int, list[Tensor]] = {}
 
-    class Watched(Launched):
+    class Watched(StepInFlight):
         def __init__(self, step: Step, logits: Tensor, *given: Any, **named: Any) -> None:
             for row, request in zip(logits, step.sampled_requests, strict=False):  # a captured step's padding follows
                 seen.setdefault(request.id, []).append(row.float().clone())
             super().__init__(step, logits, *given, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "Launched", Watched)
+        patch.setattr(runner, "StepInFlight", Watched)
         yield seen

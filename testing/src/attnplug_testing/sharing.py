@@ -99,7 +99,7 @@ def share(monkeypatch: pytest.MonkeyPatch, *names: str, longest: int = LONGEST) 
     def build(selection: Selection, context: HostContext) -> AttentionBackend:
         return build_selection(shared(selection, *names, longest=longest), context)
 
-    for module in ("runner", "speculation.draft_runner"):
+    for module in ("execution.runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attnplug.declare.errors import PoolError
 from attnplug.declare.problem import DType
-from attnplug.kv.allocator import PageCopy, settle_copies
 from attnplug.kv.layout import PageLayout
+from attnplug.kv.page_copy import PageCopy, settle_copies
 
 _TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FLOAT32: torch.float32,

@@ -11,11 +11,11 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 from attnplug.declare.model import AttentionKind, LayerSpec, MLADims
 from attnplug.declare.problem import FP8_CACHES, DType
-from attnplug.kv.allocator import OutOfPages, PageAllocator, PageCopy
 from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows, pair_kernel, torch_dtype
 from attnplug.kv.foreign import check_tensors, check_together, foreign_buffer, page_views
 from attnplug.kv.layers import check_scales, check_size, distinct_layers, held_for
 from attnplug.kv.layout import LayoutName, PageLayout
+from attnplug.kv.page_copy import PageCopy
 from attnplug.kv.row_pool import RowFormat, RowPool
 from attnplug.kv.scaled_rows import ScaledRows, latent_row_bytes
 
@@ -292,10 +292,10 @@ def _refuse_scale(layer_id: int, scale: float) -> None:
 
 
 class LinearStatePool:
-    """States of all linear layers among ``layers``, one slot per request, with reference counts.
+    """States of all linear layers among ``layers``, one slot per request. The host allocates slots.
 
     Each layer has a recurrent state ``[slots, heads, key_dim, value_dim]`` float32 and a convolution state
-    ``[slots, conv_channels, conv_width]`` in ``dtype``. A shared slot is a snapshot and must not be written.
+    ``[slots, conv_channels, conv_width]`` in ``dtype``.
     """
 
     def __init__(
@@ -303,8 +303,11 @@ class LinearStatePool:
     ) -> None:
         if dtype in FP8_CACHES:
             raise PoolError(f"a convolution state cannot be kept in {dtype}; give the model's own type")
+        if num_slots < 1:
+            raise PoolError(f"a pool of {num_slots} slots cannot hold anything; give 1 or more")
         own = distinct_layers([layer for layer in layers if layer.linear is not None], "linear")
         self.dtype = dtype
+        self.num_slots = num_slots
         self._recurrent: dict[int, Tensor | None] = {}
         self._conv: dict[int, Tensor | None] = {}
         for layer_id, layer in own.items():
@@ -318,9 +321,6 @@ class LinearStatePool:
             conv = torch.zeros(conv_shape, dtype=torch_dtype(dtype), device=device) if dims.conv_width else None
             self._conv[layer_id] = conv
         self._states = [s for s in (*self._recurrent.values(), *self._conv.values()) if s is not None]
-        self._slots = PageAllocator(
-            num_slots, unit="slot"
-        )  # last: too many slots fail at once, when memory is allocated
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -330,14 +330,6 @@ class LinearStatePool:
     def nbytes(self) -> int:
         return sum(state.numel() * state.element_size() for state in self._states)
 
-    @property
-    def num_slots(self) -> int:
-        return self._slots.num_pages
-
-    @property
-    def free_slots(self) -> int:
-        return self._slots.free_pages
-
     def recurrent(self, layer_id: int) -> Tensor | None:
         """Recurrent state ``[slots, heads, key_dim, value_dim]`` float32; ``None`` if the layer has no heads."""
         return held_for(self._recurrent, layer_id, "linear")
@@ -346,38 +338,19 @@ class LinearStatePool:
         """Convolution state ``[slots, conv_channels, conv_width]``; ``None`` if the layer has no convolution."""
         return held_for(self._conv, layer_id, "linear")
 
-    def allocate(self) -> int:
-        """Allocate a slot with one reference and a zero state in every layer. Raises PoolError if none is free."""
-        try:
-            (slot,) = self._slots.allocate(1)
-        except OutOfPages as error:
-            raise PoolError(
-                f"all {error.total} linear-state slots are in use; wait for a request to finish, raise `state_slots`, "
-                "or lower `max_batch`",
-                settings=["state_slots", "max_batch"],
-            ) from error
+    def zero(self, slot: int) -> None:
+        """Set the state of ``slot`` to zero in every layer."""
+        self._check_inside(slot)
         for state in self._states:
             state[slot].zero_()
-        return slot
-
-    def references(self, slot: int) -> int:
-        return self._slots.references(slot)
-
-    def share(self, slot: int) -> None:
-        """Add a reference. The slot is a snapshot while it has more than one."""
-        self._slots.share((slot,))
-
-    def release(self, slot: int) -> None:
-        """Drop a reference; the last one frees the slot."""
-        self._slots.release((slot,))
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the state of ``source`` to ``target``, which must have exactly one reference."""
-        source_held, target_held = self._slots.references(source), self._slots.references(target)
-        if source_held < 1 or target_held != 1:
-            raise PoolError(
-                f"slot {source} ({source_held} references) cannot be copied to slot {target} ({target_held}): "
-                "the source must be in use and the target held once; allocate a slot to copy to"
-            )
+        """Copy the state of ``source`` to ``target`` in every layer."""
+        self._check_inside(source, target)
         for state in self._states:
             state[target].copy_(state[source])
+
+    def _check_inside(self, *slots: int) -> None:
+        for slot in slots:
+            if not 0 <= slot < self.num_slots:
+                raise PoolError(f"slot {slot} is not in this pool, which holds 0 to {self.num_slots - 1}")

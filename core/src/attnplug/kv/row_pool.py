@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from attnplug.declare.problem import DType
-from attnplug.kv.allocator import PageCopy
 from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows, torch_dtype
 from attnplug.kv.foreign import check_tensors, check_together, foreign_pages, page_views
 from attnplug.kv.layers import check_size, held_for
 from attnplug.kv.layout import PageLayout
+from attnplug.kv.page_copy import PageCopy
 
 
 class Rows(Protocol):

@@ -1,9 +1,9 @@
-"""Kernels for what a model does between its attention layers. Their torch twins are where they are called.
+"""Triton kernels for the parts of a model between its attention layers. Their torch equivalents are at the call sites.
 
-The modules in here import Triton, so they are imported only after ``usable`` said yes. On SM 90 and newer all kernels
-are launched with programmatic dependent launch: a kernel starts while the one before it still runs, loads what does
-not depend on that one (its weights), and then waits for its results. Each waits before its first store, so memory that
-an earlier kernel reads is never written too early.
+Most modules here import Triton, so they are imported only if ``usable`` returns True. On SM 90 and newer all kernels
+use programmatic dependent launch: a kernel starts while the previous one still runs, loads what does not depend on it
+(its weights), and then waits for its results. Each waits before its first store, so it never overwrites memory that an
+earlier kernel still reads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 def usable(where: Tensor | torch.device) -> bool:
-    """Whether the kernels can work on a tensor or on a device: it is a GPU, and Triton is installed."""
-    # A tensor says this sooner than its device does, and a step on a CPU asks five times in every layer.
+    """Return True if the kernels support a tensor or device: it is on a GPU, and Triton is installed."""
+    # Tensor.is_cuda is faster than Tensor.device, and a step on a CPU asks five times per layer.
     on_gpu = where.type == "cuda" if isinstance(where, torch.device) else where.is_cuda
     return on_gpu and _has_triton()
 
@@ -29,19 +29,19 @@ def _has_triton() -> bool:
 
 @cache
 def starts_early(device: torch.device) -> bool:
-    """Whether kernels on ``device`` are launched while the one before still runs. Triton for AMD refuses to."""
+    """Return True if kernels on ``device`` use programmatic dependent launch. Triton for AMD does not support it."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have. Interpreted, it has any number."""
+    """Return the shared memory of a program in bytes. Unlimited in interpreter mode."""
     if device.type != "cuda":
         return 1 << 30
     properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 48 << 10))  # torch has none for AMD
+    return int(getattr(properties, "shared_memory_per_block_optin", 48 << 10))  # absent for AMD
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
-    """What every launch is given beside its own arguments."""
+    """Return the keyword arguments of every launch."""
     return {"EARLY": True, "launch_pdl": True} if starts_early(device) else {"EARLY": False}

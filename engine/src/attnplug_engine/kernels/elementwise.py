@@ -1,4 +1,4 @@
-"""The passes between products of many rows, one launch each: the norm, and the gate of an MLP."""
+"""Elementwise kernels between matrix products of many rows, one launch each: RMS norm, and the gate of an MLP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _rms_norm(out, x, gain, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """``x`` ``[rows, width]`` normed over its width and times ``gain`` ``[width]``, which may be of a wider type."""
+    """Return ``x [rows, width]`` normed over its width, times ``gain [width]``, which may have a wider dtype."""
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, width = x.shape
@@ -58,7 +58,7 @@ def _silu_and_mul(out, x, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EA
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[rows, gate | up]``."""
+    """Return ``silu(gate) * up`` of ``[rows, gate | up]``."""
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2

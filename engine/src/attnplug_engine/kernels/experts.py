@@ -1,11 +1,11 @@
-"""The routed experts' MLPs as a few kernels, in which nothing depends on how many tokens an expert got.
+"""MLPs of routed experts in a few kernels, whose launches do not depend on the number of tokens per expert.
 
-A *pair* is a token and one of its experts, numbered ``token * k + place``. A program has a block of pairs of one expert
-and some of the expert's columns. ``_rank`` sorts the pairs by expert, ``_spread`` makes their inner rows, ``_gather``
-the outer ones, and ``_join`` the sum over a token's experts, in the order in which they were chosen. With very few
-tokens each pair is worked on by itself, by ``_spread_one`` and by ``_gather_one``, which also sums: matrices times
-vectors, at the speed of memory. A pair's result does not depend on the other pairs in its block, so neither does a
-token's on the other tokens.
+A *pair* is a token and one of its experts, numbered ``token * k + place``. A program handles a block of pairs of one
+expert and some of the expert's columns. ``_sort_pairs`` sorts the pairs by expert, ``_up_projection`` computes their
+inner rows, ``_down_projection`` the outer ones, and ``_combine`` the sum over a token's experts, in the order in which
+they were chosen. With very few tokens each pair is computed separately, by ``_up_one`` and by ``_down_one``, which also
+sums: matrix-vector products, bound by memory bandwidth. A pair's result does not depend on the other pairs in its
+block, so a token's result does not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options, shared_memory
 
-RANKED = 4096
-"""Up to so many pairs are sorted by one kernel, which compares them all; more by torch."""
+MAX_RANKED_PAIRS = 4096
+"""Most pairs that one kernel sorts, by comparing them all; torch sorts more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program works on: pairs × columns, in steps of ``depth`` along the summed dimension."""
+    """Tile of a program: pairs × columns, in steps of ``depth`` along the summed dimension."""
 
     pairs: int
     columns: int
@@ -36,29 +36,29 @@ class Tile:
 
 
 @triton.jit(do_not_specialize=["count"])
-def _rank(chosen, order, offsets, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+def _sort_pairs(topk_ids, order, offsets, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
           EARLY: tl.constexpr):  # fmt: skip
-    """Pairs in the order of their experts, and where each expert's begin: both by counting what comes before."""
+    """Sort pairs by expert, and find where each expert's pairs begin: both by counting smaller ones."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    mine = tl.load(chosen + place, mask=place < count, other=0)
+    mine = tl.load(topk_ids + place, mask=place < count, other=0)
     rank = tl.zeros([BLOCK], tl.int32)
     below = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, CHUNK):
         every = start + tl.arange(0, CHUNK)
-        other = tl.load(chosen + every, mask=every < count, other=EXPERTS)[None, :]
+        other = tl.load(topk_ids + every, mask=every < count, other=EXPERTS)[None, :]
         earlier = (other == mine[:, None]) & (every[None, :] < place[:, None])
         rank += tl.sum(((other < mine[:, None]) | earlier).to(tl.int32), 1)
-        below += tl.sum((other < place[:, None]).to(tl.int32), 1)  # here the place is an expert's number
+        below += tl.sum((other < place[:, None]).to(tl.int32), 1)  # here ``place`` is an expert's number
     tl.store(order + rank, place, mask=place < count)
     tl.store(offsets + place, below, mask=place <= EXPERTS)
 
 
 @triton.jit
 def _block(order, offsets, block, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BOUNDS: tl.constexpr):
-    """A block's expert, its pairs ``[PAIRS]``, which of them exist, and whether there is such a block at all."""
+    """Return a block's expert, its pairs ``[PAIRS]``, a mask of existing ones, and True if the block exists."""
     every = tl.arange(0, BOUNDS)
     start = tl.load(offsets + every, mask=every < EXPERTS, other=0)
     stop = tl.load(offsets + every + 1, mask=every < EXPERTS, other=0)
@@ -79,7 +79,7 @@ def _load(at, inside, WHOLE: tl.constexpr):
 
 @triton.jit
 def _activated(first, second, GATED: tl.constexpr):
-    """``silu(gate) * up``, or the square of what is positive."""
+    """``silu(gate) * up``, or squared ReLU."""
     if GATED:
         result = first / (1.0 + tl.exp(-first)) * second
     else:
@@ -93,7 +93,7 @@ def _added(
     total, token, column, exists, shared, shared_row, gate, gate_row, onto, onto_row,
     SHARED: tl.constexpr, ONTO: tl.constexpr,
 ):  # fmt: skip
-    """A token's sum, with its share of the shared expert and with what it is added to."""
+    """Add a token's weighted shared expert and its residual to its sum."""
     if SHARED:
         share = 1.0 / (1.0 + tl.exp(-tl.load(gate + token * gate_row)))
         total += share * tl.load(shared + token * shared_row + column, mask=exists, other=0.0).to(tl.float32)
@@ -103,16 +103,16 @@ def _added(
 
 
 @triton.jit
-def _spread(
+def _up_projection(
     x, x_row, weight, inner, order, offsets,
     PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
     PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BOUNDS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``[pairs, WIDTH]`` of ``x`` ``[tokens, HIDDEN]`` and ``weight`` ``[EXPERTS, 1 or 2 * WIDTH, HIDDEN]``."""
+    """Compute ``[pairs, WIDTH]`` of ``x [tokens, HIDDEN]`` and ``weight [EXPERTS, 1 or 2 * WIDTH, HIDDEN]``."""
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()  # not earlier: the next kernel reads which experts were chosen before it waits
+        gdc_launch_dependents()  # not earlier: the next kernel reads the chosen experts before it waits
     expert, pairs, exists, has_work = _block(order, offsets, tl.program_id(1), EXPERTS, PAIRS, BOUNDS)
     if not has_work:
         return
@@ -142,7 +142,7 @@ def _inner(
     x, weight, column, GAP: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row. ``GAP`` is how far in ``weight`` the second half is from the first."""
+    """Compute some columns of one row. ``GAP`` is the distance in ``weight`` between its two halves."""
     WHOLE: tl.constexpr = HIDDEN % DEPTH == 0
     depth = tl.arange(0, DEPTH)
     first_at = weight + tl.minimum(column, WIDTH - 1)[:, None] * HIDDEN + depth[None, :]
@@ -162,13 +162,13 @@ def _inner(
 
 
 @triton.jit
-def _spread_one(
-    x, x_row, weight, every_weight, inner, chosen,
+def _up_one(
+    x, x_row, weight, every_weight, inner, topk_ids,
     PER_TOKEN: tl.constexpr, EVERY: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As ``_spread``, of one pair. A token's first ``EVERY`` pairs are with experts that every token goes to: parts of
-    ``every_weight`` ``[1 or 2 * EVERY * WIDTH, HIDDEN]``, which can be read before anything is chosen."""
+    """Like ``_up_projection``, for one pair. A token's first ``EVERY`` pairs are with shared experts: parts of
+    ``every_weight [1 or 2 * EVERY * WIDTH, HIDDEN]``, which can be read before experts are chosen."""
     PARTS: tl.constexpr = 2 if GATED else 1
     pair = tl.program_id(1).to(tl.int64)
     token, place = pair // (EVERY + PER_TOKEN), pair % (EVERY + PER_TOKEN)
@@ -182,20 +182,20 @@ def _spread_one(
     else:
         if EARLY:
             gdc_wait()
-            gdc_launch_dependents()  # not earlier: the next kernel reads which experts were chosen before it waits
-        expert = tl.load(chosen + token * PER_TOKEN + place - EVERY).to(tl.int64)
+            gdc_launch_dependents()  # not earlier: the next kernel reads the chosen experts before it waits
+        expert = tl.load(topk_ids + token * PER_TOKEN + place - EVERY).to(tl.int64)
         part = weight + expert * (PARTS * WIDTH * HIDDEN)
         result = _inner(row, part, column, WIDTH * HIDDEN, HIDDEN, WIDTH, GATED, COLUMNS, DEPTH, False)
         tl.store(at, result.to(inner.dtype.element_ty), mask=column < WIDTH)
 
 
 @triton.jit
-def _gather(
+def _down_projection(
     inner, weight, outer, order, offsets,
     EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, BOUNDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``[pairs, HIDDEN]`` of ``inner`` ``[pairs, WIDTH]`` and ``weight`` ``[EXPERTS, HIDDEN, WIDTH]``."""
+    """Compute ``[pairs, HIDDEN]`` of ``inner [pairs, WIDTH]`` and ``weight [EXPERTS, HIDDEN, WIDTH]``."""
     expert, pairs, exists, has_work = _block(order, offsets, tl.program_id(1), EXPERTS, PAIRS, BOUNDS)
     if EARLY:
         gdc_wait()
@@ -218,13 +218,13 @@ def _gather(
 
 
 @triton.jit
-def _gather_one(
-    inner, weight, every_weight, out, chosen, shares, shared, shared_row, gate, gate_row, onto, onto_row,
+def _down_one(
+    inner, weight, every_weight, out, topk_ids, topk_weights, shared, shared_row, gate, gate_row, onto, onto_row,
     PER_TOKEN: tl.constexpr, EVERY: tl.constexpr, GATE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SHARED: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As ``_gather``, of one token's pairs, and their sum as in ``_join``. ``every_weight`` is ``[HIDDEN, EVERY *
-    WIDTH]``; with ``GATE`` its pairs have the share ``sigmoid(gate)``."""
+    """Like ``_down_projection``, for one token's pairs, and their sum as in ``_combine``. ``every_weight`` is
+    ``[HIDDEN, EVERY * WIDTH]``; with ``GATE`` its pairs have the weight ``sigmoid(gate)``."""
     WHOLE: tl.constexpr = WIDTH % DEPTH == 0
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -237,15 +237,15 @@ def _gather_one(
             columns_at = every_weight + place * WIDTH + row[:, None] * (EVERY * WIDTH) + depth[None, :]
         else:
             pair = token * PER_TOKEN + place - EVERY
-            share = tl.load(shares + pair)
-            columns_at = weight + tl.load(chosen + pair).to(tl.int64) * (HIDDEN * WIDTH)
+            share = tl.load(topk_weights + pair)
+            columns_at = weight + tl.load(topk_ids + pair).to(tl.int64) * (HIDDEN * WIDTH)
             columns_at += row[:, None] * WIDTH + depth[None, :]
         inner_at = inner + (token * (EVERY + PER_TOKEN) + place) * WIDTH + depth
         for start in tl.static_range(0, WIDTH, DEPTH):
             inside = start + depth < WIDTH
             columns = _load(columns_at + start, inside[None, :], WHOLE).to(tl.float32)
             if EARLY and (place == 0 and start == 0):
-                gdc_wait()  # for the inner rows; what was chosen is older
+                gdc_wait()  # for the inner rows; the choice is older
                 gdc_launch_dependents()
             inner_row = _load(inner_at + start, inside, WHOLE).to(tl.float32)
             total += columns * (inner_row * share)[None, :]
@@ -257,12 +257,12 @@ def _gather_one(
 
 
 @triton.jit
-def _join(
-    outer, out, shares, shared, shared_row, gate, gate_row, onto, onto_row,
+def _combine(
+    outer, out, topk_weights, shared, shared_row, gate, gate_row, onto, onto_row,
     PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, SHARED: tl.constexpr, ONTO: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A token's sum over its experts, each in its share."""
+    """Sum a token's experts with their weights."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -273,45 +273,45 @@ def _join(
     for place in tl.static_range(PER_TOKEN):
         pair = token * PER_TOKEN + place
         row = tl.load(outer + pair * HIDDEN + column, mask=exists, other=0.0).to(tl.float32)
-        total += tl.load(shares + pair) * row
+        total += tl.load(topk_weights + pair) * row
     total = _added(total, token, column, exists, shared, shared_row, gate, gate_row, onto, onto_row, SHARED, ONTO)
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=exists)
 
 
 _ONE = Tile(1, 2, 2048, 2), Tile(1, 2, 512, 2)
 _FLOAT32 = Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
-_BY_CROWD = (
+_TILES_BY_LOAD = (
     (16, (Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3))),
     (32, (Tile(32, 64, 128, 4, 3), Tile(32, 128, 64, 4, 4))),
     (160, (Tile(64, 128, 64, 4, 3), Tile(64, 256, 64, 8, 3))),
 )
-"""Tiles of ``_spread`` and ``_gather`` up to so many pairs an expert in the mean."""
-_CROWDED = Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)
-ALONE = 4
-"""Up to so many tokens each pair is worked on by itself. Like the tiles, measured on an H200."""
+"""Tiles of up and down projection, by the largest mean number of pairs per expert for which they are used."""
+_LARGEST_TILES = Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)
+MAX_SEPARATE_TOKENS = 4
+"""Most tokens for which each pair is computed separately. Like the tiles, measured on an H200."""
 
 
 def tiles(tokens: int, per_token: int, experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
-    """How the two products are divided. It depends on shapes alone, so that one graph serves every routing."""
-    if tokens <= ALONE:
+    """Return the tiles of both products. They depend on shapes only, so that one graph serves every routing."""
+    if tokens <= MAX_SEPARATE_TOKENS:
         return _ONE
     if dtype == torch.float32:
         return _FLOAT32
     crowd = tokens * per_token / experts
-    return next((pair for most, pair in _BY_CROWD if crowd <= most), _CROWDED)
+    return next((pair for most, pair in _TILES_BY_LOAD if crowd <= most), _LARGEST_TILES)
 
 
 def _fitting(tile: Tile, parts: int, length: int, x: Tensor) -> Tile:
-    """The tile, not deeper than the sum is long, with as many stages as shared memory has room for."""
+    """Return the tile, not deeper than the sum is long, with as many stages as fit into shared memory."""
     depth = min(tile.depth, max(triton.next_power_of_2(length), 16))
     stage = (tile.pairs + parts * tile.columns) * depth * x.element_size()
     return replace(tile, depth=depth, stages=max(min(tile.stages, (shared_memory(x.device) - 2048) // stage), 1))
 
 
-def mix(
+def fused_experts(
     x: Tensor,
-    chosen: Tensor,
-    shares: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
     *,
@@ -320,19 +320,19 @@ def mix(
     gate: Tensor | None = None,
     onto: Tensor | None = None,
     every: tuple[Tensor, Tensor] | None = None,
-    cut: tuple[Tile, Tile] | None = None,
-    ranked: int = RANKED,
+    chosen_tiles: tuple[Tile, Tile] | None = None,
+    ranked: int = MAX_RANKED_PAIRS,
 ) -> Tensor:
-    """The sum of each token's experts in their shares: ``[tokens, hidden]``, like ``x``.
+    """Return the weighted sum of each token's experts, ``[tokens, hidden]``, like ``x``.
 
-    ``chosen`` and ``shares`` (float32) are ``[tokens, k]``; ``gate_up`` ``[experts, 2 * width, hidden]``, half of it
-    unless ``gated``; ``down`` ``[experts, hidden, width]``. ``shared`` ``[tokens, hidden]`` is added in the share
-    ``sigmoid(gate)``, ``gate`` ``[tokens]`` float32; ``onto`` ``[tokens, hidden]`` as it is.
+    ``topk_ids`` and ``topk_weights`` (float32) are ``[tokens, k]``; ``gate_up`` is ``[experts, 2 * width, hidden]``,
+    half of it unless ``gated``; ``down`` is ``[experts, hidden, width]``. ``shared [tokens, hidden]`` is added with the
+    weight ``sigmoid(gate)``, ``gate [tokens]`` float32, and ``onto [tokens, hidden]`` with the weight 1.
 
-    ``every`` are the two matrices of a shared expert that is as wide as some routed ones. It stands in for ``shared``
-    up to ``ALONE`` tokens; without ``gate`` the share is 1.
+    ``every`` are the two matrices of a shared expert whose width is a multiple of a routed one's. It replaces
+    ``shared`` up to ``MAX_SEPARATE_TOKENS`` tokens; without ``gate`` its weight is 1.
     """
-    (tokens, hidden), per_token = x.shape, chosen.shape[1]
+    (tokens, hidden), per_token = x.shape, topk_ids.shape[1]
     experts, width = gate_up.shape[0], down.shape[2]
     pairs = tokens * per_token
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
@@ -340,64 +340,64 @@ def mix(
         return out
     shared_parts = 0 if every is None else every[1].shape[1] // width
     inner = torch.empty(pairs + tokens * shared_parts, width, dtype=x.dtype, device=x.device)
-    spread, gather = tiles(tokens, per_token, experts, x.dtype) if cut is None else cut
-    spread, gather = _fitting(spread, 2 if gated else 1, hidden, x), _fitting(gather, 1, width, x)
-    assert every is None or spread.pairs == gather.pairs == 1, "pairs in blocks take the shared expert's result"
-    if max(spread.pairs, gather.pairs) > 1:
-        order, offsets = _sorted(chosen, experts, ranked)
+    up_tile, down_tile = tiles(tokens, per_token, experts, x.dtype) if chosen_tiles is None else chosen_tiles
+    up_tile, down_tile = _fitting(up_tile, 2 if gated else 1, hidden, x), _fitting(down_tile, 1, width, x)
+    assert every is None or up_tile.pairs == down_tile.pairs == 1, "pairs in blocks take the shared expert's result"
+    if max(up_tile.pairs, down_tile.pairs) > 1:
+        order, offsets = _sorted(topk_ids, experts, ranked)
     found = {"EXPERTS": experts, "BOUNDS": triton.next_power_of_2(experts)}
     shape = {"HIDDEN": hidden, "WIDTH": width, **launch_options(x.device)}
-    columns = triton.cdiv(width, spread.columns)
-    if spread.pairs == 1:
-        _spread_one[columns, pairs + tokens * shared_parts](
-            x, x.stride(0), gate_up, gate_up if every is None else every[0], inner, chosen,
-            PER_TOKEN=per_token, EVERY=shared_parts, GATED=gated, COLUMNS=spread.columns, DEPTH=spread.depth,
-            num_warps=spread.warps, **shape,
+    columns = triton.cdiv(width, up_tile.columns)
+    if up_tile.pairs == 1:
+        _up_one[columns, pairs + tokens * shared_parts](
+            x, x.stride(0), gate_up, gate_up if every is None else every[0], inner, topk_ids,
+            PER_TOKEN=per_token, EVERY=shared_parts, GATED=gated, COLUMNS=up_tile.columns, DEPTH=up_tile.depth,
+            num_warps=up_tile.warps, **shape,
         )  # fmt: skip
     else:
-        _spread[columns, min(pairs, pairs // spread.pairs + experts)](
+        _up_projection[columns, min(pairs, pairs // up_tile.pairs + experts)](
             x, x.stride(0), gate_up, inner, order, offsets,
-            PER_TOKEN=per_token, GATED=gated, PAIRS=spread.pairs, COLUMNS=spread.columns, DEPTH=spread.depth,
-            num_warps=spread.warps, num_stages=spread.stages, **found, **shape,
+            PER_TOKEN=per_token, GATED=gated, PAIRS=up_tile.pairs, COLUMNS=up_tile.columns, DEPTH=up_tile.depth,
+            num_warps=up_tile.warps, num_stages=up_tile.stages, **found, **shape,
         )  # fmt: skip
     added = (
         x if shared is None else shared, 0 if shared is None else shared.stride(0),
-        shares if gate is None else gate, 0 if gate is None else gate.stride(0),
+        topk_weights if gate is None else gate, 0 if gate is None else gate.stride(0),
         x if onto is None else onto, 0 if onto is None else onto.stride(0),
     )  # fmt: skip
     adds = {"PER_TOKEN": per_token, "SHARED": shared is not None, "ONTO": onto is not None}
-    columns = triton.cdiv(hidden, gather.columns)
-    if gather.pairs == 1:
-        _gather_one[columns, tokens](
-            inner, down, down if every is None else every[1], out, chosen, shares, *added,
-            EVERY=shared_parts, GATE=gate is not None, COLUMNS=gather.columns, DEPTH=gather.depth,
-            num_warps=gather.warps, **adds, **shape,
+    columns = triton.cdiv(hidden, down_tile.columns)
+    if down_tile.pairs == 1:
+        _down_one[columns, tokens](
+            inner, down, down if every is None else every[1], out, topk_ids, topk_weights, *added,
+            EVERY=shared_parts, GATE=gate is not None, COLUMNS=down_tile.columns, DEPTH=down_tile.depth,
+            num_warps=down_tile.warps, **adds, **shape,
         )  # fmt: skip
         return out
     outer = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    _gather[columns, min(pairs, pairs // gather.pairs + experts)](
+    _down_projection[columns, min(pairs, pairs // down_tile.pairs + experts)](
         inner, down, outer, order, offsets,
-        PAIRS=gather.pairs, COLUMNS=gather.columns, DEPTH=gather.depth, num_warps=gather.warps,
-        num_stages=gather.stages, **found, **shape,
+        PAIRS=down_tile.pairs, COLUMNS=down_tile.columns, DEPTH=down_tile.depth, num_warps=down_tile.warps,
+        num_stages=down_tile.stages, **found, **shape,
     )  # fmt: skip
     width_of_sum = min(1024, triton.next_power_of_2(hidden))
-    _join[tokens, triton.cdiv(hidden, width_of_sum)](
-        outer, out, shares, *added,
+    _combine[tokens, triton.cdiv(hidden, width_of_sum)](
+        outer, out, topk_weights, *added,
         HIDDEN=hidden, COLUMNS=width_of_sum, **adds, **launch_options(x.device),
     )  # fmt: skip
     return out
 
 
-def _sorted(chosen: Tensor, experts: int, ranked: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their experts, and where each expert's begin: ``[experts + 1]`` int32."""
-    pairs = chosen.numel()
+def _sorted(topk_ids: Tensor, experts: int, ranked: int) -> tuple[Tensor, Tensor]:
+    """Return pairs sorted by expert, and where each expert's pairs begin: ``[experts + 1]`` int32."""
+    pairs = topk_ids.numel()
     if pairs > ranked:
-        ordered, order = chosen.flatten().sort(stable=True)
-        bounds = torch.arange(experts + 1, dtype=chosen.dtype, device=chosen.device)
+        ordered, order = topk_ids.flatten().sort(stable=True)
+        bounds = torch.arange(experts + 1, dtype=topk_ids.dtype, device=topk_ids.device)
         return order, torch.searchsorted(ordered, bounds, out_int32=True)
-    order, offsets = (torch.empty(size, dtype=torch.int32, device=chosen.device) for size in (pairs, experts + 1))
+    order, offsets = (torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in (pairs, experts + 1))
     block = 32
-    _rank[triton.cdiv(max(pairs, experts + 1), block),](
-        chosen, order, offsets, pairs, EXPERTS=experts, BLOCK=block, CHUNK=256, **launch_options(chosen.device)
+    _sort_pairs[triton.cdiv(max(pairs, experts + 1), block),](
+        topk_ids, order, offsets, pairs, EXPERTS=experts, BLOCK=block, CHUNK=256, **launch_options(topk_ids.device)
     )
     return order, offsets

@@ -1,5 +1,5 @@
-"""Kernels of MLA between a layer's products and its attention, one launch each: cache rows are made and queries are
-rotated where they lie, or queries are absorbed as well."""
+"""MLA kernels between a layer's matrix products and its attention, one launch each: make cache rows and rotate queries
+in place, or absorb the queries as well."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def _row(
     rows, down, cos, sin, gain, token, place, limit, row_stride, down_stride, eps,
     LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """The cache row of one token, stored at its ``place`` if that is one of ``limit``."""
+    """Compute the cache row of one token; store it at its ``place`` if that is below ``limit``."""
     pair, column = tl.arange(0, BLOCK_HALF), tl.arange(0, BLOCK_LATENT)
     first, second = members(pair, HALF, PAIRS)
-    # Padding is computed, and not stored: to branch would be to wait for the slot before the row is loaded.
+    # Padding is computed but not stored: a branch would wait for the slot before the row is loaded.
     kept = (place >= 0) & (place < limit)
     stored, stored_pairs = column < tl.where(kept, LATENT, 0), pair < tl.where(kept, HALF, 0)
     source, target = down + token * down_stride, rows + place * row_stride
@@ -41,7 +41,7 @@ def _latent_rows(
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Of one token the cache row (program 0), or some heads' rotary parts in place."""
+    """One token's cache row (program 0), or the rotary parts of some heads in place."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -74,9 +74,9 @@ def _absorb(
     W_HEAD: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr, TOKENS: tl.constexpr, BLOCK_NOPE: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some latent dimensions of one head's queries; the head's first program has those that are rotated as well. After
-    the heads come programs that make rows, and store them at the tokens' slots in ``limit`` rows of a cache: those of
-    the ``planned`` tokens whose slot is none of padding."""
+    """Some latent dimensions of one head's queries; the head's first program also handles the rotated ones. Behind the
+    heads follow programs that compute rows and store them at the slots of the ``planned`` tokens in ``limit`` rows of a
+    cache, unless a slot is padding."""
     head, block = tl.program_id(0), tl.program_id(1)
     number = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     place = tl.arange(0, BLOCK_NOPE)
@@ -85,7 +85,7 @@ def _absorb(
         mask=(number < tl.where(head < HEADS, LATENT, 0))[:, None] & (place < NOPE)[None, :],
         other=0.0,
     )
-    if EARLY:  # what is above depends on no other kernel
+    if EARLY:  # everything above depends on no other kernel
         gdc_launch_dependents()
         gdc_wait()
     start = tl.program_id(2) * TOKENS

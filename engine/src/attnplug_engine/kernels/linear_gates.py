@@ -1,4 +1,5 @@
-"""What linear-attention layers do around their recurrence, one launch each: gates before it, a gated norm after it."""
+"""Kernels around the recurrence of linear-attention layers, one launch each: gates before it, a gated norm behind
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _softplus(x):
-    """As torch's. The quotient makes up for the rounding of ``1 + exp(x)``, which would lose small decays."""
+    """Softplus like torch's. The quotient compensates the rounding of ``1 + exp(x)``, which would lose small decays."""
     power = tl.exp(tl.minimum(x, 20.0))
     above = 1.0 + power
     exact = tl.where(above == 1.0, power, tl.log(above) * (power / tl.where(above == 1.0, 1.0, above - 1.0)))
@@ -32,7 +33,7 @@ def _delta_gates(
     decay, beta, rate, bias, log_decay, strength, decay_row, beta_row,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and block of its decays; the first of a row does its betas too."""
+    """One program per row and block of its decays; the first one of a row also computes its betas."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_one = column < HEADS * WIDTH
@@ -50,9 +51,9 @@ def _delta_gates(
 
 
 def delta_gates(decay: Tensor, beta: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """``rate * softplus(decay + bias)`` in float32 and ``sigmoid(beta)`` in its own type.
+    """Return ``rate * softplus(decay + bias)`` in float32 and ``sigmoid(beta)`` in its own dtype.
 
-    ``decay`` is ``[tokens, heads]`` or ``[tokens, heads, key_dim]``, with heads side by side; ``beta`` ``[tokens,
+    ``decay`` is ``[tokens, heads]`` or ``[tokens, heads, key_dim]``, contiguous within a token; ``beta`` is ``[tokens,
     heads]``. ``rate`` has a number per head, ``bias`` one per decay of a token; both are float32.
     """
     tokens, heads = beta.shape
@@ -103,9 +104,10 @@ def _time_steps(
 def time_steps(
     x: Tensor, step: Tensor, rate: Tensor, bias: Tensor, limits: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """``x`` ``[tokens, heads, width]`` times its time step, in its own type, and ``rate`` times the step in float32.
+    """Return ``x [tokens, heads, width]`` times its time step, in its own dtype, and ``rate`` times the step in
+    float32.
 
-    The step is the softplus of ``step`` ``[tokens, heads]`` plus ``bias`` ``[heads]``, within the limits.
+    The step is the softplus of ``step [tokens, heads]`` plus ``bias [heads]``, clamped to the limits.
     """
     tokens, heads, width = x.shape
     values = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -170,11 +172,10 @@ def gated_norm(
     gate_first: bool = False,
     skip: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Norm ``x`` ``[tokens, columns]`` in groups of its columns, and scale it by its gate's SiLU or sigmoid.
+    """Norm ``x [tokens, columns]`` in groups of its columns, and scale it by the SiLU or sigmoid of its gate.
 
-    ``weight`` is for all columns, or for those of one group if every group has the same. ``skip`` is ``[heads]``
-    float32, with ``[tokens, columns]`` of which it is added that much first. With ``gate_first`` the gate comes before
-    the norm.
+    ``weight`` is for all columns, or for those of one group if all groups share it. ``skip [heads]`` float32 times its
+    ``[tokens, columns]`` is added first. With ``gate_first`` the gate is applied before the norm.
     """
     tokens, columns = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -222,7 +223,7 @@ def _sigmoid_gate(x, gate, out, x_row, gate_row, WIDTH: tl.constexpr, BLOCK: tl.
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)`` of ``[tokens, columns]``, in the type of ``x``; rows may lie apart."""
+    """Return ``x * sigmoid(gate)`` of ``[tokens, columns]``, in the dtype of ``x``; rows may be strided."""
     tokens, width = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens:

@@ -1,7 +1,7 @@
-"""Drafts from the requests' own tokens: a launch that writes new tokens, and two that look for what to propose.
+"""N-gram drafts: one launch that appends new tokens, and two that search for a proposal.
 
 The search reads a whole context, in blocks, so that a single request keeps many multiprocessors busy. Each block finds
-its best occurrences; then one program a request takes the best of all. Blocks past the known tokens end at once.
+its best occurrences; then one program per request takes the best of all. Blocks behind the known tokens exit at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnplug_engine.kernels import launch_options
 
 BLOCK = 2048
 LENGTHS = 1 << 32
-"""A value is the length of an occurrence times this, plus where it ends."""
+"""A value is the length of an occurrence times this, plus the position of its end."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "lengths", "tokens", "counts"])
@@ -39,7 +39,7 @@ def _search(
     LEAST: tl.constexpr, MOST: tl.constexpr, TOPK: tl.constexpr, LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a request and block: the best values of occurrences that end in it, after which tokens differ."""
+    """One program per request and block: the best values of occurrences that end in it, with different next tokens."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -74,7 +74,7 @@ def _propose(
     STEPS: tl.constexpr, TOPK: tl.constexpr, LENGTHS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a request: the tokens after the best of its ``count`` values."""
+    """One program per request: the tokens behind the best of its ``count`` values."""
     if EARLY:
         gdc_wait()
     request = tl.program_id(0).to(tl.int64)
@@ -101,7 +101,7 @@ def _propose(
 
 
 def append(history: Tensor, rows: Tensor, lengths: Tensor, tokens: Tensor, counts: Tensor) -> None:
-    """As ``attnplug_engine.speculation.ngram.History.append``."""
+    """Launch ``attnplug_engine.speculation.ngram.History.append``."""
     requests, nodes = tokens.shape
     _append[requests,](
         history, history.stride(0), history.shape[1], rows, lengths, tokens.contiguous(), counts,
@@ -112,7 +112,7 @@ def append(history: Tensor, rows: Tensor, lengths: Tensor, tokens: Tensor, count
 def propose(
     history: Tensor, rows: Tensor, lengths: Tensor, steps: int, topk: int, most: int, least: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Tokens and parents, as ``attnplug_engine.speculation.ngram.History.propose`` finds them."""
+    """Return tokens and parents, like ``attnplug_engine.speculation.ngram.History.propose``."""
     requests, context = rows.shape[0], history.shape[1]
     blocks = triton.cdiv(context, BLOCK)
     values = torch.empty(requests, blocks * topk, dtype=torch.int64, device=history.device)

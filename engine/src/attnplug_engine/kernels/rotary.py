@@ -1,4 +1,4 @@
-"""Kernels of rotary positions: angles once a step, and heads that are normed and rotated where they lie."""
+"""Kernels of rotary positions: angles once per step, and norm and rotation of heads in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def _angles(
     cos, sin, positions, frequencies, factor, HALF: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Cosines and sines of one token."""
+    """Compute cosines and sines of one token."""
     pair = tl.arange(0, BLOCK)
     there = pair < HALF
     frequency = tl.load(frequencies + pair, mask=there, other=0.0)
@@ -26,7 +26,7 @@ def _angles(
 
 @triton.jit
 def members(pair, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Where the two numbers of a pair lie in a row."""
+    """Return the indices of a pair's two elements in a row."""
     if PAIRS:
         first, second = 2 * pair, 2 * pair + 1
     else:
@@ -35,15 +35,15 @@ def members(pair, HALF: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     x, cos, sin, q_gain, k_gain, token_stride, head_stride, eps,
     QUERIES: tl.constexpr, SKIPPED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     PAIRS: tl.constexpr, NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token, in place: normed where ``NORM``, and the first ``2 * HALF`` dimensions rotated.
+    """Some heads of one token, in place: normed if ``NORM``, with the first ``2 * HALF`` dimensions rotated.
 
-    The first ``QUERIES`` heads are normed by ``q_gain``; ``SKIPPED`` heads after them are left alone.
+    The first ``QUERIES`` heads are normed by ``q_gain``; the next ``SKIPPED`` heads are not changed.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -78,7 +78,7 @@ def _turn_heads(
 
 @triton.jit
 def _gains(q_gain, k_gain, query, place, DIM: tl.constexpr):
-    """``[heads, places]``: a query's weights or a key's."""
+    """Return ``[heads, places]``: a query's or a key's norm weights."""
     there = place < DIM
     of_query = tl.load(q_gain + place, mask=there, other=0.0).to(tl.float32)
     of_key = tl.load(k_gain + place, mask=there, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to: the norm and the scores in one kernel, the choice in another.
+"""Expert routing: norm and scores in one kernel, the choice in another.
 
 The choice is that of ``attnplug_engine.models.experts.Router.choose``, the best expert first; of equal ones the lower.
 """
@@ -14,8 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug_engine.kernels import launch_options
 
 FEW = 16
-"""Up to so many tokens one kernel norms and scores; past them a matrix product that reads the weight once is faster."""
-MOST_EXPERTS = 1024
+"""Most tokens that one kernel norms and scores; with more, a matrix product that reads the weight once is faster."""
+MAX_EXPERTS = 1024
 _TILE = 8192
 
 
@@ -76,7 +76,7 @@ def _choose(
         for each in range(EXPERTS // GROUP):
             inside = tl.where(group == each, judged, -float("inf"))
             most, where = tl.max(inside, 0, return_indices=True)
-            if SIGMOID:  # judged by its two best
+            if SIGMOID:  # ranked by its two best
                 most += tl.max(tl.where(expert == where, -float("inf"), inside), 0)
             best = tl.where(group == each, most, best)
         is_open = expert < 0
@@ -90,7 +90,7 @@ def _choose(
     share = tl.zeros([SLOTS], tl.float32)
     for each in range(PER_TOKEN):
         most, where = tl.max(judged, 0, return_indices=True)
-        where = tl.minimum(where, EXPERTS - 1)  # whatever a row of NaN chooses exists
+        where = tl.minimum(where, EXPERTS - 1)  # a row of NaN must choose a valid expert
         taken = tl.where(slot == each, where, taken)
         if BIAS:
             most = tl.sum(tl.where(expert == where, scores, 0.0), 0)
@@ -103,9 +103,10 @@ def _choose(
 
 
 def score(x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
-    """``x`` normed, ``[tokens, hidden]``, and its products with the rows of ``weight``, ``[tokens, rows]`` float32.
+    """Return ``x`` normed, ``[tokens, hidden]``, and its products with the rows of ``weight``, ``[tokens, rows]``
+    float32.
 
-    ``norm`` is the norm's weight ``[hidden]``; without it ``x`` comes back as it is. For few tokens.
+    ``norm`` is the norm's weight ``[hidden]``; without it ``x`` is returned unchanged. For few tokens.
     """
     tokens, hidden = x.shape
     count = weight.shape[0]
@@ -132,10 +133,10 @@ def choose(
     group: int = 0,
     taken: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Chosen experts int32 and their shares float32, both ``[tokens, per_token]``.
+    """Return chosen experts int32 and their weights float32, both ``[tokens, per_token]``.
 
-    ``logits`` are ``[tokens, experts]``, in rows of any distance. With ``group`` experts a group, only those of the
-    ``taken`` best groups are open to a token.
+    ``logits`` are ``[tokens, experts]`` with any row stride. With ``group`` experts per group, only those of the
+    ``taken`` best groups are eligible.
     """
     tokens, experts = logits.shape
     chosen = torch.empty(tokens, per_token, dtype=torch.int32, device=logits.device)

@@ -1,16 +1,17 @@
-"""Chooses the next tokens on the device, in two launches. Imported only where there is a GPU with Triton.
+"""Token sampling on the device, in two launches. Imported only if there is a GPU with Triton.
 
-The first launch looks at every logit once, in chunks, so that a single row keeps many multiprocessors busy: it finds
-each chunk's largest logit and its best draw. The second has one program a row. It puts the chunks together, and that
-is all for greedy rows and for draws from the whole vocabulary.
+The first launch reads every logit once, in chunks, so that a single row keeps many multiprocessors busy: it finds each
+chunk's largest logit and its best sample. The second has one program per row. It combines the chunks, which suffices
+for greedy rows and for sampling from the whole vocabulary.
 
-A row with top-k, top-p or min-p is drawn by rejection. All three keep the first so many tokens of one order: falling
-logits, of equals the lower id. So a candidate is kept or not by what is ahead of it: how many tokens, and their weight.
-A candidate that is not kept rules out all that follow it, and the best draw among those ahead is next. One pass over
-the row judges a candidate and finds the next; with the logits of language models the first is nearly always kept.
+A row with top-k, top-p or min-p uses rejection sampling. All three keep the first n tokens in one order: descending
+logits, of equals the lower id. So a candidate is kept or not depending on the tokens ahead of it: their number and
+their weight. A rejected candidate excludes all that follow it, and the best sample among those ahead is next. One pass
+over the row checks a candidate and finds the next; with the logits of language models the first one is nearly always
+kept.
 
-Chunks and blocks depend on the vocabulary alone, and no program reads two rows: a row's token does not depend on its
-batch.
+Chunks and blocks depend on the vocabulary size only, and no program reads two rows: a row's token does not depend on
+its batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 
 CHUNK = 2048
 BLOCK = 8192
@@ -30,12 +31,12 @@ _PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.inter
 _NO_WEIGHT = tl.constexpr(104.0)
 """exp(-104) is 0 in float32."""
 _LOWEST = tl.constexpr(-1e38)
-"""The least score of a token that may be chosen."""
+"""Smallest score of a token that can be chosen."""
 
 
 @triton.jit
 def _mix(x):
-    """A bijection of 32 bits, every bit of whose result depends on every bit of ``x``."""
+    """Mix 32 bits. A bijection; every bit of the result depends on every bit of ``x``."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -43,7 +44,7 @@ def _mix(x):
 
 @triton.jit
 def _keys(seed, position):
-    """Two words for the draw at ``position``."""
+    """Return two hash words for the sample at ``position``."""
     low = _mix(seed.to(tl.uint32) + 0x9E3779B9)
     both = _mix((seed >> 32).to(tl.uint32) + low)
     first = _mix(position.to(tl.uint32) + both)
@@ -52,7 +53,7 @@ def _keys(seed, position):
 
 @triton.jit
 def _log(x):
-    """The logarithm by the GPU's own instruction: six digits, for a tenth of the exact one's instructions."""
+    """Logarithm by the GPU's own instruction: six digits, at a tenth of the exact one's instructions."""
     if _PTX:
         base = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         return base * 0.6931471805599453
@@ -61,7 +62,7 @@ def _log(x):
 
 @triton.jit
 def _gumbel(tokens, first, second):
-    """Gumbel noise of each token id, as ``attnplug_engine.sampler.gumbel`` finds it; for small chances by a series."""
+    """Gumbel noise of each token id, like ``execution.sampler.gumbel``; small chances use a series."""
     bits = _mix(_mix(tokens.to(tl.uint32) + first) ^ second)
     chance = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     series = 0.3333333333333333 + chance * (0.25 + chance * (0.2 + chance * 0.16666666666666666))
@@ -74,52 +75,52 @@ def _look(
     logits, stride, vocab, temperature, seed, position, peaks, peak_tokens, scores, drawn, chunks,
     CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk of a row: its largest logit, +inf if any is NaN or +inf, and its best draw.
+    """One program per chunk of a row: its largest logit, +inf if any is NaN or +inf, and its best sample.
 
-    A score is relative to the chunk's own largest logit: no temperature is too low for it, no logit too large.
+    A score is relative to the chunk's largest logit, so no temperature is too low for it and no logit too large.
     """
     if EARLY:
         gdc_launch_dependents()
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + row)
+    temp = tl.load(temperature + row)
     bad = tl.max(((values != values) | (values == float("inf"))).to(tl.int32))
     peak, first = tl.max(values, axis=0, return_indices=True)
     place = row * chunks + chunk
     tl.store(peaks + place, tl.where(bad > 0, float("inf"), peak))
     tl.store(peak_tokens + place, chunk * CHUNK + first)
-    if heat > 0:
+    if temp > 0:
         one, two = _keys(tl.load(seed + row), tl.load(position + row))
         shift = tl.where((peak > float("-inf")) & (peak < float("inf")), peak, 0.0)
-        score = tl.maximum((values - shift) / heat + _gumbel(tokens, one, two), _LOWEST)
+        score = tl.maximum((values - shift) / temp + _gumbel(tokens, one, two), _LOWEST)
         best, which = tl.max(tl.where(values > float("-inf"), score, float("-inf")), axis=0, return_indices=True)
         tl.store(scores + place, best)
         tl.store(drawn + place, chunk * CHUNK + which)
 
 
 @triton.jit
-def _weight_above(logits, vocab, peak, heat, cut, BLOCK: tl.constexpr):
-    """How many logits are above ``cut``, and their weight."""
+def _weight_above(logits, vocab, peak, temp, threshold, BLOCK: tl.constexpr):
+    """Return the number of logits above ``threshold``, and their weight."""
     weights, counts = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         values = tl.load(logits + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-        above = values > cut
-        weights += tl.where(above, tl.exp((values - peak) / heat), 0.0)
+        above = values > threshold
+        weights += tl.where(above, tl.exp((values - peak) / temp), 0.0)
         counts += above.to(tl.int32)
     return tl.sum(weights), tl.sum(counts)
 
 
 @triton.jit
-def _weight_of_largest(logits, vocab, peak, heat, wanted, BLOCK: tl.constexpr):
-    """The weight of the ``wanted`` largest: to a millionth, which is what a sum in float32 has.
+def _weight_of_largest(logits, vocab, peak, temp, wanted, BLOCK: tl.constexpr):
+    """Return the weight of the ``wanted`` largest logits, to a millionth, which is the precision of a float32 sum.
 
-    Looks for a cut that so many logits are above, each time in a quarter of where it may be. Between two neighbouring
-    cuts all weights are alike.
+    Searches a threshold with ``wanted`` logits above it, each time in a quarter of the remaining interval. Between two
+    neighbouring thresholds all weights are equal.
     """
-    low, high = peak - _NO_WEIGHT * heat, peak
-    total, below = _weight_above(logits, vocab, peak, heat, low, BLOCK)
+    low, high = peak - _NO_WEIGHT * temp, peak
+    total, below = _weight_above(logits, vocab, peak, temp, low, BLOCK)
     if below > wanted:
         ahead, steps = 0, 0  # above ``high``
         while (below != wanted) & (steps < 14):
@@ -143,10 +144,10 @@ def _weight_of_largest(logits, vocab, peak, heat, wanted, BLOCK: tl.constexpr):
                 high, ahead = one, above_one
             steps += 1
         if below == wanted:
-            total, below = _weight_above(logits, vocab, peak, heat, low, BLOCK)
+            total, below = _weight_above(logits, vocab, peak, temp, low, BLOCK)
         else:
-            total, below = _weight_above(logits, vocab, peak, heat, high, BLOCK)
-            total += (wanted - ahead).to(tl.float32) * tl.exp((high - peak) / heat)
+            total, below = _weight_above(logits, vocab, peak, temp, high, BLOCK)
+            total += (wanted - ahead).to(tl.float32) * tl.exp((high - peak) / temp)
     return total
 
 
@@ -155,20 +156,20 @@ def _choose(
     logits, stride, vocab, temperature, top_k, top_p, min_p, seed, position, peaks, peak_tokens, scores, drawn, chunks,
     chosen, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: its token from what its chunks found, checked against its filters."""
+    """One program per row: its token from the results of its chunks, checked against its filters."""
     row = tl.program_id(0).to(tl.int64)
-    heat = tl.load(temperature + row)
+    temp = tl.load(temperature + row)
     place = tl.arange(0, CHUNKS)
     if EARLY:
-        gdc_wait()  # for what _look found
+        gdc_wait()  # for the results of _look
     found = tl.load(peaks + row * chunks + place, mask=place < chunks, other=float("-inf"))
     peak, first = tl.max(found, axis=0, return_indices=True)
     token = tl.load(peak_tokens + row * chunks + first)
     if (peak == float("inf")) | (peak == float("-inf")):
         token = -1
-    elif heat > 0:
+    elif temp > 0:
         score = tl.load(scores + row * chunks + place, mask=place < chunks, other=float("-inf"))
-        _, which = tl.max(tl.maximum(score + (found - peak) / heat, 2 * _LOWEST), axis=0, return_indices=True)
+        _, which = tl.max(tl.maximum(score + (found - peak) / temp, 2 * _LOWEST), axis=0, return_indices=True)
         token = tl.load(drawn + row * chunks + which)
         wanted, share, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
         if (wanted <= 0) | (wanted > vocab):
@@ -177,7 +178,7 @@ def _choose(
             logits += row * stride
             enough = float("inf")
             if share < 1:
-                enough = share * _weight_of_largest(logits, vocab, peak, heat, wanted, BLOCK)
+                enough = share * _weight_of_largest(logits, vocab, peak, temp, wanted, BLOCK)
             one, two = _keys(tl.load(seed + row), tl.load(position + row))
             looking = 1
             while looking > 0:
@@ -190,21 +191,21 @@ def _choose(
                     block = tl.sum(ahead.to(tl.int32))
                     if block > 0:
                         count += block
-                        shifted = (values - peak) / heat
+                        shifted = (values - peak) / temp
                         weight += tl.sum(tl.where(ahead, tl.exp(shifted), 0.0))
                         noisy = tl.maximum(shifted + _gumbel(tokens, one, two), _LOWEST)
                         top, which = tl.max(tl.where(ahead, noisy, float("-inf")), axis=0, return_indices=True)
                         if top > best:
                             best, following = top, start + which
-                # Nothing is ahead of the largest, so it is kept, whatever rounding says.
-                kept = (count < wanted) & (weight < enough) & (tl.exp((logit - peak) / heat) >= least)
+                # Nothing is ahead of the largest logit, so it is kept, regardless of rounding.
+                kept = (count < wanted) & (weight < enough) & (tl.exp((logit - peak) / temp) >= least)
                 looking = tl.where(kept | (count == 0), 0, 1)
                 token = tl.where(looking > 0, following, token)
     tl.store(chosen + row, token.to(tl.int64))
 
 
-def launch_sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """The tokens ``[rows]`` chosen from ``logits [rows, vocab]``, -1 for rows that are not finite."""
+def launch_sample(logits: Tensor, batch: SamplingMetadata) -> Tensor:
+    """Return the tokens ``[rows]`` sampled from ``logits [rows, vocab]``, -1 for rows that are not finite."""
     rows, vocab = logits.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:

@@ -1,8 +1,8 @@
-"""Trees of proposed tokens: the rows that a verify runs, what is accepted of them, and what moves; one launch each.
+"""Trees of proposed tokens: rows of a verify, accepted nodes, and moved rows; one launch each.
 
-None of these lets the next kernel start early: planning may come next, and attention reads plans, page tables and trees
-before it waits. Tensors are small, and many are views of a batch's numbers: no kernel is compiled once more for their
-alignment, while requests wait.
+None of these lets the next kernel start early: planning may follow, and attention reads plans, page tables and trees
+before it waits. Tensors are small, and many are views: no kernel is specialized for their alignment, which would
+compile it again while requests wait.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from attnplug_engine.kernels import launch_options
-from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 
 
 @triton.jit
 def _pick(values, place, node):
-    """``values`` at ``place``, for each node."""
+    """Return ``values`` at ``place``, for each node."""
     return tl.sum(tl.where(place[:, None] == node[None, :], values[None, :], 0), 1)
 
 
 @triton.jit
 def _seen(up, node, DOUBLINGS: tl.constexpr):
-    """By bits, each node and its ancestors, where ``up`` is each node's parent and the root is its own."""
+    """Return masks of each node and its ancestors; ``up`` is each node's parent, and the root is its own."""
     bits = tl.full(node.shape, 1, tl.int64) << node.to(tl.int64)
     for _ in range(DOUBLINGS):
         bits, up = bits | _pick(bits, up, node), _pick(up, up, node)
@@ -34,13 +34,13 @@ def _seen(up, node, DOUBLINGS: tl.constexpr):
 
 @triton.jit
 def _depth(bits, node):
-    """How many ancestors a node has, of the bits of ``_seen``."""
+    """Return the number of a node's ancestors, from the masks of ``_seen``."""
     return tl.sum(((bits[:, None] >> node.to(tl.int64)[None, :]) & 1).to(tl.int32), 1) - 1
 
 
 @triton.jit
 def _parents(parents, node, NODES: tl.constexpr):
-    """The parent of each node, of a row of ``parents``."""
+    """Return the parent of each node, from a row of ``parents``."""
     up = tl.load(parents + node - 1, mask=(node > 0) & (node < NODES), other=0)
     return tl.maximum(up, 0).to(tl.int32)
 
@@ -69,7 +69,7 @@ def _lay_out(
     found, seq_lens, ids, positions, bits, drafts, above, heats, ks, ps, min_ps, seeds, places,
     NODES: tl.constexpr, BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, TREE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a request."""
+    """One program per request."""
     if EARLY:
         gdc_wait()
     request, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -107,7 +107,7 @@ def _accept(
     NODES: tl.constexpr, BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, TREE: tl.constexpr, COMMIT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a request."""
+    """One program per request."""
     if EARLY:
         gdc_wait()
     request, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -124,7 +124,7 @@ def _accept(
         depth = _depth(bits, node)
         one = tl.full([BLOCK], 1, tl.int64) << node.to(tl.int64)
         wrong = tl.sum(tl.where(matched, 0, one), 0)
-        # The deepest, of equals the first.
+        # The deepest node; of equals the first.
         best = tl.max(tl.where((bits & wrong) == 0, depth * BLOCK + (BLOCK - 1 - node), -1), 0)
         count, last = best // BLOCK + 1, BLOCK - 1 - best % BLOCK
         taken = tl.sum(tl.where(node == last, bits, 0), 0)
@@ -160,14 +160,15 @@ def _move(path, counts, slots, sources, targets, rows, NODES: tl.constexpr, BLOC
 
 
 def _sizes(nodes: int, *, tree: bool) -> dict[str, int | bool]:
-    """Constants of a kernel with a program a request. Few warps: a tree is small, and its sums stay in one."""
+    """Constants of a kernel with one program per request. Few warps: a tree is small, and its sums stay within one
+    warp."""
     block = max(triton.next_power_of_2(nodes), 2)
     doublings = max(nodes - 1, 1).bit_length()
     return {"NODES": nodes, "BLOCK": block, "DOUBLINGS": doublings, "num_warps": 4 if tree and block > 16 else 1}
 
 
 def relate(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Depths and ancestors, as ``attnplug_engine.speculation.tree`` finds them."""
+    """Return depths and ancestors, like ``attnplug_engine.speculation.tree``."""
     requests, nodes = parents.shape[0], parents.shape[1] + 1
     depths, bits = torch.empty(2, requests, nodes, dtype=torch.int64, device=parents.device)
     _relate[requests,](
@@ -181,13 +182,14 @@ def lay_out(
     known: Tensor,
     committed: Tensor,
     prompts: Tensor,
-    sampling: SamplingBatch,
+    sampling: SamplingMetadata,
     tokens: Tensor,
     lengths: Tensor,
     proposed: Tensor,
     parents: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, SamplingBatch]:
-    """The fields of ``attnplug_engine.speculation.verify_rows.VerifyRows`` in their order, the proposal's as two."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, SamplingMetadata]:
+    """Return the fields of ``attnplug_engine.speculation.verify_rows.VerifyRows`` in their order, the proposal's as
+    two."""
     requests, nodes, device = rows.shape[0], proposed.shape[1] + 1, rows.device
     found = torch.empty(requests, dtype=torch.int64, device=device)
     seq_lens = torch.empty(requests, dtype=torch.int32, device=device)
@@ -203,7 +205,7 @@ def lay_out(
         TREE=is_tree, **_sizes(nodes, tree=is_tree), **launch_options(device),
     )  # fmt: skip
     tree, own = (bits.view(requests, nodes), above) if is_tree else (None, None)
-    return found, seq_lens, ids, positions, tree, drafts, own, SamplingBatch(heat, top_k, top_p, min_p, seed, place)
+    return found, seq_lens, ids, positions, tree, drafts, own, SamplingMetadata(heat, top_k, top_p, min_p, seed, place)
 
 
 def accept(
@@ -212,9 +214,9 @@ def accept(
     chosen: Tensor,
     commit: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts, path and tokens, as ``attnplug_engine.speculation.accept`` finds them.
+    """Return counts, path and tokens, like ``attnplug_engine.speculation.acceptance``.
 
-    ``commit`` are the rows, committed lengths, and all lengths and newest tokens of its ``accept_and_commit``.
+    ``commit`` are the rows, committed lengths, and all lengths and newest tokens of ``accept_and_commit``.
     """
     requests, nodes = chosen.shape
     counts = torch.empty(requests, dtype=torch.int64, device=chosen.device)
@@ -229,7 +231,7 @@ def accept(
 
 
 def moves(path: Tensor, counts: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Sources and targets, as ``attnplug_engine.speculation.accept.moves`` finds them."""
+    """Return sources and targets, like ``attnplug_engine.speculation.acceptance.moves``."""
     rows, block = slots.numel(), 256
     sources, targets = torch.empty(2, rows, dtype=slots.dtype, device=slots.device)
     _move[triton.cdiv(rows, block),](

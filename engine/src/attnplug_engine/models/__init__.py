@@ -1,1 +1,1 @@
-"""Models: their layers, the table of their architectures, and how one is loaded."""
+"""Models: layers, architectures, loading."""

@@ -1,4 +1,4 @@
-"""The table of architectures, and the way from a model reference to a model that runs."""
+"""Table of architectures, and loading of a model by its reference."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from attnplug import ModelSpec
 from attnplug.host import Config, UsageError, show, tiny_config
 from attnplug.host import load_model as load_spec
-from attnplug_engine.bare_checkpoint import HEAD, check_head, with_full_names
-from attnplug_engine.checkpoint import Checkpoint, WeightSource, checkpoint_config, checkpoint_folder
+from attnplug_engine.checkpoints.bare import HEAD, check_head, with_full_names
+from attnplug_engine.checkpoints.random import TINY, RandomCheckpoint
+from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource, checkpoint_config, checkpoint_folder
 from attnplug_engine.models import deepseek, deepseek_v4, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
-from attnplug_engine.models.decoder import Decoder
+from attnplug_engine.models.decoder import Decoder, LoadedModel
 from attnplug_engine.models.layers import pack_weights
 from attnplug_engine.models.weights import Weights
-from attnplug_engine.parallel import SINGLE, TensorParallel
-from attnplug_engine.random_checkpoint import TINY, RandomCheckpoint
+from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -29,13 +29,12 @@ _SCALES = ("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapp
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How models of one type are built. ``defaults`` are what the type's config class assumes for absent keys.
+    """Builder of models of one type. ``defaults`` are the defaults of the type's config class for absent keys.
 
-    ``aliases`` are other names that configs have for keys, with the names that ``build`` reads. ``extra_layers`` names
-    keys that count layers after the last one (multi-token prediction), and ``ignored`` are patterns of tensor names: a
-    checkpoint may hold both, and the decoder has no use for them. ``unknown`` are keys by which core reads attention of
-    any model, and which this type does not have: transformers does not look at them. ``head`` is the name of the output
-    head's weight.
+    ``aliases`` map other config key names to those that ``build`` reads. ``extra_layers`` names keys that count layers
+    behind the last one (multi-token prediction), and ``ignored`` are patterns of tensor names: a checkpoint may hold
+    both, but the decoder does not use them. ``unknown`` are keys by which core reads attention of any model but which
+    this type does not have: transformers ignores them. ``head`` is the name of the output head's weight.
     """
 
     build: Callable[[Weights, Config, ModelSpec], Decoder]
@@ -76,11 +75,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mamba2": Architecture(mamba.mamba2, mamba.DEFAULTS, mamba.ALIASES),
     "nemotron_h": Architecture(nemotron.nemotron_h, nemotron.DEFAULTS, nemotron.ALIASES, ignored=nemotron.PREDICTION),
 }
-"""By the config's ``model_type``. To add one, write a function that builds its ``Decoder``, and its line here."""
+"""Architectures by the config's ``model_type``. To add one, write a function that builds its ``Decoder``, and its line
+here."""
 
 
 class UnknownArchitecture(UsageError):
-    """A model of a type that the engine cannot run. ``known`` are those that it can."""
+    """A model of a type that the engine cannot run. ``known`` are the supported types."""
 
     def __init__(self, reference: str, model_type: str) -> None:
         self.reference = reference
@@ -90,15 +90,6 @@ class UnknownArchitecture(UsageError):
             f"{reference!r} is of model type {model_type!r}, which the engine cannot run; it runs: "
             f"{', '.join(self.known)}"
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedModel:
-    """A model on its device. ``spec`` has the heads that this rank has of it."""
-
-    module: Decoder
-    spec: ModelSpec
-    config: Mapping[str, object]
 
 
 def load_model(
@@ -112,13 +103,12 @@ def load_model(
     head: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
-    """Load a Hugging Face folder, or the built-in ``tiny:NAME`` with random weights by ``seed``.
+    """Load a Hugging Face folder, or the built-in ``tiny:NAME`` with random weights from ``seed``.
 
-    With ``random_weights`` a folder's weights are random too: only its config is read, and it needs no others.
-    Without ``head`` the model gives hidden states and no logits, and a checkpoint needs no head. ``progress(done,
-    total)`` is told of every tensor of a folder that is read.
-    Under ``parallel`` only this rank's part is read. Raises UsageError (ModelConfigError, CheckpointError,
-    UnknownArchitecture, ParallelError) for all that can be wrong.
+    With ``random_weights`` a folder's weights are random too: only its config is read. Without ``head`` the model
+    returns hidden states and no logits, and a checkpoint needs no head. ``progress(done, total)`` is called for every
+    tensor read from a folder. Under ``parallel`` only this rank's part is read. Raises UsageError (ModelConfigError,
+    CheckpointError, UnknownArchitecture, ParallelError).
     """
     spec = load_spec(reference)
     architecture = _known(spec, reference)
@@ -131,14 +121,14 @@ def load_model(
 
 
 def model_config(reference: str) -> Mapping[str, object]:
-    """The config of a model reference, as it is written."""
+    """Return the config of a model reference, unchanged."""
     return tiny_config(reference) if reference.startswith(TINY) else checkpoint_config(reference)
 
 
 def open_source(
     reference: str, *, device: torch.device | str, seed: int = 0, random_weights: bool = False
 ) -> WeightSource:
-    """Where the weights of a model reference come from: its folder, or random numbers."""
+    """Return the source of the weights of a model reference: its folder, or random numbers."""
     if reference.startswith(TINY):
         return RandomCheckpoint.tiny(reference, seed=seed)
     if random_weights:
@@ -157,12 +147,13 @@ def build_model(
     head: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
-    """Build the model that a source's config describes, from the source's weights; its ``head`` can be left out."""
+    """Build the model that a source's config describes, from the source's weights; without its head if ``head`` is
+    False."""
     architecture = _known(spec, source.name)
     config = read_config(source.config, source.name, spec)
-    total = len(source.names())  # 0 for random weights, which are made as they are asked for
-    told = None if progress is None or not total else lambda done: progress(done, total)
-    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, head=head, on_read=told)
+    total = len(source.names())  # 0 for random weights, which are drawn on request
+    on_read = None if progress is None or not total else lambda done: progress(done, total)
+    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, head=head, on_read=on_read)
     with torch.no_grad():
         module = architecture.build(weights, config, spec)
     weights.check_all_taken(_ignored(architecture, config, head=head))
@@ -179,9 +170,9 @@ def _known(spec: ModelSpec, reference: str) -> Architecture:
 
 
 def read_config(given: Mapping[str, object], source: str, spec: ModelSpec) -> Config:
-    """Keys by the names that the model's architecture reads, with its defaults for those that are absent.
+    """Return the config with the key names that the architecture reads, and its defaults for absent keys.
 
-    ``source`` is where they are from, for messages. Raises ModelConfigError for keys that cannot be served.
+    ``source`` is the origin in messages. Raises ModelConfigError for unsupported values.
     """
     architecture = _known(spec, source)
     values = dict(architecture.defaults)
@@ -204,8 +195,8 @@ def read_config(given: Mapping[str, object], source: str, spec: ModelSpec) -> Co
 
 
 def _ignored(architecture: Architecture, config: Config, *, head: bool) -> Callable[[str], bool]:
-    """Whether a tensor may be left out, by its name: it is of a layer for multi-token prediction, is computed, or is
-    the head of a model without one."""
+    """Return a predicate for names of tensors that may stay unused: those of layers for multi-token prediction,
+    computed ones, and the head of a model without one."""
     patterns = [re.compile(pattern) for pattern in architecture.ignored]
     extra = max((config.optional_integer(key, least=0) or 0 for key in architecture.extra_layers), default=0)
     further = range(config.layer_count(), config.layer_count() + extra) if extra else range(0)

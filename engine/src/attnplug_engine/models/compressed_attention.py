@@ -1,6 +1,7 @@
-"""DeepSeek-V4's attention: one row per token that is key and value, a sliding window, and entries made of windows.
+"""DeepSeek-V4's attention: one row per token that is key and value, a sliding window, and compressed entries of
+windows.
 
-The layer projects; what becomes of a window's tokens is the business of the backend.
+The layer projects; the backend compresses.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from attnplug.sparse import CompressorInputs, CompressorWeights, IndexerDims, In
 from attnplug_engine.models.decoder import Attention, norm_eps
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
 from attnplug_engine.models.rope import PairRotation, Rotation, TorchRotation, inverse_frequencies
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import even_part, length, scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import even_part, length, scaled
 
 
 class EndRotation:
-    """The rotation of the last columns of rows, in pairs, and the one back."""
+    """Rotation of the last columns of rows, in pairs, and its inverse."""
 
     def __init__(self, positions: Tensor, frequencies: Tensor) -> None:
         angles = positions.unsqueeze(-1) * frequencies
@@ -30,7 +31,7 @@ class EndRotation:
         self._there, self._back = (PairRotation(each, 1.0, torch.float32) for each in (angles, -angles))
 
     def apply_(self, x: Tensor) -> None:
-        """Rotate the last columns of ``x`` ``[tokens, heads, dim]`` in place."""
+        """Rotate the last columns of ``x [tokens, heads, dim]`` in place."""
         self._there.apply_(x[..., -self._width :])
 
     def undo_(self, x: Tensor) -> None:
@@ -38,7 +39,7 @@ class EndRotation:
 
 
 class TwoRotations(TorchRotation):
-    """Those of sliding layers, and of layers with entries."""
+    """Rotations of sliding layers and of layers with entries."""
 
     __slots__ = ("compressed", "sliding")
 
@@ -47,16 +48,17 @@ class TwoRotations(TorchRotation):
 
 
 class TwoRopes:
-    """Sliding layers turn by a plain rope; layers with entries by another one, which may be stretched (yarn)."""
+    """Rotary embeddings: plain for sliding layers, possibly stretched (yarn) for layers with entries."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.width = width = _rotary_width(config)
-        """How many columns are rotated."""
+        """Number of rotated columns."""
         sections = [_rope_keys(config, label) for label in ("main", "compress")]
         found = [inverse_frequencies(section, width) for section in sections]
         for (_, factor), section in zip(found, sections, strict=True):
             if factor != 1.0:
-                raise section.error(f"makes a factor of {factor} on cos and sin; only 1 is served", "attention_factor")
+                message = f"gives a factor of {factor} on cos and sin; only 1 is supported"
+                raise section.error(message, "attention_factor")
         self.sliding, self.compressed = (frequencies.to(device) for frequencies, _ in found)
 
     def at(self, positions: Tensor) -> Rotation:
@@ -64,7 +66,7 @@ class TwoRopes:
 
 
 def _rotary_width(config: Config) -> int:
-    """How many of a head's columns are rotated."""
+    """Return the number of rotated columns of a head."""
     dim, share = config.integer("head_dim"), config.optional_number("partial_rotary_factor")
     if share is None:
         return config.integer("qk_rope_head_dim", most=dim)
@@ -74,7 +76,7 @@ def _rotary_width(config: Config) -> int:
 
 
 def _rope_keys(config: Config, label: str) -> Config:
-    """A config with the keys of one of the two ropes alone: ``main`` or ``compress``."""
+    """Return a config with the keys of one of the two ropes only: ``main`` or ``compress``."""
     given = next(
         (part for key in ("rope_scaling", "rope_parameters") if (part := config.section(key)) and part.values), None
     )
@@ -93,7 +95,7 @@ def _rope_keys(config: Config, label: str) -> Config:
 
 
 class Compressor(nn.Module):
-    """What a layer makes of its tokens for entries of ``dim``: its part of the layer's one product, and the rest."""
+    """Compressor of a layer for entries of ``dim``: its part of the layer's projection, and its weights."""
 
     def __init__(self, weights: Weights, layer: LayerSpec, dim: int, eps: float, frequencies: Tensor) -> None:
         super().__init__()
@@ -104,38 +106,38 @@ class Compressor(nn.Module):
         self.norm = frozen(weights.take("norm.weight", dim, exact=True))
         self._weights = CompressorWeights(self.bias, self.norm, eps, frequencies)
 
-    def rows(self, path: str) -> list[Rows]:
-        return [Rows(f"{path}.{name}", self.width, slice(0, self.width)) for name in ("wkv", "wgate")]
+    def rows(self, path: str) -> list[WeightRows]:
+        return [WeightRows(f"{path}.{name}", self.width, slice(0, self.width)) for name in ("wkv", "wgate")]
 
     def forward(self, values: Tensor, gates: Tensor) -> CompressorInputs:
         return CompressorInputs(values, gates, self._weights)
 
 
 class EntryIndexer(nn.Module):
-    """What a layer chooses its entries by: keys have a compressor of their own."""
+    """Indexer that selects a layer's entries; its keys have a compressor of their own."""
 
     def __init__(self, weights: Weights, dims: IndexerDims, config: Config) -> None:
         super().__init__()
         width = dims.heads * dims.head_dim
-        self.q = Linear.stacked(weights, [Rows("wq_b", width, slice(0, width))], config.integer("q_lora_rank"))
+        self.q = Linear.stacked(weights, [WeightRows("wq_b", width, slice(0, width))], config.integer("q_lora_rank"))
         self.head_weight = frozen(
             weights.take("weights_proj.weight", dims.heads, config.integer("hidden_size"), exact=True)
         )
         self._dims = dims
 
-    def forward(self, normed: Tensor, latents: Tensor, entries: CompressorInputs, turn: EndRotation) -> IndexInputs:
+    def forward(self, normed: Tensor, latents: Tensor, entries: CompressorInputs, rope: EndRotation) -> IndexInputs:
         q = self.q(latents).unflatten(1, (self._dims.heads, self._dims.head_dim))
-        turn.apply_(q)
+        rope.apply_(q)
         weights = F.linear(normed.float(), self.head_weight) * self._dims.heads**-0.5
         return IndexInputs(q, None, weights, entries)
 
 
 class CompressedAttention(Attention):
-    """All three types of layers: with a window alone, with all entries, and with those that an index chooses.
+    """All three types of layers: window only, with all entries, and with entries selected by an index.
 
     One product of the input gives ``[query latents | row | values | gates | index values | index gates]``, as far as
-    the layer has them. Rows carry their rotation into the output, so the last columns of that are turned back. The
-    output's projection is grouped: first each group of heads by itself, then all groups.
+    the layer has them. Rows carry their rotation into the output, so the output's last columns are rotated back. The
+    output projection is grouped: first each group of heads by itself, then all groups.
     """
 
     def __init__(self, weights: Weights, layer: LayerSpec, config: Config, ropes: TwoRopes) -> None:
@@ -146,7 +148,7 @@ class CompressedAttention(Attention):
         hidden, rank, width, eps = (
             config.integer("hidden_size"), config.integer("q_lora_rank"), layer.head_dim, norm_eps(config)
         )  # fmt: skip
-        projections = [Rows("wq_a", rank, slice(0, rank)), Rows("wkv", width, slice(0, width))]
+        projections = [WeightRows("wq_a", rank, slice(0, rank)), WeightRows("wkv", width, slice(0, width))]
         self.compressor = self.index_compressor = self.indexer = None
         if layer.compressed is not None:
             self.compressor = Compressor(weights.at("compressor"), layer, width, eps, ropes.compressed)
@@ -159,7 +161,7 @@ class CompressedAttention(Attention):
         self._widths = [rows.count for rows in projections]
         self.down = Linear.stacked(weights, projections, hidden)
         self.q_norm, self.row_norm = RMSNorm(weights.at("q_norm"), rank, eps), RMSNorm(weights.at("norm"), width, eps)
-        self.q_up = Linear.stacked(weights, [Rows("wq_b", layer.num_heads * width, scaled(heads, width))], rank)
+        self.q_up = Linear.stacked(weights, [WeightRows("wq_b", layer.num_heads * width, scaled(heads, width))], rank)
         self.sinks = frozen(weights.take("attn_sink", layer.num_heads, rows=heads, exact=True))
         count, low = config.integer("o_groups"), config.integer("o_lora_rank")
         if layer.num_heads % count:
@@ -181,24 +183,24 @@ class CompressedAttention(Attention):
     ) -> Tensor:
         assert isinstance(rotation, TwoRotations)
         layer, attention = self.layer, active_attention()
-        turn = rotation.sliding if layer.compressed is None else rotation.compressed
+        rope = rotation.sliding if layer.compressed is None else rotation.compressed
         normed = hidden if norm is None else norm(hidden)
         low, row, *compressed = self.down(normed).split(self._widths, dim=1)
         latents = self.q_norm(low)
         q = self.q_up(latents).unflatten(1, (layer.num_heads, layer.head_dim))
         q = F.rms_norm(q.float(), (layer.head_dim,), None, self._eps).to(q.dtype)
         rows = self.row_norm(row).unsqueeze(1)
-        turn.apply_(q)
-        turn.apply_(rows)
+        rope.apply_(q)
+        rope.apply_(rows)
         entries = selected = None
         if self.compressor is not None:
             entries = self.compressor(*compressed[:2])
         if self.indexer is not None and self.index_compressor is not None:
-            index = self.indexer(normed, latents, self.index_compressor(*compressed[2:]), turn)
+            index = self.indexer(normed, latents, self.index_compressor(*compressed[2:]), rope)
             selected = attention.select(index, layer, batch)
         extras = ForwardExtras(sinks=self.sinks, selected=selected, entries=entries)
         out = attention.attend(q, rows, None, layer, batch, extras=extras)
-        turn.undo_(out)
+        rope.undo_(out)
         grouped = out.flatten(1).unflatten(1, (self.group_out.shape[0], -1)).transpose(0, 1)
         mixed = torch.bmm(grouped, self.group_out).transpose(0, 1).flatten(1)
         return self.out(mixed, onto=onto)

@@ -1,25 +1,25 @@
-"""The decoder that every architecture here is: embedding, blocks, a last norm, and the head."""
+"""Decoder, the base of every architecture: embedding, blocks, a last norm, and the head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast, overload
 
 import torch
 from torch import Tensor, nn
 
-from attnplug import ForwardBatch
+from attnplug import ForwardBatch, ModelSpec
 from attnplug.host import Config
-from attnplug_engine.models.layers import Head, Part, RMSNorm, embedded, frozen
+from attnplug_engine.models.layers import FastModule, Head, RMSNorm, embedded, frozen
 from attnplug_engine.models.rope import Positions, Rotation
 from attnplug_engine.models.weights import Weights
 
 EPS = 1e-6
-"""What most config classes assume for ``rms_norm_eps``; those that do not say so in their architecture's defaults."""
+"""Default of most config classes for ``rms_norm_eps``; others are in their architecture's defaults."""
 
 MakeNorm = Callable[[Weights], RMSNorm]
-"""The norm of a model's hidden states, from the weights under its own name."""
+"""Builds a norm of hidden states from the weights under its name."""
 
 
 def norm_eps(config: Config) -> float:
@@ -28,16 +28,17 @@ def norm_eps(config: Config) -> float:
 
 
 def hidden_norm(config: Config, *, zero_centred: bool = False) -> MakeNorm:
-    """How a model makes the norms of its hidden states, between its blocks and in them."""
+    """Return the builder of a model's norms of hidden states."""
     width, eps = config.integer("hidden_size"), norm_eps(config)
     return lambda weights: RMSNorm(weights, width, eps, zero_centred=zero_centred)
 
 
-class Attention(Part):
-    """What a block calls: hidden states ``[tokens, hidden]`` to this rank's part of the attention's output.
+class Attention(FastModule):
+    """Base class of attention layers: hidden states ``[tokens, hidden]`` to this rank's part of the output.
 
-    Subclass contract: the output is a sum to be reduced over the ranks, and a tensor of its own. ``norm`` is applied to
-    the hidden states first, and rank 0 adds the output to ``onto``: each becomes part of a product where that pays.
+    Subclass contract: the output is a partial sum to be reduced over the ranks, in a tensor of its own. ``norm`` is
+    applied to the hidden states first, and rank 0 adds the output to ``onto``; both are fused into a product where that
+    is faster.
     """
 
     def forward(
@@ -53,7 +54,7 @@ class Attention(Part):
 
 
 class TokenWise(Attention):
-    """An MLP in the place of attention, for models in which one block is one or the other (Nemotron-H)."""
+    """An MLP in place of attention, for models in which a block is one or the other (Nemotron-H)."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -71,11 +72,11 @@ class TokenWise(Attention):
         return cast(Tensor, self.mlp(hidden, norm=norm, onto=onto))
 
 
-class Block(Part):
-    """One layer: attention and MLP, each after a norm, each added to what came in, each reduced once.
+class Block(FastModule):
+    """One layer: attention and MLP, each with a norm before it, a residual, and one reduction.
 
-    ``mlp`` is a module from ``[tokens, hidden]`` to a sum to be reduced, with ``norm`` and ``onto`` as attention has.
-    Without ``norms_input`` attention has no norm before it (EAGLE).
+    ``mlp`` is a module from ``[tokens, hidden]`` to a partial sum, with ``norm`` and ``onto`` like attention. Without
+    ``norms_input`` attention has no norm before it (EAGLE).
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class Block(Part):
         return self._parallel.all_reduce(self.mlp(hidden, norm=self.mlp_norm, onto=hidden))
 
 
-class MixerBlock(Part):
+class MixerBlock(FastModule):
     """One layer of a model in which attention and MLP are layers of their own: Mamba-2, Nemotron-H.
 
-    With ``exact_sum`` the hidden states between blocks are float32 whatever the model's type.
+    With ``exact_sum`` the hidden states between blocks are float32, whatever the model's dtype.
     """
 
     def __init__(self, weights: Weights, norm: MakeNorm, mixer: Attention, *, exact_sum: bool = False) -> None:
@@ -118,7 +119,7 @@ class MixerBlock(Part):
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a checkpoint calls the parts of a decoder."""
+    """Names of a decoder's parts in a checkpoint."""
 
     model: str
     embedding: str
@@ -134,10 +135,10 @@ BACKBONE = Names("backbone", "embeddings", "norm_f")
 
 
 class Decoder(nn.Module):
-    """A causal language model, or a rank's part of one. Made on its device from its weights, and stays there.
+    """A causal language model, or a rank's part of one. Built on its device from its weights.
 
-    Tokens of all requests are flat, one request after the other. Layers find the active ``ModelAttention``, so
-    ``forward`` is called inside its ``running()`` with a planned batch. Run it under ``torch.inference_mode``.
+    Tokens of all requests are flat, request by request. Layers find the active ``ModelAttention``, so ``forward`` is
+    called inside its ``running()`` with a planned batch. Run it under ``torch.inference_mode``.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.hidden_size, self.vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
         model = weights.at(names.model)
-        # Whole on every rank: a vocabulary in parts would cost a collective per step to save little memory.
+        # Replicated on every rank: a divided vocabulary would cost a collective per step and save little memory.
         embedding, tied = f"{names.embedding}.weight", config.flag("tie_word_embeddings")
         if tied and weights.holds(names.head) and not model.holds(embedding):
             self.embedding = frozen(weights.take(names.head, self.vocab_size, self.hidden_size))
@@ -164,11 +165,11 @@ class Decoder(nn.Module):
         self.head = self._head(weights, names.head, tied) if weights.head else None
 
     def _head(self, weights: Weights, name: str, tied: bool) -> Head:
-        """The stored head; the embedding once more where it is tied, unless a head with other numbers is stored."""
+        """Load the head. If it is tied it is the embedding, unless a head with other values is stored."""
         if tied and not weights.holds(name):
             return Head.tied(self.embedding, weights.parallel)
         head = Head.load(weights, name, self.vocab_size, self.hidden_size)
-        if tied:  # transformers does the same: what is stored wins over what the config says
+        if tied:  # as in transformers, a stored head takes precedence over the config
             shared = Head.tied(self.embedding, weights.parallel)
             if torch.equal(head.weight, shared.weight):
                 return shared
@@ -185,10 +186,10 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, taps: Sequence[int] | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states ``[tokens, hidden]`` of tokens ``[tokens]`` at ``positions`` ``[tokens]`` of their requests.
+        """Return hidden states ``[tokens, hidden]`` of tokens ``[tokens]`` at ``positions [tokens]`` of their requests.
 
-        With ``taps`` also what goes into these layers: ``[tokens, taps * hidden]``, in the order of the taps. The
-        number of layers, as a tap, stands for what comes out of the last one, before the norm.
+        With ``taps``, also return the inputs of these layers, ``[tokens, taps * hidden]``, in the order of the taps.
+        The number of layers, as a tap, stands for the output of the last one, before the norm.
         """
         hidden, rotation = self.begin(input_ids, positions)
         tapped = None if taps is None else _Tapped(taps, hidden)
@@ -203,21 +204,21 @@ class Decoder(nn.Module):
         return normed, tapped.states.flatten(1)
 
     def begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
-        """What the first layer is given."""
+        """Return the input of the first layer, and the rotation."""
         return embedded(input_ids, self.embedding), self.rope.at(positions)
 
     def end(self, hidden: Tensor) -> Tensor:
-        """The last layer's hidden states, normed."""
+        """Apply the last norm."""
         return self.norm(hidden.to(self.embedding.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, vocab]`` float32 for hidden states ``[rows, hidden]``, the same on every rank."""
+        """Return logits ``[rows, vocab]`` float32 of hidden states ``[rows, hidden]``, the same on every rank."""
         assert self.head is not None, "the model was loaded without its head"
         return cast(Tensor, self.head(hidden))
 
 
 class _Tapped:
-    """Copies of what goes into some layers: a layer may write its sum into the same memory."""
+    """Copies of the inputs of some layers: a layer may overwrite its input."""
 
     def __init__(self, taps: Sequence[int], embedded: Tensor) -> None:
         self._taps = taps
@@ -227,3 +228,12 @@ class _Tapped:
         for place, tap in enumerate(self._taps):
             if tap == index:
                 self.states[:, place].copy_(hidden)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model on its device. ``spec`` has this rank's heads."""
+
+    module: Decoder
+    spec: ModelSpec
+    config: Mapping[str, object]

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2, and GLM-5: latent attention, dense or sparse, and experts after the first dense layers."""
+"""DeepSeek-V2, V3 and V3.2, and GLM-5: latent attention, dense or sparse, and experts behind the first dense layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnplug_engine.models.rope import HalfRotation, PairRotation, Rope
 from attnplug_engine.models.sparse_attention import SparseLatentAttention, check_indexer
 from attnplug_engine.models.weights import Weights
 
-# What transformers' config classes assume for keys that a config leaves out.
+# Defaults of transformers' config classes for absent keys.
 V2_DEFAULTS: Mapping[str, object] = {
     "first_k_dense_replace": 0,
     "n_shared_experts": 2,
@@ -46,7 +46,7 @@ GLM_DEFAULTS: Mapping[str, object] = {
 
 
 def deepseek_v2(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """V2: softmax router; rotated pairs stay where they are, in queries and in the cache."""
+    """V2: softmax router; rotated pairs stay interleaved, in queries and in the cache."""
     _check_scoring(config, "softmax")
     return _decoder(weights, config, spec, SoftmaxRouter, rotation=PairRotation, mlp_bias=config.flag("mlp_bias"))
 
@@ -68,7 +68,7 @@ def deepseek_v32(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 
 def prediction_block(weights: Weights, config: Config, layer: LayerSpec) -> Block:
-    """V3's block in a layer for multi-token prediction, which follows the dense layers, so that it has experts."""
+    """Build V3's block of a layer for multi-token prediction. It follows the dense layers, so it has experts."""
     deinterleave = config.flag("rope_interleave")
     attention = LatentAttention(weights.at("self_attn"), layer, config, deinterleave=deinterleave)
     experts = MixtureOfExperts.deepseek(weights.at("mlp"), config, SigmoidRouter)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: compressed attention, hyper-connections, and experts of which some are chosen by the token itself."""
+"""DeepSeek-V4: compressed attention, hyper-connections, and experts that are in part chosen by the token id."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULTS: Mapping[str, object] = {
     "o_groups": 8,
     "o_lora_rank": 1024,
 }
-"""What transformers' config class assumes for keys that a config leaves out."""
+"""Defaults of transformers' config class for absent keys."""
 
 PREDICTION = (r"(^|\.)mtp\.",)
 NAMES = Names("model", "embed_tokens", "norm", head="head.weight")
@@ -66,7 +66,8 @@ def deepseek_v4(weights: Weights, config: Config, spec: ModelSpec) -> HyperDecod
 
 
 def _hashed(config: Config) -> list[bool]:
-    """Which layers choose experts by the token itself: those that are listed so, or the first ones."""
+    """Return, per layer, True if its experts are chosen by the token id: those that are listed so, or the first
+    ones."""
     count = config.layer_count()
     listed = config.choices("mlp_layer_types", {"hash_moe": True, "moe": False})
     if listed is None:

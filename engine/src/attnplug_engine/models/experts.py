@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts a token goes to, and the block that joins them to the shared ones."""
+"""Mixture of experts: routers, routed experts, and the block that adds shared experts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from attnplug.host import Config
 from attnplug_engine.kernels import usable
 from attnplug_engine.models.layers import GATED, MLP, Linear, MLPForm, RMSNorm, frozen
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import even_part, length
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import even_part, length
 
 
 class Router(nn.Module):
-    """Which experts a token goes to, and in which shares; what all routers have in common.
+    """Base class of routers: the experts that a token goes to, and their weights.
 
-    Scores are float32 whatever the model's type. Experts are chosen by score plus ``bias``, and of the best ``groups``
-    alone if there are groups. Shares are the scores without the bias, scaled; before that they are ``normalised`` so
-    that they add up to one.
+    Scores are float32, whatever the model's dtype. Experts are chosen by score plus ``bias``, only from the best
+    ``groups`` if there are groups. Their weights are the scores without the bias, scaled; if ``normalised``, they first
+    sum to one.
     """
 
     def __init__(self, weights: Weights, config: Config, experts: int) -> None:
         super().__init__()
         hidden = config.integer("hidden_size")
-        # Through the model's type first, as transformers has it; the product is float32 then. A GPU multiplies the
-        # narrow type as exactly.
+        # Cast through the model's dtype first, as in transformers; the product is then float32. A GPU multiplies the
+        # narrow dtype just as exactly.
         weight = weights.take("weight", experts, hidden)
         self.weight = frozen(weight if weight.is_cuda else weight.float())
         self.experts = experts
@@ -41,11 +41,11 @@ class Router(nn.Module):
         self.groups: _Groups | None = None
 
     def add_row(self, row: Tensor) -> None:
-        """Let one more product of the input, with ``row`` ``[1, hidden]``, follow the logits."""
+        """Append ``row [1, hidden]`` to the weight: one more product of the input that follows the logits."""
         self.weight = frozen(torch.cat((self.weight, row.to(self.weight.dtype))))
 
     def logits(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
-        """``x`` normed, and the scores before their activation: ``[tokens, experts (+ 1)]`` float32."""
+        """Return ``x`` normed, and the scores before their activation, ``[tokens, experts (+ 1)]`` float32."""
         if usable(x):
             from attnplug_engine.kernels.routing import FEW, score
 
@@ -57,12 +57,12 @@ class Router(nn.Module):
         return x, F.linear(x.float(), self.weight)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Chosen experts ``[tokens, k]`` and their shares ``[tokens, k]`` float32."""
+        """Return chosen experts ``[tokens, k]`` and their weights ``[tokens, k]`` float32."""
         groups = self.groups
         if usable(logits):
-            from attnplug_engine.kernels.routing import MOST_EXPERTS, choose
+            from attnplug_engine.kernels.routing import MAX_EXPERTS, choose
 
-            if self.experts <= MOST_EXPERTS:
+            if self.experts <= MAX_EXPERTS:
                 return choose(
                     logits,
                     self.per_token,
@@ -74,19 +74,19 @@ class Router(nn.Module):
                     taken=0 if groups is None else groups.taken,
                 )
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
-        judged = scores if self.bias is None else scores + self.bias
+        ranked = scores if self.bias is None else scores + self.bias
         if groups is not None:
-            judged = judged.masked_fill(groups.excluded(judged), float("-inf"))
-        shares, chosen = judged.topk(self.per_token, dim=-1, sorted=False)
+            ranked = ranked.masked_fill(groups.excluded(ranked), float("-inf"))
+        topk_weights, topk_ids = ranked.topk(self.per_token, dim=-1, sorted=False)
         if self.bias is not None:
-            shares = scores.gather(1, chosen)
+            topk_weights = scores.gather(1, topk_ids)
         if self.normalised:
-            shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)
-        return chosen, shares if self.scaling == 1.0 else shares * self.scaling
+            topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return topk_ids, topk_weights if self.scaling == 1.0 else topk_weights * self.scaling
 
 
 class TopKRouter(Router):
-    """Mixtral's: the most probable experts; with ``normalised`` their shares add up to one."""
+    """Mixtral's router: the most probable experts; if ``normalised``, their weights sum to one."""
 
     def __init__(self, weights: Weights, config: Config, experts: int, *, normalised: bool) -> None:
         super().__init__(weights, config, experts)
@@ -94,7 +94,8 @@ class TopKRouter(Router):
 
 
 class SoftmaxRouter(Router):
-    """DeepSeek-V2's: most probable experts of all (``greedy``), or of the best groups (``group_limited_greedy``)."""
+    """DeepSeek-V2's router: most probable experts of all (``greedy``), or of the best groups
+    (``group_limited_greedy``)."""
 
     def __init__(self, weights: Weights, config: Config, experts: int) -> None:
         super().__init__(weights, config, experts)
@@ -108,7 +109,7 @@ class SoftmaxRouter(Router):
 
 
 class SigmoidRouter(Router):
-    """DeepSeek-V3's: a learned bias takes part in the choice, but not in the shares."""
+    """DeepSeek-V3's router: a learned bias affects the choice, but not the weights."""
 
     def __init__(
         self, weights: Weights, config: Config, experts: int, *, bias: str = "e_score_correction_bias"
@@ -121,12 +122,13 @@ class SigmoidRouter(Router):
         groups = _Groups(config, experts, judges=2)
         if groups.taken < groups.shape[0]:
             if groups.shape[1] < 2:
-                raise config.wrong("n_group", f"at most {experts // 2}: a group is judged by its two best experts")
+                raise config.wrong("n_group", f"at most {experts // 2}: a group is ranked by its two best experts")
             self.groups = groups
 
 
 class _Groups:
-    """Experts in groups of one size, of which only the best by their ``judges`` best experts are open to a token."""
+    """Experts in groups of equal size. Only the best groups, by the sum of their ``judges`` best experts, are
+    eligible."""
 
     def __init__(self, config: Config, experts: int, *, judges: int) -> None:
         groups = config.integer("n_group", most=experts)
@@ -139,9 +141,10 @@ class _Groups:
             raise config.wrong("topk_group", f"enough for {per_token} experts in groups of {self.shape[1]}")
         self.judges = judges
 
-    def excluded(self, judged: Tensor) -> Tensor:
-        """``[tokens, experts]``: which experts are in none of the best groups, by ``judged`` ``[tokens, experts]``."""
-        inside = judged.unflatten(1, self.shape)
+    def excluded(self, ranked: Tensor) -> Tensor:
+        """Return a mask ``[tokens, experts]`` of the experts outside the best groups, by ``ranked [tokens,
+        experts]``."""
+        inside = ranked.unflatten(1, self.shape)
         best = inside.amax(dim=-1) if self.judges == 1 else inside.topk(self.judges, dim=-1).values.sum(dim=-1)
         open_groups = best.topk(self.taken, dim=-1, sorted=False).indices
         closed = torch.ones_like(best, dtype=torch.bool).scatter_(1, open_groups, False)
@@ -149,11 +152,11 @@ class _Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """What the routed experts' sum is added to: ``onto``, and ``shared`` in the share ``sigmoid(gate)``.
+class AddedTerms:
+    """Terms added to the routed experts' sum: ``onto``, and ``shared`` times ``sigmoid(gate)``.
 
-    ``onto`` and ``shared`` are ``[tokens, hidden]``, ``gate`` is ``[tokens]`` float32. For kernels alone ``every`` may
-    stand in for ``shared``: the two matrices of the shared expert.
+    ``onto`` and ``shared`` are ``[tokens, hidden]``, ``gate`` is ``[tokens]`` float32. For kernels only, ``every`` may
+    replace ``shared``: the two matrices of the shared expert.
     """
 
     onto: Tensor | None = None
@@ -162,19 +165,19 @@ class Added:
     every: tuple[Tensor, Tensor] | None = None
 
     def to(self, routed: Tensor) -> Tensor:
-        """``routed`` with it, in place."""
+        """Add the terms to ``routed`` in place."""
         if self.shared is not None and self.gate is not None:
             routed.addcmul_(self.shared, self.gate.sigmoid().to(routed.dtype).unsqueeze(1))
         return routed if self.onto is None else routed.add_(self.onto)
 
 
-NOTHING = Added()
+NOTHING = AddedTerms()
 
 
 class Experts(nn.Module):
-    """The routed experts' MLPs; each rank has a part of every expert's columns, so that no rank waits for another.
+    """MLPs of the routed experts. Each rank has a part of every expert's columns, so that no rank waits for another.
 
-    ``gate_up`` is ``[experts, 2 * own columns, hidden]`` (once the columns where the form has no gate), ``down``
+    ``gate_up`` is ``[experts, 2 * own columns, hidden]`` (own columns only, if the form has no gate), ``down`` is
     ``[experts, hidden, own columns]``.
     """
 
@@ -184,7 +187,7 @@ class Experts(nn.Module):
         super().__init__()
         own = even_part(intermediate, weights.parallel, "expert columns")
         columns = length(own)
-        parts = [Rows(name, intermediate, own) for name in form.inputs]
+        parts = [WeightRows(name, intermediate, own) for name in form.inputs]
         for expert in {0, experts - 1}:
             weights.at(str(expert)).check("weight", parts, hidden)
         empty = torch.empty(0, dtype=weights.dtype, device=weights.device)
@@ -196,18 +199,18 @@ class Experts(nn.Module):
             self.down[expert].copy_(one.take(f"{form.output}.weight", hidden, intermediate, columns=own))
         self._form = form
 
-    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor, added: Added = NOTHING) -> Tensor:
-        """``x`` ``[tokens, hidden]``; ``chosen`` experts ``[tokens, k]`` and their ``shares`` float32 ``[tokens, k]``.
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, added: AddedTerms = NOTHING) -> Tensor:
+        """``x [tokens, hidden]``, ``topk_ids [tokens, k]`` and ``topk_weights [tokens, k]`` float32.
 
-        On a GPU nothing is read back, so that the step can be captured.
+        On a GPU this does not synchronize, so that a step can be captured.
         """
         if self._form.fused and usable(x):
-            from attnplug_engine.kernels.experts import mix
+            from attnplug_engine.kernels.experts import fused_experts
 
-            return mix(
+            return fused_experts(
                 x,
-                chosen,
-                shares,
+                topk_ids,
+                topk_weights,
                 self.gate_up,
                 self.down,
                 gated=len(self._form.inputs) == 2,
@@ -216,10 +219,10 @@ class Experts(nn.Module):
                 onto=added.onto,
                 every=added.every,
             )
-        return added.to(self._one_by_one(x, chosen, shares))
+        return added.to(self._one_by_one(x, topk_ids, topk_weights))
 
     def like(self, mlp: MLP) -> bool:
-        """Whether an MLP is the sum of some experts of this width and form."""
+        """Return True if an MLP is the sum of experts of this width and form."""
         return (
             mlp.form.activate is self._form.activate
             and mlp.gate_up.bias is None
@@ -227,10 +230,10 @@ class Experts(nn.Module):
             and mlp.down.weight.shape[1] % self.down.shape[2] == 0
         )
 
-    def _one_by_one(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Rows are brought together by expert once, so that each expert that has any works on a view of them."""
-        per_token = chosen.shape[1]
-        flat = chosen.flatten()
+    def _one_by_one(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Run expert by expert. Rows are sorted by expert once, so that each expert works on a view."""
+        per_token = topk_ids.shape[1]
+        flat = topk_ids.flatten()
         order = flat.argsort(stable=True)
         grouped = x.index_select(0, order.div(per_token, rounding_mode="floor"))
         results = torch.empty_like(grouped)
@@ -242,24 +245,26 @@ class Experts(nn.Module):
             inner = self._form.activate(F.linear(grouped[start:stop], self.gate_up[expert]))
             torch.mm(inner, self.down[expert].t(), out=results[start:stop])
             start = stop
-        # Back in the order of the tokens, so that a token's sum has one order: index_add_ has none on a GPU.
-        per_slot = torch.empty_like(results).index_copy_(0, order, results).unflatten(0, chosen.shape)
-        return torch.bmm(shares.unsqueeze(1), per_slot.float()).squeeze(1).to(x.dtype)
+        # Back in token order, so that a token's sum has a fixed order: index_add_ has none on a GPU.
+        per_slot = torch.empty_like(results).index_copy_(0, order, results).unflatten(0, topk_ids.shape)
+        return torch.bmm(topk_weights.unsqueeze(1), per_slot.float()).squeeze(1).to(x.dtype)
 
 
 class LatentExperts(nn.Module):
-    """Experts of a narrower space: tokens are brought there once for all of them, and their sum back (Nemotron-H)."""
+    """Experts in a narrower space: tokens are projected there once for all of them, and their sum is projected back
+    (Nemotron-H)."""
 
     def __init__(self, down: Linear, experts: Experts, up: Linear) -> None:
         super().__init__()
         self.down, self.experts, self.up = down, experts, up
 
-    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor, added: Added = NOTHING) -> Tensor:
-        return added.to(self.up(self.experts(self.down(x), chosen, shares)))
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, added: AddedTerms = NOTHING) -> Tensor:
+        return added.to(self.up(self.experts(self.down(x), topk_ids, topk_weights)))
 
 
 def expert_layers(config: Config) -> list[bool]:
-    """Which layers have experts: those that ``mlp_layer_types`` lists so, or all after the first dense ones."""
+    """Return, per layer, True if it has experts: those that ``mlp_layer_types`` lists so, or all behind the first dense
+    ones."""
     count = config.layer_count()
     listed = config.choices("mlp_layer_types", {"dense": False, "sparse": True}, count)
     first = config.integer("first_k_dense_replace", least=0)
@@ -267,14 +272,14 @@ def expert_layers(config: Config) -> list[bool]:
 
 
 MakeRouter = Callable[[Weights, Config, int], Router]
-"""A router for so many experts, from the weights under ``gate``."""
+"""Builds a router for n experts, from the weights under ``gate``."""
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts and, where there are any, those that every token goes to: a sum to be reduced over the ranks.
+    """Routed experts and shared experts, if there are any: a partial sum to be reduced over the ranks.
 
-    With ``gate`` ``[1, hidden]`` each token takes the shared expert in a share of its own (Qwen3-Next). It is one more
-    row of the router's weight.
+    With ``gate [1, hidden]`` each token weighs the shared expert (Qwen3-Next). The gate is one more row of the router's
+    weight.
     """
 
     def __init__(
@@ -298,7 +303,7 @@ class MixtureOfExperts(nn.Module):
     def deepseek(
         cls, weights: Weights, config: Config, router: MakeRouter, *, form: MLPForm = GATED
     ) -> MixtureOfExperts:
-        """DeepSeek's, and that of models like it: shared experts are one MLP as wide as all of them.
+        """Build the mixture of DeepSeek and similar models: shared experts are one MLP as wide as all of them.
 
         ``form`` is that of the routed experts.
         """
@@ -315,18 +320,18 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, *, norm: RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
         """``[tokens, hidden]`` to ``[tokens, hidden]``; rank 0 adds it to ``onto``."""
         x, logits = self.router.logits(x, norm)
-        chosen, shares = self.router.choose(logits[:, : self.router.experts])
+        topk_ids, topk_weights = self.router.choose(logits[:, : self.router.experts])
         onto = onto if self._adds else None
         gate = logits[:, -1] if self._gated else None
-        return cast(Tensor, self.experts(x, chosen, shares, self._added(x, onto, gate)))
+        return cast(Tensor, self.experts(x, topk_ids, topk_weights, self._added(x, onto, gate)))
 
-    def _added(self, x: Tensor, onto: Tensor | None, gate: Tensor | None) -> Added:
+    def _added(self, x: Tensor, onto: Tensor | None, gate: Tensor | None) -> AddedTerms:
         shared = self.shared
         if shared is None:
-            return Added(onto)
+            return AddedTerms(onto)
         if self._alike and usable(x):
-            from attnplug_engine.kernels.experts import ALONE
+            from attnplug_engine.kernels.experts import MAX_SEPARATE_TOKENS
 
-            if x.shape[0] <= ALONE:
-                return Added(onto, gate=gate, every=(shared.gate_up.weight, shared.down.weight))
-        return Added(shared(x, onto=onto)) if gate is None else Added(onto, shared(x), gate)
+            if x.shape[0] <= MAX_SEPARATE_TOKENS:
+                return AddedTerms(onto, gate=gate, every=(shared.gate_up.weight, shared.down.weight))
+        return AddedTerms(shared(x, onto=onto)) if gate is None else AddedTerms(onto, shared(x), gate)

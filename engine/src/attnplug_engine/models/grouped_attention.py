@@ -1,4 +1,4 @@
-"""Softmax attention over K and V heads, as in Llama, Mistral and Qwen: one product for q, k and v."""
+"""Softmax attention over KV heads, as in Llama, Mistral and Qwen: one product for q, k and v."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from attnplug_engine import kernels
 from attnplug_engine.models.decoder import Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import even_part, kv_head_part, length, scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import even_part, kv_head_part, length, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class HeadNorms:
 class GroupedAttention(Attention):
     """MHA, GQA or MQA with rotary positions.
 
-    ``gated`` says that ``q_proj`` gives each head its query and then a gate, whose sigmoid scales the head's output
-    (Qwen3-Next). Here all queries come first, then all gates, by the order in which the rows are put once. ``inputs``
-    is the width of what goes in, if it is not that of the hidden states which come out (EAGLE-3).
+    ``gated``: ``q_proj`` gives each head its query and then a gate, whose sigmoid scales the head's output
+    (Qwen3-Next). Rows are reordered once, so that all queries come first, then all gates. ``inputs`` is the input width
+    if it differs from the hidden size (EAGLE-3).
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class GroupedAttention(Attention):
         width = 2 * key if gated else key
         query_order = _queries_then_gates(length(heads), key) if gated else None
         parts = [
-            Rows("q_proj", layer.num_heads * width, scaled(heads, width), query_order),
-            Rows("k_proj", layer.num_kv_heads * key, scaled(kv_heads, key)),
-            Rows("v_proj", layer.num_kv_heads * value, scaled(kv_heads, value)),
+            WeightRows("q_proj", layer.num_heads * width, scaled(heads, width), query_order),
+            WeightRows("k_proj", layer.num_kv_heads * key, scaled(kv_heads, key)),
+            WeightRows("v_proj", layer.num_kv_heads * value, scaled(kv_heads, value)),
         ]
         self.qkv = Linear.stacked(weights, parts, inputs or hidden, bias=qkv_bias)
         self.out = Linear.row_parallel(

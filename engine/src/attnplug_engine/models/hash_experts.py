@@ -1,4 +1,4 @@
-"""DeepSeek-V4's experts: chosen by a learned router or by the token itself, with activations that are clipped."""
+"""DeepSeek-V4's experts: chosen by a learned router or by the token id, with clipped activations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnplug.host import Config
-from attnplug_engine.models.experts import Added, Experts, Router
+from attnplug_engine.models.experts import AddedTerms, Experts, Router
 from attnplug_engine.models.layers import MLP, MLPForm, frozen
 from attnplug_engine.models.weights import Weights
 
 
 def clipped(limit: float) -> MLPForm:
-    """``silu(gate) * up`` with the gate at most ``limit`` and the other factor within it on both sides."""
+    """Return the form ``silu(gate) * up`` with the gate at most ``limit`` and ``up`` within ``[-limit, limit]``."""
 
     def activate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -24,8 +24,8 @@ def clipped(limit: float) -> MLPForm:
 
 
 class RootRouter(Router):
-    """Shares are roots of softplus, normalised and scaled. Experts are the best by score and bias, or those that a
-    table has for the token (``hashed``)."""
+    """Router with weights that are square roots of softplus, normalised and scaled. Experts are the best by score and
+    bias, or those that a table has for the token (``hashed``)."""
 
     def __init__(self, weights: Weights, config: Config, experts: int, *, hashed: bool) -> None:
         super().__init__(weights, config, experts)
@@ -38,19 +38,20 @@ class RootRouter(Router):
             self.bias = frozen(weights.take("bias", experts, exact=True))
 
     def choose_for(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Chosen experts ``[tokens, k]`` of tokens with these ``ids`` and their shares ``[tokens, k]`` float32."""
+        """Return chosen experts ``[tokens, k]`` of tokens with these ``ids``, and their weights ``[tokens, k]``
+        float32."""
         scores = F.softplus(logits).sqrt()
         if self.table is not None:
-            chosen = self.table[ids]
+            topk_ids = self.table[ids]
         else:
             assert self.bias is not None
-            chosen = (scores + self.bias).topk(self.per_token, dim=-1, sorted=False).indices
-        shares = scores.gather(1, chosen)
-        return chosen, shares / (shares.sum(dim=-1, keepdim=True) + 1e-20) * self.scaling
+            topk_ids = (scores + self.bias).topk(self.per_token, dim=-1, sorted=False).indices
+        topk_weights = scores.gather(1, topk_ids)
+        return topk_ids, topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + 1e-20) * self.scaling
 
 
 class HashExperts(nn.Module):
-    """Routed experts and a shared one: a sum to be reduced over the ranks."""
+    """Routed experts and a shared one: a partial sum to be reduced over the ranks."""
 
     def __init__(self, weights: Weights, config: Config, *, hashed: bool) -> None:
         super().__init__()
@@ -61,6 +62,6 @@ class HashExperts(nn.Module):
         self.shared = MLP(weights.at("shared_experts"), hidden, width, form=form)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        """``[tokens, hidden]`` to ``[tokens, hidden]``; ``ids`` ``[tokens]`` are the tokens."""
-        chosen, shares = self.router.choose_for(self.router.logits(x)[1], ids)
-        return cast(Tensor, self.experts(x, chosen, shares, Added(self.shared(x))))
+        """``[tokens, hidden]`` to ``[tokens, hidden]``; ``ids [tokens]`` are the token ids."""
+        topk_ids, topk_weights = self.router.choose_for(self.router.logits(x)[1], ids)
+        return cast(Tensor, self.experts(x, topk_ids, topk_weights, AddedTerms(self.shared(x))))

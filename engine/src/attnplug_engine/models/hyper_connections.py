@@ -1,4 +1,4 @@
-"""Hyper-connections: a residual of several streams, mixed anew around every block (DeepSeek-V4's mHC)."""
+"""Hyper-connections: a residual of several streams, mixed around every block (DeepSeek-V4's mHC)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from attnplug_engine.models.weights import Weights
 
 
 class _Mixing(nn.Module):
-    """A product of all streams of a token, normed together, in float32: ``[tokens, columns]``."""
+    """Base class: a float32 product of all streams of a token, normed together, ``[tokens, columns]``."""
 
     def __init__(self, weights: Weights, name: str, parts: Sequence[int], config: Config) -> None:
-        """``parts`` are the columns that have one scale each."""
+        """``parts`` are the numbers of columns that share a scale."""
         super().__init__()
         self.streams, width, columns = config.integer("hc_mult"), config.integer("hidden_size"), sum(parts)
         self.product = frozen(weights.take(f"{name}_fn", columns, self.streams * width, exact=True))
@@ -35,13 +35,14 @@ class _Mixing(nn.Module):
         return F.linear(F.rms_norm(flat, flat.shape[1:], None, self._eps), self.product) * self.scale + self.base
 
     def collapsed(self, streams: Tensor, share: Tensor) -> Tensor:
-        """``[tokens, hidden]``: the streams' sum by the sigmoid of ``share`` ``[tokens, streams]``."""
+        """Return the streams' sum ``[tokens, hidden]``, weighted by the sigmoid of ``share [tokens, streams]``."""
         weights = share.sigmoid() + self.least
         return (weights.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
 
 
 class HyperConnection(_Mixing):
-    """How a block reads the streams ``[tokens, streams, hidden]``, and how its output is written back to them."""
+    """Mixing around a block: how it reads the streams ``[tokens, streams, hidden]``, and how its output is written
+    back."""
 
     def __init__(self, weights: Weights, name: str, config: Config) -> None:
         streams = config.integer("hc_mult")
@@ -51,14 +52,15 @@ class HyperConnection(_Mixing):
         self._rounds = config.integer("hc_sinkhorn_iters")
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's input ``[tokens, hidden]``; the share of each stream in its output ``[tokens, streams]``; and
-        what each stream ``[:, i]`` gives to each stream ``[:, :, j]`` of the next residual."""
+        """Return the block's input ``[tokens, hidden]``, the weight of each stream in its output ``[tokens, streams]``,
+        and the weight of stream ``[:, i]`` in stream ``[:, :, j]`` of the next residual."""
         read, write, kept = self.mixes(streams).split(self._parts, dim=1)
         square = kept.unflatten(1, (self.streams, self.streams))
         return self.collapsed(streams, read), 2 * write.sigmoid(), self._balanced(square)
 
     def _balanced(self, logits: Tensor) -> Tensor:
-        """Matrices whose rows and columns add up to one: by turns, so that streams neither grow nor fade."""
+        """Normalise rows and columns alternately until both sum to one (Sinkhorn), so that streams neither grow nor
+        fade."""
         matrix = logits.softmax(-1) + self.least
         matrix = matrix / (matrix.sum(-2, keepdim=True) + self.least)
         for _ in range(self._rounds - 1):
@@ -68,15 +70,15 @@ class HyperConnection(_Mixing):
 
 
 def next_streams(streams: Tensor, output: Tensor, write: Tensor, kept: Tensor) -> Tensor:
-    """The residual after a block with this ``output`` ``[tokens, hidden]``."""
+    """Return the residual behind a block with this ``output [tokens, hidden]``."""
     dtype = streams.dtype
     return torch.baddbmm(write.to(dtype).unsqueeze(-1) * output.unsqueeze(1), kept.to(dtype).transpose(1, 2), streams)
 
 
 class HyperBlock(nn.Module):
-    """One layer: attention and experts, each between a mix of the streams and another, each reduced once.
+    """One layer: attention and experts, each between two mixes of the streams, each reduced once.
 
-    ``mlp`` is a module from ``[tokens, hidden]`` and the tokens' ids to a sum to be reduced.
+    ``mlp`` is a module from ``[tokens, hidden]`` and the token ids to a partial sum.
     """
 
     def __init__(self, weights: Weights, config: Config, norm: MakeNorm, attention: Attention, mlp: nn.Module) -> None:
@@ -87,7 +89,7 @@ class HyperBlock(nn.Module):
         self._parallel = weights.parallel
 
     def forward(self, streams: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
-        """``[tokens, streams, hidden]`` to the same."""
+        """``[tokens, streams, hidden]`` to the same shape."""
         hidden, write, kept = self.attention_mix(streams)
         attended = self._parallel.all_reduce(self.attention(hidden, rotation, batch, norm=self.input_norm))
         streams = next_streams(streams, attended, write, kept)

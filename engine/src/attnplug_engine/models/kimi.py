@@ -1,4 +1,4 @@
-"""Kimi-Linear: Kimi's delta attention, with latent attention without positions in between, and DeepSeek's experts."""
+"""Kimi-Linear: Kimi's delta attention, interleaved with latent attention without positions, and DeepSeek's experts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALIASES: Mapping[str, str] = {
     "num_expert_group": "n_group",
     "moe_renormalize": "norm_topk_prob",
 }
-"""The published names, and those of transformers' attributes, by the names that DeepSeek has for the same things."""
+"""Published names, and those of transformers' attributes, mapped to DeepSeek's names."""
 
 _EXPERTS = "block_sparse_moe"
 
@@ -57,7 +57,7 @@ def kimi_linear(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     def mlp(weights: Weights, layer: LayerSpec) -> nn.Module:
         if sparse[layer.layer_id]:
             return MixtureOfExperts.deepseek(weights.at(_EXPERTS), config, SigmoidRouter, form=GATED_BY_NUMBER)
-        # The published checkpoint has a dense layer under "mlp"; transformers saves it under the experts' name.
+        # The published checkpoint stores a dense layer under "mlp"; transformers saves it under the experts' name.
         name = _EXPERTS if weights.holds(f"{_EXPERTS}.gate_proj.weight") else "mlp"
         return MLP(weights.at(name), hidden, config.integer("intermediate_size"))
 

@@ -1,7 +1,7 @@
 """Multi-head latent attention, as in DeepSeek-V2 and V3, Kimi-Linear, Ring: a cache of one compressed row per token.
 
-The queries' down-projection and the row's are one product, since both read the same input. How the row is expanded
-again, or the queries absorbed, is the business of ``ModelAttention``; the layer brings the up-projection in its parts.
+The down-projections of queries and row are one product, because both read the same input. ``ModelAttention`` expands
+the row or absorbs the queries; the layer provides the parts of the up-projection.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from attnplug.sparse import SelectedRows
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import even_part, length, scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import even_part, length, scaled
 
 
 class LatentAttention(Attention):
     """MLA with or without a low-rank query.
 
-    ``deinterleave`` says that the stored weights make rotary pairs ``(2 i, 2 i + 1)`` while the model keeps the rotated
-    row as ``[evens | odds]`` (V3's ``rope_interleave``). The rows of the weights are put in that order once, here, so
-    that a half rotation gives the very row that transformers caches. ``eps`` is that of both inner norms: the class's
-    own in most models, not the config's, as in transformers.
+    ``deinterleave``: the stored weights produce rotary pairs ``(2 i, 2 i + 1)``, while the model keeps the rotated row
+    as ``[evens | odds]`` (V3's ``rope_interleave``). The rows of the weights are reordered once, here, so that a half
+    rotation gives exactly the row that transformers caches. ``eps`` is that of both inner norms: in most models the
+    class's own, not the config's, as in transformers.
     """
 
     def __init__(
@@ -51,28 +51,30 @@ class LatentAttention(Attention):
         queries = layer.num_heads * layer.head_dim
         query_order = _per_head(rope_order, own, self._nope, layer.head_dim)
         row_order = _per_head(rope_order, 1, self._latent, dims.row_dim)
-        row = Rows("kv_a_proj_with_mqa", dims.row_dim, slice(0, dims.row_dim), row_order)
+        row = WeightRows("kv_a_proj_with_mqa", dims.row_dim, slice(0, dims.row_dim), row_order)
         rank = config.optional_integer("q_lora_rank")
         if rank is None:
-            query = Rows("q_proj", queries, scaled(heads, layer.head_dim), query_order)
-            # transformers gives q_proj no bias even where attention_bias is set, and the row's projection has one.
+            query = WeightRows("q_proj", queries, scaled(heads, layer.head_dim), query_order)
+            # transformers gives q_proj no bias even if attention_bias is set, while the row's projection has one.
             down = weights.stack("weight", [query, row], hidden)
             self.down = Linear(down, _bias_of_row(weights, length(query.own), row) if bias else None)
             self.q_norm, self.q_up = None, None
             self._query_width = length(query.own)
         else:
-            low = Rows("q_a_proj", rank, slice(0, rank))
+            low = WeightRows("q_a_proj", rank, slice(0, rank))
             self.down = Linear.stacked(weights, [low, row], hidden, bias=bias)
             self.q_norm = RMSNorm(weights.at("q_a_layernorm"), rank, eps)
-            query = Rows("q_b_proj", queries, scaled(heads, layer.head_dim), query_order)
+            query = WeightRows("q_b_proj", queries, scaled(heads, layer.head_dim), query_order)
             self.q_up = Linear.stacked(weights, [query], rank)
             self._query_width = rank
         self.row_norm = RMSNorm(weights.at("kv_a_layernorm"), self._latent, eps)
 
         width = self._nope + layer.v_head_dim
-        up = weights.stack("weight", [Rows("kv_b_proj", layer.num_heads * width, scaled(heads, width))], self._latent)
+        up = weights.stack(
+            "weight", [WeightRows("kv_b_proj", layer.num_heads * width, scaled(heads, width))], self._latent
+        )
         keys, values = up.unflatten(0, (own, width)).split((self._nope, layer.v_head_dim), dim=1)
-        # Values as [heads, v, latent] in memory: the matrix that core makes of them is then the same memory.
+        # Values as [heads, v, latent] in memory, so that core's matrix of them is a view of the same memory.
         self.weights = MLAWeights(w_kc=keys.contiguous(), w_vc=values.contiguous().transpose(1, 2))
         value = layer.v_head_dim
         self.out = Linear.row_parallel(
@@ -94,7 +96,7 @@ class LatentAttention(Attention):
         return self.attend(query, rows, rotation, batch, onto)
 
     def project_down(self, hidden: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """The queries, or their latents ``[tokens, rank]`` before the norm, and the rows before theirs."""
+        """Return the queries, or their latents ``[tokens, rank]`` before the norm, and the rows before theirs."""
         down = self.down(hidden, norm=norm)
         return down[:, : self._query_width], down[:, self._query_width :]
 
@@ -107,7 +109,7 @@ class LatentAttention(Attention):
         onto: Tensor | None,
         selected: SelectedRows | None = None,
     ) -> Tensor:
-        """Queries ``[tokens, heads * width]`` and rows, neither rotated, to the attention's output."""
+        """Attend with queries ``[tokens, heads * width]`` and rows, neither rotated; return the attention's output."""
         layer = self.layer
         q = query.unflatten(1, (layer.num_heads, layer.head_dim))
         attention = active_attention()
@@ -126,14 +128,14 @@ def evens_then_odds(width: int) -> Tensor:
 
 
 def _per_head(rope_order: Tensor | None, heads: int, plain: int, width: int) -> Tensor | None:
-    """The order of ``heads * width`` rows whose last ones in each head are rotary and are to be in ``rope_order``."""
+    """Return the order of ``heads * width`` rows if the last rows of each head are rotary and follow ``rope_order``."""
     if rope_order is None:
         return None
     one = torch.cat((torch.arange(plain), plain + rope_order))
     return (width * torch.arange(heads)[:, None] + one).flatten()
 
 
-def _bias_of_row(weights: Weights, without: int, row: Rows) -> Tensor:
-    """``[without + row]``: zeros for what has no bias, then the row's own."""
+def _bias_of_row(weights: Weights, without: int, row: WeightRows) -> Tensor:
+    """Return a bias ``[without + row]``: zeros for columns without a bias, then the row's own."""
     bias = weights.stack("bias", [row])
     return torch.cat((bias.new_zeros(without), bias))

@@ -1,4 +1,4 @@
-"""The plain parts of a decoder: linear maps that ranks share, norms, the MLP, embeddings and the head."""
+"""Basic layers of a decoder: tensor-parallel linear layers, norms, MLP, embedding and head."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from attnplug.host import Config
 from attnplug_engine import kernels
-from attnplug_engine.host_memory import available_memory
-from attnplug_engine.models.product import pack
-from attnplug_engine.models.product import product as multiplied
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import ParallelError, TensorParallel, even_part, padded_part
+from attnplug_engine.models.host_memory import available_memory
+from attnplug_engine.models.matmul import matmul, pack
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import ParallelError, TensorParallel, even_part, padded_part
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter that is never trained."""
+    """Return a parameter without gradients."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
@@ -28,16 +27,16 @@ _ONE_BY_ONE = 16
 
 
 def embedded(ids: Tensor, weight: Tensor) -> Tensor:
-    """The rows of an embedding ``[vocab, hidden]``. On a GPU torch's own lookup reads up to 16 rows one after the
-    other: 13 µs on an H200, against 2 for 64. An index does not."""
+    """Look up rows of an embedding ``[vocab, hidden]``. torch's own lookup reads up to 16 rows sequentially on a GPU:
+    13 µs on an H200, versus 2 µs for 64 rows. Indexing does not."""
     return weight[ids] if weight.is_cuda and ids.numel() <= _ONE_BY_ONE else F.embedding(ids, weight)
 
 
-class Part(nn.Module):
-    """A module whose own parts and parameters are found like any other attribute.
+class FastModule(nn.Module):
+    """A module whose submodules and parameters are ordinary attributes.
 
-    torch keeps them in tables that it searches when nothing else is found: a microsecond or two, and a step of a small
-    batch on a CPU asks for twenty in every layer.
+    torch keeps them in dicts that it searches after a failed attribute lookup: a microsecond or two, twenty times per
+    layer, which matters in steps of small batches on a CPU.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -46,8 +45,8 @@ class Part(nn.Module):
             self.__dict__[name] = value
 
 
-class Linear(Part):
-    """``[…, in_features]`` to ``[…, out_features]``, with a weight that is already this rank's."""
+class Linear(FastModule):
+    """``[…, in_features]`` to ``[…, out_features]``, with this rank's part of a weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, adds: bool = True) -> None:
         super().__init__()
@@ -57,17 +56,17 @@ class Linear(Part):
         self._adds = adds
 
     @classmethod
-    def stacked(cls, weights: Weights, parts: Sequence[Rows], in_features: int, *, bias: bool = False) -> Linear:
-        """Several stored projections of one input as one product; their outputs lie one after the other."""
+    def stacked(cls, weights: Weights, parts: Sequence[WeightRows], in_features: int, *, bias: bool = False) -> Linear:
+        """Stack several stored projections of one input into one product; outputs are concatenated."""
         return cls(weights.stack("weight", parts, in_features), weights.stack("bias", parts) if bias else None)
 
     @classmethod
     def row_parallel(
         cls, weights: Weights, in_features: int, out_features: int, own: slice, *, bias: bool = False
     ) -> Linear:
-        """A projection of the columns that this rank owns; the sum over ranks is the result.
+        """Load a projection of the columns that this rank owns; the sum over ranks is the result.
 
-        The bias is rank 0's alone: the sum would count it once per rank otherwise.
+        Only rank 0 has the bias, or the sum would count it once per rank.
         """
         weight = weights.take("weight", out_features, in_features, columns=own)
         whole = weights.take("bias", out_features) if bias else None
@@ -82,41 +81,41 @@ class Linear(Part):
         activate: Callable[[Tensor], Tensor] | None = None,
         onto: Tensor | None = None,
     ) -> Tensor:
-        """The product of ``x``, normed first: activated, or added to ``onto``.
+        """Multiply ``x``, normed first; the result is activated or added to ``onto``.
 
-        ``onto`` is given up: the result may lie in its memory. Of a row-parallel projection rank 0 alone adds: the sum
-        over ranks then has it once.
+        The caller gives up ``onto``: the result may use its memory. For a row-parallel projection only rank 0 adds it,
+        so that the sum over ranks has it once.
         """
         assert activate is None or onto is None, "nothing is added to an activated product"
         onto = onto if self._adds else None
         if kernels.usable(x):
-            from attnplug_engine.kernels.product_cuts import choose
-            from attnplug_engine.kernels.products import product
+            from attnplug_engine.kernels.gemm_tiles import choose
+            from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
             gated = activate is silu_and_mul
-            cut = choose(x, self.weight, normed=norm is not None, gated=gated)
-            if cut is not None:
+            config = choose(x, self.weight, normed=norm is not None, gated=gated)
+            if config is not None:
                 normed = None if norm is None else (norm.weight, norm.eps)
-                out = product(x, self.weight, cut, bias=self.bias, norm=normed, gated=gated, onto=onto)
+                out = skinny_gemm(x, self.weight, config, bias=self.bias, norm=normed, gated=gated, onto=onto)
                 return out if activate is None or gated else activate(out)
         if norm is not None:
             x = norm(x)
         if onto is None:
-            out = multiplied(x, self.weight, self.bias, self.packed)
+            out = matmul(x, self.weight, self.bias, self.packed)
             return out if activate is None else activate(out)
         if x.is_cuda and self.bias is None and x.dim() == 2 and x.dtype == onto.dtype:
-            return onto.addmm_(x, self.weight.t())  # the sum is part of the product there
-        return multiplied(x, self.weight, self.bias, self.packed).add_(onto)
+            return onto.addmm_(x, self.weight.t())  # fuses the sum into the product
+        return matmul(x, self.weight, self.bias, self.packed).add_(onto)
 
-    # torch looks for hooks first: microseconds, ten times a layer, which count where a CPU decodes.
+    # torch looks for hooks first: microseconds, ten times per layer, which matter when a CPU decodes.
     __call__ = forward
 
 
-class RMSNorm(Part):
-    """Root-mean-square norm over the last dimension, with a weight for each place of it.
+class RMSNorm(FastModule):
+    """Root-mean-square norm over the last dimension, with a weight per element.
 
-    ``zero_centred`` says that the stored weight is what is added to 1 (Qwen3-Next). The sum is kept in float32, as is
-    the norm then: in a narrower type a small weight would be lost beside the 1.
+    ``zero_centred``: the stored weight is added to 1 (Qwen3-Next). The sum, and then also the norm, are float32: in a
+    narrower dtype a small weight would be lost beside the 1.
     """
 
     def __init__(self, weights: Weights, width: int, eps: float, *, zero_centred: bool = False) -> None:
@@ -131,7 +130,7 @@ class RMSNorm(Part):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._long is not None and self._least is not None and x.dtype is torch.float32:
-            # torch has no kernel for the norm on a CPU, and makes it of twice as many operations as these.
+            # torch has no CPU kernel for the norm and composes it of twice as many operations.
             lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return (x / torch.hypot(lengths, self._least)).mul_(self._long)
         if x.dim() == 2 and kernels.usable(x):
@@ -144,9 +143,9 @@ class RMSNorm(Part):
 
 
 class ColumnNorm(nn.Module):
-    """Root-mean-square norm over columns that the ranks share, in ``groups`` that are normed by themselves.
+    """Root-mean-square norm over columns that the ranks share, in ``groups`` that are normed separately.
 
-    One group over all ranks costs a reduction of one number per token; of several groups each rank has whole ones.
+    A single group over all ranks costs a reduction of one number per token; of several groups each rank has whole ones.
     """
 
     def __init__(self, weights: Weights, width: int, eps: float, own: slice, *, groups: int = 1) -> None:
@@ -193,27 +192,27 @@ def relu_squared(up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MLPForm:
-    """How an MLP is stored and computed: its projections of the input, what is made of them, and the last one."""
+    """Storage and computation of an MLP: its input projections, activation, and output projection."""
 
     inputs: tuple[str, ...]
     activate: Callable[[Tensor], Tensor]
     output: str
     fused: bool = True
-    """Whether the kernels for experts have this activation."""
+    """True if the expert kernels implement this activation."""
 
 
 GATED = MLPForm(("gate_proj", "up_proj"), silu_and_mul, "down_proj")
 GATED_BY_NUMBER = MLPForm(("w1", "w3"), silu_and_mul, "w2")
-"""The same under the names that Mixtral gave its experts (Kimi-Linear, MiniMax)."""
+"""The same under the names of Mixtral's experts (Kimi-Linear, MiniMax)."""
 SQUARED = MLPForm(("up_proj",), relu_squared, "down_proj")
 
 _ROWS_AT_ONCE = 1024
-"""Rows that an MLP takes at once on a CPU. What it makes of more leaves the caches, and is so large that it comes from
-fresh memory of the system each time."""
+"""Rows that an MLP processes together on a CPU. Intermediate results of more rows exceed the caches, and are so large
+that their memory is mapped anew each time."""
 
 
-class MLP(Part):
-    """``down(silu(gate(x)) * up(x))``, or another form, over this rank's intermediate columns: a sum to be reduced."""
+class MLP(FastModule):
+    """``down(silu(gate(x)) * up(x))``, or another form, over this rank's intermediate columns: a partial sum."""
 
     def __init__(
         self, weights: Weights, hidden: int, intermediate: int, *, form: MLPForm = GATED, bias: bool = False
@@ -221,7 +220,7 @@ class MLP(Part):
         super().__init__()
         self.form = form
         own = even_part(intermediate, weights.parallel, "MLP columns")
-        parts = [Rows(name, intermediate, own) for name in form.inputs]
+        parts = [WeightRows(name, intermediate, own) for name in form.inputs]
         self.gate_up = Linear.stacked(weights, parts, hidden, bias=bias)
         self.down = Linear.row_parallel(weights.at(form.output), intermediate, hidden, own, bias=bias)
         self._activate = form.activate
@@ -240,13 +239,13 @@ class MLP(Part):
 
 
 def check_activation(config: Config, key: str = "hidden_act", activation: str = "silu") -> None:
-    """Refuse a model with another activation than the one that is built in here."""
+    """Raise if a model has another activation than the supported one."""
     if (config.optional_text(key) or activation) != activation:
         raise config.wrong(key, repr(activation))
 
 
 class Head(nn.Module):
-    """Hidden states to logits: each rank its rows of the vocabulary, and then all of them on every rank."""
+    """Hidden states to logits: each rank computes its rows of the vocabulary, and all are gathered on every rank."""
 
     def __init__(self, weight: Tensor, vocab: int, padded: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -261,7 +260,7 @@ class Head(nn.Module):
 
     @classmethod
     def tied(cls, embedding: Tensor, parallel: TensorParallel) -> Head:
-        """The head that is the embedding ``[vocab, hidden]`` once more, in the same memory."""
+        """Return a head that shares the memory of the embedding ``[vocab, hidden]``."""
         own, padded = padded_part(embedding.shape[0], parallel)
         return cls(embedding[own], embedding.shape[0], padded, parallel)
 
@@ -275,16 +274,16 @@ class Head(nn.Module):
         return self._parallel.all_gather(logits, dim=1)[:, : self._vocab]
 
     def _product(self, hidden: Tensor) -> Tensor:
-        """``[rows, own vocab]`` float32; on a GPU not rounded to the model's type in between."""
+        """Return ``[rows, own vocab]`` float32; on a GPU without rounding to the model's dtype in between."""
         if hidden.dtype is torch.float32 or not hidden.is_cuda:
-            return multiplied(hidden, self.weight, packed=self.packed).float()
+            return matmul(hidden, self.weight, packed=self.packed).float()
         if kernels.usable(hidden):
-            from attnplug_engine.kernels.product_cuts import choose
-            from attnplug_engine.kernels.products import product
+            from attnplug_engine.kernels.gemm_tiles import choose
+            from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
-            cut = choose(hidden, self.weight)
-            if cut is not None:
-                return product(hidden, self.weight, cut, dtype=torch.float32)
+            config = choose(hidden, self.weight)
+            if config is not None:
+                return skinny_gemm(hidden, self.weight, config, dtype=torch.float32)
         return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
 
 
@@ -292,8 +291,8 @@ _SHARE_OF_PACKED = 0.25
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Keep weights a second time, as products are fastest by them: where this CPU is faster by that, and if they take a
-    small part of the memory that is free."""
+    """Keep packed copies of weights for faster products, if this CPU benefits and they take a small part of free
+    memory."""
     users = [module for module in model.modules() if isinstance(module, Linear | Head)]
     if sum(user.weight.nbytes for user in users) <= _SHARE_OF_PACKED * available_memory():
         for user in users:

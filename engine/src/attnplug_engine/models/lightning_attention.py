@@ -1,6 +1,6 @@
-"""Lightning attention: a state that each head forgets at a rate of its own, the same for every token.
+"""Lightning attention: a state that each head decays at its own rate, the same for every token.
 
-MiniMax's and Ring's differ in all that is around the recurrence, so there are two layers here.
+MiniMax's and Ring's layers differ in all but the recurrence, so there are two classes.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
 from attnplug_engine.models.linear_attention import GatedColumnNorm, linear_part
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import length, scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import length, scaled
 
 
 def geometric_slopes(heads: int) -> Tensor:
-    """``[heads]`` float32: ``2 ** (-8 (h + 1) / heads)``."""
+    """Return slopes ``[heads]`` float32: ``2 ** (-8 (h + 1) / heads)``."""
     return (1 / 2 ** (8 / heads)) ** torch.arange(1, heads + 1).float()
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """ALiBi's: the same for a power of two; the heads beyond one have every other slope of twice as many."""
+    """Return ALiBi's slopes: the same for a power of two; further heads have every other slope of twice as many
+    heads."""
     power = 1 << (heads.bit_length() - 1)
     return torch.cat((geometric_slopes(power), geometric_slopes(2 * power)[::2][: heads - power]))
 
 
 class LightningAttention(Attention):
-    """MiniMax's: SiLU on queries, keys and values, no positions, no scale; one norm over all heads, then a gate.
+    """MiniMax's layer: SiLU on queries, keys and values, no positions, no scale; one norm over all heads, then a gate.
 
     The stored projection has ``[q | k | v]`` of each head together. Here all queries come first, then all keys, all
-    values, and the gates of the output.
+    values, and the output gates.
     """
 
     def __init__(self, weights: Weights, layer: LayerSpec, hidden: int, layers: int) -> None:
@@ -45,9 +46,9 @@ class LightningAttention(Attention):
         self.layer = part.layer
         own = scaled(part.heads, width)
         order = torch.arange(3 * length(own)).unflatten(0, (-1, 3, width)).transpose(0, 1).flatten()
-        qkv = Rows("qkv_proj", 3 * heads * width, scaled(part.heads, 3 * width), order)
-        self.down = Linear.stacked(weights, [qkv, Rows("output_gate", heads * width, own)], hidden)
-        # Later layers remember for longer; the small numbers are the authors' own.
+        qkv = WeightRows("qkv_proj", 3 * heads * width, scaled(part.heads, 3 * width), order)
+        self.down = Linear.stacked(weights, [qkv, WeightRows("output_gate", heads * width, own)], hidden)
+        # Later layers remember for longer; the constants are the authors'.
         factor = 1 - layer.layer_id / (layers - 1 + 1e-5) + 1e-5
         slopes = geometric_slopes(heads) * factor
         self.log_decay = frozen(-slopes[part.heads].to(weights.device))
@@ -72,10 +73,10 @@ class LightningAttention(Attention):
 
 
 class RotaryLightningAttention(Attention):
-    """Ring's: rotary positions on part of each head, after norms of its own where ``use_qk_norm`` says so; scaled.
+    """Ring's layer: rotary positions on part of each head, after head norms if ``use_qk_norm``; scaled.
 
-    The stored projection has all queries, then all keys, then all values. Here the gates of the output follow. The
-    output is normed in groups of heads.
+    The stored projection has all queries, then all keys, then all values. Here the output gates follow. The output is
+    normed in groups of heads.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class RotaryLightningAttention(Attention):
         self.layer = part.layer
         own, total = scaled(part.heads, width), heads * width
         qkv = [
-            Rows("query_key_value", 3 * total, slice(start + own.start, start + own.stop))
+            WeightRows("query_key_value", 3 * total, slice(start + own.start, start + own.stop))
             for start in (0, total, 2 * total)
         ]
-        bias = F.pad(weights.stack("bias", qkv), (0, length(own))) if qkv_bias else None  # the gate has none
-        self.down = Linear(weights.stack("weight", [*qkv, Rows("g_proj", total, own)], hidden), bias)
+        bias = F.pad(weights.stack("bias", qkv), (0, length(own))) if qkv_bias else None  # the gate has no bias
+        self.down = Linear(weights.stack("weight", [*qkv, WeightRows("g_proj", total, own)], hidden), bias)
         self.q_norm = RMSNorm(weights.at("query_layernorm"), width, eps) if head_norms else None
         self.k_norm = RMSNorm(weights.at("key_layernorm"), width, eps) if head_norms else None
         self._silu = silu

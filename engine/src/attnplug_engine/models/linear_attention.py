@@ -1,4 +1,4 @@
-"""What the linear-attention layers share: a rank's part of one, its short convolution, and the gated norm after it."""
+"""Shared parts of linear-attention layers: a rank's part of a layer, short convolution, gated norm."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from attnplug import ForwardBatch, LayerSpec
 from attnplug.host import LinearDims, active_attention
 from attnplug_engine import kernels
 from attnplug_engine.models.layers import ColumnNorm, frozen
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import TensorParallel, even_part, kv_head_part
 
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:
-    """A rank's part of a linear layer: the layer with the rank's own dimensions, and which heads of the whole it has.
+    """A rank's part of a linear layer: the layer with the rank's dimensions, and its heads of the whole.
 
-    Key heads are divided like KV heads: where ranks are more than they, several ranks hold the same one.
+    Key heads are divided like KV heads: if there are more ranks than key heads, several ranks hold the same one.
     """
 
     layer: LayerSpec
@@ -45,7 +45,7 @@ class LinearPart:
 
 
 def linear_part(layer: LayerSpec, parallel: TensorParallel) -> LinearPart:
-    """The part of a linear layer that a rank runs and keeps the state of. Raises ParallelError."""
+    """Return the part of a linear layer that a rank runs and keeps the state of. Raises ParallelError."""
     dims = layer.linear
     assert dims is not None
     heads = even_part(dims.heads, parallel, "linear-attention heads")
@@ -53,12 +53,12 @@ def linear_part(layer: LayerSpec, parallel: TensorParallel) -> LinearPart:
 
 
 class ShortConvolution(nn.Module):
-    """The convolution over each channel's last rows that a layer has before its recurrence, with SiLU after it.
+    """Convolution over each channel's last rows, before a layer's recurrence, with SiLU.
 
-    Stored weights are ``[channels, 1, width]``; ``parts`` are this rank's channels of them, in the order of its rows.
+    Stored weights are ``[channels, 1, width]``; ``parts`` are this rank's channels, in the order of its rows.
     """
 
-    def __init__(self, weights: Weights, parts: Sequence[Rows], layer: LayerSpec, *, bias: bool = False) -> None:
+    def __init__(self, weights: Weights, parts: Sequence[WeightRows], layer: LayerSpec, *, bias: bool = False) -> None:
         super().__init__()
         assert layer.linear is not None
         self.weight = frozen(weights.stack("weight", parts, 1, layer.linear.conv_width).squeeze(1))
@@ -66,12 +66,12 @@ class ShortConvolution(nn.Module):
         self._layer = layer
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """``[tokens, channels]`` to the same; reads and moves on the requests' states."""
+        """``[tokens, channels]`` to the same; reads and advances the requests' states."""
         return active_attention().convolve(x, self.weight, self.bias, self._layer, batch)
 
 
 class GatedHeadNorm(nn.Module):
-    """A norm of each head's output, which is then scaled by its gate's SiLU, or sigmoid; float32 inside."""
+    """Norm of each head's output, scaled by the SiLU or sigmoid of its gate; float32 inside."""
 
     def __init__(self, weights: Weights, width: int, eps: float, *, silu: bool) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class GatedHeadNorm(nn.Module):
         self.eps, self.silu = eps, silu
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``x`` and ``gate`` ``[tokens, heads, width]`` to ``[tokens, heads * width]`` in the type of ``x``."""
+        """``x`` and ``gate`` ``[tokens, heads, width]`` to ``[tokens, heads * width]`` in the dtype of ``x``."""
         if kernels.usable(x):
             from attnplug_engine.kernels.linear_gates import gated_norm
 
@@ -90,10 +90,10 @@ class GatedHeadNorm(nn.Module):
 
 
 class GatedColumnNorm(ColumnNorm):
-    """A norm over columns that the ranks share, and a gate for each column, before the norm or after it."""
+    """Norm over columns that the ranks share, and a gate per column, before or behind the norm."""
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``norm(x) * sigmoid(gate)`` of ``[tokens, own columns]``, in the type of ``x``."""
+        """Return ``norm(x) * sigmoid(gate)`` of ``[tokens, own columns]``, in the dtype of ``x``."""
         if self._parallel is None and kernels.usable(x):
             from attnplug_engine.kernels.linear_gates import gated_norm
 
@@ -101,7 +101,8 @@ class GatedColumnNorm(ColumnNorm):
         return cast(Tensor, (self(x) * opened(gate, silu=False)).to(x.dtype))
 
     def after_gate(self, x: Tensor, gate: Tensor, skip: Tensor, skipped: Tensor) -> Tensor:
-        """``norm((x + skip * skipped) * silu(gate))`` of ``[tokens, own columns]``; ``skip`` is one number per head."""
+        """Return ``norm((x + skip * skipped) * silu(gate))`` of ``[tokens, own columns]``; ``skip`` has one number per
+        head."""
         if self._parallel is None and kernels.usable(x):
             from attnplug_engine.kernels.linear_gates import gated_norm
 
@@ -117,7 +118,7 @@ def opened(gate: Tensor, *, silu: bool) -> Tensor:
 
 
 class DecayGate(nn.Module):
-    """``-exp(A_log) * softplus(x + dt_bias)``: how fast a state forgets, by what a token says. Float32 throughout."""
+    """``-exp(A_log) * softplus(x + dt_bias)``: data-dependent decay of a state, in float32."""
 
     def __init__(self, a_log: Tensor, dt_bias: Tensor) -> None:
         super().__init__()
@@ -125,7 +126,8 @@ class DecayGate(nn.Module):
         self.dt_bias = frozen(dt_bias.contiguous())
 
     def forward(self, x: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """``[tokens, …]``, with the bias's shape after the tokens, to log decays of the same shape; beta's sigmoid."""
+        """Return log decays of the shape of ``x [tokens, …]``, whose last dimensions are the bias's, and the sigmoid of
+        ``beta``."""
         if kernels.usable(x):
             from attnplug_engine.kernels.linear_gates import delta_gates
 

@@ -1,4 +1,4 @@
-"""Llama, and the models that differ from it in a bias or a norm: Mistral, Qwen2, Qwen3."""
+"""Llama, and models that differ from it in a bias or a norm: Mistral, Qwen2, Qwen3."""
 
 from __future__ import annotations
 

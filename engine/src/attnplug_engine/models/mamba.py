@@ -1,4 +1,4 @@
-"""Mamba-2: the state-space layer, and the model that is made of nothing else."""
+"""Mamba-2: the state-space layer, and the model that consists of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from attnplug_engine.models.decoder import BACKBONE, Attention, Decoder, MixerBl
 from attnplug_engine.models.layers import Linear, RMSNorm, check_activation, frozen
 from attnplug_engine.models.linear_attention import GatedColumnNorm, ShortConvolution, linear_part
 from attnplug_engine.models.rope import NoRope, Rotation
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import scaled
 
 DEFAULTS: Mapping[str, object] = {
     "rms_norm_eps": 1e-5,
@@ -43,7 +43,7 @@ class MambaMixer(Attention):
     """Mamba-2's layer as linear attention: q is C, k is B, v is the input times its step, decayed by A times the step.
 
     One product gives ``[gate | x | B | C | dt]``, of which ``[x | B | C]`` are the channels of the convolution.
-    ``limits`` bound the step ``dt``; ``norm_groups`` is how many parts of the output are normed by themselves.
+    ``limits`` bound the step ``dt``; ``norm_groups`` is the number of parts of the output that are normed separately.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class MambaMixer(Attention):
             queries.unflatten(1, (-1, dims.key_dim)), keys.unflatten(1, (-1, dims.key_dim)), values, log_decay
         )
         attended = active_attention().attend_linear(inputs, self.layer, batch).flatten(1)
-        # The gate comes before the norm here, unlike in the delta rule's layers.
+        # The gate comes before the norm here, unlike in delta-rule layers.
         return self.out(self.norm.after_gate(attended, gate, self.skip, x), onto=onto)
 
     def _time_steps(self, x: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """``x`` ``[tokens, heads, value_dim]`` times each head's step, and the log decays ``[tokens, heads]``."""
+        """Return ``x [tokens, heads, value_dim]`` times each head's step, and the log decays ``[tokens, heads]``."""
         if kernels.usable(x):
             from attnplug_engine.kernels.linear_gates import time_steps
 
@@ -114,12 +114,12 @@ class MambaMixer(Attention):
         return (x * step.unsqueeze(-1)).to(x.dtype), self.rate * step
 
 
-def _rows(name: str, total: int, start: int, own: slice) -> Rows:
-    return Rows(name, total, slice(start + own.start, start + own.stop))
+def _rows(name: str, total: int, start: int, own: slice) -> WeightRows:
+    return WeightRows(name, total, slice(start + own.start, start + own.stop))
 
 
 def _time_step_limit(config: Config) -> tuple[float, float]:
-    """The bounds of the step; JSON has no infinity, so transformers writes an object in its place."""
+    """Return the bounds of the step. JSON has no infinity, so transformers writes an object in its place."""
     key = "time_step_limit"
     limits = [
         float(str(each["__float__"])) if isinstance(each, Mapping) and "__float__" in each else each

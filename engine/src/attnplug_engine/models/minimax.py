@@ -1,4 +1,5 @@
-"""MiniMax: Lightning attention with softmax in between, experts everywhere, and sums that start at what was normed."""
+"""MiniMax: Lightning attention interleaved with softmax attention, experts in every layer, residuals from normed
+states."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ DEFAULTS: Mapping[str, object] = {
 }
 ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts"}
 COMPUTED = (r"\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$",)
-"""Tensors that transformers stores, and that follow from the config."""
+"""Tensors that transformers stores although the config determines them."""
 
 
 def minimax(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
@@ -47,9 +48,9 @@ def minimax(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 
 class NormedSumBlock(nn.Module):
-    """Attention and MLP, each added to the norm that it was given, not to what came in; both are weighed.
+    """Attention and MLP with residuals from the normed input instead of the input, both weighted.
 
-    ``factors`` are those of attention and of the MLP: that of the norm, and that of what is added to it.
+    ``factors`` of attention and of the MLP: that of the norm, and that of the term added to it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Nemotron-H: each block is one of Mamba-2, attention without positions, an MLP with relu², or experts of such."""
+"""Nemotron-H: each block is one of Mamba-2, attention without positions, an MLP with relu², or experts of such MLPs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnplug_engine.models.grouped_attention import GroupedAttention
 from attnplug_engine.models.layers import MLP, SQUARED, Linear, check_activation
 from attnplug_engine.models.mamba import MambaMixer
 from attnplug_engine.models.rope import NoRope
-from attnplug_engine.models.weights import Rows, Weights
+from attnplug_engine.models.weights import WeightRows, Weights
 
 DEFAULTS: Mapping[str, object] = {
     "rms_norm_eps": 1e-5,
@@ -29,7 +29,7 @@ DEFAULTS: Mapping[str, object] = {
 }
 ALIASES: Mapping[str, str] = {"layer_norm_epsilon": "rms_norm_eps"}
 PREDICTION = (r"^mtp\.",)
-"""Layers for multi-token prediction, for which the decoder has no use."""
+"""Layers for multi-token prediction, which the decoder does not use."""
 
 _MLP, _EXPERTS, _ATTENTION = "mlp", "moe", "attention"
 _KINDS: Mapping[str | int, str] = {
@@ -45,7 +45,7 @@ def nemotron_h(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     check_activation(config, "mamba_hidden_act")
     norm, hidden = hidden_norm(config), config.integer("hidden_size")
     layers = {layer.layer_id: layer for layer in spec.layers}
-    # What transformers bounds the step by in this model is not ``time_step_limit``. Its one-token path has no bound.
+    # transformers bounds the step of this model not by ``time_step_limit``, and not at all in its one-token path.
     limits = (config.number("time_step_min", least=0.0), math.inf)
 
     def mixer(weights: Weights, index: int, kind: str) -> Attention:
@@ -68,7 +68,7 @@ def nemotron_h(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 
 def _kinds(config: Config) -> list[str]:
-    """What each block is, by the list or by the older string of letters, which core has read for attention already."""
+    """Return the kind of each block, from the list or from the older pattern string, which core has read already."""
     key, known = "layers_block_type", _KINDS
     if config.lookup(key) is None:
         key, known = "hybrid_override_pattern", _LETTERS
@@ -82,7 +82,7 @@ def _experts(weights: Weights, config: Config, hidden: int) -> nn.Module:
     routed = Experts(weights.at("experts"), count, latent or hidden, width, form=SQUARED)
     experts: Experts | LatentExperts = routed
     if latent is not None:
-        down = Linear.stacked(weights, [Rows("fc1_latent_proj", latent, slice(0, latent))], hidden, bias=bias)
+        down = Linear.stacked(weights, [WeightRows("fc1_latent_proj", latent, slice(0, latent))], hidden, bias=bias)
         up = Linear.row_parallel(weights.at("fc2_latent_proj"), latent, hidden, slice(0, latent), bias=bias)
         experts = LatentExperts(down, routed, up)
     shared = config.integer("moe_shared_expert_intermediate_size")

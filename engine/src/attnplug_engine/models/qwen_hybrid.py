@@ -19,10 +19,10 @@ from attnplug_engine.models.weights import Weights
 DEFAULTS: Mapping[str, object] = {"partial_rotary_factor": 0.25}
 NEXT_DEFAULTS: Mapping[str, object] = {**DEFAULTS, "decoder_sparse_step": 1, "norm_topk_prob": True}
 PREDICTION = (r"^mtp\.",)
-"""Layers for multi-token prediction, for which the decoder has no use."""
+"""Layers for multi-token prediction, which the decoder does not use."""
 
 MakeMLP = Callable[[Weights, int], nn.Module]
-"""MLP or experts of the layer with this index, from the weights under ``mlp``."""
+"""Builds the MLP or experts of a layer by its index, from the weights under ``mlp``."""
 
 
 def qwen3_next(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
@@ -31,17 +31,17 @@ def qwen3_next(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 
 def qwen3_5(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """Qwen3.5's text model, where all three of a token's positions are the same one."""
+    """Qwen3.5's text model, in which all three positions of a token are equal."""
     return _decoder(weights, config, spec, _dense_mlp(config), grouped=False)
 
 
 def next_prediction_block(weights: Weights, config: Config, layer: LayerSpec) -> Block:
-    """Qwen3-Next's block in a layer for multi-token prediction: always softmax attention."""
+    """Build Qwen3-Next's block of a layer for multi-token prediction: always softmax attention."""
     return _softmax_block(weights, config, layer, _next_mlp(config))
 
 
 def prediction_block(weights: Weights, config: Config, layer: LayerSpec) -> Block:
-    """The same of Qwen3.5."""
+    """Build Qwen3.5's block of a layer for multi-token prediction."""
     return _softmax_block(weights, config, layer, _dense_mlp(config))
 
 

@@ -1,7 +1,8 @@
-"""Ring-2.5 and Ling-2.5: Lightning attention with rotary positions, latent attention in between, DeepSeek's experts.
+"""Ring-2.5 and Ling-2.5: Lightning attention with rotary positions, interleaved with latent attention, DeepSeek's
+experts.
 
-Their checkpoints call the model type ``bailing_hybrid``, as those of Ling-3 do, which is another model; so the type has
-a name of its own here, which a checkpoint's config.json has to be given. transformers has no such model.
+Their checkpoints have the model type ``bailing_hybrid``, like those of Ling-3, which is another model. So the type has
+a name of its own here, which must be set in a checkpoint's config.json. transformers has no such model.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def ring_linear(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
         return Block(own, norm, attention(own.at("attention"), layer), mlp(own.at("mlp"), layer))
 
     rope = Rope(config, config.integer("head_dim"), dtype=weights.dtype, device=weights.device, partial=True)
-    # One rotation serves both kinds of layers: of a latent row the rotary part is all that it is given.
+    # One rotation serves both kinds of layers: of a latent row, only the rotary part is passed to it.
     if rope.width != config.integer("qk_rope_head_dim"):
         raise config.wrong("qk_rope_head_dim", f"the part of head_dim that is rotated, which is {rope.width}")
     return Decoder(weights, config, norm, rope, [block(layer) for layer in spec.layers], NAMES)

@@ -1,7 +1,7 @@
-"""Rotary position embeddings: the frequencies of each rope type, and the two ways to rotate a row.
+"""Rotary position embeddings: frequencies of each rope type, and both rotation layouts.
 
-The formulas are those of transformers' ``modeling_rope_utils`` (5.22), in float32 as there: with long contexts the
-last bits of a frequency decide over an angle.
+The formulas are those of transformers' ``modeling_rope_utils`` (5.22), also in float32: with long contexts, an angle
+depends on the last bits of a frequency.
 """
 
 from __future__ import annotations
@@ -15,51 +15,63 @@ from torch import Tensor
 
 from attnplug.host import Config, MLAWeights, RowPlaces, rope_section, rope_type, rope_type_key
 from attnplug_engine import kernels
-from attnplug_engine.models.layers import RMSNorm
 
 _DEFAULT_THETA = 10_000.0
 
 
+class HeadNorm(Protocol):
+    """A root-mean-square norm over the last dimension."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 class Rotation(Protocol):
-    """The rotation for the tokens of one step, made once and used by every layer."""
+    """Rotation for the tokens of one step, computed once and used by every layer."""
 
     def apply(self, x: Tensor) -> Tensor:
-        """``x`` ``[tokens, heads, dim]`` rotated."""
+        """Return ``x [tokens, heads, dim]`` rotated."""
         ...
 
     def apply_(self, x: Tensor) -> None:
-        """Rotate ``x`` ``[tokens, heads, dim]``, which may be a view, in place."""
+        """Rotate ``x [tokens, heads, dim]``, which may be a view, in place."""
         ...
 
     def heads(
-        self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[RMSNorm, RMSNorm] | None
+        self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[HeadNorm, HeadNorm] | None
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys of ``qkv`` ``[tokens, queries | skipped | keys | …, dim]``, rotated.
+        """Return rotated queries and keys of ``qkv [tokens, queries | skipped | keys | …, dim]``.
 
-        ``norms`` are applied to each query's and to each key's head first. Both results may lie in ``qkv``, where the
-        heads that are skipped or come after are left alone.
+        ``norms`` are applied to each head of queries and of keys first. Both results may be views of ``qkv``; skipped
+        and following heads are not changed.
         """
         ...
 
-    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm) -> Tensor:
-        """New cache rows ``[tokens, latent | rope]`` of ``down``: its latent normed, its other dimensions rotated.
+    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: HeadNorm) -> Tensor:
+        """Return new cache rows ``[tokens, latent | rope]`` of ``down``: its latent normed, its other dimensions
+        rotated.
 
-        ``q`` ``[tokens, heads, nope | rope]``, which may be a view, is rotated in place after its first ``nope``
+        ``q [tokens, heads, nope | rope]``, which may be a view, is rotated in place behind its first ``nope``
         dimensions.
         """
         ...
 
     def absorbs(self, q: Tensor) -> bool:
-        """Whether ``absorb`` takes these queries."""
+        """Return True if ``absorb`` supports these queries."""
         ...
 
-    def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: RMSNorm, places: RowPlaces) -> Tensor:
-        """``q`` absorbed and rotated; the new rows that ``latent_rows`` would make are stored in their ``places``."""
+    def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: HeadNorm, places: RowPlaces) -> Tensor:
+        """Return ``q`` absorbed and rotated; store the new rows of ``latent_rows`` in their ``places``."""
         ...
 
 
 class TorchRotation:
-    """What rotations of torch operations share."""
+    """Base class of rotations by torch operations."""
 
     __slots__ = ()
 
@@ -70,7 +82,7 @@ class TorchRotation:
         raise NotImplementedError
 
     def heads(
-        self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[RMSNorm, RMSNorm] | None
+        self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[HeadNorm, HeadNorm] | None
     ) -> tuple[Tensor, Tensor]:
         if norms is None and not skipped:
             turned = self.apply(qkv[:, : queries + keys])
@@ -80,7 +92,7 @@ class TorchRotation:
             q, k = norms[0](q), norms[1](k)
         return self.apply(q), self.apply(k)
 
-    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm) -> Tensor:
+    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: HeadNorm) -> Tensor:
         self.apply_(q[..., nope:])
         latent, rope = down.tensor_split((norm.weight.shape[0],), dim=1)
         return torch.cat((norm(latent), self.apply(rope.unsqueeze(1)).squeeze(1)), dim=1)
@@ -88,12 +100,12 @@ class TorchRotation:
     def absorbs(self, q: Tensor) -> bool:
         return False
 
-    def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: RMSNorm, places: RowPlaces) -> Tensor:
+    def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: HeadNorm, places: RowPlaces) -> Tensor:
         raise NotImplementedError
 
 
 class HalfRotation(TorchRotation):
-    """Pairs ``(i, i + dim / 2)``: Llama's way. Cosines and signed sines ``[tokens, 1, dim]`` in the model's type."""
+    """Pairs ``(i, i + dim / 2)``, as in Llama. Cosines and signed sines ``[tokens, 1, dim]`` in the model's dtype."""
 
     __slots__ = ("_cos", "_half", "_sin")
 
@@ -111,7 +123,7 @@ class HalfRotation(TorchRotation):
 
 
 class PairRotation(TorchRotation):
-    """Pairs ``(2 i, 2 i + 1)``, each left where it is: DeepSeek-V2's way. Computes in float32 like transformers."""
+    """Pairs ``(2 i, 2 i + 1)``, not reordered, as in DeepSeek-V2. Computes in float32 like transformers."""
 
     __slots__ = ("_turn",)
 
@@ -131,7 +143,7 @@ class PairRotation(TorchRotation):
 
 
 class PartialRotation(TorchRotation):
-    """The rotation of the first ``width`` dimensions of a head; the others are left as they are (Qwen3-Next)."""
+    """Rotation of the first ``width`` dimensions of a head; the others are unchanged (Qwen3-Next)."""
 
     __slots__ = ("_inner", "_width")
 
@@ -147,7 +159,7 @@ class PartialRotation(TorchRotation):
 
 
 class NoRotation(TorchRotation):
-    """Positions that leave no mark on queries and keys: Kimi-Linear, Nemotron-H."""
+    """Identity, for models without rotary positions: Kimi-Linear, Nemotron-H."""
 
     __slots__ = ()
 
@@ -159,17 +171,17 @@ class NoRotation(TorchRotation):
 
 
 class Positions(Protocol):
-    """What a decoder knows of positions."""
+    """Positional embedding of a decoder."""
 
     def at(self, positions: Tensor) -> Rotation:
-        """The rotation for tokens at ``positions`` ``[tokens]``."""
+        """Return the rotation for tokens at ``positions [tokens]``."""
         ...
 
 
 class Rope:
-    """A model's rotary embedding. Positions have no upper end here: angles are computed, not looked up.
+    """A model's rotary embedding. Positions are unbounded: angles are computed, not looked up.
 
-    ``partial`` says that the model heeds ``partial_rotary_factor``; any other refuses one that is not 1.
+    ``partial``: the model supports ``partial_rotary_factor``; others refuse a factor other than 1.
     """
 
     def __init__(
@@ -183,7 +195,7 @@ class Rope:
         partial: bool = False,
     ) -> None:
         self.width = _rotary_width(config, dim, partial)
-        """How many dimensions are rotated."""
+        """Number of rotated dimensions."""
         self._partial = self.width < dim
         frequencies, self._factor = inverse_frequencies(config, self.width)
         self._frequencies = frequencies.to(device)
@@ -192,10 +204,10 @@ class Rope:
 
     def at(self, positions: Tensor) -> Rotation:
         if kernels.usable(positions):
-            from attnplug_engine.kernels.turn import Turn
+            from attnplug_engine.kernels.rotation import FusedRotation
 
-            # It turns as many dimensions as there are frequencies for, so a partial rotation is nothing special.
-            return Turn(positions, self._frequencies, self._factor, pairs=self._rotation is PairRotation)
+            # It rotates as many dimensions as there are frequencies, so partial rotation needs no special case.
+            return FusedRotation(positions, self._frequencies, self._factor, pairs=self._rotation is PairRotation)
         angles = positions.unsqueeze(-1) * self._frequencies
         rotation = self._rotation(angles, self._factor, self._dtype)
         return PartialRotation(rotation, self.width) if self._partial else rotation
@@ -209,11 +221,11 @@ class NoRope:
 
 
 def _rotary_width(config: Config, dim: int, partial: bool) -> int:
-    """How many of a head's dimensions are rotated."""
+    """Return the number of rotated dimensions of a head."""
     key = "partial_rotary_factor"
     section = rope_section(config)
     part = section if key in section.values else config
-    # Null in the outer config means none; transformers fails on one in the section.
+    # Null in the outer config means none; transformers fails for null in the section.
     factor = section.number(key) if part is section else config.optional_number(key)
     if factor is None:
         return dim
@@ -225,7 +237,8 @@ def _rotary_width(config: Config, dim: int, partial: bool) -> int:
 
 
 def inverse_frequencies(config: Config, dim: int) -> tuple[Tensor, float]:
-    """``[dim / 2]`` float32 on the CPU, and the factor on cos and sin, as the config's rope keys say."""
+    """Return frequencies ``[dim / 2]`` float32 on the CPU, and the factor on cos and sin, from the config's rope
+    keys."""
     if dim % 2 or not dim:
         raise config.error(f"rope needs an even number of dimensions, not {dim}", "head_dim")
     section = rope_section(config)
@@ -247,7 +260,7 @@ def _theta(section: Config, config: Config) -> float:
     return _DEFAULT_THETA
 
 
-# Each takes ``periods`` ``[dim / 2]``, the powers of theta: a plain rope's frequencies are their inverses.
+# Each takes ``periods [dim / 2]``, the powers of theta: the frequencies of a plain rope are their inverses.
 
 
 def _default(section: Config, config: Config, theta: float, periods: Tensor) -> tuple[Tensor, float]:
@@ -274,12 +287,12 @@ def _yarn(section: Config, config: Config, theta: float, periods: Tensor) -> tup
     if "factor" not in section.values:
         raise section.missing("factor")
     original = _original_length(section, config)
-    # Null says that the factor follows from the lengths.
+    # Null means that the factor follows from the lengths.
     factor = section.optional_number("factor") or config.integer("max_position_embeddings") / original
     dim = 2 * periods.shape[0]
 
     def dimension(rotations: float) -> float:
-        """The dimension that makes this many rotations over the original length."""
+        """Return the dimension that makes this many rotations over the original length."""
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension(section.optional_number("beta_fast") or 32)
@@ -295,7 +308,7 @@ def _yarn(section: Config, config: Config, theta: float, periods: Tensor) -> tup
 
 
 def _yarn_factor(section: Config, factor: float) -> float:
-    """What yarn puts on cos and sin. Its part on the softmax scale is in the LayerSpec already."""
+    """Return yarn's factor on cos and sin. Its factor on the softmax scale is already in the LayerSpec."""
     given = section.optional_number("attention_factor")
     if given is not None:
         return given
@@ -311,7 +324,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _original_length(section: Config, config: Config) -> int:
-    """The context length before it was extended; the outer key wins, as in transformers."""
+    """Return the context length before extension; the outer key takes precedence, as in transformers."""
     key = "original_max_position_embeddings"
     for part in (config, section):
         if key in part.values:

@@ -1,7 +1,7 @@
-"""DeepSeek sparse attention: latent attention to the rows that an indexer chooses, its own or an earlier layer's.
+"""DeepSeek sparse attention: latent attention over rows that an indexer selects, its own or an earlier layer's.
 
-The indexer reads the same normed hidden states and the same query latents as the layer. Every rank has all of it, and
-so makes the same choice. Neither queries nor keys are multiplied by a Hadamard matrix: scores do not depend on it.
+The indexer reads the same normed hidden states and query latents as the layer. It is replicated on every rank, so all
+select the same rows. Queries and keys are not multiplied by a Hadamard matrix, because scores do not depend on it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from attnplug.sparse import IndexerDims, IndexInputs
 from attnplug_engine.models.latent_attention import LatentAttention, evens_then_odds
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
+from attnplug_engine.models.weights import WeightRows, Weights
 
 _EPS = 1e-6
-"""Of the keys' norm, whatever the config says of others."""
+"""Epsilon of the keys' norm, independent of the config."""
 
 
 class Indexer(nn.Module):
-    """What a layer chooses its rows by. The first dimensions of queries and keys are rotated, as many as MLA's.
+    """Indexer that selects a layer's rows. As many first dimensions of queries and keys are rotated as in MLA.
 
-    ``interleave`` says that rotary pairs are ``(2 i, 2 i + 1)`` (GLM). As in ``LatentAttention``, rows of the weights
-    are then put in the order ``[evens | odds]``, queries and keys alike, which changes no score.
+    ``interleave``: rotary pairs are ``(2 i, 2 i + 1)`` (GLM). As in ``LatentAttention``, rows of the weights are then
+    reordered to ``[evens | odds]``, for queries and keys alike, which changes no score.
     """
 
     def __init__(self, weights: Weights, dims: IndexerDims, config: Config, *, interleave: bool) -> None:
@@ -37,9 +37,9 @@ class Indexer(nn.Module):
         if interleave:
             order[:rope] = evens_then_odds(rope)
         everywhere = (width * torch.arange(heads)[:, None] + order).flatten()
-        queries = Rows("wq_b", heads * width, slice(0, heads * width), everywhere)
+        queries = WeightRows("wq_b", heads * width, slice(0, heads * width), everywhere)
         self.q = Linear.stacked(weights, [queries], rank)
-        self.k = Linear.stacked(weights, [Rows("wk", width, slice(0, width), order)], hidden)
+        self.k = Linear.stacked(weights, [WeightRows("wk", width, slice(0, width), order)], hidden)
         norm = weights.at("k_norm")
         place = order.to(weights.device)
         self.norm_weight = frozen(norm.take("weight", width)[place])
@@ -48,7 +48,7 @@ class Indexer(nn.Module):
         self._dims, self._rope = dims, rope
 
     def forward(self, hidden: Tensor, latents: Tensor, rotation: Rotation) -> IndexInputs:
-        """Of normed hidden states ``[tokens, hidden]`` and normed query latents ``[tokens, rank]``."""
+        """Index inputs of normed hidden states ``[tokens, hidden]`` and normed query latents ``[tokens, rank]``."""
         dims = self._dims
         q = self.q(latents).unflatten(1, (dims.heads, dims.head_dim))
         k = F.layer_norm(self.k(hidden), (dims.head_dim,), self.norm_weight, self.norm_bias, _EPS)
@@ -59,7 +59,7 @@ class Indexer(nn.Module):
 
 
 class SparseLatentAttention(LatentAttention):
-    """MLA over chosen rows. A layer that shares an earlier one's choice has no indexer."""
+    """MLA over selected rows. A layer that shares an earlier layer's selection has no indexer."""
 
     def __init__(
         self, weights: Weights, layer: LayerSpec, config: Config, *, deinterleave: bool, index_interleave: bool
@@ -90,7 +90,7 @@ class SparseLatentAttention(LatentAttention):
 
 
 def check_indexer(config: Config) -> None:
-    """Refuse a model whose indexer is not the one that is built in here."""
+    """Raise if a model's indexer is not the supported one."""
     if config.lookup("q_lora_rank") is None:
         raise config.wrong("q_lora_rank", "a whole number: the indexer reads the queries' latents")
     if config.optional_text("index_k_norm_type") not in (None, "layer", "layernorm"):

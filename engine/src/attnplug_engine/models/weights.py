@@ -1,4 +1,4 @@
-"""How a model takes its weights: by name, in its own type, its rank's part only, with a record of what was taken."""
+"""Weights of a model by name: in the model's dtype, only the rank's part, with a record of what was taken."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug_engine.checkpoint import UnusedTensors, WeightSource, shortened
-from attnplug_engine.parallel import TensorParallel, length
+from attnplug_engine.checkpoints.safetensors import UnusedTensors, WeightSource, shortened
+from attnplug_engine.parallel.collectives import TensorParallel, length
 
-# Buffers that old checkpoints carry, and that every model computes for itself.
+# Buffers in old checkpoints that every model computes by itself.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of a stored weight ``[total, in_features]`` that go into a stack: this rank's, possibly in another order.
+class WeightRows:
+    """Rows of a stored weight ``[total, in_features]`` for a stack: this rank's, possibly reordered.
 
-    ``order`` holds indices into the owned rows, one for each row of the result; rows that it leaves out are not taken.
+    ``order`` holds indices into the owned rows, one per row of the result; other rows are not taken.
     """
 
     name: str
@@ -30,15 +30,15 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """How many rows of the stack these are."""
+        """Number of rows in the stack."""
         return length(self.own) if self.order is None else len(self.order)
 
 
 class Weights:
-    """The tensors under one prefix of a source, as parameters in the model's type and on its device.
+    """Tensors under one prefix of a source, in the model's dtype and on its device.
 
-    ``at`` leads to a module's own tensors; what is taken anywhere below is recorded in one place, so that
-    ``check_all_taken`` at the root finds what nobody asked for.
+    ``at`` returns a submodule's tensors. All tensors taken below the root are recorded in one place, so that
+    ``check_all_taken`` at the root finds unused ones.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Weights:
         self.device = device
         self.parallel = parallel
         self.head = head
-        """Whether the model is to have its head."""
+        """True if the model is to have its head."""
         self._source = source
         self._prefix = prefix
         self._taken = set() if taken is None else taken
         self._on_read = on_read
-        """Told after each tensor how many were read so far."""
+        """Called after each tensor with the number of tensors read so far."""
 
     def at(self, module: str) -> Weights:
-        """The weights of a module inside this one: ``"layers.3"``."""
+        """Return the weights of a submodule: ``"layers.3"``."""
         return Weights(
             self._source,
             dtype=self.dtype,
@@ -78,39 +78,41 @@ class Weights:
         )
 
     def holds(self, name: str) -> bool:
-        """Whether the source has a tensor of this name, for the few that are stored under one of two names."""
+        """Return True if the source has a tensor of this name, for tensors with two possible names."""
         return self._prefix + name in self._source.names()
 
     def take(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None, exact: bool = False
     ) -> Tensor:
-        """A tensor, or this rank's rows and columns of it. ``exact`` keeps it float32 whatever the model's type."""
+        """Return a tensor, or this rank's rows and columns of it. ``exact`` keeps it float32, whatever the model's
+        dtype."""
         part = self._read(name, shape, rows, columns)
-        # A copy in any case: what a file's memory map backs is not ours, and is not aligned for vector loads.
+        # Always a copy: a file's memory map is not ours, and is not aligned for vector loads.
         return part.to(self.device, torch.float32 if exact else self.dtype, copy=True).contiguous()
 
     def integers(self, name: str, *shape: int, below: int) -> Tensor:
-        """A tensor of whole numbers from 0 to ``below - 1``, as int64."""
+        """Return a tensor of integers from 0 to ``below - 1`` as int64."""
         full_name = self._prefix + name
         whole = self._source.integers(full_name, shape, below)
         self._note(full_name)
         return whole.to(self.device, copy=True)
 
-    def stack(self, suffix: str, parts: Sequence[Rows], *in_features: int) -> Tensor:
-        """``[rows of all parts, *in_features]``: several stored tensors as one, for one matrix product."""
+    def stack(self, suffix: str, parts: Sequence[WeightRows], *in_features: int) -> Tensor:
+        """Stack several stored tensors into one, ``[rows of all parts, *in_features]``, for one matrix product."""
         self.check(suffix, parts, *in_features)
         count = sum(part.count for part in parts)
         stacked = torch.empty(count, *in_features, dtype=self.dtype, device=self.device)
         self.fill(stacked, suffix, parts)
         return stacked
 
-    def check(self, suffix: str, parts: Sequence[Rows], *in_features: int) -> None:
-        """Raise where the parts are not stored so; before memory for them is asked for, of which a config may lie."""
+    def check(self, suffix: str, parts: Sequence[WeightRows], *in_features: int) -> None:
+        """Raise if the parts are not stored with these shapes. Called before memory is allocated, because a config may
+        lie."""
         for part in parts:
             self._source.check(f"{self._prefix}{part.name}.{suffix}", (part.total, *in_features))
 
-    def fill(self, target: Tensor, suffix: str, parts: Sequence[Rows]) -> None:
-        """Fill ``target`` ``[rows of all parts, …]`` with the parts' rows, one part after the other."""
+    def fill(self, target: Tensor, suffix: str, parts: Sequence[WeightRows]) -> None:
+        """Fill ``target [rows of all parts, …]`` with the parts' rows, part by part."""
         start = 0
         for part in parts:
             stop = start + part.count
@@ -119,7 +121,7 @@ class Weights:
             start = stop
 
     def check_all_taken(self, ignored: Callable[[str], bool]) -> None:
-        """Raise where the source holds tensors that no module took, other than those known to mean nothing here."""
+        """Raise if the source holds tensors that no module took, other than known irrelevant ones."""
         unused = [
             name
             for name in self._source.names()
@@ -128,7 +130,7 @@ class Weights:
         if unused:
             raise UnusedTensors(
                 f"the checkpoint {self._source.name!r} holds {len(unused)} tensors that no part of the model takes: "
-                f"{shortened(unused)}; its config.json describes another model than its weights are of",
+                f"{shortened(unused)}; its config.json describes another model",
                 self._source.name,
                 unused,
             )

@@ -1,1 +1,1 @@
-"""Speculative decoding: a draft proposes tokens, the target verifies them, and its own choice decides."""
+"""Speculative decoding: a draft proposes tokens, the target verifies them, and the target's own choice decides."""

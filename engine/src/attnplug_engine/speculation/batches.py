@@ -1,4 +1,5 @@
-"""The batches of a round: equally many rows of every request, with lengths that only the device knows."""
+"""Batches of a speculative round: the same number of rows for every request, with lengths that only the device
+knows."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from attnplug_engine.speculation.state import Members
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A batch as far as it is known before it is made: ``rows`` of each request, the last of which ends ``more`` rows
-    after those that are committed."""
+class BatchShape:
+    """Shape of a batch before it is made: ``rows`` per request, the last of which ends ``more`` rows behind the
+    committed ones."""
 
     mode: ForwardMode
     rows: int
@@ -27,29 +28,29 @@ class Shape:
     step: int = 0
 
 
-class Shapes:
+class BatchShapes:
     """Shapes of batches that are planned together."""
 
-    def __init__(self, shapes: Sequence[Shape], device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[BatchShape], device: torch.device) -> None:
         self.shapes = shapes
         self._more = to_device([[shape.more] for shape in shapes], device)
 
     def seq_lens(self, lengths: Tensor) -> list[Tensor]:
-        """Of each shape ``[requests]`` int32, where ``lengths [requests]`` rows are committed. Kernels like memory of
-        their own, which is aligned, better than parts of one tensor."""
+        """Return ``seq_lens [requests]`` int32 of each shape if ``lengths [requests]`` rows are committed. Each is a
+        tensor of its own, because kernels prefer aligned memory."""
         return [each.int() for each in (lengths + self._more).unbind()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ahead:
-    """A batch that was planned ahead, and where."""
+class PlannedBatch:
+    """A batch that was planned ahead, and the section of the plan stream that planned it."""
 
     batch: ForwardBatch
     section: Section
 
 
 class Batches(Protocol):
-    """Makes the batches that one model runs for one set of members; eager ones, or ones that a graph holds."""
+    """Makes the batches that one model runs for one set of members, eager or captured."""
 
     members: Members
 
@@ -62,21 +63,21 @@ class Batches(Protocol):
         tree: Tensor | None = None,
         step: int = 0,
     ) -> ForwardBatch:
-        """A batch with ``positions [requests, rows]`` and ``seq_lens [requests]``, planned and marked so (B2).
+        """Return a batch with ``positions [requests, rows]`` and ``seq_lens [requests]``, planned and marked (B2).
 
-        Several may be made before the first one runs. Its input ids may come later.
+        Several may be made before the first one runs. Its input ids may be set later.
         """
         ...
 
     def begin(self, batch: ForwardBatch) -> None:
-        """To be called right before a batch runs."""
+        """Call right before a batch runs."""
         ...
 
 
 class EagerBatches:
-    """Batches that are planned as they are made, or ahead of that on a plan stream, if there is one.
+    """Batches that are planned when they are made, or earlier on a plan stream.
 
-    ``exact``: the backend needs lengths on the host, and waits. Nothing is planned ahead then.
+    ``exact``: the backend needs lengths on the host, which synchronizes. Nothing is planned ahead then.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class EagerBatches:
     ) -> None:
         self._attention, self.members, self._page_size = attention, members, page_size
         self._exact, self._stream = exact, stream
-        self._ahead: dict[tuple[ForwardMode, int, int], Ahead] = {}
+        self._ahead: dict[tuple[ForwardMode, int, int], PlannedBatch] = {}
 
     def make(
         self,
@@ -104,7 +105,7 @@ class EagerBatches:
         rows = positions.shape[1]
         ahead = self._ahead.pop((mode, rows, step), None)
         if ahead is None:
-            batch = self._planned(Shape(mode, rows, 0, step=step), seq_lens.int(), tree, self.members.longest)
+            batch = self._planned(BatchShape(mode, rows, 0, step=step), seq_lens.int(), tree, self.members.longest)
         else:
             assert self._stream is not None
             self._stream.wait(ahead.section)
@@ -114,30 +115,31 @@ class EagerBatches:
         batch.positions = positions.flatten()
         return batch
 
-    def plan_ahead(self, shapes: Shapes, lengths: Tensor, longest: int | None = None) -> Sequence[Ahead]:
-        """Batches of these shapes, planned on the side stream after what the main stream was asked for so far.
+    def plan_ahead(self, shapes: BatchShapes, lengths: Tensor, longest: int | None = None) -> Sequence[PlannedBatch]:
+        """Plan batches of these shapes on the side stream, behind the work that the main stream was given so far.
 
-        ``lengths [requests]`` are rows that are committed. ``longest`` is a bound of all rows, where it is not that of
-        the members. Positions and trees are filled in when the batches are made. Without a plan stream there are none.
+        ``lengths [requests]`` are committed rows. ``longest`` bounds all rows; by default the members' bound. Positions
+        and trees are filled in when the batches are made. Without a plan stream, nothing is planned.
         """
         if self._stream is None or not shapes.shapes:
             return ()
         most = self.members.longest if longest is None else longest
         with self._stream.section(lengths, self.members) as section:
             return [
-                Ahead(self._planned(shape, seq_lens, None, most), section)
+                PlannedBatch(self._planned(shape, seq_lens, None, most), section)
                 for shape, seq_lens in zip(shapes.shapes, shapes.seq_lens(lengths), strict=True)
             ]
 
-    def adopt(self, planned: Sequence[Ahead]) -> None:
-        """Give these when batches of their shapes are made, each once. Their lengths and pages are the members'."""
+    def adopt(self, planned: Sequence[PlannedBatch]) -> None:
+        """Return these batches when batches of their shapes are made, each once. Their lengths and pages must be the
+        members'."""
         for ahead in planned:
             geometry = ahead.batch.geometry
             self._ahead[geometry.mode, geometry.max_new, geometry.step] = ahead
 
-    def _planned(self, shape: Shape, seq_lens: Tensor, tree: Tensor | None, longest: int) -> ForwardBatch:
-        """A batch of this shape with ``seq_lens [requests]`` int32, planned and marked, still without positions; and
-        with memory for the tree if the shape has one and none is given."""
+    def _planned(self, shape: BatchShape, seq_lens: Tensor, tree: Tensor | None, longest: int) -> ForwardBatch:
+        """Return a batch of this shape with ``seq_lens [requests]`` int32, planned and marked, still without positions.
+        Allocates memory for the tree if the shape has one and none is given."""
         members, requests = self.members, seq_lens.shape[0]
         if tree is None and shape.trees:
             tree = torch.zeros(requests, shape.rows, dtype=torch.int64, device=seq_lens.device)
@@ -157,7 +159,7 @@ class EagerBatches:
         )
         batch = ForwardBatch(geometry.with_host_lengths() if self._exact else geometry)
         self._attention.plan(batch)
-        # A verify depends on nothing but its geometry: one that is padded may be planned again.
+        # A verify depends on nothing but its geometry, so a padded one may be planned again.
         batch.mark_forward_metadata_ready(replan_equivalent=shape.mode is ForwardMode.TARGET_VERIFY)
         return batch
 

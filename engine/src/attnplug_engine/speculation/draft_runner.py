@@ -1,4 +1,4 @@
-"""A draft model with its own backend, over the target's pages: with pools of its own, or over the target's."""
+"""Runner of a draft model with its own backend, on the target's pages, with its own or the target's pools."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from attnplug.host import (
     WorkspaceOwner,
     build_selection,
 )
-from attnplug_engine.parallel import TensorParallel
-from attnplug_engine.pools import Capacity, build_pools
-from attnplug_engine.sampler import sample
-from attnplug_engine.sampling_batch import SamplingBatch
-from attnplug_engine.speculation.drafts import DraftModel
-from attnplug_engine.speculation.noised import noised
+from attnplug_engine.execution.sampler import sample
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
+from attnplug_engine.memory.capacity import Capacity
+from attnplug_engine.memory.pools import build_pools
+from attnplug_engine.parallel.collectives import TensorParallel
+from attnplug_engine.speculation.draft_sampling import gumbel_topk
+from attnplug_engine.speculation.drafts.model import DraftModel
 from attnplug_engine.speculation.options import Speculation
 
 
 def needs_lengths(backend: AttentionBackend, pools: KVPools) -> bool:
-    """Whether the batches of a round need exact lengths on the host: for the backend, or to run MLA as MHA."""
+    """Return True if batches of a round need exact lengths on the host: for the backend, or to run MLA as MHA."""
     claims = backend.claims
     return claims.needs_cpu_seq_lens or (pools.mla is not None and ExtendPath.ABSORBED not in claims.mla_extend)
 
@@ -38,7 +39,7 @@ def needs_lengths(backend: AttentionBackend, pools: KVPools) -> bool:
 class DraftRunner:
     """Runs a draft model's batches. Page table and slots are the target's; layers and plans are its own.
 
-    So are its pools, unless it reads the rows that the target has in ``target``.
+    So are its pools, unless it reads the target's rows.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class DraftRunner:
         self.model, self.capacity, self.device, self.dtype = model, capacity, device, dtype
         self._owns = not model.reads_target
         self.pools = KVPools(mha=target.mha)
-        """What its backend reads."""
+        """Pools that its backend reads."""
         if self._owns:
             self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, index_dtype)
         rows = speculation.most_draft_rows
@@ -74,7 +75,7 @@ class DraftRunner:
             limits=Limits(
                 capacity.max_batch,
                 max(capacity.max_step_tokens + capacity.max_batch, capacity.max_batch * rows),
-                capacity.context_length + capacity.spare,
+                capacity.context_length + capacity.lookahead,
             ),
             pools=self.pools,
             workspace=workspace,
@@ -84,32 +85,32 @@ class DraftRunner:
         self.backend = build_selection(selection, context)
         self.attention = ModelAttention(self.backend, self.pools, policy)
         self.exact = needs_lengths(self.backend, self.pools)
-        """Whether batches of rounds need exact lengths on the host."""
+        """True if batches of rounds need exact lengths on the host."""
         chooses_path = self.pools.mla is not None and self.backend.claims.mla_extend != {ExtendPath.ABSORBED}
         self.exact_prefill = self.exact or chooses_path
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages of a cache of its own. The target copies those of its own, once for both."""
+        """Copy pages of the draft's own cache. The target copies its own pages."""
         if self._owns:
             self.pools.copy_pages(copies)
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None, step: int = 0) -> Tensor:
-        """Hidden states ``[rows, hidden]`` of a batch. Plans it unless whoever made it has."""
+        """Return hidden states ``[rows, hidden]`` of a batch. Plans it unless it is marked as planned."""
         assert batch.input_ids is not None and batch.positions is not None
         with self.attention.running() as attention:
             attention.plan(batch)
             out: Tensor = self.model.forward(batch.input_ids, batch.positions, hidden, batch, step)
         return out
 
-    def best(self, hidden: Tensor, sampling: SamplingBatch, topk: int, step: int = 0) -> tuple[Tensor, Tensor]:
-        """The ``topk`` best of the target's tokens after rows of a step, and their log-probabilities, ``[rows, topk]``.
+    def best(self, hidden: Tensor, sampling: SamplingMetadata, topk: int, step: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the ``topk`` best target tokens behind rows of a step and their log probabilities, ``[rows, topk]``.
 
-        Where a request samples, they are the best by the noise that the target will choose by.
+        For requests that sample, the noise is that by which the target will choose.
         """
-        return noised(self.model.logits(hidden, step), sampling, topk, self.model.target_ids)
+        return gumbel_topk(self.model.logits(hidden, step), sampling, topk, self.model.target_ids)
 
-    def choose(self, hidden: Tensor, sampling: SamplingBatch, step: int = 0) -> Tensor:
-        """The token ``[rows]`` that the draft would sample; -1 where its logits are not finite."""
+    def choose(self, hidden: Tensor, sampling: SamplingMetadata, step: int = 0) -> Tensor:
+        """Return the token ``[rows]`` that the draft would sample; -1 if its logits are not finite."""
         if self.model.target_ids is None:
             return sample(self.model.logits(hidden, step), sampling)
         return self.best(hidden, sampling, 1, step)[0][:, 0]

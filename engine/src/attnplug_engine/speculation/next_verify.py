@@ -1,4 +1,4 @@
-"""The next round's verify, planned while the draft proposes for it."""
+"""Verify of the next round, planned while the draft proposes for it."""
 
 from __future__ import annotations
 
@@ -8,43 +8,44 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnplug import ForwardMode
-from attnplug.host import SlotTable
-from attnplug_engine.request import PENDING, Request, StepEntry
-from attnplug_engine.speculation.batches import Ahead, EagerBatches, Shape, Shapes
-from attnplug_engine.speculation.launched import Brought
+from attnplug_engine.request import Request
+from attnplug_engine.scheduling.slot_table import SlotTable
+from attnplug_engine.scheduling.step import PENDING, StepEntry
+from attnplug_engine.speculation.batches import BatchShape, BatchShapes, EagerBatches, PlannedBatch
+from attnplug_engine.speculation.in_flight import RoundOutput
 from attnplug_engine.speculation.options import Speculation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    """A verify that was planned, and for whom."""
+class _PlannedVerify:
+    """A planned verify and its requests."""
 
-    planned: Sequence[Ahead]
+    planned: Sequence[PlannedBatch]
     longest: int
     requests: Sequence[Request]
     rows: Sequence[int]
     slots: Sequence[int]
     changes: Sequence[int]
-    """Of the pages of these rows."""
-    brought: Brought
-    """What the round before it brought, and so which lengths it was planned for."""
+    """Change counters of the pages of these rows."""
+    output: RoundOutput
+    """Output of the preceding round, which has the lengths that it was planned for."""
 
 
 class NextVerify:
-    """Keeps one planned verify from a round to the next.
+    """Keeps one planned verify from one round to the next.
 
     It is planned for the lengths that a round leaves on the device, and only if the next round is expected to have the
-    same requests and pages. That round takes it if it has these, in the same order, and starts from these lengths;
-    otherwise it is dropped and the round plans its own.
+    same requests and pages. That round uses it if it has these requests in the same order, and starts from these
+    lengths; otherwise it is dropped and the round plans its own.
     """
 
     def __init__(self, speculation: Speculation, table: SlotTable) -> None:
         self._table, self._nodes = table, speculation.nodes
         self._most = speculation.nodes + speculation.room
-        """Rows after those that a round finds, at most, which the next one has room for."""
-        shape = Shape(ForwardMode.TARGET_VERIFY, self._nodes, self._nodes, trees=speculation.topk > 1)
-        self._shapes = Shapes([shape], table.device)
-        self._waiting: _Waiting | None = None
+        """Most rows, behind those that a round finds, for which the next one needs room."""
+        shape = BatchShape(ForwardMode.TARGET_VERIFY, self._nodes, self._nodes, trees=speculation.topk > 1)
+        self._shapes = BatchShapes([shape], table.device)
+        self._waiting: _PlannedVerify | None = None
 
     def plan(
         self,
@@ -53,48 +54,48 @@ class NextVerify:
         rows: Sequence[int],
         slots: Sequence[int],
         lengths: Tensor,
-        brought: Brought,
+        output: RoundOutput,
     ) -> None:
-        """Plan it, after a round of these requests that leaves ``lengths [requests]`` committed rows."""
+        """Plan it, following a round of these requests that leaves ``lengths [requests]`` committed rows."""
         if not self._same_expected(entries, rows):
             return
         longest = max(batches.members.longest, max(entry.position for entry in entries) + self._most)
         planned = batches.plan_ahead(self._shapes, lengths, longest)
         requests = [entry.request for entry in entries]
-        self._waiting = _Waiting(planned, longest, requests, rows, slots, self._table.changes(rows), brought)
+        self._waiting = _PlannedVerify(planned, longest, requests, rows, slots, self._table.changes(rows), output)
 
     def _same_expected(self, entries: Sequence[StepEntry], rows: Sequence[int]) -> bool:
-        """Whether none of the requests is known to end by then, and all have pages for another round."""
+        """Return True if no request is known to end by then, and all have pages for another round."""
         size, length = self._table.page_size, self._table.length
         return all(
-            request.length + request.flying < request.max_length
+            request.length + request.steps_in_flight < request.max_length
             and position + self._most <= -(-length(row) // size) * size
             for (request, position, _, _), row in zip(entries, rows, strict=True)
         )
 
     def take(
         self, entries: Sequence[StepEntry], rows: Sequence[int], slots: Sequence[int], longest: int
-    ) -> Sequence[Ahead]:
-        """What was planned for a round of these requests; nothing if that was for others. It is given once."""
+    ) -> Sequence[PlannedBatch]:
+        """Return the batches planned for a round of these requests, once; empty if they were planned for others."""
         waiting = self._waiting
         self._waiting = None
         if (
             waiting is None
-            or waiting.requests != [entry.request for entry in entries]  # each compares by identity
+            or waiting.requests != [entry.request for entry in entries]  # requests compare by identity
             or waiting.rows != rows
             or waiting.slots != slots
             or waiting.changes != self._table.changes(rows)
             or waiting.longest < longest
         ):
             return ()
-        # Where the host has the newest token, it says where a round starts. That is another place than the device's if
-        # the last round was taken back: nobody has read then what it brought.
-        told = [(place, entry) for place, entry in enumerate(entries) if entry.token_ids[-1] != PENDING]
-        committed = waiting.brought.committed
-        if told and (committed is None or any(entry.position != committed[place] for place, entry in told)):
+        # If the host has the newest token, it knows where a round starts. That differs from the device's length if the
+        # last round was rolled back: then its output was never read.
+        known = [(place, entry) for place, entry in enumerate(entries) if entry.token_ids[-1] != PENDING]
+        committed = waiting.output.committed
+        if known and (committed is None or any(entry.position != committed[place] for place, entry in known)):
             return ()
         return waiting.planned
 
     def drop(self) -> None:
-        """Lengths on the device change otherwise than by an eager round."""
+        """Drop the plan. Call it if lengths on the device change other than by an eager round."""
         self._waiting = None

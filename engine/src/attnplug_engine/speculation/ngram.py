@@ -1,4 +1,4 @@
-"""Drafts without a model: what followed the newest tokens where they occurred before."""
+"""N-gram drafts: the tokens that followed an earlier occurrence of the newest ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from attnplug_engine.speculation.tree import Proposal
 
 
 class History:
-    """The tokens of all requests on the device, by row of the slot table.
+    """Tokens of all requests on the device, by row of the slot table.
 
-    ``tokens`` ``[rows + 1, context]`` int32; the last row is of padded requests. How many tokens of a row are known is
-    given to each call, as ``lengths [requests]``. The newest one, whose cache row is not computed yet, is known: these
-    are the committed cache rows plus one. Whatever lies past them is never used.
+    ``tokens [rows + 1, context]`` int32; the last row serves padded requests. Each call gets the number of known tokens
+    as ``lengths [requests]``: the committed cache rows plus one, for the newest token, whose cache row is not computed
+    yet. Entries behind them are never used.
     """
 
     def __init__(self, rows: int, context: int, device: torch.device) -> None:
@@ -29,8 +29,8 @@ class History:
         self.tokens[row, start : start + len(ids)] = to_device(ids, self.tokens.device, np.int32)
 
     def append(self, rows: Tensor, lengths: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Write the first ``counts [requests]`` of ``tokens [requests, N]`` after the ``lengths`` known ones of each
-        request at ``rows [requests]``. Past the context nothing is written, and a token of -1 is 0."""
+        """Write the first ``counts [requests]`` of ``tokens [requests, N]`` behind the ``lengths`` known tokens of each
+        request at ``rows [requests]``. Nothing is written beyond the context, and a token of -1 becomes 0."""
         if kernels.usable(self.tokens):
             from attnplug_engine.kernels.ngram import append
 
@@ -38,21 +38,21 @@ class History:
         context, place = self.tokens.shape[1], torch.arange(tokens.shape[1], device=tokens.device)
         where = lengths.long().unsqueeze(1) + place
         written = (place < counts.unsqueeze(1)) & (where < context)
-        nowhere = (self.tokens.shape[0] - 1) * context  # in the row of padded requests
+        nowhere = (self.tokens.shape[0] - 1) * context  # a cell of the padded requests' row
         where = torch.where(written, rows.unsqueeze(1) * context + where, nowhere)
         self.tokens.view(-1).scatter_(0, where.flatten(), tokens.clamp(min=0).int().flatten())
 
     def propose(
         self, rows: Tensor, lengths: Tensor, steps: int, *, topk: int = 1, most: int = 5, least: int = 2
     ) -> Proposal:
-        """``steps`` tokens for each request at ``rows [requests]``, of which ``lengths [requests]`` tokens are known.
+        """Propose ``steps`` tokens for each request at ``rows [requests]`` with ``lengths [requests]`` known tokens.
 
-        They are what followed the latest earlier occurrence of the longest suffix, of ``least`` to ``most`` tokens. If
-        fewer than ``steps`` tokens followed, they repeat. With no occurrence they are -1.
+        They are those that followed the latest earlier occurrence of the longest suffix of ``least`` to ``most``
+        tokens. If fewer than ``steps`` tokens followed, they repeat. Without an occurrence they are -1.
 
-        With ``topk`` > 1 there are as many chains from the root, ``1 + topk * steps`` nodes: what followed the longest
-        occurrences, of equals the latest, after which different tokens came. Nodes are numbered by depth and then by
-        chain, so that any first so many of them are a tree, too.
+        With ``topk`` > 1 there are ``topk`` chains from the root, ``1 + topk * steps`` nodes: those that followed the
+        longest occurrences, of equals the latest, with different next tokens. Nodes are numbered by depth and then by
+        chain, so the first n nodes are a tree for any n.
         """
         if kernels.usable(self.tokens):
             from attnplug_engine.kernels.ngram import propose
@@ -60,7 +60,7 @@ class History:
             return Proposal(*propose(self.tokens, rows, lengths, steps, topk, most, least))
         found = _occurrences(self.tokens[rows], lengths, topk, most, least)
         known = lengths.long().clamp(max=self.tokens.shape[1]).unsqueeze(1)
-        # An occurrence that ends at token p is followed by p + 1 to known - 1.
+        # An occurrence that ends at token p is followed by tokens p + 1 to known - 1.
         step = torch.arange(steps, device=rows.device)
         ahead = step % (known - 1 - found).clamp(min=1).unsqueeze(2)
         places = (found.unsqueeze(2) + 1 + ahead).flatten(1)
@@ -70,15 +70,17 @@ class History:
 
 
 def chains(requests: int, steps: int, topk: int, device: torch.device) -> Tensor:
-    """``[requests, topk * steps]``: the parents in ``topk`` chains from the root, numbered by depth, then by chain."""
+    """Return the parents ``[requests, topk * steps]`` in ``topk`` chains from the root, numbered by depth, then by
+    chain."""
     parents = torch.arange(1 - topk, 1 + topk * (steps - 1), device=device).clamp(min=0)
     return parents.expand(requests, -1)
 
 
 def _occurrences(tokens: Tensor, lengths: Tensor, topk: int, most: int, least: int) -> Tensor:
-    """``[requests, topk]``: where the best occurrences end, -1 where there is none; of ``tokens [requests, context]``.
+    """Return the ends ``[requests, topk]`` of the best occurrences in ``tokens [requests, context]``; -1 if there is
+    none.
 
-    The best are the longest, and of these the latest; the tokens that follow two of them differ.
+    The longest are best, and of these the latest; the tokens that follow any two of them differ.
     """
     requests, context = tokens.shape
     known = lengths.long().unsqueeze(1)

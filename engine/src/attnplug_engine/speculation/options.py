@@ -1,4 +1,4 @@
-"""What a user asks of speculation. Nothing here needs torch."""
+"""Settings of speculation. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from attnplug.host import UsageError, show
 
-MOST_NODES = 64
-"""Rows of a request that are verified at once: what one row of a tree sees of the others is 64 bits."""
+MAX_NODES = 64
+"""Most rows of a request that are verified together: a tree's visibility mask has 64 bits."""
 DEFAULT_STEPS = 3
 
 ALGORITHM = "speculative_algorithm"
@@ -20,46 +20,46 @@ NODES = "speculative_num_draft_tokens"
 
 
 class Algorithm(StrEnum):
-    """Where proposed tokens come from."""
+    """Source of proposed tokens."""
 
     MTP = "mtp"
     """The target's own layers for multi-token prediction, or an assistant that reads the target's cache."""
     EAGLE = "eagle"
-    """A small model that sees the target's last hidden states."""
+    """A small model that reads the target's last hidden states."""
     EAGLE3 = "eagle3"
-    """A small model that sees hidden states of several of the target's layers."""
+    """A small model that reads hidden states of several of the target's layers."""
     STANDALONE = "standalone"
     """An ordinary small model."""
     NGRAM = "ngram"
-    """No model: what followed the newest tokens where they occurred before."""
+    """No model: tokens that followed an earlier occurrence of the newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How tokens are proposed: ``steps`` deep, ``topk`` branches wide, ``nodes`` rows to verify, the root included."""
+    """Shape of a draft: ``steps`` deep, ``topk`` branches wide, ``nodes`` rows to verify, the root included."""
 
     algorithm: Algorithm
     draft_model: str | None
     steps: int
     topk: int = 1
     nodes: int = 0
-    """0 means: as many as a chain has, or a tree with ``topk`` nodes a step."""
+    """0 means: as many as a chain has, or a tree with ``topk`` nodes per step."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "algorithm", _algorithm(self.algorithm))
         _check_draft(self.algorithm, self.draft_model)
-        _check_whole(STEPS, self.steps, 1, MOST_NODES - 1, "a number of draft steps")
-        _check_whole(TOPK, self.topk, 1, MOST_NODES - 1, "a number of branches")
-        if self.topk > 1 and self.has_model and self.tail - 1 > MOST_NODES:
+        _check_whole(STEPS, self.steps, 1, MAX_NODES - 1, "a number of draft steps")
+        _check_whole(TOPK, self.topk, 1, MAX_NODES - 1, "a number of branches")
+        if self.topk > 1 and self.has_model and self.tail - 1 > MAX_NODES:
             raise UsageError(
                 f"`{TOPK}` {self.topk} with `{STEPS}` {self.steps} makes a draft run {self.tail - 1} rows of a request "
-                f"in its last step; branches times one less than steps may be up to {MOST_NODES}",
+                f"in its last step; branches times one less than steps may be up to {MAX_NODES}",
                 settings=[TOPK, STEPS],
             )
         most = self._most_nodes()
         if self.nodes == 0:
             object.__setattr__(self, "nodes", min(1 + self.topk * self.steps, most))
-        _check_whole(NODES, self.nodes, 2, MOST_NODES, "rows to verify, the newest token's included,")
+        _check_whole(NODES, self.nodes, 2, MAX_NODES, "rows to verify, the newest token's included,")
         if self.topk == 1 and self.nodes != self.steps + 1:
             raise UsageError(
                 f"`{NODES}` {self.nodes} does not fit `{STEPS}` {self.steps}: a chain has {self.steps + 1}, one more "
@@ -79,22 +79,23 @@ class Speculation:
 
     @property
     def tail(self) -> int:
-        """Cache rows after the committed ones that drafting writes: the newest token's, and those of further steps."""
+        """Cache rows behind the committed ones that drafting writes: the newest token's, and those of further steps."""
         return 1 + self.topk * (self.steps - 1) if self.has_model else 0
 
     @property
     def most_draft_rows(self) -> int:
-        """Of a request in one of the draft's batches."""
+        """Most rows of a request in one of the draft's batches."""
         return max(self.nodes, self.topk * (self.steps - 1))
 
     @property
     def room(self) -> int:
-        """Cache rows after those committed before a round that it may write: the verified ones, then the draft's."""
+        """Cache rows, behind those committed before a round, that the round may write: verified rows, then the
+        draft's."""
         return self.nodes + self.tail
 
     def _most_nodes(self) -> int:
-        each = self.topk**2 if self.has_model else self.topk  # candidates of a step
-        return min(1 + self.topk + each * (self.steps - 1), MOST_NODES)
+        each = self.topk**2 if self.has_model else self.topk  # candidates per step
+        return min(1 + self.topk + each * (self.steps - 1), MAX_NODES)
 
 
 def read_speculation(
@@ -104,18 +105,18 @@ def read_speculation(
     topk: int | None,
     nodes: int | None,
 ) -> Speculation | None:
-    """What a user's settings say; ``None`` if none was given."""
+    """Return the settings; None if none was given. Raises UsageError."""
     if algorithm is None:
         given = {DRAFT_MODEL: draft_model, STEPS: steps, TOPK: topk, NODES: nodes}
         for name, value in given.items():
             if value is not None:
                 raise UsageError(
-                    f"`{name}` {show(value)} is given without `{ALGORITHM}`; say which: {', '.join(Algorithm)}",
+                    f"`{name}` {show(value)} is given without `{ALGORITHM}`; choose one of {', '.join(Algorithm)}",
                     settings=[name, ALGORITHM],
                 )
         return None
-    if nodes is not None:  # steps may follow from it
-        _check_whole(NODES, nodes, 2, MOST_NODES, "rows to verify, the newest token's included,")
+    if nodes is not None:  # it may imply the number of steps
+        _check_whole(NODES, nodes, 2, MAX_NODES, "rows to verify, the newest token's included,")
     if steps is None:
         steps = DEFAULT_STEPS if topk not in (None, 1) or nodes is None else nodes - 1
     draft = os.fspath(draft_model) if isinstance(draft_model, os.PathLike) else draft_model

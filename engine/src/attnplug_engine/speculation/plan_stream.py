@@ -1,4 +1,4 @@
-"""The plan stream: plans of what comes next are made on a side stream, while the main stream runs what comes before."""
+"""Plan stream: the next plans are made on a side stream while the main stream runs earlier work."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class Section:
-    """Some work on the side stream, with the memory that it reads, and its end."""
+    """Work on the side stream, with the memory that it reads and its end event."""
 
     read: Sequence[object]
     done: torch.cuda.Event | None = None
 
 
 class PlanStream:
-    """A side stream. On a CPU there is none, and all runs in the order of the calls.
+    """A side stream. On a CPU there is none, and everything runs in call order.
 
-    Who waits for whom: a section begins when the main stream has done what it was asked for before. The main stream
-    waits for a section before the first batch that was planned there runs.
+    Synchronization: a section begins when the main stream has finished the work it was given before. The main stream
+    waits for a section before the first batch runs that was planned in it.
 
-    Memory: what a section allocates is used again by later sections alone, and each of them begins after whatever the
-    main stream was asked to read before. What a section reads is held here until the main stream has waited for it, so
-    that the main stream cannot use it again before that.
+    Memory: what a section allocates is reused by later sections only, and each of these begins behind all reads that
+    the main stream was given before. What a section reads is held here until the main stream has waited for it, so that
+    the main stream cannot reuse it earlier.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._sections: deque[Section] = deque()  # that the main stream has not waited for, the oldest first
+        self._sections: deque[Section] = deque()  # not yet awaited by the main stream, oldest first
 
     @contextmanager
     def section(self, *read: object) -> Iterator[Section]:
-        """What is done inside is done on the side stream. ``read`` holds the memory that it reads."""
+        """Run the body on the side stream. ``read`` holds the memory that it reads."""
         section = Section(read)
         self._sections.append(section)
         if self._stream is None:
@@ -51,17 +51,17 @@ class PlanStream:
                 section.done.record(self._stream)
 
     def wait(self, section: Section) -> None:
-        """Have the main stream wait for a section, and so for those before it; for none twice."""
+        """Make the main stream wait for a section, and so for earlier ones; for none twice."""
         if section not in self._sections:
             return
         if section.done is not None:
             torch.cuda.current_stream(self._device).wait_event(section.done)
-        past = None
-        while past is not section:
-            past = self._sections.popleft()
-            past.read = ()
+        awaited = None
+        while awaited is not section:
+            awaited = self._sections.popleft()
+            awaited.read = ()
 
     def join(self) -> None:
-        """Have the main stream wait for all sections."""
+        """Make the main stream wait for all sections."""
         if self._sections:
             self.wait(self._sections[-1])

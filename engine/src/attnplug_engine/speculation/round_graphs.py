@@ -1,4 +1,4 @@
-"""Captured rounds: graphs of verify, of the draft's extend and of its further steps, for some batch sizes."""
+"""Captured rounds: graphs of verify, the draft's extend and its further steps, for several batch sizes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
-from attnplug.host import ModelAttention, PageAllocator, SlotTable, Turn, TypicalLens, merged_turns, turns
-from attnplug_engine.by_length import ByLength
-from attnplug_engine.capture import Capture
-from attnplug_engine.graphs import sizes_by_backend
-from attnplug_engine.padding import reserve_padding
-from attnplug_engine.request import StepEntry
-from attnplug_engine.sampling_batch import SeedOf
-from attnplug_engine.speculation.batches import Shape
+from attnplug.host import ModelAttention, Turn, TypicalLens, merged_turns, turns
+from attnplug_engine.execution.sampling_inputs import SeedOf
+from attnplug_engine.graphs.capture import Capture
+from attnplug_engine.graphs.decode import sizes_by_backend
+from attnplug_engine.graphs.dispatcher import GraphDispatcher
+from attnplug_engine.graphs.padding import reserve_padding
+from attnplug_engine.scheduling.page_allocator import PageAllocator
+from attnplug_engine.scheduling.slot_table import SlotTable
+from attnplug_engine.scheduling.step import StepEntry
+from attnplug_engine.speculation.batches import BatchShape
 from attnplug_engine.speculation.round_inputs import RoundInputs
 from attnplug_engine.speculation.state import Members
 
@@ -24,11 +26,11 @@ Replay = Callable[[], None]
 
 
 class CapturedBatches:
-    """Batches of one model in the graphs of one size: planned and marked where they are first made, during the
-    warm-up before a capture (B2), and refilled inside the graph."""
+    """Batches of one model in the graphs of one size. They are planned and marked when first made, during the warm-up
+    before a capture (B2), and refilled inside the graph."""
 
     def __init__(self, attention: ModelAttention, members: Members, page_size: int, live: Tensor) -> None:
-        """``live [requests]`` says which requests are not padded."""
+        """``live [requests]`` marks the requests that are not padding."""
         self._attention, self.members, self._page_size, self._live = attention, members, page_size, live
         self._fill = attention.padding_length()
         self._made: dict[tuple[ForwardMode, int, int], ForwardBatch] = {}
@@ -52,9 +54,9 @@ class CapturedBatches:
             self._made[key] = self._first(mode, new, requests, positions.device, step, trees=tree is not None)
         batch = self._made[key]
         geometry = batch.geometry
-        if self._fill:  # with a length, a padded request has all its rows
+        if self._fill:  # a padded request with a length has all its rows
             geometry.seq_lens.copy_(torch.where(self._live, seq_lens, max(self._fill, new)))
-        else:  # nothing is read or written for it
+        else:  # nothing is read or written for padding
             torch.mul(seq_lens, self._live, out=geometry.seq_lens)
         if tree is not None and geometry.tree is not None:
             geometry.tree.copy_(tree)
@@ -90,14 +92,14 @@ class CapturedBatches:
         self._attention.refill(batch)
 
     def plan(self) -> None:
-        """The host's part of planning, before a replay."""
+        """Run the host's part of planning, before a replay."""
         for batch in self._made.values():
             self._attention.plan_captured(batch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedRound:
-    """The graphs of rounds of ``size`` requests. What they leave is valid until the next replay of any size."""
+    """Graphs of rounds of ``size`` requests. Their results are valid until the next replay of any size."""
 
     size: int
     members: Members
@@ -107,8 +109,7 @@ class CapturedRound:
 
 
 class RoundGraphs:
-    """The captured rounds of an engine, over one set of inputs. Padded requests have a row of the slot table to
-    themselves."""
+    """Captured rounds of an engine, over one set of inputs. Padded requests have a slot table row of their own."""
 
     def __init__(
         self,
@@ -121,12 +122,12 @@ class RoundGraphs:
         largest: int,
         rows: int,
         draft_rows: int,
-        draft_shapes: Sequence[Shape],
+        draft_shapes: Sequence[BatchShape],
         has_states: bool,
         device: torch.device,
     ) -> None:
-        """``rows`` and ``draft_rows`` are the most that a request has in a batch of target and draft; ``draft_shapes``
-        are those of the draft's batches."""
+        """``rows`` and ``draft_rows`` are the most rows of a request in a batch of target and draft; ``draft_shapes``
+        are the shapes of the draft's batches."""
         self._attention, self._draft, self._table = attention, draft, table
         self._page_size, self._has_states = page_size, has_states
         self._context = min(context, table.max_pages * page_size)
@@ -136,21 +137,21 @@ class RoundGraphs:
         self._padding = max(max(fill, most) if fill else 0 for fill, most in fills)
         self.inputs = RoundInputs(largest, table.max_requests, device)
         self._page_table = torch.zeros(largest, table.max_pages, dtype=torch.int32, device=device)
-        self._rounds: dict[int, ByLength[CapturedRound]] = {}
+        self._rounds: dict[int, GraphDispatcher[CapturedRound]] = {}
         self.largest = largest
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Captured batch sizes, the smallest first."""
+        """Captured batch sizes in ascending order."""
         return tuple(sorted(self._rounds))
 
     @property
     def backends(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """The batch sizes that were captured for each set of backends: the target's, then the draft's."""
+        """Captured batch sizes by the names of the backends: the target's, then the draft's."""
         return sizes_by_backend(self._rounds)
 
     def reserve(self, allocator: PageAllocator) -> None:
-        """Give padded requests their pages, and have the backends make their memory."""
+        """Reserve pages for padded requests and the backends' graph buffers."""
         name = self._attention.backend.backend_id.name
         reserve_padding(name, self._padding, self._table, allocator, self._context)
         self._attention.reserve_graphs(self.largest, self.largest * self._rows)
@@ -160,8 +161,8 @@ class RoundGraphs:
     def capture(
         self, size: int, capture: Capture, parts: Callable[[CapturedRound], Sequence[Replay]]
     ) -> Sequence[CapturedRound]:
-        """Capture the ``parts`` of a round of ``size`` requests, for the backends that plan it at each length."""
-        self._rounds[size] = ByLength(
+        """Capture the ``parts`` of a round of ``size`` requests, for the backends that plan it at each KV length."""
+        self._rounds[size] = GraphDispatcher(
             lambda ragged: self._turns(size, ragged),
             self._context,
             lambda typical: self._capture(size, capture, parts, typical),
@@ -169,7 +170,7 @@ class RoundGraphs:
         return list(self._rounds[size].captured.values())
 
     def _turns(self, size: int, ragged: bool) -> tuple[Turn, ...]:
-        """Who plans the batches of a round, the target's and the draft's."""
+        """Return the length ranges and the backends that plan a round in them, the target's and the draft's."""
         found = [turns(self._attention.backend, ForwardMode.TARGET_VERIFY, size, self._rows, ragged)]
         if self._draft is not None:
             found += [turns(self._draft.backend, shape.mode, size, shape.rows, ragged) for shape in self._draft_shapes]
@@ -182,8 +183,7 @@ class RoundGraphs:
         parts: Callable[[CapturedRound], Sequence[Replay]],
         typical: TypicalLens | None,
     ) -> CapturedRound:
-        """Capture the parts of a round whose requests are all padded, one graph each. The first of them finds the page
-        table up to date."""
+        """Capture the parts of a round of padded requests, one graph each. The first part updates the page table."""
         table, mirror = self._page_table[:size], self._table.mirror()
         members = self.inputs.members(size, table, self._context, has_states=self._has_states, typical=typical)
         live = torch.zeros(size, dtype=torch.bool, device=table.device)
@@ -199,13 +199,13 @@ class RoundGraphs:
 
         for part in (begin, *rest):
             replay = capture(part)
-            replay()  # the next part is warmed up on what this one leaves, and a capture alone leaves nothing
+            replay()  # the next part's warm-up reads results, which a capture alone does not compute
             captured.parts.append(replay)
         return captured
 
     def fitting(self, requests: int, entries: Sequence[StepEntry] = ()) -> CapturedRound | None:
-        """The captured round for so many requests: the smallest that holds them, for the lengths that their
-        ``entries`` have."""
+        """Return the smallest captured round that holds ``requests`` requests, for the KV lengths of ``entries``; None
+        if none does."""
         size = min((size for size in self._rounds if size >= requests), default=None)
         return None if size is None else self._rounds[size].fitting(entries)
 
@@ -217,7 +217,7 @@ class RoundGraphs:
         slots: Sequence[int],
         seed_of: SeedOf,
     ) -> None:
-        """Send what a replay for these requests reads, and plan its batches."""
+        """Send the inputs of a replay for these requests, and plan its batches."""
         self._table.mirror()
         self.inputs.fill(entries, rows, slots, seed_of)
         captured.target.plan()

@@ -1,4 +1,4 @@
-"""What captured rounds read: a few numbers per request at fixed addresses, sent by one copy a round."""
+"""Inputs of captured rounds: a few numbers per request at fixed addresses, sent by one copy per round."""
 
 from __future__ import annotations
 
@@ -9,48 +9,50 @@ import torch
 from torch import Tensor
 
 from attnplug.host import TypicalLens
-from attnplug_engine.request import PENDING, Request, StepEntry
-from attnplug_engine.sampling_batch import SamplingArrays, SamplingBatch, SeedOf
+from attnplug_engine.execution.sampling_inputs import SamplingArrays, SeedOf
+from attnplug_engine.graphs.staging import Staging
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
+from attnplug_engine.request import Request
+from attnplug_engine.scheduling.step import PENDING, StepEntry
 from attnplug_engine.speculation.state import Members
-from attnplug_engine.staging import Staging
 
 _NUMBERS = 5
-"""int64 for each request: row, newest token, committed rows, prompt, state slot."""
+"""int64 numbers per request: row, newest token, committed rows, prompt length, state slot."""
 
 
 class RoundInputs:
-    """The inputs of captured rounds of up to ``size`` requests.
+    """Inputs of captured rounds of up to ``size`` requests.
 
-    A padded request has ``padding_row`` as its row of the slot table, and no state.
+    A padded request has the slot table row ``padding_row``, and no state.
     """
 
     def __init__(self, size: int, padding_row: int, device: torch.device) -> None:
         self._padding_row = padding_row
         self._staging = Staging(_nbytes(size), device, lambda memory: _Host(memory, size))
         self._numbers, sampling = _fields(self._staging.memory, size)
-        self._sampling = SamplingBatch.over(sampling, size)
-        with self._staging.sent() as host:
+        self._sampling = SamplingMetadata.over(sampling, size)
+        with self._staging.write() as host:
             self._pad(host, 0)
 
     def members(
         self, size: int, page_table: Tensor, longest: int, *, has_states: bool, typical: TypicalLens | None = None
     ) -> Members:
-        """The first ``size`` requests, where captured rounds read them."""
+        """Return the first ``size`` requests, at the addresses that captured rounds read."""
         rows, known, committed, prompts, slots = (numbers[:size] for numbers in self._numbers)
         sampling = self._sampling.rows(slice(0, size))
         states = slots if has_states else None
         return Members(rows, known, committed, prompts, sampling, page_table[:size], longest, states, typical)
 
     def fill(self, entries: Sequence[StepEntry], rows: Sequence[int], slots: Sequence[int], seed_of: SeedOf) -> None:
-        """Send a round's requests, and padded ones after them. Waits for nothing but an older copy."""
+        """Send a round's requests, followed by padded ones. Waits only for an older copy."""
         count, requests = len(entries), [entry.request for entry in entries]
-        with self._staging.sent() as host:
+        with self._staging.write() as host:
             host.numbers[0, :count] = rows
             host.numbers[1, :count] = [-1 if token == PENDING else token for _, _, (token,), _ in entries]
             host.numbers[2, :count] = [entry.position for entry in entries]
             if slots:
                 host.numbers[4, :count] = slots
-            if requests != host.requests:  # each compares by identity
+            if requests != host.requests:  # requests compare by identity
                 host.numbers[3, :count] = [len(request.prompt) for request in requests]
                 host.sampling.fill(requests, seed_of, [0] * count)
                 host.requests = requests
@@ -62,7 +64,7 @@ class RoundInputs:
 
 
 class _Host:
-    """The host's side of the inputs, and whose they are."""
+    """Host view of the inputs, and the requests whose sampling parameters it holds."""
 
     def __init__(self, memory: Tensor, size: int) -> None:
         numbers, sampling = _fields(memory, size)
@@ -76,6 +78,6 @@ def _nbytes(size: int) -> int:
 
 
 def _fields(memory: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Numbers ``[5, size]`` in int64, and the memory of sampling parameters."""
+    """Split the memory: numbers ``[5, size]`` in int64, and the bytes of the sampling parameters."""
     end = 8 * _NUMBERS * size
     return memory[:end].view(torch.int64).view(_NUMBERS, size), memory[end:]

@@ -1,4 +1,4 @@
-"""The round: verify what was proposed, accept what the target chose itself, propose again."""
+"""Round runner: verify proposed tokens, accept the target's choices, propose again."""
 
 from __future__ import annotations
 
@@ -10,59 +10,60 @@ from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, to_device
 from attnplug.host import ModelAttention
-from attnplug_engine.capture import Capture
-from attnplug_engine.capture_check import CaptureCheck
-from attnplug_engine.request import Step, StepEntry
-from attnplug_engine.runner import ModelRunner, Phase
-from attnplug_engine.sampler import sample
-from attnplug_engine.speculation.accept import Accepted, accept_and_commit, moves
-from attnplug_engine.speculation.batches import Batches, EagerBatches, Shapes
+from attnplug_engine.execution.runner import ModelRunner, Phase
+from attnplug_engine.execution.sampler import sample
+from attnplug_engine.graphs.capture import Capture
+from attnplug_engine.graphs.capture_check import CaptureCheck
+from attnplug_engine.graphs.step_graphs import no_memory
+from attnplug_engine.scheduling.step import Step, StepEntry
+from attnplug_engine.speculation.acceptance import Accepted, accept_and_commit, moves
+from attnplug_engine.speculation.batches import Batches, BatchShapes, EagerBatches
 from attnplug_engine.speculation.draft_runner import DraftRunner, needs_lengths
-from attnplug_engine.speculation.drafters import Drafter, ModelDrafter, NgramDrafter, Prefill
-from attnplug_engine.speculation.frozen import FrozenDrafter
-from attnplug_engine.speculation.launched import Brought, LaunchedRounds
+from attnplug_engine.speculation.frozen_kv import FrozenKVProposer
+from attnplug_engine.speculation.in_flight import RoundOutput, RoundsInFlight
 from attnplug_engine.speculation.next_verify import NextVerify
 from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.plan_stream import PlanStream
+from attnplug_engine.speculation.proposers import DraftModelProposer, NgramProposer, Prefill, Proposer
 from attnplug_engine.speculation.round_graphs import CapturedRound, RoundGraphs
 from attnplug_engine.speculation.state import Members, RoundState
 from attnplug_engine.speculation.timing import Timing
 from attnplug_engine.speculation.verify_rows import VerifyRows
-from attnplug_engine.speculation.window import WindowDrafter
+from attnplug_engine.speculation.window import WindowProposer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """What a target's verify found."""
+    """Result of the target's verify."""
 
     lengths: Tensor
-    """``[requests]``: rows that were committed before."""
+    """Rows ``[requests]`` that were committed before."""
     committed: Tensor
-    """``[requests]``: rows that are committed now."""
+    """Rows ``[requests]`` that are committed now."""
     accepted: Accepted
     hidden: Tensor | None
-    """``[requests * N, width]``: what the draft takes of the target."""
+    """Hidden states ``[requests * N, width]`` that the draft reads."""
     logits: Tensor
-    """``[requests * N, vocab]`` of the nodes."""
+    """Logits ``[requests * N, vocab]`` of the nodes."""
 
 
 @dataclass(slots=True, eq=False)
-class _Found:
-    """Where captured graphs leave what the next one reads."""
+class _CapturedResults:
+    """Results of captured graphs that the next graph reads."""
 
     verified: Verified | None = None
     newest: Tensor | None = None
 
 
 class RoundRunner:
-    """Runs the steps of a speculating engine on the target's runner and, where there is one, on the draft's.
+    """Runs the steps of a speculating engine on the target's runner and on the draft's, if there is one.
 
-    A round is verify, accept, draft; nothing of it waits for the device. What the draft proposes stays there for the
-    next round. A step with prefills runs its round first, then the extend, which ends with a draft, too.
+    A round is verify, accept, draft; nothing in it waits for the device. Proposals stay on the device for the next
+    round. A step with prefills runs its round first, then the extend, which ends with a draft as well.
 
-    With a ``plan_stream`` the batches of eager rounds are planned ahead: the draft's extend before verify runs, the
+    With a ``plan_stream``, the batches of eager rounds are planned ahead: the draft's extend before verify runs; the
     draft's further steps and the next round's verify before the draft's extend runs. There is none if a backend needs
-    exact lengths on the host: to plan is to wait for the device then.
+    exact lengths on the host, because planning then waits for the device.
     """
 
     def __init__(
@@ -71,29 +72,29 @@ class RoundRunner:
         self.runner, self.draft, self.speculation = runner, draft, speculation
         self._nodes = speculation.nodes
         self.state = RoundState(runner.tokens, speculation.nodes, trees=speculation.topk > 1)
-        self.drafter: Drafter
+        self.proposer: Proposer
         if draft is None:
             capacity = runner.capacity
-            context = capacity.context_length + capacity.spare
-            self.drafter = NgramDrafter(speculation, capacity.max_batch, context, runner.device)
+            context = capacity.context_length + capacity.lookahead
+            self.proposer = NgramProposer(speculation, capacity.max_batch, context, runner.device)
         elif draft.model.reads_target:
-            self.drafter = FrozenDrafter(draft, speculation, runner.tokens)
+            self.proposer = FrozenKVProposer(draft, speculation, runner.tokens)
         elif draft.model.models > 1:
-            self.drafter = WindowDrafter(draft, speculation)
+            self.proposer = WindowProposer(draft, speculation)
         else:
-            self.drafter = ModelDrafter(draft, speculation)
+            self.proposer = DraftModelProposer(draft, speculation)
         self.graphs: RoundGraphs | None = None
-        self._verified: dict[CapturedRound, _Found] = {}
+        self._verified: dict[CapturedRound, _CapturedResults] = {}
         self._exact = needs_lengths(runner.backend, runner.pools)
         self.plan_stream: PlanStream | None = None
         self.planned_in_order: list[str] = []
-        """The backends for which there is no plan stream, although one was asked for."""
+        """Backends that prevent a requested plan stream."""
         if plan_stream:
             exact = [runner.backend] * self._exact + ([draft.backend] if draft is not None and draft.exact else [])
             self.planned_in_order = [backend.backend_id.name for backend in exact]
             self.plan_stream = None if exact else PlanStream(runner.device)
-        self._extends = Shapes(self.drafter.extends, runner.device)
-        self._further = Shapes(self.drafter.further, runner.device)
+        self._extends = BatchShapes(self.proposer.extends, runner.device)
+        self._further = BatchShapes(self.proposer.further, runner.device)
         self._next_verify = NextVerify(speculation, runner.table)
 
     # Capturing
@@ -104,7 +105,7 @@ class RoundRunner:
     ) -> RoundGraphs:
         """Capture rounds of these batch sizes, the largest first, so that the others reuse its memory.
 
-        Each is compared with eager attention before it is trusted. From here on the workspace does not grow.
+        Each is compared with eager attention before it is used. The workspace does not grow afterwards.
         """
         runner, draft, capacity = self.runner, self.draft, self.runner.capacity
         runner.enter(Phase.WARM_UP, "capture graphs once, before the first step")
@@ -113,11 +114,11 @@ class RoundRunner:
             None if draft is None else draft.attention,
             runner.table,
             capacity.page_size,
-            capacity.context_length + capacity.spare,
+            capacity.context_length + capacity.lookahead,
             largest=max(sizes),
             rows=self._nodes,
             draft_rows=self.speculation.most_draft_rows,
-            draft_shapes=[*self.drafter.extends, *self.drafter.further],
+            draft_shapes=[*self.proposer.extends, *self.proposer.further],
             has_states=runner.pools.linear is not None,
             device=runner.device,
         )
@@ -139,15 +140,15 @@ class RoundRunner:
                 if progress is not None:
                     progress(done + 1, len(sizes))
         except torch.OutOfMemoryError as error:
-            raise runner.no_memory(size, graphs.sizes) from error
+            raise no_memory(runner, size, graphs.sizes) from error
         runner.workspace.freeze()
         self.graphs = graphs
         runner.enter(Phase.SERVE)
         return graphs
 
     def _parts(self, captured: CapturedRound) -> list[Callable[[], None]]:
-        """The parts of a round as a graph each: verify, the draft's extend, its further steps."""
-        found = self._verified[captured] = _Found()
+        """Return the parts of a round, one graph each: verify, the draft's extend, its further steps."""
+        found = self._verified[captured] = _CapturedResults()
 
         def verify() -> None:
             found.verified = self.verify(captured.target, captured.members.verify_rows(self.state))
@@ -165,15 +166,15 @@ class RoundRunner:
     # Steps
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> LaunchedRounds:
-        """Run a step: asks everything of the device and waits for nothing, unless a backend needs exact lengths."""
+    def launch(self, step: Step) -> RoundsInFlight:
+        """Launch a step on the device without waiting for it, unless a backend needs exact lengths."""
         self.runner.phase = Phase.SERVE
         if step.copies:
             self.runner.pools.copy_pages(step.copies)
             if self.draft is not None:
                 self.draft.copy_pages(step.copies)
         self._join()
-        parts: list[Brought] = []
+        parts: list[RoundOutput] = []
         timing = captured = None
         if step.rounds:
             timing = Timing(self.runner.device)
@@ -187,14 +188,14 @@ class RoundRunner:
         if step.snapshots and states is not None:
             for source, target in step.snapshots:
                 states.copy(source, target)
-        return LaunchedRounds(parts, timing, replayed=captured is not None)
+        return RoundsInFlight(parts, timing, replayed=captured is not None)
 
     def _join(self) -> None:
-        """What is planned in order may take memory that was made on the plan stream: not before that is done."""
+        """Join the plan stream. Plans made in order may reuse memory allocated on it, so it must be done."""
         if self.plan_stream is not None:
             self.plan_stream.join()
 
-    def _round(self, step: Step, timing: Timing) -> Brought:
+    def _round(self, step: Step, timing: Timing) -> RoundOutput:
         entries, rows = step.entries[: step.rounds], step.rows[: step.rounds]
         slots = step.state_slots[: step.rounds]
         members = self._members(entries, rows, slots)
@@ -204,44 +205,46 @@ class RoundRunner:
         batches.adopt(batches.plan_ahead(self._extends, found.lengths))
         verified = self.verify(target, found)
         timing.mark()
-        brought = self._brought(entries, verified)
+        output = self._round_output(entries, verified)
         batches.adopt(batches.plan_ahead(self._further, verified.committed))
-        if not any(entry.sampled for entry in step.entries[step.rounds :]):  # or the next round has more members
-            self._next_verify.plan(target, entries, rows, slots, verified.committed, brought)
+        if not any(entry.sampled for entry in step.entries[step.rounds :]):  # otherwise the next round has more members
+            self._next_verify.plan(target, entries, rows, slots, verified.committed, output)
         newest = self._catch_up(batches, verified)
         timing.mark()
         self._look_ahead(batches, newest, verified)
         timing.mark()
-        return brought
+        return output
 
-    def _replay(self, captured: CapturedRound, step: Step, timing: Timing) -> Brought:
+    def _replay(self, captured: CapturedRound, step: Step, timing: Timing) -> RoundOutput:
         assert self.graphs is not None
         self._next_verify.drop()
         entries, slots = step.entries[: step.rounds], step.state_slots[: step.rounds]
         self.graphs.begin(captured, entries, step.rows[: step.rounds], slots, self.runner.sampler.seed_of)
         verify, *drafting = captured.parts
         verify()
-        self.runner.served.add(*captured.target.made)
+        self.runner.backend_usage.add(*captured.target.made)
         timing.mark()
-        verified = self._verified[captured].verified  # a graph leaves it where it was captured
+        verified = self._verified[captured].verified  # a replay writes to the tensors of the capture
         assert verified is not None
-        brought = self._brought(entries, verified)
+        output = self._round_output(entries, verified)
         for replay in drafting:
             replay()
             timing.mark()
-        return brought
+        return output
 
-    def _brought(self, entries: Sequence[StepEntry], verified: Verified) -> Brought:
-        """What the host is told of a round, with the logits of the accepted nodes in their order."""
+    def _round_output(self, entries: Sequence[StepEntry], verified: Verified) -> RoundOutput:
+        """Return the output of a round, with the logits of the accepted nodes in their order."""
         requests, accepted, logits = [entry.request for entry in entries], verified.accepted, verified.logits
         if self.state.trees and any(request.params.logprobs is not None for request in requests):
             first = torch.arange(0, logits.shape[0], self._nodes, device=logits.device)
             logits = logits.index_select(0, (accepted.path + first.unsqueeze(1)).flatten())
         count = len(requests)
-        return Brought(requests, accepted.tokens[:count], accepted.counts[:count], logits, verified.committed[:count])
+        return RoundOutput(
+            requests, accepted.tokens[:count], accepted.counts[:count], logits, verified.committed[:count]
+        )
 
     def verify(self, batches: Batches, rows: VerifyRows) -> Verified:
-        """Run the target over all nodes of the members, and take what it chose."""
+        """Run the target over all nodes of the members, and accept what it chose."""
         members, state, nodes = batches.members, self.state, self._nodes
         positions = rows.positions.view(-1, nodes)
         batch = batches.make(ForwardMode.TARGET_VERIFY, rows.seq_lens, positions, tree=rows.tree)
@@ -258,16 +261,16 @@ class RoundRunner:
         return Verified(rows.lengths, rows.lengths + accepted.counts, accepted, taken, logits)
 
     def _catch_up(self, batches: Batches, verified: Verified) -> Tensor | None:
-        return self.drafter.catch_up(batches, verified.lengths, verified.accepted, verified.hidden)
+        return self.proposer.catch_up(batches, verified.lengths, verified.accepted, verified.hidden)
 
     def _look_ahead(self, batches: Batches, newest: Tensor | None, verified: Verified) -> None:
-        """Have the drafter propose for the members' next round."""
-        proposal = self.drafter.look_ahead(batches, newest, verified.committed)
+        """Propose for the members' next round."""
+        proposal = self.proposer.look_ahead(batches, newest, verified.committed)
         self.state.propose(batches.members.rows, proposal)
 
     def _target(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """The target's hidden states of a batch, and what the draft takes of them."""
-        takes, model = self.drafter.takes, self.runner.model
+        """Return the target's hidden states of a batch, and those that the draft reads."""
+        takes, model = self.proposer.hidden_inputs, self.runner.model
         if not takes.layers:
             hidden = self.runner.forward(batch)
             return hidden, hidden if takes.last else None
@@ -275,13 +278,13 @@ class RoundRunner:
         with self.runner.attention.running() as attention:
             attention.plan(batch)
             if not batch.geometry.captured:
-                self.runner.served.add(batch)
+                self.runner.backend_usage.add(batch)
             hidden, tapped = model.forward(batch.input_ids, batch.positions, batch, takes.layers)
         return hidden, torch.cat([tapped, hidden], 1) if takes.last else tapped
 
     # Prefills
 
-    def _prefill(self, step: Step) -> Brought:
+    def _prefill(self, step: Step) -> RoundOutput:
         """Extend, sample where a prefill ends, and draft."""
         runner, first = self.runner, step.rounds
         part = Step(
@@ -302,13 +305,13 @@ class RoundRunner:
             committed = members.committed
             self.state.commit(members.rows, committed, sampled)
         requests, one = [entry.request for entry in entries], torch.ones_like(sampled)
-        brought = Brought(requests, sampled.unsqueeze(1), one, logits, committed)
-        proposal = self.drafter.after_prefill(Prefill(part, batch.geometry.page_table, taken, ended, sampled))
+        output = RoundOutput(requests, sampled.unsqueeze(1), one, logits, committed)
+        proposal = self.proposer.after_prefill(Prefill(part, batch.geometry.page_table, taken, ended, sampled))
         if ended is not None and proposal is not None:
             self.state.propose(ended.members.rows, proposal)
-        return brought
+        return output
 
-    # Who takes part
+    # Members
 
     def _members(
         self, entries: Sequence[StepEntry], rows: Sequence[int], slots: Sequence[int], *, prefilled: bool = False

@@ -1,4 +1,4 @@
-"""How long the parts of a round take."""
+"""Timing of the parts of a round."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Timing:
-    """Moments of one round: before verify, after it, after the draft's extend, and at its end."""
+    """Time stamps of one round: before verify, behind it, behind the draft's extend, and at its end."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -16,7 +16,7 @@ class Timing:
         self.mark()
 
     def mark(self) -> None:
-        """A part is asked for: the next begins here."""
+        """Record the end of a part."""
         if not self._on_gpu:
             self._marks.append(time.perf_counter())
             return
@@ -26,12 +26,12 @@ class Timing:
 
     @property
     def done(self) -> bool:
-        """Whether the device has come to the last mark."""
+        """Return True if the device has reached the last mark."""
         last = self._marks[-1]
         return last.query() if isinstance(last, torch.cuda.Event) else True
 
     def seconds(self) -> list[float]:
-        """Of each part, once the device is done with all."""
+        """Return the seconds of each part, once the device has finished all."""
         found = []
         for before, after in zip(self._marks, self._marks[1:], strict=False):
             if isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):

@@ -1,7 +1,7 @@
-"""What a draft proposes: a chain or a tree of tokens after each request's newest one, and how a tree grows.
+"""Proposals: a chain or a tree of tokens behind each request's newest one, and the growth of trees.
 
 The newest token is node 0, the root. Nodes 1 to N-1 are proposed. A parent has a lower number than its children. All
-functions here have fixed shapes and read nothing on the host, so that a graph may capture them.
+functions here have fixed shapes and read nothing on the host, so that a CUDA graph can capture them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import Tensor
 from attnplug.host import UsageError
 from attnplug_engine import kernels
 
-MOST_ROWS = 64
-"""Of a tree: what a row sees of the others are 64 bits."""
+MAX_ROWS = 64
+"""Most rows of a tree: a row's visibility mask has 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposal:
-    """Proposed nodes of some requests."""
+    """Proposed nodes of several requests."""
 
     tokens: Tensor
-    """``[requests, N-1]`` int64: the tokens of nodes 1 to N-1; -1 where there is no node."""
+    """Tokens of nodes 1 to N-1, ``[requests, N-1]`` int64; -1 where there is no node."""
     parents: Tensor | None = None
-    """``[requests, N-1]`` int64: the number of each node's parent, 0 for the root. ``None``: a chain."""
+    """Number of each node's parent, ``[requests, N-1]`` int64; 0 is the root. None: a chain."""
 
 
 def depths(parents: Tensor) -> Tensor:
-    """``[requests, N]`` int64: how many ancestors each node has, from ``parents [requests, N-1]``."""
+    """Return the number of ancestors of each node, ``[requests, N]`` int64, from ``parents [requests, N-1]``."""
     if kernels.usable(parents):
         from attnplug_engine.kernels.trees import relate
 
@@ -43,7 +43,8 @@ def depths(parents: Tensor) -> Tensor:
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """``[requests, N]`` int64 for ``Geometry.tree``: bit j of node i says that j is i or one of its ancestors."""
+    """Return masks ``[requests, N]`` int64 for ``Geometry.tree``: bit j of node i is set if j is i or one of its
+    ancestors."""
     if kernels.usable(parents):
         from attnplug_engine.kernels.trees import relate
 
@@ -56,41 +57,42 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 def with_root(parents: Tensor) -> Tensor:
-    """``[requests, N]``: the parent of every node; the root is its own."""
+    """Return the parent of every node ``[requests, N]``; the root is its own parent."""
     return torch.nn.functional.pad(parents, (1, 0)).clamp(min=0)
 
 
 def doublings(up: Tensor) -> int:
-    """After so many steps, each twice as far as the one before, every node has met the root."""
+    """Number of pointer-doubling steps until every node has reached the root."""
     return max(up.shape[1] - 1, 1).bit_length()
 
 
 def _bits(count: int, device: torch.device) -> Tensor:
-    """``[count]``: bit i for each i."""
+    """Return ``1 << i`` for each i, ``[count]``."""
     return torch.ones(count, dtype=torch.int64, device=device) << torch.arange(count, device=device)
 
 
 class TreeGrowth:
-    """A tree that a draft grows level by level. Of each level the ``topk`` likeliest nodes live on, the best first.
+    """A tree that a draft grows level by level. Of each level, the ``topk`` most likely nodes survive, the best first.
 
-    All children of living nodes are candidates. A candidate's score is the sum of log-probabilities from the root on;
-    of equal scores the earlier candidate is better, so that none is taken without its parent.
+    All children of surviving nodes are candidates. A candidate's score is the sum of log probabilities from the root
+    on; of equal scores the earlier candidate is better, so that none is taken without its parent.
 
-    At every step a draft runs all living nodes, ``rows`` a request, level by level: ``tokens`` are their ids, positions
-    are the root's plus ``depths``, and ``ancestors`` is the batch's ``Geometry.tree``. The root is no such row: the
-    draft has it in its cache. The last ``topk`` rows are the newest level, whose children ``grow`` takes.
+    At every step a draft runs all surviving nodes, ``rows`` per request, level by level: ``tokens`` are their ids,
+    positions are the root's plus ``depths``, and ``ancestors`` is the batch's ``Geometry.tree``. The root is not among
+    these rows: the draft has it in its cache. The last ``topk`` rows are the newest level, whose children ``grow``
+    takes.
     """
 
     def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
-        """``tokens`` int64 and ``logprobs`` float32, ``[requests, topk]``, are the root's children; all live."""
+        """``tokens`` int64 and ``logprobs`` float32, ``[requests, topk]``, are the root's children; all survive."""
         self.topk = tokens.shape[1]
         none = tokens[:, :0]
         self.tokens = none
-        """``[requests, rows]`` int64."""
+        """Token ids ``[requests, rows]`` int64."""
         self.ancestors = none
-        """``[requests, rows]`` int64: by bits, which rows each one sees."""
+        """Visibility masks ``[requests, rows]`` int64: the rows that each one sees."""
         self._newest: tuple[Tensor, Tensor] | None = None
-        """Scores and numbers of the newest level, ``[requests, topk]``. Candidates have numbers from 1; 0 is the
+        """Scores and numbers of the newest level, ``[requests, topk]``. Candidates are numbered from 1; 0 is the
         root."""
         self._candidates = none, logprobs[:, :0], none
         """Tokens, scores and parents' numbers of all candidates, ``[requests, candidates]``."""
@@ -102,21 +104,21 @@ class TreeGrowth:
 
     @property
     def depths(self) -> Tensor:
-        """``[rows]`` int64: 1 for the root's children."""
+        """Depths ``[rows]`` int64: 1 for the root's children."""
         return torch.arange(self.rows, device=self.tokens.device) // self.topk + 1
 
     def grow(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Add a level. ``tokens`` int64 and ``logprobs`` float32, ``[requests * topk, topk]``, are the children of the
         newest level's nodes."""
         topk, rows = self.topk, self.rows
-        if rows > MOST_ROWS:
+        if rows > MAX_ROWS:
             raise UsageError(
-                f"a draft of {rows // topk + 1} steps with {topk} branches runs {rows} rows a request; steps less one, "
-                f"times branches, may be up to {MOST_ROWS}"
+                f"a draft of {rows // topk + 1} steps with {topk} branches runs {rows} rows per request; steps minus "
+                f"one, times branches, may be up to {MAX_ROWS}"
             )
         before = (self.tokens, self.ancestors), self._newest, self._candidates
         if kernels.usable(tokens):
-            from attnplug_engine.kernels.growth import grow
+            from attnplug_engine.kernels.draft_tree import grow
 
             self.tokens, self.ancestors, *newest, self._candidates = grow(tokens, logprobs, *before)
         else:
@@ -124,19 +126,19 @@ class TreeGrowth:
         self._newest = newest[0], newest[1]
 
     def proposal(self, nodes: int) -> Proposal:
-        """The best ``nodes - 1`` of all candidates as a tree of ``nodes`` with the root."""
+        """Return the best ``nodes - 1`` of all candidates as a tree of ``nodes`` nodes with the root."""
         tokens, scores, parents = self._candidates
         requests, count = tokens.shape
         if nodes - 1 > count:
             raise UsageError(
-                f"a tree of {nodes} nodes was asked for, and {self.rows // self.topk} steps with {self.topk} branches "
+                f"a tree of {nodes} nodes was requested, and {self.rows // self.topk} steps with {self.topk} branches "
                 f"have {count + 1}; ask for up to {count + 1}, or for more steps or branches"
             )
         if kernels.usable(tokens):
-            from attnplug_engine.kernels.growth import cut
+            from attnplug_engine.kernels.draft_tree import prune
 
-            return Proposal(*cut(tokens, scores, parents, nodes))
-        taken = _best(scores, nodes - 1)[1].sort(1).values  # by level, so that parents come first
+            return Proposal(*prune(tokens, scores, parents, nodes))
+        taken = _best(scores, nodes - 1)[1].sort(1).values  # by level: parents come first
         places = torch.zeros(requests, count + 1, dtype=torch.int64, device=tokens.device)
         places.scatter_(1, taken + 1, torch.arange(1, nodes, device=tokens.device).expand(requests, -1))
         return Proposal(tokens.gather(1, taken), places.gather(1, parents.gather(1, taken)))
@@ -149,10 +151,10 @@ def _grown(
     newest: tuple[Tensor, Tensor] | None,
     candidates: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """A level more: tokens and bits of rows, scores and numbers of the newest level, and all candidates."""
+    """Add a level: return tokens and masks of rows, scores and numbers of the newest level, and all candidates."""
     (requests, width), topk = rows[0].shape, tokens.shape[1]
     children = tokens.reshape(requests, -1)
-    # No child is better than its parent, whatever was rounded or is NaN.
+    # No child is better than its parent, even with rounding or NaN.
     scores = logprobs.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0).view_as(children)
     parents = torch.zeros_like(children)
     if newest is not None:
@@ -169,6 +171,7 @@ def _grown(
 
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of each row and their places, of equals the first; ``topk`` says nothing of equals."""
+    """Return the ``count`` largest of each row and their indices, of equals the first; ``topk`` does not define the
+    order of equals."""
     found = scores.sort(dim=1, descending=True, stable=True)
     return found.values[:, :count], found.indices[:, :count]

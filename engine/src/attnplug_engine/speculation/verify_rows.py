@@ -1,4 +1,4 @@
-"""The rows that a verify runs: each request's newest token and what was proposed after it."""
+"""Rows of a verify: each request's newest token and the tokens proposed behind it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnplug_engine import kernels
-from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 from attnplug_engine.speculation.tree import Proposal, ancestors, depths
 
 
@@ -17,19 +17,19 @@ class VerifyRows:
     """N rows of each request, the root first."""
 
     lengths: Tensor
-    """``[requests]`` int64: committed cache rows; the root's position."""
+    """Committed cache rows ``[requests]`` int64; the root's position."""
     seq_lens: Tensor
-    """``[requests]`` int32: with all N rows."""
+    """Lengths ``[requests]`` int32, with all N rows."""
     ids: Tensor
-    """``[requests * N]`` int64: a missing node is token 0."""
+    """Token ids ``[requests * N]`` int64; a missing node is token 0."""
     positions: Tensor
-    """``[requests * N]`` int64."""
+    """Positions ``[requests * N]`` int64."""
     tree: Tensor | None
-    """``[requests, N]`` int64: ``Geometry.tree``; ``None`` for chains."""
+    """``Geometry.tree`` ``[requests, N]`` int64; None for chains."""
     proposal: Proposal
-    """Of the requests."""
-    sampling: SamplingBatch
-    """How the token after each row is chosen."""
+    """The requests' proposals."""
+    sampling: SamplingMetadata
+    """Sampling parameters of the token behind each row."""
 
 
 def verify_rows(
@@ -37,16 +37,16 @@ def verify_rows(
     known: Tensor,
     committed: Tensor,
     prompts: Tensor,
-    sampling: SamplingBatch,
+    sampling: SamplingMetadata,
     tokens: Tensor,
     lengths: Tensor,
     proposed: Proposal,
 ) -> VerifyRows:
-    """The rows of requests at ``rows [requests]`` of the slot table; one launch on CUDA.
+    """Lay out the rows of requests at ``rows [requests]`` of the slot table; one launch on CUDA.
 
-    By request: ``known``, the newest token, or -1 where only the device has it; ``committed``, the cache rows, where it
-    is known; ``prompts``, the prompt's length; ``sampling``, whose ``position`` means nothing. By row of the table: the
-    newest ``tokens``, the committed ``lengths`` and what is ``proposed``. Whole numbers are int64.
+    Per request: ``known``, the newest token, or -1 if only the device knows it; ``committed``, the cache rows, if it is
+    known; ``prompts``, the prompt's length; ``sampling``, whose ``position`` is undefined. Per row of the table: the
+    newest ``tokens``, the committed ``lengths`` and what is ``proposed``. Integers are int64.
     """
     if kernels.usable(rows):
         from attnplug_engine.kernels.trees import lay_out
@@ -55,9 +55,9 @@ def verify_rows(
             rows, known, committed, prompts, sampling, tokens, lengths, proposed.tokens, proposed.parents
         )
         return VerifyRows(starts, seq_lens, ids, positions, tree, Proposal(drafts, parents), chosen_by)
-    told = known >= 0
-    newest = torch.where(told, known, tokens[rows])
-    starts = torch.where(told, committed, lengths[rows])
+    is_known = known >= 0
+    newest = torch.where(is_known, known, tokens[rows])
+    starts = torch.where(is_known, committed, lengths[rows])
     proposal = Proposal(proposed.tokens[rows], None if proposed.parents is None else proposed.parents[rows])
     nodes = proposal.tokens.shape[1] + 1
     depth, tree = torch.arange(nodes, device=rows.device), None
@@ -69,7 +69,7 @@ def verify_rows(
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(nodes)
 
-    chosen_by = SamplingBatch(
+    chosen_by = SamplingMetadata(
         each(sampling.temperature),
         each(sampling.top_k),
         each(sampling.top_p),

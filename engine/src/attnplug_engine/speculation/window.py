@@ -1,4 +1,4 @@
-"""A draft with a model for each step: all of them run over the same window of rows."""
+"""Proposer for a draft with one model per step: all of them run over the same window of rows."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnplug import to_device
-from attnplug_engine.request import StepEntry
-from attnplug_engine.speculation.accept import Accepted
-from attnplug_engine.speculation.batches import Batches, Shape
-from attnplug_engine.speculation.drafters import ModelDrafter, Prefill, newest_rows
+from attnplug_engine.scheduling.step import StepEntry
+from attnplug_engine.speculation.acceptance import Accepted
+from attnplug_engine.speculation.batches import Batches, BatchShape
+from attnplug_engine.speculation.proposers import DraftModelProposer, Prefill, newest_rows
 from attnplug_engine.speculation.tree import Proposal
 
 
-class WindowDrafter(ModelDrafter):
-    """Proposes what a draft of several models chooses: layers for multi-token prediction, one for each step.
+class WindowProposer(DraftModelProposer):
+    """Proposes the tokens of a draft of several models: layers for multi-token prediction, one per step.
 
-    There are no steps of one row. Every model runs over the whole window, the rows of a round's nodes or of a prefill,
-    so that its cache has a row of every position. At position p, model s has a row of token p + 1 + s and of the hidden
-    state that model s - 1 gave for p; the first model is given the target's. So the tokens move left by one with each
-    step, and what the step before chose after a request's newest row comes in at that row. All steps have the rows and
-    lengths of one batch, and one plan serves them all.
+    There are no steps of one row. Every model runs over the whole window, i.e. the rows of a round's nodes or of a
+    prefill, so that its cache has a row of every position. At position p, model s has a row of token p + 1 + s and of
+    the hidden state that model s - 1 gave for p; the first model reads the target's. So tokens shift left by one with
+    each step, and the token that the previous step chose behind a request's newest row is inserted at that row. All
+    steps have the rows and lengths of one batch, and one plan serves them all.
 
-    Rows before the window are left as they are. The last of them hold tokens that were drafted, even where the target
-    chose others: what is proposed may be worse for it, and what is accepted of it is right all the same.
+    Rows before the window are not changed. The last of them hold drafted tokens, even if the target chose others:
+    proposals may be worse for it, but the accepted tokens are still right.
     """
 
-    def _further(self) -> Sequence[Shape]:
-        return ()  # all steps run when it catches up
+    def _further(self) -> Sequence[BatchShape]:
+        return ()  # all steps run in catch_up
 
     def after_prefill(self, prefill: Prefill) -> Proposal | None:
         batch, last = self._prefill(prefill)
@@ -56,7 +56,7 @@ class WindowDrafter(ModelDrafter):
         batch, out = self._extend(batches, lengths, accepted, hidden)
         members, runner, counts = batches.members, self._runner, accepted.counts.unsqueeze(1)
         places = members.places(lengths + accepted.counts, self._steps)
-        # Tokens from the first row's on: those that were accepted, then those that each step chooses.
+        # Tokens from the first row on: accepted ones, then those that each step chooses.
         known = F.pad(accepted.tokens.clamp(min=0), (0, self._steps - 1))
         tokens = [runner.choose(newest_rows(out, accepted), members.sampled(places[0]))]
         for step in range(1, self._steps):
@@ -72,6 +72,6 @@ class WindowDrafter(ModelDrafter):
 
 
 def _following(entry: StepEntry, step: int) -> int:
-    """The token that a step's model takes at an entry's last row; 0 where it is not known yet."""
+    """Return the token that a step's model reads at an entry's last row; 0 if it is not known yet."""
     place = entry.position + len(entry.token_ids) + step
     return next(iter(entry.request.tokens(place, place + 1)), 0)

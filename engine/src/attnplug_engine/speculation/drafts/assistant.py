@@ -1,9 +1,9 @@
-"""An assistant: a small draft without a cache, whose attention reads rows that the target has cached.
+"""Assistant: a small draft without a cache of its own, whose attention reads the target's cached rows.
 
-Tensors have the names that Gemma 4's assistants have. An assistant's attention has queries and no keys or values. Its
-config's ``model_type`` is ``llama_assistant``. Beside the keys of Llama it has ``backbone_hidden_size``, the target's
-hidden size, and ``target_layers``, which names for each of its layers the target's layer whose rows it reads; without
-that key all read those of the target's last layer that has rows.
+Tensors are named as in Gemma 4's assistants. The attention has queries, but no keys or values. The config's
+``model_type`` is ``llama_assistant``. Beside the keys of Llama it has ``backbone_hidden_size``, the target's hidden
+size, and ``target_layers``, which names the target's layer that each of its layers reads; by default all read the
+target's last layer that has rows.
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ from torch import Tensor, nn
 
 from attnplug import AttentionKind, ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config, active_attention, show
-from attnplug_engine.models.architectures import LoadedModel
-from attnplug_engine.models.decoder import Attention, Block, hidden_norm, norm_eps
+from attnplug_engine.models.decoder import Attention, Block, LoadedModel, hidden_norm, norm_eps
 from attnplug_engine.models.layers import MLP, Head, Linear, RMSNorm, check_activation, embedded
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import even_part, scaled
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import even_part, scaled
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
 from attnplug_engine.speculation.options import DRAFT_MODEL, TOPK, Speculation
 
 ASSISTANT = "llama_assistant"
 EMBEDDING = "model.embed_tokens.weight"
-"""Serves as the head where no other is stored: tokens are embedded by the target."""
+"""Also serves as the head if no other is stored; tokens are embedded by the target."""
 _HEAD = "lm_head.weight"
 
 
 class ReadingAttention(Attention):
-    """Queries over rows that are in the cache; none are written. ``layer`` is the target's, with these queries."""
+    """Queries over cached rows; none are written. ``layer`` is the target's, with the assistant's queries."""
 
     def __init__(self, weights: Weights, layer: LayerSpec, hidden: int, *, bias: bool, eps: float) -> None:
         super().__init__()
         heads = even_part(layer.num_heads, weights.parallel, "attention heads")
         self.layer = layer.for_rank(weights.parallel.size)
         width = layer.head_dim
-        parts = [Rows("q_proj", layer.num_heads * width, scaled(heads, width))]
+        parts = [WeightRows("q_proj", layer.num_heads * width, scaled(heads, width))]
         self.query = Linear.stacked(weights, parts, hidden, bias=bias)
         values = layer.num_heads * layer.v_head_dim
         self.out = Linear.row_parallel(
@@ -65,13 +64,13 @@ class ReadingAttention(Attention):
 
 
 class AssistantDraft(DraftModel):
-    """A token's embedding and a hidden state, both the target's, joined and sent through a few layers.
+    """A token's embedding and a hidden state, both the target's, joined and passed through a few layers.
 
-    The hidden state is the target's before the token in the first step. In further ones it is what the step before
-    gave, projected back to the target's width.
+    In the first step, the hidden state is the target's before the token. In further steps it is the previous step's
+    output, projected back to the target's width.
     """
 
-    takes = LAST
+    hidden_inputs = LAST
     reads_target = True
 
     def __init__(self, weights: Weights, config: Config, spec: ModelSpec, target: LoadedModel) -> None:
@@ -79,8 +78,8 @@ class AssistantDraft(DraftModel):
         super().__init__(spec.for_rank(weights.parallel.size), hidden)
         check_activation(config)
         self.embedding, self.rope = target.module.embedding, target.module.rope
-        self.before = Linear.stacked(weights, [Rows("pre_projection", hidden, slice(0, hidden))], 2 * backbone)
-        self.after = Linear.stacked(weights, [Rows("post_projection", backbone, slice(0, backbone))], hidden)
+        self.before = Linear.stacked(weights, [WeightRows("pre_projection", hidden, slice(0, hidden))], 2 * backbone)
+        self.after = Linear.stacked(weights, [WeightRows("post_projection", backbone, slice(0, backbone))], hidden)
         norm, model, by_id = hidden_norm(config), weights.at("model"), {layer.layer_id: layer for layer in spec.layers}
         eps, intermediate = norm_eps(config), config.integer("intermediate_size")
 
@@ -113,14 +112,14 @@ class AssistantDraft(DraftModel):
 
 
 def is_assistant(given: Mapping[str, object]) -> bool:
-    """Whether a config, as it is ``given``, is that of an assistant."""
+    """Return True if a config is that of an assistant."""
     return given.get("model_type") == ASSISTANT
 
 
 def assistant_spec(speculation: Speculation, given: Mapping[str, object], target: ModelSpec) -> ModelSpec:
-    """The target's layers that an assistant reads, each once, with the assistant's queries.
+    """Return the target's layers that an assistant reads, each once, with the assistant's queries.
 
-    Their ids are the target's: so the assistant's backend finds their rows in the target's pools.
+    Their ids are the target's, so the assistant's backend finds their rows in the target's pools.
     """
     source = speculation.draft_model
     assert source is not None
@@ -144,7 +143,7 @@ def assistant_spec(speculation: Speculation, given: Mapping[str, object], target
 
 
 def _reads(config: Config, target: ModelSpec) -> list[int]:
-    """The target's layer that each of the assistant's reads."""
+    """Return the target's layer that each of the assistant's layers reads."""
     known, count, key = [layer.layer_id for layer in target.layers], config.layer_count(), "target_layers"
     named = config.sequence(key)
     if named is None:
@@ -160,7 +159,7 @@ def _reads(config: Config, target: ModelSpec) -> list[int]:
 
 
 def _check(layer: LayerSpec, heads: int, config: Config, target: ModelSpec) -> None:
-    """Raise where an assistant's queries do not fit the rows of a layer of its target."""
+    """Raise if an assistant's queries do not fit the rows of a layer of its target."""
     what = f"layer {layer.layer_id} of the target {target.name}"
     if layer.kind is not AttentionKind.MHA:
         raise DraftError(

@@ -9,20 +9,19 @@ from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config
-from attnplug_engine.models.architectures import LoadedModel
-from attnplug_engine.models.decoder import Block, hidden_norm
+from attnplug_engine.models.decoder import Block, LoadedModel, hidden_norm
 from attnplug_engine.models.grouped_attention import GroupedAttention
 from attnplug_engine.models.layers import MLP, Linear, check_activation, embedded
 from attnplug_engine.models.rope import Rope
-from attnplug_engine.models.weights import Rows, Weights
+from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.speculation.drafts.model import LAST, DraftModel
 from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
 
 
 class EagleDraft(DraftModel):
-    """The first layer has no norm before its attention, and none follows the last one."""
+    """EAGLE draft. The first layer has no norm before its attention, and there is no norm behind the last layer."""
 
-    takes = LAST
+    hidden_inputs = LAST
 
     def __init__(self, weights: Weights, config: Config, spec: ModelSpec, target: LoadedModel) -> None:
         hidden = config.integer("hidden_size")
@@ -56,15 +55,15 @@ class EagleDraft(DraftModel):
 
 
 def joined(weights: Weights, inputs: int, hidden: int) -> Linear:
-    """The projection ``fc`` of joined states; some checkpoints have a bias for it."""
-    rows = [Rows("fc", hidden, slice(0, hidden))]
+    """Load the projection ``fc`` of joined states; some checkpoints have a bias for it."""
+    rows = [WeightRows("fc", hidden, slice(0, hidden))]
     return Linear.stacked(weights, rows, inputs, bias=weights.holds("fc.bias"))
 
 
 def llama_attention(
     weights: Weights, config: Config, layer: LayerSpec, *, inputs: int | None = None
 ) -> GroupedAttention:
-    """Llama's attention from a layer's weights; a draft of Qwen2 says ``qkv_bias``."""
+    """Build Llama's attention from a layer's weights; ``qkv_bias`` for drafts of Qwen2."""
     bias, hidden = config.flag("attention_bias"), config.integer("hidden_size")
     qkv_bias = bias or config.flag("qkv_bias")
     return GroupedAttention(weights.at("self_attn"), layer, hidden, qkv_bias=qkv_bias, out_bias=bias, inputs=inputs)

@@ -1,5 +1,5 @@
-"""EAGLE-3: a Llama layer over a token's embedding and several inner hidden states of the target, with a head of its
-own for the tokens that are drafted."""
+"""EAGLE-3: a Llama layer over a token's embedding and several inner hidden states of the target, with its own head over
+a draft vocabulary."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config
-from attnplug_engine.checkpoint import Checkpoint, WeightSource
-from attnplug_engine.models.architectures import LoadedModel
-from attnplug_engine.models.decoder import Block, hidden_norm, norm_eps
+from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
+from attnplug_engine.models.decoder import Block, LoadedModel, hidden_norm, norm_eps
 from attnplug_engine.models.layers import Head, RMSNorm, check_activation, embedded
 from attnplug_engine.models.rope import Rope, Rotation
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.speculation.drafts.eagle import joined, llama_attention, llama_mlp
-from attnplug_engine.speculation.drafts.model import DraftError, DraftModel, Takes
+from attnplug_engine.speculation.drafts.model import DraftError, DraftModel, HiddenInputs
 from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
 
 _HEAD, _MAP, _LAYERS = "lm_head.weight", "d2t", "eagle_aux_hidden_state_layer_ids"
@@ -28,11 +27,11 @@ _UNKNOWN: Mapping[str, object] = {
     "parallel_drafting": False,
     "use_aux_hidden_state": True,
 }
-"""Keys of other drafts that go by the same name, with the only value that is served."""
+"""Keys of other drafts of the same name, with the only supported value."""
 
 
 class FirstLayer(nn.Module):
-    """Attention over an embedding and a hidden state side by side, each normed; its sum is the hidden state's."""
+    """Attention over an embedding and a hidden state side by side, each normed; the residual is the hidden state."""
 
     def __init__(self, weights: Weights, config: Config, layer: LayerSpec, *, norm_before_residual: bool) -> None:
         super().__init__()
@@ -54,8 +53,8 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Draft(DraftModel):
-    """Hidden states are those before the last norm. The first step is given the target's inner ones, side by side, and
-    further steps the draft's own."""
+    """EAGLE-3 draft. Hidden states are those before the last norm. The first step reads the target's inner ones, side
+    by side, further steps the draft's own."""
 
     def __init__(
         self, weights: Weights, source: WeightSource, config: Config, spec: ModelSpec, target: LoadedModel
@@ -68,8 +67,8 @@ class Eagle3Draft(DraftModel):
             for part in (config, eagle):
                 if part.lookup(key) not in (None, allowed):
                     raise part.wrong(key, f"{str(allowed).lower()} or absent: a draft of this kind cannot be run")
-        self.takes = Takes(layers=_taps(config, eagle, len(target.module.layers)))
-        width = self.takes.width(hidden)
+        self.hidden_inputs = HiddenInputs(layers=_taps(config, eagle, len(target.module.layers)))
+        width = self.hidden_inputs.width(hidden)
 
         self.embedding = own_embedding(weights, target)
         normed = config.flag("norm_before_fc") or eagle.flag("norm_before_fc")
@@ -105,7 +104,7 @@ class Eagle3Draft(DraftModel):
         return cast(Tensor, rows)
 
     def _own(self, hidden: Tensor) -> Tensor:
-        """Hidden states ``[rows, hidden]`` that the first layer may write to."""
+        """Return hidden states ``[rows, hidden]`` that the first layer may overwrite."""
         if hidden.shape[1] == self.hidden_size:
             return hidden.clone()
         if self.input_norm is not None:
@@ -117,10 +116,11 @@ class Eagle3Draft(DraftModel):
 
 
 def _taps(config: Config, eagle: Config, layers: int) -> tuple[int, ...]:
-    """The target's layers whose inputs are taken: those that the config lists, or an early, a middle and a late one.
+    """Return the target's layers whose inputs are read: those that the config lists, or an early, a middle and a late
+    one.
 
-    Two ways to count are in use. A list that begins with 1 names layers by their outputs, as in SGLang. Any other
-    names them by their inputs, as in vLLM; the first block's input is never used, so that 2 is the same layer there.
+    Two conventions are in use. A list that begins with 1 names layers by their outputs, as in SGLang. Any other names
+    them by their inputs, as in vLLM; the first block's input is never used, so 2 is the same layer there.
     """
     part = config if config.lookup(_LAYERS) is not None else eagle
     listed = part.sequence(_LAYERS)
@@ -134,7 +134,7 @@ def _taps(config: Config, eagle: Config, layers: int) -> tuple[int, ...]:
 
 
 def _target_ids(source: WeightSource, drafted: int, vocab: int) -> Tensor:
-    """The target's token for each of the draft's own. Of random weights they are the first ones."""
+    """Return the target's token for each draft token. With random weights they are the first ones."""
     own = torch.arange(drafted)
     if not isinstance(source, Checkpoint):
         return own

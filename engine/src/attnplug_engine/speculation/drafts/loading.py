@@ -1,4 +1,4 @@
-"""From what a user asks of speculation to a draft model that runs."""
+"""Loading of draft models by the settings of speculation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from attnplug import ModelSpec
 from attnplug.host import Config, UsageError
 from attnplug.host import load_model as load_spec
-from attnplug_engine.checkpoint import Checkpoint, WeightSource
-from attnplug_engine.models.architectures import LoadedModel, load_model, model_config, open_source, read_config
+from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
+from attnplug_engine.models.architectures import load_model, model_config, open_source, read_config
+from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.models.weights import Weights
-from attnplug_engine.parallel import SINGLE, TensorParallel
+from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.speculation.drafts.assistant import (
     ASSISTANT,
     EMBEDDING,
@@ -31,12 +32,12 @@ from attnplug_engine.speculation.options import DRAFT_MODEL, Algorithm, Speculat
 _EAGLE_TYPE = "llama"
 _EAGLE_NORM = "hidden_norm.weight"
 _TOKEN_MAPS = ("d2t", "t2d")
-"""Tensors of EAGLE-3 that are no weights."""
+"""Tensors of EAGLE-3 that are not weights."""
 
 
 @contextmanager
 def naming_draft(speculation: Speculation) -> Iterator[None]:
-    """Where a draft has a checkpoint of its own, say of what is wrong with it by which setting it was given."""
+    """Name the setting of the draft's checkpoint in errors raised inside."""
     try:
         yield
     except UsageError as error:
@@ -46,7 +47,7 @@ def naming_draft(speculation: Speculation) -> Iterator[None]:
 
 
 def draft_spec(speculation: Speculation, target_reference: str) -> ModelSpec:
-    """The whole draft as attention sees it, by configs alone: for choosing a backend before weights are read."""
+    """Return the whole draft's layers, from configs only: for the choice of a backend before weights are read."""
     match speculation.algorithm:
         case Algorithm.STANDALONE:
             return load_spec(_draft_model(speculation))
@@ -89,7 +90,7 @@ def load_draft(
     seed: int = 0,
     random_weights: bool = False,
 ) -> DraftModel:
-    """Read the draft model for a target. Raises UsageError for all that can be wrong (DraftError, CheckpointError, …).
+    """Load the draft model for a target. Raises UsageError (DraftError, CheckpointError, …).
 
     With ``random_weights`` only configs are read.
     """
@@ -147,12 +148,12 @@ def _build_assistant(
 def _check_eagle(
     speculation: Speculation, source: WeightSource, config: Config, target: LoadedModel, target_reference: str
 ) -> None:
-    """Raise where a checkpoint is no draft of this algorithm, or one for another target."""
+    """Raise if a checkpoint is not a draft of this algorithm, or one for another target."""
     if isinstance(source, Checkpoint):
         names = source.names()
         if "fc.weight" not in names:
             raise DraftError(
-                f"the checkpoint {source.name!r} is no draft of `speculative_algorithm` {speculation.algorithm}: it "
+                f"the checkpoint {source.name!r} is not a draft of `speculative_algorithm` {speculation.algorithm}: it "
                 "has no tensor 'fc.weight'; give another `speculative_draft_model`, or choose standalone for an "
                 "ordinary model"
             )
@@ -160,7 +161,7 @@ def _check_eagle(
         if found is not speculation.algorithm:
             has = "has a tensor" if found is Algorithm.EAGLE3 else "has no tensor"
             raise DraftError(
-                f"the checkpoint {source.name!r} is no draft of `speculative_algorithm` {speculation.algorithm}: it "
+                f"the checkpoint {source.name!r} is not a draft of `speculative_algorithm` {speculation.algorithm}: it "
                 f"{has} 'midlayer.{_EAGLE_NORM}'; choose {found} for it, or give another `speculative_draft_model`"
             )
     hidden = config.integer("hidden_size")

@@ -1,4 +1,4 @@
-"""What every draft model is, whatever it is made of."""
+"""Base class of draft models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnplug_engine.speculation.options import ALGORITHM, DRAFT_MODEL
 
 
 class DraftError(UsageError):
-    """A draft that does not fit what it is asked for: its algorithm, its checkpoint or its target."""
+    """A draft that does not fit its algorithm, its checkpoint or its target."""
 
     def __init__(self, message: str, *settings: str) -> None:
         mentioned = [name for name in (ALGORITHM, DRAFT_MODEL) if f"`{name}`" in message]
@@ -20,35 +20,34 @@ class DraftError(UsageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Takes:
-    """Which hidden states of the target a draft is given: those after the last norm, or those of inner ``layers``.
+class HiddenInputs:
+    """Hidden states of the target that a draft reads: those behind the last norm, or those of inner ``layers``.
 
-    Layers are numbered as ``Decoder.forward`` numbers its ``taps``.
+    Layers are numbered like the ``taps`` of ``Decoder.forward``.
     """
 
     last: bool = False
     layers: tuple[int, ...] = ()
 
     def width(self, hidden_size: int) -> int:
-        """Columns of one row, for a target with this hidden size; 0 if the draft takes nothing."""
+        """Return the columns of one row, for a target with this hidden size; 0 if the draft reads nothing."""
         return hidden_size * (len(self.layers) + self.last)
 
 
-NOTHING = Takes()
-LAST = Takes(last=True)
+NOTHING = HiddenInputs()
+LAST = HiddenInputs(last=True)
 
 
 class DraftModel(nn.Module):
-    """A model that proposes tokens. Layers find the active ``ModelAttention``, as those of a ``Decoder`` do.
+    """A model that proposes tokens. Layers find the active ``ModelAttention``, like those of a ``Decoder``.
 
-    ``spec`` has this rank's heads, and layer ids of its own from 0. ``hidden_size`` is the width of what ``forward``
-    gives. ``models`` says how many models there are, one for each step; 1 is the same model for every step.
-    ``target_ids`` ``[draft vocab]`` int64 are the target's tokens that the draft's own stand for; None means that both
-    have one vocabulary. ``reads_target`` says that it has no cache: its layers' ids and rows are the target's, and it
-    writes none.
+    ``spec`` has this rank's heads, and layer ids from 0. ``hidden_size`` is the width of the output of ``forward``.
+    ``models`` is the number of models, one per step; 1 means the same model for every step. ``target_ids [draft
+    vocab]`` int64 maps draft tokens to target tokens; None if they share a vocabulary. ``reads_target`` is True for a
+    draft without a cache: its layers' ids and rows are the target's, and it writes none.
     """
 
-    takes: Takes = NOTHING
+    hidden_inputs: HiddenInputs = NOTHING
     models: int = 1
     target_ids: Tensor | None = None
     reads_target: bool = False
@@ -61,13 +60,14 @@ class DraftModel(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None, batch: ForwardBatch, step: int = 0
     ) -> Tensor:
-        """Hidden states ``[rows, hidden_size]`` of tokens of the target's vocabulary.
+        """Return hidden states ``[rows, hidden_size]`` of tokens of the target's vocabulary.
 
-        ``hidden`` is what the draft ``takes`` of the target, or what this method gave for the step before. None if it
-        takes nothing.
+        ``hidden`` are the target's states named by ``hidden_inputs``, or the output of this method for the previous
+        step. None if the draft reads none.
         """
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """``[rows, draft vocab]`` float32 for what ``forward`` gave for this step, the same on every rank."""
+        """Return logits ``[rows, draft vocab]`` float32 of the output of ``forward`` for this step, the same on every
+        rank."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Multi-token prediction: a draft of layers that a model's own checkpoint holds after its last one."""
+"""Multi-token prediction: a draft of the extra layers that a model's own checkpoint holds behind its last one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.host import Config
-from attnplug_engine.checkpoint import Checkpoint, WeightSource
+from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
 from attnplug_engine.models import deepseek, qwen_hybrid
-from attnplug_engine.models.architectures import LoadedModel
-from attnplug_engine.models.decoder import MODEL, Block, hidden_norm
+from attnplug_engine.models.decoder import MODEL, Block, LoadedModel, hidden_norm
 from attnplug_engine.models.layers import Head, Linear, RMSNorm, embedded
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import Rows, Weights
+from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
 from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
 from attnplug_engine.speculation.options import STEPS, TOPK, Speculation
@@ -27,7 +26,7 @@ MakeBlock = Callable[[Weights, Config, LayerSpec], Block]
 
 
 class PredictionLayer(nn.Module):
-    """One model: a token's embedding and the hidden state before it, joined, through a block and a last norm."""
+    """One draft model: a token's embedding and the hidden state before it, joined, through a block and a last norm."""
 
     def __init__(
         self,
@@ -50,10 +49,10 @@ class PredictionLayer(nn.Module):
 
 
 class PredictionDraft(DraftModel):
-    """A model's own layers for multi-token prediction. Hidden states are those after the last norm, of target and
-    draft alike. Several layers are one for each step, with rows of their own in the cache."""
+    """A model's own layers for multi-token prediction. Hidden states are those behind the last norm, of target and
+    draft alike. Several layers serve one step each, with rows of their own in the cache."""
 
-    takes = LAST
+    hidden_inputs = LAST
 
     def __init__(self, spec: ModelSpec, target: LoadedModel, layers: list[PredictionLayer]) -> None:
         super().__init__(spec, target.module.hidden_size)
@@ -75,10 +74,10 @@ class PredictionDraft(DraftModel):
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """How the layers of one model type are stored. ``counts`` are keys that say how many there are; 1 without them.
+    """Storage of the layers of one model type. ``counts`` are the config keys with their number; 1 without them.
 
-    ``first`` names a tensor that every such checkpoint holds. ``owned`` is a pattern of the names of all tensors of the
-    first so many layers.
+    ``first`` names a tensor that every such checkpoint holds. ``owned`` returns a pattern of the names of all tensors
+    of the first n layers.
     """
 
     counts: tuple[str, ...]
@@ -88,7 +87,7 @@ class Predictor:
 
 
 def _join(weights: Weights, name: str, hidden: int) -> Linear:
-    return Linear.stacked(weights, [Rows(name, hidden, slice(0, hidden))], 2 * hidden)
+    return Linear.stacked(weights, [WeightRows(name, hidden, slice(0, hidden))], 2 * hidden)
 
 
 def _deepseek(weights: Weights, config: Config, spec: ModelSpec, target: LoadedModel) -> list[PredictionLayer]:
@@ -110,7 +109,7 @@ def _deepseek(weights: Weights, config: Config, spec: ModelSpec, target: LoadedM
 
 
 def _qwen(make_block: MakeBlock) -> Callable[[Weights, Config, ModelSpec, LoadedModel], list[PredictionLayer]]:
-    """Qwen3-Next's and Qwen3.5's: all but the blocks is shared by all layers."""
+    """Builder for Qwen3-Next and Qwen3.5: all layers share everything but the blocks."""
 
     def build(weights: Weights, config: Config, spec: ModelSpec, target: LoadedModel) -> list[PredictionLayer]:
         own, norm = weights.at("mtp"), hidden_norm(config, zero_centred=True)
@@ -147,11 +146,11 @@ PREDICTORS: Mapping[str, Predictor] = {
     "qwen3_next": _qwen_predictor(qwen_hybrid.next_prediction_block),
     "qwen3_5_text": _qwen_predictor(qwen_hybrid.prediction_block),
 }
-"""By the target's ``model_type``."""
+"""Predictors by the target's ``model_type``."""
 
 
 def prediction_spec(speculation: Speculation, target: ModelSpec, given: Mapping[str, object], source: str) -> ModelSpec:
-    """The layers that are used, as attention sees them, by the target's config as it is ``given``."""
+    """Return the layers that are used, from the target's config ``given``."""
     predictor = _predictor(target)
     config = Config(given, source, target.model_type)
     counts = [config.optional_integer(key, least=0) for key in predictor.counts]
@@ -183,7 +182,7 @@ def prediction_spec(speculation: Speculation, target: ModelSpec, given: Mapping[
 def build_prediction(
     weights: Weights, source: WeightSource, config: Config, spec: ModelSpec, target: LoadedModel
 ) -> PredictionDraft:
-    """Read the layers of ``spec``, which is the whole model's, from the target's own checkpoint."""
+    """Load the layers of ``spec``, which is the whole model's, from the target's own checkpoint."""
     predictor = _predictor(spec)
     first = predictor.first(config)
     if isinstance(source, Checkpoint) and first not in source.names():

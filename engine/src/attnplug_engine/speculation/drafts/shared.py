@@ -1,11 +1,11 @@
-"""What a draft has of its own or shares with its target: the embedding and the head."""
+"""Embedding and head of a draft, its own or the target's."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from attnplug_engine.models.architectures import LoadedModel
+from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.models.layers import Head, frozen
 from attnplug_engine.models.weights import Weights
 
@@ -13,7 +13,7 @@ EMBEDDING = "embed_tokens.weight"
 
 
 def own_embedding(weights: Weights, target: LoadedModel) -> nn.Parameter:
-    """The embedding that is stored under these weights; the target's if there is none, or the same one once more."""
+    """Return the embedding stored under these weights; the target's if there is none, or an identical one."""
     shared = target.module.embedding
     if not weights.holds(EMBEDDING):
         return shared
@@ -22,7 +22,7 @@ def own_embedding(weights: Weights, target: LoadedModel) -> nn.Parameter:
 
 
 def own_head(weights: Weights, name: str, target: LoadedModel) -> Head:
-    """The head that is stored under this name; the target's if there is none, or the same one once more."""
+    """Return the head stored under this name; the target's if there is none, or an identical one."""
     shared = target.module.head
     assert shared is not None, "a target is loaded with its head"
     if not weights.holds(name):

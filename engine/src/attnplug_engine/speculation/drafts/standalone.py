@@ -1,11 +1,11 @@
-"""An ordinary small model as a draft: it sees tokens and nothing of the target."""
+"""An ordinary small model as a draft: it reads tokens and nothing of the target."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from attnplug import ForwardBatch
-from attnplug_engine.models.architectures import LoadedModel
+from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.speculation.drafts.model import DraftModel
 
 

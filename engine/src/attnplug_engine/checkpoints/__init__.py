@@ -1,0 +1,1 @@
+"""Checkpoint readers: safetensors folders, base models without a head, random weights."""

@@ -1,0 +1,303 @@
+"""Checkpoints on disk: Hugging Face folders with ``config.json`` and safetensors, read tensor by tensor.
+
+No pickle is ever loaded, because unpickling runs arbitrary code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from attnplug.host import MOST_BYTES, UsageError, read_json_object, regular_size, show
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_INTEGERS = {"I64", "I32"}
+_SHOWN = 6
+_MAX_NAME = 255
+_MAX_INDEX_BYTES = 1 << 28  # an index of 100,000 tensors has 10 MB
+
+
+class CheckpointError(UsageError):
+    """A checkpoint is wrong or incomplete. ``file`` is the file or folder at fault, ``tensor`` the tensor if any."""
+
+    def __init__(self, message: str, file: str, tensor: str | None = None) -> None:
+        super().__init__(message)
+        self.file = file
+        self.tensor = tensor
+
+
+class MissingTensor(CheckpointError):
+    """The model needs a tensor that no file holds. ``files`` are those that were searched."""
+
+    def __init__(self, message: str, file: str, tensor: str, files: Sequence[str]) -> None:
+        super().__init__(message, file, tensor)
+        self.files = tuple(files)
+
+
+class WrongShape(CheckpointError):
+    """A tensor's shape differs from the one that the config implies: ``found`` instead of ``expected``."""
+
+    def __init__(self, message: str, file: str, tensor: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        super().__init__(message, file, tensor)
+        self.found = found
+        self.expected = expected
+
+
+class WrongDtype(CheckpointError):
+    """A tensor has an element type that cannot be loaded, such as the codes of a quantised weight."""
+
+    def __init__(self, message: str, file: str, tensor: str, found: str) -> None:
+        super().__init__(message, file, tensor)
+        self.found = found
+
+
+class UnusedTensors(CheckpointError):
+    """The checkpoint holds tensors that no part of the model takes: its config describes another model."""
+
+    def __init__(self, message: str, file: str, tensors: Sequence[str]) -> None:
+        super().__init__(message, file, tensors[0])
+        self.tensors = tuple(tensors)
+
+
+class WeightSource(Protocol):
+    """Source of a model's weights: a checkpoint on disk, or random numbers."""
+
+    @property
+    def config(self) -> Mapping[str, object]: ...
+
+    @property
+    def name(self) -> str:
+        """Name in messages: the folder, or the name of the model."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Names of the tensors that exist."""
+        ...
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError if there is no readable tensor of this name and shape."""
+        ...
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
+        """Return a tensor, or the part of it that a rank owns, in its stored dtype. It must not be written to.
+
+        ``shape`` is that of the whole tensor, as the model expects it. Raises CheckpointError if it differs.
+        """
+        ...
+
+    def integers(self, name: str, shape: tuple[int, ...], below: int) -> Tensor:
+        """Return a tensor of integers from 0 to ``below - 1`` as int64. Raises CheckpointError for others."""
+        ...
+
+
+class Checkpoint:
+    """A Hugging Face folder. Files are opened when one of their tensors is first requested; only requested parts are
+    read."""
+
+    def __init__(self, folder: Path, config: Mapping[str, object], files: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.config = config
+        self._files = files
+        """File name of each tensor."""
+        self._open: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, folder: str | Path, config_file: str = "config.json") -> Checkpoint:
+        """Find the files of a checkpoint. Raises CheckpointError if any is missing or cannot be read."""
+        folder = Path(folder)
+        if not os.path.isdir(folder):
+            problem = "is not a folder" if os.path.lexists(folder) else "does not exist"
+            raise CheckpointError(f"the checkpoint {str(folder)!r} {problem}; give a Hugging Face folder", str(folder))
+        config_path = folder / config_file
+        if not os.path.lexists(config_path):
+            raise CheckpointError(
+                f"the checkpoint {str(folder)!r} holds no config.json; it holds {_listing(folder)}", str(config_path)
+            )
+        config = _read_json(config_path)
+        if os.path.lexists(folder / SINGLE_FILE):
+            checkpoint = cls(folder, config, {})
+            checkpoint._files = dict.fromkeys(checkpoint._opened(SINGLE_FILE).keys(), SINGLE_FILE)
+            return checkpoint
+        if os.path.lexists(folder / INDEX_FILE):
+            return cls(folder, config, _read_index(folder))
+        raise _no_weights(folder)
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that hold tensors."""
+        return tuple(sorted(set(self._files.values())))
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._files)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        self._stored(name, shape)
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
+        stored = self._stored(name, shape)
+        part: Tensor = stored[rows or slice(None)] if columns is None else stored[rows or slice(None), columns]
+        return part
+
+    def integers(self, name: str, shape: tuple[int, ...], below: int | None = None) -> Tensor:
+        """Return a tensor of integers, such as a token map, as int64; with ``below``, all must be in ``[0, below)``."""
+        whole: Tensor = self._stored(name, shape, _INTEGERS)[:].long()
+        if below is not None and not bool(((whole >= 0) & (whole < below)).all()):
+            low, high = int(whole.min()), int(whole.max())
+            raise CheckpointError(
+                f"{self.folder / self._files[name]}: tensor {name!r} has numbers from {low} to {high}; the config "
+                f"implies 0 to {below - 1}",
+                str(self.folder / self._files[name]),
+                name,
+            )
+        return whole
+
+    def _stored(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = _FLOATS) -> Any:
+        """Return a handle on a tensor in its file; nothing is read yet."""
+        if name not in self._files:
+            raise self._missing(name, shape)
+        file = self._files[name]
+        path = str(self.folder / file)
+        try:
+            stored = self._opened(file).get_slice(name)
+        except SafetensorError as error:
+            raise MissingTensor(
+                f"{path} has no tensor {name!r} (expected with shape {list(shape)}), but {INDEX_FILE} says it does",
+                path,
+                name,
+                (file,),
+            ) from error
+        if (found := tuple(stored.get_shape())) != shape:
+            raise WrongShape(
+                f"{path}: tensor {name!r} has shape {list(found)}, but the config implies {list(shape)}; "
+                "config.json and the weights belong to different models",
+                path,
+                name,
+                found,
+                shape,
+            )
+        if (dtype := str(stored.get_dtype())) not in kinds:
+            allowed = "only unquantised weights can be loaded" if kinds is _FLOATS else "it must hold whole numbers"
+            raise WrongDtype(
+                f"{path}: tensor {name!r} is of type {dtype}; {allowed}: {', '.join(sorted(kinds))}",
+                path,
+                name,
+                dtype,
+            )
+        return stored
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            path = self.folder / file
+            try:
+                size = regular_size(path)
+            except UsageError as error:
+                raise CheckpointError(str(error), str(path)) from error
+            try:
+                self._open[file] = safe_open(str(path), framework="pt", device="cpu")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path} ({size} bytes) cannot be read as safetensors: {error}; "
+                    "it is truncated or not safetensors; fetch it again",
+                    str(path),
+                ) from error
+        return self._open[file]
+
+    def _missing(self, name: str, shape: tuple[int, ...]) -> MissingTensor:
+        files = self.files
+        near = difflib.get_close_matches(name, self._files, n=2, cutoff=0.8)
+        closest = f"; the closest it has: {', '.join(map(repr, near))}" if near else ""
+        return MissingTensor(
+            f"the checkpoint {self.name!r} has no tensor {name!r}, which the model needs with shape {list(shape)}; "
+            f"searched: {shortened(files)}{closest}",
+            self.name,
+            name,
+            files,
+        )
+
+
+def checkpoint_folder(reference: str) -> Path:
+    """Return the folder of a model reference: the folder itself, or that of the config file that it names."""
+    path = Path(reference)
+    return path if os.path.isdir(path) else path.parent
+
+
+def checkpoint_config(reference: str) -> Mapping[str, object]:
+    """Return the config of a model reference that is a folder or the path of a config."""
+    path = Path(reference)
+    return _read_json(path / "config.json" if os.path.isdir(path) else path)
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Format names for a message: the first few, and the number of others."""
+    more = len(names) - _SHOWN
+    short = (name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in names[:_SHOWN])
+    return ", ".join(short) + (f" and {more} more" if more > 0 else "")
+
+
+def _read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, object]:
+    try:
+        return read_json_object(path, most_bytes)
+    except UsageError as error:
+        raise CheckpointError(str(error), str(path)) from error
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor. Raises if a file is missing, which is better found now than after an hour."""
+    path = folder / INDEX_FILE
+    listed = _read_json(path, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f"{path} has no 'weight_map' from tensor names to file names", str(path))
+    for name, file in listed.items():
+        # A file elsewhere is not part of this checkpoint, even if the index names it.
+        named = isinstance(file, str) and Path(file).name == file != "" and file.isprintable()
+        if not named or len(file) > _MAX_NAME:
+            raise CheckpointError(
+                f"{path} puts tensor {show(name)} into {show(file)}, which is not a file name", str(path), name
+            )
+    # Not Path.is_file, which raises for names that a file system refuses.
+    absent = [file for file in sorted(set(listed.values())) if not os.path.isfile(folder / file)]
+    if absent:
+        count = len(set(listed.values()))
+        raise CheckpointError(
+            f"{path} names {count} files, of which {len(absent)} are missing from the folder: {shortened(absent)}; "
+            "fetch the rest of the checkpoint",
+            str(folder / absent[0]),
+        )
+    return listed
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    pickles = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)})
+    if pickles:
+        return CheckpointError(
+            f"the checkpoint {str(folder)!r} has its weights only as pickle ({shortened(pickles)}), which is never "
+            "loaded because unpickling runs code; convert it with transformers' save_pretrained, which writes "
+            "safetensors",
+            str(folder / pickles[0]),
+        )
+    return CheckpointError(
+        f"the checkpoint {str(folder)!r} has neither {SINGLE_FILE} nor {INDEX_FILE}; it holds {_listing(folder)}",
+        str(folder / SINGLE_FILE),
+    )
+
+
+def _listing(folder: Path) -> str:
+    return shortened(sorted(path.name for path in folder.iterdir())) or "nothing"

@@ -1,0 +1,1 @@
+"""Commands ``attnplug run`` and ``attnplug embed``."""

@@ -1,0 +1,96 @@
+"""Command-line arguments that ``attnplug run`` and ``attnplug embed`` share: model, prompts, backends, ranks.
+
+Nothing here imports torch, so that mistakes are reported, and ranks started, at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from attnplug import DType, Role, Setting
+from attnplug.host import BackendRequest, UsageError, add_backend_options, option, output, split_settings
+from attnplug_engine.cli.prompts import PromptLine
+from attnplug_engine.parallel.ranks import check_division, prompts_for_ranks, run_ranks, started_as_rank
+
+
+def add_model_and_prompts(parser: argparse.ArgumentParser, line: str) -> None:
+    """Add the model and the prompts. ``line`` describes the keys of a JSON line."""
+    parser.add_argument("--model", required=True, metavar="PATH|tiny:NAME", help="a checkpoint's folder, or tiny:NAME")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    what.add_argument(
+        "--prompts", metavar="FILE.jsonl|-", help=f"one JSON object per line, with {line}; - reads standard input"
+    )
+
+
+def add_serving_options(
+    parser: argparse.ArgumentParser, roles: tuple[Role, ...], *, chunked_prefill_size: int, seeded: str
+) -> None:
+    """Add backends, dtypes and sizes. ``seeded`` describes what the seed is for."""
+    add_backend_options(parser)
+    for role in roles:
+        parser.add_argument(option(role.setting), metavar="NAME|auto", help=f"backend for the role {role} only")
+    parser.add_argument(
+        "--dtype", metavar="DTYPE", help="element type of weights and activations (default: the model's)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=f"seed of {seeded}")
+    parser.add_argument("--max-batch", type=int, default=32, metavar="N", help="most concurrent prompts")
+    parser.add_argument(
+        "--chunked-prefill-size",
+        type=int,
+        default=chunked_prefill_size,
+        metavar="N",
+        help="most tokens per step; -1: do not chunk prompts",
+    )
+    parser.add_argument(
+        "--context-length", type=int, metavar="N", help="most tokens per prompt, with new ones (default: the model's)"
+    )
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
+
+
+def shared_settings(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return the parsed options as fields of ``EngineOptions`` and ``EmbedOptions``."""
+    request = _backend_request(parsed)
+    return {
+        "attention_backend": request.attention,
+        "role_backends": request.roles,
+        "backend_options": request.options,
+        "device": parsed.device,
+        "dtype": DType.parse(parsed.dtype, Setting.DTYPE) if parsed.dtype is not None else None,
+        "kv_dtype": DType.parse(parsed.kv_dtype, Setting.KV_DTYPE) if parsed.kv_dtype is not None else None,
+        "page_size": parsed.page_size,
+        "max_batch": parsed.max_batch,
+        "chunked_prefill_size": parsed.chunked_prefill_size,
+        "context_length": parsed.context_length,
+        "seed": parsed.seed,
+    }
+
+
+def on_each_rank(
+    parsed: argparse.Namespace,
+    read: Callable[[argparse.Namespace], list[PromptLine]],
+    work: Callable[[argparse.Namespace, list[PromptLine]], int],
+    *,
+    is_embedding: bool = False,
+) -> int:
+    """Run ``work`` in this process if it is the only one or a rank; otherwise start the ranks. Returns the exit
+    code."""
+    size = parsed.tensor_parallel
+    if size < 1:
+        raise UsageError(f"--tensor-parallel {size} is not a number of ranks; give 1 or more")
+    if size == 1 or started_as_rank():
+        return work(parsed, read(parsed))
+    with prompts_for_ranks(parsed.prompts):
+        read(parsed)
+        check_division(parsed.model, _backend_request(parsed), size, is_embedding=is_embedding)
+        output.release()
+        return run_ranks(size, sys.argv[1:])
+
+
+def _backend_request(parsed: argparse.Namespace) -> BackendRequest:
+    given = {role: getattr(parsed, f"{role}_attention_backend", None) for role in Role}
+    named = {role: name for role, name in given.items() if name is not None}
+    return BackendRequest(parsed.attention_backend, named, split_settings(parsed.backend_option))

@@ -1,0 +1,52 @@
+"""Command line of ``attnplug embed``. Imports no torch, so that mistakes are reported, and ranks started, at once."""
+
+from __future__ import annotations
+
+import argparse
+
+from attnplug import Role
+from attnplug.host import Commands, add_command, interrupt
+from attnplug_engine.checkpoints.pooling import Pooling
+from attnplug_engine.cli.arguments import add_model_and_prompts, add_serving_options, on_each_rank
+from attnplug_engine.cli.prompts import PromptLine, read_prompts
+from attnplug_engine.request import SamplingParams
+
+_NOTHING = SamplingParams(max_tokens=1)
+"""Placeholder: embedding samples no tokens."""
+
+
+def declare(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the command to core's command line."""
+    parser = add_command(commands, "embed", "Embed texts by a model's hidden states on any installed backend.", run)
+    add_model_and_prompts(parser, "prompt or prompt_token_ids, and maybe id")
+    parser.add_argument(
+        "--pooling", metavar="|".join(Pooling), help="which hidden states (default: the checkpoint's, else last)"
+    )
+    parser.add_argument(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="vectors of length 1 (default: as the checkpoint says, else yes)",
+    )
+    parser.add_argument("--prompt-name", metavar="NAME", help="the checkpoint's text to put before each prompt")
+    roles = (Role.PREFILL, Role.LINEAR)
+    add_serving_options(parser, roles, chunked_prefill_size=-1, seeded="tiny models' weights")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    if parsed.pooling is not None:
+        Pooling.parse(parsed.pooling, "--pooling")
+    return on_each_rank(parsed, _prompts, _embed, is_embedding=True)
+
+
+def _embed(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
+    with interrupt.exit_immediately():
+        from attnplug_engine.cli.embed_prompts import embed
+
+    return embed(parsed, lines)
+
+
+def _prompts(parsed: argparse.Namespace) -> list[PromptLine]:
+    if parsed.prompts is None:
+        return [PromptLine(parsed.prompt, _NOTHING, "--prompt")]
+    return read_prompts(parsed.prompts, _NOTHING, embedded=True)

@@ -1,0 +1,199 @@
+"""Execution of ``attnplug run`` on each rank: build an engine, run the prompts, print the completions."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from attnplug import DType, ExtendPath, ForwardingBackend, Setting
+from attnplug.host import ExtendPolicy, Render, UsageError, interrupt, output, warn_of_plugins
+from attnplug_engine.cli.arguments import shared_settings
+from attnplug_engine.cli.output import CompletionWriter
+from attnplug_engine.cli.prompts import PromptLine
+from attnplug_engine.engine import Engine
+from attnplug_engine.options import EngineOptions
+from attnplug_engine.parallel.collectives import TensorParallel
+from attnplug_engine.parallel.ranks import join_ranks, leave_ranks
+from attnplug_engine.request import Request
+from attnplug_engine.text.encoder import naming_prompt
+from attnplug_engine.text.transcript import Transcript
+
+INTERRUPTED = 130
+
+
+def generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
+    """Run the prompts of the command line; return the exit code."""
+    options = _options(parsed)
+    parallel = join_ranks(parsed.tensor_parallel, parsed.device)
+    code = _run(parsed, lines, options, parallel)
+    return code if code == INTERRUPTED else leave_ranks(parallel, code)
+
+
+def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions, parallel: TensorParallel) -> int:
+    speaks = parallel.rank == 0
+    console = Console(stderr=True, highlight=False, markup=False, quiet=not speaks)
+    with _progress(console, "loading", shown=not parsed.json) as (bar, task):
+        engine = Engine(
+            parsed.model,
+            options,
+            parallel=parallel,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            on_capture=lambda done, total: bar.update(
+                task, completed=done, total=total, description="capturing CUDA graphs"
+            ),
+        )
+    if speaks:
+        warn_of_plugins(engine.registry)
+    requests = []
+    for line in lines:  # queue all before any runs, so that a bad one is reported at once
+        with naming_prompt(line.where):
+            requests.append(engine.add(line.prompt, line.params))
+    if parsed.prompt is not None and not parsed.json:
+        code = _stream(engine, requests[0], lines[0].where, speaks)
+    else:
+        writer = CompletionWriter(lines, engine.statistics.backend_usage, json=parsed.json) if speaks else None
+        code = _generate(engine, requests, writer, console)
+    if speaks and code != INTERRUPTED:
+        _summary(engine, console, parsed.render)
+    return code
+
+
+def _options(parsed: argparse.Namespace) -> EngineOptions:
+    policy = ExtendPolicy()
+    if parsed.mla_extend is not None:
+        policy = replace(policy, forced=ExtendPath.parse(parsed.mla_extend))
+    if parsed.mla_chunk_capacity is not None:
+        policy = replace(policy, chunk_capacity=parsed.mla_chunk_capacity)
+    return EngineOptions(
+        **shared_settings(parsed),
+        index_dtype=DType.parse(parsed.index_dtype, Setting.INDEX_DTYPE) if parsed.index_dtype is not None else None,
+        random_weights=parsed.random_weights,
+        num_pages=parsed.num_pages,
+        prefix_cache=not parsed.no_prefix_cache,
+        state_slots=parsed.state_slots,
+        state_checkpoint=parsed.state_checkpoint,
+        extend_policy=policy,
+        ignore_eos=parsed.ignore_eos,
+        check_layers=parsed.check_layers,
+        cuda_graph_batch_sizes=_sizes("--cuda-graph-batch-sizes", parsed.cuda_graph_batch_sizes),
+        cuda_graph_prefill_sizes=_sizes("--cuda-graph-prefill-sizes", parsed.cuda_graph_prefill_sizes),
+        disable_prefill_cuda_graph=parsed.disable_prefill_cuda_graph,
+        disable_cuda_graph=parsed.disable_cuda_graph,
+        overlap=False if parsed.disable_overlap else None,
+        two_batch_overlap=parsed.enable_two_batch_overlap,
+        speculative_algorithm=parsed.speculative_algorithm,
+        speculative_draft_model=parsed.speculative_draft_model,
+        speculative_num_steps=parsed.speculative_num_steps,
+        speculative_topk=parsed.speculative_topk,
+        speculative_num_draft_tokens=parsed.speculative_num_draft_tokens,
+        plan_stream=parsed.enable_plan_stream,
+        enable_hisparse=parsed.enable_hisparse,
+        hisparse_config=parsed.hisparse_config,
+    )
+
+
+def _sizes(flag: str, text: str | None) -> tuple[int, ...] | None:
+    """Parse ``1,2,4`` as numbers."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UsageError(f"{flag} {text!r} is not a list of numbers; write them like 1,2,4,8") from None
+
+
+def _stream(engine: Engine, request: Request, where: str, speaks: bool) -> int:
+    """Run one prompt and print its text as it is generated. Returns the exit code."""
+    transcript = None if engine.tokenizer is None else Transcript(engine.tokenizer, request.params.stop)
+    for update in engine.follow([request]):
+        if update.token is None:
+            new = "\n" if transcript is None else transcript.finish() + "\n"
+        else:
+            new = f"{update.token} " if transcript is None else transcript.push(update.token)
+        if speaks and new:
+            print(new, end="", flush=True)
+    error = engine.completion(0, request).error
+    if speaks and error is not None:
+        print(f"error: {where}: {error}", file=sys.stderr)
+    return 0 if error is None else 1
+
+
+def _generate(engine: Engine, requests: Sequence[Request], writer: CompletionWriter | None, console: Console) -> int:
+    """Run all prompts and write each completion when it is finished. Returns the exit code."""
+    code = 0
+    shown = len(requests) > 1 and not output.on_terminal()
+    try:
+        with interrupt.raise_on_sigterm(), _progress(console, "generating", shown, len(requests)) as (bar, task):
+            for update in engine.follow(requests):
+                if update.token is not None:
+                    continue
+                completion = engine.completion(update.index, update.request)
+                code = code if completion.error is None else 1
+                if writer is not None:
+                    writer.add(completion)
+                bar.advance(task)
+    except BrokenPipeError:  # the reader is gone, so there is nothing to report to
+        raise
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if writer is not None:
+            if not isinstance(error, OSError):  # otherwise output itself has failed
+                writer.close()
+            what = "interrupted" if interrupted else "stopped"
+            console.print(f"{what}: {writer.written} of {len(requests)} prompts were finished and are written")
+        if not interrupted:
+            raise
+        code = INTERRUPTED
+    return code
+
+
+@contextmanager
+def _progress(console: Console, what: str, shown: bool, total: int | None = None) -> Iterator[tuple[Progress, TaskID]]:
+    """Progress bar on standard error, if that is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    shown = shown and console.is_terminal and not console.quiet
+    # The bar must not redirect standard output, which may be a file.
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not shown) as bar:
+        yield bar, bar.add_task(what, total=total)
+
+
+def _summary(engine: Engine, console: Console, render: Render) -> None:
+    for role, choice in engine.selection.choices.items():
+        console.print(f"{role}: {choice.chosen_name} ({choice.why(render)})")
+    for role, choice in ({} if engine.draft_selection is None else engine.draft_selection.choices).items():
+        console.print(f"{role}: {choice.chosen_name} ({choice.why(render)})")
+    counts = engine.statistics
+    for name, tokens, seconds in (
+        ("prefill", counts.prefill_tokens, counts.prefill_seconds),
+        ("decode", counts.decode_tokens, counts.decode_seconds),
+    ):
+        rate = f"{tokens / seconds:.0f} tokens/s" if seconds else "–"
+        console.print(f"{name}: {tokens} tokens, {rate}")
+    if counts.rounds is not None:
+        console.print(f"speculation: {counts.rounds}")
+        console.print(f"a round: {counts.rounds.times}")
+    if engine.rounds is not None and (names := engine.rounds.planned_in_order):
+        needing = " and ".join(dict.fromkeys(names))
+        console.print(f"plan stream: none, since {needing} plans by lengths on the host")
+    for kind, steps in counts.backend_usage.by_backend().items():
+        console.print(f"{kind} steps by backend: {', '.join(f'{name} {count}' for name, count in steps.items())}")
+    if isinstance(engine.runner.backend, ForwardingBackend):
+        for name, why in engine.runner.backend.left_out.items():
+            console.print(f"without {name}: {why}")
+    if engine.runner.device.type == "cuda":
+        console.print(f"CUDA graphs: {engine.graphs}")
+        console.print(f"decode steps: {counts.replayed_steps} replayed, {counts.eager_steps} eager")
+        console.print(f"prefill steps: {counts.replayed_prefills} replayed, {counts.eager_prefills} eager")
+    if engine.runner.coordinator is not None:
+        console.print(f"HiSparse: {engine.runner.coordinator.statistics()}")
+    cache = engine.cache_statistics
+    if cache is not None:
+        console.print(f"prefix cache: {cache.hit_tokens} of {cache.tokens} prompt tokens found ({cache.hits} hits)")
+    if engine.scheduler.preemptions:
+        console.print(f"preempted: {engine.scheduler.preemptions} times, for lack of pages")

@@ -1,0 +1,135 @@
+"""Prompts from the command line and from JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import stat
+import sys
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TextIO
+
+from attnplug.host import UsageError, show
+from attnplug_engine.parallel.ranks import prompts_path
+from attnplug_engine.request import SamplingParams
+from attnplug_engine.text.chat import Chat
+
+_PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
+_PARAM_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "stop", "logprobs")
+
+
+class _Keys(NamedTuple):
+    """Keys of a line beside ``id``."""
+
+    prompt: tuple[str, ...]
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """One prompt and its sampling parameters. ``where`` is its place in errors: ``prompts.jsonl:3``."""
+
+    prompt: str | list[int] | Chat
+    params: SamplingParams
+    where: str
+    id: str | int | float | None = None
+    """The user's id of the prompt, repeated in its output line."""
+
+
+def read_prompts(
+    path: str, defaults: SamplingParams, *, chat: bool = False, embedded: bool = False
+) -> list[PromptLine]:
+    """Read the prompts of a file of JSON lines, or of standard input if ``path`` is ``-``.
+
+    With ``chat``, a prompt that is a text becomes a conversation of one user message. Prompts to be ``embedded`` cannot
+    be conversations and have no sampling parameters.
+    """
+    keys = _Keys(("prompt", "prompt_token_ids"), ()) if embedded else _Keys(_PROMPT_KEYS, _PARAM_KEYS)
+    name = "standard input" if path == "-" else path
+    try:
+        with _opened(prompts_path(path)) as stream:
+            return _parse(stream, name, defaults, keys, chat)
+    except OSError as error:
+        raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompts {path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+
+
+def _parse(stream: TextIO, name: str, defaults: SamplingParams, keys: _Keys, chat: bool) -> list[PromptLine]:
+    """Parse JSON lines; empty lines are skipped. An invalid line is an error with ``name`` and line number."""
+    prompts = []
+    for number, line in enumerate(stream.read().split("\n"), start=1):
+        if line.strip():
+            where = f"{name}:{number}"
+            try:
+                prompts.append(_line(json.loads(line), defaults, where, keys, chat))
+            except json.JSONDecodeError as error:
+                raise UsageError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+            except ValueError:
+                raise UsageError(f"{where}: not JSON that can be read: a number has thousands of digits") from None
+            except RecursionError:
+                raise UsageError(f"{where}: not JSON that can be read: thousands of brackets are open") from None
+    if not prompts:
+        raise UsageError(f'{name} holds no prompt; write one JSON object per line: {{"prompt": "…"}}')
+    return prompts
+
+
+def _opened(path: str) -> contextlib.AbstractContextManager[TextIO]:
+    if path != "-":
+        if os.path.exists(path) and stat.S_ISCHR(os.stat(path).st_mode) and path not in ("/dev/stdin", "/dev/tty"):
+            raise UsageError(f"--prompts {path} is a device, which may never end; give a file, or - for standard input")
+        return open(path, encoding="utf-8-sig")
+    if sys.stdin is None:
+        raise UsageError("--prompts - reads standard input, which is closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
+    return contextlib.nullcontext(sys.stdin)
+
+
+def _line(value: Any, defaults: SamplingParams, where: str, keys: _Keys, chat: bool) -> PromptLine:
+    if not isinstance(value, dict):
+        raise UsageError(f'{where}: not an object; write {{"prompt": "…"}} or {{"prompt_token_ids": […]}}')
+    known = (*keys.prompt, "id", *keys.params)
+    if unknown := sorted(value.keys() - set(known)):
+        raise UsageError(f"{where}: unknown keys {', '.join(unknown)}; known are {', '.join(known)}")
+    given = [key for key in keys.prompt if key in value]
+    if len(given) != 1:
+        raise UsageError(f"{where}: give exactly one of {', '.join(keys.prompt)}, not {len(given)}")
+    prompt = value[given[0]]
+    if given[0] == "prompt" and not isinstance(prompt, str):
+        raise UsageError(f"{where}: prompt is {show(prompt)}; it must be a string")
+    if given[0] == "prompt_token_ids" and not isinstance(prompt, list):
+        raise UsageError(f"{where}: prompt_token_ids is {show(prompt)}; it must be a list of token ids")
+    changes = {key: value[key] for key in keys.params if key in value}
+    if isinstance(changes.get("stop"), str):
+        changes["stop"] = [changes["stop"]]
+    for key, kind in (("stop_token_ids", "token ids"), ("stop", "texts")):
+        if not isinstance(changes.get(key, []), list):
+            raise UsageError(f"{where}: {key} is {show(changes[key])}; it must be a list of {kind}")
+    if "stop_token_ids" in changes:
+        try:
+            changes["stop_token_ids"] = frozenset(changes["stop_token_ids"]) | defaults.stop_token_ids
+        except TypeError:
+            raise UsageError(f"{where}: stop_token_ids holds something that is not a token id") from None
+    if "stop" in changes:
+        changes["stop"] = (*changes["stop"], *defaults.stop)
+    try:
+        if given[0] == "messages":
+            prompt = Chat(prompt)
+        elif chat and given[0] == "prompt":
+            prompt = Chat.of_user(prompt)
+        return PromptLine(prompt, replace(defaults, **changes), where, _id(value))
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _id(line: dict[str, Any]) -> str | int | float | None:
+    value = line.get("id")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | None):
+        raise UsageError(f"id is {show(value)}; it must be a string or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"id is {value}, which JSON has no number for; write it as a string")
+    return value

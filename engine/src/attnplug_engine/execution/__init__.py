@@ -1,0 +1,1 @@
+"""Execution of steps: model runner, sampler, steps in flight."""

@@ -1,0 +1,121 @@
+"""Captured decode and prefill steps of a runner: capture at start-up, replay of the one that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from attnplug import GraphLevel, PoolError
+from attnplug_engine.execution.runner import ModelRunner, Phase, ReplayedStep
+from attnplug_engine.execution.sampler import Sampler
+from attnplug_engine.graphs.capture import Capture
+from attnplug_engine.graphs.capture_check import CaptureCheck
+from attnplug_engine.graphs.decode import DecodeGraphs
+from attnplug_engine.graphs.prefill import PrefillGraphs
+from attnplug_engine.scheduling.step import Step
+
+
+class CapturedSteps:
+    """Captured steps of one model. ``prefill`` is None if no prefill was captured."""
+
+    def __init__(self, decode: DecodeGraphs, prefill: PrefillGraphs | None) -> None:
+        self.decode, self.prefill = decode, prefill
+
+    def replay(self, step: Step, sampler: Sampler) -> ReplayedStep | None:
+        """Replay the graph that fits a step; return None if there is none."""
+        if step.mode.is_decode:
+            captured = self.decode.fitting(len(step.entries), step.entries)
+            if captured is not None:
+                sampled, output = self.decode.run(captured, step, sampler)
+                return ReplayedStep(captured.batch, captured.logits[0], sampled, output)
+        elif self.prefill is not None:
+            captured = self.prefill.fitting(step)
+            if captured is not None:
+                sampled = self.prefill.run(captured, step, sampler)
+                return ReplayedStep(captured.batch, captured.logits[0], sampled, None)
+        return None
+
+
+@torch.inference_mode()
+def capture_steps(
+    runner: ModelRunner,
+    sizes: Sequence[int],
+    capture: Capture,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    prefills: Sequence[int] = (),
+    keep_all: bool = True,
+) -> CapturedSteps:
+    """Capture decode steps of these batch sizes and prefills of these numbers of tokens for a runner.
+
+    The largest is captured first, so that the others reuse its memory. Unless ``keep_all``, a prefill is kept only if
+    its graph saves time. Each graph is compared with eager attention before it is used. The workspace does not grow
+    afterwards.
+    """
+    runner.enter(Phase.WARM_UP, "capture graphs once, before the first step")
+    shared = (runner.attention, runner.table, runner.tokens, runner.capacity)
+    decode = DecodeGraphs(
+        lambda batch: runner.model.logits(runner.run_model(batch)),
+        *shared,
+        largest=max(sizes),
+        has_states=runner.pools.linear is not None,
+    )
+    prefill = None
+    if prefills:
+        prefill = PrefillGraphs(
+            lambda batch, rows: runner.model.logits(runner.run_model(batch).index_select(0, rows)),
+            *shared,
+            largest=max(prefills),
+            slower=None if runner.attention.graph_level is GraphLevel.ALWAYS else runner.spec,
+            all_reduce_min=None if keep_all else partial(_min_over_ranks, runner),
+        )
+    check = CaptureCheck(
+        runner.spec, runner.attention, runner.pools, runner.allocator, runner.dtype, runner.device, runner.coordinator
+    )
+    todo: list[tuple[DecodeGraphs | PrefillGraphs, int]] = []
+    if prefill is not None:
+        todo += [(prefill, size) for size in sorted(prefills, reverse=True)]
+    todo += [(decode, size) for size in sorted(sizes, reverse=True)]
+    making, size = todo[0]
+    try:
+        decode.reserve(runner.allocator, *(() if prefill is None else (prefill.requests, prefill.largest)))
+        runner.enter(Phase.CAPTURE)
+        for done, (making, size) in enumerate(todo, 1):
+            try:
+                for captured in making.capture(size, capture):
+                    check.run(captured.batch, capture)
+            except torch.OutOfMemoryError:
+                if isinstance(making, DecodeGraphs) or keep_all or runner.parallel.size > 1:
+                    raise
+                making.drop(size)  # no setting asked for this size
+            if progress is not None:
+                progress(done, len(todo))
+    except torch.OutOfMemoryError as error:
+        raise no_memory(runner, size, making.sizes, prefill=making is prefill) from error
+    runner.workspace.freeze()
+    runner.graphs = steps = CapturedSteps(decode, prefill if prefill is not None and prefill.sizes else None)
+    runner.enter(Phase.SERVE)
+    return steps
+
+
+def _min_over_ranks(runner: ModelRunner, value: float) -> float:
+    """Return the minimum of ``value`` over ranks. All ranks run the same steps, so they decide by the same number."""
+    return float(runner.parallel.all_gather(torch.tensor([value], device=runner.device), 0).min())
+
+
+def no_memory(runner: ModelRunner, size: int, done: Sequence[int], *, prefill: bool = False) -> PoolError:
+    """Return the error for a graph of ``size`` requests or tokens that does not fit, following those of ``done``."""
+    free, total = torch.cuda.mem_get_info(runner.device)
+    caches = runner.pools.nbytes - (0 if runner.coordinator is None else runner.coordinator.host_nbytes)
+    larger = f" after those of {', '.join(map(str, reversed(done)))}" if done else ""
+    what, sizes, off = "requests", "cuda_graph_batch_sizes", "disable_cuda_graph"
+    if prefill:
+        what, sizes, off = "tokens", "cuda_graph_prefill_sizes", "disable_prefill_cuda_graph"
+    return PoolError(
+        f"the CUDA graph of {size} {what} does not fit into memory{larger}: {free / 2**20:.0f} MiB of "
+        f"{total / 2**20:.0f} are free beside the weights and {caches / 2**20:.0f} MiB of caches; lower "
+        f"`{sizes}`, `num_pages` or `max_batch`, or turn these graphs off by `{off}`",
+        settings=[sizes, "num_pages", "max_batch", off],
+    )

@@ -1,0 +1,121 @@
+"""Choice of kernel and tile configuration for products of few rows with a large matrix.
+
+Measured on an H200 (``benchmarks/gemm_tiles.py``), including the norm, gate and residual, for which a library needs
+separate launches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from attnplug_engine.kernels import shared_memory
+
+FEW, SOME, MORE, MANY = 2, 8, 16, 64
+"""Largest numbers of rows by kernel: ``FEW`` in ``skinny_gemm``; for a matrix of few rows ``SOME`` in ``tiled_gemm``
+and ``MORE`` in ``streamed_gemm``; for a gated matrix of many rows ``MANY`` there. The library is faster for all
+others."""
+_SHORT, _NARROW = 4096, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Tile configuration of a product: matrix rows of a program, columns that it loads at once, and its warps.
+
+    ``tiles``: it uses tensor cores. ``stages`` is the number of matrix parts in shared memory, 0 for none.
+    """
+
+    block_n: int
+    block_k: int
+    warps: int
+    tiles: bool = False
+    stages: int = 0
+
+
+FEW_ROW_CONFIGS: Mapping[tuple[int, int], TileConfig] = {
+    (2112, 2048): TileConfig(2, 2048, 4),
+    (3072, 1536): TileConfig(2, 2048, 2),
+    (2048, 2048): TileConfig(8, 2048, 8),
+}
+"""Configurations by the matrix's ``(rows, columns)`` that are better than the rule (``benchmarks/gemm_tiles.py``)."""
+TENSOR_CORE_CONFIGS: Mapping[tuple[int, int], TileConfig] = {(2112, 2048): TileConfig(16, 2048, 8, tiles=True)}
+"""The same for products on tensor cores."""
+STREAMED, STREAMED_GATED = TileConfig(64, 128, 4, tiles=True, stages=6), TileConfig(64, 128, 8, tiles=True, stages=4)
+_FILLED = 0.9
+"""Smallest share of busy multiprocessors, on average over waves, in a gated product: if more are idle in the last wave,
+a library divides the matrix better."""
+
+_LONGEST = 4096
+_TILE = 16_384
+"""Elements of the matrix that a program loads at once: 32 KiB of a 16-bit dtype; a multiprocessor holds several."""
+
+
+@lru_cache(maxsize=256)
+def choose_few(outputs: int, inputs: int, tiles: int = 1) -> TileConfig:
+    """Return the configuration for a matrix ``[tiles * outputs, inputs]``, of which a program takes ``tiles``
+    blocks."""
+    found = FEW_ROW_CONFIGS.get((tiles * outputs, inputs))
+    if found is not None:
+        return found
+    # One block if possible, even with masked lanes: only the first block is loaded before the kernel waits.
+    block_k = triton.next_power_of_2(inputs)
+    if block_k > _LONGEST:
+        whole = inputs & -inputs  # the largest power of two that divides it
+        block_k = min(whole if whole >= 512 else block_k, _LONGEST)
+    block_n = min(max(_TILE // (block_k * tiles), 1), 8 // tiles)
+    return TileConfig(block_n, block_k, 8 if block_n * block_k * tiles > _TILE else 4)
+
+
+def choose_tiles(outputs: int, inputs: int, *, normed: bool) -> TileConfig:
+    """Return the configuration for tensor cores. Every warp gets a part that is at least one tile wide."""
+    found = TENSOR_CORE_CONFIGS.get((outputs, inputs))
+    if found is not None:
+        return found
+    most = 512 if normed else 1024  # a norm needs registers
+    block_k = min(max(triton.next_power_of_2(inputs), 256), most)
+    return TileConfig(16, block_k, 4 if inputs <= 2048 else 8, tiles=True)
+
+
+def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = False) -> TileConfig | None:
+    """Return the configuration of ``skinny_gemm`` for these tensors; None if a library is faster, or the only option.
+
+    It depends on shapes only, so it is the same for every call with the same number of rows.
+    """
+    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return None
+    rows, (numbers, inputs) = x.shape[0], weight.shape
+    if not 0 < rows <= MANY or inputs % 2 or not weight.is_contiguous():
+        return None
+    tiles = 2 if gated else 1
+    if rows <= FEW:
+        return choose_few(numbers // tiles, inputs, tiles)
+    if rows <= SOME and numbers <= _SHORT:
+        # float16 overflows for a row times its gain before the division by the row's norm
+        return choose_tiles(numbers // tiles, inputs, normed=normed) if x.dtype is torch.bfloat16 else None
+    if inputs % 8:  # copies are 16 bytes wide
+        return None
+    config = STREAMED_GATED if gated else STREAMED
+    if streamed_bytes(config, rows, tiles) > shared_memory(x.device):  # e.g. SM 86, 89 and 120, which have 99 KiB
+        return None
+    if gated:
+        programs = numbers // 2 / config.block_n / _processors(x.device)
+        return config if programs >= _FILLED * math.ceil(programs) else None
+    return config if rows <= MORE and numbers <= _SHORT and inputs <= _NARROW else None
+
+
+def streamed_bytes(config: TileConfig, rows: int, tiles: int) -> int:
+    """Return the shared memory of a program of ``streamed_gemm``, without a few barriers; before SM 90 it is a stage
+    less."""
+    padded: int = max(triton.next_power_of_2(rows), 16)
+    return config.stages * (tiles * config.block_n + padded) * config.block_k * 2
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

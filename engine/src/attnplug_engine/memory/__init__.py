@@ -1,0 +1,1 @@
+"""Sizes of the KV cache, and the pools that hold it."""

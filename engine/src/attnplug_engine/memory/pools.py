@@ -1,0 +1,109 @@
+"""KV pools of a model's layers."""
+
+from __future__ import annotations
+
+import torch
+
+from attnplug import AttentionKind, DType, MHAPool, MLAPool, ModelSpec, PoolError
+from attnplug.host import CacheKey, KVPools, LinearStatePool, PagedCache
+from attnplug_engine.memory.capacity import Capacity, bytes_per_page, bytes_per_state, hot_bytes, own_dtype
+from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool
+from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool
+
+
+def build_pools(
+    spec: ModelSpec,
+    capacity: Capacity,
+    dtype: torch.dtype,
+    kv_dtype: DType,
+    device: torch.device,
+    index_dtype: DType | None = None,
+    *,
+    hot: bool = False,
+) -> KVPools:
+    """Build the pools that the layers of a rank's ``spec`` need. ``dtype`` is the model's, and that of index keys
+    unless ``index_dtype`` is given. With ``hot``, latent rows are in host memory and the MLA pool holds hot buffers.
+    Raises PoolError if memory does not suffice."""
+    try:
+        return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, hot=hot)
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError, for CUDA a subclass
+        needed = capacity.num_pages * bytes_per_page(
+            spec, capacity.page_size, kv_dtype, dtype, index_dtype, drafts=capacity.nodes - 1
+        )
+        if hot:
+            needed = hot_bytes(spec, capacity, kv_dtype, dtype, index_dtype)
+        what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
+        settings = ["num_pages"]
+        if capacity.state_slots:
+            states = capacity.state_slots * bytes_per_state(spec, dtype)
+            what += f" and {capacity.state_slots} linear states {states / 2**30:.1f} GiB"
+            settings += ["state_slots", "max_batch"]
+        lower = " or ".join(f"`{setting}`" for setting in settings)
+        raise PoolError(f"{what}, which cannot be allocated; lower {lower}", settings=settings) from error
+
+
+def _build_pools(
+    spec: ModelSpec,
+    capacity: Capacity,
+    dtype: torch.dtype,
+    kv_dtype: DType,
+    device: torch.device,
+    index_dtype: DType | None,
+    *,
+    hot: bool,
+) -> KVPools:
+    kinds = spec.kinds
+    mha = None
+    mla: MLAPool | None = None
+    if AttentionKind.MHA in kinds:
+        mha = MHAPool(
+            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
+        )
+    caches: dict[CacheKey[PagedCache], PagedCache] = {}
+    if hot:
+        mla = hot_pool = HotPool(
+            spec.layers,
+            capacity.hot_sizes,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            dtype=kv_dtype,
+            device=device,
+        )
+        caches[HOST_ROWS] = HostRows(
+            len(spec.layers),
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            row_nbytes=hot_pool.cells.shape[1],
+            device=device,
+        )
+    elif AttentionKind.MLA in kinds:
+        mla = MLAPool(
+            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
+        )
+    model_dtype = own_dtype(dtype)
+    linear = None
+    if spec.linear_layers:
+        linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=model_dtype, device=device)
+    if spec.index_layers:
+        caches[INDEX_KEYS] = IndexKeyPool(
+            spec.layers,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            dtype=index_dtype or model_dtype,
+            device=device,
+        )
+    if spec.compressed_layers:
+        caches[COMPRESSED] = CompressedPool(
+            spec.layers,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            dtype=model_dtype,
+            device=device,
+            drafts=capacity.nodes - 1,
+        )
+    return KVPools(mha=mha, mla=mla, linear=linear, caches=caches)
+
+
+def build_coordinator(pools: KVPools) -> HiSparse | None:
+    """Build the coordinator that brings rows from host memory; None if all rows are on the device."""
+    return HiSparse(pools.mla, pools.cache(HOST_ROWS)) if isinstance(pools.mla, HotPool) else None

@@ -1,0 +1,1 @@
+"""Tensor parallelism: rank processes and collectives."""

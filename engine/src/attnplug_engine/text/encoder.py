@@ -1,0 +1,66 @@
+"""Prompt encoder: texts, conversations and token ids to validated token ids of one model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from attnplug import PoolError
+from attnplug.host import UsageError, show
+from attnplug_engine.text.chat import Chat
+from attnplug_engine.text.chat_template import ChatTemplate
+from attnplug_engine.text.tokenizer import Tokenizer, find_tokenizer
+
+Prompt = str | Sequence[int] | Chat
+
+
+class PromptEncoder:
+    """Encodes texts, conversations and token ids. ``tokenizer`` is None if the checkpoint has none.
+
+    A checkpoint's chat template is read at the first conversation.
+    """
+
+    def __init__(self, model: str, vocab_size: int) -> None:
+        self._model, self._vocab_size = model, vocab_size
+        self.tokenizer: Tokenizer | None = find_tokenizer(model, vocab_size)
+        self._chat_template: ChatTemplate | None = None
+
+    def encode(self, prompt: Prompt) -> Sequence[int]:
+        """Return the token ids of a prompt, all within the vocabulary. Raises UsageError."""
+        if isinstance(prompt, str | Chat):
+            return self._encode_text(prompt)
+        if isinstance(prompt, bytes):  # also a sequence of numbers
+            raise UsageError("the prompt is bytes; give a text, or a list of token ids")
+        return [self._checked(token) for token in prompt]
+
+    def _checked(self, token: int) -> int:
+        if not isinstance(token, int) and hasattr(token, "__index__"):  # integers of numpy and torch
+            token = operator.index(token)
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
+            raise UsageError(f"token id {show(token)} is not in the vocabulary; give 0 to {self._vocab_size - 1}")
+        return token
+
+    def _encode_text(self, prompt: str | Chat) -> Sequence[int]:
+        if self.tokenizer is None:
+            raise UsageError("the checkpoint has no tokenizer.json; give the prompt as token ids")
+        text = prompt if isinstance(prompt, str) else self._rendered(prompt)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UsageError("the prompt is not text: it holds half of a surrogate pair") from None
+        return self.tokenizer.encode(text, special_tokens=isinstance(prompt, str))
+
+    def _rendered(self, chat: Chat) -> str:
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate.find(self._model)
+        return self._chat_template.render(chat)
+
+
+@contextmanager
+def naming_prompt(where: str) -> Iterator[None]:
+    """Prefix errors raised inside with the prompt's place."""
+    try:
+        yield
+    except (UsageError, PoolError) as error:
+        raise type(error)(f"{where}: {error.message}", settings=error.settings) from error
