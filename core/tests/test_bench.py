@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug.host import Mark, Panel, RawScene, Series, UsageError, figure
+from attnplug.host import Mark, Panel, Series, UsageError, figure
+from attnplug.tables import RawScene
 from attnplug.tune import raw
 from attnplug.tune.measure import Failed, Job, Timed, run_job
 from attnplug.tune.page import plot_rows, report_page

@@ -12,6 +12,7 @@ import pytest
 
 import attnplug
 import attnplug.host
+import attnplug.tables
 
 ROOT = Path(attnplug.__file__).parent
 MODULES = {
@@ -39,6 +40,7 @@ ROOMS = (
     "tune",
     "torch_native",
     "choose",
+    "auto",
     "wrappers",
     "layers",
     "mla",
@@ -47,9 +49,9 @@ ROOMS = (
     "hisparse",
     "contract",
 )
-ROOMS = (*ROOMS, "kv", "hf", "machine", "declare", "tables")
+ROOMS = (*ROOMS, "kv", "hf", "machine", "declare")
 """From top to bottom: a room imports from those below it."""
-FACES = {"attnplug", "attnplug.__main__", "attnplug.host", "attnplug.faces"}
+FACES = {"attnplug", "attnplug.__main__", "attnplug.host", "attnplug.tables", "attnplug.faces"}
 
 
 def test_a_room_imports_only_from_those_below_it():
@@ -98,8 +100,8 @@ def test_importing_attnplug_imports_no_torch():
 
 def test_using_everything_public_initialises_no_cuda_and_imports_no_kernel_library():
     code = f"""
-import sys, attnplug, attnplug.host
-for face in (attnplug, attnplug.host):
+import sys, attnplug, attnplug.host, attnplug.tables
+for face in (attnplug, attnplug.host, attnplug.tables):
     for name in face.__all__:
         getattr(face, name)
 import torch
@@ -109,7 +111,7 @@ print(torch.cuda.is_initialized(), loaded)
     assert run(code) == "False []"
 
 
-@pytest.mark.parametrize("face", [attnplug, attnplug.host], ids=lambda face: face.__name__)
+@pytest.mark.parametrize("face", [attnplug, attnplug.host, attnplug.tables], ids=lambda face: face.__name__)
 def test_every_name_of_a_face_is_there_for_readers_and_for_type_checkers(face):
     for name in face.__all__:
         assert getattr(face, name) is not None

@@ -12,7 +12,7 @@ import torch
 
 from attnplug import Role
 from attnplug.choose.registry import Registry
-from attnplug.host import Schedule, TorchNativeBackend
+from attnplug.host import BackendSchedule, TorchNativeBackend
 from attnplug.machine.hardware import Processor
 from attnplug.tune import measure, process
 from attnplug.tune.clock import HostClock
@@ -125,7 +125,7 @@ def test_tables_of_what_was_measured_say_where_backends_cross(install: Install) 
     results = tune(jobs, 100, measured_by(clock, registry))
     tables = [table for each in results for table in tables_of(each, HERE, {"torch": "2"}, "2026-11-16")]
     times = {table.backend: {row[:4]: row.microseconds for row in table.rows} for table in tables}
-    schedule = Schedule(times)
+    schedule = BackendSchedule(times)
     assert [schedule.fastest(1, length, 1) for length in (64, 159, 161, 256)] == ["steep", "steep", "flat", "flat"]
     assert {table.role for table in tables} == {Role.DECODE} and {table.device for table in tables} == {"a processor"}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Generic, TypeVar
 
-from attnplug.host import Turn, TypicalLens, is_ragged
+from attnplug.host import LengthRange, TypicalLens, is_ragged
 from attnplug_engine.request import StepEntry
 
 Captured = TypeVar("Captured")
@@ -20,21 +20,21 @@ _FEW = 16
 class ByLength(Generic[Captured]):
     """What was captured for one batch size, by the lengths of a batch's requests: their mean, and whether they differ.
 
-    ``turns(ragged)`` says who plans such batches. ``capture(typical)`` is asked once for the backends of each turn that
-    begins within the context. Where all are the same there is nothing to choose, and nothing typical.
+    ``length_ranges(ragged)`` gives the backends by length. ``capture(typical)`` is called once for the backends of each
+    range that begins within the context. If all are the same, there is nothing to choose, and ``typical`` is None.
     """
 
     def __init__(
         self,
-        turns: Callable[[bool], Sequence[Turn]],
+        length_ranges: Callable[[bool], Sequence[LengthRange]],
         context: int,
         capture: Callable[[TypicalLens | None], Captured],
     ) -> None:
-        found = {ragged: [*_within(turns(ragged), context)] for ragged in (False, True)}
+        found = {ragged: [*_within(length_ranges(ragged), context)] for ragged in (False, True)}
         self._chooses = len({backends for each in found.values() for _, _, backends in each}) > 1
         made: dict[tuple[str, ...], Captured] = {}
         self._lines: list[tuple[list[int], list[Captured]]] = []
-        """Of equal and of ragged requests: where each turn but the last ends, and what was captured for each."""
+        """Of equal and of ragged requests: where each range but the last ends, and what was captured for each."""
         for ragged, parts in found.items():
             for least, most, backends in parts:
                 if backends not in made:
@@ -67,11 +67,11 @@ class ByLength(Generic[Captured]):
         self._longest += 1
 
 
-def _within(turns: Sequence[Turn], context: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """The turns that begin within a context: the first and the last length of each, and its backends."""
+def _within(ranges: Sequence[LengthRange], context: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """Ranges that begin within a context: first and last length of each, and its backends."""
     least = 1
-    for turn in turns:
-        yield least, min(turn.upto, context), turn.backends
-        least = turn.upto + 1
+    for each in ranges:
+        yield least, min(each.max_length, context), each.backends
+        least = each.max_length + 1
         if least > context:
             return

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, to_device
-from attnplug.host import ModelAttention, PageAllocator, SlotTable, TypicalLens, turns
+from attnplug.host import ModelAttention, PageAllocator, SlotTable, TypicalLens, length_ranges
 from attnplug_engine.by_length import ByLength
 from attnplug_engine.capture import Capture
 from attnplug_engine.inputs import StepInputs
@@ -89,7 +89,7 @@ class DecodeGraphs:
     def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
         """Capture the step of ``size`` requests, for each backend that plans such a step at some length."""
         self._steps[size] = ByLength(
-            lambda ragged: turns(self._attention.backend, ForwardMode.DECODE, size, 1, ragged),
+            lambda ragged: length_ranges(self._attention.backend, ForwardMode.DECODE, size, 1, ragged),
             self._context,
             lambda typical: self._capture(size, capture, typical),
         )

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import AttentionBackend, AttentionKind, DType, LayerShape, LayerSpec, Role
+from attnplug import AttentionBackend, AttentionKind, DType, LayerSpec, Role
 from attnplug.host import HostContext, TorchNativeBackend, load_registry
+from attnplug.tables import MeasuredShape
 from attnplug.tune.clock import CudaClock
 from attnplug.tune.points import Point
 from attnplug.tune.shapes import Task
@@ -51,7 +52,7 @@ def test_a_captured_chain_gives_what_torch_native_gives(
     """On a CPU the captured batch runs as it is. Its table is for the longest context, its lengths on the device."""
     monkeypatch.setattr("attnplug.tune.stage.CALLS", 2)
     dtype = DType.FLOAT32 if device == "cpu" else DType.BFLOAT16
-    task = Task(LAYER, LayerShape.of(LAYER, dtype, dtype, 64), Point(Role.DECODE, 3, 130, tokens, ragged=True))
+    task = Task(LAYER, MeasuredShape.of(LAYER, dtype, dtype, 64), Point(Role.DECODE, 3, 130, tokens, ragged=True))
     with torch.inference_mode():
         wanted, _ = last_result(task, device, lambda context: built("torch_native", context))
         if device == "cpu":

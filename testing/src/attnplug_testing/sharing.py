@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import AttentionBackend, DType, LayerShape, MeasuredTable, Measurement, Role
+from attnplug import AttentionBackend, DType, Role
 from attnplug.host import (
+    BackendSchedule,
     HostContext,
-    Schedule,
     Selection,
     build_selection,
     load_model,
@@ -20,6 +20,7 @@ from attnplug.host import (
     versions_of,
     write_tables,
 )
+from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 
 LONGEST = 48
 """Lengths after which the last one stays the fastest."""
@@ -71,9 +72,9 @@ def attnplug_backends():
 """
 
 
-def taking_turns(*names: str, longest: int = LONGEST) -> Schedule:
+def taking_turns(*names: str, longest: int = LONGEST) -> BackendSchedule:
     """A schedule by which the fastest is another one at every length."""
-    return Schedule(
+    return BackendSchedule(
         {
             name: {(1, length, 1): 1.0 + (length % len(names) != number) for length in range(1, longest)}
             for number, name in enumerate(names)
@@ -106,7 +107,7 @@ def tune(model: str, *names: str) -> None:
     """Write what a user would have measured here, if these backends took turns at decoding the model."""
     processor, registry = this_processor("cpu"), load_registry()
     assert processor is not None
-    (shape,) = {LayerShape.of(layer, DType.FLOAT32, DType.FLOAT32, 64) for layer in load_model(model).layers}
+    (shape,) = {MeasuredShape.of(layer, DType.FLOAT32, DType.FLOAT32, 64) for layer in load_model(model).layers}
     tables = [
         MeasuredTable(
             processor.name,

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import importlib_metadata as metadata
 import pluggy
@@ -28,8 +29,7 @@ from importlib_metadata import EntryPoint
 
 from attnplug.choose import plugin_hooks
 from attnplug.declare.errors import PluginError, describe_error
-from attnplug.declare.installed import HasMetadata, metadata_lines
-from attnplug.declare.measured import MeasuredTable
+from attnplug.declare.registered import Source, distribution_identity
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.declare.workspace_kind import WorkspaceKind
@@ -43,54 +43,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a plugin comes from."""
-
-    entry_point: str
-    target: str
-    distribution: str
-    version: str
-
-    @classmethod
-    def of(cls, point: EntryPoint) -> Source:
-        return cls(point.name, point.value, *_identity(point.dist))
-
-    @property
-    def embedded(self) -> bool:
-        """Whether it is core's own. The module decides: anyone can choose names, and even metadata."""
-        return self.target.startswith("attnplug.")
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version}"
-
-
 def normal(distribution: str) -> str:
     """A distribution's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
-
-
-def _identity(distribution: HasMetadata | None) -> tuple[str, str]:
-    """Name and version; what damaged or missing metadata cannot tell is said so."""
-    found = {} if distribution is None else metadata_lines(distribution)
-    place = getattr(distribution, "_path", "made by hand")
-    return found.get("name") or f"unknown distribution ({place})", found.get("version") or "?"
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """A backend that can be asked for, and the plugin that brought it."""
-
-    spec: BackendSpec
-    source: Source
-
-
-@dataclass(frozen=True, slots=True)
-class Provided(Generic[Item]):
-    """Something that is not a backend, and the plugin that brought it."""
-
-    value: Item
-    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +55,7 @@ class Loaded:
     source: Source
     backends: Sequence[BackendSpec]
     workspace_kinds: Sequence[WorkspaceKind]
-    rankings: Sequence[MeasuredTable]
+    table_folders: Sequence[Path]
     tiny_models: Mapping[str, Mapping[str, object]]
 
 
@@ -134,7 +89,7 @@ def _find_one_by_one(group: str) -> tuple[list[EntryPoint], list[Broken]]:
     points: dict[tuple[str, str], EntryPoint] = {}
     broken: list[Broken] = []
     for distribution in metadata.distributions():
-        name, version = _identity(distribution)
+        name, version = distribution_identity(distribution)
         try:
             for point in distribution.entry_points.select(group=group):
                 points.setdefault((name, point.name), point)  # the first on the path is the one that is imported
@@ -173,10 +128,10 @@ def load_plugin(
                 source,
                 _call(manager.hook.attnplug_backends, partial(_items, BackendSpec), ()),
                 _call(manager.hook.attnplug_workspace_kinds, partial(_items, WorkspaceKind), ()),
-                _call(manager.hook.attnplug_rankings, partial(_items, MeasuredTable), ()),
+                _call(manager.hook.attnplug_rankings, _folders, ()),
                 _call(manager.hook.attnplug_tiny_models, _models, {}),
             )
-            if not (loaded.backends or loaded.workspace_kinds or loaded.rankings or loaded.tiny_models):
+            if not (loaded.backends or loaded.workspace_kinds or loaded.table_folders or loaded.tiny_models):
                 raise PluginError("it brings nothing: its hooks returned nothing")
             manager.unregister(plugin)
             return loaded
@@ -307,6 +262,20 @@ def _items(item: type[Item], result: Any) -> list[Item]:
         if type(one) is not item:  # a subclass's own code would run unguarded
             raise PluginError(f"it returned {_brief(one)} at position {position}, not a {name}")
     return items
+
+
+def _folders(result: Any) -> list[Path]:
+    """Read the result of ``attnplug_rankings``."""
+    wanted = "return a list of folders: [Path(__file__).parent / 'tables']"
+    if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
+        raise PluginError(f"it returned {_brief(result)}; {wanted}")
+    folders = list(islice(result, MOST_ITEMS))
+    for position, folder in enumerate(folders):
+        if type(folder) is not type(Path()):  # a subclass's own code would run unguarded
+            raise PluginError(f"it returned {_brief(folder)} at position {position}, not a Path; {wanted}")
+        if not folder.is_dir():
+            raise PluginError(f"it returned {folder}, which is not a folder; {wanted}")
+    return folders
 
 
 def _models(result: Any) -> dict[str, Mapping[str, object]]:

@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
@@ -14,9 +15,6 @@ from importlib_metadata import EntryPoint
 from attnplug.choose.loading import (
     Broken,
     Loaded,
-    Provided,
-    Registered,
-    Source,
     find_plugins,
     load_plugin,
     new_manager,
@@ -24,8 +22,8 @@ from attnplug.choose.loading import (
 )
 from attnplug.declare.errors import PluginError, UsageError
 from attnplug.declare.factory import factory_refusal
-from attnplug.declare.measured import MeasuredTable
 from attnplug.declare.refusal import Refusal, RefusalCode
+from attnplug.declare.registered import Provided, Registered, Source
 from attnplug.declare.version import CONTRACT_VERSION, contract_problem
 from attnplug.declare.workspace_kind import WorkspaceKind
 
@@ -49,8 +47,8 @@ class Registry:
     strict: bool = False
     """``ATTNPLUG_STRICT`` is set: what is wrong with any plugin is an error."""
     workspace_kinds: Mapping[str, Provided[WorkspaceKind]] = field(default_factory=dict)
-    rankings: Mapping[str, Provided[MeasuredTable]] = field(default_factory=dict)
-    """Measured tables by their title."""
+    table_folders: tuple[Provided[Path], ...] = ()
+    """Folders of measured tables."""
     tiny_models: Mapping[str, Provided[Mapping[str, object]]] = field(default_factory=dict)
 
     def get(self, name: str) -> Registered:
@@ -114,8 +112,6 @@ def load_registry(
     kinds = _settle(
         "the workspace kind {!r} (zeroed by one, not by the other)", "workspace kind {}", _kinds(loaded), broken
     )
-    tables = [(table.title, Provided(table, plugin.source)) for plugin in loaded for table in plugin.rankings]
-    rankings = _settle("the measured table of {}", "measured table of {}", tables, broken)
     models = [
         (name, Provided(config, plugin.source)) for plugin in loaded for name, config in plugin.tiny_models.items()
     ]
@@ -128,7 +124,7 @@ def load_registry(
         slow,
         _strict(environment.get(STRICT_VARIABLE)),
         kinds,
-        rankings,
+        tuple(Provided(folder, plugin.source) for plugin in loaded for folder in plugin.table_folders),
         tiny_models,
     )
     if registry.strict:

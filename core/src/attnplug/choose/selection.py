@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnplug.choose.loading import Registered
+from attnplug.auto.schedule import BackendSchedule
 from attnplug.declare.errors import UsageError
 from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.schedule import Schedule
+from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Render, Setting
 
 AUTO = "auto"
@@ -71,7 +71,7 @@ class RoleChoice:
     chosen: Registered | None
     candidates: tuple[Candidate, ...]
     rank: str = ""
-    schedule: Schedule | None = None
+    schedule: BackendSchedule | None = None
 
     @property
     def serving(self) -> tuple[Registered, ...]:
@@ -121,7 +121,7 @@ class Selection:
         """The backends that share a role, the chosen one first; more than one only if the role has a schedule."""
         return self.choices[role].serving
 
-    def schedule(self, role: Role) -> Schedule | None:
+    def schedule(self, role: Role) -> BackendSchedule | None:
         """Which of the backends that share a role is the fastest for which batch; ``None`` if there is only one."""
         return self.choices[role].schedule
 

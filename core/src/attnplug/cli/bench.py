@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from attnplug.choose.measured.store import versions_of
+from attnplug.auto.table_store import versions_of
 from attnplug.choose.selection import AUTO
 from attnplug.cli import output
 from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text

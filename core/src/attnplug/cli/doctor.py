@@ -19,7 +19,7 @@ from pathlib import Path
 
 import importlib_metadata as metadata
 
-from attnplug.choose.measured.store import CACHE_VARIABLE, TABLES_VARIABLE, cache_folder, file_states
+from attnplug.auto.table_store import CACHE_VARIABLE, TABLES_VARIABLE, cache_folder, file_states
 from attnplug.choose.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import listing

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from attnplug.auto.ranking import by_preference
 from attnplug.choose.hosts import load_host
 from attnplug.choose.models import load_model
-from attnplug.choose.ranking import by_preference
 from attnplug.choose.registry import Registry, load_registry
 from attnplug.choose.selection import AUTO
 from attnplug.cli.text import table

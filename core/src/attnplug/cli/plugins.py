@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from attnplug.choose.hosts import GROUP
-from attnplug.choose.loading import Source, find_entry_points, normal
+from attnplug.choose.loading import find_entry_points, normal
 from attnplug.choose.registry import Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import Row, listing
 from attnplug.cli.foreign import claims, conflict
 from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_the_rest
+from attnplug.declare.registered import Source
 from attnplug.hf.tiny import TINY
 
 OURS: Mapping[str, str] = {
@@ -96,7 +97,11 @@ def _hosts() -> Iterator[Brought]:
 def _other(registry: Registry) -> Iterator[Brought]:
     """What plugins bring beyond backends. Core's own is the same everywhere, and is left out."""
     kinds = [("workspace kind", name, kind.source) for name, kind in registry.workspace_kinds.items()]
-    tables = [("measured table", name, table.source) for name, table in registry.rankings.items()]
+    tables = [
+        ("measured tables", path.stem, folder.source)
+        for folder in registry.table_folders
+        for path in sorted(folder.value.glob("*.json"))
+    ]
     models = [("model", TINY + name, model.source) for name, model in registry.tiny_models.items()]
     for kind, name, source in (*kinds, *tables, *models):
         if not source.embedded:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from attnplug.choose.measured.files import TableError, ensure_writable, read_tables, write_tables
-from attnplug.choose.measured.store import table_path, versions_of
+from attnplug.auto.measurement import MeasuredTable
+from attnplug.auto.table_files import TableError, ensure_writable, read_tables, write_tables
+from attnplug.auto.table_store import table_path, versions_of
 from attnplug.cli import output
 from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text
 from attnplug.declare.errors import UsageError
-from attnplug.declare.measured import MeasuredTable
 from attnplug.machine.hardware import Processor
 from attnplug.machine.interrupt import terminated_in_order
 from attnplug.tune.page import report_page

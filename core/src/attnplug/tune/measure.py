@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attnplug.auto.measured_ranking import default_ranking
+from attnplug.auto.measurement import Measurement
 from attnplug.choose.assembly import build_selection
 from attnplug.choose.building import build_backend
-from attnplug.choose.measured.ranking import default_ranking
 from attnplug.choose.registry import Registry
 from attnplug.choose.select import select
 from attnplug.choose.selection import AUTO, BackendRequest
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.context import HostContext
 from attnplug.declare.errors import BackendError, describe_error
-from attnplug.declare.measured import Measurement
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import Problem

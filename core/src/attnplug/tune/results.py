@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from attnplug.auto.measurement import MeasuredTable
 from attnplug.declare.errors import UsageError
-from attnplug.declare.measured import MeasuredTable
 from attnplug.declare.problem import Role
 from attnplug.hf.json_files import read_json_object
 from attnplug.tune.measure import Timed

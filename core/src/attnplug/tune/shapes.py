@@ -7,12 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from attnplug.choose.loading import Registered
-from attnplug.choose.select import DEFAULT_PAGE_SIZE
+from attnplug.auto.measurement import MeasuredShape
 from attnplug.declare.errors import UsageError
-from attnplug.declare.measured import LayerShape
 from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
-from attnplug.declare.problem import DType, Problem, Role
+from attnplug.declare.problem import DEFAULT_PAGE_SIZE, DType, Problem, Role
+from attnplug.declare.registered import Registered
 from attnplug.tune.points import Point
 
 _MLA = re.compile(r"mla:(\d+)", re.ASCII)
@@ -30,7 +29,7 @@ class Task:
     """One measurement to make: one sort of layer, as a rank has it, at one point."""
 
     layer: LayerSpec
-    shape: LayerShape
+    shape: MeasuredShape
     point: Point
 
     def __str__(self) -> str:
@@ -121,6 +120,6 @@ def tasks_of(registered: Registered, problems: Sequence[Problem], points: Sequen
             dtype, kv_dtype = problem.dtype or DType.FLOAT32, problem.kv_dtype or problem.dtype or DType.FLOAT32
             page_size = page_size_for(registered, problem)
             for layer in layers_to_measure(problem.model.for_rank(problem.tensor_parallel))[0]:
-                shape = LayerShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=problem.mla_by_host)
+                shape = MeasuredShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=problem.mla_by_host)
                 found[Task(layer, shape, point)] = None
     return tuple(found)

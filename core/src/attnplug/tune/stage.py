@@ -22,9 +22,9 @@ from attnplug.contract.context import HostContext, Limits
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.sparse import IndexInputs
+from attnplug.declare.lengths import TypicalLens
 from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
-from attnplug.declare.schedule import TypicalLens
 from attnplug.kv import INDEX_KEYS, CacheKey, IndexKeyPool, KVPools, MHAPool, MLAPool, PagedCache, torch_dtype
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from attnplug.declare.measured import LayerShape, MeasuredTable, Measurement
+from attnplug.auto.measurement import MeasuredShape, MeasuredTable, Measurement
 from attnplug.declare.problem import Role
 from attnplug.machine.hardware import Processor
 from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed
@@ -14,7 +14,7 @@ from attnplug.tune.process import RunJob
 from attnplug.tune.shapes import Task
 
 _LONGEST_REASON = 300
-Sort = tuple[Role, LayerShape]
+Sort = tuple[Role, MeasuredShape]
 """What one table of a backend is about."""
 
 

@@ -1,29 +1,25 @@
 """Backends made of backends, all on one forwarding base."""
 
-from attnplug.wrappers.fastest import FastestBackend
 from attnplug.wrappers.forwarding import (
     ForwardingBackend,
-    Turn,
     captures_extends,
-    merged_turns,
+    length_ranges,
+    merge_length_ranges,
     plan_alike,
     planner_claims,
-    turns,
     who_forced,
 )
 from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug.wrappers.split import SplitBackend
 
 __all__ = [
-    "FastestBackend",
     "ForwardingBackend",
     "HybridLinearBackend",
     "SplitBackend",
-    "Turn",
     "captures_extends",
-    "merged_turns",
+    "length_ranges",
+    "merge_length_ranges",
     "plan_alike",
     "planner_claims",
-    "turns",
     "who_forced",
 ]

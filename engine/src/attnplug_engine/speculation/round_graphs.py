@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
-from attnplug.host import ModelAttention, PageAllocator, SlotTable, Turn, TypicalLens, merged_turns, turns
+from attnplug.host import (
+    LengthRange,
+    ModelAttention,
+    PageAllocator,
+    SlotTable,
+    TypicalLens,
+    length_ranges,
+    merge_length_ranges,
+)
 from attnplug_engine.by_length import ByLength
 from attnplug_engine.capture import Capture
 from attnplug_engine.graphs import sizes_by_backend
@@ -162,18 +170,20 @@ class RoundGraphs:
     ) -> Sequence[CapturedRound]:
         """Capture the ``parts`` of a round of ``size`` requests, for the backends that plan it at each length."""
         self._rounds[size] = ByLength(
-            lambda ragged: self._turns(size, ragged),
+            lambda ragged: self._length_ranges(size, ragged),
             self._context,
             lambda typical: self._capture(size, capture, parts, typical),
         )
         return list(self._rounds[size].captured.values())
 
-    def _turns(self, size: int, ragged: bool) -> tuple[Turn, ...]:
-        """Who plans the batches of a round, the target's and the draft's."""
-        found = [turns(self._attention.backend, ForwardMode.TARGET_VERIFY, size, self._rows, ragged)]
+    def _length_ranges(self, size: int, ragged: bool) -> tuple[LengthRange, ...]:
+        """Backends that plan the batches of a round, the target's and the draft's, by length."""
+        found = [length_ranges(self._attention.backend, ForwardMode.TARGET_VERIFY, size, self._rows, ragged)]
         if self._draft is not None:
-            found += [turns(self._draft.backend, shape.mode, size, shape.rows, ragged) for shape in self._draft_shapes]
-        return merged_turns(*found)
+            found += [
+                length_ranges(self._draft.backend, shape.mode, size, shape.rows, ragged) for shape in self._draft_shapes
+            ]
+        return merge_length_ranges(*found)
 
     def _capture(
         self,

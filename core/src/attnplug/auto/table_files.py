@@ -1,4 +1,4 @@
-"""A file of measured tables: JSON with a schema, read strictly, and written so that several processes may do it."""
+"""Files of measured tables: JSON with a schema version, strict reading, writes that are safe across processes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from attnplug.auto.measurement import MeasuredShape, MeasuredTable
 from attnplug.declare.errors import AttnplugError, PluginError, TableWarning
-from attnplug.declare.measured import LayerShape, MeasuredTable
 from attnplug.declare.reading import integer, of_type
 from attnplug.hf.json_files import read_json_object
 
 SCHEMA = 4
 LOCK_SECONDS = 10.0
-"""How long a writer waits for another one. Writing takes milliseconds."""
+"""Time that a writer waits for the lock. Writing takes milliseconds."""
 _KEYS = ("schema", "device", "sm", "tables")
 _TABLE_KEYS = ("backend", "role", "shape", "measured", "versions")
-_SHAPE_KEYS = tuple(each.name for each in fields(LayerShape))
+_SHAPE_KEYS = tuple(each.name for each in fields(MeasuredShape))
 
 
 class TableError(AttnplugError):
-    """A file of measured tables cannot be read or written. The message is one line, and names the file."""
+    """Raised if a file of measured tables cannot be read or written. The message is one line that names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
-    """What a file holds: measured tables of one device."""
+    """Contents of a file: measured tables of one device."""
 
     path: Path
     device: str
@@ -41,7 +41,7 @@ class TableFile:
 
 
 def read_tables(path: Path) -> TableFile:
-    """The tables of a file. Raises :class:`TableError`, whatever is wrong with it, and nothing else."""
+    """Read a file of tables. Raises only :class:`TableError`, whatever is wrong with the file."""
     try:
         found = read_json_object(path)
     except AttnplugError as error:
@@ -60,7 +60,7 @@ def read_tables(path: Path) -> TableFile:
 
 
 def ensure_writable(path: Path) -> None:
-    """Find out that a file of tables can be written, before there is something to lose. Raises :class:`TableError`."""
+    """Check that a file can be written, before anything is measured. Raises :class:`TableError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path):
@@ -70,12 +70,12 @@ def ensure_writable(path: Path) -> None:
 
 
 def write_tables(path: Path, tables: Iterable[MeasuredTable]) -> None:
-    """Add tables to a file, which is made if it is not there. All are of one device, and so is what the file holds.
+    """Add tables to a file, creating it if needed. All tables, old and new, must be of the same device.
 
-    Of a table that is there already, measured with the same versions, rows are replaced where they are measured again
-    and kept otherwise. Measured with other versions, it is replaced, and so it is if the backend failed before or does
-    now: what fails somewhere must not be chosen by what it does elsewhere. Processes that write at once lose nothing of
-    each other. A reader sees the file as it was before or after. Raises :class:`TableError`.
+    If the file has a table with the same title and versions, new rows replace old rows of the same point and the other
+    old rows stay. With different versions the old table is replaced as a whole. So it is if the backend failed before
+    or fails now: a backend that fails at some points must not be chosen for its times at others. Concurrent writers
+    lose no data. Readers see the file as it was before or after the write. Raises :class:`TableError`.
     """
     added = tuple(tables)
     devices = {(table.device, table.sm) for table in added}
@@ -94,7 +94,7 @@ def write_tables(path: Path, tables: Iterable[MeasuredTable]) -> None:
 
 
 def _present(path: Path, device: str, sm: int) -> tuple[MeasuredTable, ...]:
-    """What a file holds before it is written. One that cannot be read is kept under another name, and told."""
+    """Tables that a file has before it is written. An unreadable file is renamed, with a warning."""
     if not path.exists():
         return ()
     try:
@@ -118,8 +118,8 @@ def _merged(before: MeasuredTable | None, after: MeasuredTable) -> MeasuredTable
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone with a file, among the processes that write it. The lock is a file beside it, which stays."""
-    import fcntl  # here: who only reads tables need not have it
+    """Lock a file against other writers. The lock is a file beside it, which is never deleted."""
+    import fcntl  # here because it does not exist on Windows, and reading does not need it
 
     beside = path.with_name(f"{path.name}.lock")
     until = time.monotonic() + LOCK_SECONDS
@@ -139,7 +139,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, device: str, sm: int, tables: Iterable[MeasuredTable]) -> None:
-    """Write beside the file, and put that in its place: nobody reads half of it."""
+    """Replace the file atomically, so that no reader sees half of it."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         fresh.write_text(_text(device, sm, tables), encoding="utf-8")
@@ -150,7 +150,7 @@ def _replace(path: Path, device: str, sm: int, tables: Iterable[MeasuredTable]) 
 
 
 def _text(device: str, sm: int, tables: Iterable[MeasuredTable]) -> str:
-    """JSON that can be looked at, and compared line by line: a line for each value of a table, and for each row."""
+    """JSON for readable diffs: one line per field of a table and per row."""
     blocks = []
     for table in tables:
         lines = [f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in _head(table).items()]
@@ -163,7 +163,7 @@ def _text(device: str, sm: int, tables: Iterable[MeasuredTable]) -> str:
 
 
 def _head(table: MeasuredTable) -> dict[str, object]:
-    """All of a table but its rows, or what failed."""
+    """All fields of a table but its rows or its failure."""
     return {
         "backend": table.backend,
         "role": table.role.value,
@@ -176,16 +176,16 @@ def _head(table: MeasuredTable) -> dict[str, object]:
 def _table(device: Any, sm: Any, value: object) -> MeasuredTable:
     last = "failed" if "failed" in of_type("a table", value, dict, "an object") else "rows"
     backend, role, shape, measured, versions, found = _values(value, (*_TABLE_KEYS, last), "a table")
-    own = LayerShape(*_values(shape, _SHAPE_KEYS, "a shape"))
+    own = MeasuredShape(*_values(shape, _SHAPE_KEYS, "a shape"))
     rows, failed = ((), found) if last == "failed" else (found, "")
     return MeasuredTable(device, sm, backend, role, own, rows, versions, measured, failed)
 
 
-def _values(value: object, names: Iterable[str], what: str) -> list[Any]:
-    """The values of an object that has these keys and no others."""
-    found = of_type(what, value, dict, "an object")
+def _values(value: object, names: Iterable[str], title: str) -> list[Any]:
+    """Values of an object that must have exactly these keys."""
+    found = of_type(title, value, dict, "an object")
     missing, unknown = set(names) - set(found), set(found) - set(names)
     if missing or unknown:
         wrong = f"lacks {', '.join(sorted(missing))}" if missing else f"has unknown keys {', '.join(sorted(unknown))}"
-        raise PluginError(f"{what} {wrong}")
+        raise PluginError(f"{title} {wrong}")
     return [found[name] for name in names]

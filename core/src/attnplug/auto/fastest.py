@@ -1,4 +1,4 @@
-"""Several backends that share their roles: each batch is planned by the one that is the fastest for it."""
+"""Per-batch dispatch: the fastest of several backends plans and runs each batch."""
 
 from __future__ import annotations
 
@@ -6,39 +6,40 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from attnplug.auto.schedule import BackendSchedule
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import Plan, received_plan
 from attnplug.contract.ragged import RaggedCall
+from attnplug.declare.lengths import EVERY_LENGTH, LengthRange, is_ragged
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import GraphLevel, Role
-from attnplug.declare.schedule import EVERY_LENGTH, Schedule, is_ragged
-from attnplug.wrappers.forwarding import ForwardingBackend, Turn
+from attnplug.wrappers.forwarding import ForwardingBackend
 from attnplug.wrappers.split import role_of_modes, weakest_by_role
 
-_ENOUGH = 16
-"""Requests whose lengths are looked at; of more than these, as many at even distances stand for all."""
+_SAMPLED = 16
+"""Requests whose lengths are read. Of larger batches, a strided sample of about this many is."""
 _EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED)
 _CHUNKS, _RAGGED = "init_mha_chunk_metadata", "forward_ragged"
 
 
 class FastestBackend(ForwardingBackend):
-    """Asks a schedule, batch by batch, which child plans; all layers of a batch run on the child that planned it.
+    """Wrapper that plans each batch on the child a schedule names. All layers of a batch run on that child.
 
-    ``serving`` says of each role which children share it, by a schedule that names them, or which one has it alone. All
-    children read and write one cache, so a request may go from one to another at every step. A plan holds one child's
-    plan, and says by this who runs it. Without one, or with another backend's, the child that would plan the batch
-    refuses to run it. ``left_out`` are backends of a schedule that were not taken, by name, with the reason.
-    ``captured_extends`` is the child that takes every extend of a CUDA graph, if there is one: of a short extend the
-    launches, which a graph saves, take longer than any kernel.
+    ``serving`` maps each role to the schedule of the children that share it, or to the name of its only child. All
+    children read and write the same cache, so a request may move between them at every step. A plan of this wrapper
+    holds the plan of one child, which identifies the child that runs it. Without a plan, or with another backend's, the
+    child that would plan the batch refuses to run it. ``left_out`` maps backends that were removed from a schedule to
+    the reason. ``captured_extends`` is the child that serves all extends captured in CUDA graphs, if given: in a short
+    extend, kernel launches, which a graph saves, take longer than any kernel.
     """
 
     def __init__(
         self,
         children: Mapping[str, AttentionBackend],
-        serving: Mapping[Role, Schedule | str],
+        serving: Mapping[Role, BackendSchedule | str],
         *,
         verify: Role = Role.DECODE,
         left_out: Mapping[str, str] | None = None,
@@ -59,10 +60,10 @@ class FastestBackend(ForwardingBackend):
             self._captured = tuple(dict.fromkeys((*self._captured, captured_extends)))
         self._by_mode = {mode: serving.get(role, serving[first]) for mode, role in role_of_modes(verify).items()}
         self._replayed: dict[int, Plan] = {}
-        """By the identity of a child's plan, which it holds: most children give a graph's plan again at each replay."""
+        """Plans by ``id`` of the child's plan, which each holds. Most children return the same plan at every replay."""
         self._label_of = {child.backend_id: (label,) for label, child in children.items()}
         if getattr(self, _CHUNKS) is None and getattr(self, _RAGGED) is not None:
-            delattr(self, _CHUNKS)  # its plan says which child runs the calls, which have no batch
+            delattr(self, _CHUNKS)  # ragged calls have no batch; the plan names the child that runs them
 
     def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
         if batch is None:
@@ -71,8 +72,8 @@ class FastestBackend(ForwardingBackend):
         return (self.fastest(batch.geometry),) if own is None else self._label_of[own.parts[0].planner]
 
     def fastest(self, geometry: Geometry) -> str:
-        """The child to plan a batch with: where a batch is captured and nobody knows its lengths, the best one over all
-        lengths up to its bound."""
+        """Label of the child that plans a batch. For a captured batch of unknown lengths, it is the best one over all
+        lengths up to the batch's bound."""
         if geometry.captured and self.captured_extends is not None and geometry.mode in _EXTENDS:
             return self.captured_extends
         by = self._by_mode[geometry.mode]
@@ -82,7 +83,7 @@ class FastestBackend(ForwardingBackend):
         if typical is not None:
             mean, longest = typical
         elif host is not None:
-            lens = host.kv_lens if requests <= _ENOUGH else host.kv_lens[:: requests // _ENOUGH]
+            lens = host.kv_lens if requests <= _SAMPLED else host.kv_lens[:: requests // _SAMPLED]
             mean, longest = (sum(lens) // len(lens), max(lens)) if lens else (0, 0)
         elif geometry.captured:
             return by.overall(requests, geometry.rows // requests or 1, geometry.max_seq_len)
@@ -90,11 +91,13 @@ class FastestBackend(ForwardingBackend):
             mean = longest = geometry.max_seq_len
         return by.fastest(requests, mean, geometry.rows // requests or 1, is_ragged(mean, longest))
 
-    def turns(self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False) -> tuple[Turn, ...]:
+    def length_ranges(
+        self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
+    ) -> tuple[LengthRange, ...]:
         by = self._by_mode[mode]
         if isinstance(by, str):
-            return (Turn(EVERY_LENGTH, (by,)),)
-        return tuple(Turn(upto, (name,)) for upto, name in by.crossings(requests, tokens, ragged))
+            return (LengthRange(EVERY_LENGTH, (by,)),)
+        return by.length_ranges(requests, tokens, ragged)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         label, name = self.fastest(batch.geometry), "init_forward_metadata"
@@ -113,15 +116,15 @@ class FastestBackend(ForwardingBackend):
     def init_mha_chunk_metadata(
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
     ) -> Plan | None:
-        """A plan that names the child, also if that child has nothing to plan (A6, A8)."""
+        """Return a plan that names the child, even if that child has nothing to plan (A6, A8)."""
         geometry, parts = forward_batch.geometry, tuple[Plan, ...]()
         label = self.fastest(geometry)
         planned = None
         if self.has(label, _CHUNKS):
             planned = self.required(label, _CHUNKS)(forward_batch, disable_flashinfer_ragged)
         if planned is not None:
-            who, rows = self.children[label].backend_id, forward_batch.num_tokens
-            parts = (received_plan(planned, who, geometry.mode, rows, _CHUNKS, delegated=True),)
+            planner, rows = self.children[label].backend_id, forward_batch.num_tokens
+            parts = (received_plan(planned, planner, geometry.mode, rows, _CHUNKS, delegated=True),)
         return Plan(self.backend_id, geometry.mode, geometry.rows, geometry.kv_rows, metadata=label, parts=parts)
 
     def forward_ragged(
@@ -134,7 +137,7 @@ class FastestBackend(ForwardingBackend):
         plan: Plan | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """By the child that planned the call's batch; by the first that prefills where nobody planned one."""
+        """Run on the child that planned the batch, or without a plan on the first child that prefills."""
         label, own = self._prefilling[0], plan.part_of(self.backend_id) if isinstance(plan, Plan) else None
         if own is not None:
             label, plan = own.metadata, own.parts[0] if own.parts else None
@@ -146,5 +149,5 @@ class FastestBackend(ForwardingBackend):
             self.required(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The largest of the children's: graphs of all of them are padded alike, and each must be able to plan it."""
+        """Maximum over the children: their graphs share one padding length, which each must be able to plan."""
         return max(int(self.required(label, "get_cuda_graph_seq_len_fill_value")()) for label in self._captured)

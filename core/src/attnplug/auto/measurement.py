@@ -1,4 +1,4 @@
-"""Measured speeds of backends, as data: tables that a ranking can read."""
+"""Measured times of backends as plain data. No torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from attnplug.declare.problem import DType, Role
 from attnplug.declare.reading import integer, members, several
 
 _MOST = 1 << 40
-"""Above every count and every number of microseconds that can be."""
+"""Exclusive upper bound of counts and microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What the time of an attention call depends on, beside its batch: one sort of layer, as one rank has it.
+class MeasuredShape:
+    """Layer shape of a measurement, per tensor-parallel rank: all that a call's time depends on beside its batch.
 
-    ``head_dim`` is the width of a cached key row: of MLA that of the latent row, which all heads share. ``value_dim``
-    is the width of a value row, of MLA the latent's. ``window`` and ``topk`` are 0 where all rows are seen. ``hosted``
-    is MLA that a host absorbs itself: queries come in two parts, and new rows are in the cache before the call.
+    ``head_dim`` is the width of a cached key row; for MLA, of the latent row that all heads share. ``value_dim`` is the
+    width of a value row; for MLA, ``kv_lora_rank``. ``window`` and ``topk`` are 0 if a layer attends to all rows.
+    ``hosted``: MLA whose host absorbs the queries itself. They come in two parts, and new rows are in the cache before
+    the call.
     """
 
     kind: AttentionKind
@@ -52,8 +53,8 @@ class LayerShape:
     @classmethod
     def of(
         cls, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int, *, mla_by_host: bool = False
-    ) -> LayerShape:
-        """The shape of a rank's layer (``LayerSpec.for_rank``)."""
+    ) -> MeasuredShape:
+        """Shape of a layer as one rank has it (``LayerSpec.for_rank``)."""
         if layer.mla is not None:
             heads, head_dim, value_dim = 1, layer.mla.row_dim, layer.mla.kv_lora_rank
         else:
@@ -86,10 +87,10 @@ class LayerShape:
 
 
 class Measurement(NamedTuple):
-    """One call of one layer: the number of requests, each request's cache rows and new tokens, and the time.
+    """Time of one layer's call: number of requests, KV length and new tokens of each, and microseconds.
 
-    ``ragged`` says that requests differ, evenly from half to one and a half of these rows. ``microseconds`` is the
-    median; half of the repetitions took between ``low`` and ``high``.
+    ``ragged``: KV lengths are spread evenly from half to one and a half times ``length``. ``microseconds`` is the
+    median of the repetitions, ``low`` and ``high`` are their quartiles.
     """
 
     requests: int
@@ -103,19 +104,19 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTable:
-    """How long one backend takes for one shape of layer in one role, measured on one device.
+    """Measured times of one backend for one layer shape in one role on one device.
 
-    ``device`` is the GPU's name as its driver gives it, ``sm`` its compute capability; on a CPU, its name and 0.
-    ``versions`` says what was measured: versions by distribution, and the driver's. ``measured`` is the day, such as
-    2026-11-16. Rows are given in any order, each (requests, length, tokens, ragged) once. A table of a backend that
-    failed has no rows, and in one line why: ``failed``. Only who measures on a machine can tell of failures there.
+    ``device`` is the GPU's name as reported by its driver and ``sm`` its compute capability; for a CPU, its name and 0.
+    ``versions`` maps distributions, and ``driver``, to the versions that were measured. ``measured`` is the date, such
+    as 2026-11-16. Rows may come in any order, each (requests, length, tokens, ragged) once. The table of a backend that
+    failed has no rows but a one-line reason, ``failed``. Failures count only on the machine where they were measured.
     """
 
     device: str
     sm: int
     backend: str
     role: Role
-    shape: LayerShape
+    shape: MeasuredShape
     rows: tuple[Measurement, ...]
     versions: Mapping[str, str]
     measured: str
@@ -131,8 +132,8 @@ class MeasuredTable:
             raise PluginError(f"a measured table's measured={self.measured!r} must be a day: 2026-11-16") from None
         integer("sm", self.sm)
         object.__setattr__(self, "role", *members("role", [self.role], Role))
-        if not isinstance(self.shape, LayerShape):
-            raise PluginError(f"a measured table's shape={self.shape!r} must be a LayerShape")
+        if not isinstance(self.shape, MeasuredShape):
+            raise PluginError(f"a measured table's shape={self.shape!r} must be a MeasuredShape")
         if not isinstance(self.failed, str) or not self.failed.isprintable():
             raise PluginError(f"the table of {self.title} has failed={self.failed!r}; say in one line what failed")
         rows = tuple(sorted(_rows(self.title, several("rows", self.rows))))
@@ -144,7 +145,7 @@ class MeasuredTable:
 
     @property
     def title(self) -> str:
-        """What was measured where. Two tables with one title contradict each other."""
+        """Backend, role, device and shape. No two tables in use have the same title."""
         return f"{self.backend} {self.role} on {self.device} (SM {self.sm}), {self.shape}"
 
 

@@ -1,4 +1,4 @@
-"""Which of several usable backends ``auto`` takes."""
+"""Order in which ``auto`` prefers usable backends."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from attnplug.choose.loading import Registered
+from attnplug.auto.schedule import BackendSchedule
 from attnplug.declare.problem import Problem, Role
 from attnplug.declare.refusal import Refusal
-from attnplug.declare.schedule import Schedule
+from attnplug.declare.registered import Registered
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Usable backends, the best first, and in a few words why it is the best.
+    """Usable backends, the best first, with the reason in a few words.
 
-    ``schedule``, where there is one, says which of them is the fastest for which batch. Its first candidate is then the
-    one to take for all that is not planned batch by batch.
+    ``schedule``, if present, gives the fastest of them per batch. Its first candidate serves everything that is not
+    planned batch by batch.
     """
 
     backends: tuple[Registered, ...]
     why: str
-    schedule: Schedule | None = None
+    schedule: BackendSchedule | None = None
 
 
 class Ranking(Protocol):
-    """Orders the backends that can serve a role. It is given usable ones only, at least one."""
+    """Protocol for orders of the backends that can serve a role. ``usable`` is never empty."""
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
-        """All of them, in order."""
+        """Order all of ``usable``."""
         ...
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
-        """Those that are known to fail at this, by name. They are ranked only if there are no others."""
+        """Reasons of backends known to fail here, by name. These are ranked only if there are no others."""
         ...
 
 
 class PreferenceRanking:
-    """By ``BackendSpec.preference``, whatever the role and the problem: the ranking if nothing was measured."""
+    """Ranking by ``BackendSpec.preference`` alone, used if nothing was measured."""
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
         ordered = tuple(sorted(usable, key=by_preference))
@@ -52,7 +52,7 @@ BY_PREFERENCE = PreferenceRanking()
 
 
 def by_preference(backend: Registered) -> tuple[bool, int, str]:
-    """The order that ``BackendSpec.preference`` promises."""
+    """Sort key: plugins before embedded backends, then descending preference, then name."""
     return backend.source.embedded, -backend.spec.preference, backend.spec.name
 
 

@@ -1,4 +1,4 @@
-"""Which backends ``auto`` takes by measured times: the best one for a role, or the fastest one for each batch."""
+"""Ranking by measured times: the best backend for a role, or the fastest one for each batch."""
 
 from __future__ import annotations
 
@@ -9,75 +9,72 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from attnplug.choose.loading import Registered
-from attnplug.choose.measured.store import FoundTable, load_tables
-from attnplug.choose.ranking import BY_PREFERENCE, Ranked, Ranking, by_preference
-from attnplug.choose.registry import Registry
-from attnplug.choose.select import DEFAULT_PAGE_SIZE
+from attnplug.auto.measurement import MeasuredShape
+from attnplug.auto.ranking import BY_PREFERENCE, Ranked, Ranking, by_preference
+from attnplug.auto.schedule import BackendSchedule, BatchPoint, filled
+from attnplug.auto.table_store import FoundTable, Plugins, load_tables
 from attnplug.declare.errors import TableWarning, UsageError
-from attnplug.declare.measured import LayerShape
-from attnplug.declare.problem import Problem, Role, model_dtype
+from attnplug.declare.problem import DEFAULT_PAGE_SIZE, Problem, Role, model_dtype
 from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.schedule import Point, Schedule, filled
+from attnplug.declare.registered import Registered
 from attnplug.machine.hardware import this_processor
 
 MOST_OCTAVES = 3.0
-"""How far a shape may be from the one that was measured: factors of two, added over heads, widths, window and rows
-chosen."""
-OF_HOSTS = 0.5
-"""How far MLA that a host absorbs is from the same layers in an engine of ours: most of a call is the same."""
+"""Largest distance between a layer's shape and a measured one: factors of two, summed over heads, widths, window and
+top-k."""
+HOSTED_OCTAVES = 0.5
+"""Distance between MLA absorbed by its host and the same layers in our engine. Most of a call is the same."""
 TOLERANCE = 1.01
-"""A backend takes part in a schedule only if without it some batch would take longer than the best by this factor."""
+"""A backend joins a schedule only if some batch would take longer than the best time by this factor without it."""
 NOT_MEASURED = 2.0
-"""A point at which a backend was not measured counts as if it took twice the best time."""
-_SHOWN = Point(1, 4096, 1)
-"""The batch whose times are told, or the measured one that is nearest to it."""
+"""Slowness of a backend at a point where it was not measured."""
+_SHOWN = BatchPoint(1, 4096, 1)
+"""Batch whose times are shown, or the nearest measured one."""
 _MEASURED_AS = {Role.DRAFT: Role.DECODE}
 _AGAIN = "measure it again by 'attnplug tune', or ask for it by name"
 _BY_BATCH = (Role.PREFILL, Role.DECODE)
 
-_told: set[str] = set()
-"""Faults that this process was warned of: a host asks for a ranking at several places."""
+_warned: set[str] = set()
+"""Faults that this process has reported. A host asks for a ranking at several places."""
 
-Times = Mapping[str, Mapping[Point, float]]
+Times = Mapping[str, Mapping[BatchPoint, float]]
 
 
-def default_ranking(registry: Registry, problem: Problem, *, per_batch: bool = False) -> Ranking:
-    """How ``auto`` ranks: by measured tables that hold for this machine, or by preference if there are none.
+def default_ranking(registry: Plugins, problem: Problem, *, per_batch: bool = False) -> Ranking:
+    """Ranking of ``auto``: by measured tables that apply to this machine, or by preference if there are none.
 
-    ``per_batch``: the host plans each batch with the backend that its role's schedule names. Otherwise a role gets no
-    schedule, and one backend for all batches. The prefill of MLA that a host chunks and merges itself never gets one.
-    Tables that cannot be used are told by a :class:`TableWarning` each, once in a process.
+    ``per_batch``: the host plans each batch with the backend that its role's schedule names. Otherwise roles get no
+    schedule, and one backend serves all batches. The prefill of MLA that a host chunks and merges itself never gets a
+    schedule. Each table that cannot be used is reported by a :class:`TableWarning`, once per process.
     """
     processor = this_processor(problem.device, problem.sm)
     if processor is None:
         return BY_PREFERENCE
     tables = load_tables(registry, processor)
     for fault in tables.faults:
-        if fault not in _told:
-            _told.add(fault)
+        if fault not in _warned:
+            _warned.add(fault)
             warnings.warn(fault, TableWarning, stacklevel=2)
     return MeasuredRanking(tables.found, per_batch=per_batch) if tables.found else BY_PREFERENCE
 
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """The tables that stand for one shape of a model's layers, by backend, and how many layers have that shape."""
+    """Tables by backend for one shape of a model's layers, and the number of layers with that shape."""
 
     count: int
     tables: Mapping[str, FoundTable]
-    nearest: LayerShape | None
-    """The shape that was measured, where it is not the same."""
+    nearest: MeasuredShape | None
+    """Measured shape, if it differs from the layers'."""
 
 
 class MeasuredRanking:
-    """By measured times: the geometric mean, over all points, of a backend's time by the best time there.
+    """Ranking by the geometric mean, over all points, of a backend's time divided by the best time.
 
-    A model's time is the sum over its layers. All backends are compared at one shape, which is the model's own or the
-    nearest that two of them were measured at. It has the same kind of attention and types. Page sizes may differ.
-    Backends without a table come after those that have one, by preference. One backend's times say nothing of others':
-    where a single one was measured, or embedded ones alone, preference decides. A backend that failed on this machine
-    comes after all others.
+    A model's time is the sum over its layers. Backends are compared at one shape: the model's own, or the nearest one
+    at which two of them were measured. It has the same attention kind and dtypes; page sizes may differ. Backends
+    without a table follow those with one, by preference. If only one backend, or only embedded ones, were measured,
+    there is nothing to compare and preference decides. A backend that failed on this machine comes last.
     """
 
     def __init__(self, tables: Sequence[FoundTable], *, per_batch: bool = False) -> None:
@@ -104,13 +101,13 @@ class MeasuredRanking:
         schedule = None
         by_batch = self._per_batch and role in _BY_BATCH and not (role is Role.PREFILL and problem.prefilled_by_host)
         if by_batch and len(sharing := _sharing(slowness, order)) > 1:
-            schedule = Schedule({name: times[name] for name in sharing})
+            schedule = BackendSchedule({name: times[name] for name in sharing})
         return Ranked(backends, _why(order, points, times, fits, others, schedule), schedule)
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
-        """The backends that failed at a shape of the model's layers, on this machine and with what is installed now.
+        """Backends that failed at a shape of the model's layers, on this machine and with the installed versions.
 
-        Failures at other shapes, or at other pages than those asked for, say nothing.
+        Failures at other shapes or page sizes do not count.
         """
         names, shapes = {backend.spec.name for backend in usable}, set(_shapes(role, problem))
         found: dict[str, Refusal] = {}
@@ -126,7 +123,7 @@ class MeasuredRanking:
         return found
 
     def _fits(self, usable: Sequence[Registered], role: Role, problem: Problem) -> list[_Fit]:
-        """The tables for each shape of the model's layers; nothing if some shape has none."""
+        """Tables for each shape of the model's layers; empty if some shape has none."""
         names = {backend.spec.name for backend in usable}
         tables = [
             found
@@ -138,33 +135,33 @@ class MeasuredRanking:
         return found if len(found) == len(fits) else []
 
 
-def _served(points: Iterable[Point], role: Role, problem: Problem) -> list[Point]:
-    """The points that the problem has batches like, or all if there are none: lengths within the model's context, and
-    one new token for each request unless these are prefilled or verified."""
+def _served(points: Iterable[BatchPoint], role: Role, problem: Problem) -> list[BatchPoint]:
+    """Points like the problem's batches, or all points if there are none: lengths within the model's context, and one
+    new token per request unless requests are prefilled or verified."""
     found = sorted(points)
     longest = math.inf if problem.model is None else problem.model.context_length
     one = role is Role.DRAFT or (role is Role.DECODE and not problem.speculative_tokens)
     return [p for p in found if p.length <= longest and (p.tokens == 1 or not one)] or found
 
 
-def _shapes(role: Role, problem: Problem) -> Counter[LayerShape]:
-    """The shapes of the layers that a role serves, as one rank has them, and how many have each."""
+def _shapes(role: Role, problem: Problem) -> Counter[MeasuredShape]:
+    """Number of layers of each shape that a role serves, per tensor-parallel rank."""
     model = problem.model
     if model is None or (dtype := problem.dtype or model_dtype(model)) is None:
         return Counter()
     try:
         model = model.for_rank(problem.tensor_parallel) if problem.tensor_parallel > 1 else model
-    except UsageError:  # the heads cannot be divided, which is for others to say
+    except UsageError:  # heads that cannot be divided are reported elsewhere
         return Counter()
     layers = model.linear_layers if role is Role.LINEAR else model.full_layers
     page_size = problem.page_size or math.lcm(DEFAULT_PAGE_SIZE, model.page_multiple)
     kv_dtype, by_host = problem.kv_dtype or dtype, problem.mla_by_host
-    return Counter(LayerShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=by_host) for layer in layers)
+    return Counter(MeasuredShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=by_host) for layer in layers)
 
 
-def _fit(shape: LayerShape, count: int, tables: Sequence[FoundTable], usable: int) -> _Fit | None:
-    """The tables of the measured shape that is nearest to a layer's, among those at which backends can be compared."""
-    groups: dict[LayerShape, dict[str, FoundTable]] = {}
+def _fit(shape: MeasuredShape, count: int, tables: Sequence[FoundTable], usable: int) -> _Fit | None:
+    """Tables of the nearest measured shape, preferably one at which two backends were measured."""
+    groups: dict[MeasuredShape, dict[str, FoundTable]] = {}
     for found in sorted(
         tables, key=lambda each: (_octaves(each.table.shape.page_size, shape.page_size), each.table.title)
     ):
@@ -178,15 +175,15 @@ def _fit(shape: LayerShape, count: int, tables: Sequence[FoundTable], usable: in
     return _Fit(count, groups[best], None if best == shape else best)
 
 
-def _distance(measured: LayerShape, shape: LayerShape) -> float:
-    """How many factors of two lie between two shapes, page sizes aside; infinite if times say nothing of each other."""
+def _distance(measured: MeasuredShape, shape: MeasuredShape) -> float:
+    """Distance of two shapes in factors of two, page sizes aside; infinite if their times are not comparable."""
     for name in ("kind", "dtype", "kv_dtype"):
         if getattr(measured, name) is not getattr(shape, name):
             return math.inf
     if bool(measured.window) != bool(shape.window) or bool(measured.topk) != bool(shape.topk):
         return math.inf
     widths = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "window", "topk")
-    apart = OF_HOSTS * (measured.hosted is not shape.hosted)
+    apart = HOSTED_OCTAVES * (measured.hosted is not shape.hosted)
     return apart + sum(_octaves(getattr(measured, name), getattr(shape, name)) for name in widths)
 
 
@@ -194,9 +191,11 @@ def _octaves(one: int, other: int) -> float:
     return abs(math.log2(max(one, 1) / max(other, 1)))
 
 
-def _model_times(name: str, fits: Iterable[_Fit]) -> dict[Point, float]:
-    """Microseconds of a layer by point: the mean over a model's layers, where all of their shapes were measured."""
-    rows = [(fit.count, {Point(*row[:4]): row.microseconds for row in fit.tables[name].table.rows}) for fit in fits]
+def _model_times(name: str, fits: Iterable[_Fit]) -> dict[BatchPoint, float]:
+    """Mean microseconds of a layer by point, at points where all shapes of the model's layers were measured."""
+    rows = [
+        (fit.count, {BatchPoint(*row[:4]): row.microseconds for row in fit.tables[name].table.rows}) for fit in fits
+    ]
     points = sorted({point for _, times in rows for point in times})
     layers = sum(count for count, _ in rows)
     parts = [(count, filled(times, points)) for count, times in rows]
@@ -204,8 +203,8 @@ def _model_times(name: str, fits: Iterable[_Fit]) -> dict[Point, float]:
     return {point: time for point, time in sums.items() if math.isfinite(time)}
 
 
-def _slowness(times: Times, points: Sequence[Point]) -> dict[str, list[float]]:
-    """How many times as long as the best one each takes, point by point."""
+def _slowness(times: Times, points: Sequence[BatchPoint]) -> dict[str, list[float]]:
+    """Time of each backend divided by the best time, point by point."""
     best = {point: min(of_backend[point] for of_backend in times.values()) for point in points}
     return {
         name: [of_backend[p] / best[p] if math.isfinite(of_backend[p]) else NOT_MEASURED for p in points]
@@ -214,7 +213,7 @@ def _slowness(times: Times, points: Sequence[Point]) -> dict[str, list[float]]:
 
 
 def _sharing(slowness: Mapping[str, Sequence[float]], order: Sequence[str]) -> tuple[str, ...]:
-    """As few backends as serve every point within the tolerance of the best; of several such sets, the best one."""
+    """Smallest set of backends that serves every point within ``TOLERANCE`` of the best; of several, the fastest."""
     for size in range(1, len(order) + 1):
         found = []
         for names in combinations(order, size):
@@ -223,18 +222,18 @@ def _sharing(slowness: Mapping[str, Sequence[float]], order: Sequence[str]) -> t
                 found.append((math.fsum(map(math.log, least)), names))
         if found:
             return min(found)[1]
-    raise AssertionError("all of them together are as fast as the best")
+    raise AssertionError("all backends together are as fast as the best")
 
 
 def _why(
     order: Sequence[str],
-    points: Sequence[Point],
+    points: Sequence[BatchPoint],
     times: Times,
     fits: Sequence[_Fit],
     others: Sequence[Registered],
-    schedule: Schedule | None,
+    schedule: BackendSchedule | None,
 ) -> str:
-    """In one line: times at one point, where they come from, and what was not measured."""
+    """One line: times at one point, the origin of the tables, and backends that were not measured."""
     common = [point for point in points if all(point in times[name] for name in order)]
     shown = min(common or points, key=lambda point: (sum(map(_octaves, point, _SHOWN)), point))
     figures = [f"{name} {times[name][shown]:.1f}" for name in order if shown in times[name]]
