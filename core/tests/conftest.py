@@ -5,19 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # for core/tests/support
 
-from attnplug.choose.loading import find_plugins
 from attnplug_testing.command import attnplug, package, plain_environment
+from attnplug_testing.plugins import core_alone, install, install_source, only_fault
 from attnplug_testing.triton_mode import settle_triton
 from support.board import board
-from support.plugins import install, install_source, only_fault
 
-__all__ = ["attnplug", "board", "install", "install_source", "only_fault", "package", "plain_environment"]
+__all__ = ["attnplug", "board", "core_alone", "install", "install_source", "only_fault", "package", "plain_environment"]
 
 settle_triton()
 
@@ -27,14 +25,3 @@ torch.set_num_threads(1)
 # A shared machine may stall any example for a second; slowness is measured in benchmarks/, not here.
 settings.register_profile("attnplug", deadline=None, print_blob=True)
 settings.load_profile("attnplug")
-
-
-@pytest.fixture(autouse=True)
-def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test of core finds installed is core and what the test itself installs, not the plugins beside core."""
-
-    def find():
-        points, broken = find_plugins()
-        return [point for point in points if not point.value.startswith("attnplug_")], broken
-
-    monkeypatch.setattr("attnplug.choose.registry.find_plugins", find)

@@ -13,7 +13,7 @@ from attnplug import AttentionKind, DType, Role, WorkspaceKind
 from attnplug.choose.loading import Broken
 from attnplug.host import TINY_CONFIGS, ModelConfigError, PluginError, Registry, load_model, load_registry, tiny_config
 from attnplug.tables import MeasuredShape, MeasuredTable
-from support.plugins import EMBEDDED, Install, also, bringing, module, spec
+from attnplug_testing.plugins import EMBEDDED, Install, also, bringing, module, spec
 
 KINDS, TABLES, MODELS = "attnplug_workspace_kinds", "attnplug_rankings", "attnplug_tiny_models"
 ACME = {**TINY_CONFIGS["llama"], "hidden_size": 32}

@@ -129,11 +129,6 @@ if TYPE_CHECKING:
     from attnplug.mla.chunks import Span as Span
     from attnplug.mla.chunks import plan_prefix_chunks as plan_prefix_chunks
     from attnplug.torch_native.backend import TorchNativeBackend as TorchNativeBackend
-    from attnplug.tune.page import html_page as html_page
-    from attnplug.tune.plot import Mark as Mark
-    from attnplug.tune.plot import Panel as Panel
-    from attnplug.tune.plot import Series as Series
-    from attnplug.tune.plot import figure as figure
     from attnplug.wrappers import HybridLinearBackend as HybridLinearBackend
     from attnplug.wrappers import SplitBackend as SplitBackend
     from attnplug.wrappers import captures_extends as captures_extends
@@ -228,8 +223,6 @@ _MODULES = {
     "mla": ("ExtendPolicy", "MLAWeights", "RowPlaces", "merge_partial"),
     "mla.chunks": ("Chunk", "Span", "plan_prefix_chunks"),
     "torch_native.backend": ("TorchNativeBackend",),
-    "tune.page": ("html_page",),
-    "tune.plot": ("Mark", "Panel", "Series", "figure"),
     "wrappers": (
         "HybridLinearBackend",
         "SplitBackend",

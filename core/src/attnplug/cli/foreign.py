@@ -22,6 +22,8 @@ _BROUGHT_BY = {
     "new": "attnplug-conformance",
     "run": "attnplug-engine",
     "embed": "attnplug-engine",
+    "tune": "attnplug-tune",
+    "bench": "attnplug-tune",
 }
 
 Commands = argparse._SubParsersAction  # what argparse calls the place where commands are added

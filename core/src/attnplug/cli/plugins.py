@@ -21,6 +21,8 @@ OURS: Mapping[str, str] = {
     "words",
     "attnplug-engine": "Runs real models on any attnplug backend: checkpoints, models, tensor parallelism, "
     "continuous batching",
+    "attnplug-tune": "Measures attention backends: tune finds the fastest for a model here, bench compares them "
+    "with their libraries",
     "attnplug-flashattention": "MHA, GQA and MLA prefill over FlashAttention kernels",
     "attnplug-flashinfer": "MHA and GQA over FlashInfer's paged kernels",
     "attnplug-flashinfer-mla": "latent attention (MLA) over FlashInfer's kernels",

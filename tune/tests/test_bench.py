@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.dom import minidom
 
 import pytest
 import torch
+import vl_convert
 from torch import Tensor
 
-from attnplug.host import Mark, Panel, Series, UsageError, figure
+from attnplug.host import UsageError
 from attnplug.tables import RawScene
-from attnplug.tune import raw
-from attnplug.tune.measure import Failed, Job, Timed, run_job
-from attnplug.tune.page import plot_rows, report_page
-from attnplug.tune.place import bandwidth
-from attnplug.tune.points import parse_points
-from attnplug.tune.results import Results, Row, compare, read_results, row_of, standings
-from support.plugins import Install
-from support.tuning import FakeClock, tasks, toys
+from attnplug_testing.plugins import Install
+from attnplug_tune import raw
+from attnplug_tune.charts import LIMIT, chart_spec, rows_as_svg
+from attnplug_tune.measure import Failed, Job, Timed, run_job
+from attnplug_tune.place import bandwidth
+from attnplug_tune.points import Point, parse_points
+from attnplug_tune.report import report_page
+from attnplug_tune.results import Results, Row, by_point, compare, read_results, row_of, standings
+from tuning import FakeClock, tasks, toys
 
 ROW = Row("fast", "mha 4/2 heads of 16", "decode", 1, 64, 1, False, 10.0, 9.8, 10.2, 5.0)
 HEADER = {"device": "a GPU", "versions": {"torch": "2.11"}, "commit": "abc"}
@@ -184,21 +188,42 @@ def test_a_device_without_memory_for_its_bandwidth_is_told(monkeypatch: pytest.M
         bandwidth(torch.device("cpu"))
 
 
-def test_a_plot_is_svg_with_a_line_for_each_side_and_the_limit() -> None:
+def texts_of(svg: str) -> set[str]:
+    drawn = minidom.parseString(svg)
+    return {node.firstChild.data for node in drawn.getElementsByTagName("text") if node.firstChild is not None}
+
+
+def values_of(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Data that a chart draws."""
+    (values,) = spec["datasets"].values() if "datasets" in spec else [spec["data"]["values"]]
+    return values
+
+
+def test_a_plot_is_svg_with_a_panel_for_each_number_of_requests() -> None:
     others = [replace(ROW, side=side, requests=4) for side in ("fast", "slow <&>")]
-    drawn = minidom.parseString(plot_rows([*grid("fast", float), *grid("slow <&>", lambda n: 2.0 * n), *others]))
-    texts = {node.firstChild.data for node in drawn.getElementsByTagName("text") if node.firstChild is not None}
-    assert {"fast", "slow <&>", "64", "4×64"} <= texts
-    lines = drawn.getElementsByTagName("polyline")
-    assert len(lines) == 3 and [line.getAttribute("stroke-dasharray") for line in lines].count("5 4") == 1
+    texts = texts_of(rows_as_svg([*grid("fast", float), *grid("slow <&>", lambda n: 2.0 * n), *others]))
+    assert {"fast", "slow <&>", LIMIT, "64", "1 request", "4 requests"} <= texts
 
 
-def test_a_plot_leaves_out_what_has_no_logarithm() -> None:
-    marks = (Mark.at(1, 0), Mark.at(0, 1), Mark.at(1, float("inf")), Mark.at(4, float("nan")))
-    assert "Nothing was measured" in figure([Panel("title", "x", "y", (Series("s", marks),))])
-    assert "Nothing was measured" in figure([])
+def test_points_of_different_batches_are_not_joined() -> None:
+    """A line runs along one panel: all numbers of a batch but its length are in the panel's title."""
+    batches = [{}, {"requests": 4}, {"requests": 4, "ragged": True}, {"requests": 4, "tokens": 3}]
+    rows = [replace(ROW, length=length, **changes) for changes in batches for length in (64, 128)]
+    prefills = [replace(ROW, role="prefill", length=prefix + new, tokens=new) for prefix in (0, 64) for new in (8, 16)]
+    for group, panels in ((rows, 4), (prefills, 2)):
+        (points,) = by_point(group).values()
+        found: dict[str, set[Point]] = {}
+        for value in values_of(chart_spec(points, ["fast"])):
+            found.setdefault(value["panel"], set()).add(value["point"])
+        assert len(found) == panels and {len(points) for points in found.values()} == {2}
 
 
-def test_a_report_needs_no_other_file() -> None:
-    page = report_page("on <this> GPU", grid("fast", float), ["one note"])
-    assert "&lt;this&gt;" in page and "one note" in page and "<svg" in page and "http" not in page
+def test_a_plot_of_nothing_says_so() -> None:
+    assert "Nothing was measured." in texts_of(rows_as_svg([]))
+
+
+def test_a_report_loads_nothing_and_escapes_what_it_shows() -> None:
+    page = report_page("on <this> GPU", grid("</script><b>", float), ["one & note"])
+    assert "<title>on &lt;this&gt; GPU</title>" in page and "one &amp; note" in page and "</script><b>" not in page
+    assert not re.search(r"(src|href)=", page.replace(vl_convert.javascript_bundle(), ""))
+    assert page.count('vegaEmbed("#chart') == 1

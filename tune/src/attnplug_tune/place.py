@@ -1,4 +1,4 @@
-"""Where is measured, and with what: the device's bandwidth, and the commit."""
+"""Circumstances of a benchmark: the device's memory bandwidth, and the commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 
 
 def commit() -> str | None:
-    """The commit of this package's source, if it is used from a checkout; with ``+`` where files differ from it."""
+    """Commit of this package's source if it runs from a checkout, with ``+`` if files were changed."""
     asked = (["rev-parse", "HEAD"], ["ls-files", "--error-unmatch", __file__], ["status", "--porcelain"])
     folder = Path(__file__).parent
     try:
@@ -29,7 +29,7 @@ def commit() -> str | None:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second of plain reading or copying, whichever is faster, over more memory than any cache holds."""
+    """Bytes per second of plain reads or copies, whichever is faster, over more memory than any cache holds."""
     try:
         memory = torch.ones(_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     except torch.OutOfMemoryError as error:
@@ -37,7 +37,7 @@ def bandwidth(device: torch.device) -> float:
         raise UsageError(
             f"{device} has no {needed} of free memory to measure its bandwidth; end what uses it"
         ) from error
-    first, second = memory.chunk(2)  # a copy reads one half, and writes as much
+    first, second = memory.chunk(2)  # a copy reads one half and writes the other
     seconds = min(_best_s(lambda: memory.sum(), device), _best_s(lambda: first.copy_(second), device))
     return memory.numel() * memory.element_size() / seconds
 

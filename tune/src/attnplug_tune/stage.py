@@ -1,10 +1,10 @@
-"""One backend at one point: caches of random rows in random pages, a batch, and the chain of calls that is timed.
+"""Stage for one backend at one point: caches of random rows in random pages, a batch, and the chain of timed calls.
 
-A step is what an engine makes of it: planned once, its new rows written by every call. A decode and a verify run in a
-CUDA graph if the backend claims that, over a page table for the longest context, and with their lengths on the device
-only. There each call waits for the result of the last one, so that no two overlap. MLA decodes and verifies absorbed:
-the up-projections are not a backend's. It prefills as a model's layers do, by the policy's path, up-projections
-included. Where a host absorbs MLA itself, its queries are the two parts that it has, and it has written the rows.
+A step is planned once and every call writes its new rows, as in an engine. Decodes and verifies run in a CUDA graph if
+the backend claims it, with a page table for the longest context and lengths on the device only. In a graph each call
+depends on the previous result, so that no two overlap. MLA decodes and verifies are absorbed; the up-projections are
+not part of a backend. MLA prefills take the policy's path, up-projections included. If a host absorbs MLA itself, its
+queries come in two parts, and it has written the new rows.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from attnplug.kv import INDEX_KEYS, CacheKey, IndexKeyPool, KVPools, MHAPool, ML
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention
 from attnplug.mla import MLAWeights
-from attnplug.tune.clock import Chain
-from attnplug.tune.shapes import Task
 from attnplug.wrappers.forwarding import planner_claims
+from attnplug_tune.clock import Chain
+from attnplug_tune.shapes import Task
 
 Forward = Callable[..., Tensor]
 Build = Callable[[HostContext], AttentionBackend]
-"""Builds what is measured. The context's pools exist and are filled."""
+"""Builds the backend under test. The context's pools are filled."""
 
 CALLS = 20
-"""Calls of a chain, as many as a model of medium depth has layers."""
+"""Calls of a chain: the layers of a model of medium depth."""
 FEW_CALLS = 4
-"""Of those that take long: prefills, and decodes over very large caches."""
+"""Calls of a slow chain: prefills, and decodes over very large caches."""
 _LONG_BYTES = 2 << 30
-"""A cache from which a call reads for half a millisecond or longer."""
+"""Size of a cache that takes half a millisecond to read."""
 _FILL_ROWS = 1 << 15
 _LINKED = 8
-"""Numbers of a result that the next call waits for."""
+"""Output elements that the next call depends on."""
 ROTATED_BYTES = 4 << 30
-"""Up to so many bytes, each call of a chain reads a cache of its own. Past them, a cache is far larger than L2."""
+"""Total size up to which each call of a chain has its own cache. A larger cache does not fit L2 anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all stages of one run share."""
+    """Settings that all stages of a run share."""
 
     device: torch.device
     max_context: int
-    """The longest context that captured batches leave room for."""
+    """Longest context of captured batches."""
 
 
 def cache_bytes(task: Task) -> int:
-    """What one layer's cache takes at a point."""
+    """Bytes of one layer's cache at a point."""
     shape = task.shape
     pages = sum(-(-length // shape.page_size) for length in task.point.lengths)
     if task.layer.mla is not None:
@@ -73,7 +73,7 @@ def cache_bytes(task: Task) -> int:
 
 
 def stage_bytes(task: Task) -> int:
-    """What a stage takes, without a backend's own memory: caches, queries, rows and results."""
+    """Bytes of a stage without the backend's own memory: caches, queries, new rows and outputs."""
     cache = cache_bytes(task)
     layer, shape = task.layer, task.shape
     width = layer.num_heads * (2 * max(shape.head_dim, layer.head_dim) + layer.v_head_dim + shape.value_dim)
@@ -85,7 +85,7 @@ def _layers(cache: int) -> int:
 
 
 class Stage:
-    """A backend, built over filled caches, and the calls that its chain makes."""
+    """A backend built over filled caches, and the calls of its chain."""
 
     def __init__(self, task: Task, setup: Setup, build: Build) -> None:
         self.task, self.device = task, setup.device
@@ -121,7 +121,7 @@ class Stage:
         )
         self.q = self._random(rows, task.layer.num_heads, shape.head_dim)
         self._first = self.q
-        """What the next call reads first."""
+        """Tensor of the next call that ``link`` makes dependent on the previous result."""
 
     # Memory
 
@@ -129,7 +129,7 @@ class Stage:
         return torch.randn(*dims, dtype=self.dtype, device=self.device)
 
     def _page_table(self) -> Tensor:
-        """``[requests, pages]`` for these lengths, in an order that is random and the same for all who are measured."""
+        """``[requests, pages]`` int32 in random order, the same for every backend."""
         counts = [-(-length // self.page_size) for length in self.lengths]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
         table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
@@ -152,7 +152,7 @@ class Stage:
         return KVPools(mla=mla, caches=caches)
 
     def _fill(self) -> None:
-        """Random rows everywhere: what is multiplied decides how much power a GPU takes, and so its clock."""
+        """Fill all caches with random rows. The values affect a GPU's power draw, and so its clock."""
         total = self._pages * self.page_size
         block = min(total, _FILL_ROWS)
         shape, dims, indexer = self.task.shape, self.task.layer.mla, self.task.layer.indexer
@@ -176,16 +176,16 @@ class Stage:
 
     @property
     def captured(self) -> bool:
-        """Whether the chain runs in a CUDA graph."""
+        """True if the chain runs in a CUDA graph."""
         point = self.task.point
         needed = GraphLevel.UNIFORM if point.tokens > 1 else GraphLevel.DECODE
         runs = self.device.type == "cuda" and point.role is not Role.PREFILL
         return runs and self.attention.graph_level >= needed
 
     def batch(self, *, captured: bool) -> ForwardBatch:
-        """The batch of the point. A captured one has a table for the longest context, and lengths on the device.
+        """Batch of the point. A captured one has a page table for the longest context, and lengths on the device only.
 
-        About how long its requests are is still told: an engine captures a batch for each range of lengths.
+        It still carries typical lengths, because an engine captures a batch for each length range.
         """
         point = self.task.point
         mode = ForwardMode.DECODE if point.tokens == 1 else ForwardMode.TARGET_VERIFY
@@ -205,7 +205,7 @@ class Stage:
     # Chains
 
     def chain(self, side: str) -> Chain:
-        """The calls of the backend, planned."""
+        """Chain of the backend's calls, planned."""
         captured, attention = self.captured, self.attention
         batch = self.batch(captured=captured)
         if captured:
@@ -236,12 +236,12 @@ class Stage:
         )
 
     def link(self, out: Tensor) -> None:
-        """Make the next call wait for this result, as layers do: kernels that may begin before the last one ended could
-        otherwise run beside it. The queries stay as they are."""
+        """Make the next call depend on this result, as layers do. Otherwise kernels with programmatic dependent launch
+        could overlap. The queries do not change."""
         self._first[0, 0, :_LINKED].add_(out[0, 0, :_LINKED], alpha=0)
 
     def links(self) -> Chain:
-        """What lies between the calls of a captured chain, alone. Its time is no part of theirs."""
+        """Chain of the links alone. Their time is subtracted from that of a captured chain."""
         other = self.q[-1:].clone()
 
         def run() -> None:
@@ -266,7 +266,7 @@ class Stage:
             if shape.hosted:
                 return self._hosted(forward, batch, layer.mla)
             return lambda each: forward(self.q, new, None, each, batch, extras=selects(each))
-        # Queries of a prefill are not absorbed yet: each path does with them what it needs.
+        # A prefill takes queries that are not absorbed; the policy's path transforms them.
         queries, flat = self._random(rows, layer.num_heads, layer.head_dim), new.squeeze(1)
         rank, nope = layer.mla.kv_lora_rank, layer.mla.qk_nope_head_dim
         weights = MLAWeights(
@@ -282,8 +282,8 @@ class Stage:
         return prefill
 
     def _hosted(self, forward: Forward, batch: ForwardBatch, dims: MLADims) -> Callable[[LayerSpec], Tensor]:
-        """Queries where vLLM has them: a product has left the latent part, heads first, and the rotary part is the end
-        of what the query projection gave. They are joined for a backend that does not take them apart."""
+        """Calls with queries laid out as in vLLM: the latent part comes heads-first from a matmul, the rotary part is
+        the tail of the query projection. They are concatenated for a backend without the extra ``q_rope``."""
         rows, heads, nope = batch.geometry.rows, self.task.layer.num_heads, dims.qk_nope_head_dim
         latent = self._first = self._random(heads, rows, dims.kv_lora_rank).transpose(0, 1)
         rope = self._random(rows, heads, nope + dims.qk_rope_head_dim)[..., nope:]
@@ -294,7 +294,7 @@ class Stage:
         return lambda each: forward(torch.cat((latent, rope), -1), None, None, each, batch, save_kv_cache=False)
 
     def _selects(self, batch: ForwardBatch) -> Callable[[LayerSpec], ForwardExtras | None]:
-        """What a sparse layer does first: choose its rows."""
+        """Row selection of a sparse layer, which precedes its attention."""
         indexer, rows = self.task.layer.indexer, batch.geometry.rows
         if indexer is None:
             return lambda each: None

@@ -12,7 +12,7 @@ import pytest
 from importlib_metadata import EntryPoint
 
 from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, hookimpl
-from attnplug.choose.loading import GROUP, Broken
+from attnplug.choose.loading import GROUP, Broken, find_plugins
 from attnplug.host import load_registry
 
 CAPABILITIES = Capabilities(kinds={"mha"}, devices={"cpu"}, dtypes={"float32"})
@@ -76,6 +76,17 @@ def _returning(hook: str, result: object) -> Callable[[], object]:
 
 
 Install = Callable[..., EntryPoint]
+
+
+@pytest.fixture(autouse=True)
+def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide our own plugins. A test finds core and what the test itself installs."""
+
+    def find() -> tuple[list[EntryPoint], list[Broken]]:
+        points, broken = find_plugins()
+        return [point for point in points if not point.value.startswith("attnplug_")], broken
+
+    monkeypatch.setattr("attnplug.choose.registry.find_plugins", find)
 
 
 @pytest.fixture

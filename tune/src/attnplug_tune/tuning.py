@@ -1,4 +1,4 @@
-"""Tuning: all usable backends within one budget, and the tables that come of it."""
+"""Tuning: measure all usable backends within one budget and make tables of the results."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass, field, replace
 from attnplug.auto.measurement import MeasuredShape, MeasuredTable, Measurement
 from attnplug.declare.problem import Role
 from attnplug.machine.hardware import Processor
-from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed
-from attnplug.tune.points import Point
-from attnplug.tune.process import RunJob
-from attnplug.tune.shapes import Task
+from attnplug_tune.measure import Failed, Job, Outcome, Skipped, Timed
+from attnplug_tune.points import Point
+from attnplug_tune.process import RunJob
+from attnplug_tune.shapes import Task
 
 _LONGEST_REASON = 300
-Sort = tuple[Role, MeasuredShape]
-"""What one table of a backend is about."""
+Subject = tuple[Role, MeasuredShape]
+"""Key of a backend's table."""
 
 
 @dataclass(slots=True)
 class Tuned:
-    """What came of one backend."""
+    """Outcomes of one backend."""
 
     backend: str
     asked: int
-    """Tasks that it was to be measured at."""
+    """Number of its tasks."""
     timed: list[Timed] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
@@ -35,26 +35,26 @@ class Tuned:
 
     @property
     def left(self) -> int:
-        """Tasks for which there was no time."""
+        """Number of tasks that the budget did not allow."""
         if self.failed:
-            return 0  # those of the failing sorts were not tried, and which ones they are is told
+            return 0  # tasks skipped because of a failure are reported with it
         return self.asked - len(self.timed) - len(self.skipped)
 
     @property
-    def broken(self) -> dict[Sort, str]:
-        """What it failed at, and in one line why. It is left out for it as a whole."""
+    def broken(self) -> dict[Subject, str]:
+        """One-line reasons of its failures. Each excludes the whole table."""
         return {
             (each.task.point.role, each.task.shape): f"at {each.task.point}, {_one_line(each.reason)}"
             for each in reversed(self.failed)
         }
 
-    def rows(self) -> dict[Sort, list[Measurement]]:
-        """What was measured, by table."""
-        found: dict[Sort, list[Measurement]] = {}
+    def rows(self) -> dict[Subject, list[Measurement]]:
+        """Measurements by table, without those of failed ones."""
+        found: dict[Subject, list[Measurement]] = {}
         for each in self.timed:
-            sort = each.task.point.role, each.task.shape
-            if sort not in self.broken:
-                found.setdefault(sort, []).append(each.measured)
+            subject = each.task.point.role, each.task.shape
+            if subject not in self.broken:
+                found.setdefault(subject, []).append(each.measured)
         return found
 
 
@@ -63,13 +63,13 @@ def tune(
     seconds: float,
     run: RunJob,
     *,
-    told: Callable[[Outcome], None] = lambda outcome: None,
+    report: Callable[[Outcome], None] = lambda outcome: None,
     finished: Callable[[Tuned], None] = lambda tuned: None,
 ) -> list[Tuned]:
-    """Run jobs one after the other. What is left of the budget is shared evenly by those that are left.
+    """Run jobs one after the other. The remaining budget is shared evenly by the remaining jobs.
 
-    Compiling, and starting a process, is outside of the budget. ``finished`` is called after every backend with all
-    that there is of it: if its process ended or the user interrupted, too.
+    Compiling and process start-up do not count. ``report`` is called with every outcome. ``finished`` is called after
+    every backend with its outcomes so far, also if its process ended or the user interrupted.
     """
     results, left = [], seconds
     for number, job in enumerate(jobs):
@@ -79,7 +79,7 @@ def tune(
             continue
         try:
             for outcome in run(replace(job, seconds=left / (len(jobs) - number))):
-                told(outcome)
+                report(outcome)
                 if isinstance(outcome, Timed):
                     tuned.timed.append(outcome)
                     left -= outcome.seconds
@@ -93,30 +93,30 @@ def tune(
 
 
 def tables_of(tuned: Tuned, processor: Processor, versions: Mapping[str, str], day: str) -> list[MeasuredTable]:
-    """A table for each role and sort of layer: of its times, or of its failure there."""
+    """Tables of a backend, one per role and layer shape: its times, or its failure."""
     rows, broken = tuned.rows(), tuned.broken
     return [
         MeasuredTable(
             processor.name,
             processor.sm,
             tuned.backend,
-            *sort,
-            tuple(rows.get(sort, ())),
+            *subject,
+            tuple(rows.get(subject, ())),
             versions,
             day,
-            broken.get(sort, ""),
+            broken.get(subject, ""),
         )
-        for sort in (*rows, *broken)
+        for subject in (*rows, *broken)
     ]
 
 
 def _one_line(text: str) -> str:
-    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    line = "".join(char if char.isprintable() else " " for char in text)
     return " ".join(line.split())[:_LONGEST_REASON]
 
 
-def not_yet(tasks: Iterable[Task], backend: str, tables: Iterable[MeasuredTable]) -> tuple[Task, ...]:
-    """The tasks that a backend's tables do not have yet."""
+def missing_tasks(tasks: Iterable[Task], backend: str, tables: Iterable[MeasuredTable]) -> tuple[Task, ...]:
+    """Tasks that a backend's tables do not cover yet."""
     have = {
         (table.shape, Point(table.role, *row[:4])) for table in tables if table.backend == backend for row in table.rows
     }

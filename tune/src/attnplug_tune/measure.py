@@ -1,4 +1,4 @@
-"""Measuring one backend: task by task, within a budget, and whatever it does."""
+"""Measurement of one backend, task by task, within a budget. Failures of the backend do not escape."""
 
 from __future__ import annotations
 
@@ -25,38 +25,41 @@ from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import Problem
 from attnplug.machine.interrupt import Terminated
-from attnplug.tune.clock import Chain, Clock
-from attnplug.tune.raw import RAW, raw_chain
-from attnplug.tune.shapes import Task
-from attnplug.tune.stage import Build, Setup, Stage, stage_bytes
+from attnplug_tune.clock import Chain, Clock
+from attnplug_tune.raw import RAW, raw_chain
+from attnplug_tune.shapes import Task
+from attnplug_tune.stage import Build, Setup, Stage, stage_bytes
 
 _COMPILING_S = 2.0
-"""Preparing a point takes a fraction of a second. Whatever takes longer than this compiles kernels."""
+"""Preparing a point takes a fraction of a second. If it takes longer than this, it compiled kernels."""
 _SHARE_OF_MEMORY = 0.8
 _SHORTEST_US = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One backend, and what is to be measured of it."""
+    """Tasks of one backend."""
 
     backend: str
-    """Its name, or ``auto`` for what is chosen at each point."""
+    """Name, or ``auto`` for the choice at each point."""
     tasks: tuple[Task, ...]
     device: str
     max_context: int
     seconds: float = math.inf
-    """After so many no further task begins. Compiling does not count."""
+    """Budget: no task starts after it is spent. Compiling does not count."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """The backend's options, as given."""
+    """Options of the backend, unparsed."""
     raw: bool = False
-    """Whether the backend's library is measured too, called directly."""
+    """Also measure the backend's library, called directly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One task, measured in ``seconds``. ``compile_s`` beside them is what compiling its kernels took, if it had to.
-    ``planned_by`` is the backend that ``auto`` took."""
+    """Result of a measured task.
+
+    Measuring took ``seconds``. Compiling its kernels, if needed, took ``compile_s`` in addition. ``planned_by`` is the
+    backend that ``auto`` chose.
+    """
 
     side: str
     task: Task
@@ -68,7 +71,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A task that does not fit into memory."""
+    """Task that does not fit into memory."""
 
     side: str
     task: Task
@@ -77,9 +80,9 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A task at which a side failed: it is left out for this role and sort of layer.
+    """Task at which a side failed. The side is left out for this role and layer shape.
 
-    ``last`` says that its process ended, or can no longer use the GPU: nothing comes after it from that process.
+    ``last``: the process ended or can no longer use the GPU, so this is its last outcome.
     """
 
     side: str
@@ -92,33 +95,33 @@ Outcome = Timed | Skipped | Failed
 
 
 def run_job(job: Job, registry: Registry, clock: Clock) -> Iterator[Outcome]:
-    """Measure a backend's tasks one after the other. Nothing that it raises escapes.
+    """Measure a backend's tasks one after the other. Exceptions of the backend become outcomes.
 
-    Where it fails, its other tasks of that role and sort of layer are not tried.
+    After a failure, its other tasks of the same role and layer shape are skipped.
     """
     setup = Setup(torch.device(job.device), job.max_context)
     spent, broken, gaps = 0.0, set[tuple[object, ...]](), dict[int, float]()
     for task in job.tasks:
         if spent >= job.seconds:
             return
-        for outcome in _measured(job, task, setup, registry, clock, broken, gaps):
+        for outcome in _outcomes(job, task, setup, registry, clock, broken, gaps):
             if isinstance(outcome, Failed):
-                broken.add(_sort(outcome.side, task))
+                broken.add(_series(outcome.side, task))
             elif isinstance(outcome, Timed):
                 spent += outcome.seconds
             yield outcome
         if setup.device.type == "cuda":
-            if (lost := _lost()) is not None:
-                yield Failed(job.backend, task, f"the GPU is lost: {lost}", last=True)
+            if (error := _device_error()) is not None:
+                yield Failed(job.backend, task, f"the GPU is lost: {error}", last=True)
                 return
             gc.collect()
 
 
-def _sort(side: str, task: Task) -> tuple[object, ...]:
+def _series(side: str, task: Task) -> tuple[object, ...]:
     return side, task.point.role, task.shape
 
 
-def _measured(
+def _outcomes(
     job: Job,
     task: Task,
     setup: Setup,
@@ -127,10 +130,10 @@ def _measured(
     broken: set[tuple[object, ...]],
     gaps: dict[int, float],
 ) -> list[Outcome]:
-    """The backend at one point, and its library on the same caches."""
+    """Measure the backend at one point, and its library on the same caches."""
     side, raw = job.backend, f"{RAW}{job.backend}"
     found: list[Outcome] = []
-    if _sort(side, task) in broken:
+    if _series(side, task) in broken:
         return found
     needed, have = stage_bytes(task), memory_of(setup.device)
     if needed > have:
@@ -139,12 +142,12 @@ def _measured(
     try:
         with torch.inference_mode():
             stage = Stage(task, setup, _builder(job, registry, task))
-            found.append(_timed(stage, stage.chain(side), clock, began, gaps))
-            if job.raw and _sort(raw, task) not in broken:
+            found.append(_time(stage, stage.chain(side), clock, began, gaps))
+            if job.raw and _series(raw, task) not in broken:
                 side, began = raw, clock.now()
                 chain = raw_chain(job.backend, raw, stage)
                 if chain is not None:
-                    found.append(_timed(stage, chain, clock, began, gaps))
+                    found.append(_time(stage, chain, clock, began, gaps))
     except (KeyboardInterrupt, Terminated):
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -154,10 +157,10 @@ def _measured(
     return found
 
 
-def _timed(stage: Stage, chain: Chain, clock: Clock, began: float, gaps: dict[int, float]) -> Timed:
+def _time(stage: Stage, chain: Chain, clock: Clock, began: float, gaps: dict[int, float]) -> Timed:
     clock.warm_up(chain)
     prepared = clock.now() - began
-    _looked_at(stage, chain.side)
+    _check_output(stage, chain.side)
     gap = _gap(stage, clock, gaps) if chain.captured else 0.0
     times = [max(1e6 * seconds / chain.calls - gap, _SHORTEST_US) for seconds in clock.times(chain)]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
@@ -169,13 +172,13 @@ def _timed(stage: Stage, chain: Chain, clock: Clock, began: float, gaps: dict[in
     return Timed(chain.side, chain.task, measured, clock.now() - began - compile_s, compile_s, chosen)
 
 
-def _looked_at(stage: Stage, side: str) -> None:
-    """What did not attend must not win by that. Whether the numbers are right is for the conformance suite to say."""
+def _check_output(stage: Stage, side: str) -> None:
+    """Reject outputs of a wrong shape or that are not finite. The conformance suite checks the values."""
     out, rows, heads = stage.last, stage.task.point.rows, stage.task.layer.num_heads
     if not stage.ran:
         return
     is_result = isinstance(out, torch.Tensor) and out.ndim == 3 and out.shape[:2] == (rows, heads)
-    if not is_result and not side.startswith(RAW):  # libraries have shapes of their own
+    if not is_result and not side.startswith(RAW):  # a library's output may have another shape
         found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
         raise BackendError(f"{side} gave {found}; the result has shape [{rows} tokens, {heads} heads, width]")
     if isinstance(out, torch.Tensor) and not bool(torch.isfinite(out).all()):
@@ -183,7 +186,7 @@ def _looked_at(stage: Stage, side: str) -> None:
 
 
 def _gap(stage: Stage, clock: Clock, known: dict[int, float]) -> float:
-    """Microseconds between two calls of a captured chain, which are measured once for each length of a chain."""
+    """Microseconds between two calls of a captured chain. Measured once per number of calls."""
     if stage.calls not in known:
         links = stage.links()
         clock.warm_up(links)
@@ -192,7 +195,7 @@ def _gap(stage: Stage, clock: Clock, known: dict[int, float]) -> float:
 
 
 def memory_of(device: torch.device) -> float:
-    """Bytes that a stage may take."""
+    """Bytes that a stage may use."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -200,8 +203,8 @@ def memory_of(device: torch.device) -> float:
     return 0.25 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _lost() -> str | None:
-    """Why the GPU can no longer be used by this process, if a kernel has read or written outside of memory."""
+def _device_error() -> str | None:
+    """Error that makes the GPU unusable for this process, such as an illegal memory access; None if there is none."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:

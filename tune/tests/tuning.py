@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from attnplug import DType, Problem
 from attnplug.choose.registry import Registry
 from attnplug.host import load_model, load_registry
-from attnplug.tune.clock import Chain
-from attnplug.tune.points import Point
-from attnplug.tune.shapes import Task, tasks_of
-from support.plugins import EMBEDDED, bringing, spec
+from attnplug_testing.plugins import EMBEDDED, bringing, spec
+from attnplug_tune.clock import Chain
+from attnplug_tune.points import Point
+from attnplug_tune.shapes import Task, tasks_of
 
 FACTORY = "attnplug.torch_native.backend:TorchNativeBackend"
 

@@ -1,8 +1,4 @@
-"""A backend's library, called directly on the caches that the backend is measured on.
-
-A package names such calls by entry points of the group ``attnplug.raw``: name = the backend, target = a function that
-takes a :class:`RawScene` and returns a :class:`RawCalls`, or ``None`` for a scene that the library has no call for.
-"""
+"""Chains of direct calls of a backend's library, on the caches that the backend is measured on."""
 
 from __future__ import annotations
 
@@ -10,15 +6,15 @@ from collections.abc import Callable
 
 from attnplug.choose.loading import find_entry_points, guarded, load_entry_point
 from attnplug.contract.raw import RAW_GROUP, RawCalls, RawScene
-from attnplug.tune.clock import Chain
-from attnplug.tune.stage import Stage
+from attnplug_tune.clock import Chain
+from attnplug_tune.stage import Stage
 
 RAW = "raw "
-"""What the name of a side begins with that is a backend's library."""
+"""Prefix of the name of a side that is a backend's library."""
 
 
 def raw_calls(backend: str) -> Callable[[RawScene], RawCalls | None] | None:
-    """What makes the calls of a backend's library; ``None`` if no package names any."""
+    """Load the entry point for direct calls of a backend's library; None if no package has one."""
     for point in find_entry_points(RAW_GROUP)[0]:
         if point.name == backend:
             with guarded():
@@ -28,7 +24,7 @@ def raw_calls(backend: str) -> Callable[[RawScene], RawCalls | None] | None:
 
 
 def raw_chain(backend: str, side: str, stage: Stage) -> Chain | None:
-    """The calls of a backend's library over the caches of a stage."""
+    """Chain of a library's calls over the caches of a stage; None if the library has no such call."""
     make = raw_calls(backend)
     if make is None:
         return None

@@ -1,4 +1,4 @@
-"""``attnplug bench``: backends against each other, their libraries and the bandwidth limit; and results compared."""
+"""``attnplug bench``: compare backends with each other, their libraries and the bandwidth limit; or two results."""
 
 from __future__ import annotations
 
@@ -14,75 +14,77 @@ import torch
 from attnplug.auto.table_store import versions_of
 from attnplug.choose.selection import AUTO
 from attnplug.cli import output
-from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text
 from attnplug.cli.options import option
 from attnplug.declare.errors import UsageError
 from attnplug.machine.interrupt import terminated_in_order
-from attnplug.tune.measure import Failed, Timed
-from attnplug.tune.page import plot_rows
-from attnplug.tune.place import bandwidth, commit
-from attnplug.tune.process import in_own_process
-from attnplug.tune.results import Comparison, Results, compare, read_results, row_of, standings
+from attnplug_tune.charts import require_plotting, rows_as_svg
+from attnplug_tune.console import check_file, describe_unmeasured, print_fastest, progress, write_text
+from attnplug_tune.measure import Failed, Timed
+from attnplug_tune.place import bandwidth, commit
+from attnplug_tune.process import in_own_process
+from attnplug_tune.results import Comparison, Results, compare, read_results, row_of, standings
+from attnplug_tune.workload import Workload, read_workload
 
-_OF_MEASURING = (
+_MEASURING_OPTIONS = (
     *("model", "shapes", "host", "points", "backends", "device", "dtype", "kv_dtype", "page_size", "backend_option"),
     *("max_batch", "max_context", "speculative_tokens", "against", "out", "plot"),
 )
 
 
 def bench(parsed: argparse.Namespace) -> int:
-    """Measure and show, or compare two results."""
+    """Measure and print, or compare two results."""
     if parsed.compare is not None:
-        given = [name for name in _OF_MEASURING if getattr(parsed, name)]
+        given = [name for name in _MEASURING_OPTIONS if getattr(parsed, name)]
         given += ["tensor_parallel"] if parsed.tensor_parallel != 1 else []
         if given:
             raise UsageError(f"--compare measures nothing; leave out {', '.join(map(option, given))}")
         return _compared(*map(Path, parsed.compare), json=parsed.json)
     if parsed.against not in (None, "raw"):
         raise UsageError(f"--against {parsed.against!r} is unknown; use raw, the backends' libraries called directly")
+    require_plotting("--plot", parsed.plot)
     check_file(parsed.out)
     check_file(parsed.plot)
-    plan = read_plan(parsed)
-    names = plan.chosen(parsed.backends, parsed.render)
-    jobs = [plan.job(name, raw=parsed.against == "raw") for name in names]
-    rate = bandwidth(plan.device)
-    if plan.device.type == "cuda":
+    work = read_workload(parsed)
+    names = work.chosen(parsed.backends, parsed.render)
+    jobs = [work.job(name, raw=parsed.against == "raw") for name in names]
+    rate = bandwidth(work.device)
+    if work.device.type == "cuda":
         torch.cuda.empty_cache()  # for the processes that measure
     rows, failed = [], []
-    header = _header(plan, names, rate)
+    header = _header(work, names, rate)
     try:
-        with terminated_in_order(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
+        with terminated_in_order(), progress(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as report:
             for job in jobs:
                 for outcome in in_own_process(job):
-                    watching(outcome)
+                    report(outcome)
                     if isinstance(outcome, Timed):
                         rows.append(row_of(outcome, rate))
                     else:
                         failed.append(outcome)
-    finally:  # whoever interrupts keeps what there is
-        results = Results(header, tuple(rows), tuple(map(told, failed)))
+    finally:  # an interrupted run keeps the points that were finished
+        results = Results(header, tuple(rows), tuple(map(describe_unmeasured, failed)))
         if parsed.out is not None:
             write_text(parsed.out, json.dumps(results.as_json(), indent=1) + "\n")
         if parsed.plot is not None:
-            write_text(parsed.plot, plot_rows(rows) + "\n")
+            write_text(parsed.plot, rows_as_svg(rows) + "\n")
     if parsed.json:
         output.write_json(results.as_json())
     else:
         print_fastest(rows)
         limit = f"limit: {rate / 1e9:.0f} GB/s, plain reading or copying"
-        print("\n".join(["", *map(str, standings(rows)), limit, *plan.notes, *results.failed]))
+        print("\n".join(["", *map(str, standings(rows)), limit, *work.notes, *results.failed]))
     return 1 if not rows or any(isinstance(each, Failed) for each in failed) else 0
 
 
-def _header(plan: Plan, names: tuple[str, ...], rate: float) -> Mapping[str, object]:
+def _header(work: Workload, names: tuple[str, ...], rate: float) -> Mapping[str, object]:
     versions: dict[str, str] = {}
     for name in names:
         if name != AUTO:
-            versions |= versions_of(plan.registry.get(name), plan.processor)
+            versions |= versions_of(work.registry.get(name), work.processor)
     return {
-        "device": plan.processor.name,
-        "sm": plan.processor.sm,
-        "driver": plan.processor.driver or None,
+        "device": work.processor.name,
+        "sm": work.processor.sm,
+        "driver": work.processor.driver or None,
         "versions": {"python": platform.python_version(), **versions},
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

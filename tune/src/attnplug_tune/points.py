@@ -1,4 +1,4 @@
-"""The points at which a backend is measured: batches by their numbers, in the order in which they are worth most."""
+"""Points at which backends are measured: shapes of batches, the most informative first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnplug.declare.problem import Role
 DECODE_REQUESTS = (1, 4, 16, 64, 256)
 DECODE_LENGTHS = (512, 4096, 16384, 65536)
 PREFILLS = ((1, 512, 0), (1, 8192, 0), (1, 512, 8192), (8, 512, 0), (1, 2048, 0), (1, 8192, 8192), (1, 2048, 8192))
-"""Requests, new tokens and prefix, the most telling first."""
+"""(requests, new tokens, prefix), the most informative first."""
 CPU_REQUESTS, CPU_LENGTHS = (1, 4, 16), (64, 256, 1024)
 CPU_PREFILLS = ((1, 32, 0), (1, 256, 0), (1, 32, 256), (4, 32, 0))
 _PATTERN = re.compile(r"(\d+)x(~?)(\d+)(k?)(?:\+(\d+)(k?)|v(\d+))?", re.ASCII)
@@ -22,10 +22,10 @@ _MOST_REQUESTS = 1 << 20
 
 @dataclass(frozen=True, slots=True, order=True)
 class Point:
-    """A batch of requests: how many, the cache rows of each with its new tokens included, and its new tokens.
+    """Shape of a batch: number of requests, KV length of each including its new tokens, and new tokens of each.
 
-    A decode has one new token. A verify has the role decode, and more. The requests of a ``ragged`` one differ, evenly
-    from half to one and a half of these rows.
+    A decode has one new token. A verify has the role decode and several. ``ragged``: KV lengths are spread evenly from
+    half to one and a half times ``length``.
     """
 
     role: Role
@@ -36,12 +36,12 @@ class Point:
 
     @property
     def rows(self) -> int:
-        """Rows of q."""
+        """Number of query rows."""
         return self.requests * self.tokens
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The cache rows of each request."""
+        """KV length of each request."""
         if not self.ragged:
             return (self.length,) * self.requests
         spread = [0.5 + place / (self.requests - 1) for place in range(self.requests)]
@@ -55,8 +55,11 @@ class Point:
 
 
 def parse_points(text: str) -> tuple[Point, ...]:
-    """Points as a user writes them: ``64x4096`` decodes, ``64x~4096`` with different lengths around that,
-    ``64x4096v4`` verifies 4 tokens, ``1x8k+512`` prefills 512 tokens after 8192 rows. Commas separate them."""
+    """Parse points separated by commas.
+
+    ``64x4096`` is a decode, ``64x~4096`` one with lengths spread around 4096, ``64x4096v4`` verifies 4 tokens,
+    ``1x8k+512`` prefills 512 tokens after a prefix of 8192 rows. Raises UsageError.
+    """
     found = tuple(_parsed(part.strip()) for part in text.split(","))
     if len(set(found)) < len(found):
         raise UsageError(f"--points {text!r} names a point twice; keep one")
@@ -87,9 +90,9 @@ def _parsed(text: str) -> Point:
 
 
 def default_points(device: str, max_batch: int, max_context: int, speculative_tokens: int = 0) -> tuple[Point, ...]:
-    """Points up to a batch and a context, coarse to fine: whoever stops early has the corners.
+    """Grid of points up to a batch size and a context, coarse to fine, so that a short run covers the corners.
 
-    ``speculative_tokens`` are those that a verify checks at once; without them nothing is verified.
+    ``speculative_tokens``: tokens per request of a verify; 0 leaves verifies out.
     """
     if max_batch > _MOST_REQUESTS:
         raise UsageError(f"--max-batch {max_batch} is more than {_MOST_REQUESTS} requests")
@@ -122,7 +125,7 @@ def default_points(device: str, max_batch: int, max_context: int, speculative_to
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """The sizes below a limit, further ones up to it, each four times the last, and the limit itself."""
+    """Sizes below a limit, extended by factors of four, and the limit itself."""
     below = [size for size in sizes if size < most]
     while below and below[-1] >= sizes[-1] and 4 * below[-1] < most:
         below.append(4 * below[-1])
@@ -130,7 +133,7 @@ def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def _levels(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Each value with the round in which it comes: both ends first, then what lies in the middle, and so on."""
+    """Each value with its refinement level: the ends first, then the middle of each interval, and so on."""
     places = {0: 0, len(values) - 1: 0}
     level, known = 0, sorted(places)
     while len(places) < len(values):

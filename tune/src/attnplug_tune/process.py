@@ -1,6 +1,6 @@
-"""Jobs in processes of their own: what reads outside of memory, or exits, ends its process and no other.
+"""Jobs in separate processes, so that a crash or an illegal memory access affects only one backend.
 
-All backends start alike by this, which times on a CPU depend on.
+It also gives all backends the same initial state, on which CPU times depend.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from multiprocessing.connection import Connection
 import torch
 
 from attnplug.choose.registry import load_registry
-from attnplug.tune.clock import clock_for
-from attnplug.tune.measure import Failed, Job, Outcome, Timed, run_job
-from attnplug.tune.shapes import Task
+from attnplug_tune.clock import clock_for
+from attnplug_tune.measure import Failed, Job, Outcome, Timed, run_job
+from attnplug_tune.shapes import Task
 
 RunJob = Callable[[Job], Iterator[Outcome]]
 SILENT_S = 900.0
-"""After so long without an outcome a process hangs. Compiling a library's kernels takes minutes."""
+"""Time-out for one outcome. Compiling a library's kernels takes minutes."""
 
 
 def in_own_process(job: Job) -> Iterator[Outcome]:
-    """The outcomes of a job as they come. Where its process fails, another one goes on with what is left: other roles
-    and sorts of layers, about which the failure says nothing."""
+    """Yield the outcomes of a job. If its process fails, a new one continues with other roles and layer shapes."""
     while job.tasks and job.seconds > 0:
         outcomes = list[Outcome]()
         for outcome in _in_one_process(job):
@@ -39,9 +38,9 @@ def in_own_process(job: Job) -> Iterator[Outcome]:
 
 
 def _in_one_process(job: Job) -> Iterator[Outcome]:
-    context = multiprocessing.get_context("spawn")  # a fork would take along a CUDA context that it cannot use
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use its parent's CUDA context
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(job, sender))  # no daemon: those may not start compilers
+    process = context.Process(target=_work, args=(job, sender))  # not a daemon, which may not start compilers
     process.start()
     sender.close()
     done, hangs, outcomes = False, False, list[Outcome]()
@@ -52,7 +51,7 @@ def _in_one_process(job: Job) -> Iterator[Outcome]:
                 break
             try:
                 outcome = receiver.recv()
-            except (EOFError, OSError):  # the latter in the middle of an outcome
+            except (EOFError, OSError):  # OSError: the process ended while it sent an outcome
                 break
             if outcome is None:
                 done = True
@@ -64,7 +63,7 @@ def _in_one_process(job: Job) -> Iterator[Outcome]:
         if process.is_alive():
             process.kill()
         process.join()
-    if hangs:  # the rest would take as long, one after the other
+    if hangs:  # the remaining tasks are likely to hang, too
         yield Failed(job.backend, _running(job, outcomes), f"nothing came of it for {SILENT_S:.0f} s, so it was ended")
     elif not done:
         code = process.exitcode or 0
@@ -73,12 +72,12 @@ def _in_one_process(job: Job) -> Iterator[Outcome]:
 
 
 def _running(job: Job, outcomes: list[Outcome]) -> Task:
-    """The task at which a process ended: the first after the last outcome that is not left out after a failure."""
+    """Task at which a process ended: the first that follows its last outcome."""
     return next(iter(_following(job, outcomes)), job.tasks[-1])
 
 
 def _following(job: Job, outcomes: list[Outcome]) -> tuple[Task, ...]:
-    """The tasks after the last outcome, without those that are left out after a failure."""
+    """Tasks that follow the last outcome, without those skipped because of a failure."""
     failed = [each.task for each in outcomes if isinstance(each, Failed) and each.side == job.backend]
     broken = {(task.point.role, task.shape) for task in failed}
     following = job.tasks[job.tasks.index(outcomes[-1].task) + 1 :] if outcomes else job.tasks
@@ -86,15 +85,15 @@ def _following(job: Job, outcomes: list[Outcome]) -> tuple[Task, ...]:
 
 
 def _work(job: Job, sender: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     device = torch.device(job.device)
     registry = load_registry()
     clock = clock_for(device)
     gc.collect()
-    gc.freeze()  # every capture collects garbage first: what was imported need not be looked at again
+    gc.freeze()  # every capture collects garbage first; exempt what was imported
     try:
         for outcome in run_job(job, registry, clock):
             sender.send(outcome)
-    except KeyboardInterrupt:  # the backend's own: the user's is ignored here
+    except KeyboardInterrupt:  # raised by the backend; SIGINT is ignored here
         raise SystemExit(130) from None
     sender.send(None)

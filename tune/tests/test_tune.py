@@ -14,14 +14,14 @@ from attnplug import Role
 from attnplug.choose.registry import Registry
 from attnplug.host import BackendSchedule, TorchNativeBackend
 from attnplug.machine.hardware import Processor
-from attnplug.tune import measure, process
-from attnplug.tune.clock import HostClock
-from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed, run_job
-from attnplug.tune.points import Point, parse_points
-from attnplug.tune.shapes import parse_shapes, tasks_of
-from attnplug.tune.tuning import Tuned, not_yet, tables_of, tune
-from support.plugins import Install
-from support.tuning import FakeClock, problem, tasks, toys
+from attnplug_testing.plugins import Install
+from attnplug_tune import measure, process
+from attnplug_tune.clock import HostClock
+from attnplug_tune.measure import Failed, Job, Outcome, Skipped, Timed, run_job
+from attnplug_tune.points import Point, parse_points
+from attnplug_tune.shapes import parse_shapes, tasks_of
+from attnplug_tune.tuning import Tuned, missing_tasks, tables_of, tune
+from tuning import FakeClock, problem, tasks, toys
 
 FEW = parse_points("1x64,1x256,4x64,1x16+16")
 HERE = Processor("a processor", 0)
@@ -212,8 +212,8 @@ def test_points_that_a_table_has_are_not_measured_again(install: Install) -> Non
     registry = toys(install, "toy", "other")
     first = Tuned("toy", 2, list(run_job(job(registry, "toy", *FEW[:2]), registry, FakeClock({"toy": constant(1)}))))
     tables = tables_of(first, HERE, {"torch": "2"}, "2026-11-16")
-    assert [task.point for task in not_yet(tasks(registry, "toy", *FEW), "toy", tables)] == list(FEW[2:])
-    assert len(not_yet(tasks(registry, "other", *FEW), "other", tables)) == len(FEW)
+    assert [task.point for task in missing_tasks(tasks(registry, "toy", *FEW), "toy", tables)] == list(FEW[2:])
+    assert len(missing_tasks(tasks(registry, "other", *FEW), "other", tables)) == len(FEW)
 
 
 def test_what_was_measured_before_an_interrupt_is_kept(install: Install) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from attnplug import Role
 from attnplug.host import UsageError
-from attnplug.tune.points import Point, default_points, parse_points
+from attnplug_tune.points import Point, default_points, parse_points
 
 
 def test_points_are_read_as_users_write_them() -> None:

@@ -1,25 +1,18 @@
-"""What ``tune`` and ``bench`` share: their options, what they lead to, and how far a run has come."""
+"""Workload of ``tune`` and ``bench``: models, points and backends that the options select."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from attnplug.auto.ranking import by_preference
 from attnplug.choose.hosts import load_host
 from attnplug.choose.models import load_model
 from attnplug.choose.registry import Registry, load_registry
 from attnplug.choose.selection import AUTO
-from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
@@ -28,19 +21,17 @@ from attnplug.declare.problem import DType, Problem, Role, model_dtype
 from attnplug.declare.settings import Render, Setting
 from attnplug.machine.device import open_device
 from attnplug.machine.hardware import Processor, this_processor
-from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed
-from attnplug.tune.page import fastest
-from attnplug.tune.points import Point, default_points, parse_points
-from attnplug.tune.results import Row
-from attnplug.tune.shapes import Task, layers_to_measure, parse_shapes, tasks_of
+from attnplug_tune.measure import Job
+from attnplug_tune.points import Point, default_points, parse_points
+from attnplug_tune.shapes import Task, layers_to_measure, parse_shapes, tasks_of
 
 _BATCH = {"cuda": 256, "cpu": 16}
 _CONTEXT = {"cuda": 65536, "cpu": 1024}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is to be measured, and where."""
+class Workload:
+    """Models and points to measure, and the device to measure on."""
 
     registry: Registry
     device: torch.device
@@ -50,7 +41,7 @@ class Plan:
     max_context: int
     settings: Mapping[str, Mapping[str, str]]
     notes: tuple[str, ...]
-    """What cannot be measured of the models."""
+    """Parts of the models that cannot be measured, one line each."""
 
     def job(self, backend: str, *, raw: bool = False) -> Job:
         settings = self.settings.get(backend, {})
@@ -59,19 +50,21 @@ class Plan:
     def _tasks(self, backend: str) -> tuple[Task, ...]:
         if backend != AUTO:
             return tasks_of(self.registry.get(backend), self.problems, self.points)
-        found: dict[Task, None] = {}  # what any of the others can be measured at
+        found: dict[Task, None] = {}  # auto: the tasks of all usable backends
         for name in self.usable():
             found |= dict.fromkeys(tasks_of(self.registry.get(name), self.problems, self.points))
         return tuple(found)
 
     def usable(self) -> tuple[str, ...]:
-        """The names of the backends that serve some role of some model, in the order in which they are likely to."""
+        """Names of the backends that serve some role of some model, in order of preference."""
         ordered = sorted(self.registry.backends.values(), key=by_preference)
         return tuple(each.spec.name for each in ordered if tasks_of(each, self.problems, self.points))
 
     def chosen(self, names: str | None, render: Render, *, auto: bool = True) -> tuple[str, ...]:
-        """The backends asked for, each of which must be usable, or all that are. ``auto`` may be one where it can be
-        measured."""
+        """Requested backends, each of which must be usable, or all usable ones if ``names`` is None.
+
+        ``auto``: whether ``auto`` itself may be requested.
+        """
         if names is None:
             if not (found := self.usable()):
                 why = "'attnplug explain' says why for a model"
@@ -94,8 +87,8 @@ class Plan:
         return "; ".join(found) or "it serves none of the points"
 
 
-def read_plan(parsed: argparse.Namespace) -> Plan:
-    """What the options ask for. Raises UsageError for what cannot be measured."""
+def read_workload(parsed: argparse.Namespace) -> Workload:
+    """Read the workload from a command's options. Raises UsageError for what cannot be measured."""
     if (parsed.model is None) == (parsed.shapes is None):
         raise UsageError("give one of --model and --shapes: what is to be measured")
     registry = load_registry()
@@ -104,7 +97,7 @@ def read_plan(parsed: argparse.Namespace) -> Plan:
     device, sm = open_device(parsed.device)
     settings = split_settings(parsed.backend_option)
     for name, given in settings.items():
-        parse_options(name, registry.get(name).spec.options, given)  # a wrong one is told before anything runs
+        parse_options(name, registry.get(name).spec.options, given)  # report a wrong option before anything runs
     context = parsed.max_context or min(_CONTEXT[device.type], *(model.context_length for model in models))
     batch = parsed.max_batch or _BATCH[device.type]
     if parsed.points is None:
@@ -119,7 +112,7 @@ def read_plan(parsed: argparse.Namespace) -> Plan:
     if any(problem.prefilled_by_host for problem in problems) and any(point.role is Role.PREFILL for point in points):
         notes.append(f"prefills are not measured: {parsed.host} has kernels of its own for them")
     processor = this_processor(device.type) or Processor(torch.cuda.get_device_name(device), sm or 0)
-    return Plan(registry, device, processor, problems, points, context, settings, tuple(notes))
+    return Workload(registry, device, processor, problems, points, context, settings, tuple(notes))
 
 
 def _problem(parsed: argparse.Namespace, model: ModelSpec, device: str, sm: int | None) -> Problem:
@@ -142,68 +135,8 @@ def _problem(parsed: argparse.Namespace, model: ModelSpec, device: str, sm: int 
 
 
 def _hosted(name: str, problem: Problem) -> Problem:
-    """The problem as a host poses it."""
+    """Adapt a problem to a host."""
     host, _ = load_host(name)
     if refusals := host.refusals(problem):
         raise UsageError(f"{host.title} cannot serve this: {'; '.join(each.told(host.render) for each in refusals)}")
     return host.fit(problem)
-
-
-class Watched:
-    """A bar on standard error while jobs run, on a terminal; elsewhere a line for each failure."""
-
-    def __init__(self, bar: Progress, task: TaskID) -> None:
-        self._bar, self._task = bar, task
-
-    def __call__(self, outcome: Outcome) -> None:
-        if isinstance(outcome, Timed):
-            point = f"{outcome.side}: {outcome.task.point.role} {outcome.task.point}"
-            self._bar.update(self._task, advance=1, description=point)
-        else:
-            print(told(outcome), file=sys.stderr)
-
-
-@contextmanager
-def watched(jobs: int, *, shown: bool) -> Iterator[Watched]:
-    console = Console(stderr=True, highlight=False, markup=False)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        yield Watched(bar, bar.add_task("measuring", total=jobs))
-
-
-def told(outcome: Skipped | Failed) -> str:
-    """What was not measured, and why, in one line."""
-    reason = " ".join(outcome.reason.split())
-    if isinstance(outcome, Skipped):
-        return f"{outcome.side}: {outcome.task} is left out: {reason}"
-    role, shape = outcome.task.point.role, outcome.task.shape
-    return f"{outcome.side}: left out for {role} of {shape}, because of {outcome.task.point}: {reason}"
-
-
-def print_fastest(rows: list[Row]) -> None:
-    for title, columns, lines in fastest(rows):
-        print(f"\n{title}\n{table(columns, lines)}")
-
-
-def check_file(path: str | None) -> None:
-    """Find out that a file can be written, before there is something to lose."""
-    if path is None:
-        return
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path):
-        wrong = "Is a directory"
-    elif not os.path.isdir(folder):
-        wrong = f"there is no folder {folder}"
-    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        wrong = "Permission denied"
-    else:
-        return
-    raise UsageError(f"{path} cannot be written: {wrong}")
-
-
-def write_text(path: str, text: str) -> None:
-    """Write a file that was asked for."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""What is measured: sorts of layers, of a model or written down, and the backends that can serve them."""
+"""Layer shapes to measure, from a model or from ``--shapes``, and the tasks of each backend."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from attnplug.declare.errors import UsageError
 from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, DType, Problem, Role
 from attnplug.declare.registered import Registered
-from attnplug.tune.points import Point
+from attnplug_tune.points import Point
 
 _MLA = re.compile(r"mla:(\d+)", re.ASCII)
 _HEADS = re.compile(r"(?:gqa|mha):(\d+)(?:/(\d+))?(?:x(\d+))?(?:w(\d+))?", re.ASCII)
 _NOPE, _ROPE, _LATENT, _VALUE = 128, 64, 512, 128
-"""The widths of DeepSeek's layers, which most models with MLA have."""
+"""Widths of DeepSeek's layers, which most MLA models share."""
 _CONTEXT = 1 << 20
 _ITEM_BYTES = {DType.FLOAT32: 4.0, DType.FLOAT16: 2.0, DType.BFLOAT16: 2.0, DType.FLOAT8_E4M3: 1.0}
 _ITEM_BYTES[DType.FP8_DS_MLA] = 656 / 576
-"""Bytes of a number in a cache; in a packed latent row on average."""
+"""Bytes per cached element; the average for packed latent rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One measurement to make: one sort of layer, as a rank has it, at one point."""
+    """One measurement: a layer, as one rank has it, at one point."""
 
     layer: LayerSpec
     shape: MeasuredShape
@@ -36,7 +36,7 @@ class Task:
         return f"{self.point.role} {self.point} ({self.shape})"
 
     def moved_bytes(self) -> float:
-        """Bytes of the cache rows that are seen, of queries, new rows and results, each moved once."""
+        """Bytes of attended cache rows, queries, new rows and outputs, each moved once."""
         shape, point = self.shape, self.point
         most = min((most + point.tokens for most in (shape.window, shape.topk) if most), default=1 << 62)
         seen = sum(min(length, most) for length in point.lengths)
@@ -47,7 +47,7 @@ class Task:
 
 
 def parse_shapes(text: str) -> tuple[ModelSpec, ...]:
-    """Models of one layer, from what a user writes, separated by commas.
+    """Parse ``--shapes`` into models of one layer each. Commas separate them.
 
     ``mla:16`` has 16 heads over DeepSeek's latent rows, ``gqa:32/8x128`` has 32 query and 8 KV heads of 128, and
     ``w4096`` at the end is a sliding window.
@@ -73,24 +73,24 @@ def _layer(text: str) -> LayerSpec:
 
 
 def layers_to_measure(model: ModelSpec) -> tuple[tuple[LayerSpec, ...], tuple[str, ...]]:
-    """One layer of each sort that can be measured, and words for those that cannot."""
+    """One layer of each distinct shape that can be measured, and a description of the others."""
     found: dict[LayerSpec, None] = {}
     left_out: dict[str, int] = {}
     for layer in model.layers:
-        what = None
+        other = None
         if layer.linear is not None:
-            what = f"{layer.kind} layers"
+            other = f"{layer.kind} layers"
         elif layer.compressed is not None or (layer.mla is not None and layer.sinks):
-            what = "layers with compressed entries, or beside such layers"
-        if what is not None:
-            left_out[what] = left_out.get(what, 0) + 1
-        elif layer.indexer is None or layer.indexer.shares is None:  # the rest attend like the layer they share with
+            other = "layers with compressed entries, or beside such layers"
+        if other is not None:
+            left_out[other] = left_out.get(other, 0) + 1
+        elif layer.indexer is None or layer.indexer.shares is None:  # others reuse the index of a layer like this one
             found[replace(layer, layer_id=0)] = None
-    return tuple(found), tuple(f"{count} {what}" for what, count in left_out.items())
+    return tuple(found), tuple(f"{count} {other}" for other, count in left_out.items())
 
 
 def page_size_for(registered: Registered, problem: Problem) -> int:
-    """The page size asked for, or the default, or else the smallest that a backend serves."""
+    """Requested page size, or the default, or else the smallest one that a backend supports."""
     if problem.page_size is not None:
         return problem.page_size
     sizes = registered.spec.capabilities.page_sizes
@@ -102,9 +102,9 @@ def page_size_for(registered: Registered, problem: Problem) -> int:
 
 
 def tasks_of(registered: Registered, problems: Sequence[Problem], points: Sequence[Point]) -> tuple[Task, ...]:
-    """What there is to measure of a backend, the points in their order and at each of them every sort of layer.
+    """Tasks of a backend: the points in order, and at each point every layer shape.
 
-    Roles that it refuses for a model are left out, and so is the prefill of MLA that a host has kernels of its own for.
+    Roles that the backend refuses for a model are left out. So is the prefill of MLA if the host has its own kernels.
     """
     found: dict[Task, None] = {}
     served = {

@@ -1,4 +1,4 @@
-"""``attnplug tune``: measures the backends that can serve a model, and keeps their times for ``auto``."""
+"""``attnplug tune``: measure the backends that can serve a model, and store their times for ``auto``."""
 
 from __future__ import annotations
 
@@ -13,51 +13,54 @@ from attnplug.auto.measurement import MeasuredTable
 from attnplug.auto.table_files import TableError, ensure_writable, read_tables, write_tables
 from attnplug.auto.table_store import table_path, versions_of
 from attnplug.cli import output
-from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text
 from attnplug.declare.errors import UsageError
 from attnplug.machine.hardware import Processor
 from attnplug.machine.interrupt import terminated_in_order
-from attnplug.tune.page import report_page
-from attnplug.tune.process import in_own_process
-from attnplug.tune.results import row_of, rows_of_tables
-from attnplug.tune.tuning import Tuned, not_yet, tables_of, tune
+from attnplug_tune.charts import require_plotting
+from attnplug_tune.console import check_file, describe_unmeasured, print_fastest, progress, write_text
+from attnplug_tune.process import in_own_process
+from attnplug_tune.report import report_page
+from attnplug_tune.results import row_of, rows_of_tables
+from attnplug_tune.tuning import Tuned, missing_tasks, tables_of, tune
+from attnplug_tune.workload import Workload, read_workload
 
 
 def tune_backends(parsed: argparse.Namespace) -> int:
-    """Measure, write tables after every backend, and show who is the fastest where."""
+    """Measure, write tables after every backend, and print the fastest one of each point."""
     if not parsed.budget > 0:
         raise UsageError(f"--budget {parsed.budget:g} is no time to measure in; give seconds above 0")
+    require_plotting("--report", parsed.report)
     check_file(parsed.report)
-    plan = read_plan(parsed)
-    names, day = plan.chosen(parsed.backends, parsed.render, auto=False), datetime.now(UTC).date().isoformat()
-    path = table_path(plan.processor) if parsed.tables is None else Path(parsed.tables)
-    versions = {name: versions_of(plan.registry.get(name), plan.processor) for name in names}
-    present = _present(path, plan.processor)
+    work = read_workload(parsed)
+    names, day = work.chosen(parsed.backends, parsed.render, auto=False), datetime.now(UTC).date().isoformat()
+    path = table_path(work.processor) if parsed.tables is None else Path(parsed.tables)
+    versions = {name: versions_of(work.registry.get(name), work.processor) for name in names}
+    present = _present(path, work.processor)
     ensure_writable(path)
     have = [] if parsed.again else [table for table in present if table.versions == versions.get(table.backend)]
-    jobs = [plan.job(name) for name in names]
+    jobs = [work.job(name) for name in names]
     asked = {job.backend: len(job.tasks) for job in jobs}
-    jobs = [replace(job, tasks=not_yet(job.tasks, job.backend, have)) for job in jobs]
+    jobs = [replace(job, tasks=missing_tasks(job.tasks, job.backend, have)) for job in jobs]
 
     def finished(tuned: Tuned) -> None:
-        if tables := tables_of(tuned, plan.processor, versions[tuned.backend], day):
+        if tables := tables_of(tuned, work.processor, versions[tuned.backend], day):
             write_tables(path, tables)
 
-    with terminated_in_order(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
+    with terminated_in_order(), progress(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as report:
         try:
-            results = tune(jobs, parsed.budget, in_own_process, told=watching, finished=finished)
+            results = tune(jobs, parsed.budget, in_own_process, report=report, finished=finished)
         except KeyboardInterrupt:
             kept = f"the points that were finished are in {path}" if os.path.exists(path) else "no point was finished"
             raise KeyboardInterrupt(f"while measuring; {kept}") from None
-    tables = [table for table in _present(path, plan.processor) if table.backend in names and _asked_for(table, plan)]
-    notes = [*plan.notes, *(line for tuned in results for line in _lines(tuned, asked[tuned.backend]))]
+    tables = [table for table in _present(path, work.processor) if table.backend in names and _asked_for(table, work)]
+    notes = [*work.notes, *(line for tuned in results for line in _lines(tuned, asked[tuned.backend]))]
     rows = list(rows_of_tables(tables))
     if parsed.report is not None:
-        title = f"attnplug tune on {plan.processor.name}, {day}"
+        title = f"attnplug tune on {work.processor.name}, {day}"
         write_text(parsed.report, report_page(title, rows, [*notes, f"Tables: {path}"]))
     if parsed.json:
         output.write_json(
-            {"device": plan.processor.name, "tables": str(path), "backends": [_as_json(each) for each in results]}
+            {"device": work.processor.name, "tables": str(path), "backends": [_as_json(each) for each in results]}
         )
     else:
         print_fastest(rows)
@@ -66,7 +69,7 @@ def tune_backends(parsed: argparse.Namespace) -> int:
 
 
 def _present(path: Path, processor: Processor) -> tuple[MeasuredTable, ...]:
-    """What a file holds. One that cannot be read, or is of another device, is for the user to remove."""
+    """Tables of a file. Raises TableError if it cannot be read or is of another device; the user may remove it."""
     if not os.path.exists(path):
         return ()
     try:
@@ -78,12 +81,12 @@ def _present(path: Path, processor: Processor) -> tuple[MeasuredTable, ...]:
     return file.tables
 
 
-def _asked_for(table: MeasuredTable, plan: Plan) -> bool:
-    return any(table.shape == task.shape for task in plan.job(table.backend).tasks)
+def _asked_for(table: MeasuredTable, work: Workload) -> bool:
+    return any(table.shape == task.shape for task in work.job(table.backend).tasks)
 
 
 def _lines(tuned: Tuned, asked: int) -> Iterator[str]:
-    """What came of a backend, in one line, and why it is left out of what."""
+    """Summary line of a backend, and a line for each failure."""
     known = asked - tuned.asked
     count = len(tuned.timed)
     parts = [f"{count} point{'s' * (count != 1)} measured in {sum(each.seconds for each in tuned.timed):.1f} s"]
@@ -92,7 +95,7 @@ def _lines(tuned: Tuned, asked: int) -> Iterator[str]:
     parts += [f"{tuned.left} not reached within the budget"] * bool(tuned.left)
     parts += [f"{tuned.compile_s:.0f} s of compiling, beside the budget"] * bool(tuned.compile_s)
     yield f"{tuned.backend}: {', '.join(parts)}"
-    yield from map(told, tuned.failed)
+    yield from map(describe_unmeasured, tuned.failed)
 
 
 def _as_json(tuned: Tuned) -> dict[str, object]:
@@ -102,6 +105,6 @@ def _as_json(tuned: Tuned) -> dict[str, object]:
         "rows": [{name: getattr(row, name) for name in row.__slots__ if name != "limit_us"} for row in rows],
         "left": tuned.left,
         "compile_s": tuned.compile_s,
-        "skipped": [*map(told, tuned.skipped)],
-        "failed": [*map(told, tuned.failed)],
+        "skipped": [*map(describe_unmeasured, tuned.skipped)],
+        "failed": [*map(describe_unmeasured, tuned.failed)],
     }

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from attnplug.host import load_registry
-from attnplug.tune.measure import run_job
 from attnplug_testing.command import PLUGIN, Attnplug, Package
-from support.tuning import FACTORY, FakeClock
+from attnplug_tune.measure import run_job
+from tuning import FACTORY, FakeClock
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 DYING = """
@@ -35,8 +35,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     times = {"toy": lambda point: point.length / 2, "torch_native": lambda point: 80.0, "auto": lambda point: 70.0}
     made = FakeClock(times, seconds=0.01)
     for command in ("tune", "bench"):
-        monkeypatch.setattr(f"attnplug.cli.{command}.in_own_process", lambda job: run_job(job, load_registry(), made))
-    monkeypatch.setattr("attnplug.cli.bench.bandwidth", lambda device: 1e9)
+        monkeypatch.setattr(
+            f"attnplug_tune.{command}_command.in_own_process", lambda job: run_job(job, load_registry(), made)
+        )
+    monkeypatch.setattr("attnplug_tune.bench_command.bandwidth", lambda device: 1e9)
     return made
 
 
@@ -186,6 +188,17 @@ def test_bench_writes_results_that_compare(attnplug: Attnplug, clock: FakeClock,
     assert attnplug("bench", "--compare", str(new), str(old)).code == 0
 
 
+def test_a_plot_without_its_libraries_is_one_message_before_anything_is_measured(
+    attnplug: Attnplug, clock: FakeClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring itself needs none of them."""
+    monkeypatch.setattr("importlib.util.find_spec", {"altair": None}.get)
+    for command, option in (("tune", "--report"), ("bench", "--plot")):
+        done = attnplug(command, *HERE, "--points", "1x64", option, str(tmp_path / "plot"))
+        assert done.code == 2 and f"{option} needs altair" in done.err and "attnplug-tune[plot]" in done.err
+    assert not clock.ran
+
+
 WRONG = {
     ("tune",): "one of --model and --shapes",
     ("tune", *HERE, "--shapes", "mla:16"): "one of --model and --shapes",
@@ -223,7 +236,7 @@ def test_a_mistake_is_one_message(arguments: tuple[str, ...], attnplug: Attnplug
     assert done.code == 2 and WRONG[arguments] in done.err and done.out == ""
 
 
-def test_help_needs_no_torch() -> None:
+def test_help_needs_neither_torch_nor_altair() -> None:
     parsed = "from attnplug.cli.app import parse; parse(['tune', '--shapes', 'mla:1']); parse(['bench'])"
-    code = f"import sys; {parsed}; sys.exit('torch' in sys.modules)"
+    code = f"import sys; {parsed}; sys.exit('torch' in sys.modules or 'altair' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Clocks: how long a chain of calls takes, on a GPU by its own events, elsewhere by the host's clock."""
+"""Timing of call chains: CUDA events on a GPU, the host's clock elsewhere."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from typing import Protocol
 
 import torch
 
-from attnplug.tune.shapes import Task
+from attnplug_tune.shapes import Task
 
 _TARGET_S = 0.04
-"""About how long the repetitions of one chain take together."""
+"""Target time of all repetitions of one chain."""
 _FEWEST, _MOST = 5, 30
 _SLOW_S = 0.2
-"""A chain that takes longer is repeated twice: what is that slow is chosen nowhere."""
+"""A slower chain is repeated only twice. A backend that slow is never chosen."""
 _WARM_UPS = 2
-"""Runs before a capture: kernels are compiled and libraries make their handles then."""
+"""Warm-up runs before a capture. They compile kernels and create library handles."""
 _L2_BYTES = 256 << 20
-"""More than any GPU's second-level cache holds. Reading as much leaves nothing else there, and nothing to be written
-back later, at the cost of whoever is timed."""
+"""More than the L2 cache of any GPU. Reading this much evicts everything, and leaves no dirty lines whose write-back
+would be timed."""
 _CYCLES_PER_S = 2e9
 _HEAD_START_S = 2e-4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """Calls of one side, one layer after the other on one stream, so that no two of them overlap."""
+    """Calls of one side for consecutive layers on one stream, so that no two overlap."""
 
     side: str
-    """The backend's name, or that of a library."""
+    """Name of a backend, or of its library called directly."""
     task: Task
     calls: int
     run: Callable[[], None]
     captured: bool = False
-    """Whether it runs in a CUDA graph."""
+    """True if it runs in a CUDA graph."""
     replan: Callable[[], object] | None = None
-    """What the host does before replays of a graph."""
+    """Host-side planning before replays of the graph."""
     host_counts: bool = False
-    """Whether what the host takes for the calls counts, where it is slower than the device."""
+    """True if host time counts where the host is slower than the device."""
     planned_by: str = ""
-    """The backend that planned, where the side is a choice of several."""
+    """Backend that planned, if the side is ``auto``."""
 
 
 class Clock(Protocol):
-    """Repeats chains and reads the time. Tests have one whose times are known."""
+    """Protocol for clocks, which repeat chains and time them. Tests use one with known times."""
 
     def now(self) -> float:
-        """Seconds since some moment, for budgets."""
+        """Monotonic seconds, for budgets."""
         ...
 
     def warm_up(self, chain: Chain) -> None:
-        """Run a chain for the first time, when kernels are compiled and loaded."""
+        """Run a chain for the first time, which compiles and loads its kernels."""
         ...
 
     def times(self, chain: Chain) -> list[float]:
-        """Seconds of each repetition of a chain that was warmed up."""
+        """Seconds of each repetition of a chain. Call ``warm_up`` first."""
         ...
 
 
 class HostClock:
-    """For calls that are over when they return."""
+    """Clock for synchronous calls."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -84,15 +84,15 @@ class HostClock:
 
 
 class CudaClock:
-    """Events on a GPU's stream. Each repetition finds the second-level cache empty, and reads other rows in each call.
+    """Clock based on CUDA events. L2 is flushed before each repetition, and each call reads different rows.
 
-    Graphs and chains in which the host does not count are enqueued while the device is still busy, so that it never
+    Graphs, and chains whose host time does not count, are enqueued while the device is still busy, so that it never
     waits for the host.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._other = torch.zeros(_L2_BYTES // 4, dtype=torch.float32, device=device)
+        self._flush = torch.zeros(_L2_BYTES // 4, dtype=torch.float32, device=device)
         self._sum = torch.empty((), dtype=torch.float32, device=device)
         self._stream = torch.cuda.Stream(device)
 
@@ -126,11 +126,11 @@ class CudaClock:
             chain.run()
         if chain.replan is not None:
             chain.replan()
-        return graph.replay  # which holds the graph
+        return graph.replay  # the bound method keeps the graph alive
 
     def _marked(self, run: Callable[[], None], head_start: float | None) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.sum(self._other, dim=0, out=self._sum)
+        torch.sum(self._flush, dim=0, out=self._sum)
         if head_start is None:
             torch.cuda.synchronize()
         else:

@@ -1,4 +1,4 @@
-"""Results of a benchmark: rows with where and with what they were measured, as a file that can be compared."""
+"""Results of a benchmark, as files that can be compared."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from attnplug.auto.measurement import MeasuredTable
 from attnplug.declare.errors import UsageError
 from attnplug.declare.problem import Role
 from attnplug.hf.json_files import read_json_object
-from attnplug.tune.measure import Timed
-from attnplug.tune.points import Point
-from attnplug.tune.raw import RAW
+from attnplug_tune.measure import Timed
+from attnplug_tune.points import Point
+from attnplug_tune.raw import RAW
 
 SCHEMA = 2
 _MOST = 1 << 40
 SLOWER = 1.05
-"""A median above so many times the old one is slower, if the middle halves of the repetitions do not overlap."""
+"""Factor beyond which a median counts as slower, if the ranges between quartiles do not overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One call of one side: a backend, or its library called directly. Times are in microseconds.
+    """Time of one call of one side (a backend, or its library called directly), in microseconds.
 
-    ``limit_us`` is what moving each byte once would take at the bandwidth that was measured in the same run; 0 where it
-    was not, and for a prefill, which multiplies more than it moves. ``planned_by`` is the backend that ``auto`` took.
+    ``limit_us`` is the time to move each byte once at the bandwidth measured in the same run. It is 0 if there is none,
+    and for prefills, which are bound by compute. ``planned_by`` is the backend that ``auto`` chose.
     """
 
     side: str
@@ -43,7 +43,8 @@ class Row:
     planned_by: str = ""
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
+        """Microseconds, with the backend that ``auto`` chose."""
         return f"{self.us:.1f}" + f" ({self.planned_by})" * bool(self.planned_by)
 
     @property
@@ -52,7 +53,7 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """The share of the bandwidth limit that was reached."""
+        """Share of the bandwidth limit that was reached; None without a limit."""
         return self.limit_us / self.us if self.limit_us else None
 
     @property
@@ -61,7 +62,7 @@ class Row:
 
 
 def row_of(timed: Timed, bandwidth: float = 0.0) -> Row:
-    """A row of what was timed; ``bandwidth`` is in bytes a second."""
+    """Row of a measured task. ``bandwidth`` is in bytes per second."""
     task, measured = timed.task, timed.measured
     bounded = bandwidth and task.point.role is not Role.PREFILL
     return Row(
@@ -88,7 +89,7 @@ def rows_of_tables(tables: Iterable[MeasuredTable]) -> Iterator[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a benchmark found. ``header`` says on which device, when, and with which versions."""
+    """Results of a benchmark. ``header`` has the device, date and versions."""
 
     header: Mapping[str, object]
     rows: tuple[Row, ...]
@@ -104,11 +105,11 @@ class Results:
 
 
 def read_results(path: Path) -> Results:
-    """Read a results file. Whatever is wrong with it is a UsageError."""
-    told = read_json_object(path)
-    if (found := told.pop("schema", None)) != SCHEMA:
+    """Read a results file. Raises UsageError, whatever is wrong with it."""
+    data = read_json_object(path)
+    if (found := data.pop("schema", None)) != SCHEMA:
         raise UsageError(f"{path} has schema {found!r}, not {SCHEMA}; measure again with this version's attnplug bench")
-    rows, failed = told.pop("rows", None), told.pop("failed", None)
+    rows, failed = data.pop("rows", None), data.pop("failed", None)
     if not isinstance(rows, list) or not isinstance(failed, list):
         raise UsageError(f"{path} holds no results of attnplug bench: it lacks rows, or what failed")
     try:
@@ -117,11 +118,11 @@ def read_results(path: Path) -> Results:
         raise UsageError(f"{path} has a row that attnplug bench did not write: {error!r}") from error
     if len(read) < len(rows):
         raise UsageError(f"{path} has two rows of one side and point; attnplug bench writes one")
-    return Results(told, tuple(read.values()), tuple(map(str, failed)))
+    return Results(data, tuple(read.values()), tuple(map(str, failed)))
 
 
-def _row(told: Mapping[str, object]) -> Row:
-    values = {each.name: told[each.name] for each in fields(Row)}
+def _row(data: Mapping[str, object]) -> Row:
+    values = {each.name: data[each.name] for each in fields(Row)}
     for name, value in values.items():
         if name in ("side", "layer", "role", "planned_by"):
             Role(str(value)) if name == "role" else None
@@ -135,7 +136,7 @@ def _row(told: Mapping[str, object]) -> Row:
             right = type(value) in (int, float) and least <= value < _MOST  # type: ignore[operator] # a number
         if not right:
             raise ValueError(f"{name}={value!r}")
-    row = Row(**values)  # type: ignore[arg-type] # each was looked at
+    row = Row(**values)  # type: ignore[arg-type] # each was checked
     if not row.low <= row.us <= row.high:
         raise ValueError(f"us={row.us:g} is not from low={row.low:g} to high={row.high:g}")
     return row
@@ -143,30 +144,30 @@ def _row(told: Mapping[str, object]) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How new results differ from old ones, beyond noise."""
+    """Differences of new results from old ones, beyond noise."""
 
     slower: tuple[str, ...]
     faster: tuple[str, ...]
     gone: tuple[str, ...]
-    """Rows that the new results lack."""
+    """Rows that are missing in the new results."""
     common: int
 
 
 def compare(old: Results, new: Results) -> Comparison:
-    """What became slower and faster. Results of different devices cannot be compared."""
+    """Compare two results of the same device. Raises UsageError for others."""
     if old.device != new.device:
         raise UsageError(f"results of {old.device} and of {new.device} cannot be compared; measure both on one device")
     now = {row.key: row for row in new.rows}
     slower, faster, gone, common = [], [], [], 0
     for before in old.rows:
         after = now.get(before.key)
-        what = f"{before.side}, {before.role} {before.point} ({before.layer})"
+        title = f"{before.side}, {before.role} {before.point} ({before.layer})"
         if after is None:
-            gone.append(what)
+            gone.append(title)
             continue
         common += 1
         line = (
-            f"{what}: {before.us:.1f} µs ({before.low:.1f}–{before.high:.1f}) → "
+            f"{title}: {before.us:.1f} µs ({before.low:.1f}–{before.high:.1f}) → "
             f"{after.us:.1f} ({after.low:.1f}–{after.high:.1f}), × {after.us / before.us:.2f}"
         )
         if after.low > before.high and after.us > SLOWER * before.us:
@@ -180,12 +181,12 @@ def compare(old: Results, new: Results) -> Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a side compares with the fastest at each point where it was measured: as factors of the time."""
+    """Time of a side relative to the fastest backend, over the points where the side was measured."""
 
     side: str
     points: int
     mean: float
-    """The geometric mean."""
+    """Geometric mean of the factors."""
     worst: float
     where: str
 
@@ -196,7 +197,7 @@ class Standing:
 
 
 def standings(rows: Sequence[Row]) -> list[Standing]:
-    """Every side beside the fastest backend of each point, the best on average first. Libraries do not count."""
+    """Compare every side with the fastest backend of each point, the best on average first. Libraries are never it."""
     factors: dict[str, list[tuple[float, str]]] = {}
     for (layer, role), points in by_point(rows).items():
         for point, found in points.items():
@@ -217,6 +218,11 @@ def by_point(rows: Sequence[Row]) -> dict[tuple[str, str], dict[Point, dict[str,
     for row in sorted(rows, key=_place):
         found.setdefault((row.layer, row.role), {}).setdefault(row.point, {})[row.side] = row
     return found
+
+
+def sides_of(points: Mapping[Point, Mapping[str, Row]]) -> list[str]:
+    """Names of all sides, sorted."""
+    return sorted({side for found in points.values() for side in found})
 
 
 def _place(row: Row) -> tuple[object, ...]:
