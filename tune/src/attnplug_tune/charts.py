@@ -94,11 +94,12 @@ def _panels(points: Points, sides: Sequence[str], highlighted: Any = None) -> An
             values.append({**place, "side": LIMIT, "us": limit})
     shown = [*sides, LIMIT] if any(value["side"] == LIMIT for value in values) else list(sides)
     colors = [_GREY if side == LIMIT else COLORS[place % len(COLORS)] for place, side in enumerate(shown)]
+    lengths = sorted({value["x"] for value in values})
     base = alt.Chart().encode(
         x=alt.X(
             "x:Q",
-            scale=alt.Scale(type="log", base=2, nice=False, padding=12),
-            axis=alt.Axis(values=sorted({value["x"] for value in values}), labelExpr=_SHORT, grid=False),
+            scale=alt.Scale(type="log", base=2, nice=False, domain=[lengths[0] / 1.2, lengths[-1] * 1.2]),
+            axis=alt.Axis(values=lengths, labelExpr=_SHORT, grid=False),
             title="new tokens of each request" if prefill else "cache rows of each request",
         ),
         y=alt.Y("us:Q", scale=alt.Scale(type="log", nice=False, padding=8), title="µs of a call"),
@@ -108,15 +109,16 @@ def _panels(points: Points, sides: Sequence[str], highlighted: Any = None) -> An
     if highlighted is not None:
         base = base.encode(opacity=alt.condition(highlighted, alt.value(1.0), alt.value(0.12)))
     measured = base.transform_filter(alt.datum.side != LIMIT)
-    limit_line = base.transform_filter(alt.datum.side == LIMIT).mark_line(strokeDash=[5, 4])
     bars = measured.mark_rule().encode(y=alt.Y("low:Q"), y2="high:Q")
-    layers = (limit_line, bars, measured.mark_line(strokeWidth=1.6), measured.mark_point(filled=True, size=32))
+    layers = [bars, measured.mark_line(strokeWidth=1.6), measured.mark_point(filled=True, size=32)]
+    if LIMIT in shown:
+        layers.append(base.transform_filter(alt.datum.side == LIMIT).mark_line(strokeDash=[5, 4]))
     layered = alt.layer(*layers, data=alt.Data(values=values)).properties(width=_WIDTH, height=_HEIGHT)
     titles = list(dict.fromkeys(value["panel"] for value in values))
     header = alt.Header(title=None, labelFontWeight="bold", labelAnchor="start")
-    return layered.facet(
-        alt.Facet("panel:N", sort=titles, header=header), columns=min(_COLUMNS, len(titles))
-    ).resolve_scale(x="independent", y="independent")
+    facet = alt.Facet("panel:N", sort=titles, header=header)
+    faceted = layered.facet(facet, columns=min(_COLUMNS, len(titles)))
+    return faceted.resolve_scale(y="independent").resolve_axis(x="independent")
 
 
 def _title(point: Point) -> str:
