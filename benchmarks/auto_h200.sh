@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tables that ship for a GPU, and how `auto` does with them: on an H200, with every backend that runs there installed.
-# bash benchmarks/auto_h200.sh tune FILE.json    measures all tables into one file
-# bash benchmarks/auto_h200.sh bench FOLDER      measures `auto` beside each backend, after tuning into the user's cache
+# bash benchmarks/auto_h200.sh tune nvidia-h200.json    measures all tables into one file; split_tables.py distributes it
+# bash benchmarks/auto_h200.sh bench FOLDER            measures `auto` beside each backend, after tuning into the user's cache
 set -euo pipefail
 equal=1x512,1x2048,1x8192,1x32768,1x64k,2x2048,2x8192,3x2048,3x8192,4x512,4x2048,4x8192,4x32768,4x64k,8x512,8x2048,8x8192,8x32768
 equal+=,16x512,16x2048,16x8192,16x32768,24x2048,24x8192,32x512,32x2048,32x8192,32x32768,48x2048,48x8192

@@ -30,7 +30,7 @@ from attnplug import (
     Plan,
     Role,
 )
-from attnplug.host import BatchPlan, FastestBackend, Schedule, TypicalLens, turns
+from attnplug.host import BackendSchedule, BatchPlan, FastestBackend, TypicalLens, length_ranges
 from attnplug_engine import SamplingParams
 from attnplug_engine.graphs.dispatcher import GraphDispatcher
 from attnplug_engine.request import Request
@@ -72,12 +72,12 @@ class Idle:
     forward_decode = forward_extend
 
 
-def schedule() -> Schedule:
+def schedule() -> BackendSchedule:
     """Three backends over a grid as ``attnplug tune`` measures it, each the fastest somewhere at every size."""
     lengths = [64 << step for step in range(12)]
     grid = [(requests, length, 1) for requests in (1, 2, 4, 8, 16, 32, 64, 128, 256) for length in lengths]
     fixed_and_each = {"short": (5.0, 1.0), "middle": (8.0, 0.5), "long": (20.0, 0.3)}  # µs, and µs for 1000 rows
-    return Schedule(
+    return BackendSchedule(
         {
             name: {(requests, length, 1): fixed + each * requests * length / 1000 for requests, length, _ in grid}
             for name, (fixed, each) in fixed_and_each.items()
@@ -107,7 +107,7 @@ def statements(requests: int) -> dict[str, tuple[str, dict[str, Any]]]:
         typical=TypicalLens.of(lengths),
     )
     graphs = GraphDispatcher(
-        lambda ragged: turns(backend, ForwardMode.DECODE, requests, 1, ragged), CONTEXT, lambda typical: typical
+        lambda ragged: length_ranges(backend, ForwardMode.DECODE, requests, 1, ragged), CONTEXT, lambda typical: typical
     )
     batch, q = ForwardBatch(unknown), torch.zeros(requests, 1, 8)
     backend.init_cuda_graph_state(requests, requests)

@@ -42,7 +42,16 @@ from attnplug import (
     RaggedCall,
     Role,
 )
-from attnplug.host import BatchPlan, KVPools, Limits, MLADims, RawScene, WorkspaceOwner, load_registry, plan_forward
+from attnplug.host import (
+    BatchPlan,
+    KVPools,
+    Limits,
+    MLADims,
+    WorkspaceOwner,
+    load_registry,
+    plan_forward,
+)
+from attnplug.tables import RawScene
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_flashattention.kernels import load_fa4
 from attnplug_flashattention.options import FlashAttentionOptions

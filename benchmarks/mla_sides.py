@@ -11,7 +11,8 @@ from gpu_clock import device_us
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, LayerSpec, MLAPool, ModelSpec, Role
-from attnplug.host import HostContext, KVPools, Limits, MLADims, RawScene, WorkspaceOwner, load_registry
+from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, load_registry
+from attnplug.tables import RawScene
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.raw import SCRATCH_BYTES, RawDecode
 from attnplug_flashmla.backend import FlashMLABackend

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from attnplug.host import Mark, Panel, Series, figure
+from attnplug_tune.charts import COLORS, as_svg, spec_of
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 sys.path.append(str(RESULTS.parent))
@@ -44,37 +44,46 @@ def decode_times() -> str:
 
 
 def decode_plot() -> str:
-    """The same grid as a plot, with the limit by bytes moved: SVG."""
+    """Speed-up of our backends over the best library, for one layer's decode on an H200: SVG."""
+    import altair as alt
+
     panels = []
     for heads in (16, 128):
         cases = [case for case in _read("triton_mla_h200")["triton"] if case["heads"] == heads]
-        found = {
-            name: [case["graph"]["us"][key] for case in cases]
-            for name, key in (("triton_mla", "triton"), ("FlashInfer", "flashinfer"), ("FlashMLA", "flashmla"))
-        }
-        found["limit"] = [case["graph"]["floor_us"] for case in cases]
-        panels.append(_panel(f"MLA, {heads} heads: one layer's decode on an H200", cases, found))
-    attention = _read("flashattention_h200")
-    cases = [case for case in attention["decode"] if "flashinfer" in case]
-    row = 2 * 2 * cases[0]["kv_heads"] * cases[0]["head_dim"] / (1e3 * attention["ceilings"]["copy_gb_per_s"])
-    found = {
-        "flashattention": [case["graph"]["us"]["ours"] for case in cases],
-        "FlashInfer": [case["flashinfer"]["us"] for case in cases],
-        "flash-attn-4": [case["graph"]["us"]["raw"] for case in cases],
-        "limit": [case["requests"] * case["length"] * row for case in cases],
-    }
-    panels.append(_panel("GQA, 32/8 heads of 128: one layer's decode on an H200", cases, found))
-    return figure(panels, standalone=True) + "\n"
+        found = [(case, case["graph"]["us"]) for case in cases]
+        values = [_speed_up(case, us["triton"], us["flashinfer"], us["flashmla"]) for case, us in found]
+        panels.append(
+            _bars(f"triton_mla, {heads} heads, over the faster of FlashInfer and FlashMLA", values, COLORS[0])
+        )
+    cases = [case for case in _read("flashattention_h200")["decode"] if "flashinfer" in case]
+    found = [(case, case["graph"]["us"]) for case in cases]
+    values = [_speed_up(case, us["ours"], us["raw"], case["flashinfer"]["us"]) for case, us in found]
+    title = "flashattention, GQA 32/8 heads of 128, over the faster of flash-attn-4 and FlashInfer"
+    panels.append(_bars(title, values, COLORS[1]))
+    return as_svg(spec_of(alt.vconcat(*panels))) + "\n"
 
 
-def _panel(title: str, cases: Sequence[Mapping[str, Any]], found: Mapping[str, Sequence[float]]) -> Panel:
-    order = sorted(range(len(cases)), key=lambda place: cases[place]["requests"] * cases[place]["length"])
-    series = tuple(
-        Series(name, tuple(Mark.at(x, times[place]) for x, place in enumerate(order, 1)), dashed=name == "limit")
-        for name, times in found.items()
+def _speed_up(case: Mapping[str, Any], ours: float, *libraries: float) -> dict[str, Any]:
+    label = f"{case['requests']} × {_short(case['length'])}"
+    return {"case": label, "order": (case["requests"], case["length"]), "ratio": round(min(libraries) / ours, 3)}
+
+
+def _bars(title: str, values: Sequence[Mapping[str, Any]], color: str) -> Any:
+    """A bar for each batch. The line at 1 is the best library."""
+    import altair as alt
+
+    ordered = sorted(values, key=lambda value: value["order"])
+    rows = [{"case": value["case"], "ratio": value["ratio"]} for value in ordered]
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("case:N", sort=None, title="requests × tokens in the cache of each", axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("ratio:Q", title="times as fast"),
     )
-    labels = tuple(f"{cases[place]['requests']}×{_short(cases[place]['length'])}" for place in order)
-    return Panel(title, "requests × tokens in the cache of each", "µs, bfloat16, in a CUDA graph", series, labels)
+    labels = base.mark_text(dy=-9, color="#fff", fontWeight="bold").encode(
+        y=alt.datum(0), text=alt.Text("ratio:Q", format=".2f")
+    )
+    best = alt.Chart(alt.Data(values=[{"y": 1}])).mark_rule(strokeDash=[5, 4], color="#1d2430").encode(y="y:Q")
+    bars = base.mark_bar(color=color, opacity=0.85, width=34)
+    return alt.layer(bars, labels, best).properties(title=title, width=620, height=150)
 
 
 def _short(tokens: int) -> str:

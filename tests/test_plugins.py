@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from attnplug import BackendSpec, Problem, Role
-from attnplug.host import load_registry
+from attnplug.auto.table_files import read_tables
+from attnplug.auto.table_store import table_files
+from attnplug.host import Processor, load_registry
 from attnplug_testing.command import Explained
 from attnplug_testing.configs import KIMI_LINEAR, read
 
@@ -54,6 +56,18 @@ def test_it_is_found_by_its_entry_point(folder: str) -> None:
     found = {name: each.spec for name, each in backends if each.source.distribution == distribution}
     assert found == {spec.name: spec for spec in specs_of(folder)}
     assert set(found) == NAMES.get(folder, {folder})
+
+
+def test_the_tables_that_a_package_ships_are_of_its_own_backends() -> None:
+    """They are found by the device's name, and each can be read."""
+    registry = load_registry(environment={})
+    for folder in registry.table_folders:
+        files = [read_tables(path) for path in folder.value.iterdir()]
+        assert files
+        for file in files:
+            found = [path for path, _ in table_files([folder], Processor(file.device, file.sm))]
+            assert file.path in found
+            assert {registry.backends[table.backend].source for table in file.tables} == {folder.source}
 
 
 def test_nothing_heavy_is_imported_to_list_or_to_refuse_it() -> None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 KEYS = ["name", "distribution", "version", "contract", "status", "reasons", "error"]
 GOOD = "acme-attention"
-FLASHINFER_MLA = Path(__file__).parent.parent / "plugins" / "flashinfer_mla"
+ROOT = Path(__file__).parent.parent
+FLASHINFER_MLA = ROOT / "plugins" / "flashinfer_mla"
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ main()
 def wheels(build_wheels: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A good plugin and ours, built from their projects, and all tiny ones."""
     good = shutil.copytree(Path(__file__).parent / "wheels" / GOOD, tmp_path_factory.mktemp("sources") / GOOD)
-    folder = build_wheels(good, FLASHINFER_MLA)
+    folder = build_wheels(good, FLASHINFER_MLA, ROOT / "tune")
     for plugin in (*BROKEN, CHATTY, NEEDY, IMPOSTOR, USURPER):
         plugin.write(folder)
     return folder
@@ -165,12 +166,32 @@ def refused_politely(done: CompletedProcess[str], exit_code: int) -> str:
     return done.stderr
 
 
-def test_core_is_built_with_its_data(wheels: Path) -> None:
-    """Measured tables are files beside its modules."""
-    source = Path(__file__).parent.parent / "core" / "src"
-    files = {str(path.relative_to(source)) for path in source.glob("attnplug/**/*.*") if path.suffix != ".pyc"}
-    (wheel,) = wheels.glob("attnplug-0*.whl")
-    assert {"attnplug/py.typed", "attnplug/tables/__init__.py"} < files < set(ZipFile(wheel).namelist())
+@pytest.mark.parametrize(
+    ("package", "data"),
+    [
+        ("core", "attnplug/py.typed"),
+        ("tune", "attnplug_tune/report.html.jinja"),
+        ("plugins/flashinfer_mla", "attnplug_flashinfer_mla/tables/nvidia-h200.json"),
+    ],
+)
+def test_a_wheel_has_the_data_beside_its_modules(package: str, data: str, wheels: Path) -> None:
+    source = ROOT / package / "src"
+    files = {str(path.relative_to(source)) for path in source.glob("**/*.*") if path.suffix != ".pyc"}
+    (wheel,) = wheels.glob(f"{data.partition('/')[0]}-0*.whl")
+    assert {data} < files < set(ZipFile(wheel).namelist())
+
+
+def test_tune_measures_once_installed_and_is_no_command_once_uninstalled(
+    wheels: Path, fresh_environment: Callable[..., Environment]
+) -> None:
+    environment = fresh_environment(wheels, "attnplug-tune")
+    command = ("tune", "--model", "tiny:llama", "--device", "cpu", "--points", "1x64", "--json")
+    done = environment.attnplug(*command)
+    assert done.returncode == 0, done.stderr
+    (measured,) = json.loads(done.stdout)["backends"]
+    assert measured["backend"] == "torch_native" and len(measured["rows"]) == 1
+    environment.uninstall("attnplug-tune")
+    assert "there is no command 'tune'" in refused_politely(environment.attnplug(*command), 2)
 
 
 class TestInstallAndUninstall:

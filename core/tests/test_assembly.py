@@ -30,9 +30,10 @@ from attnplug import (
     Role,
 )
 from attnplug.choose.assembly import BuildError
-from attnplug.choose.loading import Source
+from attnplug.declare.registered import Source
 from attnplug.host import (
     BackendRequest,
+    BackendSchedule,
     FastestBackend,
     HostContext,
     KVPools,
@@ -41,7 +42,6 @@ from attnplug.host import (
     Ranked,
     Registered,
     Registry,
-    Schedule,
     Selection,
     SelectionError,
     UsageError,
@@ -242,7 +242,7 @@ class Turns:
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
         names = [each.spec.name for each in usable if each.spec.name in self.only.get(role, (each.spec.name,))]
         times = {name: {(1, 8 * place + 8, 1): 1.0, (1, 64, 1): 2.0} for place, name in enumerate(sorted(names))}
-        return Ranked(tuple(usable), "by turns", Schedule(times) if len(times) > 1 else None)
+        return Ranked(tuple(usable), "by turns", BackendSchedule(times) if len(times) > 1 else None)
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> dict[str, Refusal]:
         return {}

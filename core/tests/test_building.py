@@ -26,8 +26,8 @@ from attnplug import (
     Problem,
     Role,
 )
-from attnplug.choose.loading import Source
 from attnplug.contract.backend import MAY_IGNORE, hook_signatures
+from attnplug.declare.registered import Source
 from attnplug.host import (
     BackendRequest,
     HybridLinearBackend,

@@ -29,8 +29,8 @@ from attnplug import (
 from attnplug.choose.loading import Broken
 from attnplug.declare.claims import weakest
 from attnplug.host import PluginError
+from attnplug_testing.plugins import Install, module, place, spec
 from attnplug_testing.specs import EVERYTHING, claiming, page_sizes
-from support.plugins import Install, module, place, spec
 
 # ---- what a spec must be ----
 

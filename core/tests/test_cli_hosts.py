@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnplug import Problem
-from attnplug.choose.ranking import BY_PREFERENCE
+from attnplug.auto.ranking import BY_PREFERENCE
 from attnplug.host import HostSpec, UsageError, load_host
 from attnplug_testing.command import Attnplug
 

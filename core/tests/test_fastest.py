@@ -31,25 +31,25 @@ from attnplug import (
 )
 from attnplug.host import (
     EVERY_LENGTH,
+    BackendSchedule,
     BatchPlan,
     FastestBackend,
     HostContext,
     HybridLinearBackend,
     KVPools,
+    LengthRange,
     Limits,
     MLADims,
-    Schedule,
     SplitBackend,
     TorchNativeBackend,
-    Turn,
     TypicalLens,
     WorkspaceOwner,
     captures_extends,
-    merged_turns,
+    length_ranges,
+    merge_length_ranges,
     plan_alike,
     plan_forward,
     planner_claims,
-    turns,
 )
 from attnplug_testing.batches import capabilities, with_plan
 from attnplug_testing.specs import GDN as LINEAR
@@ -60,11 +60,11 @@ FULL = LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
 PAGES = 64
 
 
-def by_length(first: str, second: str, upto: int = 100) -> Schedule:
+def by_length(first: str, second: str, upto: int = 100) -> BackendSchedule:
     """The first is the fastest up to a length, and the second from there on, at any number of requests."""
     points = ((requests, length) for requests in (1, 8) for length in (1, upto, upto + 1, 1000))
     at = {(requests, length, 1): length <= upto for requests, length in points}
-    return Schedule(
+    return BackendSchedule(
         {
             first: {point: 1.0 if early else 3.0 for point, early in at.items()},
             second: {point: 3.0 if early else 1.0 for point, early in at.items()},
@@ -108,7 +108,7 @@ class TestWhoPlans:
         """By the same child at every replay, whatever lengths the device has by then."""
         times = {(1, 64, 1): (1, 9), (1, 900, 1): (3, 2), (8, 64, 1): (3, 2), (8, 900, 1): (1, 9)}
         times |= {(8, 64, 1, True): (9, 1), (8, 900, 1, True): (1, 3)}
-        schedule = Schedule(
+        schedule = BackendSchedule(
             {name: {point: float(each[n]) for point, each in times.items()} for n, name in enumerate(("short", "long"))}
         )
         both = FastestBackend(self.both.children, {Role.DECODE: schedule})
@@ -163,8 +163,8 @@ class TestWhoPlans:
         assert found[0] is found[1] is found[3]
 
     def test_requests_that_differ_have_a_fastest_backend_of_their_own(self) -> None:
-        """On the host, by what is typical, and in the turns that are captured."""
-        schedule = Schedule(
+        """On the host, by what is typical, and in the length ranges that are captured."""
+        schedule = BackendSchedule(
             {"even": {(8, 64, 1): 1.0, (8, 64, 1, True): 3.0}, "ragged": {(8, 64, 1): 2.0, (8, 64, 1, True): 2.0}}
         )
         both = FastestBackend({name: Recorder(name) for name in ("even", "ragged")}, {Role.DECODE: schedule})
@@ -172,14 +172,14 @@ class TestWhoPlans:
         for lengths, who in ((alike, "even"), (differing, "ragged")):
             assert both.fastest(batch(lengths).geometry) == who
             assert both.fastest(batch(alike, host=None, typical=TypicalLens.of(lengths)).geometry) == who
-        assert [turns(both, DECODE, 8, 1, ragged) for ragged in (False, True)] == [
-            (Turn(EVERY_LENGTH, (who,)),) for who in ("even", "ragged")
+        assert [length_ranges(both, DECODE, 8, 1, ragged) for ragged in (False, True)] == [
+            (LengthRange(EVERY_LENGTH, (who,)),) for who in ("even", "ragged")
         ]
 
     def test_requests_and_new_tokens_count_too(self) -> None:
         """A verify of a few tokens may have another fastest backend than a decode of as many requests."""
         times = {(1, 64, 1): (1.0, 2.0), (8, 64, 1): (2.0, 1.0), (1, 64, 4): (2.0, 1.0), (8, 64, 4): (1.0, 2.0)}
-        schedule = Schedule(
+        schedule = BackendSchedule(
             {name: {point: each[number] for point, each in times.items()} for number, name in enumerate("ab")}
         )
         both = FastestBackend({"a": Recorder("a"), "b": Recorder("b")}, {Role.DECODE: schedule})
@@ -344,14 +344,21 @@ class TestTogether:
             {"a": Recorder("a"), "b": Recorder("b")}, {Role.PREFILL: "b", Role.DECODE: by_length("a", "b")}
         )
         nested = HybridLinearBackend(SplitBackend(Recorder("p"), both), Recorder("linear"), model)
-        assert turns(both, DECODE, 1, 1) == (Turn(100, ("a",)), Turn(EVERY_LENGTH, ("b",)))
-        assert turns(both, EXTEND, 1, 1) == (Turn(EVERY_LENGTH, ("b",)),)
-        assert turns(nested, DECODE, 1, 1) == (Turn(100, ("a", "linear")), Turn(EVERY_LENGTH, ("b", "linear")))
-        assert turns(nested, EXTEND, 1, 1) == (Turn(EVERY_LENGTH, ("p", "linear")),)
+        assert length_ranges(both, DECODE, 1, 1) == (LengthRange(100, ("a",)), LengthRange(EVERY_LENGTH, ("b",)))
+        assert length_ranges(both, EXTEND, 1, 1) == (LengthRange(EVERY_LENGTH, ("b",)),)
+        assert length_ranges(nested, DECODE, 1, 1) == (
+            LengthRange(100, ("a", "linear")),
+            LengthRange(EVERY_LENGTH, ("b", "linear")),
+        )
+        assert length_ranges(nested, EXTEND, 1, 1) == (LengthRange(EVERY_LENGTH, ("p", "linear")),)
 
     def test_turns_of_several_are_those_of_one(self) -> None:
-        one, other = (Turn(4, ("a",)), Turn(9, ("b",))), (Turn(6, ("c",)), Turn(9, ("d",)))
-        assert merged_turns(one, other) == (Turn(4, ("a", "c")), Turn(6, ("b", "c")), Turn(9, ("b", "d")))
+        one, other = (LengthRange(4, ("a",)), LengthRange(9, ("b",))), (LengthRange(6, ("c",)), LengthRange(9, ("d",)))
+        assert merge_length_ranges(one, other) == (
+            LengthRange(4, ("a", "c")),
+            LengthRange(6, ("b", "c")),
+            LengthRange(9, ("b", "d")),
+        )
 
     def test_a_wrapper_tells_who_was_left_out_inside_of_it(self) -> None:
         both = FastestBackend({"a": Recorder("a")}, {Role.DECODE: "a"}, left_out={"b": "it is weak"})
@@ -387,7 +394,7 @@ def test_steps_of_one_cache_by_turns_equal_float64(layer: LayerSpec) -> None:
     children = {
         name: TorchNativeBackend(host.for_backend(name, capabilities("torch_native"), roles=roles)) for name in names
     }
-    schedule = Schedule(
+    schedule = BackendSchedule(
         {
             name: {(1, length, 1): 1.0 + (length % 3 != number) for length in range(1, 40)}
             for number, name in enumerate(names)

@@ -14,6 +14,7 @@ import attnplug
 import attnplug.host
 import attnplug.kernels
 import attnplug.sparse
+import attnplug.tables
 
 ROOT = Path(attnplug.__file__).parent
 MODULES = {
@@ -41,15 +42,16 @@ ROOMS = (
     "tune",
     "torch_native",
     "choose",
+    "auto",
     "wrappers",
     "layers",
     "mla",
     "author",
     "contract",
 )
-ROOMS = (*ROOMS, "kv", "hf", "machine", "declare", "tables")
+ROOMS = (*ROOMS, "kv", "hf", "machine", "declare")
 """From top to bottom: a room imports from those below it."""
-SHOWN = (attnplug, attnplug.host, attnplug.kernels, attnplug.sparse)
+SHOWN = (attnplug, attnplug.host, attnplug.kernels, attnplug.sparse, attnplug.tables)
 FACES = {face.__name__ for face in SHOWN} | {"attnplug.__main__", "attnplug.faces"}
 
 
@@ -98,8 +100,8 @@ def test_importing_attnplug_imports_no_torch():
 
 def test_using_everything_public_initialises_no_cuda_and_imports_no_kernel_library():
     code = f"""
-import sys, attnplug, attnplug.host, attnplug.kernels, attnplug.sparse
-for face in (attnplug, attnplug.host, attnplug.kernels, attnplug.sparse):
+import sys, attnplug, attnplug.host, attnplug.kernels, attnplug.sparse, attnplug.tables
+for face in (attnplug, attnplug.host, attnplug.kernels, attnplug.sparse, attnplug.tables):
     for name in face.__all__:
         getattr(face, name)
 import torch

@@ -18,7 +18,7 @@ from attnplug import CONTRACT_VERSION, BackendSpec, Problem, Refusal, Role, hook
 from attnplug.choose.loading import GROUP, Broken
 from attnplug.declare.version import contract_problem
 from attnplug.host import load_registry
-from support.plugins import Install, bringing, module, place, spec
+from attnplug_testing.plugins import Install, bringing, module, place, spec
 
 # ---- isolation ----
 
@@ -122,7 +122,9 @@ def test_a_plugin_that_breaks_the_import_system_is_broken_alone(
 def test_what_a_plugin_changes_for_the_whole_process_is_put_back(install_source: Install) -> None:
     """D2: a model's path may be relative, and later warnings must still be shown as warnings."""
     source = "import os, sys, warnings\nos.chdir('/')\nsys.stderr = None\nwarnings.simplefilter('error')\n"
-    source += "from support.plugins import bringing, spec\nattnplug_backends = bringing(spec()).attnplug_backends"
+    source += (
+        "from attnplug_testing.plugins import bringing, spec\nattnplug_backends = bringing(spec()).attnplug_backends"
+    )
     before = os.getcwd(), sys.stderr, list(warnings.filters)
     assert load_registry([install_source(source)], {}).broken == ()
     assert before == (os.getcwd(), sys.stderr, list(warnings.filters))
@@ -131,7 +133,7 @@ def test_what_a_plugin_changes_for_the_whole_process_is_put_back(install_source:
 def test_what_a_plugin_adds_to_the_path_stays(install_source: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its backend may be found there, later."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    source = "import sys; sys.path.append('/no/such/folder')\nfrom support.plugins import bringing, spec\n"
+    source = "import sys; sys.path.append('/no/such/folder')\nfrom attnplug_testing.plugins import bringing, spec\n"
     registry = load_registry([install_source(source + "attnplug_backends = bringing(spec()).attnplug_backends")], {})
     assert registry.broken == ()
     assert "/no/such/folder" in sys.path

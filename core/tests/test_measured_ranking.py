@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attnplug import (
-    DType,
-    Feature,
-    GraphLevel,
-    LayerShape,
-    Problem,
-    RefusalCode,
-    Role,
-)
-from attnplug.choose.loading import Provided, Source
-from attnplug.choose.measured.ranking import default_ranking
+from attnplug import DType, Feature, GraphLevel, Problem, RefusalCode, Role
+from attnplug.auto.measured_ranking import default_ranking
 from attnplug.host import (
     BackendRequest,
     TableWarning,
@@ -26,6 +18,7 @@ from attnplug.host import (
     table_path,
     write_tables,
 )
+from attnplug.tables import MeasuredShape
 from support.board import (
     BOARD,
     CROSSING,
@@ -36,6 +29,7 @@ from support.board import (
     crossing,
     decode,
     failure,
+    shipping,
     table,
 )
 from support.selection import DEEPSEEK, LLAMA, MHA, MLA, PLAIN, backend, registry
@@ -68,7 +62,7 @@ def test_a_host_that_plans_by_batch_gets_a_schedule() -> None:
     assert any(
         line.startswith("decode: late or early (auto: late and early by batch, the fastest of 2") for line in lines
     )
-    (upto,) = (upto for upto, name in schedule.crossings(1, 1) if name == "early")
+    (upto,) = (each.max_length for each in schedule.length_ranges(1, 1) if each.backends == ("early",))
     assert f"  1 request: early up to {upto} rows, then late" in lines
 
 
@@ -82,14 +76,14 @@ def test_where_one_graph_serves_all_lengths_it_is_told_who_runs_in_it() -> None:
         schedule = selection.schedule(Role.DECODE)
         assert schedule is not None
         first = "late in a graph; without, " if graphs else ""
-        assert f"  8 requests: {first}{schedule.told(8, 1)}" in explanation(selection)
+        assert f"  8 requests: {first}{schedule.describe(8, 1)}" in explanation(selection)
 
 
 def test_what_a_host_prefills_by_its_own_calls_has_one_backend() -> None:
     """C1: it chunks and merges MLA itself. Its decode goes by batch."""
     able = replace(PLAIN, kinds={"mla"}, mla_extend={"one_shot", "chunked"})
     installed = registry(backend("early", able), backend("late", able))
-    shape = LayerShape.of(MLA, DType.BFLOAT16, DType.BFLOAT16, 64)
+    shape = MeasuredShape.of(MLA, DType.BFLOAT16, DType.BFLOAT16, 64)
     write_tables(
         table_path(BOARD), [one for role in (Role.PREFILL, Role.DECODE) for one in crossing(shape=shape, role=role)]
     )
@@ -169,7 +163,7 @@ def test_where_a_host_absorbs_what_was_measured_so_comes_first() -> None:
     """C1: joining the parts of queries costs some backends more than others. Else the same heads stand for it."""
     able = replace(PLAIN, kinds={"mla"}, mla_extend={"one_shot", "chunked"})
     installed = registry(backend("early", able), backend("late", able))
-    ours = LayerShape.of(MLA, DType.BFLOAT16, DType.BFLOAT16, 64)
+    ours = MeasuredShape.of(MLA, DType.BFLOAT16, DType.BFLOAT16, 64)
     problem = replace(PROBLEM, model=DEEPSEEK, mla_by_host=True)
     others = crossing(shape=replace(ours, num_heads=2 * ours.num_heads, hosted=True))
     found = chosen(*crossing(shape=ours), *others, installed=installed, problem=problem)
@@ -189,7 +183,7 @@ def test_where_a_host_absorbs_what_was_measured_so_comes_first() -> None:
         replace(SHAPE, num_heads=128),
     ],
 )
-def test_a_shape_too_far_away_says_nothing(shape: LayerShape) -> None:
+def test_a_shape_too_far_away_says_nothing(shape: MeasuredShape) -> None:
     assert decode(chosen(*crossing(shape=shape))) == ["other"]
 
 
@@ -251,11 +245,10 @@ def test_a_failure_at_something_else_says_nothing(changes: dict[str, Any], probl
     assert decode(chosen(failure("other", **changes), problem=problem)) == ["other"]
 
 
-def test_a_failure_that_others_tell_of_is_not_used() -> None:
+def test_a_failure_that_a_plugin_ships_is_not_used(tmp_path: Path) -> None:
     """It was on another machine."""
-    brought = {"t": Provided(failure("other"), Source("p", "p", "p-dist", "1"))}
     with pytest.warns(TableWarning, match="a failure of other is not used: it was not on this machine"):
-        assert decode(chosen(installed=replace(INSTALLED, rankings=brought))) == ["other"]
+        assert decode(chosen(installed=shipping(tmp_path, failure("other")))) == ["other"]
 
 
 def test_a_draft_is_ranked_by_its_decoding() -> None:

@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 
-from attnplug import (
-    DType,
-    MeasuredTable,
-    Role,
-)
-from attnplug.choose.loading import Provided, Source
-from attnplug.choose.measured import store
-from attnplug.choose.measured.files import TableError
-from attnplug.choose.measured.ranking import _told
-from attnplug.choose.measured.store import file_states, table_files
+from attnplug import DType, Role
+from attnplug.auto import table_store as store
+from attnplug.auto.measured_ranking import _warned
+from attnplug.auto.table_files import TableError
+from attnplug.auto.table_store import file_states, table_files
 from attnplug.host import (
     Processor,
     TableWarning,
@@ -28,6 +23,7 @@ from attnplug.host import (
     write_tables,
 )
 from attnplug.machine.hardware import _cpu_name
+from attnplug.tables import MeasuredTable
 from attnplug_testing.command import Attnplug, Package
 from support.board import (
     BOARD,
@@ -40,6 +36,7 @@ from support.board import (
     crossing,
     decode,
     failure,
+    shipping,
     table,
 )
 from support.selection import backend, registry
@@ -69,12 +66,11 @@ def test_a_table_of_this_machine_holds_for_exactly_what_was_measured() -> None:
         ({"late-dist": "1.2", "no-such-library": "3"}, False),
     ],
 )
-def test_a_table_of_others_holds_for_other_releases_of_torch_the_plugin_and_drivers(
-    versions: dict[str, str], holds: bool
+def test_a_shipped_table_holds_for_other_releases_of_torch_the_plugin_and_drivers(
+    versions: dict[str, str], holds: bool, tmp_path: Path
 ) -> None:
-    brought = Provided(table("late", CROSSING["late"], versions=versions), Source("t", "t", "tables-dist", "3"))
-    found = load_tables(replace(INSTALLED, rankings={"late": brought}), BOARD)
-    assert [each.origin.words for each in found.found] == ["brought by tables-dist 3"] * holds
+    found = load_tables(shipping(tmp_path, table("late", CROSSING["late"], versions=versions)), BOARD)
+    assert [each.origin.words for each in found.found] == ["shipped for Acme Board 3"] * holds
     assert len(found.faults) == (not holds and "no-such-library" not in versions)  # then it cannot be used anyway
 
 
@@ -102,19 +98,32 @@ def test_a_library_that_a_backend_takes_where_it_is_there_counts(
     assert line in " ".join(faults) and len(faults) == bool(line)
 
 
-def test_what_the_user_measured_comes_before_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "package"
-    monkeypatch.setattr(store.shipped, "__file__", str(package / "__init__.py"))
-    write_tables(package / table_path(BOARD).name, [*crossing(measured="2026-01-01")])
-    assert "table of 2026-01-01, shipped for Acme Board 3" in chosen().choices[Role.DECODE].why()
-    words = chosen(table("early", CROSSING["early"])).choices[Role.DECODE].why()
+def test_what_the_user_measured_comes_before_what_ships(tmp_path: Path) -> None:
+    installed = shipping(tmp_path / "package", *crossing(measured="2026-01-01"))
+    assert "table of 2026-01-01, shipped for Acme Board 3" in chosen(installed=installed).choices[Role.DECODE].why()
+    words = chosen(table("early", CROSSING["early"]), installed=installed).choices[Role.DECODE].why()
     assert "table of 2026-11-16, measured on this machine and of 2026-01-01, shipped for Acme Board 3" in words
 
 
-def test_what_ships_can_be_read_and_is_found_by_its_name() -> None:
-    for path in Path(store.shipped.__file__).parent.glob("*.json"):
-        file = read_tables(path)
-        assert path in [each for each, _ in table_files(Processor(file.device, file.sm))]
+def test_a_table_that_two_plugins_ship_is_not_used_and_both_files_are_named(tmp_path: Path) -> None:
+    """D2. Tables that only one of them ships are used."""
+    installed = shipping(tmp_path / "a", *crossing())
+    installed = shipping(tmp_path / "b", table("late", CROSSING["late"]), installed=installed)
+    found = load_tables(installed, BOARD)
+    assert [each.table.backend for each in found.found] == ["early"]
+    assert len(found.faults) == 2
+    for fault in found.faults:
+        assert str(tmp_path / "a") in fault and str(tmp_path / "b") in fault
+
+
+def test_folders_are_read_only_when_a_ranking_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start-up without ``auto`` reads no table, and ``auto`` reads those of this device alone."""
+    installed = shipping(tmp_path, *crossing())
+    (tmp_path / "nvidia-b200.json").write_text("{")
+    read: list[Path] = []
+    monkeypatch.setattr(store, "read_tables", lambda path: read.append(path) or read_tables(path))
+    chosen(installed=installed)
+    assert read == [tmp_path / table_path(BOARD).name]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +214,7 @@ def test_what_was_measured_last_comes_before_files_beside_it() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for each in (beside, path):
         each.touch()
-    assert [found for found, origin in table_files(BOARD) if origin.own] == [path, beside]
+    assert [found for found, origin in table_files((), BOARD) if origin.own] == [path, beside]
 
 
 def test_a_report_gives_the_state_of_every_file() -> None:
@@ -252,7 +261,7 @@ def test_a_third_partys_backend_takes_part_without_doing_anything(attnplug: Attn
     assert outcome.err == ""
     figures = "torch_native 20.0 µs, acme 30.0 at 1 × 4096; table of 2026-11-16, measured on this machine"
     assert figures in outcome.out
-    _told.clear()
+    _warned.clear()
     table_path(here).write_text("[]")
     outcome = attnplug(*arguments)
     assert outcome.code == 0 and "decode: acme" in outcome.out

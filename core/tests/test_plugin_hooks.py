@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from importlib_metadata import EntryPoint
 
-from attnplug import AttentionKind, DType, LayerShape, MeasuredTable, Role, WorkspaceKind
+from attnplug import AttentionKind, DType, Role, WorkspaceKind
 from attnplug.choose.loading import Broken
 from attnplug.host import TINY_CONFIGS, ModelConfigError, PluginError, Registry, load_model, load_registry, tiny_config
-from support.plugins import EMBEDDED, Install, also, bringing, module, spec
+from attnplug.tables import MeasuredShape, MeasuredTable
+from attnplug_testing.plugins import EMBEDDED, Install, also, bringing, module, spec
 
 KINDS, TABLES, MODELS = "attnplug_workspace_kinds", "attnplug_rankings", "attnplug_tiny_models"
 ACME = {**TINY_CONFIGS["llama"], "hidden_size": 32}
@@ -23,7 +25,7 @@ def table(**changes: Any) -> MeasuredTable:
         "sm": 90,
         "backend": "fast",
         "role": Role.DECODE,
-        "shape": LayerShape(AttentionKind.MLA, 16, 1, 576, 512, DType.BFLOAT16, DType.BFLOAT16, 64),
+        "shape": MeasuredShape(AttentionKind.MLA, 16, 1, 576, 512, DType.BFLOAT16, DType.BFLOAT16, 64),
         "rows": [(8, 4096, 1, True, 31.5, 31, 32), (1, 1024, 1, False, 12, 12, 12)],
         "versions": {"fast-attention": "1.2.3"},
         "measured": "2026-11-16",
@@ -31,11 +33,13 @@ def table(**changes: Any) -> MeasuredTable:
     return MeasuredTable(**{**fields, **changes})
 
 
-SOME = {KINDS: [WorkspaceKind("acme")], TABLES: [table()], MODELS: {"acme": ACME}}
+HERE = Path(__file__).parent
+SOME = {KINDS: [WorkspaceKind("acme")], TABLES: [HERE], MODELS: {"acme": ACME}}
 
 
-def names(registry: Registry) -> dict[str, list[str]]:
-    return {KINDS: [*registry.workspace_kinds], TABLES: [*registry.rankings], MODELS: [*registry.tiny_models]}
+def names(registry: Registry) -> dict[str, list[Any]]:
+    folders = [each.value for each in registry.table_folders]
+    return {KINDS: [*registry.workspace_kinds], TABLES: folders, MODELS: [*registry.tiny_models]}
 
 
 # ---- what works ----
@@ -44,10 +48,9 @@ def names(registry: Registry) -> dict[str, list[str]]:
 def test_a_plugin_may_implement_all_hooks(install: Install) -> None:
     registry = load_registry([install(also(bringing(spec()), **SOME))], {})
     assert registry.broken == () and list(registry.backends) == ["fast"]
-    assert names(registry) == {KINDS: ["acme"], TABLES: [table().title], MODELS: ["acme"]}
-    for found in (registry.workspace_kinds["acme"], registry.rankings[table().title], registry.tiny_models["acme"]):
+    assert names(registry) == {KINDS: ["acme"], TABLES: [HERE], MODELS: ["acme"]}
+    for found in (registry.workspace_kinds["acme"], *registry.table_folders, registry.tiny_models["acme"]):
         assert str(found.source) == "fast-attention 1.2.3"
-    assert registry.rankings[table().title].value == table()
 
 
 @pytest.mark.parametrize("hook", SOME)
@@ -66,16 +69,17 @@ def test_core_registers_its_items_through_the_same_hooks() -> None:
 # ---- conflicts ----
 
 
-@pytest.mark.parametrize("hook", [TABLES, MODELS])
-def test_a_duplicate_item_names_both_plugins(install: Install, hook: str) -> None:
+def test_a_claim_to_what_another_brings_names_both(install: Install) -> None:
     """D2: neither is used, and their backends are."""
-    points = [install(also(bringing(spec(name)), **{hook: SOME[hook]}), name, f"{name}-dist") for name in ("a", "b")]
+    points = [
+        install(also(bringing(spec(name)), **{MODELS: {"acme": ACME}}), name, f"{name}-dist") for name in ("a", "b")
+    ]
     registry = load_registry(points, {})
-    assert names(registry)[hook] == [] and list(registry.backends) == ["a", "b"]
+    assert names(registry)[MODELS] == [] and list(registry.backends) == ["a", "b"]
     assert [fault.source.distribution for fault in registry.broken] == ["a-dist", "b-dist"]
     for fault in registry.broken:
         assert "a-dist 1.2.3" in fault.error and "b-dist 1.2.3" in fault.error
-        assert "acme" in str(fault) or table().title in str(fault)
+        assert "acme" in str(fault)
 
 
 def test_an_equal_kind_of_memory_is_shared(install: Install) -> None:
@@ -129,8 +133,10 @@ def test_an_equal_declaration_of_plain_scratch_is_no_conflict(install: Install) 
         (KINDS, None, "return a list of WorkspaceKind"),
         (KINDS, WorkspaceKind("acme"), "one WorkspaceKind"),
         (KINDS, ["acme"], "'acme' (str) at position 0, not a WorkspaceKind"),
-        (TABLES, {"fast": table()}, "return a list of MeasuredTable"),
-        (TABLES, [spec()], "not a MeasuredTable"),
+        (TABLES, {"fast": HERE}, "return a list of folders"),
+        (TABLES, HERE, "return a list of folders"),
+        (TABLES, [table()], "not a Path"),
+        (TABLES, [HERE / "nothing"], "nothing, which is not a folder"),
         (MODELS, None, "return a dict of configs by name"),
         (MODELS, [ACME], "return a dict of configs by name"),
         (MODELS, {"a b": ACME}, "'a b'"),

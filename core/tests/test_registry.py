@@ -11,7 +11,7 @@ from importlib_metadata import EntryPoint
 from attnplug import BackendSpec, hookimpl
 from attnplug.choose.loading import GROUP
 from attnplug.host import PluginError, Registry, UsageError, load_registry
-from support.plugins import EMBEDDED, Install, bringing, module, spec
+from attnplug_testing.plugins import EMBEDDED, Install, bringing, module, spec
 
 # ---- what works ----
 

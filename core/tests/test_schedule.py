@@ -8,27 +8,28 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.declare.schedule import EVERY_LENGTH, Point, Schedule, TypicalLens, is_ragged
+from attnplug.auto.schedule import BackendSchedule, BatchPoint
+from attnplug.declare.lengths import EVERY_LENGTH, TypicalLens, is_ragged
 
-SHORT_AND_LONG = Schedule(
+SHORT_AND_LONG = BackendSchedule(
     {"short": {(1, 100, 1): 1.0, (1, 10000, 1): 9.0}, "long": {(1, 100, 1): 3.0, (1, 10000, 1): 3.0}}
 )
 
-POINTS = st.builds(Point, st.integers(1, 300), st.integers(1, 1 << 17), st.integers(1, 300), st.booleans()).map(
+POINTS = st.builds(BatchPoint, st.integers(1, 300), st.integers(1, 1 << 17), st.integers(1, 300), st.booleans()).map(
     lambda point: point._replace(ragged=point.ragged and point.requests > 1)
 )
 TIMES = st.floats(0.5, 5000).map(lambda time: round(time, 1))
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw: st.DrawFn) -> BackendSchedule:
     """Two or three backends over points that need not be a grid, nor the same ones."""
     points = draw(st.lists(POINTS, min_size=1, max_size=8, unique=True))
     times = {}
     for name in draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(2, 3))]:
         own = draw(st.lists(st.sampled_from(points), min_size=1, unique=True))
         times[name] = {point: draw(TIMES) for point in own}
-    return Schedule(times)
+    return BackendSchedule(times)
 
 
 def best(times: dict[str, float]) -> str:
@@ -37,7 +38,7 @@ def best(times: dict[str, float]) -> str:
 
 @settings(max_examples=60)
 @given(schedules())
-def test_at_a_measured_point_it_is_the_one_measured_fastest(schedule: Schedule) -> None:
+def test_at_a_measured_point_it_is_the_one_measured_fastest(schedule: BackendSchedule) -> None:
     """Those that were not measured there may win only by lying between points of their own."""
     for point in {point for times in schedule.times.values() for point in times}:
         measured = {name: times[point] for name, times in schedule.times.items() if point in times}
@@ -50,16 +51,16 @@ def test_at_a_measured_point_it_is_the_one_measured_fastest(schedule: Schedule) 
 @given(
     schedules(), st.integers(1, 400), st.integers(1, 400), st.booleans(), st.lists(st.integers(1, 1 << 18), max_size=5)
 )
-def test_crossings_agree_with_expected_times_everywhere(
-    schedule: Schedule, requests: int, tokens: int, ragged: bool, lengths: list[int]
+def test_length_ranges_agree_with_expected_times_everywhere(
+    schedule: BackendSchedule, requests: int, tokens: int, ragged: bool, lengths: list[int]
 ) -> None:
-    crossings = schedule.crossings(requests, tokens, ragged)
-    assert [upto for upto, _ in crossings] == sorted({upto for upto, _ in crossings})
-    assert crossings[-1][0] == EVERY_LENGTH
-    assert all(one != following for (_, one), (_, following) in itertools.pairwise(crossings))
-    beside = [upto + more for upto, _ in crossings[:-1] for more in (0, 1)]
+    ranges = schedule.length_ranges(requests, tokens, ragged)
+    assert [each.max_length for each in ranges] == sorted({each.max_length for each in ranges})
+    assert ranges[-1].max_length == EVERY_LENGTH
+    assert all(one.backends != following.backends for one, following in itertools.pairwise(ranges))
+    beside = [each.max_length + more for each in ranges[:-1] for more in (0, 1)]
     for length in (*lengths, *beside):
-        name = next(name for upto, name in crossings if length <= upto)
+        ((name,),) = [next(each.backends for each in ranges if length <= each.max_length)]
         assert schedule.fastest(requests, length, tokens, ragged) == name
         expected = schedule.expected(requests, length, tokens, ragged)
         low = min(expected.values())
@@ -75,9 +76,9 @@ def test_the_best_over_all_lengths_has_the_smallest_mean_slowness(
     lengths: list[int], times: list[tuple[float, float, float]], longest: int
 ) -> None:
     """Of equal and of ragged requests, up to the longest; or at the shortest that was measured."""
-    points = [Point(8, length, 1, ragged) for length in lengths for ragged in (False, True)]
+    points = [BatchPoint(8, length, 1, ragged) for length in lengths for ragged in (False, True)]
     at = dict(zip(points, times, strict=False))
-    schedule = Schedule({name: {point: row[n] for point, row in at.items()} for n, name in enumerate("abc")})
+    schedule = BackendSchedule({name: {point: row[n] for point, row in at.items()} for n, name in enumerate("abc")})
     rows = [row for point, row in at.items() if point.length <= max(longest, min(lengths))]
     slowness = {name: math.prod(row[n] / min(row) for row in rows) for n, name in enumerate("abc")}
     name = schedule.overall(8, 1, longest)
@@ -88,10 +89,10 @@ def test_the_best_over_all_lengths_has_the_smallest_mean_slowness(
 @settings(max_examples=60)
 @given(schedules(), st.integers(1, 400), st.integers(1, 400))
 def test_who_is_the_fastest_at_every_length_is_the_best_over_all(
-    schedule: Schedule, requests: int, tokens: int
+    schedule: BackendSchedule, requests: int, tokens: int
 ) -> None:
-    kinds = [schedule.crossings(requests, tokens, ragged) for ragged in (False, True)]
-    names = {name for crossings in kinds for _, name in crossings}
+    kinds = [schedule.length_ranges(requests, tokens, ragged) for ragged in (False, True)]
+    names = {name for ranges in kinds for each in ranges for name in each.backends}
     assert len(names) > 1 or names == {schedule.overall(requests, tokens, EVERY_LENGTH)}
 
 
@@ -103,33 +104,38 @@ def test_the_best_over_all_lengths_depends_on_how_far_they_go() -> None:
 
 def test_the_best_over_all_lengths_is_that_of_equal_and_ragged_requests() -> None:
     at = {(8, 64, 1): (2, 3), (8, 64, 1, True): (4, 1)}
-    schedule = Schedule({name: {point: float(each[n]) for point, each in at.items()} for n, name in enumerate("ab")})
+    schedule = BackendSchedule(
+        {name: {point: float(each[n]) for point, each in at.items()} for n, name in enumerate("ab")}
+    )
     assert schedule.fastest(8, 64, 1) == "a" and schedule.overall(8, 1, 64) == "b"
 
 
 def test_who_was_not_measured_at_some_length_does_not_serve_all() -> None:
-    schedule = Schedule({"small": {(1, 100, 1): 1.0}, "all": {(1, 100, 1): 5.0, (1, 200, 1): 5.0}})
+    schedule = BackendSchedule({"small": {(1, 100, 1): 1.0}, "all": {(1, 100, 1): 5.0, (1, 200, 1): 5.0}})
     assert [schedule.overall(1, 1, longest) for longest in (199, 200)] == ["small", "all"]
 
 
 def test_between_points_times_are_linear_in_logarithms() -> None:
     assert math.isclose(SHORT_AND_LONG.expected(1, 1000, 1)["short"], 3.0)
-    (crossing, first), (_, second) = SHORT_AND_LONG.crossings(1, 1)
-    assert (first, second) == ("short", "long") and crossing in (999, 1000)  # equal at 1000, but for rounding
+    first, second = SHORT_AND_LONG.length_ranges(1, 1)
+    assert (*first.backends, *second.backends) == ("short", "long")
+    assert first.max_length in (999, 1000)  # equal at 1000, but for rounding
 
 
 def test_requests_that_differ_are_a_grid_of_their_own_but_for_one_request() -> None:
     at = {(1, 64, 1): (1, 2), (4, 64, 1): (1, 2), (4, 64, 1, True): (4, 1)}
-    schedule = Schedule({name: {point: float(each[n]) for point, each in at.items()} for n, name in enumerate("ab")})
+    schedule = BackendSchedule(
+        {name: {point: float(each[n]) for point, each in at.items()} for n, name in enumerate("ab")}
+    )
     assert [schedule.fastest(requests, 64, 1, True) for requests in (1, 4, 8)] == ["a", "b", "b"]
     assert [schedule.fastest(requests, 64, 1) for requests in (1, 4, 8)] == ["a", "a", "a"]
     assert math.isclose(schedule.expected(2, 64, 1, True)["b"], math.sqrt(2))
-    assert schedule.told(4, 1) == "a; of different lengths b"
+    assert schedule.describe(4, 1) == "a; of different lengths b"
 
 
 def test_where_only_one_kind_was_measured_it_stands_for_both() -> None:
     for kind in (False, True):
-        schedule = Schedule({"a": {(4, 64, 1, kind): 2.0}, "b": {(4, 64, 1, kind): 1.0}})
+        schedule = BackendSchedule({"a": {(4, 64, 1, kind): 2.0}, "b": {(4, 64, 1, kind): 1.0}})
         assert {schedule.fastest(4, 64, 1, ragged) for ragged in (False, True)} == {"b"}
 
 
@@ -147,17 +153,17 @@ def test_beyond_what_was_measured_it_stays_as_at_the_border() -> None:
 
 def test_equal_times_are_settled_by_name_whatever_the_order() -> None:
     for names in ("ab", "ba"):
-        assert Schedule({name: {(1, 1, 1): 2.0} for name in names}).fastest(5, 5, 5) == "a"
+        assert BackendSchedule({name: {(1, 1, 1): 2.0} for name in names}).fastest(5, 5, 5) == "a"
 
 
 def test_a_backend_is_not_used_where_only_others_were_measured() -> None:
     """It may have failed there."""
-    schedule = Schedule({"small": {(1, 100, 1): 1.0}, "all": {(1, 100, 1): 5.0, (1, 200, 1): 5.0}})
-    assert schedule.crossings(1, 1) == ((100, "small"), (EVERY_LENGTH, "all"))
+    schedule = BackendSchedule({"small": {(1, 100, 1): 1.0}, "all": {(1, 100, 1): 5.0, (1, 200, 1): 5.0}})
+    assert schedule.length_ranges(1, 1) == ((100, ("small",)), (EVERY_LENGTH, ("all",)))
 
 
-def test_crossings_are_kept_for_a_bounded_number_of_batches() -> None:
+def test_length_ranges_are_cached_for_a_bounded_number_of_batches() -> None:
     """A prefill may have any number of tokens."""
     for tokens in range(1, 9000):
         SHORT_AND_LONG.fastest(3, 100, tokens)
-    assert len(SHORT_AND_LONG._crossings) < 4500
+    assert len(SHORT_AND_LONG._ranges) < 4500

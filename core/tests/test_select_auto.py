@@ -9,7 +9,7 @@ from itertools import permutations
 import pytest
 
 from attnplug import GraphLevel, PageSizes, Problem, Refusal, RefusalCode, Role
-from attnplug.host import BackendRequest, Ranked, Registered, Schedule, explain, explanation, select
+from attnplug.host import BackendRequest, BackendSchedule, Ranked, Registered, explain, explanation, select
 from support.selection import HYBRID, LINEAR, LLAMA, PLAIN, backend, names, registry
 
 
@@ -201,7 +201,7 @@ class _Scheduled:
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
         times = {each.spec.name: {(1, 64, 1): float(rank + 1)} for rank, each in enumerate(usable)}
-        return Ranked(tuple(usable), "by batch", Schedule(times))
+        return Ranked(tuple(usable), "by batch", BackendSchedule(times))
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> dict[str, Refusal]:
         return {}

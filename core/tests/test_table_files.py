@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from attnplug import AttentionKind, DType, LayerShape, MeasuredTable, Measurement, Role
-from attnplug.choose.measured import files
+from attnplug import AttentionKind, DType, Role
+from attnplug.auto import table_files as files
 from attnplug.host import TableError, TableWarning, read_tables, write_tables
+from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 
-SHAPE = LayerShape(AttentionKind.MLA, 16, 1, 576, 512, DType.BFLOAT16, DType.FLOAT8_E4M3, 64)
+SHAPE = MeasuredShape(AttentionKind.MLA, 16, 1, 576, 512, DType.BFLOAT16, DType.FLOAT8_E4M3, 64)
 
 
 def row(requests: int, microseconds: float = 7.0) -> Measurement:

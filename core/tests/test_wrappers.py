@@ -28,11 +28,11 @@ from attnplug import (
 from attnplug.contract.backend import hook_signatures, protocol_attributes, protocol_methods
 from attnplug.declare.claims import weakest
 from attnplug.host import (
+    BackendSchedule,
     FastestBackend,
     GraphPlanning,
     HybridLinearBackend,
     LinearHooks,
-    Schedule,
     SplitBackend,
     optional_hooks,
 )
@@ -41,7 +41,7 @@ from support.recorder import MEMBERS, PLANNERS, Hookless, Recorder, batch_in
 
 LINEAR, FULL = GDN, LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
 MODEL = ModelSpec("half", "test", (LINEAR, FULL), 64)
-FIRST = Schedule({"first": {(1, 64, 1): 1.0}, "second": {(1, 64, 1): 2.0}})
+FIRST = BackendSchedule({"first": {(1, 64, 1): 1.0}, "second": {(1, 64, 1): 2.0}})
 BUILD: dict[type, Any] = {
     SplitBackend: SplitBackend,
     HybridLinearBackend: lambda first, second: HybridLinearBackend(first, second, MODEL),

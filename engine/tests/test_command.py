@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnplug.choose.loading import Broken, Source
+from attnplug.choose.loading import Broken
 from attnplug.cli import app
+from attnplug.declare.registered import Source
 from attnplug.host import AttnplugError, load_registry, output
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.execution.sampler import Sampler

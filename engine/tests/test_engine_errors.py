@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from attnplug import BackendContext, BackendError, PageSizes, PoolError, Role
-from attnplug.choose.loading import Source
+from attnplug.declare.registered import Source
 from attnplug.host import (
     TINY_CONFIGS,
+    BackendSchedule,
     ModelConfigError,
     PluginWarning,
     Registered,
     Registry,
-    Schedule,
     SelectionError,
     UsageError,
     load_registry,
@@ -269,7 +269,7 @@ def test_ranks_that_chose_differently_are_an_error(engine: Engine) -> None:
         check_same_choice(selection, ranks, cpu)
     with pytest.raises(BackendError, match="rank 0 runs prefill on torch_native"):
         check_same_choice(replace(selection, page_size=48), ranks, cpu)
-    by_batch = Schedule({"torch_native": {(1, 64, 1): 2.0}})
+    by_batch = BackendSchedule({"torch_native": {(1, 64, 1): 2.0}})
     scheduled = {role: replace(choice, schedule=by_batch) for role, choice in selection.choices.items()}
     with pytest.raises(BackendError, match="measured tables"):
         check_same_choice(replace(selection, choices=scheduled, page_size=48), ranks, cpu)

@@ -16,11 +16,11 @@ from attnplug import AttentionBackend, BackendError, ForwardMode, GraphLevel, Pr
 from attnplug.host import (
     EVERY_LENGTH,
     BackendRequest,
+    BackendSchedule,
     FastestBackend,
     HostContext,
-    Schedule,
+    LengthRange,
     Selection,
-    Turn,
     TypicalLens,
     load_model,
     load_registry,
@@ -88,7 +88,7 @@ class TestThirdParties:
         tune(LLAMA, "double", "other")
         read: list[object] = []
         monkeypatch.setattr(
-            "attnplug.choose.measured.store.read_tables", lambda path: read.append(path) or read_tables(path)
+            "attnplug.auto.table_store.read_tables", lambda path: read.append(path) or read_tables(path)
         )
         engine(**{"speculative_algorithm": "standalone", "speculative_draft_model": LLAMA})
         assert len(read) == 1
@@ -137,7 +137,9 @@ class TestCaptured:
     def test_requests_that_differ_in_length_are_replayed_by_the_backend_that_is_the_fastest_for_them(self, monkeypatch):
         """B2: equal ones by the other, over the same cache, with the same tokens."""
         times = {"alike": (1.0, 3.0), "apart": (2.0, 2.0)}
-        schedule = Schedule({name: {(4, 8, 1): one, (4, 8, 1, True): other} for name, (one, other) in times.items()})
+        schedule = BackendSchedule(
+            {name: {(4, 8, 1): one, (4, 8, 1, True): other} for name, (one, other) in times.items()}
+        )
 
         def build(selection: Selection, context: HostContext) -> AttentionBackend:
             can, roles = selection.chosen(Role.DECODE).spec.capabilities, frozenset({Role.PREFILL, Role.DECODE})
@@ -201,12 +203,17 @@ def entries(*lengths: int) -> list[StepEntry]:
 
 
 class TestByLength:
-    TURNS = (Turn(4, ("a",)), Turn(9, ("b",)), Turn(30, ("a",)), Turn(EVERY_LENGTH, ("c",)))
+    RANGES = (
+        LengthRange(4, ("a",)),
+        LengthRange(9, ("b",)),
+        LengthRange(30, ("a",)),
+        LengthRange(EVERY_LENGTH, ("c",)),
+    )
 
-    RAGGED = (Turn(9, ("a",)), Turn(EVERY_LENGTH, ("d",)))
+    RAGGED = (LengthRange(9, ("a",)), LengthRange(EVERY_LENGTH, ("d",)))
 
     def captured(
-        self, context: int, *, ragged: tuple[Turn, ...] = TURNS
+        self, context: int, *, ragged: tuple[LengthRange, ...] = RANGES
     ) -> tuple[GraphDispatcher[int | None], list[TypicalLens | None]]:
         asked: list[TypicalLens | None] = []
 
@@ -214,7 +221,7 @@ class TestByLength:
             asked.append(typical)
             return None if typical is None else typical.mean
 
-        return GraphDispatcher(lambda kind: ragged if kind else self.TURNS, context, capture), asked
+        return GraphDispatcher(lambda kind: ragged if kind else self.RANGES, context, capture), asked
 
     def test_each_backend_is_captured_once_for_a_length_at_which_it_is_the_fastest(self):
         found, asked = self.captured(100)
@@ -227,10 +234,10 @@ class TestByLength:
         assert [found.fitting(entries(*each)) for each in lengths] == [55, 31, 2, 6]
 
     def test_one_backend_for_equal_and_another_for_ragged_requests_is_a_choice(self):
-        found, asked = self.captured(4, ragged=(Turn(EVERY_LENGTH, ("d",)),))
+        found, asked = self.captured(4, ragged=(LengthRange(EVERY_LENGTH, ("d",)),))
         assert list(found.captured) == [("a",), ("d",)] and asked == [(2, 2), (2, 3)]
 
-    def test_turns_past_the_context_are_not_captured(self):
+    def test_ranges_beyond_the_context_are_not_captured(self):
         assert [len(self.captured(context)[1]) for context in (4, 5, 30, 31)] == [1, 2, 2, 3]
 
     def test_where_one_serves_all_lengths_it_is_told_none(self):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnplug import Capabilities, Claims, ForwardMode, GraphLevel, PlanError, Role
-from attnplug.host import FastestBackend, KVPools, ModelAttention, Schedule, load_registry
+from attnplug.host import BackendSchedule, FastestBackend, KVPools, ModelAttention, load_registry
 from attnplug_vllm.kv_group import GroupAttention, mla_pools
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
 from attnplug_vllm.selection import choose, forget
@@ -228,7 +228,9 @@ class TestByBatch:
         with_parts = Claims(cuda_graph=GraphLevel.UNIFORM, needs_cpu_seq_lens=False, extras=frozenset({"q_rope"}))
         self.first, self.second = MLARecorder(with_parts, name="first"), MLARecorder(name="second")
         names = ("first", "second")
-        schedule = Schedule({name: {at: each[n] for at, each in self.TIMES.items()} for n, name in enumerate(names)})
+        schedule = BackendSchedule(
+            {name: {at: each[n] for at, each in self.TIMES.items()} for n, name in enumerate(names)}
+        )
         children = {"first": self.first, "second": self.second}
         both = FastestBackend(children, {Role.DECODE: schedule})
         self.group = DecodeGroup(Group(both, needs=False, count=2), NAMES, 64)
@@ -298,7 +300,7 @@ def test_queries_are_never_joined_for_backends_that_share_decode() -> None:
         name: {(requests, 200, 1): float(number != fastest) for fastest, requests in enumerate((1, 8, 64))}
         for number, name in enumerate(names)
     }
-    both = FastestBackend(children, {Role.DECODE: Schedule(times)})
+    both = FastestBackend(children, {Role.DECODE: BackendSchedule(times)})
     group = DecodeGroup(Group(both, needs=False, count=len(names)), NAMES, 0)
     for name, requests in zip(names, (1, 8, 64), strict=True):
         attend(step := step_of(group, metadata([(199, 1)] * requests), exact=True))

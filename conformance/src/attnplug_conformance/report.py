@@ -1,17 +1,26 @@
-"""Reports of a run: for the console, as JSON, and as one HTML page that needs nothing else."""
+"""Reports of a run: for the console, as JSON, and as one HTML page that needs no other file."""
 
 from __future__ import annotations
 
 import html
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from statistics import median
 
 import torch
 
-from attnplug.host import Mark, Panel, Series, figure, html_page
 from attnplug_conformance.check import Measured
 from attnplug_conformance.runner import Result, Status, Verdict
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #1d2430 }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+table { border-collapse: collapse } td, th { text-align: left; padding: .2rem .8rem .2rem 0; vertical-align: top }
+tr { border-bottom: 1px solid #e3e7ee } code { font-size: .85em }
+.passed { color: #17693a } .failed { color: #b3261e; font-weight: 600 }
+.refused { color: #6b7483 } .expected { color: #8a5a00 }
+"""
 
 
 def place(verdict: Verdict) -> str:
@@ -96,7 +105,7 @@ def as_json(verdict: Verdict) -> dict[str, object]:
 
 
 def as_html(verdict: Verdict) -> str:
-    """One page: claims by results, failures, errors by length, times by rows, and every check."""
+    """Render one page: claims by results, failures, errors by length, times by rows, and every check."""
     subject, escape = verdict.subject, html.escape
     statuses = list(Status)
     head = "".join(f"<th>{status}</th>" for status in statuses)
@@ -116,27 +125,40 @@ def as_html(verdict: Verdict) -> str:
         for r in verdict.results
     )
     measured = [one for result in verdict.results for one in result.measured]
-    return html_page(
-        subject.name,
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(subject.name)}</title><style>{_STYLE}</style>"
         f"<h1>{escape(summary(verdict))}</h1>"
         f"<p>{escape(str(subject.registered.source))} on {escape(place(verdict))}</p>"
         f"<h2>Claims</h2><table><tr><th>claim</th>{head}</tr>{claims}</table>"
         + (f"<h2>What is wrong</h2>{failures}" if failures else "")
-        + "<h2>Error by length</h2><p>Each call's error, relative to what is allowed (1), by its longest request.</p>"
-        + _plot(measured, lambda one: one.longest, lambda one: one.error / one.tolerance, "rows", "error / allowed")
-        + "<h2>Time by rows</h2><p>Seconds of the call, by its new rows.</p>"
-        + _plot([one for one in measured if one.run_s], lambda one: one.rows, lambda one: one.run_s, "new rows", "s")
-        + f"<h2>Checks</h2><table>{rows}</table>",
+        + f"<h2>Error by length</h2>{_errors(measured)}<h2>Time by rows</h2>{_times(measured)}"
+        + f"<h2>Checks</h2><table>{rows}</table></html>"
     )
 
 
-def _plot(
-    measured: Sequence[Measured],
-    x: Callable[[Measured], float],
-    y: Callable[[Measured], float],
-    x_name: str,
-    y_name: str,
-) -> str:
-    """Points on logarithmic axes, as SVG."""
-    marks = tuple(Mark.at(max(x(one), 1), y(one)) for one in measured)
-    return figure([Panel("", x_name, y_name, (Series("", marks, line=False),))])
+def _errors(measured: Iterable[Measured]) -> str:
+    """Table of the largest error, relative to the allowed one, by the longest request of a call."""
+    found: dict[int, list[float]] = {}
+    for one in measured:
+        found.setdefault(_power(one.longest), []).append(one.error / one.tolerance)
+    rows = "".join(
+        f"<tr><td>up to {n}</td><td>{len(e)}</td><td>{max(e):.3g}</td></tr>" for n, e in sorted(found.items())
+    )
+    return f"<table><tr><th>rows</th><th>calls</th><th>largest error / allowed</th></tr>{rows}</table>"
+
+
+def _times(measured: Iterable[Measured]) -> str:
+    """Table of the median time by the new rows of a call."""
+    found: dict[int, list[float]] = {}
+    for one in measured:
+        if one.run_s:
+            found.setdefault(_power(one.rows), []).append(1e3 * one.run_s)
+    rows = "".join(
+        f"<tr><td>up to {n}</td><td>{len(t)}</td><td>{median(t):.3g}</td></tr>" for n, t in sorted(found.items())
+    )
+    return f"<table><tr><th>new rows</th><th>calls</th><th>median ms</th></tr>{rows}</table>"
+
+
+def _power(count: int) -> int:
+    """Next power of two."""
+    return 1 << max(count - 1, 0).bit_length()

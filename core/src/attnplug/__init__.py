@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from attnplug.declare.errors import BackendError as BackendError
     from attnplug.declare.errors import PlanError as PlanError
     from attnplug.declare.errors import PoolError as PoolError
-    from attnplug.declare.measured import LayerShape as LayerShape
-    from attnplug.declare.measured import MeasuredTable as MeasuredTable
-    from attnplug.declare.measured import Measurement as Measurement
     from attnplug.declare.model import AttentionKind as AttentionKind
     from attnplug.declare.model import Feature as Feature
     from attnplug.declare.model import LayerSpec as LayerSpec
@@ -86,7 +83,6 @@ _MODULES = {
     "declare.capabilities": ("Capabilities",),
     "declare.claims": ("Claims", "PageSizes"),
     "declare.errors": ("BackendError", "PlanError", "PoolError"),
-    "declare.measured": ("LayerShape", "MeasuredTable", "Measurement"),
     "declare.model": ("AttentionKind", "Feature", "LayerSpec", "ModelSpec"),
     "declare.problem": ("CacheLayout", "DType", "ExtendPath", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),

@@ -10,6 +10,18 @@ from typing import TYPE_CHECKING
 from attnplug.faces import face
 
 if TYPE_CHECKING:
+    from attnplug.auto.fastest import FastestBackend as FastestBackend
+    from attnplug.auto.measured_ranking import default_ranking as default_ranking
+    from attnplug.auto.ranking import Ranked as Ranked
+    from attnplug.auto.ranking import Ranking as Ranking
+    from attnplug.auto.schedule import BackendSchedule as BackendSchedule
+    from attnplug.auto.table_files import TableError as TableError
+    from attnplug.auto.table_files import TableFile as TableFile
+    from attnplug.auto.table_files import read_tables as read_tables
+    from attnplug.auto.table_files import write_tables as write_tables
+    from attnplug.auto.table_store import load_tables as load_tables
+    from attnplug.auto.table_store import table_path as table_path
+    from attnplug.auto.table_store import versions_of as versions_of
     from attnplug.choose.assembly import build_chosen as build_chosen
     from attnplug.choose.assembly import build_selection as build_selection
     from attnplug.choose.assembly import choose_importable as choose_importable
@@ -18,19 +30,8 @@ if TYPE_CHECKING:
     from attnplug.choose.explanation import explanation as explanation
     from attnplug.choose.hosts import HostSpec as HostSpec
     from attnplug.choose.hosts import load_host as load_host
-    from attnplug.choose.loading import Registered as Registered
-    from attnplug.choose.measured.files import TableError as TableError
-    from attnplug.choose.measured.files import TableFile as TableFile
-    from attnplug.choose.measured.files import read_tables as read_tables
-    from attnplug.choose.measured.files import write_tables as write_tables
-    from attnplug.choose.measured.ranking import default_ranking as default_ranking
-    from attnplug.choose.measured.store import load_tables as load_tables
-    from attnplug.choose.measured.store import table_path as table_path
-    from attnplug.choose.measured.store import versions_of as versions_of
     from attnplug.choose.models import load_model as load_model
     from attnplug.choose.models import tiny_config as tiny_config
-    from attnplug.choose.ranking import Ranked as Ranked
-    from attnplug.choose.ranking import Ranking as Ranking
     from attnplug.choose.registry import Registry as Registry
     from attnplug.choose.registry import load_registry as load_registry
     from attnplug.choose.select import SelectionError as SelectionError
@@ -71,15 +72,16 @@ if TYPE_CHECKING:
     from attnplug.declare.errors import UsageError as UsageError
     from attnplug.declare.errors import WorkspaceError as WorkspaceError
     from attnplug.declare.errors import describe_error as describe_error
+    from attnplug.declare.lengths import EVERY_LENGTH as EVERY_LENGTH
+    from attnplug.declare.lengths import LengthRange as LengthRange
+    from attnplug.declare.lengths import TypicalLens as TypicalLens
+    from attnplug.declare.lengths import is_ragged as is_ragged
     from attnplug.declare.model import LinearDims as LinearDims
     from attnplug.declare.model import MLADims as MLADims
     from attnplug.declare.options import parse_options as parse_options
     from attnplug.declare.options import split_settings as split_settings
     from attnplug.declare.problem import model_dtype as model_dtype
-    from attnplug.declare.schedule import EVERY_LENGTH as EVERY_LENGTH
-    from attnplug.declare.schedule import Schedule as Schedule
-    from attnplug.declare.schedule import TypicalLens as TypicalLens
-    from attnplug.declare.schedule import is_ragged as is_ragged
+    from attnplug.declare.registered import Registered as Registered
     from attnplug.declare.settings import Render as Render
     from attnplug.hf.config_keys import Config as Config
     from attnplug.hf.config_keys import ModelConfigError as ModelConfigError
@@ -116,35 +118,26 @@ if TYPE_CHECKING:
     from attnplug.mla.chunks import Span as Span
     from attnplug.mla.chunks import plan_prefix_chunks as plan_prefix_chunks
     from attnplug.torch_native.backend import TorchNativeBackend as TorchNativeBackend
-    from attnplug.tune.page import html_page as html_page
-    from attnplug.tune.plot import Mark as Mark
-    from attnplug.tune.plot import Panel as Panel
-    from attnplug.tune.plot import Series as Series
-    from attnplug.tune.plot import figure as figure
-    from attnplug.tune.raw import RawCalls as RawCalls
-    from attnplug.tune.raw import RawScene as RawScene
-    from attnplug.wrappers import FastestBackend as FastestBackend
     from attnplug.wrappers import HybridLinearBackend as HybridLinearBackend
     from attnplug.wrappers import SplitBackend as SplitBackend
-    from attnplug.wrappers import Turn as Turn
     from attnplug.wrappers import captures_extends as captures_extends
+    from attnplug.wrappers import length_ranges as length_ranges
     from attnplug.wrappers import limited_by as limited_by
-    from attnplug.wrappers import merged_turns as merged_turns
+    from attnplug.wrappers import merge_length_ranges as merge_length_ranges
     from attnplug.wrappers import plan_alike as plan_alike
     from attnplug.wrappers import planner_claims as planner_claims
-    from attnplug.wrappers import turns as turns
 
 _MODULES = {
     "choose.assembly": ("build_chosen", "build_selection", "choose_importable"),
     "choose.building": ("backend_problems", "build_backend"),
     "choose.explanation": ("explanation",),
     "choose.hosts": ("HostSpec", "load_host"),
-    "choose.loading": ("Registered",),
-    "choose.measured.files": ("TableError", "TableFile", "read_tables", "write_tables"),
-    "choose.measured.ranking": ("default_ranking",),
-    "choose.measured.store": ("load_tables", "table_path", "versions_of"),
+    "declare.registered": ("Registered",),
+    "auto.table_files": ("TableError", "TableFile", "read_tables", "write_tables"),
+    "auto.measured_ranking": ("default_ranking",),
+    "auto.table_store": ("load_tables", "table_path", "versions_of"),
     "choose.models": ("load_model", "tiny_config"),
-    "choose.ranking": ("Ranked", "Ranking"),
+    "auto.ranking": ("Ranked", "Ranking"),
     "choose.registry": ("Registry", "load_registry"),
     "choose.select": ("SelectionError", "explain", "select"),
     "choose.selection": ("BackendRequest", "Selection"),
@@ -181,7 +174,9 @@ _MODULES = {
     "declare.model": ("LinearDims", "MLADims"),
     "declare.options": ("parse_options", "split_settings"),
     "declare.problem": ("model_dtype",),
-    "declare.schedule": ("EVERY_LENGTH", "Schedule", "TypicalLens", "is_ragged"),
+    "auto.fastest": ("FastestBackend",),
+    "auto.schedule": ("BackendSchedule",),
+    "declare.lengths": ("EVERY_LENGTH", "LengthRange", "TypicalLens", "is_ragged"),
     "declare.settings": ("Render",),
     "hf.config_keys": ("Config", "ModelConfigError", "show"),
     "hf.json_files": ("MOST_BYTES", "read_json_object", "read_text", "regular_size"),
@@ -204,20 +199,15 @@ _MODULES = {
     "mla": ("ExtendPolicy", "MLAWeights", "RowPlaces", "merge_partial"),
     "mla.chunks": ("Chunk", "Span", "plan_prefix_chunks"),
     "torch_native.backend": ("TorchNativeBackend",),
-    "tune.page": ("html_page",),
-    "tune.plot": ("Mark", "Panel", "Series", "figure"),
-    "tune.raw": ("RawCalls", "RawScene"),
     "wrappers": (
-        "FastestBackend",
         "HybridLinearBackend",
         "SplitBackend",
-        "Turn",
         "captures_extends",
-        "limited_by",
-        "merged_turns",
+        "merge_length_ranges",
         "plan_alike",
         "planner_claims",
-        "turns",
+        "length_ranges",
+        "limited_by",
     ),
 }
 

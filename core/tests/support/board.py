@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attnplug import (
-    AttentionKind,
-    DType,
-    LayerShape,
-    MeasuredTable,
-    Measurement,
-    Problem,
-    Role,
-)
-from attnplug.choose.measured import store
-from attnplug.choose.measured.ranking import default_ranking
+from attnplug import AttentionKind, DType, Problem, Role
+from attnplug.auto import table_store as store
+from attnplug.auto.measured_ranking import default_ranking
 from attnplug.declare.installed import installed_version
+from attnplug.declare.registered import Provided, Source
 from attnplug.host import (
     BackendRequest,
     Processor,
@@ -30,10 +24,11 @@ from attnplug.host import (
     table_path,
     write_tables,
 )
+from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 from support.selection import LLAMA, backend, registry
 
 BOARD = Processor("Acme Board 3", 90, "580.1")
-SHAPE = LayerShape(AttentionKind.MHA, 8, 2, 64, 64, DType.BFLOAT16, DType.BFLOAT16, 64)
+SHAPE = MeasuredShape(AttentionKind.MHA, 8, 2, 64, 64, DType.BFLOAT16, DType.BFLOAT16, 64)
 PROBLEM = Problem(LLAMA, "cuda", 90, DType.BFLOAT16)
 INSTALLED = registry(backend("early"), backend("late"), backend("other", preference=100))
 TORCH = str(installed_version("torch"))
@@ -76,6 +71,13 @@ def chosen(
         write_tables(table_path(BOARD), tables)
     ranking = default_ranking(installed, problem, per_batch=per_batch)
     return select(installed, BackendRequest(), problem, ranking=ranking)
+
+
+def shipping(folder: Path, *tables: MeasuredTable, installed: Registry = INSTALLED) -> Registry:
+    """A registry with one more plugin, which ships these tables in a folder."""
+    write_tables(folder / table_path(BOARD).name, tables)
+    provided = Provided(folder, Source("t", "t", "tables-dist", "3"))
+    return replace(installed, table_folders=(*installed.table_folders, provided))
 
 
 def decode(selection: Selection) -> list[str]:

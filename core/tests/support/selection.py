@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnplug import CONTRACT_VERSION, AttentionKind, BackendSpec, Capabilities, DType, LayerSpec, ModelSpec, Role
-from attnplug.choose.loading import Source
+from attnplug.declare.registered import Source
 from attnplug.host import LinearDims, MLADims, Registered, Registry
 
 MHA = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)

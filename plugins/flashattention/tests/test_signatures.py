@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, BackendError, DType, LayerSpec, MHAPool, RaggedCall
-from attnplug.host import KVPools, RawScene
+from attnplug.host import KVPools
+from attnplug.tables import RawScene
 from attnplug_flashattention import kernels
 from attnplug_flashattention.kernels import FA2Kernels, FA4Kernels, Softmax, TorchKernels, choose_kernels, key_tiles
 from attnplug_flashattention.planner import PagedCall

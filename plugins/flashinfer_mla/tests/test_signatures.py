@@ -24,7 +24,8 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from attnplug import AttentionKind, BackendError, DType, LayerSpec, MLAPool, MLAShape, RaggedCall
-from attnplug.host import KVPools, MLADims, RawScene
+from attnplug.host import KVPools, MLADims
+from attnplug.tables import RawScene
 from attnplug_flashinfer_mla import kernels
 from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, GraphBuffers, Library
 from attnplug_flashinfer_mla.lengths import Lengths

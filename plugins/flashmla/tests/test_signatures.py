@@ -18,7 +18,8 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, LayerSpec, MLAPool, PlanError
-from attnplug.host import KVPools, MLADims, RawScene
+from attnplug.host import KVPools, MLADims
+from attnplug.tables import RawScene
 from attnplug_flashmla import kernels, sparse_kernels
 from attnplug_flashmla.kernels import Call, FlashMLAKernels, Library, Schedule
 from attnplug_flashmla.raw import calls

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attnplug_tune.clock import CudaClock
+from attnplug_tune.points import Point
+from attnplug_tune.shapes import Task
+from attnplug_tune.stage import Build, Setup, Stage
 from torch import Tensor
 
-from attnplug import AttentionBackend, AttentionKind, DType, LayerShape, LayerSpec, Role
+from attnplug import AttentionBackend, AttentionKind, DType, LayerSpec, Role
 from attnplug.host import HostContext, TorchNativeBackend, load_registry
-from attnplug.tune.clock import CudaClock
-from attnplug.tune.points import Point
-from attnplug.tune.shapes import Task
-from attnplug.tune.stage import Build, Setup, Stage
+from attnplug.tables import MeasuredShape
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_testing.devices import DEVICES
 from interpreted_mha import build
@@ -49,9 +50,9 @@ def test_a_captured_chain_gives_what_torch_native_gives(
     tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU the captured batch runs as it is. Its table is for the longest context, its lengths on the device."""
-    monkeypatch.setattr("attnplug.tune.stage.CALLS", 2)
+    monkeypatch.setattr("attnplug_tune.stage.CALLS", 2)
     dtype = DType.FLOAT32 if device == "cpu" else DType.BFLOAT16
-    task = Task(LAYER, LayerShape.of(LAYER, dtype, dtype, 64), Point(Role.DECODE, 3, 130, tokens, ragged=True))
+    task = Task(LAYER, MeasuredShape.of(LAYER, dtype, dtype, 64), Point(Role.DECODE, 3, 130, tokens, ragged=True))
     with torch.inference_mode():
         wanted, _ = last_result(task, device, lambda context: built("torch_native", context))
         if device == "cpu":

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from attnplug import DType, LayerShape, LayerSpec, MeasuredTable, Measurement, Role
+from attnplug import DType, LayerSpec, Role
 from attnplug.host import Registry, load_registry, table_path, this_processor, versions_of, write_tables
+from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 
 
 def measured_twins(monkeypatch: pytest.MonkeyPatch, folder: Path, layer: LayerSpec, dtype: DType) -> Registry:
@@ -28,7 +29,7 @@ def measured_twins(monkeypatch: pytest.MonkeyPatch, folder: Path, layer: LayerSp
             here.sm,
             name,
             role,
-            LayerShape.of(layer, dtype, dtype, 64),
+            MeasuredShape.of(layer, dtype, dtype, 64),
             tuple(
                 Measurement(1, length, 1, False, *[time] * 3) for length, time in zip((8, 64), times[name], strict=True)
             ),

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import AttentionBackend, DType, LayerShape, MeasuredTable, Measurement, Role
-from attnplug.declare.schedule import Point
+from attnplug import AttentionBackend, DType, Role
+from attnplug.auto.schedule import BatchPoint
 from attnplug.host import (
+    BackendSchedule,
     HostContext,
-    Schedule,
     Selection,
     build_selection,
     load_model,
@@ -21,6 +21,7 @@ from attnplug.host import (
     versions_of,
     write_tables,
 )
+from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 
 LONGEST = 48
 """Length from which on the last backend stays the fastest."""
@@ -72,11 +73,11 @@ def attnplug_backends():
 """
 
 
-def taking_turns(*names: str, longest: int = LONGEST) -> Schedule:
+def taking_turns(*names: str, longest: int = LONGEST) -> BackendSchedule:
     """Return a schedule whose fastest backend changes with every length."""
-    return Schedule(
+    return BackendSchedule(
         {
-            name: {Point(1, length, 1): 1.0 + (length % len(names) != number) for length in range(1, longest)}
+            name: {BatchPoint(1, length, 1): 1.0 + (length % len(names) != number) for length in range(1, longest)}
             for number, name in enumerate(names)
         }
     )
@@ -107,7 +108,7 @@ def tune(model: str, *names: str) -> None:
     """Write measured tables by which these backends alternate in decoding the model."""
     processor, registry = this_processor("cpu"), load_registry()
     assert processor is not None
-    (shape,) = {LayerShape.of(layer, DType.FLOAT32, DType.FLOAT32, 64) for layer in load_model(model).layers}
+    (shape,) = {MeasuredShape.of(layer, DType.FLOAT32, DType.FLOAT32, 64) for layer in load_model(model).layers}
     tables = [
         MeasuredTable(
             processor.name,

@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
+from attnplug.auto.fastest import FastestBackend
+from attnplug.auto.ranking import BY_PREFERENCE, Ranking
+from attnplug.auto.schedule import BackendSchedule
 from attnplug.choose.building import build_backend, import_factory
-from attnplug.choose.loading import Registered
-from attnplug.choose.ranking import BY_PREFERENCE, Ranking
 from attnplug.choose.registry import Registry
 from attnplug.choose.select import select
 from attnplug.choose.selection import AUTO, BackendRequest, Selection
@@ -18,8 +19,8 @@ from attnplug.declare.claims import Claims
 from attnplug.declare.errors import AttnplugError, BackendError, PluginWarning
 from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.schedule import Schedule
-from attnplug.wrappers import FastestBackend, HybridLinearBackend, SplitBackend
+from attnplug.declare.registered import Registered
+from attnplug.wrappers import HybridLinearBackend, SplitBackend
 
 Built = TypeVar("Built")
 
@@ -128,7 +129,7 @@ def _dispatch_by_batch(
     selection: Selection, built: Mapping[str, AttentionBackend], roles: list[Role], extenders: list[str]
 ) -> FastestBackend:
     """Combine backends that share a role by batch, without those that lack an ability of the chosen one."""
-    serving: dict[Role, Schedule | str] = {}
+    serving: dict[Role, BackendSchedule | str] = {}
     left_out: dict[str, str] = {}
     for role in roles:
         chosen, schedule = selection.chosen(role).spec.name, selection.schedule(role)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from attnplug.choose.loading import Registered
 from attnplug.contract.backend import (
     AttentionBackend,
     GraphPlanning,
@@ -27,6 +26,7 @@ from attnplug.declare.claims import Claims
 from attnplug.declare.errors import AttnplugError, BackendError, HookError, PluginError, describe_error
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import ExtendPath, GraphLevel, Problem, Role
+from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Setting
 
 EXTRA_OF = {Feature.SINKS: "sinks", Feature.SPARSE: "selected", Feature.COMPRESSED: "entries"}

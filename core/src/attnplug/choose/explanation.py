@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from attnplug.auto.schedule import BackendSchedule
 from attnplug.choose.selection import AUTO, Candidate, RoleChoice, Selection
 from attnplug.declare.problem import GraphLevel, Problem, Role
-from attnplug.declare.schedule import Schedule
 from attnplug.declare.settings import Render
 from attnplug.declare.spec import BackendSpec
 
@@ -138,9 +138,9 @@ def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterato
         yield f"  for another role or kind of attention: {names}"
 
 
-def _by_batch(schedule: Schedule, role: Role, problem: Problem, requests: int, tokens: int) -> str:
-    """Who is the fastest for batches of a size, and who serves its graph if there is one for all lengths."""
-    by_length = schedule.told(requests, tokens)
+def _by_batch(schedule: BackendSchedule, role: Role, problem: Problem, requests: int, tokens: int) -> str:
+    """Fastest backends for batches of one size, and the backend of its graph if one graph serves all lengths."""
+    by_length = schedule.describe(requests, tokens)
     if problem.graphs_by_length or not problem.wants_graphs or role is not Role.DECODE or problem.model is None:
         return by_length
     captured = schedule.overall(requests, tokens, problem.model.context_length)

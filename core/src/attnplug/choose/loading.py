@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import importlib_metadata as metadata
 import pluggy
@@ -28,8 +29,7 @@ from importlib_metadata import EntryPoint
 
 from attnplug.choose import plugin_hooks
 from attnplug.declare.errors import PluginError, describe_error
-from attnplug.declare.installed import HasMetadata, metadata_lines
-from attnplug.declare.measured import MeasuredTable
+from attnplug.declare.registered import Source, distribution_identity
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.declare.workspace_kind import WorkspaceKind
@@ -41,54 +41,9 @@ MAX_ITEMS = 1000
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a plugin comes from."""
-
-    entry_point: str
-    target: str
-    distribution: str
-    version: str
-
-    @classmethod
-    def of(cls, point: EntryPoint) -> Source:
-        return cls(point.name, point.value, *_identity(point.dist))
-
-    @property
-    def embedded(self) -> bool:
-        """Whether it is core's own. The module decides: anyone can choose names, and even metadata."""
-        return self.target.startswith("attnplug.")
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version}"
-
-
 def canonical_name(distribution: str) -> str:
     """Normalize a distribution's name as pip does for comparison."""
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
-
-
-def _identity(distribution: HasMetadata | None) -> tuple[str, str]:
-    """Name and version; what damaged or missing metadata cannot tell is said so."""
-    found = {} if distribution is None else metadata_lines(distribution)
-    place = getattr(distribution, "_path", "made by hand")
-    return found.get("name") or f"unknown distribution ({place})", found.get("version") or "?"
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """A backend that can be asked for, and the plugin that brought it."""
-
-    spec: BackendSpec
-    source: Source
-
-
-@dataclass(frozen=True, slots=True)
-class Provided(Generic[Item]):
-    """Something that is not a backend, and the plugin that brought it."""
-
-    value: Item
-    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +53,7 @@ class Loaded:
     source: Source
     backends: Sequence[BackendSpec] = ()
     workspace_kinds: Sequence[WorkspaceKind] = ()
-    rankings: Sequence[MeasuredTable] = ()
+    rankings: Sequence[Path] = ()
     tiny_models: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
@@ -127,7 +82,7 @@ def find_entry_points(group: str) -> tuple[list[EntryPoint], list[Broken]]:
     points: dict[tuple[str, str], EntryPoint] = {}
     broken: list[Broken] = []
     for distribution in metadata.distributions():
-        name, version = _identity(distribution)
+        name, version = distribution_identity(distribution)
         try:
             for point in distribution.entry_points.select(group=group):
                 points.setdefault((name, point.name), point)  # the first one on sys.path is imported
@@ -268,6 +223,20 @@ def _items(item: type[Item], result: Any) -> list[Item]:
     return items
 
 
+def _folders(result: Any) -> list[Path]:
+    """Validate the result of ``attnplug_rankings``."""
+    wanted = "return a list of folders: [Path(__file__).parent / 'tables']"
+    if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
+        raise PluginError(f"it returned {_brief(result)}; {wanted}")
+    folders = list(islice(result, MAX_ITEMS))
+    for position, folder in enumerate(folders):
+        if type(folder) is not type(Path()):  # a subclass's own code would run unguarded
+            raise PluginError(f"it returned {_brief(folder)} at position {position}, not a Path; {wanted}")
+        if not folder.is_dir():
+            raise PluginError(f"it returned {folder}, which is not a folder; {wanted}")
+    return folders
+
+
 def _models(result: Any) -> dict[str, Mapping[str, object]]:
     """Validate the result of ``attnplug_tiny_models``. Returns plain copies."""
     if not isinstance(result, Mapping):
@@ -291,7 +260,7 @@ _MANAGER = pluggy.PluginManager(plugin_hooks.PROJECT)
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "attnplug_backends": partial(_items, BackendSpec),
     "attnplug_workspace_kinds": partial(_items, WorkspaceKind),
-    "attnplug_rankings": partial(_items, MeasuredTable),
+    "attnplug_rankings": _folders,
     "attnplug_tiny_models": _models,
 }
 """Functions that validate what a hook returned, by hook."""

@@ -13,10 +13,10 @@ affected (D2). Example::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import pluggy
 
-from attnplug.declare.measured import MeasuredTable
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.workspace_kind import WorkspaceKind
 
@@ -45,10 +45,12 @@ def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty
 
 
 @hookspec
-def attnplug_rankings() -> Iterable[MeasuredTable]:  # type: ignore[empty-body] # a hookspec has none
-    """Return measured tables for ranking backends, this plugin's or others.
+def attnplug_rankings() -> Iterable[Path]:  # type: ignore[empty-body] # a hookspec has none
+    """Return folders with measured tables, by which ``auto`` ranks this plugin's backends or others.
 
-    Two tables for the same backend, role, layer shape and GPU are an error that names both plugins.
+    A folder is read when ``auto`` chooses, not when the plugin is loaded. It holds the files that ``attnplug tune
+    --tables`` writes, named after the device: ``nvidia-h200.json``. If two plugins ship a table for the same backend,
+    role, layer shape and device, neither is used and a warning names both files.
     """
 
 

@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -14,17 +15,14 @@ from importlib_metadata import EntryPoint
 from attnplug.choose.loading import (
     Broken,
     Loaded,
-    Provided,
-    Registered,
-    Source,
     canonical_name,
     find_plugins,
     load_plugin,
 )
 from attnplug.declare.errors import PluginError, UsageError
 from attnplug.declare.factory import factory_refusal
-from attnplug.declare.measured import MeasuredTable
 from attnplug.declare.refusal import Refusal, RefusalCode
+from attnplug.declare.registered import Provided, Registered, Source
 from attnplug.declare.version import CONTRACT_VERSION, contract_problem
 from attnplug.declare.workspace_kind import WorkspaceKind
 
@@ -56,8 +54,8 @@ class Registry:
     strict: bool = False
     """``ATTNPLUG_STRICT`` is set, so any fault of a plugin is an error."""
     workspace_kinds: Mapping[str, Provided[WorkspaceKind]] = field(default_factory=dict)
-    rankings: Mapping[str, Provided[MeasuredTable]] = field(default_factory=dict)
-    """Measured tables by title."""
+    table_folders: tuple[Provided[Path], ...] = ()
+    """Folders of measured tables."""
     tiny_models: Mapping[str, Provided[Mapping[str, object]]] = field(default_factory=dict)
 
     def get(self, name: str) -> Registered:
@@ -121,7 +119,6 @@ def load_registry(
             broken.append(outcome)
         if seconds > SLOW_SECONDS and not source.embedded:
             slow[source] = seconds
-    tables = [(table.title, Provided(table, plugin.source)) for plugin in loaded for table in plugin.rankings]
     models = [
         (name, Provided(config, plugin.source)) for plugin in loaded for name, config in plugin.tiny_models.items()
     ]
@@ -129,7 +126,7 @@ def load_registry(
     registry = Registry(
         backends=_unique("the name {!r}", "{}", _backends(loaded, broken), broken, CONTRACT_VERSION),
         workspace_kinds=_unique(kind_title, "workspace kind {}", _kinds(loaded), broken),
-        rankings=_unique("the measured table of {}", "measured table of {}", tables, broken),
+        table_folders=tuple(Provided(folder, plugin.source) for plugin in loaded for folder in plugin.rankings),
         tiny_models=_unique("the name 'tiny:{}'", "tiny:{}", models, broken),
         broken=tuple(broken),
         blocked=tuple(blocked),

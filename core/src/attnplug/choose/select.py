@@ -12,21 +12,20 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
+from attnplug.auto.ranking import BY_PREFERENCE, Ranking, by_preference
 from attnplug.choose.explanation import refusal_lines
-from attnplug.choose.loading import Registered
-from attnplug.choose.ranking import BY_PREFERENCE, Ranking, by_preference
 from attnplug.choose.registry import Registry
 from attnplug.choose.selection import AUTO, BackendRequest, Candidate, RoleChoice, Selection
 from attnplug.declare.claims import PageSizes
 from attnplug.declare.errors import AttnplugError, UsageError
 from attnplug.declare.options import parse_options
-from attnplug.declare.problem import GraphLevel, Problem, Role
+from attnplug.declare.problem import DEFAULT_PAGE_SIZE, GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal
+from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Render, Setting
 
 _CAPTURED = (Role.DECODE, Role.LINEAR, Role.DRAFT)
 """Roles that take part in a captured decode step."""
-DEFAULT_PAGE_SIZE = 64
 
 
 class SelectionError(AttnplugError):

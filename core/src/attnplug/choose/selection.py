@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnplug.choose.loading import Registered
+from attnplug.auto.schedule import BackendSchedule
 from attnplug.declare.errors import UsageError
 from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.schedule import Schedule
+from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Render, Setting
 
 AUTO = "auto"
@@ -74,7 +74,7 @@ class RoleChoice:
     chosen: Registered | None
     candidates: tuple[Candidate, ...]
     rank: str = ""
-    schedule: Schedule | None = None
+    schedule: BackendSchedule | None = None
 
     @property
     def serving(self) -> tuple[Registered, ...]:
@@ -128,7 +128,7 @@ class Selection:
         """Return the backends that share a role, the chosen one first. There are several only if it has a schedule."""
         return self.choices[role].serving
 
-    def schedule(self, role: Role) -> Schedule | None:
+    def schedule(self, role: Role) -> BackendSchedule | None:
         """Return the per-batch schedule of a role, or None if it has only one backend."""
         return self.choices[role].schedule
 

@@ -179,85 +179,22 @@ def _declare_completion(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
 
 
-def _declare_tune(commands: Commands[argparse.ArgumentParser]) -> None:
-    def call(parsed: argparse.Namespace) -> int:
-        from attnplug.cli.tune import tune_backends
-
-        return tune_backends(parsed)
-
-    text = "Measure every usable backend for a model here, and keep the times: auto then takes the fastest."
-    parser = add_command(commands, "tune", text, call)
-    _add_measuring_options(parser)
-    text = "seconds to measure in, beside what compiling kernels takes; the most telling points come first"
-    parser.add_argument("--budget", type=float, default=180.0, metavar="SECONDS", help=text)
-    text = "the file to add to (default: this device's in the user's cache folder)"
-    parser.add_argument("--tables", metavar="FILE", help=text)
-    parser.add_argument("--again", action="store_true", help="measure points again that the file has already")
-    parser.add_argument("--report", metavar="FILE", help="write tables and plots as an HTML page")
-
-
-def _declare_bench(commands: Commands[argparse.ArgumentParser]) -> None:
-    def call(parsed: argparse.Namespace) -> int:
-        from attnplug.cli.bench import bench
-
-        return bench(parsed)
-
-    text = "Measure backends against each other, their libraries and the bandwidth limit, or compare two results."
-    parser = add_command(commands, "bench", text, call)
-    _add_measuring_options(parser)
-    parser.add_argument("--against", metavar="raw", help="measure the backends' libraries too, called directly")
-    parser.add_argument("--out", metavar="FILE", help="write the results as JSON, to be compared")
-    parser.add_argument("--plot", metavar="FILE", help="draw the results as SVG")
-    text = "compare two results: exits with 1 if something became slower beyond noise"
-    parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help=text)
-
-
-def _add_measuring_options(parser: argparse.ArgumentParser) -> None:
-    """The options of commands that measure: what, where, and which backends."""
-    text = "a config.json, a folder that holds one, or tiny:NAME; no weights are needed"
-    parser.add_argument("--model", metavar="CONFIG", help=text)
-    text = "in place of a model, layers such as mla:16,gqa:32/8x128 (heads, KV heads, width)"
-    parser.add_argument("--shapes", metavar="LAYERS", help=text)
-    text = "measure layers as another engine calls them: vllm, sglang or transformers (default: ours)"
-    parser.add_argument("--host", metavar="NAME", help=text)
-    text = (
-        "in place of a grid: 64x4096 decodes, 64x~4096 with lengths around that, 64x4096v4 verifies 4 tokens, 1x8k+512 "
-        "prefills 512 after 8192 rows"
-    )
-    parser.add_argument("--points", metavar="POINTS", help=text)
-    text = "backends to measure, auto included where it is to be compared (default: all that are usable)"
-    parser.add_argument("--backends", metavar="A,B", help=text)
-    _add_device(parser)
-    parser.add_argument("--dtype", metavar="DTYPE", help="element type of activations (default: the model's)")
-    _add_cache_options(parser)
-    parser.add_argument("--max-batch", type=_count, metavar="N", help="most requests (default: 256, on a CPU 16)")
-    text = "most cache rows of a request (default: 65536, on a CPU 1024, or the model's)"
-    parser.add_argument("--max-context", type=_count, metavar="TOKENS", help=text)
-    text = "tokens that a verify checks at once; none is measured without"
-    parser.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help=text)
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every command that selects a backend."""
     parser.add_argument("--attention-backend", default="auto", metavar="NAME|auto", help="backend for full attention")
-    _add_device(parser)
-    _add_cache_options(parser)
+    add_device_option(parser)
+    add_cache_options(parser)
 
 
-def _add_device(parser: argparse.ArgumentParser) -> None:
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``."""
     parser.add_argument(
         "--device", metavar="cpu|cuda", help="device to run on (default: cuda if there is a GPU, otherwise cpu)"
     )
 
 
-def _add_cache_options(parser: argparse.ArgumentParser) -> None:
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the KV cache and of single backends."""
     parser.add_argument("--kv-dtype", metavar="DTYPE", help="element type of the KV cache (default: as --dtype)")
     parser.add_argument(
         "--page-size",
@@ -278,8 +215,6 @@ _OWN: dict[str, Callable[[Commands[argparse.ArgumentParser]], None]] = {
     "backends": _declare_backends,
     "plugins": _declare_plugins,
     "explain": _declare_explain,
-    "tune": _declare_tune,
-    "bench": _declare_bench,
     "doctor": _declare_doctor,
     "completion": _declare_completion,
 }

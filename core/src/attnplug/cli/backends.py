@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attnplug.choose.loading import Source
 from attnplug.choose.registry import ALLOW_VARIABLE, Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.options import option, refusal_as_json
@@ -15,6 +14,7 @@ from attnplug.cli.warn import warn_of_slow_and_unmatched
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.problem import GraphLevel, Problem
 from attnplug.declare.refusal import Refusal
+from attnplug.declare.registered import Source
 from attnplug.machine.hardware import visible_gpus
 
 

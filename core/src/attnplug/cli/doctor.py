@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import importlib_metadata as metadata
 
+from attnplug.auto.table_store import CACHE_VARIABLE, TABLES_VARIABLE, cache_folder, file_states
 from attnplug.choose.loading import GROUP, canonical_name, find_entry_points
-from attnplug.choose.measured.store import CACHE_VARIABLE, TABLES_VARIABLE, cache_folder, file_states
 from attnplug.choose.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import listing

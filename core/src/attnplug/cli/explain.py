@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from attnplug.auto.measured_ranking import default_ranking
 from attnplug.choose.explanation import explanation, unrelated_candidates
 from attnplug.choose.hosts import load_host
-from attnplug.choose.measured.ranking import default_ranking
 from attnplug.choose.models import load_model
 from attnplug.choose.registry import Registry, load_registry
 from attnplug.choose.select import explain

@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from attnplug.choose.hosts import GROUP
-from attnplug.choose.loading import Source, find_entry_points
+from attnplug.choose.loading import find_entry_points
 from attnplug.choose.registry import Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import Row, listing
 from attnplug.cli.foreign import claims, conflict
 from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_slow_and_unmatched
+from attnplug.declare.registered import Source
 from attnplug.hf.tiny import TINY
 
 
@@ -72,7 +73,11 @@ def _hosts() -> Iterator[Item]:
 def _other(registry: Registry) -> Iterator[Item]:
     """Yield items other than backends. Core's own are the same everywhere and are left out."""
     kinds = [("workspace kind", name, kind.source) for name, kind in registry.workspace_kinds.items()]
-    tables = [("measured table", name, table.source) for name, table in registry.rankings.items()]
+    tables = [
+        ("measured tables", path.stem, folder.source)
+        for folder in registry.table_folders
+        for path in sorted(folder.value.glob("*.json"))
+    ]
     models = [("model", TINY + name, model.source) for name, model in registry.tiny_models.items()]
     for kind, name, source in (*kinds, *tables, *models):
         if not source.embedded:

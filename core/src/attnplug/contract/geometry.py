@@ -20,7 +20,7 @@ from attnplug.contract.mode import ForwardMode
 from attnplug.contract.ragged import RaggedCall
 from attnplug.contract.splitting import divide, pad, padded, split_by
 from attnplug.declare.errors import PlanError
-from attnplug.declare.schedule import TypicalLens
+from attnplug.declare.lengths import TypicalLens
 from attnplug.machine.transfer import to_device
 
 _INDIVISIBLE = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)

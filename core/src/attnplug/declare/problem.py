@@ -11,6 +11,7 @@ from attnplug.declare.model import ModelSpec
 from attnplug.declare.settings import Setting
 
 LARGEST_PAGE = 1 << 16
+DEFAULT_PAGE_SIZE = 64
 SM_RANGE = range(10, 1000)
 LARGEST_TREE = 64
 """Rows of a request's tree of drafts: what one row sees of the others is 64 bits."""

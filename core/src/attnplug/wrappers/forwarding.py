@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -23,18 +23,11 @@ from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan, received_plan
 from attnplug.declare.claims import Claims, weakest
 from attnplug.declare.errors import BackendError
+from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import GraphLevel
-from attnplug.declare.schedule import EVERY_LENGTH
 
 _BATCH, _LAYER = ("batch", "forward_batch"), "layer"
-
-
-class Turn(NamedTuple):
-    """Names of the backends that plan a batch whose KV lengths do not exceed ``upto``."""
-
-    upto: int
-    backends: tuple[str, ...]
 
 
 class ForwardingBackend(ABC):
@@ -158,9 +151,13 @@ class ForwardingBackend(ABC):
         }
         return self.plan_of(batch, made, "init_forward_metadata")
 
-    def turns(self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False) -> tuple[Turn, ...]:
-        """See :func:`turns`. A wrapper that routes a mode to some of its children omits the others here."""
-        return merged_turns(*(turns(child, mode, requests, tokens, ragged) for child in self.children.values()))
+    def length_ranges(
+        self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
+    ) -> tuple[LengthRange, ...]:
+        """See :func:`length_ranges`. Children that a wrapper does not use for ``mode`` are left out."""
+        return merge_length_ranges(
+            *(length_ranges(child, mode, requests, tokens, ragged) for child in self.children.values())
+        )
 
     def limited_by(self, claim: str) -> tuple[str, ...]:
         """Return the names of the backends that weakened a claim: children, or their children."""
@@ -215,24 +212,24 @@ def planner_claims(backend: AttentionBackend, plan: Plan) -> Claims:
     return weakest(claims).claims if len(claims) > 1 else next(iter(claims.values()))
 
 
-def turns(
+def length_ranges(
     backend: AttentionBackend, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
-) -> tuple[Turn, ...]:
-    """Return the backends that plan batches of ``requests`` requests with ``tokens`` new tokens each, by KV length.
+) -> tuple[LengthRange, ...]:
+    """Backends that plan a batch of ``requests`` with ``tokens`` new tokens each, by KV length.
 
-    Lengths are those of all requests or, with ``ragged``, their mean. The last range is unbounded. There is only one
-    unless backends serve a role per batch.
+    The length is that of every request, or their mean if ``ragged``. Ranges are in ascending order and the last one
+    ends at ``EVERY_LENGTH``. There is only one unless backends share a role by batch.
     """
     if isinstance(backend, ForwardingBackend):
-        return backend.turns(mode, requests, tokens, ragged)
-    return (Turn(EVERY_LENGTH, (backend.backend_id.name,)),)
+        return backend.length_ranges(mode, requests, tokens, ragged)
+    return (LengthRange(EVERY_LENGTH, (backend.backend_id.name,)),)
 
 
-def merged_turns(*ranges: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Merge the length ranges of backends that plan every batch together."""
-    ends = sorted({turn.upto for each in ranges for turn in each})
-    planners = [[each[bisect_left(each, (end,))].backends for each in ranges] for end in ends]
-    return tuple(Turn(end, sum(names, ())) for end, names in zip(ends, planners, strict=True))
+def merge_length_ranges(*several: tuple[LengthRange, ...]) -> tuple[LengthRange, ...]:
+    """Merge the ranges of backends that plan the same batches into one list of ranges."""
+    ends = sorted({one.max_length for each in several for one in each})
+    taking = [[each[bisect_left(each, (end,))].backends for each in several] for end in ends]
+    return tuple(LengthRange(end, sum(names, ())) for end, names in zip(ends, taking, strict=True))
 
 
 def _forwarder(name: str, signature: inspect.Signature) -> Callable[..., Any]:

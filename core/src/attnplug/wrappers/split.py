@@ -10,9 +10,10 @@ from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import Plan
 from attnplug.declare.claims import Claims, CombinedClaims, weakest
+from attnplug.declare.lengths import LengthRange
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import GraphLevel, Role
-from attnplug.wrappers.forwarding import ForwardingBackend, Turn, turns
+from attnplug.wrappers.forwarding import ForwardingBackend, length_ranges
 
 _DECODE_MODES = (ForwardMode.DECODE, ForwardMode.IDLE)
 
@@ -78,8 +79,10 @@ class SplitBackend(ForwardingBackend):
         )
         return plan
 
-    def turns(self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False) -> tuple[Turn, ...]:
-        return turns(self.children[self._child_of[mode][0]], mode, requests, tokens, ragged)
+    def length_ranges(
+        self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
+    ) -> tuple[LengthRange, ...]:
+        return length_ranges(self.children[self._child_of[mode][0]], mode, requests, tokens, ragged)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for label in self._captured():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, to_device
-from attnplug.host import ModelAttention, TypicalLens, turns
+from attnplug.host import ModelAttention, TypicalLens, length_ranges
 from attnplug_engine.execution.sampler import Sampler, sample
 from attnplug_engine.execution.step_output import StepOutput
 from attnplug_engine.graphs.capture import Capture
@@ -92,7 +92,7 @@ class DecodeGraphs:
     def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
         """Capture the step of ``size`` requests, once for each backend that plans it at some KV length."""
         self._steps[size] = GraphDispatcher(
-            lambda ragged: turns(self._attention.backend, ForwardMode.DECODE, size, 1, ragged),
+            lambda ragged: length_ranges(self._attention.backend, ForwardMode.DECODE, size, 1, ragged),
             self._context,
             lambda typical: self._capture(size, capture, typical),
         )

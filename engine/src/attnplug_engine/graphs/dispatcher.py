@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Generic, TypeVar
 
-from attnplug.host import Turn, TypicalLens, is_ragged
+from attnplug.host import LengthRange, TypicalLens, is_ragged
 from attnplug_engine.scheduling.step import StepEntry
 
 Captured = TypeVar("Captured")
@@ -21,18 +21,18 @@ same."""
 class GraphDispatcher(Generic[Captured]):
     """Captured graphs of one batch size, chosen by the mean KV length of a batch and by how much its lengths vary.
 
-    ``turns(ragged)`` returns the length ranges and the backends that plan them. ``capture(typical)`` is called once for
-    the backends of each range that begins within ``context``. If all ranges have the same backends, there is one graph
-    and ``typical`` is None.
+    ``length_ranges(ragged)`` returns the length ranges and the backends that plan them. ``capture(typical)`` is called
+    once for the backends of each range that begins within ``context``. If all ranges have the same backends, there is
+    one graph and ``typical`` is None.
     """
 
     def __init__(
         self,
-        turns: Callable[[bool], Sequence[Turn]],
+        length_ranges: Callable[[bool], Sequence[LengthRange]],
         context: int,
         capture: Callable[[TypicalLens | None], Captured],
     ) -> None:
-        found = {ragged: [*_within(turns(ragged), context)] for ragged in (False, True)}
+        found = {ragged: [*_within(length_ranges(ragged), context)] for ragged in (False, True)}
         self._chooses = len({backends for each in found.values() for _, _, backends in each}) > 1
         made: dict[tuple[str, ...], Captured] = {}
         self._ranges: list[tuple[list[int], list[Captured]]] = []
@@ -69,11 +69,11 @@ class GraphDispatcher(Generic[Captured]):
         self._longest += 1
 
 
-def _within(turns: Sequence[Turn], context: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+def _within(ranges: Sequence[LengthRange], context: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
     """Yield first length, last length and backends of each range that begins within ``context``."""
     least = 1
-    for turn in turns:
-        yield least, min(turn.upto, context), turn.backends
-        least = turn.upto + 1
+    for each in ranges:
+        yield least, min(each.max_length, context), each.backends
+        least = each.max_length + 1
         if least > context:
             return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
-from attnplug.host import ModelAttention, Turn, TypicalLens, merged_turns, turns
+from attnplug.host import LengthRange, ModelAttention, TypicalLens, length_ranges, merge_length_ranges
 from attnplug_engine.execution.sampling_inputs import SeedOf
 from attnplug_engine.graphs.capture import Capture
 from attnplug_engine.graphs.decode import sizes_by_backend
@@ -169,12 +169,14 @@ class RoundGraphs:
         )
         return list(self._rounds[size].captured.values())
 
-    def _turns(self, size: int, ragged: bool) -> tuple[Turn, ...]:
+    def _turns(self, size: int, ragged: bool) -> tuple[LengthRange, ...]:
         """Return the length ranges and the backends that plan a round in them, the target's and the draft's."""
-        found = [turns(self._attention.backend, ForwardMode.TARGET_VERIFY, size, self._rows, ragged)]
+        found = [length_ranges(self._attention.backend, ForwardMode.TARGET_VERIFY, size, self._rows, ragged)]
         if self._draft is not None:
-            found += [turns(self._draft.backend, shape.mode, size, shape.rows, ragged) for shape in self._draft_shapes]
-        return merged_turns(*found)
+            found += [
+                length_ranges(self._draft.backend, shape.mode, size, shape.rows, ragged) for shape in self._draft_shapes
+            ]
+        return merge_length_ranges(*found)
 
     def _capture(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from attnplug import (
     AttentionKind,
@@ -67,6 +68,11 @@ def attnplug_backends() -> list[BackendSpec]:
             ),
         )
     ]
+
+
+@hookimpl
+def attnplug_rankings() -> list[Path]:
+    return [Path(__file__).parent / "tables"]
 
 
 def refusals(problem: Problem, role: Role | None, options: FlashAttentionOptions) -> Iterator[Refusal]:

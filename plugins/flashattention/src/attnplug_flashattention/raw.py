@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnplug.host import RawScene
+from attnplug.tables import RawScene
 from attnplug_flashattention import kernels
 
 

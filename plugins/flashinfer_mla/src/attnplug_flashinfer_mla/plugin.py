@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 from attnplug import (
@@ -68,6 +69,11 @@ def attnplug_backends() -> list[BackendSpec]:
             capabilities=CAPABILITIES,
         )
     ]
+
+
+@hookimpl
+def attnplug_rankings() -> list[Path]:
+    return [Path(__file__).parent / "tables"]
 
 
 def refusals(problem: Problem, role: Role | None, options: FlashInferMLAOptions) -> Iterator[Refusal]:

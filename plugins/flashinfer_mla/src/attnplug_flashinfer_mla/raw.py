@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug.host import RawScene
+from attnplug.tables import RawScene
 from attnplug_flashinfer_mla import kernels
 
 SCRATCH_BYTES = 128 << 20

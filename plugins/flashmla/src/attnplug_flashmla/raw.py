@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug.host import RawScene
+from attnplug.tables import RawScene
 from attnplug_flashmla import kernels
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from attnplug import (
     AttentionKind,
@@ -58,6 +59,11 @@ def attnplug_backends() -> list[BackendSpec]:
             ),
         )
     ]
+
+
+@hookimpl
+def attnplug_rankings() -> list[Path]:
+    return [Path(__file__).parent / "tables"]
 
 
 @hookimpl

@@ -1,0 +1,26 @@
+"""Distribute measured tables over the packages whose backends they measure.
+
+python benchmarks/split_tables.py FILE.json    a file that `attnplug tune --tables` wrote, from a checkout
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from attnplug.host import load_registry, read_tables, write_tables
+
+
+def main(path: Path) -> None:
+    registry, file = load_registry(), read_tables(path)
+    folders = {folder.source: folder.value for folder in registry.table_folders}
+    for backend in sorted({table.backend for table in file.tables}):
+        source = registry.get(backend).source
+        if source not in folders:
+            sys.exit(f"{source} has no hook attnplug_rankings, so the tables of {backend} have no place")
+        write_tables(folders[source] / path.name, [table for table in file.tables if table.backend == backend])
+        print(f"{backend}: {folders[source] / path.name}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,183 @@
+"""Measured times of backends as plain data. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from datetime import date
+from typing import NamedTuple
+
+from attnplug.declare.errors import PluginError
+from attnplug.declare.model import AttentionKind, LayerSpec
+from attnplug.declare.problem import DType, Role
+from attnplug.declare.reading import integer, members_of, several
+
+_MOST = 1 << 40
+"""Exclusive upper bound of counts and microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredShape:
+    """Layer shape of a measurement, per tensor-parallel rank: all that a call's time depends on beside its batch.
+
+    ``head_dim`` is the width of a cached key row; for MLA, of the latent row that all heads share. ``value_dim`` is the
+    width of a value row; for MLA, ``kv_lora_rank``. ``window`` and ``topk`` are 0 if a layer attends to all rows.
+    ``hosted``: MLA whose host absorbs the queries itself. They come in two parts, and new rows are in the cache before
+    the call.
+    """
+
+    kind: AttentionKind
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: DType
+    kv_dtype: DType
+    page_size: int
+    window: int = 0
+    topk: int = 0
+    hosted: bool = False
+
+    def __post_init__(self) -> None:
+        enums = {"kind": AttentionKind, "dtype": DType, "kv_dtype": DType}
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if name in enums:
+                object.__setattr__(self, name, *members_of(enums[name])(name, [value]))
+            elif name == "hosted":
+                if type(value) is not bool or (value and self.kind is not AttentionKind.MLA):
+                    raise PluginError(f"hosted={value!r} must be true or false, and is false of {self.kind}")
+            elif not 0 <= integer(name, value) < _MOST:
+                raise PluginError(f"{name}={value!r} must not be negative, and below {_MOST}")
+
+    @classmethod
+    def of(
+        cls, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int, *, mla_by_host: bool = False
+    ) -> MeasuredShape:
+        """Shape of a layer as one rank has it (``LayerSpec.for_rank``)."""
+        if layer.mla is not None:
+            heads, head_dim, value_dim = 1, layer.mla.row_dim, layer.mla.kv_lora_rank
+        else:
+            heads, head_dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
+        topk = 0 if layer.indexer is None else layer.indexer.topk
+        return cls(
+            layer.kind,
+            layer.num_heads,
+            heads,
+            head_dim,
+            value_dim,
+            dtype,
+            kv_dtype,
+            page_size,
+            window=layer.sliding_window or 0,
+            topk=topk,
+            hosted=mla_by_host and layer.mla is not None,
+        )
+
+    def __str__(self) -> str:
+        heads = (
+            f"{self.num_heads} heads"
+            if self.kind is AttentionKind.MLA
+            else f"{self.num_heads}/{self.num_kv_heads} heads"
+        )
+        more = f", window {self.window}" * bool(self.window) + f", {self.topk} rows chosen" * bool(self.topk)
+        more += ", absorbed by a host" * self.hosted
+        types = self.dtype if self.dtype is self.kv_dtype else f"{self.dtype}, cache {self.kv_dtype}"
+        return f"{self.kind} {heads} of {self.head_dim}, {types}, pages of {self.page_size}{more}"
+
+
+class Measurement(NamedTuple):
+    """Time of one layer's call: number of requests, KV length and new tokens of each, and microseconds.
+
+    ``ragged``: KV lengths are spread evenly from half to one and a half times ``length``. ``microseconds`` is the
+    median of the repetitions, ``low`` and ``high`` are their quartiles.
+    """
+
+    requests: int
+    length: int
+    tokens: int
+    ragged: bool
+    microseconds: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTable:
+    """Measured times of one backend for one layer shape in one role on one device.
+
+    ``device`` is the GPU's name as reported by its driver and ``sm`` its compute capability; for a CPU, its name and 0.
+    ``versions`` maps distributions, and ``driver``, to the versions that were measured. ``measured`` is the date, such
+    as 2026-11-16. Rows may come in any order, each (requests, length, tokens, ragged) once. The table of a backend that
+    failed has no rows but a one-line reason, ``failed``. Failures count only on the machine where they were measured.
+    """
+
+    device: str
+    sm: int
+    backend: str
+    role: Role
+    shape: MeasuredShape
+    rows: tuple[Measurement, ...]
+    versions: Mapping[str, str]
+    measured: str
+    failed: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("device", "backend", "measured"):
+            if not isinstance(value := getattr(self, name), str) or not value.strip():
+                raise PluginError(f"a measured table's {name}={value!r} must be a text")
+        try:
+            date.fromisoformat(self.measured)
+        except ValueError:
+            raise PluginError(f"a measured table's measured={self.measured!r} must be a day: 2026-11-16") from None
+        integer("sm", self.sm)
+        object.__setattr__(self, "role", *members_of(Role)("role", [self.role]))
+        if not isinstance(self.shape, MeasuredShape):
+            raise PluginError(f"a measured table's shape={self.shape!r} must be a MeasuredShape")
+        if not isinstance(self.failed, str) or not self.failed.isprintable():
+            raise PluginError(f"the table of {self.title} has failed={self.failed!r}; say in one line what failed")
+        rows = tuple(sorted(_rows(self.title, several("rows", self.rows))))
+        if bool(rows) == bool(self.failed):
+            wrong = "rows, and says that the backend failed; keep one" if rows else "no rows"
+            raise PluginError(f"the table of {self.title} has {wrong}")
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "versions", _versions(self.title, self.versions))
+
+    @property
+    def title(self) -> str:
+        """Backend, role, device and shape. No two tables in use have the same title."""
+        return f"{self.backend} {self.role} on {self.device} (SM {self.sm}), {self.shape}"
+
+
+def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
+    shapes = set()
+    for row in rows:
+        if not isinstance(row, tuple | list) or len(row) != 7 or not all(map(_is_positive, (*row[:3], *row[4:]))):
+            raise PluginError(
+                f"the table of {title} has row {row!r}; write (requests, length, tokens, ragged, microseconds, low, "
+                f"high), all numbers above 0 and below {_MOST}"
+            )
+        requests, length, tokens, ragged, *times = row
+        if not all(type(count) is int for count in (requests, length, tokens)):
+            raise PluginError(f"the table of {title} has row {row!r}; requests, length and tokens are whole numbers")
+        if type(ragged) is not bool or (ragged and requests == 1):
+            raise PluginError(
+                f"the table of {title} has row {row!r}; ragged is true or false, and false of one request"
+            )
+        median, low, high = times
+        if not low <= median <= high:
+            raise PluginError(f"the table of {title} has row {row!r}; the median lies between low and high")
+        if (shape := (requests, length, tokens, ragged)) in shapes:
+            raise PluginError(f"the table of {title} has (requests, length, tokens, ragged) {shape} twice; keep one")
+        shapes.add(shape)
+        yield Measurement(requests, length, tokens, ragged, *map(float, times))
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < _MOST  # type: ignore[operator] # a number
+
+
+def _versions(title: str, versions: object) -> Mapping[str, str]:
+    if isinstance(versions, Mapping) and versions and all(isinstance(t, str) for two in versions.items() for t in two):
+        return dict(versions)
+    raise PluginError(f"the table of {title} has versions={versions!r}; say what was measured: {{'torch': '2.11.0'}}")

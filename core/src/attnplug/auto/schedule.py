@@ -1,0 +1,260 @@
+"""Per-batch backend schedule: measured times, interpolated between grid points."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
+
+_LEADING_BITS = 4
+"""Significant bits of a batch size that was not measured. It bounds the number of cached ranges."""
+_MOST_CACHED = 4096
+"""Entries of each cache of a schedule."""
+
+
+class BatchPoint(NamedTuple):
+    """Shape of a batch: number of requests, KV length and new tokens of each.
+
+    ``ragged``: KV lengths are spread evenly from half to one and a half times ``length``. A single request is not
+    ragged.
+    """
+
+    requests: int
+    length: int
+    tokens: int
+    ragged: bool = False
+
+
+class Grid:
+    """Measured points. The grid may be sparse: each (tokens, requests) pair has its own lengths.
+
+    Uniform and ragged batches form two grids that share the points with one request. If only one of them was measured,
+    it stands for both when points are clamped.
+    """
+
+    def __init__(self, points: Iterable[BatchPoint]) -> None:
+        given = list(points)
+        kinds = sorted({point.ragged for point in given if point.requests > 1}) or [False]
+        self._sheets = {kind: _Sheet(p for p in given if p.requests == 1 or p.ragged is kind) for kind in kinds}
+
+    def near(self, point: BatchPoint, *, clamped: bool) -> list[tuple[BatchPoint, float]]:
+        """Measured points around ``point`` with their weights, linear in the logarithms.
+
+        A point outside the grid is moved to its border if ``clamped``. Otherwise the result is empty.
+        """
+        own = point.ragged in self._sheets
+        if not own and not clamped and point.requests > 1:
+            return []
+        ragged = point.ragged if own else not point.ragged
+        near = self._sheets[ragged].near(point, clamped)
+        return [(BatchPoint(*counts, ragged=ragged and counts[0] > 1), part) for counts, part in near]
+
+    def lengths(self, requests: int, tokens: int, *, ragged: bool) -> list[int]:
+        """Measured lengths of batches like this one. Interpolated times are log-linear between them."""
+        sheet = self._sheets.get(ragged) or self._sheets[not ragged]
+        return sheet.lengths(requests, tokens)
+
+
+class _Sheet:
+    """Grid over (requests, length, tokens)."""
+
+    def __init__(self, points: Iterable[BatchPoint]) -> None:
+        lines: dict[int, dict[int, list[int]]] = {}
+        for point in points:
+            lines.setdefault(point.tokens, {}).setdefault(point.requests, []).append(point.length)
+        self._tokens = sorted(lines)
+        self._requests = {tokens: sorted(by_requests) for tokens, by_requests in lines.items()}
+        self._lengths = {
+            (tokens, requests): sorted(lengths)
+            for tokens, by_requests in lines.items()
+            for requests, lengths in by_requests.items()
+        }
+
+    def near(self, point: BatchPoint, clamped: bool) -> list[tuple[tuple[int, int, int], float]]:
+        """(requests, length, tokens) of the surrounding points with their weights; see :meth:`Grid.near`."""
+        found: list[tuple[tuple[int, int, int], float]] = []
+        for tokens, of_tokens in _between(self._tokens, point.tokens, clamped):
+            for requests, of_requests in _between(self._requests[tokens], point.requests, clamped):
+                lengths = _between(self._lengths[tokens, requests], point.length, clamped)
+                if not lengths:
+                    return []
+                found += [((requests, length, tokens), of_tokens * of_requests * part) for length, part in lengths]
+        return found if math.isclose(sum(part for _, part in found), 1) else []
+
+    def lengths(self, requests: int, tokens: int) -> list[int]:
+        lines = {(counts[2], counts[0]) for counts, _ in self.near(BatchPoint(requests, 1, tokens), clamped=True)}
+        return sorted({length for line in lines for length in self._lengths[line]})
+
+
+def time_at(times: Mapping[BatchPoint, float], near: Sequence[tuple[BatchPoint, float]]) -> float:
+    """Interpolate the time between measured points; infinite if ``near`` is empty."""
+    if not near:
+        return math.inf
+    if len(near) == 1:
+        return times[near[0][0]]
+    return math.exp(sum(part * math.log(times[point]) for point, part in near))
+
+
+@dataclass(frozen=True)
+class BackendSchedule:
+    """Fastest backend of one role for each batch shape.
+
+    ``times`` maps each backend to its microseconds by point; the first backend is the best overall. Interpolation is
+    linear in the logarithms of time, requests, length and tokens. Outside the grid, times are those at its border. A
+    backend is not chosen at points where others were measured and it was not.
+
+    >>> times = {"a": {(1, 64, 1): 1.0, (1, 4096, 1): 9.0}, "b": {(1, 64, 1): 2.0, (1, 4096, 1): 4.0}}
+    >>> [BackendSchedule(times).fastest(requests=1, length=length, tokens=1) for length in (64, 4096)]
+    ['a', 'b']
+    """
+
+    times: Mapping[str, Mapping[BatchPoint, float]]
+    _points: Grid = field(init=False, repr=False, compare=False)
+    _counts: frozenset[int] = field(init=False, repr=False, compare=False)
+    _filled: Mapping[str, Mapping[BatchPoint, float]] = field(init=False, repr=False, compare=False)
+    _ranges: dict[tuple[int, int, bool], tuple[tuple[int, ...], tuple[str, ...]]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    _overall: dict[tuple[int, int, int], str] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.times and all(self.times.values()), "a schedule needs measured backends"
+        own = {name: {BatchPoint(*point): time for point, time in times.items()} for name, times in self.times.items()}
+        points = sorted({point for times in own.values() for point in times})
+        object.__setattr__(self, "times", own)
+        object.__setattr__(self, "_points", Grid(points))
+        object.__setattr__(self, "_counts", frozenset(n for point in points for n in (point.requests, point.tokens)))
+        object.__setattr__(self, "_filled", {name: filled(times, points) for name, times in own.items()})
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """Names of the backends, the best overall first."""
+        return tuple(self.times)
+
+    def only(self, names: Iterable[str]) -> BackendSchedule | None:
+        """Restrict the schedule to ``names``. Return None if fewer than two backends remain."""
+        kept = set(names)
+        times = {name: times for name, times in self.times.items() if name in kept}
+        return BackendSchedule(times) if len(times) > 1 else None
+
+    def fastest(self, requests: int, length: int, tokens: int, ragged: bool = False) -> str:
+        """Name of the fastest backend. ``length`` is every request's KV length, or their mean if ``ragged``."""
+        try:
+            ends, names = self._ranges[requests, tokens, ragged]
+        except KeyError:
+            ends, names = self._find_ranges(requests, tokens, ragged)
+        return names[bisect_left(ends, length)]
+
+    def overall(self, requests: int, tokens: int, longest: int) -> str:
+        """Name of the best backend for batches of every length up to ``longest``, uniform and ragged.
+
+        It has the smallest geometric mean of its time divided by the best time, over the measured lengths. A backend
+        that was not measured at all of them ranks after those that were.
+        """
+        key = requests, tokens, longest
+        name = self._overall.get(key)
+        if name is None:
+            name = self._best_within(self._rounded(requests), self._rounded(tokens), longest)
+            if len(self._overall) < _MOST_CACHED:
+                self._overall[key] = name
+        return name
+
+    def length_ranges(self, requests: int, tokens: int, ragged: bool = False) -> tuple[LengthRange, ...]:
+        """Fastest backends in ascending order of KV length. The last range ends at ``EVERY_LENGTH``."""
+        ends, names = self._find_ranges(requests, tokens, ragged)
+        return tuple(LengthRange(end, (name,)) for end, name in zip(ends, names, strict=True))
+
+    def describe(self, requests: int, tokens: int) -> str:
+        """Format the length ranges for uniform requests and, if they differ, for ragged ones."""
+        uniform, ragged = (_describe(self.length_ranges(requests, tokens, kind)) for kind in (False, True))
+        return uniform if uniform == ragged else f"{uniform}; of different lengths {ragged}"
+
+    def expected(self, requests: int, length: int, tokens: int, ragged: bool = False) -> dict[str, float]:
+        """Interpolated microseconds of each candidate; infinite if it was not measured there."""
+        near = self._points.near(
+            BatchPoint(self._rounded(requests), length, self._rounded(tokens), ragged), clamped=True
+        )
+        return {name: time_at(times, near) for name, times in self._filled.items()}
+
+    def _rounded(self, count: int) -> int:
+        """``count`` itself if it was measured, or else its leading bits."""
+        drop = count.bit_length() - _LEADING_BITS
+        return count if drop <= 0 or count in self._counts else (count >> drop) << drop
+
+    def _find_ranges(self, requests: int, tokens: int, ragged: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Ends and names of the length ranges. Cached."""
+        rounded = self._rounded(requests), self._rounded(tokens), ragged
+        if rounded not in self._ranges:
+            switches = list(self._switches(*rounded))
+            self._ranges[rounded] = tuple(end for end, _ in switches), tuple(name for _, name in switches)
+        found = self._ranges[rounded]
+        if len(self._ranges) < _MOST_CACHED:
+            self._ranges[requests, tokens, ragged] = found
+        return found
+
+    def _switches(self, requests: int, tokens: int, ragged: bool) -> Iterator[tuple[int, str]]:
+        """Find the last length of each backend by bisection between measured lengths."""
+        lengths = self._points.lengths(requests, tokens, ragged=ragged)
+        before, name = lengths[0], self._best(requests, lengths[0], tokens, ragged)
+        for end in lengths[1:]:
+            at_end = self._best(requests, end, tokens, ragged)
+            # Log-log times are straight between two measured lengths: the fastest at both ends is fastest in between.
+            while name != at_end:
+                low, high, following = before, end, at_end
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    best = self._best(requests, middle, tokens, ragged)
+                    if best == name:
+                        low = middle
+                    else:
+                        high, following = middle, best
+                yield low, name
+                before, name = high, following
+            before = end
+        yield EVERY_LENGTH, name
+
+    def _best_within(self, requests: int, tokens: int, longest: int) -> str:
+        rows = []
+        for ragged in (False, True):
+            lengths = self._points.lengths(requests, tokens, ragged=ragged)
+            within = [length for length in lengths if length <= longest] or lengths[:1]
+            rows += [self.expected(requests, length, tokens, ragged) for length in within]
+        unknown = {name: sum(math.isinf(times[name]) for times in rows) for name in self.times}
+        slowness = {
+            name: [times[name] / min(times.values()) for times in rows if math.isfinite(times[name])]
+            for name in self.times
+        }
+        score = {name: math.fsum(map(math.log, slow)) for name, slow in slowness.items()}
+        return min(self.times, key=lambda name: (unknown[name], score[name], name))
+
+    def _best(self, requests: int, length: int, tokens: int, ragged: bool) -> str:
+        expected = self.expected(requests, length, tokens, ragged)
+        return min(expected, key=lambda name: (expected[name], name))
+
+
+def _describe(ranges: Sequence[LengthRange]) -> str:
+    *parts, last = [(each.max_length, each.backends[0]) for each in ranges]
+    words = [f"{name} up to {end} rows" for end, name in parts]
+    return ", ".join([*words, f"then {last[1]}" if parts else last[1]])
+
+
+def filled(times: Mapping[BatchPoint, float], points: Iterable[BatchPoint]) -> dict[BatchPoint, float]:
+    """Times at ``points``: measured, or interpolated; infinite outside the measured grid."""
+    grid = Grid(times)
+    return {point: times.get(point) or time_at(times, grid.near(point, clamped=False)) for point in points}
+
+
+def _between(axis: Sequence[int], value: int, clamped: bool) -> list[tuple[int, float]]:
+    """One or two values of a sorted axis around ``value``, with their weights; none if it lies outside."""
+    if not axis[0] <= value <= axis[-1]:
+        return [(axis[0] if value < axis[0] else axis[-1], 1.0)] if clamped else []
+    index = bisect_left(axis, value)
+    if axis[index] == value:
+        return [(value, 1.0)]
+    low, high = axis[index - 1], axis[index]
+    share = math.log(value / low) / math.log(high / low)
+    return [(low, 1 - share), (high, share)]

@@ -1,0 +1,229 @@
+"""Lookup of measured tables: the user's cache folder, then tables shipped with plugins; and which of them apply
+here."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from attnplug.auto.measurement import MeasuredTable
+from attnplug.auto.table_files import TableError, read_tables
+from attnplug.declare.installed import installed_version
+from attnplug.declare.registered import Provided, Registered
+from attnplug.machine.hardware import Processor
+
+CACHE_VARIABLE = "ATTNPLUG_CACHE_DIR"
+TABLES_VARIABLE = "ATTNPLUG_TABLES"
+"""``off`` disables all measured tables."""
+DRIVER = "driver"
+"""Key of the GPU driver in a table's versions. The other keys are distributions."""
+_PLATFORM = ("torch", "triton")
+"""Distributions whose releases rarely change the order of backends, like those of the backend's own package. Shipped
+tables apply until their major version changes. The user's own tables apply to exactly what was measured."""
+
+
+class Plugins(Protocol):
+    """Installed backends by name, and the folders of tables that plugins ship. The registry implements it."""
+
+    @property
+    def backends(self) -> Mapping[str, Registered]: ...
+
+    @property
+    def table_folders(self) -> Sequence[Provided[Path]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Origin of a table, in a few words, and the path of its file."""
+
+    words: str
+    path: str
+    own: bool = False
+    """True if it was measured on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTable:
+    """A measured table that applies here."""
+
+    table: MeasuredTable
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Tables that apply to a processor, each title once, and one line for each that cannot be used."""
+
+    found: tuple[FoundTable, ...]
+    faults: tuple[str, ...] = ()
+
+
+def cache_folder() -> Path:
+    """Folder of this user's measured tables. It may not exist. Raises TableError if the user has no home folder."""
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own) / "tables"
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "attnplug" / "tables"
+    try:
+        return Path.home() / ".cache" / "attnplug" / "tables"
+    except RuntimeError:
+        raise TableError(
+            f"this user has no home folder; set {CACHE_VARIABLE} to a folder for measured tables"
+        ) from None
+
+
+def table_path(processor: Processor) -> Path:
+    """File for this user's own measurements on a processor."""
+    return cache_folder() / f"{_file_name(processor)}.json"
+
+
+def table_files(folders: Iterable[Provided[Path]], processor: Processor) -> Iterator[tuple[Path, Origin]]:
+    """Files named after a processor: the user's own first, then those in the plugins' ``folders``."""
+    with suppress(TableError):  # a user without a home folder has no tables
+        for path in _named_after(processor, cache_folder()):
+            yield path, Origin("measured on this machine", str(path), own=True)
+    for provided in folders:
+        for path in _named_after(processor, provided.value):
+            yield path, Origin(f"shipped for {processor.name}", str(path))
+
+
+def _named_after(processor: Processor, folder: Path) -> Iterator[Path]:
+    """``NAME.json`` and ``NAME.*.json`` in a folder."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError:
+        yield folder  # reading it will report why it cannot be read
+        return
+    name = _file_name(processor)
+    more = re.compile(rf"{re.escape(name)}\..*\.json")
+    found = [f"{name}.json"] * (f"{name}.json" in names) + sorted(filter(more.fullmatch, names))
+    yield from (folder / each for each in found)
+
+
+def versions_of(backend: Registered, processor: Processor) -> dict[str, str]:
+    """Installed versions that a backend's times depend on: its plugin, the libraries that it requires or uses, torch
+    and the driver."""
+    from packaging.requirements import Requirement  # here to keep start-up fast
+
+    required = [each if isinstance(each, str) else each[0] for each in backend.spec.requires]
+    names = [*(Requirement(each).name for each in required), *backend.spec.uses, "torch"]
+    found = {name: installed_version(name) for name in names}
+    driver = {DRIVER: processor.driver} if processor.driver else {}
+    known = {name: version for name, version in found.items() if version is not None}
+    return {backend.source.distribution: backend.source.version, **known, **driver}
+
+
+def load_tables(plugins: Plugins, processor: Processor) -> Tables:
+    """Read the tables of installed backends that apply to a processor.
+
+    The user's own tables take precedence over shipped ones. If two plugins ship tables with the same title, neither is
+    used (D2).
+    """
+    if os.environ.get(TABLES_VARIABLE, "").strip().lower() == "off":
+        return Tables(())
+    found: dict[str, FoundTable] = {}
+    faults: dict[str, None] = {}
+    tables = list(_all_tables(plugins.table_folders, processor, faults))
+    shipped = Counter(each.table.title for each in tables if not each.origin.own)
+    for each in tables:
+        table, origin = each.table, each.origin
+        if table.backend not in plugins.backends:
+            continue
+        backend = plugins.backends[table.backend]
+        kind, are = ("a failure", "is") if table.failed else ("times", "are")
+        unused = f"{origin.path}: {kind} of {table.backend} {are} not used"
+        if table.failed and not origin.own:
+            faults[f"{unused}: it was not on this machine"] = None
+            continue
+        if not origin.own and shipped[table.title] > 1:
+            files = [other.origin.path for other in tables if other.table.title == table.title and not other.origin.own]
+            faults[f"{unused}: {' and '.join(files)} have the table of {table.title}; uninstall one"] = None
+            continue
+        outdated = _outdated(table, origin, backend, _here(table, backend, processor))
+        if outdated is None:
+            found.setdefault(table.title, each)
+        elif outdated:
+            again = "; 'attnplug tune' measures again" if origin.own else ""
+            faults[f"{unused}: {outdated}{again}"] = None
+    return Tables(tuple(found.values()), tuple(faults))
+
+
+def _all_tables(
+    folders: Iterable[Provided[Path]], processor: Processor, faults: dict[str, None]
+) -> Iterator[FoundTable]:
+    """Every table of a processor. Files that cannot be used are added to ``faults``."""
+    for path, origin in table_files(folders, processor):
+        try:
+            file = read_tables(path)
+        except TableError as error:
+            faults[f"{error}; it is not used"] = None
+            continue
+        if (file.device, file.sm) != (processor.name, processor.sm):
+            other = Processor(file.device, file.sm)
+            faults[f"{path} is not used: it was measured on {other}, and this is {processor}"] = None
+            continue
+        yield from (FoundTable(table, origin) for table in file.tables)
+
+
+def _here(table: MeasuredTable, backend: Registered, processor: Processor) -> dict[str, str | None]:
+    """Installed versions of everything that a table depends on; None if missing."""
+    known = {backend.source.distribution: backend.source.version, DRIVER: processor.driver}
+    return {name: known[name] if name in known else installed_version(name) for name in table.versions}
+
+
+def _outdated(table: MeasuredTable, origin: Origin, backend: Registered, here: Mapping[str, str | None]) -> str | None:
+    """Reason why a table no longer applies; None if it does, empty if what it measured is not installed."""
+    for name in backend.spec.uses:
+        measured, found = table.versions.get(name), installed_version(name)
+        if (measured is None) != (found is None):
+            return f"measured with {name} {measured or 'missing'}, and it is {found or 'missing'} here"
+    if not all(here.values()):
+        return ""
+    loosely = () if origin.own else (DRIVER, backend.source.distribution, *_PLATFORM)
+    for name, measured in table.versions.items():
+        if not _equal(name, measured, str(here[name]), name in loosely):
+            return f"measured with {name} {measured}, and {here[name]} is here"
+    return None
+
+
+def _equal(name: str, measured: str, here: str, loosely: bool) -> bool:
+    if not loosely:
+        return measured == here
+    return name == DRIVER or measured.partition(".")[0] == here.partition(".")[0]
+
+
+def _file_name(processor: Processor) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", processor.name.lower()).strip("-") or "unnamed"
+
+
+def file_states(plugins: Plugins, processor: Processor) -> Mapping[str, str]:
+    """Status lines of each file of a processor, by path."""
+    tables = load_tables(plugins, processor)
+    states: dict[str, list[MeasuredTable]] = {
+        str(path): [] for path, _ in table_files(plugins.table_folders, processor)
+    }
+    for found in tables.found:
+        states.setdefault(found.origin.path, []).append(found.table)
+    return {
+        path: "\n".join([*_used(used), *(fault for fault in tables.faults if fault.startswith(path))])
+        for path, used in states.items()
+    }
+
+
+def _used(tables: Sequence[MeasuredTable]) -> Iterator[str]:
+    times = [table.backend for table in tables if not table.failed]
+    if times:
+        yield f"used: {len(times)} table{'s' * (len(times) != 1)} of {', '.join(sorted(set(times)))}"
+    for table in tables:
+        if table.failed:
+            yield f"not taken by auto: {table.backend} for {table.role} of {table.shape}, which failed {table.failed}"
+    if not tables:
+        yield "nothing of it is used"

@@ -1,1 +1,0 @@
-"""Measuring backends: points, chains of calls, tables, results, plots."""

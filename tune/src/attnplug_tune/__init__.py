@@ -1,0 +1,1 @@
+"""Measuring attention backends: the commands ``tune`` and ``bench``, their tables, charts and reports."""

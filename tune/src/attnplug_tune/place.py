@@ -1,0 +1,53 @@
+"""Circumstances of a benchmark: the device's memory bandwidth, and the commit."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from attnplug.declare.errors import UsageError
+
+_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+
+
+def commit() -> str | None:
+    """Commit of this package's source if it runs from a checkout, with ``+`` if files were changed."""
+    asked = (["rev-parse", "HEAD"], ["ls-files", "--error-unmatch", __file__], ["status", "--porcelain"])
+    folder = Path(__file__).parent
+    try:
+        head, _, changes = (
+            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout
+            for words in asked
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head.strip() + "+" * bool(changes.strip())
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second of plain reads or copies, whichever is faster, over more memory than any cache holds."""
+    try:
+        memory = torch.ones(_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    except torch.OutOfMemoryError as error:
+        needed = f"{_BYTES[device.type] >> 20} MiB"
+        raise UsageError(
+            f"{device} has no {needed} of free memory to measure its bandwidth; end what uses it"
+        ) from error
+    first, second = memory.chunk(2)  # a copy reads one half and writes the other
+    seconds = min(_best_s(lambda: memory.sum(), device), _best_s(lambda: first.copy_(second), device))
+    return memory.numel() * memory.element_size() / seconds
+
+
+def _best_s(call: Callable[[], object], device: torch.device) -> float:
+    times = []
+    for _ in range(6):
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])

@@ -1,0 +1,252 @@
+"""Tuning by a clock whose times are known, and once by the real one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from attnplug_tune import measure, process
+from attnplug_tune.clock import HostClock
+from attnplug_tune.measure import Failed, Job, Outcome, Skipped, Timed, run_job
+from attnplug_tune.points import Point, parse_points
+from attnplug_tune.shapes import parse_shapes, tasks_of
+from attnplug_tune.tuning import Tuned, missing_tasks, tables_of, tune
+from tuning import FakeClock, problem, tasks, toys
+
+from attnplug import Role
+from attnplug.choose.registry import Registry
+from attnplug.host import BackendSchedule, TorchNativeBackend
+from attnplug.machine.hardware import Processor
+from attnplug_testing.plugins import Install
+
+FEW = parse_points("1x64,1x256,4x64,1x16+16")
+HERE = Processor("a processor", 0)
+
+
+def job(registry: Registry, name: str, *points: Point, **changes: object) -> Job:
+    return replace(Job(name, tasks(registry, name, *(points or FEW)), "cpu", 256), **changes)  # type: ignore[arg-type]
+
+
+def constant(us: float) -> Callable[[Point], float]:
+    return lambda point: us
+
+
+def measured_by(clock: FakeClock, registry: Registry) -> Callable[[Job], Iterator[Outcome]]:
+    return lambda job: run_job(job, registry, clock)
+
+
+def test_a_measurement_is_the_median_of_a_call_with_its_quartiles(install: Install) -> None:
+    registry = toys(install, "toy")
+    (timed, *_) = run_job(job(registry, "toy"), registry, FakeClock({"toy": constant(100)}))
+    assert isinstance(timed, Timed)
+    assert timed.measured[:4] == (1, 64, 1, False) and timed.measured[4:] == pytest.approx((100, 95, 105))
+
+
+def test_what_lies_between_captured_calls_is_no_part_of_their_time(install: Install, monkeypatch) -> None:
+    registry = toys(install, "toy")
+    monkeypatch.setattr(measure.Stage, "captured", True)
+    monkeypatch.setattr(measure.Stage, "chain", lambda stage, side: replace(stage.links(), side=side))
+    clock = FakeClock({"toy": constant(10), "links": constant(1.5)}, runs=True)
+    timed, _ = run_job(job(registry, "toy", *FEW[:2]), registry, clock)
+    assert isinstance(timed, Timed) and timed.measured.microseconds == pytest.approx(8.5)
+    assert [chain.side for chain in clock.ran] == ["links", "toy", "toy"], "they are measured once"
+
+
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:deepseek_v32"])
+def test_every_sort_of_layer_runs_in_every_role(model: str, install: Install) -> None:
+    """Heads, latent rows, and latent rows that an index chooses; with their new rows written."""
+    registry = toys(install)
+    points = parse_points("2x70,2x70v3,2x32+8")
+    found = tasks_of(registry.get("torch_native"), [problem(model, speculative_tokens=3)], points)
+    clock = FakeClock({"torch_native": constant(1)}, runs=True)
+    outcomes = list(run_job(Job("torch_native", found, "cpu", 128), registry, clock))
+    assert [type(outcome) for outcome in outcomes] == [Timed] * 3
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_where_a_host_absorbs_queries_come_in_parts_and_rows_are_there(apart: bool, install: Install, monkeypatch):
+    """D1: what is timed is what runs there. Queries are joined for a backend that does not take them apart."""
+    native = toys(install).get("torch_native")
+    extras = native.spec.capabilities.extras | ({"q_rope"} if apart else set())
+    able = replace(native, spec=replace(native.spec, capabilities=replace(native.spec.capabilities, extras=extras)))
+    seen, attend = set(), TorchNativeBackend.attend
+
+    def watched(self, q, layer, plan, new, extras):
+        seen.add((q.shape[2], None if extras.q_rope is None else extras.q_rope.shape[2], new is None))
+        q = q if extras.q_rope is None else torch.cat((q, extras.q_rope), -1)
+        return attend(self, q, layer, plan, new, extras)
+
+    monkeypatch.setattr(TorchNativeBackend, "attend", watched)
+    given = problem("tiny:deepseek_v3", mla_by_host=True, speculative_tokens=3)
+    found = tasks_of(able, [given], parse_points("2x70,2x70v3,2x32+8"))
+    assert [task.point.role for task in found] == [Role.DECODE] * 2, "the host prefills"
+    assert all(task.shape.hosted for task in found)
+    clock = FakeClock({"torch_native": constant(1)}, runs=True)
+    outcomes = list(run_job(Job("torch_native", found, "cpu", 128), Registry({"torch_native": able}), clock))
+    assert [type(outcome) for outcome in outcomes] == [Timed] * 2
+    dims = found[0].layer.mla
+    latent, rope = dims.kv_lora_rank, dims.qk_rope_head_dim
+    assert seen == {(latent, rope, True) if apart else (latent + rope, None, True)}
+
+
+@pytest.mark.parametrize("by_host", [True, False])
+def test_auto_is_chosen_by_tables_of_the_host_that_is_measured(by_host: bool, install: Install, monkeypatch) -> None:
+    registry, seen, rank = toys(install), [], measure.default_ranking
+
+    def watched(registry, problem, **more):
+        seen.append(problem.mla_by_host)
+        return rank(registry, problem, **more)
+
+    monkeypatch.setattr(measure, "default_ranking", watched)
+    given = problem("tiny:deepseek_v3", mla_by_host=by_host)
+    found = tasks_of(registry.get("torch_native"), [given], parse_points("1x64"))
+    (timed,) = run_job(Job("auto", found, "cpu", 128), registry, FakeClock({"auto": constant(1)}, runs=True))
+    assert isinstance(timed, Timed) and seen == [by_host]
+
+
+def test_requests_that_differ_have_the_mean_of_their_point(install: Install) -> None:
+    registry = toys(install)
+    clock = FakeClock({"torch_native": constant(1)}, runs=True)
+    ragged = job(registry, "torch_native", *parse_points("4x~64"))
+    (timed,) = run_job(ragged, registry, clock)
+    assert isinstance(timed, Timed) and timed.measured[:4] == (4, 64, 1, True)
+    assert timed.task.point.lengths == (32, 53, 75, 96)
+
+
+def test_tables_of_what_was_measured_say_where_backends_cross(install: Install) -> None:
+    """Third-party backends take part without doing anything."""
+    registry = toys(install, "flat", "steep")
+    clock = FakeClock({"flat": constant(80), "steep": lambda point: point.length / 2})
+    jobs = [job(registry, name, *parse_points("1x64,1x256")) for name in ("flat", "steep")]
+    results = tune(jobs, 100, measured_by(clock, registry))
+    tables = [table for each in results for table in tables_of(each, HERE, {"torch": "2"}, "2026-11-16")]
+    times = {table.backend: {row[:4]: row.microseconds for row in table.rows} for table in tables}
+    schedule = BackendSchedule(times)
+    assert [schedule.fastest(1, length, 1) for length in (64, 159, 161, 256)] == ["steep", "steep", "flat", "flat"]
+    assert {table.role for table in tables} == {Role.DECODE} and {table.device for table in tables} == {"a processor"}
+
+
+def test_a_budget_is_shared_evenly_and_covers_the_first_points_of_all(install: Install) -> None:
+    registry = toys(install, "one", "other")
+    clock = FakeClock({"one": constant(1), "other": constant(1)}, seconds=1.0)
+    results = tune([job(registry, name) for name in ("one", "other")], 4, measured_by(clock, registry))
+    assert [len(each.timed) for each in results] == [2, 2] and [each.left for each in results] == [2, 2]
+    assert [timed.task.point for timed in results[1].timed] == list(FEW[:2])
+
+
+def test_what_one_backend_leaves_of_the_budget_is_for_the_next(install: Install) -> None:
+    registry = toys(install, "quick", "slow")
+    clock = FakeClock({"quick": constant(1), "slow": constant(1)}, seconds=1.0)
+    jobs = [job(registry, "quick", FEW[0]), job(registry, "slow")]
+    assert [len(each.timed) for each in tune(jobs, 5, measured_by(clock, registry))] == [1, 4]
+
+
+def test_compiling_is_told_and_is_no_part_of_the_budget(install: Install) -> None:
+    registry = toys(install, "jit")
+    clock = FakeClock({"jit": constant(1)}, seconds=1.0, compile_s=60.0)
+    (tuned,) = tune([job(registry, "jit")], 4, measured_by(clock, registry))
+    assert len(tuned.timed) == 4 and tuned.compile_s == 60
+
+
+def test_a_broken_backend_is_told_and_left_out_for_that_role_alone(install: Install, monkeypatch) -> None:
+    """D2: it disturbs no other."""
+    registry = toys(install, "broken", "good")
+    chain = measure.Stage.chain
+
+    def fail(stage: measure.Stage, side: str) -> object:
+        if side == "broken" and stage.task.point == FEW[1]:
+            raise RuntimeError("illegal\ninstruction")
+        return chain(stage, side)
+
+    monkeypatch.setattr(measure.Stage, "chain", fail)
+    clock = FakeClock({"broken": constant(1), "good": constant(1)})
+    broken, good = tune([job(registry, name) for name in ("broken", "good")], 100, measured_by(clock, registry))
+    (failed,) = broken.failed
+    assert failed.task is not None and failed.task.point == FEW[1] and "illegal" in failed.reason
+    assert {role for role, _ in broken.rows()} == {Role.PREFILL}, "what it had measured of decoding is left out too"
+    assert not good.failed and len(good.timed) == len(FEW)
+
+
+def test_results_that_are_not_finite_are_a_failure(install: Install, monkeypatch) -> None:
+    registry = toys(install, "wild")
+    monkeypatch.setattr(torch, "randn", lambda *dims, **kw: torch.full(dims, float("nan"), **kw))
+    outcomes = list(run_job(job(registry, "wild", FEW[0]), registry, FakeClock({"wild": constant(1)}, runs=True)))
+    assert isinstance(outcomes[0], Failed) and "not finite" in outcomes[0].reason
+
+
+@pytest.mark.parametrize("gives", [lambda q: None, lambda q: q[:1], lambda q: q.flatten(1)])
+def test_what_gives_no_attention_is_a_failure_however_fast_it_is(gives, install: Install, monkeypatch) -> None:
+    monkeypatch.setattr(TorchNativeBackend, "forward_decode", lambda self, q, *_, **__: gives(q))
+    registry = toys(install, "toy")
+    (failed,) = run_job(
+        job(registry, "toy", Point(Role.DECODE, 4, 64)), registry, FakeClock({"toy": constant(1)}, runs=True)
+    )
+    assert isinstance(failed, Failed) and "the result has shape [4 tokens, 4 heads, width]" in failed.reason
+
+
+@pytest.mark.parametrize("kind", [SystemExit, BaseException])
+def test_a_backend_that_raises_what_nobody_catches_is_a_failure(kind, install: Install, monkeypatch) -> None:
+    def exits(*_: object, **__: object) -> None:
+        raise kind("no licence")
+
+    monkeypatch.setattr(TorchNativeBackend, "forward_decode", exits)
+    registry = toys(install, "toy")
+    (failed,) = run_job(
+        job(registry, "toy", Point(Role.DECODE, 4, 64)), registry, FakeClock({"toy": constant(1)}, runs=True)
+    )
+    assert isinstance(failed, Failed) and "no licence" in failed.reason
+
+
+def test_a_point_that_does_not_fit_is_left_out_and_the_backend_is_not(install: Install, monkeypatch) -> None:
+    registry = toys(install, "toy")
+    monkeypatch.setattr(measure, "memory_of", lambda device: 1 << 20)
+    found = list(run_job(job(registry, "toy", *parse_points("64x4k,1x64")), registry, FakeClock({"toy": constant(1)})))
+    assert [type(each) for each in found] == [Skipped, Timed] and "GiB" in found[0].reason
+
+
+def test_points_that_a_table_has_are_not_measured_again(install: Install) -> None:
+    registry = toys(install, "toy", "other")
+    first = Tuned("toy", 2, list(run_job(job(registry, "toy", *FEW[:2]), registry, FakeClock({"toy": constant(1)}))))
+    tables = tables_of(first, HERE, {"torch": "2"}, "2026-11-16")
+    assert [task.point for task in missing_tasks(tasks(registry, "toy", *FEW), "toy", tables)] == list(FEW[2:])
+    assert len(missing_tasks(tasks(registry, "other", *FEW), "other", tables)) == len(FEW)
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(install: Install) -> None:
+    registry = toys(install, "toy")
+    kept: list[int] = []
+
+    def interrupted(job: Job) -> Iterator[Outcome]:
+        yield next(run_job(job, registry, FakeClock({"toy": constant(1)})))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune([job(registry, "toy")], 9, interrupted, finished=lambda tuned: kept.append(len(tuned.timed)))
+    assert kept == [1]
+
+
+def test_shapes_are_layers_of_their_own() -> None:
+    mla, gqa = (model.layers[0] for model in parse_shapes("mla:128, gqa:32/8x64w4096"))
+    assert mla.mla is not None and (mla.num_heads, mla.mla.row_dim, mla.head_dim) == (128, 576, 192)
+    assert (gqa.num_heads, gqa.num_kv_heads, gqa.head_dim, gqa.sliding_window) == (32, 8, 64, 4096)
+
+
+def test_torch_native_is_tuned_by_the_real_clock(install: Install) -> None:
+    registry = toys(install)
+    found = list(run_job(job(registry, "torch_native", *parse_points("1x64,1x8+8")), registry, HostClock()))
+    assert [type(each) for each in found] == [Timed, Timed]
+    assert all(each.measured.low <= each.measured.microseconds <= each.measured.high for each in found)
+
+
+def test_a_backend_that_hangs_is_ended_and_left_out(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: the rest of its points would take as long, one after the other."""
+    forking = multiprocessing.get_context("fork")
+    monkeypatch.setattr(process.multiprocessing, "get_context", lambda method: forking)
+    monkeypatch.setattr(process, "_work", lambda job, sender: time.sleep(60))
+    monkeypatch.setattr(process, "SILENT_S", 0.2)
+    (outcome,) = process.in_own_process(job(toys(install, "toy"), "toy"))
+    assert isinstance(outcome, Failed) and "nothing came of it for 0 s, so it was ended" in outcome.reason

@@ -1,0 +1,72 @@
+"""The points at which backends are measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from attnplug_tune.points import Point, default_points, parse_points
+
+from attnplug import Role
+from attnplug.host import UsageError
+
+
+def test_points_are_read_as_users_write_them() -> None:
+    assert parse_points("64x4096, 8x~4k,16x4kv4,1x8k+512") == (
+        Point(Role.DECODE, 64, 4096),
+        Point(Role.DECODE, 8, 4096, ragged=True),
+        Point(Role.DECODE, 16, 4096, 4),
+        Point(Role.PREFILL, 1, 8192 + 512, 512),
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "64", "0x64", "1x0", "1x2v3", "1x64+0", "64*4096", "1x64,1x64", "1xk", "1x~64", "8x~64+8"]
+)
+def test_a_point_that_cannot_be_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(UsageError, match="--points"):
+        parse_points(text)
+
+
+def test_a_grid_begins_with_its_corners() -> None:
+    """So a small budget covers all of it coarsely."""
+    decodes = [point for point in default_points("cuda", 256, 65536) if point.role is Role.DECODE]
+    assert {(point.requests, point.length) for point in decodes[:4]} == {
+        (requests, length) for requests in (1, 256) for length in (512, 65536)
+    }
+    even = [point for point in decodes if not point.ragged]
+    assert len(even) == 20 and len(decodes) == len(set(decodes))
+
+
+def test_each_batch_of_several_requests_is_measured_with_different_lengths_too() -> None:
+    """As long as the longest of them fits into the context."""
+    points = default_points("cuda", 4, 4096, 4)
+    ragged = [point for point in points if point.ragged]
+    assert {(point.requests, point.length, point.tokens) for point in ragged} == {(4, 512, 1), (4, 512, 4)}
+    assert max(length for point in ragged for length in point.lengths) <= 4096
+    assert all(points.index(point) > points.index(replace(point, ragged=False)) for point in ragged)
+
+
+def test_a_grid_ends_at_the_largest_batch_and_context() -> None:
+    points = default_points("cuda", 32, 8192)
+    decodes = [point for point in points if point.role is Role.DECODE]
+    assert max(point.requests for point in decodes) == 32 and max(point.length for point in points) == 8192
+    assert Point(Role.DECODE, 32, 8192) in decodes[:4]
+
+
+def test_a_grid_goes_on_to_a_batch_and_context_beyond_the_usual_ones() -> None:
+    decodes = [point for point in default_points("cuda", 512, 1 << 20) if point.role is Role.DECODE]
+    assert sorted({point.requests for point in decodes})[-2:] == [256, 512]
+    assert sorted({point.length for point in decodes})[-3:] == [65536, 4 * 65536, 1 << 20]
+
+
+def test_a_verify_is_measured_where_drafts_are_checked() -> None:
+    assert not [p for p in default_points("cuda", 4, 4096) if p.role is Role.DECODE and p.tokens > 1]
+    verifies = [p for p in default_points("cuda", 4, 4096, 4) if p.role is Role.DECODE and p.tokens > 1]
+    assert verifies and {point.tokens for point in verifies} == {4}
+
+
+def test_prefills_have_prefixes_and_without() -> None:
+    prefills = [point for point in default_points("cuda", 8, 65536) if point.role is Role.PREFILL]
+    assert {point.length - point.tokens for point in prefills} == {0, 8192}
+    assert Point(Role.PREFILL, 8, 512, 512) in prefills
