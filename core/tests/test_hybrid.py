@@ -19,7 +19,6 @@ from attnplug import (
     Geometry,
     GraphLevel,
     LayerSpec,
-    LinearInputs,
     ModelSpec,
     Plan,
     PlanError,
@@ -29,12 +28,11 @@ from attnplug.host import (
     HookError,
     HybridLinearBackend,
     KVPools,
-    LinearDims,
-    LinearStatePool,
     ModelAttention,
     SplitBackend,
     active_attention,
 )
+from attnplug.linear import LinearDims, LinearInputs, LinearStatePool
 from attnplug_testing.batches import with_plan
 from attnplug_testing.kernel_scene import KernelScene, mla
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from attnplug import DType, MHAPool, MLAPool, PoolError
-from attnplug.host import CacheKey, KVPools, LinearStatePool, PageCopy
+from attnplug.host import CacheKey, KVPools, PageCopy
 from attnplug.kv import LayoutName
+from attnplug.linear import LinearStatePool
 from attnplug_testing.devices import DEVICES, nothing_waits
 from support.pools import ELEMENTS, LAYOUTS, linear_layer, mha_layer, mha_pool, mla_layer, mla_pool
 

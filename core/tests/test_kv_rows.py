@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolError
-from attnplug.host import MLADims, PageCopy, PageLayout, torch_dtype
+from attnplug.host import MLADims, PageCopy, PageLayout
+from attnplug.kernels import torch_dtype
 from attnplug.kv import LayoutName
 from attnplug_testing.devices import DEVICES, nothing_waits
 from support.pools import ELEMENTS, LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows

@@ -24,7 +24,8 @@ from attnplug import (
     PlanError,
     RaggedCall,
 )
-from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention, merge_partial
+from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention
+from attnplug.kernels import merge_partial
 from attnplug.mla import MLAAttention
 from attnplug.mla.plan import plan_extend
 from attnplug_conformance.checks.mla_paths import UpProjected

@@ -12,7 +12,8 @@ import pytest
 
 from attnplug import AttentionKind, CompressedDims, Feature, IndexerDims, LayerSpec, ModelSpec
 from attnplug.hf.model_config import UNBOUNDED_CONTEXT
-from attnplug.host import TINY_CONFIGS, LinearDims, MLADims, ModelConfigError, load_model
+from attnplug.host import TINY_CONFIGS, MLADims, ModelConfigError, load_model
+from attnplug.linear import LinearDims
 from attnplug_testing.configs import (
     DEEPSEEK_V3,
     KIMI_FULL,

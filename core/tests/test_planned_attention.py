@@ -25,9 +25,9 @@ from attnplug import (
     PlannedAttention,
     PoolError,
     SelectedPositions,
-    check_lse,
 )
 from attnplug.host import KVPools, Limits, MLADims, plan_forward
+from attnplug.kernels import check_lse
 from attnplug_conformance.arithmetic import NAN
 from attnplug_testing.batches import captured, padded, with_plan
 from attnplug_testing.kernel_scene import KernelCase

@@ -27,15 +27,8 @@ from attnplug import (
 )
 from attnplug.contract.backend import hook_signatures, protocol_attributes, protocol_methods
 from attnplug.declare.claims import weakest
-from attnplug.host import (
-    FastestBackend,
-    GraphPlanning,
-    HybridLinearBackend,
-    LinearHooks,
-    Schedule,
-    SplitBackend,
-    optional_hooks,
-)
+from attnplug.host import FastestBackend, GraphPlanning, HybridLinearBackend, Schedule, SplitBackend, optional_hooks
+from attnplug.linear import LinearHooks
 from attnplug_testing.specs import GDN
 from support.recorder import MEMBERS, PLANNERS, Hookless, Recorder, batch_in
 

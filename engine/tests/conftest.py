@@ -35,7 +35,6 @@ from attnplug import (
     ModelSpec,
     Refusal,
     Role,
-    requirement_refusal,
 )
 from attnplug.declare.factory import missing_module
 from attnplug.host import (
@@ -44,15 +43,15 @@ from attnplug.host import (
     HybridLinearBackend,
     KVPools,
     Limits,
-    LinearStatePool,
     ModelAttention,
     PageAllocator,
     Registry,
     SlotTable,
     TorchNativeBackend,
     WorkspaceOwner,
-    torch_dtype,
 )
+from attnplug.kernels import requirement_refusal, torch_dtype
+from attnplug.linear import LinearStatePool
 from attnplug_engine import kernels, prepare
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_testing.batches import capabilities

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnplug import AttentionKind, DType, ForwardMode, LayerSpec
-from attnplug.host import LinearDims, LinearStatePool, PageAllocator, SlotTable
+from attnplug.host import PageAllocator, SlotTable
+from attnplug.linear import LinearDims, LinearStatePool
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import (
     BAD_LOGITS,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnplug import BackendId, Claims, DeltaInputs, ForwardBatch, LayerSpec, LinearInputs, Plan
-from attnplug.host import LinearStatePool
+from attnplug import BackendId, Claims, ForwardBatch, LayerSpec, Plan
+from attnplug.linear import DeltaInputs, LinearInputs, LinearStatePool
 
 
 class NaiveLinearBackend:

@@ -30,7 +30,8 @@ from attnplug import (
     Role,
     SelectedPositions,
 )
-from attnplug.host import HostContext, HybridLinearBackend, LinearStatePool, Selection, TorchNativeBackend
+from attnplug.host import HostContext, HybridLinearBackend, Selection, TorchNativeBackend
+from attnplug.linear import LinearStatePool
 from attnplug_engine import Engine
 from attnplug_engine.capture import WARM_UPS
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug import AttentionKind, DType, LayerSpec, PoolError
-from attnplug.host import LinearDims, LinearStatePool, PageAllocator
+from attnplug.host import PageAllocator
+from attnplug.linear import LinearDims, LinearStatePool
 from attnplug_engine.prefix_cache import PrefixCache
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from attnplug import AttentionKind, BackendError, BackendId, ExtendPath, ForwardBatch, Geometry, LayerSpec
-from attnplug.host import MLADims, TorchNativeBackend, merge_partial
+from attnplug.host import MLADims, TorchNativeBackend
+from attnplug.kernels import merge_partial
 from attnplug_sglang.prefill import RaggedPrefill, extend_path
 from attnplug_sglang.steps import Step, mode_of
 from sglang_fakes import Mode, batch, slots_table

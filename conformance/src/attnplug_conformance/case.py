@@ -18,7 +18,8 @@ from attnplug import (
     Problem,
     Role,
 )
-from attnplug.host import LinearDims, MLADims
+from attnplug.host import MLADims
+from attnplug.linear import LinearDims
 from attnplug_conformance.reference import Parents
 
 FP8_CACHES = frozenset({DType.FLOAT8_E4M3, DType.FP8_DS_MLA})

@@ -26,7 +26,6 @@ from attnplug.host import (
     HostContext,
     KVPools,
     Limits,
-    LinearDims,
     MLADims,
     Registered,
     WorkspaceOwner,
@@ -34,8 +33,9 @@ from attnplug.host import (
     open_device,
     parse_options,
     split_settings,
-    torch_dtype,
 )
+from attnplug.kernels import torch_dtype
+from attnplug.linear import LinearDims
 from attnplug_conformance.case import FP8_CACHES, Case
 
 PAGES = (16, 32, 64, 128, 256, 8, 1)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attnplug.author.planned import PlannedBackend as PlannedBackend
     from attnplug.author.served_layers import MLAShape as MLAShape
     from attnplug.author.served_layers import NewRows as NewRows
-    from attnplug.author.served_layers import check_lse as check_lse
-    from attnplug.author.served_layers import check_rows as check_rows
     from attnplug.author.sparse import SparseAttention as SparseAttention
     from attnplug.choose.plugin_hooks import hookimpl as hookimpl
     from attnplug.contract.backend import AttentionBackend as AttentionBackend
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
     from attnplug.contract.context import BackendContext as BackendContext
     from attnplug.contract.context import Serving as Serving
     from attnplug.contract.geometry import Geometry as Geometry
-    from attnplug.contract.linear import DeltaInputs as DeltaInputs
-    from attnplug.contract.linear import DeltaWeights as DeltaWeights
-    from attnplug.contract.linear import LinearInputs as LinearInputs
     from attnplug.contract.mode import ForwardMode as ForwardMode
     from attnplug.contract.plan import BackendId as BackendId
     from attnplug.contract.plan import Plan as Plan
@@ -66,8 +61,6 @@ if TYPE_CHECKING:
     from attnplug.declare.problem import Role as Role
     from attnplug.declare.refusal import Refusal as Refusal
     from attnplug.declare.refusal import RefusalCode as RefusalCode
-    from attnplug.declare.requirement import import_library as import_library
-    from attnplug.declare.requirement import requirement_refusal as requirement_refusal
     from attnplug.declare.settings import Setting as Setting
     from attnplug.declare.spec import BackendSpec as BackendSpec
     from attnplug.declare.version import CONTRACT_VERSION as CONTRACT_VERSION
@@ -85,17 +78,14 @@ if TYPE_CHECKING:
     from attnplug.kv import IndexKeyPool as IndexKeyPool
     from attnplug.kv import MHAPool as MHAPool
     from attnplug.kv import MLAPool as MLAPool
-    from attnplug.kv import split_table as split_table
     from attnplug.kv.workspace import Workspace as Workspace
-    from attnplug.machine.transfer import on_host as on_host
-    from attnplug.machine.transfer import to_device as to_device
     from attnplug.wrappers import ForwardingBackend as ForwardingBackend
 
 _MODULES = {
     "author.attention": ("PlannedAttention",),
     "author.graphs": ("GraphLimits",),
     "author.planned": ("PlannedBackend",),
-    "author.served_layers": ("MLAShape", "NewRows", "check_lse", "check_rows"),
+    "author.served_layers": ("MLAShape", "NewRows"),
     "author.sparse": ("SparseAttention",),
     "choose.plugin_hooks": ("hookimpl",),
     "contract.backend": ("AttentionBackend", "ForwardExtras"),
@@ -103,7 +93,6 @@ _MODULES = {
     "contract.compressed": ("CompressorInputs", "CompressorWeights"),
     "contract.context": ("BackendContext", "Serving"),
     "contract.geometry": ("Geometry",),
-    "contract.linear": ("DeltaInputs", "DeltaWeights", "LinearInputs"),
     "contract.mode": ("ForwardMode",),
     "contract.plan": ("BackendId", "Plan"),
     "contract.ragged": ("RaggedCall",),
@@ -115,7 +104,6 @@ _MODULES = {
     "declare.model": ("AttentionKind", "CompressedDims", "Feature", "IndexerDims", "LayerSpec", "ModelSpec"),
     "declare.problem": ("CacheLayout", "DType", "ExtendPath", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),
-    "declare.requirement": ("import_library", "requirement_refusal"),
     "declare.settings": ("Setting",),
     "declare.spec": ("BackendSpec",),
     "declare.version": ("CONTRACT_VERSION",),
@@ -131,10 +119,8 @@ _MODULES = {
         "IndexKeyPool",
         "MHAPool",
         "MLAPool",
-        "split_table",
     ),
     "kv.workspace": ("Workspace",),
-    "machine.transfer": ("on_host", "to_device"),
     "wrappers": ("ForwardingBackend",),
 }
 

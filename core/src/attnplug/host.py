@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from attnplug.cli.warn import warn_of_plugins as warn_of_plugins
     from attnplug.contract.backend import ChunkPlanning as ChunkPlanning
     from attnplug.contract.backend import GraphPlanning as GraphPlanning
-    from attnplug.contract.backend import LinearBackend as LinearBackend
-    from attnplug.contract.backend import LinearHooks as LinearHooks
     from attnplug.contract.backend import RaggedAttention as RaggedAttention
     from attnplug.contract.backend import RowSelection as RowSelection
     from attnplug.contract.backend import optional_hooks as optional_hooks
@@ -58,7 +56,6 @@ if TYPE_CHECKING:
     from attnplug.contract.context import Limits as Limits
     from attnplug.contract.context import Parallel as Parallel
     from attnplug.contract.geometry import HostLengths as HostLengths
-    from attnplug.contract.geometry import spread as spread
     from attnplug.contract.hooks import bind_hook as bind_hook
     from attnplug.contract.plan import PlanRecord as PlanRecord
     from attnplug.contract.plan import plan_to_run as plan_to_run
@@ -70,7 +67,6 @@ if TYPE_CHECKING:
     from attnplug.declare.errors import UsageError as UsageError
     from attnplug.declare.errors import WorkspaceError as WorkspaceError
     from attnplug.declare.errors import describe_error as describe_error
-    from attnplug.declare.model import LinearDims as LinearDims
     from attnplug.declare.model import MLADims as MLADims
     from attnplug.declare.options import parse_options as parse_options
     from attnplug.declare.options import split_settings as split_settings
@@ -101,14 +97,12 @@ if TYPE_CHECKING:
     from attnplug.kv import CacheKey as CacheKey
     from attnplug.kv import Coordinator as Coordinator
     from attnplug.kv import KVPools as KVPools
-    from attnplug.kv import LinearStatePool as LinearStatePool
     from attnplug.kv import OutOfPages as OutOfPages
     from attnplug.kv import PageAllocator as PageAllocator
     from attnplug.kv import PageCopy as PageCopy
     from attnplug.kv import PagedCache as PagedCache
     from attnplug.kv import PageLayout as PageLayout
     from attnplug.kv import SlotTable as SlotTable
-    from attnplug.kv import torch_dtype as torch_dtype
     from attnplug.kv.compressed import compressed_page_bytes as compressed_page_bytes
     from attnplug.kv.workspace import WorkspaceOwner as WorkspaceOwner
     from attnplug.kv.workspace import WorkspaceUse as WorkspaceUse
@@ -122,7 +116,6 @@ if TYPE_CHECKING:
     from attnplug.mla import ExtendPolicy as ExtendPolicy
     from attnplug.mla import MLAWeights as MLAWeights
     from attnplug.mla import RowPlaces as RowPlaces
-    from attnplug.mla import merge_partial as merge_partial
     from attnplug.mla.chunks import Chunk as Chunk
     from attnplug.mla.chunks import Span as Span
     from attnplug.mla.chunks import plan_prefix_chunks as plan_prefix_chunks
@@ -167,15 +160,13 @@ _MODULES = {
     "contract.backend": (
         "ChunkPlanning",
         "GraphPlanning",
-        "LinearBackend",
-        "LinearHooks",
         "RaggedAttention",
         "RowSelection",
         "optional_hooks",
     ),
     "contract.batch": ("BatchPlan", "apply_skip_attn_backend_init"),
     "contract.context": ("HostContext", "Limits", "Parallel"),
-    "contract.geometry": ("HostLengths", "spread"),
+    "contract.geometry": ("HostLengths",),
     "contract.hooks": ("bind_hook",),
     "contract.plan": ("PlanRecord", "plan_to_run"),
     "declare.errors": (
@@ -188,7 +179,7 @@ _MODULES = {
         "WorkspaceError",
         "describe_error",
     ),
-    "declare.model": ("LinearDims", "MLADims"),
+    "declare.model": ("MLADims",),
     "declare.options": ("parse_options", "split_settings"),
     "declare.problem": ("model_dtype",),
     "declare.schedule": ("EVERY_LENGTH", "Schedule", "TypicalLens", "is_ragged"),
@@ -210,14 +201,12 @@ _MODULES = {
         "CacheKey",
         "Coordinator",
         "KVPools",
-        "LinearStatePool",
         "OutOfPages",
         "PageAllocator",
         "PageCopy",
         "PageLayout",
         "PagedCache",
         "SlotTable",
-        "torch_dtype",
     ),
     "kv.compressed": ("compressed_page_bytes",),
     "kv.workspace": ("WorkspaceOwner", "WorkspaceUse"),
@@ -225,7 +214,7 @@ _MODULES = {
     "machine": ("interrupt",),
     "machine.device": ("open_device",),
     "machine.hardware": ("Processor", "this_processor"),
-    "mla": ("ExtendPolicy", "MLAWeights", "RowPlaces", "merge_partial"),
+    "mla": ("ExtendPolicy", "MLAWeights", "RowPlaces"),
     "mla.chunks": ("Chunk", "Span", "plan_prefix_chunks"),
     "torch_native.backend": ("TorchNativeBackend",),
     "tune.page": ("html_page",),

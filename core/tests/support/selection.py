@@ -7,7 +7,8 @@ from typing import Any
 
 from attnplug import CONTRACT_VERSION, AttentionKind, BackendSpec, Capabilities, DType, LayerSpec, ModelSpec, Role
 from attnplug.choose.loading import Source
-from attnplug.host import LinearDims, MLADims, Registered, Registry
+from attnplug.host import MLADims, Registered, Registry
+from attnplug.linear import LinearDims
 
 MHA = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
 MLA = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.07, mla=MLADims(512, 128, 64))

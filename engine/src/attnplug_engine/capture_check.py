@@ -17,15 +17,12 @@ from attnplug import (
     INDEX_KEYS,
     AttentionKind,
     BackendError,
-    DeltaInputs,
-    DeltaWeights,
     ForwardBatch,
     ForwardExtras,
     Geometry,
     IndexerDims,
     IndexInputs,
     LayerSpec,
-    LinearInputs,
     MLAPool,
     ModelSpec,
 )
@@ -34,12 +31,12 @@ from attnplug.host import (
     HiSparse,
     HostLengths,
     KVPools,
-    LinearDims,
     ModelAttention,
     PageAllocator,
     plan_alike,
     planner_claims,
 )
+from attnplug.linear import DeltaInputs, DeltaWeights, LinearDims, LinearInputs
 from attnplug_engine.capture import Capture
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, to_device
+from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel
 from attnplug.host import ModelAttention, PageAllocator, SlotTable, TypicalLens, turns
+from attnplug.kernels import to_device
 from attnplug_engine.by_length import ByLength
 from attnplug_engine.capture import Capture
 from attnplug_engine.inputs import StepInputs

@@ -26,13 +26,13 @@ from attnplug.host import (
     HotPool,
     HotSizes,
     KVPools,
-    LinearStatePool,
     PageAllocator,
     PagedCache,
     SlotTable,
     compressed_page_bytes,
-    torch_dtype,
 )
+from attnplug.kernels import torch_dtype
+from attnplug.linear import LinearStatePool
 
 
 @dataclass(frozen=True, slots=True)

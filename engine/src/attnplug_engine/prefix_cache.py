@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from attnplug import PoolError
-from attnplug.host import LinearStatePool, PageAllocator
+from attnplug.host import PageAllocator
+from attnplug.linear import LinearStatePool
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from attnplug.host import (
     load_registry,
     model_dtype,
     open_device,
-    torch_dtype,
 )
 from attnplug.host import load_model as load_spec
+from attnplug.kernels import torch_dtype
 from attnplug_engine.models.architectures import LoadedModel, load_model
 from attnplug_engine.options import EngineOptions, check_buffers
 from attnplug_engine.parallel import TensorParallel

@@ -22,7 +22,6 @@ from attnplug import (
     GraphLevel,
     PoolError,
     Serving,
-    to_device,
 )
 from attnplug.host import (
     AttnplugError,
@@ -38,6 +37,7 @@ from attnplug.host import (
     apply_skip_attn_backend_init,
     build_selection,
 )
+from attnplug.kernels import to_device
 from attnplug_engine.capture import Capture
 from attnplug_engine.capture_check import CaptureCheck
 from attnplug_engine.graphs import CapturedStep, DecodeGraphs

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Never
 
 from attnplug import ForwardMode, PoolError
-from attnplug.host import AttnplugError, Coordinator, LinearStatePool, PageAllocator, PageCopy, SlotTable, UsageError
+from attnplug.host import AttnplugError, Coordinator, PageAllocator, PageCopy, SlotTable, UsageError
+from attnplug.linear import LinearStatePool
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import (
     BAD_LOGITS,

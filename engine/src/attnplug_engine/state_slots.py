@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnplug.host import LinearStatePool, UsageError
+from attnplug.host import UsageError
+from attnplug.linear import LinearStatePool
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import Request, StepEntry
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug import BackendError, CacheLayout, ForwardMode
-from attnplug.host import merge_partial
+from attnplug.kernels import merge_partial
 from attnplug_flashattention.merge import merge_parts
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.parts import Parts, pages_a_part

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendContext, DType
-from attnplug.host import torch_dtype
+from attnplug.kernels import torch_dtype
 from attnplug_flashinfer.backend import FlashInferBackend
 from attnplug_flashinfer.kernels import CacheType, FlashInferKernels, Library
 from attnplug_testing.batches import declaring

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, DType, LinearInputs
+from attnplug import BackendContext, DType
+from attnplug.linear import LinearInputs
 from attnplug_hybrid_linear.fla_backend import FlaLinearBackend
 from attnplug_hybrid_linear.fla_kernels import CHUNK, Chunks
 from attnplug_hybrid_linear.recurrence import Tokens, advance

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import AttentionKind, LinearInputs
-from attnplug.host import LinearDims
+from attnplug import AttentionKind
+from attnplug.linear import LinearDims, LinearInputs
 from attnplug_hybrid_linear.fla_kernels import CHUNK, Chunks, FlaKernels
 from attnplug_hybrid_linear.spans import cut
 from attnplug_testing.signatures import read_signature, unpacked

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from attnplug import CacheLayout, DType, GraphLevel, Problem, Refusal, Role, requirement_refusal
+from attnplug import CacheLayout, DType, GraphLevel, Problem, Refusal, Role
 from attnplug.host import BackendRequest, load_registry, select
+from attnplug.kernels import requirement_refusal
 from attnplug_testing.command import in_own_process
 from attnplug_testing.configs import DEEPSEEK_V3, LLAMA_3_8B, QWEN3_NEXT, read
 from attnplug_triton_mha.plugin import attnplug_backends

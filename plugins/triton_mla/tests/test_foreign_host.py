@@ -26,7 +26,8 @@ from attnplug import (
     ModelSpec,
     PoolError,
 )
-from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, plan_forward, torch_dtype
+from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, plan_forward
+from attnplug.kernels import torch_dtype
 from attnplug_conformance.arithmetic import relative_error, zero_by_chance_is_nan
 from attnplug_conformance.reference import Rules, attention
 from attnplug_testing.batches import capabilities

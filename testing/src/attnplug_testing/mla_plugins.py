@@ -23,7 +23,8 @@ from attnplug import (
     RefusalCode,
     Serving,
 )
-from attnplug.host import HybridLinearBackend, KVPools, LinearDims, LinearStatePool, MLADims, load_registry
+from attnplug.host import HybridLinearBackend, KVPools, MLADims, load_registry
+from attnplug.linear import LinearDims, LinearStatePool
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import KernelCase
 

@@ -19,7 +19,8 @@ from attnplug import (
     ModelSpec,
     Role,
 )
-from attnplug.host import LinearDims, MLADims
+from attnplug.host import MLADims
+from attnplug.linear import LinearDims
 
 MHA = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
 MLA = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.07, mla=MLADims(512, 128, 64))

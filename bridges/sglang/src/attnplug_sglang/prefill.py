@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionBackend, BackendError, ExtendPath, ForwardBatch, LayerSpec, Plan, RaggedCall
-from attnplug.host import ExtendPolicy, bind_hook, optional_hooks, spread
+from attnplug.host import ExtendPolicy, bind_hook, optional_hooks
+from attnplug.kernels import spread
 from attnplug_sglang.steps import Step, mode_of
 
 _MAY_IGNORE = frozenset({"disable_flashinfer_ragged"})

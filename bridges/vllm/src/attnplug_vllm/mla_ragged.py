@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
-from attnplug.host import ModelAttention, bind_hook, optional_hooks, spread
+from attnplug.host import ModelAttention, bind_hook, optional_hooks
+from attnplug.kernels import spread
 from attnplug_vllm.memory import GroupAttention
 
 _PLANNING = "init_mha_chunk_metadata"

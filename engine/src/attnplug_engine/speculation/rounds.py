@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, to_device
+from attnplug import ForwardBatch, ForwardMode
 from attnplug.host import ModelAttention
+from attnplug.kernels import to_device
 from attnplug_engine.capture import Capture
 from attnplug_engine.capture_check import CaptureCheck
 from attnplug_engine.request import Step, StepEntry

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from attnplug.host import Coordinator, LinearStatePool, PageAllocator, PageCopy, SlotTable
+from attnplug.host import Coordinator, PageAllocator, PageCopy, SlotTable
+from attnplug.linear import LinearStatePool
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import (
     BAD_LOGITS,

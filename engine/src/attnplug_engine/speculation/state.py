@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import to_device
 from attnplug.host import TypicalLens
+from attnplug.kernels import to_device
 from attnplug_engine.request import PENDING, Request, StepEntry
 from attnplug_engine.sampling_batch import SamplingBatch, SeedOf
 from attnplug_engine.speculation.tree import Proposal

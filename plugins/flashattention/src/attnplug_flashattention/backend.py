@@ -24,10 +24,8 @@ from attnplug import (
     PoolError,
     RaggedCall,
     Serving,
-    check_lse,
-    check_rows,
 )
-from attnplug.host import merge_partial
+from attnplug.kernels import check_lse, check_rows, merge_partial
 from attnplug_flashattention.kernels import Attended, Kernels, Softmax, choose_kernels
 from attnplug_flashattention.merge import merge_parts
 from attnplug_flashattention.options import FlashAttentionOptions

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import Geometry, RaggedCall, split_table, to_device
+from attnplug import Geometry, RaggedCall
+from attnplug.kernels import split_table, to_device
 from attnplug_flashattention.parts import KEY_TILE, Parts
 from attnplug_flashattention.tables import fill_parts, fill_slots
 

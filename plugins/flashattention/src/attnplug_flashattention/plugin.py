@@ -20,8 +20,8 @@ from attnplug import (
     Role,
     Setting,
     hookimpl,
-    requirement_refusal,
 )
+from attnplug.kernels import requirement_refusal
 from attnplug_flashattention.options import FlashAttentionOptions, KernelName
 
 FA4 = "flash-attn-4>=4.0.0b36"

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import Geometry, RaggedCall, split_table, to_device
+from attnplug import Geometry, RaggedCall
+from attnplug.kernels import split_table, to_device
 from attnplug_flashattention.kernels import Softmax
 from attnplug_flashattention.parts import Parts
 from attnplug_flashattention.planner import GatheredCall, PagedCall

@@ -23,7 +23,7 @@ from attnplug import (
     PoolError,
     Problem,
 )
-from attnplug.host import torch_dtype
+from attnplug.kernels import torch_dtype
 from attnplug_flashinfer.graphs import Captured, CapturedCall, GraphMemory
 from attnplug_flashinfer.kernels import FA2, Cache, CacheType, FlashInferEager, FlashInferKernels, load_library
 from attnplug_flashinfer.options import FlashInferOptions

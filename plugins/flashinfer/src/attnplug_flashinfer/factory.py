@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug import import_library
+from attnplug.kernels import import_library
 from attnplug_flashinfer.backend import FlashInferBackend
 from attnplug_flashinfer.kernels import load_library
 from attnplug_flashinfer.plugin import LIBRARY

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import LayerSpec, MHAPool, check_rows
+from attnplug import LayerSpec, MHAPool
+from attnplug.kernels import check_rows
 from attnplug_flashinfer.planner import PagedCall
 from attnplug_flashinfer.schedule import PageCounts, Schedule, UniformBatch
 from attnplug_flashinfer.shapes import LayerShape

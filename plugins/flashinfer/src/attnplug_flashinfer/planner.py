@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import ForwardMode, Geometry, on_host
+from attnplug import ForwardMode, Geometry
+from attnplug.kernels import on_host
 from attnplug_flashinfer_mla.lengths import Lengths
 from attnplug_flashinfer_mla.planner import index_pages
 

@@ -29,8 +29,8 @@ from attnplug import (
     Problem,
     RaggedCall,
     Serving,
-    check_lse,
 )
+from attnplug.kernels import check_lse
 from attnplug_flashinfer_mla.graphs import Captured, GraphMemory
 from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, Kernels, PagedKernel, RaggedKernel
 from attnplug_flashinfer_mla.leases import Lease, Leases

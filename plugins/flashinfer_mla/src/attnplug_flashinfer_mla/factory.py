@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug import import_library
+from attnplug.kernels import import_library
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.kernels import load_library
 from attnplug_flashinfer_mla.plugin import LIBRARY

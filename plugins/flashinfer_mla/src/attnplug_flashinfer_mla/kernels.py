@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import BackendError, MLAShape, RaggedCall, on_host
+from attnplug import BackendError, MLAShape, RaggedCall
+from attnplug.kernels import on_host
 from attnplug_flashinfer_mla.lengths import Lengths
 from attnplug_flashinfer_mla.planner import PagedCall
 from attnplug_flashinfer_mla.schedule import Schedule

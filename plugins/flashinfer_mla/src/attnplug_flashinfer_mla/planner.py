@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import Geometry, on_host
+from attnplug import Geometry
+from attnplug.kernels import on_host
 from attnplug_flashinfer_mla.filling import fill_indices
 from attnplug_flashinfer_mla.lengths import Lengths
 

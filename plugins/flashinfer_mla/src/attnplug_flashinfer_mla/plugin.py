@@ -18,8 +18,8 @@ from attnplug import (
     Role,
     Setting,
     hookimpl,
-    requirement_refusal,
 )
+from attnplug.kernels import requirement_refusal
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions, KernelName
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug import import_library
+from attnplug.kernels import import_library
 from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_flashmla.kernels import load_library
 from attnplug_flashmla.plugin import LIBRARY

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import split_table
+from attnplug.kernels import split_table
 from attnplug_flashmla.plugin import PAGE
 
 

@@ -20,8 +20,8 @@ from attnplug import (
     Setting,
     hookimpl,
     index_refusals,
-    requirement_refusal,
 )
+from attnplug.kernels import requirement_refusal
 from attnplug_flashmla.options import SparseOptions
 
 LIBRARY = "sgl-flash-mla>=1.0,<2"

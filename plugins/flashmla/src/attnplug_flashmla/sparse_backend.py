@@ -23,8 +23,8 @@ from attnplug import (
     SelectedRows,
     SparseAttention,
     SparseIndex,
-    import_library,
 )
+from attnplug.kernels import import_library
 from attnplug_flashmla.deep_gemm_index import load_deep_gemm, score_in_fp8
 from attnplug_flashmla.options import SparseOptions
 from attnplug_flashmla.plugin import DEEP_GEMM, PAGE

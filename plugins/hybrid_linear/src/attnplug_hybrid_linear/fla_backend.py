@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, DeltaInputs, ForwardBatch, Geometry, LayerSpec, LinearInputs, Plan, PlanError
+from attnplug import BackendContext, ForwardBatch, Geometry, LayerSpec, Plan, PlanError
+from attnplug.linear import DeltaInputs, LinearInputs
 from attnplug_hybrid_linear.fla_kernels import CHUNK, ChunkKernels, Chunks, FlaKernels
 from attnplug_hybrid_linear.plugin import COUNTERS
 from attnplug_hybrid_linear.spans import Blocks, Spans, cut, plan_spans

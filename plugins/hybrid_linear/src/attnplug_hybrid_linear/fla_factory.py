@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from attnplug import BackendContext, PlannedBackend, import_library
+from attnplug import BackendContext, PlannedBackend
+from attnplug.kernels import import_library
 from attnplug_hybrid_linear.fla_kernels import FlaKernels
 from attnplug_hybrid_linear.plugin import LIBRARY
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attnplug import LinearInputs, to_device
+from attnplug.kernels import to_device
+from attnplug.linear import LinearInputs
 from attnplug_hybrid_linear.spans import Blocks
 
 CHUNK = 64

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnplug import to_device
+from attnplug.kernels import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

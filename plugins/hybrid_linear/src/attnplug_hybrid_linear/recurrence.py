@@ -1,6 +1,7 @@
 """The recurrences of linear attention over padded requests: token by token, and by chunks. All in float32.
 
-Both run :class:`attnplug.LinearInputs`' recurrence, in all its forms, and differ in nothing but rounding and speed.
+Both run the recurrence of :class:`attnplug.linear.LinearInputs` in all its forms. They differ only in rounding and
+speed.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attnplug import to_device
-from attnplug.host import spread
+from attnplug.kernels import spread, to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnplug import ForwardBatch, LayerSpec, LinearInputs
+from attnplug import ForwardBatch, LayerSpec
+from attnplug.linear import LinearInputs
 from attnplug_hybrid_linear.convolution import convolve, newest_rows
 from attnplug_hybrid_linear.planner import Group, Grouping, plan_groups
 from attnplug_hybrid_linear.recurrence import Tokens, advance

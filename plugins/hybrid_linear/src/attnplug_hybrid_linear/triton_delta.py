@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug import DeltaInputs
+from attnplug.linear import DeltaInputs
 from attnplug_hybrid_linear.spans import Spans, with_plain_rows
 from attnplug_hybrid_linear.triton_convolution import _move_on
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug import LinearInputs
+from attnplug.linear import LinearInputs
 from attnplug_hybrid_linear.spans import Spans, with_plain_rows
 
 _FEW_HEADS = 512

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug import import_library
+from attnplug.kernels import import_library
 from attnplug_tokenspeed_mla.build import tokenspeed_mla
 from attnplug_tokenspeed_mla.kernels import load_library
 from attnplug_tokenspeed_mla.plugin import LIBRARY

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnplug import LayerSpec, MHAPool
 from attnplug_triton_mha.planner import LayerShape, Schedule
-from attnplug_triton_mha.scratch import Partials
+from attnplug_triton_mha.scratch import SplitPartials
 from attnplug_triton_mha.triton_attention import attend
 from attnplug_triton_mha.triton_merge import launch_merge
 
@@ -70,7 +70,7 @@ def launch_attend(
     out: Tensor,
     lse: Tensor | None,
     sinks: Tensor | None,
-    partials: Partials,
+    partials: SplitPartials,
     schedule: Schedule,
     scale: float,
     cap: float | None,

@@ -22,7 +22,7 @@ from attnplug import (
 from attnplug_triton_mha.attention import LayerCache, launch_attend
 from attnplug_triton_mha.configurations import Configuration, Room, choose, fitting, most_partial_rows
 from attnplug_triton_mha.planner import LayerShape, Schedule
-from attnplug_triton_mha.scratch import Partials, Scratch
+from attnplug_triton_mha.scratch import SplitPartials, SplitScratch
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class Metadata:
 
     page_table: Tensor
     tree: Tensor | None
-    schedules: dict[LayerShape, tuple[Schedule, Partials]]
+    schedules: dict[LayerShape, tuple[Schedule, SplitPartials]]
     slots: Tensor
     barrier: Tensor
     padded: bool
@@ -75,10 +75,7 @@ class TritonMHABackend(PlannedAttention):
         self._multiprocessors = multiprocessors
         rows = most_partial_rows(multiprocessors, max(shape.kv_heads for shape in self._shapes))
         width = max(shape.v_width for shape in self._shapes)
-        self._scratch = [
-            Scratch(context.name, context.workspace, context.device, rows, width, lane)
-            for lane in range(context.limits.lanes)
-        ]
+        self._scratch = [SplitScratch(context, rows, width, lane) for lane in range(context.limits.lanes)]
 
     # Planning
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from attnplug import AttentionBackend, BackendContext, import_library
+from attnplug import AttentionBackend, BackendContext
+from attnplug.kernels import import_library
 from attnplug_triton_mha.plugin import LIBRARY
 
 import_library(lambda: import_module("triton.language"), LIBRARY)

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_triton_mha.planner import Apart, Schedule
-from attnplug_triton_mha.scratch import Partials
+from attnplug_triton_mha.scratch import SplitPartials
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -135,7 +135,7 @@ def merge(
 
 
 def launch_merge(
-    partials: Partials,
+    partials: SplitPartials,
     out: Tensor,
     lse: Tensor | None,
     sinks: Tensor | None,

@@ -11,7 +11,7 @@ from attnplug import MLAPool, PoolError
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.planner import Schedule
-from attnplug_triton_mla.scratch import Partials
+from attnplug_triton_mla.scratch import MLAPartials
 from attnplug_triton_mla.triton_attention import attend
 
 _LOG2_E = 1.4426950408889634
@@ -64,7 +64,7 @@ def launch_attend(
     page_table: Tensor,
     out: Tensor,
     lse: Tensor | None,
-    partials: Partials,
+    partials: MLAPartials,
     schedule: Schedule,
     scale: float,
     tree: Tensor | None,

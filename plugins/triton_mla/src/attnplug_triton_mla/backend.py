@@ -35,7 +35,7 @@ from attnplug_triton_mla.configurations import (
 )
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.planner import Schedule, Shape
-from attnplug_triton_mla.scratch import Partials, Scratch
+from attnplug_triton_mla.scratch import MLAPartials, MLAScratch
 from attnplug_triton_mla.sparse import SparseLayers, SparsePlan
 from attnplug_triton_mla.triton_merge import launch_merge
 
@@ -55,7 +55,7 @@ class Metadata:
     page_table: Tensor
     tree: Tensor | None
     schedule: Schedule
-    partials: Partials
+    partials: MLAPartials
     ragged: bool
     sparse: SparsePlan | None
 
@@ -96,9 +96,7 @@ class TritonMLABackend(SparseAttention):
             )
         self._multiprocessors = multiprocessors
         rows = most_partials(multiprocessors)
-        self._scratch = [
-            Scratch(context.name, context.workspace, device, rank, rows, lane) for lane in range(context.limits.lanes)
-        ]
+        self._scratch = [MLAScratch(context, rank, rows, lane) for lane in range(context.limits.lanes)]
         self._sparse: SparseLayers | None = None
         if index is not None:
             self._sparse = SparseLayers(

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnplug import Geometry, IndexPlan, SelectedRows, SparseIndex
 from attnplug_triton_mla.configurations import Configuration
 from attnplug_triton_mla.planner import Schedule, Shape
-from attnplug_triton_mla.scratch import Partials, Scratch
+from attnplug_triton_mla.scratch import MLAPartials, MLAScratch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class Block:
     rows: slice
     counts: Tensor
     schedule: Schedule
-    partials: Partials
+    partials: MLAPartials
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class SparseLayers:
         self.index, self._device, self._heads = index, device, heads
         self._multiprocessors, self._invariant, self._choose = multiprocessors, invariant, choose
 
-    def reserve(self, geometry: Geometry, scratch: Scratch) -> SparsePlan:
+    def reserve(self, geometry: Geometry, scratch: MLAScratch) -> SparsePlan:
         """Memory for a batch's plan, still to be filled."""
         plan, topk, blocks = self.index.reserve(geometry), self.index.topk, []
         for block in plan.blocks:

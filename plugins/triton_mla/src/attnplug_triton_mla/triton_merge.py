@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_triton_mla.planner import Schedule
-from attnplug_triton_mla.scratch import Partials
+from attnplug_triton_mla.scratch import MLAPartials
 from attnplug_triton_mla.triton_plan import HEADER, RECORD
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -169,7 +169,7 @@ def _merge(
         gdc_wait()  # with or without parts: the next kernel waits for this one alone
 
 
-def launch_merge(partials: Partials, out: Tensor, lse: Tensor | None, schedule: Schedule, out_scale: float) -> None:
+def launch_merge(partials: MLAPartials, out: Tensor, lse: Tensor | None, schedule: Schedule, out_scale: float) -> None:
     """Merge the rows of ``out`` ``[rows, heads, rank]`` and ``lse`` whose tiles have parts; others stay as they are."""
     _, heads, rank = out.shape
     shape, configuration = schedule.shape, schedule.configuration

@@ -24,8 +24,8 @@ from attnplug import (
     PlanError,
     PlannedAttention,
     RaggedCall,
-    check_lse,
 )
+from attnplug.kernels import check_lse
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_trtllm_mla.graphs import Captured, GraphMemory
 from attnplug_trtllm_mla.kernels import DecodeKernel, Pages, RaggedKernel, to_float8

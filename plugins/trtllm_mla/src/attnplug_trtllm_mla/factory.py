@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug import import_library
+from attnplug.kernels import import_library
 from attnplug_trtllm_mla.blackwell import LIBRARY
 from attnplug_trtllm_mla.build import trtllm_mla
 from attnplug_trtllm_mla.kernels import load_library

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import Geometry, on_host, split_table
+from attnplug import Geometry
+from attnplug.kernels import on_host, split_table
 from attnplug_flashinfer_mla.filling import fill_indices
 from attnplug_flashinfer_mla.lengths import Lengths
 
