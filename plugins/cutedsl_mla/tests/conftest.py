@@ -1,4 +1,4 @@
-"""Lets the tests of this plugin import what they share, and settles how they run."""
+"""Test configuration: import path of the helper modules in this folder, Triton mode, threads, hypothesis."""
 
 import sys
 from pathlib import Path
@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from hypothesis import settings
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), *(str(HERE.parents[1] / name / "tests") for name in ("trtllm_mla", "flashinfer_mla"))]
+sys.path.insert(0, str(Path(__file__).parent))
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from attnplug_testing.seam import over_stand_ins
 SUBJECTS = [
     over_stand_ins(
         "cutedsl_mla",
-        "cutedsl_reference:reference_cutedsl",
+        "attnplug_testing.cutedsl_reference:reference_cutedsl",
         seam="over stand-ins for FlashInfer's functions",
         dtypes=(DType.BFLOAT16,),
         kv_dtypes=(DType.BFLOAT16, DType.FLOAT8_E4M3),

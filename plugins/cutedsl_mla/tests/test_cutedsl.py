@@ -14,14 +14,14 @@ from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_cutedsl_mla.build import cutedsl_mla
 from attnplug_cutedsl_mla.plugin import attnplug_backends
 from attnplug_testing.batches import declaring
+from attnplug_testing.blackwell_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
+from attnplug_testing.blackwell_device import PROCESSORS, pretend
 from attnplug_testing.configs import DEEPSEEK_V3, read
+from attnplug_testing.cutedsl_reference import build_on, reference_cutedsl
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, mla
+from attnplug_testing.trtllm_reference import NEWEST, ReferenceFlashInfer, flashinfer_folder, reference_trtllm
 from attnplug_trtllm_mla.build import trtllm_mla
-from blackwell_device import PROCESSORS, pretend
-from cutedsl_reference import build_on, reference_cutedsl
-from generation_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
-from trtllm_reference import NEWEST, ReferenceFlashInfer, flashinfer_folder, reference_trtllm
 
 (SPEC,) = attnplug_backends()
 ON_A_B200 = Problem(read(DEEPSEEK_V3), "cuda", 100, DType.BFLOAT16, DType.BFLOAT16, 64)
@@ -66,7 +66,7 @@ def test_captured_lanes_run_on_two_streams(device):
 def test_a_call_has_no_more_blocks_than_cuda_counts(heads, queries, most):
     """65535 in the second dimension: one for each 128 rows of a request, begun ones too."""
     stage = scene(mla(((5, 1),), ForwardMode.DECODE, heads=heads), "cpu", reference_cutedsl)
-    assert stage.backend.lanes[0].decode.most_requests(queries, with_lse=True) == most
+    assert stage.backend.lanes[0].decode.max_requests(queries, with_lse=True) == most
 
 
 @pytest.mark.parametrize("version", [None, NEWEST])
@@ -81,8 +81,9 @@ def test_every_version_takes_the_calls(version):
 def test_prefill_is_refused_in_words(mode):
     """A5: decode only."""
     stage = scene(mla(((20, 3), (9, 1)), mode), "cpu", reference_cutedsl)
-    with pytest.raises(PlanError, match=rf"does not {mode}.*prefill_attention_backend trtllm_mla"):
+    with pytest.raises(PlanError, match=mode) as caught:
         stage.backend.init_forward_metadata(stage.batch())
+    assert caught.value.settings == ("prefill_attention_backend",)
 
 
 def test_beside_a_backend_that_prefills_it_decodes():
@@ -130,4 +131,4 @@ def test_it_is_not_chosen_to_prefill():
 def test_on_an_h200_it_says_which_gpus_it_needs():
     """D3"""
     reasons = SPEC.refusals(replace(ON_A_B200, sm=90), Role.DECODE)
-    assert [str(reason.message) for reason in reasons][1:] == ["it needs SM 100 to 103, this is SM 90"]
+    assert [reason.code for reason in reasons][1:] == ["sm"]

@@ -5,5 +5,9 @@ from __future__ import annotations
 from attnplug_conformance import conformance_tests
 from attnplug_testing.seam import over_stand_ins
 
-SUBJECTS = [over_stand_ins("flashinfer_mla", "reference_kernels:build", seam="over stand-ins for FlashInfer")]
+SUBJECTS = [
+    over_stand_ins(
+        "flashinfer_mla", "attnplug_testing.flashinfer_mla_reference:build", seam="over stand-ins for FlashInfer"
+    )
+]
 test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])

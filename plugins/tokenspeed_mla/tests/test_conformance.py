@@ -9,7 +9,7 @@ from attnplug_testing.seam import over_stand_ins
 SUBJECTS = [
     over_stand_ins(
         "tokenspeed_mla",
-        "tokenspeed_reference:reference_tokenspeed",
+        "attnplug_testing.tokenspeed_reference:reference_tokenspeed",
         seam="over stand-ins for tokenspeed-mla",
         dtypes=(DType.BFLOAT16,),
         kv_dtypes=(DType.FLOAT8_E4M3,),

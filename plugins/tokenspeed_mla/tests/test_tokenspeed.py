@@ -18,16 +18,16 @@ from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.batches import declaring
+from attnplug_testing.blackwell_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
+from attnplug_testing.blackwell_device import PROCESSORS, pretend
 from attnplug_testing.configs import DEEPSEEK_V3, read
 from attnplug_testing.devices import DEVICES
+from attnplug_testing.flashinfer_mla_reference import attend
 from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla
+from attnplug_testing.tokenspeed_reference import NEWEST, OLDEST, ReferenceTokenSpeed, build_on, reference_tokenspeed
 from attnplug_tokenspeed_mla import build, kernels
 from attnplug_tokenspeed_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.kernels import to_float8
-from blackwell_device import PROCESSORS, pretend
-from generation_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
-from reference_kernels import attend
-from tokenspeed_reference import NEWEST, OLDEST, ReferenceTokenSpeed, build_on, reference_tokenspeed
 
 (SPEC,) = attnplug_backends()
 ON_A_B200 = Problem(read(DEEPSEEK_V3), "cuda", 100, DType.BFLOAT16, FP8, 64)
@@ -143,7 +143,7 @@ class TestBuilding:
         kernels.load_library.cache_clear()
         with pytest.raises(ImportError, match="cutlass"):
             kernels.load_library()
-        with pytest.raises(BackendError, match=r"tokenspeed-mla .*no module named cutlass.*pip install 'tokenspeed"):
+        with pytest.raises(BackendError, match=r"cutlass.*pip install 'tokenspeed"):
             importlib.import_module(SPEC.factory.partition(":")[0])
         sys.modules.pop("tokenspeed_mla", None)
 
@@ -163,7 +163,7 @@ class TestWhatItSays:
     def test_on_an_h200_it_says_which_gpus_it_needs(self):
         """D3"""
         reasons = SPEC.refusals(replace(ON_A_B200, sm=90), Role.DECODE)
-        assert [str(reason.message) for reason in reasons][1:] == ["it needs SM 100 to 103, this is SM 90"]
+        assert [reason.code for reason in reasons][1:] == ["sm"]
 
     def test_the_unpacked_versions_are_the_ends_of_what_the_plugin_claims(self):
         makefile = (Path(__file__).resolve().parents[3] / "Makefile").read_text()

@@ -9,7 +9,7 @@ from attnplug_testing.seam import over_stand_ins
 SUBJECTS = [
     over_stand_ins(
         "trtllm_mla",
-        "trtllm_reference:reference_trtllm",
+        "attnplug_testing.trtllm_reference:reference_trtllm",
         seam="over stand-ins for FlashInfer's functions",
         dtypes=(DType.BFLOAT16,),
         kv_dtypes=(DType.BFLOAT16, DType.FLOAT8_E4M3),

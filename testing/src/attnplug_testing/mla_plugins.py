@@ -5,10 +5,8 @@ A new plugin adds a line to ``PLUGINS``; whoever goes through them fails as long
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from attnplug import (
@@ -28,7 +26,6 @@ from attnplug.linear import LinearDims, LinearStatePool
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import KernelCase
 
-_PLUGINS = Path(__file__).parents[3] / "plugins"
 _LINEAR = LayerSpec(0, AttentionKind.KDA, 2, 2, 16, 16, 0.25, linear=LinearDims(2, 2, 16, 16, 96, 4))
 Build = Callable[[BackendContext], AttentionBackend]
 
@@ -72,11 +69,6 @@ class MLAPlugin:
         return replace(case, **self.changes)
 
 
-def _tests_of(*plugins: str) -> None:
-    """Let what the tests of a plugin share be imported."""
-    sys.path += [path for name in plugins if (path := str(_PLUGINS / name / "tests")) not in sys.path]
-
-
 def _torch_native(context: BackendContext) -> AttentionBackend:
     from attnplug.host import TorchNativeBackend
 
@@ -84,51 +76,44 @@ def _torch_native(context: BackendContext) -> AttentionBackend:
 
 
 def _flashinfer_mla(context: BackendContext) -> AttentionBackend:
-    _tests_of("flashinfer_mla")
-    from reference_kernels import build
+    from attnplug_testing.flashinfer_mla_reference import build
 
     return build(context)
 
 
 def _flashattention(context: BackendContext) -> AttentionBackend:
-    _tests_of("flashattention")
     from attnplug_flashattention.backend import FlashAttentionBackend
-    from flash_references import reference
+    from attnplug_testing.flashattention_reference import reference
 
     return FlashAttentionBackend(declaring(context, "flashattention"), kernels=reference("fa4"))
 
 
 def _flashmla(context: BackendContext) -> AttentionBackend:
-    _tests_of("flashmla")
-    from reference_flashmla import build
+    from attnplug_testing.flashmla_reference import build
 
     return build(context)
 
 
 def _trtllm_mla(context: BackendContext) -> AttentionBackend:
-    _tests_of("flashinfer_mla", "trtllm_mla")
-    from trtllm_reference import reference_trtllm
+    from attnplug_testing.trtllm_reference import reference_trtllm
 
     return reference_trtllm(context)
 
 
 def _tokenspeed_mla(context: BackendContext) -> AttentionBackend:
-    _tests_of("flashinfer_mla", "trtllm_mla", "tokenspeed_mla")
-    from tokenspeed_reference import reference_tokenspeed
+    from attnplug_testing.tokenspeed_reference import reference_tokenspeed
 
     return reference_tokenspeed(context)
 
 
 def _cutedsl_mla(context: BackendContext) -> AttentionBackend:
-    _tests_of("flashinfer_mla", "trtllm_mla", "cutedsl_mla")
-    from cutedsl_reference import reference_cutedsl
+    from attnplug_testing.cutedsl_reference import reference_cutedsl
 
     return reference_cutedsl(context)
 
 
 def _triton_mla(context: BackendContext) -> AttentionBackend:
-    _tests_of("triton_mla")
-    from interpreted_mla import build
+    from attnplug_testing.interpreted_mla import build
 
     return build(context)
 

@@ -1,4 +1,4 @@
-"""The factory of the spec. Its libraries are imported with this module: if one fails, nothing has been built yet."""
+"""Factory of the spec. Importing this module imports its libraries: an import error occurs before anything is built."""
 
 from __future__ import annotations
 

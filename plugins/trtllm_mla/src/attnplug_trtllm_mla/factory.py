@@ -1,4 +1,4 @@
-"""The factory of the spec. FlashInfer is imported with this module: if that fails, nothing has been built yet."""
+"""Factory of the spec. Importing this module imports FlashInfer, so an import error occurs before anything is built."""
 
 from __future__ import annotations
 

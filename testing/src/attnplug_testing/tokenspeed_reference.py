@@ -10,13 +10,9 @@ from torch import Tensor
 
 from attnplug import BackendContext
 from attnplug_testing.batches import declaring
+from attnplug_testing.blackwell_checks import Build, skip_unless_served
 from attnplug_testing.signatures import read_signature, unpacked
-from attnplug_tokenspeed_mla.build import tokenspeed_mla
-from attnplug_tokenspeed_mla.kernels import Library
-from attnplug_tokenspeed_mla.plugin import attnplug_backends
-from attnplug_trtllm_mla.backend import TRTLLMMLABackend
-from generation_checks import Build, skip_unless_served
-from trtllm_reference import (
+from attnplug_testing.trtllm_reference import (
     check_cute_dsl_scratch,
     check_ragged,
     check_tables,
@@ -24,6 +20,10 @@ from trtllm_reference import (
     run_decode,
     run_ragged,
 )
+from attnplug_tokenspeed_mla.build import tokenspeed_mla
+from attnplug_tokenspeed_mla.kernels import TokenSpeedLibrary
+from attnplug_tokenspeed_mla.plugin import attnplug_backends
+from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 
 OLDEST, NEWEST = "2.0.0", "2.0.4"
 FLOAT8 = torch.float8_e4m3fn
@@ -42,8 +42,8 @@ class ReferenceTokenSpeed:
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
     @property
-    def library(self) -> Library:
-        return Library(self.decode, self.prefill, self.warm_up)
+    def library(self) -> TokenSpeedLibrary:
+        return TokenSpeedLibrary(self.decode, self.prefill, self.warm_up)
 
     def named(self, kind: str) -> list[dict[str, Any]]:
         return [given for name, given in self.calls if name == kind]

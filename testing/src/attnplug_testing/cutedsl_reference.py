@@ -6,9 +6,9 @@ from attnplug import BackendContext
 from attnplug_cutedsl_mla.build import cutedsl_mla
 from attnplug_cutedsl_mla.plugin import attnplug_backends
 from attnplug_testing.batches import declaring
+from attnplug_testing.blackwell_checks import Build, skip_unless_served
+from attnplug_testing.trtllm_reference import ReferenceFlashInfer, on_blackwell
 from attnplug_trtllm_mla.backend import TRTLLMMLABackend
-from generation_checks import Build, skip_unless_served
-from trtllm_reference import ReferenceFlashInfer, on_blackwell
 
 
 def reference_cutedsl(context: BackendContext, flashinfer: ReferenceFlashInfer | None = None) -> TRTLLMMLABackend:
