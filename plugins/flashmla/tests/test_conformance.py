@@ -7,7 +7,7 @@ from attnplug_conformance import conformance_tests
 from attnplug_testing.seam import over_stand_ins
 
 SUBJECTS = [
-    over_stand_ins("flashmla", "reference_flashmla:build", seam="over a stand-in for FlashMLA"),
+    over_stand_ins("flashmla", "attnplug_testing.flashmla_reference:build", seam="over a stand-in for FlashMLA"),
     over_stand_ins(
         "flashmla_sparse",
         "reference_sparse:build",

@@ -1,4 +1,7 @@
-"""The factories of the specs. FlashMLA is imported with this module: if that fails, nothing has been built yet."""
+"""Factories of the specs.
+
+Importing this module imports FlashMLA, so an import error occurs before anything is built.
+"""
 
 from __future__ import annotations
 
