@@ -46,7 +46,7 @@ from attnplug.host import BatchPlan, KVPools, Limits, MLADims, RawScene, Workspa
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_flashattention.kernels import load_fa4
 from attnplug_flashattention.options import FlashAttentionOptions
-from attnplug_flashattention.raw import RawDecode
+from attnplug_flashattention.raw import RawFlashAttention
 
 PAGE, MAX_CONTEXT = 64, 131072
 LAYERS, CALLS, REPLAYS = 4, 20, 20
@@ -151,7 +151,7 @@ class Decode:
         self._q = random(case.requests, case.heads, case.head_dim, device=rig.device)
         self._batch = self._ours.batch()
         plan_forward(self._ours.backend, self._batch)
-        self._fa4 = RawDecode(
+        self._fa4 = RawFlashAttention(
             RawScene(
                 self._ours.layers, self._ours.context.pools, PAGE, self._ours.page_table,
                 (case.length,) * case.requests, 1, False, self._q, True,

@@ -18,7 +18,9 @@ NO_CAP = {**LESS, "features": frozenset({Feature.SLIDING_WINDOW, Feature.SINKS})
 
 
 def subject(factory: str, **claims: object) -> Subject:
-    return over_stand_ins("flashattention", f"flash_references:{factory}", seam="over stand-ins", **claims)
+    return over_stand_ins(
+        "flashattention", f"attnplug_testing.flashattention_reference:{factory}", seam="over stand-ins", **claims
+    )
 
 
 OTHERS = {

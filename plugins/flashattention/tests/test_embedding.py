@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from attnplug_engine import Embedder
 from attnplug_testing.command import Package
 from attnplug_testing.devices import DEVICES
+from attnplug_testing.flashattention_reference import skip_without_fa4
 from attnplug_testing.rounded_oracle import DEEPSEEK_V3
-from flash_references import skip_without_fa4
 
 GQA = {
     "vocab_size": 512,
@@ -47,7 +47,7 @@ def attnplug_backends():
     (spec,) = on_a_gpu.attnplug_backends()
     float32 = frozenset({DType.FLOAT32})
     can = replace(spec.capabilities, devices=frozenset({"cpu", "cuda"}), dtypes=float32, kv_dtypes=float32)
-    factory = "flash_references:on_references"
+    factory = "attnplug_testing.flashattention_reference:on_references"
     return [replace(spec, name="flash_on_cpu", factory=factory, check=None, capabilities=can)]
 """
 

@@ -9,8 +9,8 @@ import pytest
 from attnplug import DType, ExtendPath, Role
 from attnplug.host import ExtendPolicy
 from attnplug_testing.devices import DEVICES
+from attnplug_testing.flashattention_reference import skip_without_fa4
 from attnplug_testing.rounded_oracle import DEEPSEEK_V3, RoundedOracle
-from flash_references import skip_without_fa4
 
 pytestmark = [*DEVICES[1].marks]
 
