@@ -1,4 +1,4 @@
-"""The backend joined to every full-attention plugin of the repository: chunk planning reaches it (A8)."""
+"""Linear attention joined to every full-attention plugin of the repository: chunk planning reaches it (A8)."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def test_planning_8218_rows_after_a_prefix_of_800(name):
     chunks = batch.plan.chunks
     if name == "flashinfer_mla":
         assert chunks.query_rows == 8218
-        assert chunks.metadata[0].lease.kernel.call is first
+        assert chunks.metadata[0].handle.kernel.call is first
     else:
         assert chunks is None  # no hook, or nothing that a hook has to plan
