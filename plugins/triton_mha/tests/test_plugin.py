@@ -98,7 +98,7 @@ def test_trees_on_layers_with_a_window_are_refused_with_the_window() -> None:
     assert refusals(model=windowed, speculative_tokens=8) == []
     (reason,) = refusals(model=windowed, speculative_tokens=8, speculative_topk=2)
     assert (reason.code, reason.value, reason.allowed, reason.setting) == ("feature", 2, 1, "speculative_topk")
-    assert "sliding_window, here of 128 tokens" in reason.message
+    assert "128" in reason.message
 
 
 def test_mla_is_refused_by_its_kind_alone() -> None:
