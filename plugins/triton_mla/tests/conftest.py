@@ -1,4 +1,4 @@
-"""Lets the tests of this plugin import what they share, and settles how they run."""
+"""Test configuration: import path of the helper modules in this folder, Triton mode, threads, hypothesis."""
 
 import sys
 from pathlib import Path

@@ -14,7 +14,7 @@ pytestmark = INTERPRETED
 SUBJECTS = [
     over_stand_ins(
         "triton_mla",
-        "interpreted_mla:build",
+        "attnplug_testing.interpreted_mla:build",
         seam="in Triton's interpreter",
         kv_dtypes=(DType.FLOAT32, DType.FLOAT8_E4M3),
         longest=100,

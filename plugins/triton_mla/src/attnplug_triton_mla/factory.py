@@ -1,4 +1,4 @@
-"""The factory of the spec. Triton is imported with this module: if that fails, nothing has been built yet."""
+"""Factory of the spec. Importing this module imports Triton, so an import error occurs before anything is built."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import_library(lambda: import_module("triton.language"), LIBRARY)
 
 
 def triton_mla(context: BackendContext) -> AttentionBackend:
-    from attnplug_triton_mla.backend import TritonMLABackend  # here: its kernels need Triton to be defined
+    """Build the backend; the spec's factory."""
+    from attnplug_triton_mla.backend import TritonMLABackend  # not at the top: its module requires Triton
 
     return TritonMLABackend(context)

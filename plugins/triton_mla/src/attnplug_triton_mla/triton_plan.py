@@ -1,4 +1,4 @@
-"""The schedule of the attention kernels: core's, which is also that of the index."""
+"""Schedule kernels of attention, shared with the sparse index."""
 
 from __future__ import annotations
 
