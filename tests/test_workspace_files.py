@@ -100,3 +100,26 @@ def test_specs_declare_the_contract_as_a_literal():
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         declared = [word.value for call in calls for word in call.keywords if word.arg == "contract"]
         assert declared and all(isinstance(value, ast.Constant) for value in declared), path
+
+
+def test_every_plugin_declares_what_its_tests_import():
+    """``cd plugins/NAME && pytest`` runs in an environment with the plugin's extra ``test``."""
+    for folder in sorted(ROOT.glob("plugins/*/tests")):
+        project = PACKAGES[folder.parent.relative_to(ROOT).as_posix()]
+        declared = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+        names = {Requirement(text).name.replace("-", "_") for text in declared} | {project["name"].replace("-", "_")}
+        released_with_testing = {"attnplug_conformance", "attnplug_engine"}  # testing depends on them
+        for path in folder.glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                for module in modules:
+                    package = module.partition(".")[0]
+                    if package.startswith("attnplug") or package in ("hypothesis", "pytest", "transformers", "triton"):
+                        assert package in names | released_with_testing, f"{path.relative_to(ROOT)}: {package}"
+                        assert ".tests" not in module
+
+
+def test_no_test_of_a_plugin_looks_into_another_packages_tests():
+    for path in ROOT.glob("plugins/*/tests/conftest.py"):
+        assert "parents" not in path.read_text(), f"{path.relative_to(ROOT)} extends sys.path beyond its own folder"
