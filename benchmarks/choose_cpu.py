@@ -18,19 +18,13 @@ from typing import Any
 import torch
 from engine_cpu import commit, cpu_name
 
-from attnplug import (
-    AttentionKind,
-    BackendId,
-    Claims,
-    ForwardBatch,
-    ForwardMode,
-    Geometry,
-    GraphLevel,
-    LayerSpec,
-    Plan,
-    Role,
-)
-from attnplug.host import BackendSchedule, BatchPlan, FastestBackend, TypicalLens, length_ranges
+from attnplug import AttentionKind, Claims, ForwardBatch, ForwardMode, Geometry, GraphLevel, LayerSpec, Plan, Role
+from attnplug.auto.fastest import FastestBackend
+from attnplug.auto.schedule import BackendSchedule
+from attnplug.contract.batch import BatchPlan
+from attnplug.contract.plan import BackendId
+from attnplug.host import TypicalLens
+from attnplug.wrappers.forwarding import length_ranges
 from attnplug_engine import SamplingParams
 from attnplug_engine.graphs.dispatcher import GraphDispatcher
 from attnplug_engine.request import Request

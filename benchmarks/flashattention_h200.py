@@ -42,20 +42,13 @@ from attnplug import (
     RaggedCall,
     Role,
 )
-from attnplug.host import (
-    BatchPlan,
-    KVPools,
-    Limits,
-    MLADims,
-    WorkspaceOwner,
-    load_registry,
-    plan_forward,
-)
+from attnplug.contract.batch import BatchPlan
+from attnplug.host import KVPools, Limits, MLADims, WorkspaceOwner, load_registry, plan_forward
 from attnplug.tables import RawScene
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_flashattention.kernels import load_fa4
 from attnplug_flashattention.options import FlashAttentionOptions
-from attnplug_flashattention.raw import RawDecode
+from attnplug_flashattention.raw import RawFlashAttention
 
 PAGE, MAX_CONTEXT = 64, 131072
 LAYERS, CALLS, REPLAYS = 4, 20, 20
@@ -160,7 +153,7 @@ class Decode:
         self._q = random(case.requests, case.heads, case.head_dim, device=rig.device)
         self._batch = self._ours.batch()
         plan_forward(self._ours.backend, self._batch)
-        self._fa4 = RawDecode(
+        self._fa4 = RawFlashAttention(
             RawScene(
                 self._ours.layers, self._ours.context.pools, PAGE, self._ours.page_table,
                 (case.length,) * case.requests, 1, False, self._q, True,

@@ -60,12 +60,12 @@ LATENT, LATENT_TESTS = "engine/src/attnplug_engine/kernels/latent.py", "engine/t
 _ONE = "\n        _write_row("  # in the kernel that writes one cache, not two
 _NO_SLOT = (ROW_TESTS, "-k", "before_or_behind or without_a_slot and float32 and not triton")
 _INDICES = (f"{FLASHINFER_TESTS}/test_planner.py", "-k", "row_by_row or stays_inside")
-_WORK_LIST = (f"{FLASHINFER_TESTS}/test_schedule.py", "-k", "same_list and 1-16")
+_WORK_LIST = (f"{FLASHINFER_TESTS}/test_work_list.py", "-k", "same_list and 1-16")
 _PAGED = (f"{FLASHINFER_TESTS}/test_batches.py", "-k", "TestAbsorbed and test_decode and 16-64")
 _RAGGED = (f"{FLASHINFER_TESTS}/test_batches.py", "-k", "three_paths and chunked-16-64")
 _PAGES = (f"{FLASHMLA_TESTS}/test_planner.py", "-k", "64-2 or 128-7 or stays_inside")
-_PARTS = (f"{FLASHATTENTION_TESTS}/test_division.py", "-k", "TestTables")
-_MERGE = (f"{FLASHATTENTION_TESTS}/test_division.py", "-k", "TestMerge and launch")
+_PARTS = (f"{FLASHATTENTION_TESTS}/test_kv_splits.py", "-k", "TestTables")
+_MERGE = (f"{FLASHATTENTION_TESTS}/test_kv_splits.py", "-k", "TestMerge and launch")
 _PLAN = (f"{TRITON_TESTS}/test_schedule.py", "-k", "last_of_their_request or plain or 0-0-False")
 _LOW = (f"{TRITON_TESTS}/test_batches.py", "-k", "TestMatrix and test_decode and 5-16-64")
 _WIDE = (f"{TRITON_TESTS}/test_batches.py", "-k", "TestMatrix and test_decode and 60-128-64")
@@ -282,7 +282,7 @@ FAULTS = (
     Fault(
         "flashinfer_mla: a ragged log-sum-exp in base 2",
         f"{FLASHINFER}/kernels.py",
-        "            lse.mul_(_LN_2)  # it counts in powers of two (C4)\n",
+        "            lse.mul_(_LN_2)  # base 2 → natural log (C4)\n",
         "            pass\n",
         _RAGGED,
     ),

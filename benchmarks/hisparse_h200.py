@@ -44,9 +44,9 @@ from attnplug.host import (
     MLADims,
     ModelAttention,
     WorkspaceOwner,
-    build_backend,
     load_registry,
 )
+from attnplug.registry.building import build_backend
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions
 from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool

@@ -32,11 +32,12 @@ from attnplug import (
     ForwardMode,
     Geometry,
     LayerSpec,
-    LinearInputs,
     ModelSpec,
     Role,
 )
-from attnplug.host import BatchPlan, KVPools, Limits, LinearDims, LinearStatePool, WorkspaceOwner
+from attnplug.contract.batch import BatchPlan
+from attnplug.host import KVPools, Limits, WorkspaceOwner
+from attnplug.linear import LinearDims, LinearInputs, LinearStatePool
 from attnplug_hybrid_linear.fla_backend import FlaLinearBackend
 from attnplug_hybrid_linear.plugin import attnplug_backends
 

@@ -65,7 +65,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnplug import ExtendPath, ForwardBatch
-from attnplug.host import BatchPlan, ExtendPolicy, KVPools, MLAWeights, ModelAttention
+from attnplug.contract.batch import BatchPlan
+from attnplug.host import ExtendPolicy, KVPools, ModelAttention
+from attnplug.mla.weights import MLAWeights
 from attnplug_triton_mla.options import TritonMLAOptions
 
 WHAT = (

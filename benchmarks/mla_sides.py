@@ -14,7 +14,7 @@ from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, 
 from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, load_registry
 from attnplug.tables import RawScene
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
-from attnplug_flashinfer_mla.raw import SCRATCH_BYTES, RawDecode
+from attnplug_flashinfer_mla.raw import SCRATCH_BYTES, RawFlashInferMLA
 from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_flashmla.raw import RawFlashMLA
 from attnplug_triton_mla.backend import TritonMLABackend
@@ -197,7 +197,7 @@ class Pair:
 
 
 FLASHINFER = Pair(
-    "flashinfer_mla", lambda ours, q, rig, graph: RawDecode(ours.scene(q, captured=graph), KERNEL, rig.scratch)
+    "flashinfer_mla", lambda ours, q, rig, graph: RawFlashInferMLA(ours.scene(q, captured=graph), KERNEL, rig.scratch)
 )
 FLASHMLA = Pair("flashmla", lambda ours, q, rig, graph: RawFlashMLA(ours.scene(q, captured=graph)))
 

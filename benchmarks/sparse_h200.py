@@ -36,7 +36,8 @@ from attnplug import (
     ModelSpec,
     Role,
 )
-from attnplug.host import BatchPlan, HostContext, KVPools, Limits, MLADims, WorkspaceOwner, load_registry
+from attnplug.contract.batch import BatchPlan
+from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, load_registry
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedSlots
 from attnplug_sparse.index import IndexPlan, SparseIndex
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from attnplug.host import load_registry, read_tables, write_tables
+from attnplug.auto.table_files import read_tables, write_tables
+from attnplug.host import load_registry
 
 
 def main(path: Path) -> None:

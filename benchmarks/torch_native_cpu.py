@@ -15,16 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, LayerSpec, MHAPool, ModelSpec, Role
-from attnplug.host import (
-    HostContext,
-    KVPools,
-    Limits,
-    TorchNativeBackend,
-    WorkspaceOwner,
-    load_registry,
-    plan_forward,
-    torch_dtype,
-)
+from attnplug.host import HostContext, KVPools, Limits, WorkspaceOwner, load_registry, plan_forward
+from attnplug.kernels import torch_dtype
+from attnplug.torch_native.backend import TorchNativeBackend
 
 PAGE = 64
 LAYER = LayerSpec(0, AttentionKind.MHA, 16, 4, 64, 64, 64**-0.5)

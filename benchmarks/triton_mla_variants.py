@@ -21,9 +21,10 @@ from mla_sides import CALLS, DIMS, MAX_CONTEXT, QK_DIM, SCALE, V_DIM, Rig, rando
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, LayerSpec, MLAPool, ModelSpec
-from attnplug.host import BatchPlan, HostContext, KVPools, Limits, WorkspaceOwner
+from attnplug.contract.batch import BatchPlan
+from attnplug.host import HostContext, KVPools, Limits, WorkspaceOwner
 from attnplug_triton_mla.backend import TritonMLABackend
-from attnplug_triton_mla.configurations import Configuration, choose
+from attnplug_triton_mla.configurations import MLAKernelConfig, choose
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.plugin import attnplug_backends
 
@@ -110,13 +111,13 @@ class Side:
         )
         self._capture(choose)
 
-    def cut_by(self, choose: Callable[..., Configuration]) -> Side:
+    def cut_by(self, choose: Callable[..., MLAKernelConfig]) -> Side:
         """The same over the same memory, with other configurations."""
         other = copy(self)
         other._capture(choose)
         return other
 
-    def _capture(self, choose: Callable[..., Configuration]) -> None:
+    def _capture(self, choose: Callable[..., MLAKernelConfig]) -> None:
         self._backend, self._batch = TritonMLABackend(self._context, choose=choose), ForwardBatch(self._geometry)
         self._backend.init_cuda_graph_state(self._batch.batch_size, self._batch.num_tokens)
         plan = self._backend.init_forward_metadata_out_graph(self._batch, in_capture=True)

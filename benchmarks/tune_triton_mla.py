@@ -29,7 +29,7 @@ from mla_sides import CALLS, Rig
 from triton_mla_variants import PACKAGES, Side, Variant
 
 from attnplug import DType
-from attnplug_triton_mla.configurations import ANY, Configuration, choose
+from attnplug_triton_mla.configurations import ANY, MLAKernelConfig, choose
 
 WHAT = (
     "triton_mla: candidates for the tables in configurations.py; µs of a decode in graphs of 20, caches out of L2. A "
@@ -50,7 +50,7 @@ class Shape:
         kv_dtype = DType.FLOAT8_E4M3 if self.fp8 else DType.BFLOAT16
         return Variant((length,) * self.requests, self.heads, kv_dtype=kv_dtype)
 
-    def chosen(self, tokens: int) -> Configuration:
+    def chosen(self, tokens: int) -> MLAKernelConfig:
         return choose(self.heads, self.requests, tokens, fp8=self.fp8, invariant=False)
 
 
@@ -61,14 +61,14 @@ SHAPES += [Shape(16, 2, False), Shape(128, 2, False), *(Shape(64, requests, Fals
 """In the order of measurement."""
 
 
-def cuts(shape: Shape) -> list[Configuration]:
+def cuts(shape: Shape) -> list[MLAKernelConfig]:
     """Ways to cut the cache rows: tile, step, warps, stages, kernel, and what goes with them."""
-    found = [Configuration(16, 64, 4, 3), Configuration(16, 32, 4, 4)]
+    found = [MLAKernelConfig(16, 64, 4, 3), MLAKernelConfig(16, 32, 4, 4)]
     if shape.fp8:
-        return [*found, Configuration(16, 64, 4, 4), Configuration(16, 64, 4, 3, programs=2)]
-    found += [Configuration(16, 32, 4, buffers, "low") for buffers in (3, 4)]
+        return [*found, MLAKernelConfig(16, 64, 4, 4), MLAKernelConfig(16, 64, 4, 3, programs=2)]
+    found += [MLAKernelConfig(16, 32, 4, buffers, "low") for buffers in (3, 4)]
     if shape.heads > 16:
-        found.append(Configuration(64, 64, 8, 2, "wide", part_cost=1 / 16 if shape.requests == 1 else 0.0))
+        found.append(MLAKernelConfig(64, 64, 8, 2, "wide", part_cost=1 / 16 if shape.requests == 1 else 0.0))
     return found
 
 
@@ -79,7 +79,7 @@ def merges(requests: int) -> list[tuple[int, int, int]]:
     return [(32, 64, 1), (32, 128, 1), (16, 512, 4)] if requests <= 8 else [(16, 512, 4), (16, 256, 1)]
 
 
-def candidates(shape: Shape) -> list[Configuration]:
+def candidates(shape: Shape) -> list[MLAKernelConfig]:
     """All of them, and what the tables have now."""
     found = [
         replace(cut, merge_parts=parts, merge_columns=columns, merge_warps=warps, overlap=True)
@@ -88,7 +88,7 @@ def candidates(shape: Shape) -> list[Configuration]:
     return list(dict.fromkeys([*found, shape.chosen(1024), shape.chosen(ANY)]))
 
 
-def brief(configuration: Configuration) -> str:
+def brief(configuration: MLAKernelConfig) -> str:
     """As it would be written in the table: the first four fields by position, others if they differ from their
     defaults."""
     place, named = fields(configuration)[:4], fields(configuration)[4:]
@@ -100,7 +100,7 @@ def brief(configuration: Configuration) -> str:
     return ", ".join(given)
 
 
-def compile_one(shape: Shape, candidate: Configuration) -> None:
+def compile_one(shape: Shape, candidate: MLAKernelConfig) -> None:
     """Compile into Triton's cache, by running a small batch."""
     with torch.inference_mode():
         Side(shape.variant(128), torch.device("cuda", 0)).cut_by(lambda *_, **__: candidate).calls()
@@ -115,7 +115,7 @@ def compile_all(shapes: Iterable[Shape], processes: int, seconds: float) -> None
     pool.shutdown(wait=False, cancel_futures=True)
 
 
-def measure(shape: Shape, length: int, rig: Rig) -> dict[Configuration, float]:
+def measure(shape: Shape, length: int, rig: Rig) -> dict[MLAKernelConfig, float]:
     """Microseconds of a call, or infinity for a candidate that fails."""
     plain, sides, graphs, times = Side(shape.variant(length), rig.device), [], {}, {}
     for candidate in candidates(shape):
@@ -130,7 +130,7 @@ def measure(shape: Shape, length: int, rig: Rig) -> dict[Configuration, float]:
     return times | {candidate: us[brief(candidate)] / CALLS for candidate in graphs}
 
 
-def ranking(times: dict[int, dict[Configuration, float]]) -> list[Configuration]:
+def ranking(times: dict[int, dict[MLAKernelConfig, float]]) -> list[MLAKernelConfig]:
     """Candidates by the mean, over lengths, of the ratio of their time to the best one's."""
     found = next(iter(times.values()))
     return sorted(found, key=lambda candidate: sum(us[candidate] / min(us.values()) for us in times.values()))

@@ -33,7 +33,9 @@ from measurements import (
     short_prefills,
 )
 
-from attnplug.host import Registered, describe, load_registry
+from attnplug.cli.backends import describe
+from attnplug.declare.registered import Registered
+from attnplug.host import load_registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

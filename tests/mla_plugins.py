@@ -21,15 +21,10 @@ from attnplug import (
     RefusalCode,
     Serving,
 )
-from attnplug.host import (
-    HybridLinearBackend,
-    KVPools,
-    LinearDims,
-    LinearStatePool,
-    MLADims,
-    TorchNativeBackend,
-    load_registry,
-)
+from attnplug.host import KVPools, MLADims, load_registry
+from attnplug.linear import LinearDims, LinearStatePool
+from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_hybrid_linear.torch_backend import TorchLinearBackend
 from attnplug_testing.batches import declaring

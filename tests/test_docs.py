@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import CONTRACT_VERSION
-from attnplug.host import ModelAttention, TorchNativeBackend
+from attnplug.declare.version import CONTRACT_VERSION
+from attnplug.host import ModelAttention
+from attnplug.torch_native.backend import TorchNativeBackend
 
 if TYPE_CHECKING:
     from conftest import Environment

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from attnplug import GraphLevel, Role
-from attnplug.host import build_selection, parse_options
+from attnplug.declare.options import parse_options
+from attnplug.host import build_selection
 from attnplug_engine import Engine, SamplingParams
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, need_libraries, watched_logits

@@ -1,4 +1,4 @@
-"""The backend joined to every full-attention plugin of the repository: chunk planning reaches it (A8)."""
+"""Linear attention joined to every full-attention plugin of the repository: chunk planning reaches it (A8)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attnplug import AttentionBackend, BackendContext, ExtendPath, ForwardBatch
-from attnplug.host import ExtendPolicy, HybridLinearBackend, ModelAttention
+from attnplug.host import ExtendPolicy, ModelAttention
+from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug_testing.batches import geometry
 from attnplug_testing.kernel_scene import KernelScene, mla
 from mla_plugins import PLUGINS, joined, serving_mla
@@ -42,6 +43,6 @@ def test_planning_8218_rows_after_a_prefix_of_800(name):
     chunks = batch.plan.chunks
     if name == "flashinfer_mla":
         assert chunks.query_rows == 8218
-        assert chunks.metadata[0].lease.kernel.call is first
+        assert chunks.metadata[0].handle.kernel.call is first
     else:
         assert chunks is None  # no hook, or nothing that a hook has to plan

@@ -9,10 +9,11 @@ from itertools import product
 import pytest
 
 from attnplug import BackendContext, ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError, Serving
-from attnplug.choose.building import claim_problems
 from attnplug.contract.backend import bind_optional_hook
-from attnplug.host import ExtendPolicy, HybridLinearBackend, backend_problems, load_registry
+from attnplug.host import ExtendPolicy, load_registry
 from attnplug.mla.plan import plan_extend
+from attnplug.registry.building import backend_problems, claim_problems
+from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.kernel_scene import KernelScene, mla

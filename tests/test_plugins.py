@@ -14,7 +14,8 @@ import pytest
 from attnplug import BackendSpec, Problem, Role
 from attnplug.auto.table_files import read_tables
 from attnplug.auto.table_store import table_files
-from attnplug.host import Processor, load_registry
+from attnplug.host import load_registry
+from attnplug.machine.hardware import Processor
 from attnplug_testing.command import Explained
 from attnplug_testing.configs import KIMI_LINEAR, read
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnplug import UsageError
 from attnplug.cli.app import parse, run
-from attnplug.host import SelectionError, UsageError, load_registry
+from attnplug.host import SelectionError, load_registry
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.chosen import chosen_backends
 from attnplug_conformance.new_command import KINDS, files

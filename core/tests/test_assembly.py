@@ -20,7 +20,6 @@ from attnplug import (
     DType,
     ExtendPath,
     ForwardBatch,
-    ForwardingBackend,
     ForwardMode,
     Geometry,
     GraphLevel,
@@ -28,30 +27,28 @@ from attnplug import (
     Problem,
     Refusal,
     Role,
+    UsageError,
 )
-from attnplug.choose.assembly import BuildError
-from attnplug.declare.registered import Source
+from attnplug.auto.fastest import FastestBackend
+from attnplug.auto.ranking import Ranked
+from attnplug.auto.schedule import BackendSchedule
+from attnplug.declare.errors import PluginWarning, WorkspaceError
+from attnplug.declare.registered import Registered, Source
 from attnplug.host import (
     BackendRequest,
-    BackendSchedule,
-    FastestBackend,
+    ForwardingBackend,
     HostContext,
     KVPools,
     Limits,
-    PluginWarning,
-    Ranked,
-    Registered,
     Registry,
     Selection,
     SelectionError,
-    UsageError,
-    WorkspaceError,
     WorkspaceOwner,
-    build_chosen,
     build_selection,
     choose_importable,
     select,
 )
+from attnplug.registry.assembly import BuildError, build_chosen
 from attnplug_testing.specs import MHA, MLA, claiming, model
 from support.recorder import Recorder
 

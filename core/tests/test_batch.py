@@ -9,9 +9,10 @@ from itertools import permutations
 import pytest
 import torch
 
-from attnplug import BackendId, ForwardBatch, ForwardMode, Plan, PlanError
+from attnplug import ForwardBatch, ForwardMode, Plan, PlanError
 from attnplug.contract import batch as batch_module
 from attnplug.contract.batch import BatchPlan, apply_skip_attn_backend_init
+from attnplug.contract.plan import BackendId
 from attnplug.host import plan_forward
 from attnplug_testing.batches import geometry, padded, with_plan
 from support.full_batch import extend_batch

@@ -26,9 +26,9 @@ from attnplug import (
     Role,
     hookimpl,
 )
-from attnplug.choose.loading import Broken
 from attnplug.declare.claims import weakest
-from attnplug.host import PluginError
+from attnplug.declare.errors import PluginError
+from attnplug.registry.loading import Broken
 from attnplug_testing.plugins import Install, module, place, spec
 from attnplug_testing.specs import EVERYTHING, claiming, page_sizes
 

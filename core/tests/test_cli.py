@@ -119,7 +119,7 @@ def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path, mode: str) -
     """JSON lines are whole or not there, also where others were in the file before."""
     code = """
 import resource
-from attnplug.host import output
+from attnplug.cli import output
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 output.reserve_for_json()
 output.write_line("a" * 50)

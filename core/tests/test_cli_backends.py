@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnplug import Capabilities
-from attnplug.host import describe
+from attnplug.cli.backends import describe
 from attnplug_testing.command import PLUGIN, Attnplug, Package, in_own_process
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -141,7 +141,7 @@ def test_a_plugin_that_takes_long_to_load_is_a_warning(
 ) -> None:
     package("slow")
     clock = itertools.count(step=3.14159)
-    monkeypatch.setattr("attnplug.choose.registry.monotonic", lambda: next(clock))
+    monkeypatch.setattr("attnplug.registry.registry.monotonic", lambda: next(clock))
     outcome = attnplug(*arguments)
     assert (outcome.code, outcome.err) == (0, "warning: plugin slow (slow-dist 1.2.3) took 3.1 s to load\n")
 

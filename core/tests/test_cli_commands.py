@@ -13,7 +13,7 @@ from attnplug_testing.command import Attnplug
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
 GOOD = """
-from attnplug.host import add_command
+from attnplug.cli.app import add_command
 
 def declare(commands):
     add_command(commands, "greet", "Say hello.", lambda parsed: print("hello") or 0)

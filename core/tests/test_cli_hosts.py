@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from attnplug import Problem
+from attnplug import Problem, UsageError
 from attnplug.auto.ranking import BY_PREFERENCE
-from attnplug.host import HostSpec, UsageError, load_host
+from attnplug.host import HostSpec
+from attnplug.registry.hosts import load_host
 from attnplug_testing.command import Attnplug
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -116,7 +117,7 @@ def test_an_unknown_host_is_answered_with_the_installed_ones(bridge: Bridge, mon
         load_host("ENGINE")
     with pytest.raises(UsageError, match=r"bridges to engine.*hosts\.md"):
         load_host("qqq")
-    monkeypatch.setattr("attnplug.choose.hosts.find_entry_points", lambda group: ([], []))
+    monkeypatch.setattr("attnplug.registry.hosts.find_entry_points", lambda group: ([], []))
     with pytest.raises(UsageError, match=r"no bridge is installed.*hosts\.md"):
         load_host("vllm")
 

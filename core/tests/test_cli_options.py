@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from attnplug import DType, ExtendPath, GraphLevel, Problem, Role
+from attnplug import DType, ExtendPath, GraphLevel, Problem, Role, UsageError
 from attnplug.cli.explain import ExplainOptions
-from attnplug.host import UsageError, load_model, option
+from attnplug.cli.options import option
+from attnplug.host import load_model
 from attnplug_testing.command import Attnplug
 
 ROLES = {Role.PREFILL: "two", Role.DECODE: "three", Role.LINEAR: "four"}

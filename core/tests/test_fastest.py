@@ -29,28 +29,24 @@ from attnplug import (
     PlanError,
     Role,
 )
+from attnplug.auto.fastest import FastestBackend
+from attnplug.auto.schedule import BackendSchedule
+from attnplug.contract.batch import BatchPlan
+from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 from attnplug.host import (
-    EVERY_LENGTH,
-    BackendSchedule,
-    BatchPlan,
-    FastestBackend,
     HostContext,
-    HybridLinearBackend,
     KVPools,
-    LengthRange,
     Limits,
     MLADims,
-    SplitBackend,
-    TorchNativeBackend,
     TypicalLens,
     WorkspaceOwner,
-    captures_extends,
-    length_ranges,
-    merge_length_ranges,
-    plan_alike,
     plan_forward,
     planner_claims,
 )
+from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug.wrappers.forwarding import captures_extends, length_ranges, merge_length_ranges, plan_alike
+from attnplug.wrappers.hybrid import HybridLinearBackend
+from attnplug.wrappers.split import SplitBackend
 from attnplug_testing.batches import capabilities, with_plan
 from attnplug_testing.specs import GDN as LINEAR
 from support.recorder import Hookless, Recorder

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import ForwardMode, Geometry, PlanError, to_device
+from attnplug import ForwardMode, Geometry, PlanError
 from attnplug.contract.geometry import _device_slots, _host_slots
 from attnplug.host import HostLengths
+from attnplug.kernels import to_device
 from attnplug_testing.devices import DEVICES
 
 

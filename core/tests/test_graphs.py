@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendError, BackendId, ForwardMode, Geometry, GraphLevel, GraphLimits, Plan, PlanError
+from attnplug import BackendError, ForwardMode, Geometry, GraphLevel, GraphLimits, Plan, PlanError
 from attnplug.author.graphs import Captures
+from attnplug.contract.plan import BackendId
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 ME = BackendId("tested")

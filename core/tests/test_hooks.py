@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from attnplug.host import HookError, bind_hook
+from attnplug.contract.hooks import bind_hook
+from attnplug.host import HookError
 
 OFFERED = ("forward_batch", "disable_flashinfer_ragged")
 OFFER = (OFFERED, ("disable_flashinfer_ragged",))

@@ -10,7 +10,6 @@ import torch
 from attnplug import (
     AttentionKind,
     BackendError,
-    BackendId,
     Claims,
     DType,
     ExtendPath,
@@ -19,22 +18,16 @@ from attnplug import (
     Geometry,
     GraphLevel,
     LayerSpec,
-    LinearInputs,
     ModelSpec,
     Plan,
     PlanError,
 )
-from attnplug.host import (
-    ExtendPolicy,
-    HookError,
-    HybridLinearBackend,
-    KVPools,
-    LinearDims,
-    LinearStatePool,
-    ModelAttention,
-    SplitBackend,
-    active_attention,
-)
+from attnplug.contract.plan import BackendId
+from attnplug.host import ExtendPolicy, HookError, KVPools, ModelAttention
+from attnplug.layers.model_attention import active_attention
+from attnplug.linear import LinearDims, LinearInputs, LinearStatePool
+from attnplug.wrappers.hybrid import HybridLinearBackend
+from attnplug.wrappers.split import SplitBackend
 from attnplug_testing.batches import with_plan
 from attnplug_testing.kernel_scene import KernelScene, mla
 

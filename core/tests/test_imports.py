@@ -1,4 +1,4 @@
-"""How core is wired: no cycle, no other package of ours, nothing heavy before it is needed."""
+"""Layers of core, its public modules, and the cost of importing them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import ast
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import attnplug
-import attnplug.host
-import attnplug.kernels
-import attnplug.sparse
-import attnplug.tables
 
 ROOT = Path(attnplug.__file__).parent
 MODULES = {
@@ -22,65 +19,56 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 KERNEL_LIBRARIES = ("triton", "flashinfer", "flash_attn", "flash_mla", "fla", "cutlass", "transformers")
+LIMITS = {"attnplug": 40, "attnplug.host": 60}
+PUBLIC = [
+    import_module(name)
+    for name in (*LIMITS, *(f"attnplug.{name}" for name in ("kernels", "linear", "sparse", "tables")))
+]
+TOP = {module.__name__ for module in PUBLIC} | {"attnplug.__main__", "attnplug._exports"}
+"""Modules outside the folders."""
+FOLDERS = (
+    *("cli", "torch_native", "registry", "auto", "wrappers", "layers", "mla"),
+    *("author", "contract", "kv", "hf", "machine", "declare"),
+)
+"""From top to bottom: a folder imports only from those below it."""
 
 
 @cache
 def imports_of(path: Path) -> set[str]:
-    """Everything a module imports, wherever in it: at the top, in functions, for type checking."""
+    """Return everything a module imports: at the top, in functions, for type checking."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
-ROOMS = (
-    "cli",
-    "tune",
-    "torch_native",
-    "choose",
-    "auto",
-    "wrappers",
-    "layers",
-    "mla",
-    "author",
-    "contract",
-)
-ROOMS = (*ROOMS, "kv", "hf", "machine", "declare")
-"""From top to bottom: a room imports from those below it."""
-SHOWN = (attnplug, attnplug.host, attnplug.kernels, attnplug.sparse, attnplug.tables)
-FACES = {face.__name__ for face in SHOWN} | {"attnplug.__main__", "attnplug.faces"}
-
-
-def test_a_room_imports_only_from_those_below_it():
-    """The layout says what depends on what. The faces, tables of contents over all rooms, are left out."""
+def test_a_folder_imports_only_from_those_below_it():
     for name, path in MODULES.items():
-        if name in FACES:
+        if name in TOP:
             continue
-        room = name.split(".")[1]
-        for imported in imports_of(path) & set(MODULES) - FACES:
-            there = imported.split(".")[1]
-            assert ROOMS.index(room) <= ROOMS.index(there), f"{name} imports {imported}"
+        folder = name.split(".")[1]
+        for imported in imports_of(path) & set(MODULES) - TOP:
+            assert FOLDERS.index(folder) <= FOLDERS.index(imported.split(".")[1]), f"{name} imports {imported}"
 
 
-def test_nothing_in_core_imports_a_face():
+def test_no_module_of_core_imports_a_public_module():
     """It would be a cycle through a table of contents."""
     for name, path in MODULES.items():
-        if name not in FACES:
-            assert not imports_of(path) & FACES - {"attnplug"}, name
+        if name not in TOP:
+            assert not imports_of(path) & TOP - {"attnplug"}, name
 
 
 def test_core_imports_no_other_package_of_ours():
-    for module, path in MODULES.items():
-        found = {name for name in imports_of(path) if name.startswith("attnplug_")}
-        assert not found or module == "attnplug.tune.stage", path  # which builds index pools, until it is a package
+    for path in MODULES.values():
+        assert not {name for name in imports_of(path) if name.startswith("attnplug_")}, path
 
 
-def test_core_names_no_kernel_library_in_an_import():
-    """But for Triton, in the modules that are imported only where it is there."""
+def test_core_imports_no_kernel_library():
+    """Except Triton, in modules that are imported only if it is installed."""
     kernels = {"attnplug.kv.triton_rows", "attnplug.mla.triton_heads"}
     for module, path in MODULES.items():
         named = {name.split(".")[0] for name in imports_of(path)} & set(KERNEL_LIBRARIES)
@@ -93,17 +81,19 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_attnplug_imports_no_torch():
-    """What a plugin's entry point imports must not cost a second."""
-    assert run("import sys, attnplug; print('torch' in sys.modules)") == "False"
+def test_importing_attnplug_imports_no_torch_and_leaves_the_process_alone():
+    """A plugin's entry point imports it, and so does any program that embeds it."""
+    code = "import sys; hook = sys.excepthook; import attnplug; print('torch' in sys.modules, sys.excepthook is hook)"
+    assert run(code) == "False True"
 
 
 def test_using_everything_public_initialises_no_cuda_and_imports_no_kernel_library():
     code = f"""
-import sys, attnplug, attnplug.host, attnplug.kernels, attnplug.sparse, attnplug.tables
-for face in (attnplug, attnplug.host, attnplug.kernels, attnplug.sparse, attnplug.tables):
-    for name in face.__all__:
-        getattr(face, name)
+import importlib, sys
+for module in {[module.__name__ for module in PUBLIC]!r}:
+    module = importlib.import_module(module)
+    for name in module.__all__:
+        getattr(module, name)
 import torch
 loaded = [name for name in {KERNEL_LIBRARIES!r} if name in sys.modules]
 print(torch.cuda.is_initialized(), loaded)
@@ -111,23 +101,26 @@ print(torch.cuda.is_initialized(), loaded)
     assert run(code) == "False []"
 
 
-@pytest.mark.parametrize("face", SHOWN, ids=lambda face: face.__name__)
-def test_every_name_of_a_face_is_there_for_readers_and_for_type_checkers(face):
-    for name in face.__all__:
-        assert getattr(face, name) is not None
-    (block,) = (node for node in ast.parse(Path(face.__file__).read_text()).body if isinstance(node, ast.If))
-    shown = {alias.asname for node in block.body for alias in node.names}
-    assert shown == set(face.__all__)
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_every_public_name_is_defined_where_the_stub_says(module):
+    assert module.__all__ and len(module.__all__) <= LIMITS.get(module.__name__, len(module.__all__))
+    stub = ast.parse(Path(module.__file__).with_suffix(".pyi").read_text())
+    for node in stub.body:
+        assert isinstance(node, ast.ImportFrom) and node.module in MODULES
+        for alias in node.names:
+            assert alias.asname == alias.name, "only names written 'X as X' are re-exported to type checkers"
+            assert getattr(module, alias.name) is getattr(import_module(node.module), alias.name)
 
 
-def test_no_name_is_on_both_faces():
-    assert not set(attnplug.__all__) & set(attnplug.host.__all__)
+def test_a_name_is_public_in_one_module_only():
+    names = [name for module in PUBLIC for name in module.__all__]
+    assert len(names) == len(set(names))
 
 
-def test_unknown_public_name_is_an_attribute_error():
-    try:
-        attnplug.NoSuchThing  # noqa: B018 (the access is the test)
-    except AttributeError as error:
-        assert "NoSuchThing" in str(error)
-    else:
-        raise AssertionError("no error")
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_a_missing_name_is_an_attribute_error(module):
+    assert not hasattr(module, "NoSuchThing")
+    with pytest.raises(AttributeError, match="NoSuchThing"):
+        _ = module.NoSuchThing
+    with pytest.raises(ImportError):
+        exec(f"from {module.__name__} import NoSuchThing")

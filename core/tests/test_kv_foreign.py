@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnplug import DType, LayerSpec, MHAPool, MLAPool, PoolError
-from attnplug.host import KVPools, MLADims, PageCopy, PageLayout, torch_dtype
+from attnplug.host import KVPools, MLADims
+from attnplug.kernels import PageCopy, PageLayout, torch_dtype
 from attnplug.kv import buffer
 from attnplug.kv.foreign import page_views
 from attnplug_testing.devices import DEVICES, INTERPRETED

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import PoolError, split_table
-from attnplug.host import PageLayout
+from attnplug import PoolError
+from attnplug.kernels import PageLayout, split_table
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
 

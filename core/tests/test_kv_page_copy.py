@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.host import PageCopy
+from attnplug.kernels import PageCopy
 from attnplug.kv.page_copy import settle_copies
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolError
-from attnplug.host import MLADims, PageCopy, PageLayout, torch_dtype
+from attnplug.host import MLADims
+from attnplug.kernels import PageCopy, PageLayout, torch_dtype
 from attnplug.kv import LayoutName
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.writing import BY_TRITON, WAYS, writing

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolError
-from attnplug.host import KVPools, MLADims, PageCopy
+from attnplug.host import KVPools, MLADims
+from attnplug.kernels import PageCopy
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.writing import WAYS, writing
 from support.pools import mha_layer

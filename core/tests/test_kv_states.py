@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnplug import DType, LayerSpec, PoolError
-from attnplug.host import LinearStatePool
+from attnplug.linear import LinearStatePool
 from attnplug_testing.devices import DEVICES
 from support.pools import linear_layer
 

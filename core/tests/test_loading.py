@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from importlib_metadata import EntryPoint
 
-from attnplug import CONTRACT_VERSION, BackendSpec, Problem, Refusal, Role, hookimpl
-from attnplug.choose.loading import GROUP, Broken
-from attnplug.declare.version import contract_problem
+from attnplug import BackendSpec, Problem, Refusal, Role, hookimpl
+from attnplug.declare.version import CONTRACT_VERSION, contract_problem
 from attnplug.host import load_registry
+from attnplug.registry.loading import GROUP, Broken
 from attnplug_testing.plugins import Install, bringing, module, place, spec
 
 # ---- isolation ----

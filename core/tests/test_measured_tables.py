@@ -11,18 +11,10 @@ import pytest
 from attnplug import DType, Role
 from attnplug.auto import table_store as store
 from attnplug.auto.measured_ranking import _warned
-from attnplug.auto.table_files import TableError
-from attnplug.auto.table_store import file_states, table_files
-from attnplug.host import (
-    Processor,
-    TableWarning,
-    load_tables,
-    read_tables,
-    table_path,
-    versions_of,
-    write_tables,
-)
-from attnplug.machine.hardware import _cpu_name
+from attnplug.auto.table_files import TableError, read_tables, write_tables
+from attnplug.auto.table_store import file_states, load_tables, table_files, table_path, versions_of
+from attnplug.declare.errors import TableWarning
+from attnplug.machine.hardware import Processor, _cpu_name
 from attnplug.tables import MeasuredTable
 from attnplug_testing.command import Attnplug, Package
 from support.board import (

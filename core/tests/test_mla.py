@@ -12,21 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import (
-    BackendError,
-    BackendId,
-    Claims,
-    DType,
-    ExtendPath,
-    ForwardBatch,
-    ForwardMode,
-    Plan,
-    PlanError,
-    RaggedCall,
-)
-from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention, merge_partial
+from attnplug import BackendError, Claims, DType, ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError, RaggedCall
+from attnplug.contract.plan import BackendId
+from attnplug.host import ExtendPolicy, HookError, MLADims, ModelAttention
+from attnplug.kernels import merge_partial
 from attnplug.mla import MLAAttention
 from attnplug.mla.plan import plan_extend
+from attnplug.mla.weights import MLAWeights
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelCase

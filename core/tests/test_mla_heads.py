@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug.host import MLAWeights
 from attnplug.mla import weights as mla_weights
+from attnplug.mla.weights import MLAWeights
 from attnplug_testing.devices import DEVICES, INTERPRETED
 
 BY_KERNEL = [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]]

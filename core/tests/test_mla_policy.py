@@ -12,8 +12,10 @@ from attnplug import (
     ExtendPath,
     ForwardMode,
     PlanError,
+    UsageError,
 )
-from attnplug.host import ExtendPolicy, MLADims, UsageError, merge_partial
+from attnplug.host import ExtendPolicy, MLADims
+from attnplug.kernels import merge_partial
 
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 ALL = frozenset(ExtendPath)

@@ -8,7 +8,9 @@ import warnings
 import pytest
 
 from attnplug import BackendError, DType, ForwardExtras, ForwardMode, GraphLevel, PlanError
-from attnplug.host import KVPools, LinearStatePool, ModelAttention, active_attention
+from attnplug.host import KVPools, ModelAttention
+from attnplug.layers.model_attention import active_attention
+from attnplug.linear import LinearStatePool
 from support.pools import linear_layer, mha_layer, mla_layer
 from support.recorder import Hookless, Recorder, batch_in
 

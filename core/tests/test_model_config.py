@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnplug import UsageError
 from attnplug.hf.model_config import model_from_config
-from attnplug.host import TINY_CONFIGS, ModelConfigError, UsageError, load_model
+from attnplug.host import TINY_CONFIGS, ModelConfigError, load_model
 from attnplug_testing.configs import (
     DEEPSEEK_V3,
     KIMI_LINEAR,

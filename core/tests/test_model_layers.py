@@ -12,7 +12,8 @@ import pytest
 
 from attnplug import AttentionKind, Feature, LayerSpec, ModelSpec
 from attnplug.hf.model_config import UNBOUNDED_CONTEXT
-from attnplug.host import TINY_CONFIGS, LinearDims, MLADims, ModelConfigError, load_model
+from attnplug.host import TINY_CONFIGS, MLADims, ModelConfigError, load_model
+from attnplug.linear import LinearDims
 from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_testing.configs import (
     DEEPSEEK_V3,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug import AttentionKind, DType, LayerSpec, MHAPool, ModelSpec
-from attnplug.host import LinearDims, UsageError
+from attnplug import AttentionKind, DType, LayerSpec, MHAPool, ModelSpec, UsageError
+from attnplug.linear import LinearDims
 from support.pools import mha_layer, mla_layer
 
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.declare.options import describe_options, options_problems
-from attnplug.host import UsageError, parse_options, split_settings
+from attnplug import UsageError
+from attnplug.declare.options import describe_options, options_problems, parse_options
+from attnplug.host import split_settings
 
 
 class Layout(Enum):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attnplug import ForwardBatch, ForwardExtras, ForwardMode, Geometry, Plan, PlanError
-from attnplug.host import ExtendPolicy, HostLengths, MLADims, ModelAttention, TorchNativeBackend, plan_forward
+from attnplug.host import ExtendPolicy, HostLengths, MLADims, ModelAttention, plan_forward
+from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_testing.trees import tree_bits
 from support.stage import Stage, error, small
 

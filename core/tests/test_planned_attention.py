@@ -24,9 +24,9 @@ from attnplug import (
     PlanError,
     PlannedAttention,
     PoolError,
-    check_lse,
 )
 from attnplug.host import KVPools, Limits, MLADims, plan_forward
+from attnplug.kernels import check_lse
 from attnplug.sparse import SelectedPositions
 from attnplug_conformance.arithmetic import NAN
 from attnplug_testing.batches import captured, padded, with_plan
@@ -382,7 +382,7 @@ class TestLanes:
 
 
 def _two_lanes(context: BackendContext) -> PlannedAttention:
-    from attnplug.host import TorchNativeBackend
+    from attnplug.torch_native.backend import TorchNativeBackend
 
     return TorchNativeBackend(replace(context, limits=Limits(16, 4096, 4096, lanes=2)))
 

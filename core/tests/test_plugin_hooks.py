@@ -10,8 +10,10 @@ import pytest
 from importlib_metadata import EntryPoint
 
 from attnplug import AttentionKind, DType, Role, WorkspaceKind
-from attnplug.choose.loading import Broken
-from attnplug.host import TINY_CONFIGS, ModelConfigError, PluginError, Registry, load_model, load_registry, tiny_config
+from attnplug.declare.errors import PluginError
+from attnplug.host import TINY_CONFIGS, ModelConfigError, Registry, load_model, load_registry
+from attnplug.registry.loading import Broken
+from attnplug.registry.models import tiny_config
 from attnplug.tables import MeasuredShape, MeasuredTable
 from attnplug_testing.plugins import EMBEDDED, Install, also, bringing, module, spec
 

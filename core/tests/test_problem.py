@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from support.compressed_scene import compressed_layer
 
-from attnplug import DType, LayerSpec, Problem, Role
-from attnplug.host import UsageError
+from attnplug import DType, LayerSpec, Problem, Role, UsageError
 from attnplug_testing.specs import GDN, MHA, MLA, model
 
 

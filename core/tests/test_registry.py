@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from importlib_metadata import EntryPoint
 
-from attnplug import BackendSpec, hookimpl
-from attnplug.choose.loading import GROUP
-from attnplug.host import PluginError, Registry, UsageError, load_registry
+from attnplug import BackendSpec, UsageError, hookimpl
+from attnplug.declare.errors import PluginError
+from attnplug.host import Registry, load_registry
+from attnplug.registry.loading import GROUP
 from attnplug_testing.plugins import EMBEDDED, Install, bringing, module, spec
 
 # ---- what works ----
@@ -145,7 +146,7 @@ def test_the_embedded_default_keeps_its_name(install: Install, claimants: int) -
 def test_a_plugin_that_takes_long_to_load_is_named(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [install(bringing(spec(name)), name, f"{name}-dist") for name in ("quick", "slow")]
     clock = iter([10.0, 10.2, 20.0, 23.1])
-    monkeypatch.setattr("attnplug.choose.registry.monotonic", lambda: next(clock))
+    monkeypatch.setattr("attnplug.registry.registry.monotonic", lambda: next(clock))
     registry = load_registry(points, {})
     assert {str(source): round(seconds, 1) for source, seconds in registry.slow.items()} == {"slow-dist 1.2.3": 3.1}
     assert set(registry.backends) == {"quick", "slow"}

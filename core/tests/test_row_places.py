@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from attnplug import BackendError, DType, ExtendPath, ForwardMode, MLAPool, Plan, PlanError
-from attnplug.host import ExtendPolicy, FastestBackend, MLADims, ModelAttention, RowPlaces, SplitBackend
+from attnplug.auto.fastest import FastestBackend
+from attnplug.host import ExtendPolicy, MLADims, ModelAttention
+from attnplug.mla.attention import RowPlaces
 from attnplug.sparse import IndexerDims
+from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.checks.mla_paths import UpProjected
 from support.pools import PLAIN, mla_layer, mla_pool
 from support.stage import Stage, error, small

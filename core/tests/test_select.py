@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import DType, ExtendPath, GraphLevel, ModelSpec, Problem, Refusal, RefusalCode, Role
-from attnplug.choose.registry import Broken, Source
-from attnplug.host import BackendRequest, PluginError, SelectionError, UsageError, explain, explanation, select
+from attnplug import DType, ExtendPath, GraphLevel, ModelSpec, Problem, Refusal, RefusalCode, Role, UsageError
+from attnplug.declare.errors import PluginError
+from attnplug.host import BackendRequest, SelectionError, explain, select
+from attnplug.registry.explanation import explanation
+from attnplug.registry.registry import Broken, Source
 from support.selection import CPU_FLOAT32, DEEPSEEK, HYBRID, LINEAR, LINEAR_ONLY, LLAMA, PLAIN, backend, names, registry
 
 # ---- explicit requests ----

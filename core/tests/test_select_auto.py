@@ -9,7 +9,11 @@ from itertools import permutations
 import pytest
 
 from attnplug import GraphLevel, PageSizes, Problem, Refusal, RefusalCode, Role
-from attnplug.host import BackendRequest, BackendSchedule, Ranked, Registered, explain, explanation, select
+from attnplug.auto.ranking import Ranked
+from attnplug.auto.schedule import BackendSchedule
+from attnplug.declare.registered import Registered
+from attnplug.host import BackendRequest, explain, select
+from attnplug.registry.explanation import explanation
 from support.selection import HYBRID, LINEAR, LLAMA, PLAIN, backend, names, registry
 
 

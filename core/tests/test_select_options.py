@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from attnplug import PageSizes, Problem, Refusal, RefusalCode, Role
-from attnplug.host import BackendRequest, SelectionError, UsageError, explain, select
+from attnplug import PageSizes, Problem, Refusal, RefusalCode, Role, UsageError
+from attnplug.host import BackendRequest, SelectionError, explain, select
 from support.selection import LLAMA, PLAIN, backend, registry
 
 # ---- the page size ----

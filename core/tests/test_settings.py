@@ -6,9 +6,9 @@ import argparse
 
 import pytest
 
-from attnplug import Role, Setting
-from attnplug.cli.options import options_of
-from attnplug.host import AttnplugError, UsageError, option
+from attnplug import Role, Setting, UsageError
+from attnplug.cli.options import option, options_of
+from attnplug.host import AttnplugError
 
 
 def test_an_error_names_settings_by_their_keys() -> None:

@@ -15,19 +15,10 @@ from typing import Any
 import importlib_metadata as metadata
 import pytest
 
-from attnplug import (
-    BackendError,
-    DType,
-    Problem,
-    Refusal,
-    RefusalCode,
-    Role,
-    Setting,
-    import_library,
-    requirement_refusal,
-)
+from attnplug import BackendError, DType, Problem, Refusal, RefusalCode, Role, Setting
+from attnplug.declare.errors import PluginError
 from attnplug.declare.factory import factory_refusal
-from attnplug.host import PluginError
+from attnplug.kernels import import_library, requirement_refusal
 from attnplug_testing.libraries import install_library
 from attnplug_testing.specs import EVERYTHING, spec
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attnplug import AttentionKind, BackendError, ForwardMode, GraphLevel, LayerSpec, PlanError, Role
-from attnplug.host import HookError, SplitBackend
+from attnplug.host import HookError
+from attnplug.wrappers.split import SplitBackend
 from attnplug_testing.batches import with_plan
 from attnplug_testing.specs import GDN as LINEAR
 from support.recorder import Hookless, Recorder, batch_in

@@ -13,7 +13,8 @@ import pytest
 
 from attnplug import AttentionKind, DType, Role
 from attnplug.auto import table_files as files
-from attnplug.host import TableError, TableWarning, read_tables, write_tables
+from attnplug.auto.table_files import TableError, read_tables, write_tables
+from attnplug.declare.errors import TableWarning
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 
 SHAPE = MeasuredShape(AttentionKind.MLA, 16, 1, 576, 512, DType.BFLOAT16, DType.FLOAT8_E4M3, 64)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attnplug import SCRATCH, WorkspaceKind
-from attnplug.host import WorkspaceError, WorkspaceOwner
+from attnplug.declare.errors import WorkspaceError
+from attnplug.host import WorkspaceOwner
 
 MiB = 1 << 20
 SEMAPHORES = WorkspaceKind("semaphores", zeroed=True)

@@ -15,7 +15,6 @@ from attnplug import (
     Claims,
     ExtendPath,
     ForwardBatch,
-    ForwardingBackend,
     ForwardMode,
     GraphLevel,
     LayerSpec,
@@ -25,17 +24,20 @@ from attnplug import (
     PlanError,
     Role,
 )
-from attnplug.contract.backend import hook_signatures, protocol_attributes, protocol_methods
-from attnplug.declare.claims import weakest
-from attnplug.host import (
-    BackendSchedule,
-    FastestBackend,
+from attnplug.auto.fastest import FastestBackend
+from attnplug.auto.schedule import BackendSchedule
+from attnplug.contract.backend import (
     GraphPlanning,
-    HybridLinearBackend,
-    LinearHooks,
-    SplitBackend,
+    hook_signatures,
     optional_hooks,
+    protocol_attributes,
+    protocol_methods,
 )
+from attnplug.declare.claims import weakest
+from attnplug.host import ForwardingBackend
+from attnplug.linear import LinearHooks
+from attnplug.wrappers.hybrid import HybridLinearBackend
+from attnplug.wrappers.split import SplitBackend
 from attnplug_testing.specs import GDN
 from support.recorder import MEMBERS, PLANNERS, Hookless, Recorder, batch_in
 

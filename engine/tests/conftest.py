@@ -32,22 +32,13 @@ from attnplug import (
     ModelSpec,
     Refusal,
     Role,
-    requirement_refusal,
 )
 from attnplug.declare.factory import missing_module
-from attnplug.host import (
-    TINY_CONFIGS,
-    HostContext,
-    HybridLinearBackend,
-    KVPools,
-    Limits,
-    LinearStatePool,
-    ModelAttention,
-    Registry,
-    TorchNativeBackend,
-    WorkspaceOwner,
-    torch_dtype,
-)
+from attnplug.host import TINY_CONFIGS, HostContext, KVPools, Limits, ModelAttention, Registry, WorkspaceOwner
+from attnplug.kernels import requirement_refusal, torch_dtype
+from attnplug.linear import LinearStatePool
+from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug_engine import kernels, prepare
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.scheduling.page_allocator import PageAllocator

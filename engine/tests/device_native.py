@@ -15,7 +15,7 @@ from refilled_native import RefilledNative, build
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardExtras, Geometry, LayerSpec, Plan
-from attnplug.host import TorchNativeBackend
+from attnplug.torch_native.backend import TorchNativeBackend
 
 
 class Read:

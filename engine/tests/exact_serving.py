@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from attnplug import AttentionKind, DType, ForwardMode, LayerSpec
-from attnplug.host import LinearDims, LinearStatePool
+from attnplug.linear import LinearDims, LinearStatePool
 from attnplug_engine.request import FinishReason, Request, RequestState
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.prefix_cache import PrefixCache

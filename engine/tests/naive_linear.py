@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnplug import BackendId, Claims, DeltaInputs, ForwardBatch, LayerSpec, LinearInputs, Plan
-from attnplug.host import LinearStatePool
+from attnplug import Claims, ForwardBatch, LayerSpec, Plan
+from attnplug.contract.plan import BackendId
+from attnplug.linear import DeltaInputs, LinearInputs, LinearStatePool
 
 
 class NaiveLinearBackend:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Chat, Engine
 from attnplug_engine.checkpoints.random import RandomCheckpoint

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attnplug.host import TINY_CONFIGS, ModelConfigError, UsageError
+from attnplug import UsageError
+from attnplug.host import TINY_CONFIGS, ModelConfigError
 from attnplug_engine import Engine
 from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.checkpoints.safetensors import (

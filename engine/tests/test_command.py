@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnplug.choose.loading import Broken
-from attnplug.cli import app
+from attnplug.cli import app, output
 from attnplug.declare.registered import Source
-from attnplug.host import AttnplugError, load_registry, output
+from attnplug.host import AttnplugError, load_registry
+from attnplug.registry.loading import Broken
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.execution.sampler import Sampler
 from attnplug_testing.command import Attnplug

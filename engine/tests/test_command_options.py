@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from attnplug import DType, ExtendPath, Role
-from attnplug.host import ExtendPolicy, Registry, UsageError
+from attnplug import DType, ExtendPath, Role, UsageError
+from attnplug.host import ExtendPolicy, Registry
 from attnplug_engine.checkpoints.pooling import Pooling
 from attnplug_engine.embedding import EmbedOptions
 from attnplug_engine.options import EngineOptions

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from attnplug import BackendError
-from attnplug.host import UsageError
+from attnplug import BackendError, UsageError
 from attnplug_engine import Embedder
 from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.execution.runner import ModelRunner

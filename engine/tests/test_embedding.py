@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from attnplug import DType, PoolError, Role, Serving
-from attnplug.host import TINY_CONFIGS, UsageError, load_model
+from attnplug import DType, PoolError, Role, Serving, UsageError
+from attnplug.host import TINY_CONFIGS, load_model
 from attnplug_engine import Embedder, Engine
 from attnplug_engine.checkpoints.pooling import Pooling
 from attnplug_engine.checkpoints.safetensors import MissingTensor

@@ -15,8 +15,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from attnplug import DType, Role
-from attnplug.host import UsageError
+from attnplug import DType, Role, UsageError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.checkpoints.random import RandomCheckpoint

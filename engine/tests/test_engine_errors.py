@@ -10,19 +10,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from attnplug import BackendContext, BackendError, PageSizes, PoolError, Role
-from attnplug.declare.registered import Source
-from attnplug.host import (
-    TINY_CONFIGS,
-    BackendSchedule,
-    ModelConfigError,
-    PluginWarning,
-    Registered,
-    Registry,
-    SelectionError,
-    UsageError,
-    load_registry,
-)
+from attnplug import BackendContext, BackendError, PageSizes, PoolError, Role, UsageError
+from attnplug.auto.schedule import BackendSchedule
+from attnplug.declare.errors import PluginWarning
+from attnplug.declare.registered import Registered, Source
+from attnplug.host import TINY_CONFIGS, ModelConfigError, Registry, SelectionError, load_registry
 from attnplug_engine import Engine
 from attnplug_engine.execution.runner import NotFinite
 from attnplug_engine.prepare import check_same_choice

@@ -13,20 +13,11 @@ from speculating import DEEPSEEK, LLAMA, NGRAM, engine, shaped
 from thread_ranks import in_ranks
 
 from attnplug import AttentionBackend, BackendError, ForwardMode, GraphLevel, Problem, Role
-from attnplug.host import (
-    EVERY_LENGTH,
-    BackendRequest,
-    BackendSchedule,
-    FastestBackend,
-    HostContext,
-    LengthRange,
-    Selection,
-    TypicalLens,
-    load_model,
-    load_registry,
-    read_tables,
-    select,
-)
+from attnplug.auto.fastest import FastestBackend
+from attnplug.auto.schedule import BackendSchedule
+from attnplug.auto.table_files import read_tables
+from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
+from attnplug.host import BackendRequest, HostContext, Selection, TypicalLens, load_model, load_registry, select
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.execution.backend_usage import BackendUsage
 from attnplug_engine.graphs.decode import GraphReport
@@ -276,7 +267,7 @@ def test_batches_say_how_long_their_requests_are_about(monkeypatch):
             seen.setdefault(geometry.mode, []).append(geometry.typical)
             return super().fastest(geometry)
 
-    monkeypatch.setattr("attnplug.choose.assembly.FastestBackend", Watching)
+    monkeypatch.setattr("attnplug.registry.assembly.FastestBackend", Watching)
     share(monkeypatch, NAME)
     one = engine(speculative_algorithm="standalone", speculative_draft_model=LLAMA, **shaped(2), overlap=False)
     one.generate(PROMPTS[:1], max_tokens=8)

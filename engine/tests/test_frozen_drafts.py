@@ -15,7 +15,8 @@ from thread_ranks import in_ranks
 from torch.testing import assert_close
 
 from attnplug import ForwardMode
-from attnplug.host import ModelConfigError, PageCopy
+from attnplug.host import ModelConfigError
+from attnplug.kernels import PageCopy
 from attnplug_engine import Engine
 from attnplug_engine.checkpoints.safetensors import UnusedTensors
 from attnplug_engine.speculation.batches import EagerBatches

@@ -18,8 +18,9 @@ import pytest
 import torch
 from refilled_native import Recorded, Refilled, RefilledDelta, RefilledNative, Refilling, build, captured
 
-from attnplug import BackendError, DType, PlanError, PoolError, WorkspaceKind
-from attnplug.host import TINY_CONFIGS, UsageError, WorkspaceError
+from attnplug import BackendError, DType, PlanError, PoolError, UsageError, WorkspaceKind
+from attnplug.declare.errors import WorkspaceError
+from attnplug.host import TINY_CONFIGS
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.execution.runner import Phase
 from attnplug_engine.graphs.capture_sizes import default_sizes

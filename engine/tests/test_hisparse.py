@@ -10,8 +10,7 @@ import pytest
 import torch
 from refilled_native import build, captured
 
-from attnplug import DType, PoolError
-from attnplug.host import UsageError
+from attnplug import DType, PoolError, UsageError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.request import Request
 from attnplug_sparse.hisparse import HiSparse

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnplug.host import TINY_CONFIGS, Config
+from attnplug.hf.config_keys import Config
+from attnplug.host import TINY_CONFIGS
 from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.models.architectures import ARCHITECTURES, UnknownArchitecture, build_model, load_model
 from attnplug_engine.models.rope import HalfRotation, PairRotation, inverse_frequencies

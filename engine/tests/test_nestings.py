@@ -15,7 +15,11 @@ from speculating import DEEPSEEK, HYBRID, LLAMA, MTP, NGRAM, PROMPTS, engine, pa
 from thread_ranks import in_ranks
 
 from attnplug import AttentionBackend, Role
-from attnplug.host import FastestBackend, HostContext, HybridLinearBackend, Selection, SplitBackend, build_backend
+from attnplug.auto.fastest import FastestBackend
+from attnplug.host import HostContext, Selection
+from attnplug.registry.building import build_backend
+from attnplug.wrappers.hybrid import HybridLinearBackend
+from attnplug.wrappers.split import SplitBackend
 from attnplug_engine import Engine
 from attnplug_testing.sharing import taking_turns
 

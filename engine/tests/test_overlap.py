@@ -11,7 +11,7 @@ import pytest
 import torch
 from thread_ranks import in_ranks
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 from attnplug_engine import Engine, Request, SamplingParams
 from attnplug_engine.scheduling.step import PENDING
 

@@ -17,8 +17,7 @@ from refilled_native import captured
 from speculating import DEEPSEEK, LLAMA, MTP, NGRAM, PROMPTS, engine, plain, shaped, standalone, tokens
 from test_draft_prediction import saved_deepseek
 
-from attnplug import ForwardMode
-from attnplug.host import UsageError
+from attnplug import ForwardMode, UsageError
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.request import FinishReason, Request

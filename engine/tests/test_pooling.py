@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 from attnplug_engine.checkpoints.pooling import EmbeddingRules, Pooling, read_rules
 
 TRANSFORMER, POOLING, NORMALIZE = (

@@ -18,8 +18,10 @@ import torch
 from refilled_native import Recorded, RefilledNative, Refilling, build, over
 from thread_ranks import in_ranks
 
-from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role
-from attnplug.host import FastestBackend, TorchNativeBackend, UsageError, load_model
+from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role, UsageError
+from attnplug.auto.fastest import FastestBackend
+from attnplug.host import load_model
+from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.graphs.capture_sizes import default_prefill_sizes
 from attnplug_engine.graphs.prefill import PrefillGraphs, _seconds

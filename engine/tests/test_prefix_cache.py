@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug import AttentionKind, DType, LayerSpec, PoolError
-from attnplug.host import LinearDims, LinearStatePool
+from attnplug.linear import LinearDims, LinearStatePool
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
 from attnplug_engine.scheduling.state_allocator import StateAllocator

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug.host import AttnplugError, UsageError
+from attnplug import UsageError
+from attnplug.host import AttnplugError
 from attnplug_engine.cli.prompts import read_prompts
 from attnplug_engine.parallel.collectives import ProcessGroupParallel, RankLost
 from attnplug_engine.parallel.ranks import _Rank, _wait, join_ranks, prompts_for_ranks, prompts_path
@@ -32,9 +33,10 @@ TEXT = "".join(json.dumps(line) + "\n" for line in LINES)
 
 WAITING = """
 import os, sys, threading
-from attnplug.host import interrupt
-from attnplug.host import AttnplugError, UsageError
-from attnplug.host import add_command
+from attnplug.machine import interrupt
+from attnplug import UsageError
+from attnplug.host import AttnplugError
+from attnplug.cli.app import add_command
 from attnplug_engine.parallel import ranks
 
 ranks._PATIENCE = 0.5

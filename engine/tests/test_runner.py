@@ -180,8 +180,9 @@ def test_bytes_of_a_linear_state_are_those_of_its_pool(model):
 # ---- what backends are told ----
 
 RECORDING = """
-from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, ExtendPath, hookimpl
-from attnplug.host import TorchNativeBackend
+from attnplug import BackendSpec, Capabilities, ExtendPath, hookimpl
+from attnplug.declare.version import CONTRACT_VERSION
+from attnplug.torch_native.backend import TorchNativeBackend
 
 
 class Recording(TorchNativeBackend):

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnplug import ForwardMode
-from attnplug.host import UsageError
+from attnplug import ForwardMode, UsageError
 from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.execution.sampler import (
     Logprobs,

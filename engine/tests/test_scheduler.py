@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug import ForwardMode, PoolError
-from attnplug.host import UsageError
+from attnplug import ForwardMode, PoolError, UsageError
 from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.prefix_cache import PrefixCache

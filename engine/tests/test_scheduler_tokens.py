@@ -14,7 +14,7 @@ from exact_serving import STOP, VOCAB, Serving, alone
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 from attnplug_engine.request import (
     FinishReason,
     Request,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 from attnplug_engine import Engine, Request, SamplingParams, Update
 
 PROMPTS = ["one", "another prompt", "x", "a third of them", "more"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnplug import PoolError
-from attnplug.host import PageCopy
+from attnplug.kernels import PageCopy
 from attnplug_engine.scheduling.page_allocator import OutOfPages, PageAllocator
 from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_testing.devices import DEVICES

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_slot_table import snapshot
 
 from attnplug import AttentionKind, DType, LayerSpec, MHAPool, PoolError
-from attnplug.host import PageCopy
+from attnplug.kernels import PageCopy
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.slot_table import SlotTable
 

@@ -30,9 +30,9 @@ from speculating import (
 )
 from thread_ranks import in_ranks
 
-from attnplug import ForwardMode, Problem, Role
+from attnplug import ForwardMode, Problem, Role, UsageError
 from attnplug.auto.ranking import BY_PREFERENCE
-from attnplug.host import BackendRequest, SelectionError, UsageError, load_model, load_registry, select
+from attnplug.host import BackendRequest, SelectionError, load_model, load_registry, select
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.speculation.backend_choice import choose_draft, target_problem
 from attnplug_engine.speculation.options import Algorithm, Speculation

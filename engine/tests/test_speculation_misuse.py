@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnplug import Role
-from attnplug.host import UsageError
+from attnplug import Role, UsageError
 from attnplug_engine import Engine
 from attnplug_engine.options import EngineOptions
 from attnplug_testing.command import Attnplug

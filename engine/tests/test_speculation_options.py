@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.speculation.options import Algorithm, Speculation
 from attnplug_testing.command import Attnplug

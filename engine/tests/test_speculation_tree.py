@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 from attnplug_engine.execution.sampler import Sampler
 from attnplug_engine.execution.sampling_inputs import sampling_metadata
 from attnplug_engine.kernels.sampling_metadata import SamplingMetadata

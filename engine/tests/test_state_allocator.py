@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnplug import AttentionKind, DType, LayerSpec, PoolError
-from attnplug.host import LinearDims, LinearStatePool
+from attnplug.linear import LinearDims, LinearStatePool
 from attnplug_engine.scheduling.state_allocator import StateAllocator
 
 LAYER = LayerSpec(0, AttentionKind.GDN, 2, 2, 4, 5, 1.0, linear=LinearDims(2, 1, 4, 5, 6, 3))

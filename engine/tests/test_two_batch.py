@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from thread_ranks import in_ranks
 from torch import Tensor
 
-from attnplug import ExtendPath, ForwardBatch, ForwardMode, Geometry, Role
-from attnplug.host import ExtendPolicy, UsageError
+from attnplug import ExtendPath, ForwardBatch, ForwardMode, Geometry, Role, UsageError
+from attnplug.host import ExtendPolicy
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.execution.two_batch import LEAST_SHARE, BatchSplit, TwoBatch, split_point
 from attnplug_engine.options import EngineOptions
@@ -119,8 +119,9 @@ class TestPlaceToCut:
 OTHER = """
 from dataclasses import replace
 
-from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, ExtendPath, hookimpl
-from attnplug.host import TorchNativeBackend
+from attnplug import BackendSpec, Capabilities, ExtendPath, hookimpl
+from attnplug.declare.version import CONTRACT_VERSION
+from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 
 

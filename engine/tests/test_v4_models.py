@@ -10,8 +10,8 @@ import torch
 from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
-from attnplug import DType, Feature, ForwardBatch, ForwardMode, Geometry, Role
-from attnplug.host import TINY_CONFIGS, ModelConfigError, SelectionError, UsageError, load_registry
+from attnplug import DType, Feature, ForwardBatch, ForwardMode, Geometry, Role, UsageError
+from attnplug.host import TINY_CONFIGS, ModelConfigError, SelectionError, load_registry
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.checkpoints.random import RandomCheckpoint

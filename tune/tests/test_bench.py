@@ -23,7 +23,7 @@ from attnplug_tune.results import Results, Row, by_point, compare, read_results,
 from torch import Tensor
 from tuning import FakeClock, tasks, toys
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 from attnplug.tables import RawScene
 from attnplug_testing.plugins import Install
 

@@ -19,7 +19,7 @@ from attnplug_testing.command import PLUGIN, Attnplug, Package
 pytestmark = pytest.mark.usefixtures("plain_environment")
 DYING = """
 import os
-from attnplug.host import TorchNativeBackend
+from attnplug.torch_native.backend import TorchNativeBackend
 built = []
 
 def build(context):

@@ -18,9 +18,10 @@ from attnplug_tune.tuning import Tuned, missing_tasks, tables_of, tune
 from tuning import FakeClock, problem, tasks, toys
 
 from attnplug import Role
-from attnplug.choose.registry import Registry
-from attnplug.host import BackendSchedule, TorchNativeBackend
+from attnplug.auto.schedule import BackendSchedule
 from attnplug.machine.hardware import Processor
+from attnplug.registry.registry import Registry
+from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_testing.plugins import Install
 
 FEW = parse_points("1x64,1x256,4x64,1x16+16")

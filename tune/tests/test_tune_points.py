@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from attnplug_tune.points import Point, default_points, parse_points
 
-from attnplug import Role
-from attnplug.host import UsageError
+from attnplug import Role, UsageError
 
 
 def test_points_are_read_as_users_write_them() -> None:

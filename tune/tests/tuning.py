@@ -10,8 +10,8 @@ from attnplug_tune.points import Point
 from attnplug_tune.shapes import Task, tasks_of
 
 from attnplug import DType, Problem
-from attnplug.choose.registry import Registry
 from attnplug.host import load_model, load_registry
+from attnplug.registry.registry import Registry
 from attnplug_testing.plugins import EMBEDDED, bringing, spec
 
 FACTORY = "attnplug.torch_native.backend:TorchNativeBackend"

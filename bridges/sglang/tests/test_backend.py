@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import BackendError, BackendId, Claims, ForwardBatch, GraphLevel, Plan, PlanError, Role
+from attnplug import BackendError, Claims, ForwardBatch, GraphLevel, Plan, PlanError, Role
+from attnplug.contract.plan import BackendId
 from attnplug.host import KVPools, ModelAttention, load_registry
 from attnplug_sglang import plugin
 from attnplug_sglang.host import Refused
@@ -97,7 +98,7 @@ def test_every_backend_with_softmax_attention_is_a_choice_once(ours: SimpleNames
 
 
 def test_a_version_outside_the_range_is_refused_when_a_backend_is_built(ours: SimpleNamespace, monkeypatch) -> None:
-    monkeypatch.setattr("attnplug.choose.hosts.installed_version", lambda name: "0.5.9")
+    monkeypatch.setattr("attnplug.registry.hosts.installed_version", lambda name: "0.5.9")
     with pytest.raises(Refused) as refused:
         plugin._build(NAME, runner([Radix()], slots_table([3], PAGE), pool(0)))
     assert [reason.value for reason in refused.value.refusals] == ["0.5.9"]

@@ -24,12 +24,12 @@ def triton_attention() -> tuple[ModelAttention, dict[int, Any]]:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, for which Triton compiles: nothing is interpreted beside it in one process")
     from attnplug_triton_mha.backend import TritonMHABackend
-    from attnplug_triton_mha.configurations import Configuration
+    from attnplug_triton_mha.configurations import MHAKernelConfig
 
     context, found = caches((LAYER,), PAGES, PAGE)
     spec = load_registry().get("triton_mha").spec
     own = context.for_backend(spec.name, spec.capabilities)
-    small = Configuration(16, 16, 4, 2, programs=2, single=False, overlap=False)
+    small = MHAKernelConfig(16, 16, 4, 2, programs=2, single=False, overlap=False)
     backend = TritonMHABackend(own, choose=lambda *_: small, multiprocessors=2)
     return ModelAttention(backend, context.pools), found
 

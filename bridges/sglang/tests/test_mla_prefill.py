@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import AttentionKind, BackendError, BackendId, ExtendPath, ForwardBatch, Geometry, LayerSpec
-from attnplug.host import MLADims, TorchNativeBackend, merge_partial
+from attnplug import AttentionKind, BackendError, ExtendPath, ForwardBatch, Geometry, LayerSpec
+from attnplug.contract.plan import BackendId
+from attnplug.host import MLADims
+from attnplug.kernels import merge_partial
+from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_sglang.mla_prefill import RaggedPrefill, extend_path
 from attnplug_sglang.planning import Step, mode_of
 from sglang_fakes import Mode, batch, slots_table

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from attnplug import CacheLayout, DType, Feature, GraphLevel, Problem, RefusalCode, Role, Setting
-from attnplug.host import TINY_CONFIGS, SelectionError, UsageError, load_host, load_model, load_registry
+from attnplug import CacheLayout, DType, Feature, GraphLevel, Problem, RefusalCode, Role, Setting, UsageError
+from attnplug.host import TINY_CONFIGS, SelectionError, load_model, load_registry
+from attnplug.registry.hosts import load_host
 from attnplug_sglang.host import HOST, OPTIONS, Refused, fit, given_options, render
 from attnplug_sglang.selection import choose, decode_graphs, served_roles, unsupported
 from attnplug_sglang.server_args import check_server_args
@@ -262,7 +263,7 @@ def test_the_range_ends_with_what_was_read() -> None:
 
 
 def test_a_version_outside_the_range_is_refused_with_the_range(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnplug.choose.hosts.installed_version", lambda name: "0.5.9")
+    monkeypatch.setattr("attnplug.registry.hosts.installed_version", lambda name: "0.5.9")
     with pytest.raises(Refused) as refused:
         check_server_args(arguments(folder))
     assert [(reason.code, reason.value) for reason in refused.value.refusals] == [(RefusalCode.REQUIREMENT, "0.5.9")]

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from attnplug import RefusalCode
-from attnplug.host import TINY_CONFIGS, UsageError, load_registry
+from attnplug import RefusalCode, UsageError
+from attnplug.host import TINY_CONFIGS, load_registry
 from attnplug_vllm.command_line import additional_config, check_command_line, options_of
 from vllm_stage import codes
 

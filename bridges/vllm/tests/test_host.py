@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from attnplug import CacheLayout, Problem, Role, Setting
-from attnplug.host import load_host
+from attnplug.registry.hosts import load_host
 from attnplug.sparse import IndexerDims
 from attnplug_testing.specs import GDN, MHA, MLA, model
 from attnplug_vllm.host import HOST, fit, refuse, render

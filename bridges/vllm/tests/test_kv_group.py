@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from attnplug import DType, Role
-from attnplug.host import BackendRequest, FastestBackend, TorchNativeBackend, load_registry, select
+from attnplug.auto.fastest import FastestBackend
+from attnplug.host import BackendRequest, load_registry, select
+from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_vllm import kv_group
 from attnplug_vllm.geometry import GeometryBuilder
 from attnplug_vllm.kv_group import GroupAttention, mha_pools, mla_pools

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attnplug import Claims, ForwardMode, PlanError
-from attnplug.host import KVPools, ModelAttention, SplitBackend
+from attnplug.host import KVPools, ModelAttention
+from attnplug.wrappers.split import SplitBackend
 from attnplug_vllm.geometry import GeometryBuilder
 from attnplug_vllm.mha_step import CapturedStep, LayerCall, Step, capture_key
 from attnplug_vllm.planner import GroupPlanner

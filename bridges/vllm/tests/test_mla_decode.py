@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from attnplug import Capabilities, Claims, ForwardMode, GraphLevel, PlanError, Role
-from attnplug.host import BackendSchedule, FastestBackend, KVPools, ModelAttention, load_registry
+from attnplug.auto.fastest import FastestBackend
+from attnplug.auto.schedule import BackendSchedule
+from attnplug.host import KVPools, ModelAttention, load_registry
 from attnplug_vllm.kv_group import GroupAttention, mla_pools
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
 from attnplug_vllm.selection import choose, forget

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import BackendId, Claims, ExtendPath, ForwardBatch, Plan, RaggedCall
+from attnplug import Claims, ExtendPath, ForwardBatch, Plan, RaggedCall
+from attnplug.contract.plan import BackendId
 from attnplug.host import KVPools, ModelAttention
 from attnplug_vllm.mla_prefill import RaggedPrefill, chunk_calls
 from attnplug_vllm.specs import mla_layer

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from attnplug import Role
-from attnplug.host import BackendRequest, UsageError
+from attnplug import Role, UsageError
+from attnplug.host import BackendRequest
 from attnplug_vllm.settings import read_request
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug import BackendSpec, CacheLayout, DType, GraphLevel, PageSizes, Problem, RefusalCode, Role
-from attnplug.host import KVPools, Registry, UsageError, WorkspaceOwner
+from attnplug import BackendSpec, CacheLayout, DType, GraphLevel, PageSizes, Problem, RefusalCode, Role, UsageError
+from attnplug.host import KVPools, Registry, WorkspaceOwner
 from attnplug_testing.measured import measured_twins
 from attnplug_vllm import selection
 from attnplug_vllm.host import fit

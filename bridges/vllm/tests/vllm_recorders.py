@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import BackendId, Claims, ForwardBatch, GraphLevel, Plan
+from attnplug import Claims, ForwardBatch, GraphLevel, Plan
+from attnplug.contract.plan import BackendId
 
 
 @dataclass

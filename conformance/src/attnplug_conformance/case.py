@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from attnplug import AttentionKind, CacheLayout, DType, ForwardMode, GraphLevel, LayerSpec, ModelSpec, Problem, Role
-from attnplug.host import LinearDims, MLADims
+from attnplug.host import MLADims
+from attnplug.linear import LinearDims
 from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_conformance.reference import Parents
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from attnplug.host import Commands, UsageError, add_command, option
+from attnplug import UsageError
+from attnplug.cli.app import Commands, add_command
+from attnplug.cli.options import option
 
 
 def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -29,7 +31,9 @@ def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _check(parsed: argparse.Namespace) -> int:
-    from attnplug.host import load_registry, output, warn_of_plugins
+    from attnplug.cli import output
+    from attnplug.cli.warn import warn_of_plugins
+    from attnplug.host import load_registry
 
     if not 0 <= parsed.seed < 1 << 63:
         raise UsageError(f"--seed {parsed.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
@@ -41,7 +45,7 @@ def _check(parsed: argparse.Namespace) -> int:
         if name != "auto":
             registry.get(name)  # one that is not there is told before torch is imported, which takes seconds
 
-    from attnplug.host import open_device
+    from attnplug.machine.device import open_device
     from attnplug_conformance.catalog import all_checks
     from attnplug_conformance.chosen import check_options, chosen_backends
     from attnplug_conformance.report import as_json, lines

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Role
-from attnplug.host import (
-    BackendRequest,
-    MLADims,
-    Registry,
-    SelectionError,
-    UsageError,
-    parse_options,
-    select,
-    split_settings,
-)
+from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Role, UsageError
+from attnplug.declare.options import parse_options
+from attnplug.host import BackendRequest, MLADims, Registry, SelectionError, select, split_settings
 from attnplug_conformance.subject import linear_dims
 
 AUTO = "auto"

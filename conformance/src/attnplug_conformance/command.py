@@ -8,7 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from attnplug.host import Commands, UsageError, add_command
+from attnplug import UsageError
+from attnplug.cli.app import Commands, add_command
 
 
 def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -45,7 +46,9 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _conform(parsed: argparse.Namespace) -> int:
     report = None if parsed.report is None else _report_path(parsed.report)
-    from attnplug.host import load_registry, output, split_settings, warn_of_plugins
+    from attnplug.cli import output
+    from attnplug.cli.warn import warn_of_plugins
+    from attnplug.host import load_registry, split_settings
     from attnplug_conformance.catalog import all_checks
     from attnplug_conformance.chosen import check_options
     from attnplug_conformance.processes import in_processes

@@ -12,8 +12,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from attnplug import AttentionBackend, AttentionKind, ForwardBatch, Geometry, LayerSpec, LinearInputs, ModelSpec
-from attnplug.host import KVPools, Limits, LinearStatePool, ModelAttention, torch_dtype
+from attnplug import AttentionBackend, AttentionKind, ForwardBatch, Geometry, LayerSpec, ModelSpec
+from attnplug.host import KVPools, Limits, ModelAttention
+from attnplug.kernels import torch_dtype
+from attnplug.linear import LinearInputs, LinearStatePool
 from attnplug_conformance.arithmetic import NAN, as_bytes, relative_error, tail, tolerance, zero_by_chance_is_nan
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
 from attnplug_conformance.diagnosis import Wrong, check_form

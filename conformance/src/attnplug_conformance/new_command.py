@@ -8,7 +8,10 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from attnplug.host import Commands, UsageError, add_command, load_registry, output
+from attnplug import UsageError
+from attnplug.cli import output
+from attnplug.cli.app import Commands, add_command
+from attnplug.host import load_registry
 
 KINDS = ("mha", "mla", "linear")
 
@@ -144,7 +147,7 @@ def _new(parsed: argparse.Namespace) -> int:
 
 def files(name: str, kind: str) -> dict[str, str]:
     """What the package holds: text by path."""
-    from attnplug import CONTRACT_VERSION
+    from attnplug.declare.version import CONTRACT_VERSION
 
     title = "".join(part.capitalize() for part in name.split("_"))
     imported, claimed, claims = CLAIMS[kind]

@@ -30,7 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _subject(config: pytest.Config, make: Any) -> Any:
-    from attnplug.host import UsageError
+    from attnplug import UsageError
 
     try:
         return make(config.getoption("--attention-backend"), config.getoption("--attention-device"))

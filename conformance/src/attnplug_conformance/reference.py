@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import LinearInputs
+from attnplug.linear import LinearInputs
 
 Parents = tuple[int, ...]
 """The parent of each new row of a request, which precedes it; -1 for a row that has none."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from attnplug import AttentionKind, DType, ExtendPath, Feature, GraphLevel, Role
-from attnplug.host import describe_error
+from attnplug.declare.errors import describe_error
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, Measured, Stand
 from attnplug_conformance.diagnosis import Wrong

@@ -29,7 +29,8 @@ from attnplug import (
     ModelSpec,
     Role,
 )
-from attnplug.host import KVPools, Limits, plan_forward, torch_dtype
+from attnplug.host import KVPools, Limits, plan_forward
+from attnplug.kernels import torch_dtype
 from attnplug.sparse import Coordinator
 from attnplug_conformance.arithmetic import NAN, as_bytes, kept, poison, tail, tolerance, zero_by_chance_is_nan
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case

@@ -21,20 +21,13 @@ from attnplug import (
     Problem,
     Role,
 )
-from attnplug.host import (
-    HostContext,
-    KVPools,
-    Limits,
-    LinearDims,
-    MLADims,
-    Registered,
-    WorkspaceOwner,
-    build_backend,
-    open_device,
-    parse_options,
-    split_settings,
-    torch_dtype,
-)
+from attnplug.declare.options import parse_options
+from attnplug.declare.registered import Registered
+from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, split_settings
+from attnplug.kernels import torch_dtype
+from attnplug.linear import LinearDims
+from attnplug.machine.device import open_device
+from attnplug.registry.building import build_backend
 from attnplug.sparse import Coordinator
 from attnplug_conformance.case import FP8_CACHES, Case
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from attnplug.host import UsageError, load_registry
+from attnplug import UsageError
+from attnplug.host import load_registry
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.check import Check
 from attnplug_conformance.runner import Result, Status, floor_problems, run_check

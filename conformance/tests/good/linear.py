@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnplug import (
-    AttentionKind,
-    BackendContext,
-    BackendId,
-    BackendSpec,
-    Capabilities,
-    DType,
-    ForwardMode,
-    Plan,
-    Role,
-)
+from attnplug import AttentionKind, BackendContext, BackendSpec, Capabilities, DType, ForwardMode, Plan, Role
+from attnplug.contract.plan import BackendId
 
 SPEC = BackendSpec(
     name="good_linear",

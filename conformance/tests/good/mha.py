@@ -8,7 +8,6 @@ from attnplug import (
     AttentionKind,
     BackendContext,
     BackendError,
-    BackendId,
     BackendSpec,
     CacheLayout,
     Capabilities,
@@ -22,6 +21,7 @@ from attnplug import (
     PlanError,
     Role,
 )
+from attnplug.contract.plan import BackendId
 
 SPEC = BackendSpec(
     name="good_mha",

@@ -10,7 +10,6 @@ from attnplug import (
     AttentionKind,
     BackendContext,
     BackendError,
-    BackendId,
     BackendSpec,
     CacheLayout,
     Capabilities,
@@ -20,6 +19,7 @@ from attnplug import (
     Plan,
     Role,
 )
+from attnplug.contract.plan import BackendId
 
 SPEC = BackendSpec(
     name="good_mla",

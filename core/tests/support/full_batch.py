@@ -6,10 +6,11 @@ import dataclasses
 
 import torch
 
-from attnplug import BackendId, ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
-from attnplug.contract.batch import _CheckedPlans
+from attnplug import ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
+from attnplug.contract.batch import BatchPlan, _CheckedPlans
+from attnplug.contract.plan import BackendId, PlanRecord
 from attnplug.contract.sparse import LayerChoice
-from attnplug.host import BatchPlan, HostLengths, PlanRecord, TypicalLens
+from attnplug.host import HostLengths, TypicalLens
 from attnplug.sparse import SelectedPositions
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool
-from attnplug.host import LinearDims, MLADims
+from attnplug.host import MLADims
 from attnplug.kv import LayoutName
+from attnplug.linear import LinearDims
 
 LAYOUTS: list[LayoutName] = ["token_major", "head_major"]
 ELEMENTS = [dtype for dtype in DType if dtype.is_element]

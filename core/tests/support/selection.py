@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attnplug import CONTRACT_VERSION, AttentionKind, BackendSpec, Capabilities, DType, LayerSpec, ModelSpec, Role
-from attnplug.declare.registered import Source
-from attnplug.host import LinearDims, MLADims, Registered, Registry
+from attnplug import AttentionKind, BackendSpec, Capabilities, DType, LayerSpec, ModelSpec, Role
+from attnplug.declare.registered import Registered, Source
+from attnplug.declare.version import CONTRACT_VERSION
+from attnplug.host import MLADims, Registry
+from attnplug.linear import LinearDims
 
 MHA = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
 MLA = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.07, mla=MLADims(512, 128, 64))

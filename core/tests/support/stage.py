@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from attnplug import CacheLayout, DType, ForwardBatch, ForwardMode
-from attnplug.host import MLADims, TorchNativeBackend
+from attnplug.host import MLADims
+from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_testing import kernel_scene
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, Lengths, Make
 

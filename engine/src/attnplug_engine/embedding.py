@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug import DType, ForwardMode, PoolError, Role, Serving
-from attnplug.host import Selection, UsageError
+from attnplug import DType, ForwardMode, PoolError, Role, Serving, UsageError
+from attnplug.host import Selection
 from attnplug_engine.checkpoints.pooling import EmbeddingRules, Pooling, read_rules
 from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.memory.capacity import Capacity, bytes_per_page

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from attnplug import ForwardingBackend, GraphLevel, Serving
-from attnplug.host import Selection, UsageError, captures_extends, interrupt, limited_by
+from attnplug import GraphLevel, Serving, UsageError
+from attnplug.host import ForwardingBackend, Selection
+from attnplug.machine import interrupt
+from attnplug.wrappers.forwarding import captures_extends, limited_by
 from attnplug_engine.completion import Completion, Statistics, Usage
 from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.graphs.capture import GraphCapture

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from attnplug import DType, GraphLevel, ModelSpec, PoolError, Role
-from attnplug.host import ExtendPolicy, Selection, UsageError, show
+from attnplug import DType, GraphLevel, ModelSpec, PoolError, Role, UsageError
+from attnplug.hf.config_keys import show
+from attnplug.host import ExtendPolicy, Selection
 from attnplug_engine.graphs.capture_sizes import BATCH_SIZES, PREFILL_SIZES, SizeOption
 from attnplug_engine.memory.capacity import (
     Capacity,

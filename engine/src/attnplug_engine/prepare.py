@@ -8,23 +8,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnplug import BackendError, DType, ModelSpec, Problem, Refusal, Serving, Setting
+from attnplug import BackendError, DType, ModelSpec, Problem, Refusal, Serving, Setting, UsageError
+from attnplug.auto.ranking import Ranking
 from attnplug.host import (
     BackendRequest,
     ExtendPolicy,
-    Ranking,
     Registry,
     Selection,
-    UsageError,
-    build_chosen,
     choose_importable,
     default_ranking,
     load_registry,
     model_dtype,
-    open_device,
-    torch_dtype,
 )
 from attnplug.host import load_model as load_spec
+from attnplug.kernels import torch_dtype
+from attnplug.machine.device import open_device
+from attnplug.registry.assembly import build_chosen
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.models.architectures import load_model

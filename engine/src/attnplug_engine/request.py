@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnplug.host import UsageError, show
+from attnplug import UsageError
+from attnplug.hf.config_keys import show
 
 if TYPE_CHECKING:
     from collections import deque

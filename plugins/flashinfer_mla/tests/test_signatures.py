@@ -27,11 +27,11 @@ from attnplug import AttentionKind, BackendError, DType, LayerSpec, MLAPool, MLA
 from attnplug.host import KVPools, MLADims
 from attnplug.tables import RawScene
 from attnplug_flashinfer_mla import kernels
-from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, GraphBuffers, Library
-from attnplug_flashinfer_mla.lengths import Lengths
-from attnplug_flashinfer_mla.planner import PagedCall
+from attnplug_flashinfer_mla.kernels import FlashInferMLAKernels, FlashInferMLALibrary, LatentCache, MLAGraphBuffers
+from attnplug_flashinfer_mla.lengths import CallLengths
+from attnplug_flashinfer_mla.planner import MLAPagedCall
 from attnplug_flashinfer_mla.raw import calls
-from attnplug_flashinfer_mla.schedule import MOST_WORKS, TILE_ROWS
+from attnplug_flashinfer_mla.work_list import MAX_WORK_ITEMS, TILE_ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
 VERSION_VARIABLE = "ATTNPLUG_TEST_FLASHINFER"
@@ -125,7 +125,7 @@ class Event:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(monkeypatch: pytest.MonkeyPatch) -> FlashInferMLALibrary:
     """The real library, with recorders for its wrappers."""
     real = kernels.load_library()
     recording = replace(real, paged=Recorder(real.paged), ragged=Recorder(real.ragged))
@@ -134,24 +134,26 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return recording
 
 
-def make(kernel: str = "fa3", **changes: Any) -> FlashInferKernels:
-    return FlashInferKernels(replace(SHAPE, **changes), torch.empty(1 << 10, dtype=torch.uint8), kernel)
+def make(kernel: str = "fa3", **changes: Any) -> FlashInferMLAKernels:
+    return FlashInferMLAKernels(replace(SHAPE, **changes), torch.empty(1 << 10, dtype=torch.uint8), kernel)
 
 
 def int32(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def paged_call(*, causal: bool) -> PagedCall:
+def paged_call(*, causal: bool) -> MLAPagedCall:
     """Two requests, of 70 and 5 rows, with three queries or one each."""
     queries = 3 if causal else 1
-    lengths = Lengths(int32(0, queries, 2 * queries), int32(0, 2, 3), int32(70, 5))
+    lengths = CallLengths(int32(0, queries, 2 * queries), int32(0, 2, 3), int32(70, 5))
     table = torch.tensor([[4, 7], [2, -1]], dtype=torch.int32)
-    return PagedCall(slice(0, 2 * queries), SHAPE.heads, causal, lengths, int32(4, 7, 2), table, lengths.kv_lens)
+    return MLAPagedCall(slice(0, 2 * queries), SHAPE.heads, causal, lengths, int32(4, 7, 2), table, lengths.kv_lens)
 
 
-def cache(dtype: torch.dtype = torch.bfloat16) -> Cache:
-    return Cache.of(torch.zeros(8, SHAPE.page_size, SHAPE.dims.row_dim, dtype=dtype), SHAPE.dims.kv_lora_rank, 0.5)
+def cache(dtype: torch.dtype = torch.bfloat16) -> LatentCache:
+    return LatentCache.of(
+        torch.zeros(8, SHAPE.page_size, SHAPE.dims.row_dim, dtype=dtype), SHAPE.dims.kv_lora_rank, 0.5
+    )
 
 
 def queries(rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,7 +167,7 @@ def queries(rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_paged_plan_is_taken_with_everything_the_call_has(library: Library, causal: bool) -> None:
+def test_a_paged_plan_is_taken_with_everything_the_call_has(library: FlashInferMLALibrary, causal: bool) -> None:
     """The lengths go in as they are on the host, so that planning copies nothing back from the device."""
     call = paged_call(causal=causal)
     make("fa2").paged(decode=not causal).plan(call)
@@ -191,7 +193,7 @@ def test_a_paged_plan_is_taken_with_everything_the_call_has(library: Library, ca
 
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
-def test_a_paged_run_is_taken(library: Library, kv_dtype: torch.dtype, with_lse: bool) -> None:
+def test_a_paged_run_is_taken(library: FlashInferMLALibrary, kv_dtype: torch.dtype, with_lse: bool) -> None:
     """C4: log-sum-exp is asked for in natural logarithms. An fp8 cache comes with its scales, others without."""
     if kv_dtype is torch.float8_e4m3fn and not library.reads_fp8:
         pytest.skip(f"flashinfer {library.version} reads no fp8 cache, and the plugin refuses one")
@@ -211,7 +213,7 @@ def test_a_paged_run_is_taken(library: Library, kv_dtype: torch.dtype, with_lse:
 
 
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_a_run_asks_for_the_log_sum_exp_that_its_plan_announced(library: Library, with_lse: bool) -> None:
+def test_a_run_asks_for_the_log_sum_exp_that_its_plan_announced(library: FlashInferMLALibrary, with_lse: bool) -> None:
     """Where the plan says what will be asked for, each run asks for that; elsewhere only where it is wanted."""
     kernel = make().paged(decode=True)
     kernel.plan(paged_call(causal=False))
@@ -231,7 +233,7 @@ def query_of(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return given["query"] if "query" in given else (given["q_nope"], given["q_pe"])
 
 
-def test_a_query_in_parts_is_handed_on_as_it_is(library: Library) -> None:
+def test_a_query_in_parts_is_handed_on_as_it_is(library: FlashInferMLALibrary) -> None:
     """Nothing is joined or copied: heads before rows, and a part of something wider, are read where they lie."""
     kernel = make().paged(decode=True)
     kernel.plan(paged_call(causal=False))
@@ -245,7 +247,7 @@ def test_a_query_in_parts_is_handed_on_as_it_is(library: Library) -> None:
         assert library.paged.last("plan")["query_layout"] == "split"
 
 
-def test_a_query_that_is_joined_is_parted_where_it_lies(library: Library) -> None:
+def test_a_query_that_is_joined_is_parted_where_it_lies(library: FlashInferMLALibrary) -> None:
     kernel = make().paged(decode=True)
     kernel.plan(paged_call(causal=False))
     q, out, lse = queries(2)
@@ -256,7 +258,7 @@ def test_a_query_that_is_joined_is_parted_where_it_lies(library: Library) -> Non
 
 
 @pytest.mark.parametrize("wrong", ["column", "stride", "address"])
-def test_a_part_that_the_kernels_cannot_read_is_copied(library: Library, wrong: str) -> None:
+def test_a_part_that_the_kernels_cannot_read_is_copied(library: FlashInferMLALibrary, wrong: str) -> None:
     """They copy 16 bytes at once, and do not look at the stride of columns."""
     kernel = make().paged(decode=True)
     kernel.plan(paged_call(causal=False))
@@ -269,9 +271,9 @@ def test_a_part_that_the_kernels_cannot_read_is_copied(library: Library, wrong: 
     assert found is not rope and found.is_contiguous() and torch.equal(found, rope)
 
 
-def test_a_captured_call_reserves_its_buffers(library: Library) -> None:
-    lengths = Lengths(int32(0, 1, 2), int32(0, 2, 3), int32(70, 5))
-    buffers = GraphBuffers(lengths, torch.zeros(8, dtype=torch.int32))
+def test_a_captured_call_reserves_its_buffers(library: FlashInferMLALibrary) -> None:
+    lengths = CallLengths(int32(0, 1, 2), int32(0, 2, 3), int32(70, 5))
+    buffers = MLAGraphBuffers(lengths, torch.zeros(8, dtype=torch.int32))
     make().paged(decode=True, graph=buffers).plan(paged_call(causal=False))
     given = library.paged.last("__init__")
     assert given["use_cuda_graph"] is True
@@ -281,29 +283,29 @@ def test_a_captured_call_reserves_its_buffers(library: Library) -> None:
     assert given["kv_len_arr"] is lengths.kv_lens
 
 
-def test_the_work_list_is_read_where_the_scheduler_puts_it(library: Library) -> None:
+def test_the_work_list_is_read_where_the_scheduler_puts_it(library: FlashInferMLALibrary) -> None:
     """Nothing but their order tells the numbers of a plan apart; the C++ in the wheel gives them names and sizes."""
     info = plan_info()
     assert list(info) == ["num_blks_x", "num_blks_y", *WORK_LIST, "partial_o_offset", "partial_lse_offset"]
     kernel = make().paged(decode=False)
     kernel.plan(paged_call(causal=True))
-    schedule = kernel.schedule()
-    assert (schedule.cluster_size, schedule.clusters) == (CLUSTER, PROCESSORS // CLUSTER)
+    work_list = kernel.work_list()
+    assert (work_list.cluster_size, work_list.clusters) == (CLUSTER, PROCESSORS // CLUSTER)
     room = array_sizes()
     for name, ours in WORK_LIST.items():
-        array = getattr(schedule, ours)
+        array = getattr(work_list, ours)
         assert array.dtype is torch.int32, ours
         assert array.storage_offset() * array.element_size() == info[name], ours
-        wanted = schedule.clusters + 1 if ours == "work_indptr" else room[name]
+        wanted = work_list.clusters + 1 if ours == "work_indptr" else room[name]
         assert array.shape[0] == wanted <= room[name], ours
 
 
-def test_the_scheduler_has_the_constants_that_we_fill_its_list_by(library: Library) -> None:
-    assert re.findall(r"max_total_num_works = (\d+);", scheduler()) == [str(MOST_WORKS)]
+def test_the_scheduler_has_the_constants_that_we_fill_its_list_by(library: FlashInferMLALibrary) -> None:
+    assert re.findall(r"max_total_num_works = (\d+);", scheduler()) == [str(MAX_WORK_ITEMS)]
     assert re.findall(r"cta_tile_q = (\d+);", scheduler()) == [str(TILE_ROWS)]
 
 
-def test_the_private_members_that_are_read_are_there(library: Library) -> None:
+def test_the_private_members_that_are_read_are_there(library: FlashInferMLALibrary) -> None:
     """They are set by the class, or handed up from its backends by name."""
     source = inspect.getsource(importlib.import_module(library.paged.real.__module__))
     for name in ("_int_workspace_buffer", "_plan_info"):
@@ -321,7 +323,7 @@ def scheduler() -> str:
 def array_sizes() -> dict[str, int]:
     """How many numbers each array of the work list has room for, in the order in which they lie."""
     allocation = r"plan_info\.(\w+) =\s+int_allocator\.aligned_alloc_offset\(\s*sizeof\(IdType\) \* (\w+), 16, \"mla_"
-    counts = {"max_total_num_works": MOST_WORKS, "num_sm": PROCESSORS}
+    counts = {"max_total_num_works": MAX_WORK_ITEMS, "num_sm": PROCESSORS}
     return {name: counts[count] for name, count in re.findall(allocation, scheduler())}
 
 
@@ -337,22 +339,22 @@ def plan_info() -> dict[str, int]:
 # ---- the paged wrapper's CUTLASS kernel ----
 
 
-def test_cutlass_before_it_was_planned_is_refused(library: Library) -> None:
+def test_cutlass_before_it_was_planned_is_refused(library: FlashInferMLALibrary) -> None:
     """There, every call copied the layer's whole cache."""
     if library.metadata is not None:
         make("cutlass")
         return
-    with pytest.raises(BackendError, match=r"needs flashinfer-python 0\.7 or newer, this is 0\.6"):
+    with pytest.raises(BackendError, match=r"flashinfer-python 0\.7 .* 0\.6"):
         make("cutlass")
 
 
-def planned_cutlass(library: Library) -> FlashInferKernels:
+def planned_cutlass(library: FlashInferMLALibrary) -> FlashInferMLAKernels:
     if library.metadata is None:
         pytest.skip(f"flashinfer {library.version} does not plan it")
     return make("cutlass")
 
 
-def test_cutlass_calls_are_taken(library: Library) -> None:
+def test_cutlass_calls_are_taken(library: FlashInferMLALibrary) -> None:
     """It reads the page table itself, in rows of whole blocks of 128 tokens: three pages of 64 become four."""
     factory = planned_cutlass(library)
     call = replace(paged_call(causal=False), page_table=torch.zeros(2, 3, dtype=torch.int32))
@@ -369,7 +371,7 @@ def test_cutlass_calls_are_taken(library: Library) -> None:
     assert metadata.seq_lens is call.lengths.kv_lens  # on the host: nothing is read back
 
 
-def test_cutlass_takes_one_tensor(library: Library) -> None:
+def test_cutlass_takes_one_tensor(library: FlashInferMLALibrary) -> None:
     kernel = planned_cutlass(library).paged(decode=True)
     kernel.plan(paged_call(causal=False))
     q, out, _ = queries(2)
@@ -380,16 +382,16 @@ def test_cutlass_takes_one_tensor(library: Library) -> None:
     assert torch.equal(library.paged.last("run")["query"], q)
 
 
-def test_cutlass_refuses_what_its_kernel_lacks(library: Library) -> None:
+def test_cutlass_refuses_what_its_kernel_lacks(library: FlashInferMLALibrary) -> None:
     kernel = planned_cutlass(library).paged(decode=True)
     q, out, lse = queries(2)
     with pytest.raises(BackendError, match="kernel=auto"):
         kernel.run(q, None, cache(), out, lse)
     with pytest.raises(BackendError, match="kernel=auto"):
-        kernel.schedule()
+        kernel.work_list()
 
 
-def test_with_cutlass_everything_but_decode_is_fa2(library: Library) -> None:
+def test_with_cutlass_everything_but_decode_is_fa2(library: FlashInferMLALibrary) -> None:
     factory = planned_cutlass(library)
     factory.paged(decode=False)
     factory.ragged()
@@ -401,7 +403,7 @@ def test_with_cutlass_everything_but_decode_is_fa2(library: Library) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_ragged_plan_is_taken(library: Library, causal: bool) -> None:
+def test_a_ragged_plan_is_taken(library: FlashInferMLALibrary, causal: bool) -> None:
     call = RaggedCall.of(0, [3, 2], [7, 2], causal=causal, device=torch.device("cpu"))
     make().ragged().plan(call)
     given = library.ragged.last("plan")
@@ -420,7 +422,7 @@ def test_a_ragged_plan_is_taken(library: Library, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_a_ragged_run_is_taken(library: Library, with_lse: bool) -> None:
+def test_a_ragged_run_is_taken(library: FlashInferMLALibrary, with_lse: bool) -> None:
     """C4: a library that cannot be asked for natural logarithms gives powers of two, which are converted."""
     kernel = make().ragged()
     kernel.plan(RaggedCall.of(0, [3], [7], causal=True, device=torch.device("cpu")))
@@ -445,7 +447,7 @@ def test_a_ragged_run_is_taken(library: Library, with_lse: bool) -> None:
 # ---- versions ----
 
 
-def test_nothing_deprecated_is_used(library: Library) -> None:
+def test_nothing_deprecated_is_used(library: FlashInferMLALibrary) -> None:
     """Newer versions warn of arrays given flat, of q and cache in pieces, and of arguments by position."""
     if library.metadata is None:
         pytest.skip(f"flashinfer {library.version} has no other way")
@@ -499,7 +501,7 @@ def test_other_versions_take_the_same_calls(version: str) -> None:
     assert " passed" in done.stdout
 
 
-def test_a_raw_call_is_one_that_the_library_takes(library: Library) -> None:
+def test_a_raw_call_is_one_that_the_library_takes(library: FlashInferMLALibrary) -> None:
     """What ``attnplug bench --against raw`` measures."""
     layer = LayerSpec(0, AttentionKind.MLA, 128, 128, 192, 128, SHAPE.scale, mla=SHAPE.dims)
     pool = MLAPool([layer], num_pages=4, page_size=64, dtype=DType.BFLOAT16, device="cpu")

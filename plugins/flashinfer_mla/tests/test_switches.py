@@ -108,7 +108,7 @@ def check_hook(stage: KernelScene, chunks: bool, path: ExtendPath, flag: bool) -
     if path is ExtendPath.ABSORBED:
         assert stage.backend.init_mha_chunk_metadata(batch, flag) is None
     elif path is ExtendPath.CHUNKED and not chunks:
-        with pytest.raises(PlanError, match=r"chunked KV off \(.+\).* 4 prefix chunks"):
+        with pytest.raises(PlanError, match="4 prefix chunks"):
             stage.backend.init_mha_chunk_metadata(batch, flag)
     else:
         plan = stage.backend.init_mha_chunk_metadata(batch, flag)
@@ -126,7 +126,7 @@ def test_planning_of_what_was_not_built_is_refused_in_words(serving, disable_rag
     """A1: a draft's worker decodes, and says so when asked for more."""
     stage = scene(serving, disable_ragged, ((30, 1), (9, 1)), mode)
     if serving.skip_prefill and mode is not ForwardMode.DECODE:
-        with pytest.raises(PlanError, match=f"skip_prefill=True.*not {mode}"):
+        with pytest.raises(PlanError, match=f"skip_prefill.*{mode}"):
             stage.backend.init_forward_metadata(stage.batch())
     else:
         assert stage.error() <= stage.tolerance
@@ -153,7 +153,7 @@ def test_planning_the_regression_8218_after_800():
     chunks = chunked.plan(stage.batch()).chunks
     assert chunks.query_rows == 8218
     planned = chunks.metadata[0]
-    assert planned.call.query_indptr[-1] == 8218 == planned.lease.kernel.call.query_rows
+    assert planned.call.query_indptr[-1] == 8218 == planned.handle.kernel.call.query_rows
 
 
 def test_planning_of_what_runs_as_mha_takes_no_paged_kernel():
@@ -164,7 +164,7 @@ def test_planning_of_what_runs_as_mha_takes_no_paged_kernel():
     plan = model.batch.plan.attention
     assert plan.metadata is None and plan.new_slots is None and plan.query_rows == 9
     assert relative_error(out, model.wanted()) <= 4 * stage.tolerance
-    with pytest.raises(PlanError, match="planned to run as MHA"):
+    with pytest.raises(PlanError, match=ExtendPath.ABSORBED):
         stage.results(model.batch)
 
 

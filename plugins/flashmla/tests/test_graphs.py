@@ -78,8 +78,8 @@ def test_a_replay_writes_new_rows_where_the_host_says(device):
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_it_waits_for_queries_of_a_kernel_that_lets_others_start_early(in_parts, device):
     """FlashMLA's first kernel is launched early and never waits itself."""
-    from attnplug_flashmla.backend import ready
-    from attnplug_flashmla.kernels import Call, FlashMLAKernels
+    from attnplug_flashmla.backend import prepare_query
+    from attnplug_flashmla.kernels import FlashMLACall, FlashMLAKernels
     from attnplug_testing.late_kernel import fill_late
 
     torch.manual_seed(0)
@@ -88,10 +88,10 @@ def test_it_waits_for_queries_of_a_kernel_that_lets_others_start_early(in_parts,
     queries, cache = torch.randn(3, 16, 576, **shape), torch.randn(9, 64, 1, 576, **shape)
     lens = torch.tensor([5, 100, 180], dtype=torch.int32, device=device)
     table = torch.randperm(9, device=device).int().view(3, 3)
-    call = Call(1, lens, table, kernels.schedule(lens, 1))
+    call = FlashMLACall(1, lens, table, kernels.schedule(lens, 1))
 
     def attend(q: Tensor) -> Tensor:
-        q = ready(q[..., :512], q[..., 512:]) if in_parts else ready(q, None)
+        q = prepare_query(q[..., :512], q[..., 512:]) if in_parts else prepare_query(q, None)
         return kernels.attend(q, cache, call, 0.1)[0]
 
     wanted = attend(queries)

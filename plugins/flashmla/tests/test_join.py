@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardExtras, ForwardMode
-from attnplug_flashmla.backend import join
+from attnplug_flashmla.backend import join_query
 from attnplug_flashmla.triton_kernels import launch_join
 from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
 from attnplug_testing.kernel_scene import mla
@@ -34,8 +34,8 @@ def parts(rows: int, heads: int, kind: str, dtype: torch.dtype, device: str) -> 
 in_every_way = pytest.mark.parametrize(
     ("joined", "device"),
     [
-        pytest.param(join, "cpu", id="cpu"),
-        pytest.param(join, "cuda", id="cuda", marks=DEVICES[1].marks),
+        pytest.param(join_query, "cpu", id="cpu"),
+        pytest.param(join_query, "cuda", id="cuda", marks=DEVICES[1].marks),
         pytest.param(launch_join, "cpu", id="interpreted", marks=INTERPRETED),
     ],
 )
@@ -73,7 +73,7 @@ def test_every_call_has_memory_of_its_own(joined, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_columns_that_are_not_adjacent(device):
     given = [torch.randn(3, 16, 2 * width, device=device)[..., ::2] for width in (RANK, ROPE)]
-    assert torch.equal(join(*given), torch.cat(given, -1))
+    assert torch.equal(join_query(*given), torch.cat(given, -1))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug_flashmla.planner import Pages
+from attnplug_flashmla.planner import DecodePages
 from attnplug_flashmla.triton_kernels import launch_fill_pages
 from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
 
@@ -16,16 +16,16 @@ NOWHERE = 1 << 30
 UNTOUCHED = -7
 
 
-def interpreted(pages: Pages, page_table: Tensor, seq_lens: Tensor, page_size: int) -> None:
-    """What ``Pages.fill`` does on a GPU."""
+def interpreted(pages: DecodePages, page_table: Tensor, seq_lens: Tensor, page_size: int) -> None:
+    """What ``DecodePages.fill`` does on a GPU."""
     launch_fill_pages(page_table, seq_lens, page_size, pages.queries, pages.kv_lens, pages.table, pages.slots)
 
 
 in_every_way = pytest.mark.parametrize(
     ("fill", "device"),
     [
-        pytest.param(Pages.fill, "cpu", id="cpu"),
-        pytest.param(Pages.fill, "cuda", id="cuda", marks=DEVICES[1].marks),
+        pytest.param(DecodePages.fill, "cpu", id="cpu"),
+        pytest.param(DecodePages.fill, "cuda", id="cuda", marks=DEVICES[1].marks),
         pytest.param(interpreted, "cpu", id="interpreted", marks=INTERPRETED),
     ],
 )
@@ -53,7 +53,7 @@ def test_planning_of_pages_and_slots_row_by_row(page_size, queries, index, fill,
             page = int(table[request, max(position, 0) // page_size])
             wanted_slots.append(page * page_size + position % page_size if position >= 0 else -1)
         table[request, used:] = NOWHERE
-    memory = Pages.reserve(requests + 2, (requests + 2) * queries, width * ratio + 5, torch.device(device))
+    memory = DecodePages.reserve(requests + 2, (requests + 2) * queries, width * ratio + 5, torch.device(device))
     for part in (memory.kv_lens, memory.table, memory.slots):
         part.fill_(UNTOUCHED)
     pages = memory.part(requests, queries)
@@ -76,7 +76,7 @@ def test_planning_of_pages_and_slots_row_by_row(page_size, queries, index, fill,
 def test_planning_of_more_rows_than_the_table_has_pages_stays_inside(fill, device):
     """A captured batch's lengths are the device's: nobody can look at them first."""
     table = torch.arange(6, dtype=torch.int32, device=device).view(3, 2)
-    pages = Pages.reserve(3, 3, 2, torch.device(device)).part(3, 1)
+    pages = DecodePages.reserve(3, 3, 2, torch.device(device)).part(3, 1)
     fill(pages, table, torch.tensor([4000, 129, 128], dtype=torch.int32, device=device), 64)
     assert pages.kv_lens.tolist() == [128, 128, 128]
     assert pages.table.tolist() == [[0, 1], [2, 3], [4, 5]]
@@ -86,7 +86,7 @@ def test_planning_of_more_rows_than_the_table_has_pages_stays_inside(fill, devic
 @pytest.mark.parametrize("device", DEVICES)
 def test_planning_takes_a_page_table_that_is_not_contiguous(device):
     table = torch.tensor([[5, 9], [1, 0], [7, 0]], dtype=torch.int32, device=device).T.contiguous().T
-    pages = Pages.reserve(3, 3, 2, torch.device(device)).part(3, 1)
+    pages = DecodePages.reserve(3, 3, 2, torch.device(device)).part(3, 1)
     pages.fill(table, torch.tensor([70, 64, 1], dtype=torch.int32, device=device), 64)
     assert pages.table[0].tolist() == [5, 9] and pages.table[1:, 0].tolist() == [1, 7]
     assert pages.slots.tolist() == [9 * 64 + 5, 64 + 63, 7 * 64]

@@ -195,7 +195,7 @@ def test_an_index_that_cannot_be_scored_is_refused(sparse_model: ModelSpec) -> N
 def test_dense_layers_are_refused_by_how_many() -> None:
     """D3"""
     (found,) = SPARSE.refusals(ON_AN_H200, Role.DECODE)
-    assert found.code == "feature" and "61 of 61 layers have no index" in found.message
+    assert (found.code, found.value) == ("feature", list(range(61)))
 
 
 def test_sparse_layers_are_not_for_the_dense_backend(sparse_model: ModelSpec) -> None:
@@ -218,7 +218,7 @@ def build(installed: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> Any:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("def has_legacy(): return False", "built without its kernels for SM 90"),
+        ("def has_legacy(): return False", "SM 90"),
         ("__version__ = '2026.9'", "has no attribute 'has_legacy'"),
     ],
     ids=["no legacy kernels", "another package of that name"],
@@ -229,7 +229,7 @@ def test_a_library_that_cannot_be_used_fails_with_the_factorys_module(
     """D2: before anything is built."""
     with pytest.raises(BackendError) as caught:
         build(installed, monkeypatch, source)
-    assert "sgl-flash-mla 1.0.0 cannot be imported" in str(caught.value)
+    assert "sgl-flash-mla 1.0.0" in str(caught.value)
     assert text in str(caught.value) and "pip install 'sgl-flash-mla>=1.0,<2'" in str(caught.value)
 
 

@@ -96,7 +96,7 @@ class TestBatches:
     @on_every_device
     def test_more_rows_than_one_call_holds_are_several_calls(self, device, monkeypatch):
         """The decode kernel has memory for partial results of every row."""
-        monkeypatch.setattr(sparse_backend, "_MOST_ROWS", 6)
+        monkeypatch.setattr(sparse_backend, "_MAX_ROWS", 6)
         stage = scene("extend", device, PACKED)
         stage.check()
         if isinstance(kernels := stage.backend._kernels, ReferenceSparse):

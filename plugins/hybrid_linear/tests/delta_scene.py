@@ -14,19 +14,10 @@ import torch
 from torch import Tensor
 
 import linear_float64
-from attnplug import (
-    AttentionKind,
-    BackendContext,
-    DeltaInputs,
-    DeltaWeights,
-    ForwardBatch,
-    ForwardMode,
-    LayerSpec,
-    LinearInputs,
-    ModelSpec,
-    Role,
-)
-from attnplug.host import KVPools, Limits, LinearDims, LinearStatePool, WorkspaceOwner, torch_dtype
+from attnplug import AttentionKind, BackendContext, ForwardBatch, ForwardMode, LayerSpec, ModelSpec, Role
+from attnplug.host import KVPools, Limits, WorkspaceOwner
+from attnplug.kernels import torch_dtype
+from attnplug.linear import DeltaInputs, DeltaWeights, LinearDims, LinearInputs, LinearStatePool
 from attnplug_testing.batches import capabilities, geometry, padded, with_plan
 from linear_float64 import Array, relative_error
 from linear_scene import PADDED

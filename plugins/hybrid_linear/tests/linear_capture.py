@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import ForwardMode, LinearInputs
+from attnplug import ForwardMode
+from attnplug.linear import LinearInputs
 from attnplug_testing.batches import with_plan
 from linear_scene import PADDED, LinearScene, Step
 from linear_settings import SETTINGS

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnplug import LinearInputs
+from attnplug.linear import LinearInputs
 
 Array = NDArray[np.float64]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnplug import AttentionKind, LinearInputs
-from attnplug.host import LinearDims
+from attnplug import AttentionKind
+from attnplug.linear import LinearDims, LinearInputs
 
 RECURRENT = (AttentionKind.GDN, AttentionKind.KDA, AttentionKind.LIGHTNING, AttentionKind.MAMBA2)
 DELTA = (AttentionKind.GDN, AttentionKind.KDA)

@@ -16,18 +16,10 @@ import torch
 from torch import Tensor
 
 import linear_float64
-from attnplug import (
-    AttentionKind,
-    BackendContext,
-    DType,
-    ForwardBatch,
-    ForwardMode,
-    LayerSpec,
-    LinearInputs,
-    ModelSpec,
-    Role,
-)
-from attnplug.host import KVPools, Limits, LinearDims, LinearStatePool, WorkspaceOwner, torch_dtype
+from attnplug import AttentionKind, BackendContext, DType, ForwardBatch, ForwardMode, LayerSpec, ModelSpec, Role
+from attnplug.host import KVPools, Limits, WorkspaceOwner
+from attnplug.kernels import torch_dtype
+from attnplug.linear import LinearDims, LinearInputs, LinearStatePool
 from attnplug_testing.batches import capabilities, geometry, padded, with_plan
 from linear_float64 import Array, relative_error
 from linear_inputs import random_inputs, tokens_of

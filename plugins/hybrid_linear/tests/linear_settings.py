@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, DType, LinearInputs
+from attnplug import BackendContext, DType
+from attnplug.linear import LinearInputs
 from attnplug_hybrid_linear.fla_backend import FlaLinearBackend
-from attnplug_hybrid_linear.fla_kernels import CHUNK, Chunks
+from attnplug_hybrid_linear.fla_kernels import CHUNK, FlaChunks
 from attnplug_hybrid_linear.recurrence import Tokens, advance
 from attnplug_hybrid_linear.torch_backend import TorchLinearBackend
 from attnplug_testing.devices import DEVICES
@@ -28,18 +29,18 @@ from linear_scene import LinearScene
 class ReferenceChunks:
     """What the library's chunk kernels compute, and all that they insist on."""
 
-    def chunked(self, inputs: LinearInputs, scale: float, chunks: Chunks, states: Tensor) -> tuple[Tensor, Tensor]:
-        boundaries = chunks.boundaries.tolist()
-        assert chunks.boundaries.dtype is torch.int64 and chunks.boundaries_cpu.tolist() == boundaries
-        assert states.shape[0] == len(boundaries) - 1 and states.dtype is torch.float32 and states.is_contiguous()
-        spans = [slice(*pair) for pair in pairwise(boundaries)]
+    def chunked(self, inputs: LinearInputs, scale: float, chunks: FlaChunks, states: Tensor) -> tuple[Tensor, Tensor]:
+        cu_seqlens = chunks.cu_seqlens.tolist()
+        assert chunks.cu_seqlens.dtype is torch.int64 and chunks.cu_seqlens_cpu.tolist() == cu_seqlens
+        assert states.shape[0] == len(cu_seqlens) - 1 and states.dtype is torch.float32 and states.is_contiguous()
+        varlen = [slice(*pair) for pair in pairwise(cu_seqlens)]
         assert chunks.indices.tolist() == [
             [number, place]
-            for number, span in enumerate(spans)
+            for number, span in enumerate(varlen)
             for place in range(-(-(span.stop - span.start) // CHUNK))
         ]
         outputs, after = [], torch.empty_like(states)
-        for number, span in enumerate(spans):
+        for number, span in enumerate(varlen):
             own = tokens_of(inputs, span)
             decay, beta = own.log_decay, own.beta
             tokens = Tokens.of(

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnplug import AttentionKind, DeltaInputs, DType, ForwardMode, LayerSpec, LinearInputs, PlanError
-from attnplug.host import LinearDims
+from attnplug import AttentionKind, DType, ForwardMode, LayerSpec, PlanError
+from attnplug.linear import DeltaInputs, LinearDims, LinearInputs
 from attnplug_hybrid_linear import triton_delta
 from attnplug_testing.batches import with_plan
 from attnplug_testing.triton_mode import compiled_by

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import linear_float64
-from attnplug import AttentionKind, LinearInputs
-from attnplug.host import LinearDims
+from attnplug import AttentionKind
+from attnplug.linear import LinearDims, LinearInputs
 from attnplug_hybrid_linear.recurrence import CHUNK, Tokens, advance, chunked, recurrent
 from attnplug_testing.devices import DEVICES
 from linear_float64 import relative_error

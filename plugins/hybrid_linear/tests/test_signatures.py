@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import AttentionKind, LinearInputs
-from attnplug.host import LinearDims
-from attnplug_hybrid_linear.fla_kernels import CHUNK, Chunks, FlaKernels
-from attnplug_hybrid_linear.spans import cut
+from attnplug import AttentionKind
+from attnplug.linear import LinearDims, LinearInputs
+from attnplug_hybrid_linear.fla_kernels import CHUNK, FlaChunks, FlaKernels
+from attnplug_hybrid_linear.varlen import split_blocks
 from attnplug_testing.signatures import read_signature, unpacked
 from linear_inputs import RECURRENT, random_inputs
 
@@ -63,7 +63,7 @@ def test_planning_each_kind_calls_a_function_as_it_is(kind, called) -> None:
     kernels._gdn, kernels._kda, kernels._simple = functions
     rows = sum(LENS)
     inputs: LinearInputs = random_inputs(kind, DIMS, rows + 5, torch.Generator().manual_seed(0), normalize=True)
-    chunks = Chunks.of(LENS, cut(LENS, CHUNK, torch.device("cpu")), torch.tensor([2, -1, 0]))
+    chunks = FlaChunks.of(LENS, split_blocks(LENS, CHUNK, torch.device("cpu")), torch.tensor([2, -1, 0]))
     states = torch.zeros(3, 4, 16, 24)
     out, after = kernels.chunked(inputs, 0.3, chunks, states)
     assert out.shape == (rows, 4, 24) and after.shape == states.shape

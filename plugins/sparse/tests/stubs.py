@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from attnplug import BackendId, Claims, GraphLevel, Plan
+from attnplug import Claims, GraphLevel, Plan
+from attnplug.contract.plan import BackendId
 
 
 class Hookless:

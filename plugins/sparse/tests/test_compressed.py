@@ -20,8 +20,9 @@ from attnplug import (
     ModelSpec,
     PoolError,
     Problem,
+    UsageError,
 )
-from attnplug.host import HostContext, KVPools, Limits, UsageError, WorkspaceOwner
+from attnplug.host import HostContext, KVPools, Limits, WorkspaceOwner
 from attnplug.sparse import SelectedPositions, SelectedSlots
 from attnplug_sparse.pools import COMPRESSED, CompressedPool, compressed_page_bytes
 from compressed_scene import DIM, HEADS, LAYER, NAN, CompressedScene, compressed_layer

@@ -30,8 +30,10 @@ from attnplug import (
     PoolError,
     Problem,
     Role,
+    UsageError,
 )
-from attnplug.host import MLADims, PageCopy, UsageError
+from attnplug.host import MLADims
+from attnplug.kernels import PageCopy
 from attnplug.sparse import IndexerDims, SelectedPositions, SelectedSlots
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.slot_table import SlotTable

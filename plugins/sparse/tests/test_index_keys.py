@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, LayerSpec, MLAPool, PoolError
-from attnplug.host import KVPools, MLADims, PageCopy
+from attnplug.host import KVPools, MLADims
+from attnplug.kernels import PageCopy
 from attnplug.sparse import IndexerDims
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
 from attnplug_testing.devices import DEVICES, nothing_waits

@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug import DType, ForwardMode, PoolError
-from attnplug.host import (
-    PageCopy,
-)
+from attnplug.kernels import PageCopy
 from attnplug_conformance.arithmetic import NAN
 from attnplug_conformance.case import LAST, LAYER
 from attnplug_sparse.pools import IndexKeyPool

@@ -8,16 +8,11 @@ import pytest
 import torch
 
 from attnplug import BackendError, ExtendPath, ForwardMode, PlanError
-from attnplug.host import (
-    ExtendPolicy,
-    HybridLinearBackend,
-    KVPools,
-    MLAWeights,
-    ModelAttention,
-    SplitBackend,
-    plan_forward,
-)
+from attnplug.host import ExtendPolicy, KVPools, ModelAttention, plan_forward
+from attnplug.mla.weights import MLAWeights
 from attnplug.sparse import IndexInputs
+from attnplug.wrappers.hybrid import HybridLinearBackend
+from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.arithmetic import tail
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.sparse_scene import SparseStage, sparse

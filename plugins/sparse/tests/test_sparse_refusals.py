@@ -19,12 +19,12 @@ from attnplug import (
     Problem,
     Role,
 )
-from attnplug.choose.building import claim_problems, missing_claims
 from attnplug.host import (
     KVPools,
     ModelAttention,
     plan_forward,
 )
+from attnplug.registry.building import claim_problems, missing_claims
 from attnplug.sparse import SelectedPositions, SelectedSlots
 from attnplug_conformance.case import LAST, LAYER
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool

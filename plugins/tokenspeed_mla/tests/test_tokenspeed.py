@@ -149,7 +149,7 @@ class TestBuilding:
         kernels.load_library.cache_clear()
         with pytest.raises(ImportError, match="cutlass"):
             kernels.load_library()
-        with pytest.raises(BackendError, match=r"tokenspeed-mla .*no module named cutlass.*pip install 'tokenspeed"):
+        with pytest.raises(BackendError, match=r"cutlass.*pip install 'tokenspeed"):
             importlib.import_module(SPEC.factory.partition(":")[0])
         sys.modules.pop("tokenspeed_mla", None)
 
@@ -169,7 +169,7 @@ class TestWhatItSays:
     def test_on_an_h200_it_says_which_gpus_it_needs(self):
         """D3"""
         reasons = SPEC.refusals(replace(ON_A_B200, sm=90), Role.DECODE)
-        assert [str(reason.message) for reason in reasons][1:] == ["it needs SM 100 to 103, this is SM 90"]
+        assert [reason.code for reason in reasons][1:] == ["sm"]
 
     def test_the_unpacked_versions_are_the_ends_of_what_the_plugin_claims(self):
         makefile = (Path(__file__).resolve().parents[3] / "Makefile").read_text()

@@ -16,7 +16,7 @@ import triton
 
 from attnplug_testing import ahead
 from attnplug_triton_mha.attention import merged_at_once
-from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, MergeCut, Room, fitting, merge_cut
+from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, MergeConfig, MHAKernelLimits, fit_config, merge_config
 from attnplug_triton_mha.triton_attention import attend as attend_kernel
 from attnplug_triton_mha.triton_merge import _FEW
 from attnplug_triton_mha.triton_merge import merge as merge_kernel
@@ -83,7 +83,7 @@ def attend(
     return compiled(attend_kernel, sm, constants, options, **{name: f"*{kind}" for name, kind in pointers.items()})
 
 
-def merge(sm: int, cut: dict[str, Any], type: str, merging: MergeCut, dim: int = 256, fp8: bool = False):
+def merge(sm: int, cut: dict[str, Any], type: str, merging: MergeConfig, dim: int = 256, fp8: bool = False):
     constants = {
         "HEADS": KV_HEADS * GROUP,
         "GROUP": GROUP,
@@ -128,7 +128,7 @@ def resources(made) -> str:
 def table() -> Iterator[tuple[str, Any]]:
     """Every kernel that the table asks for, by what tells it from others."""
     for parts, rows in ((132, 16), (33, 32), (16, 16), (16, 4096)):
-        cut = merge_cut(parts, rows, 256, 132)
+        cut = merge_config(parts, rows, 256, 132)
         name = f"merge {cut.parts} parts, {cut.columns} columns, {cut.warps} warps"
         yield name, merge(90, asdict(TABLE[0][-1]), "bf16", cut)
     for fp8, table in ((False, TABLE), (True, TABLE_FP8)):
@@ -137,7 +137,13 @@ def table() -> Iterator[tuple[str, Any]]:
                 yield (
                     f"{entry.tile:3} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {dim} "
                     f"{'fp8' if fp8 else ''}",
-                    attend(90, asdict(fitting(entry, Room(90, 227 << 10, dim, dim, fp8))), "bf16", dim, fp8=fp8),
+                    attend(
+                        90,
+                        asdict(fit_config(entry, MHAKernelLimits(90, 227 << 10, dim, dim, fp8))),
+                        "bf16",
+                        dim,
+                        fp8=fp8,
+                    ),
                 )
 
 
@@ -149,7 +155,7 @@ def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
     cut = first["cut"]
     yield 90, "plan", plan(90, cut, uniform=True, window=0)
     yield 90, "plan of different rows", plan(90, cut, uniform=False, window=100)
-    yield 90, "merge", merge(90, cut, first["type"], merge_cut(132, 16, 256, 132))
+    yield 90, "merge", merge(90, cut, first["type"], merge_config(132, 16, 256, 132))
 
 
 def main(asked: str) -> None:

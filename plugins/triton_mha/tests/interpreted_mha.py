@@ -13,20 +13,20 @@ from attnplug import AttentionBackend, BackendContext, DType
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_stored
 from attnplug_testing.kernel_scene import check as check_scene
-from attnplug_triton_mha.configurations import Configuration, Merge
+from attnplug_triton_mha.configurations import Merge, MHAKernelConfig
 
-Choose = Callable[[int, int, int, bool], Configuration]
+Choose = Callable[[int, int, int, bool], MHAKernelConfig]
 MULTIPROCESSORS = 3
 """Of the imaginary GPU: few, since each is a loop in Python, and enough to divide a request."""
 FP8_TOLERANCE = 2e-2
 """fp8 rows are multiplied in fp16, whatever queries are in."""
 
 
-def small(rows: int, requests: int, kv_heads: int, fp8: bool) -> Configuration:
+def small(rows: int, requests: int, kv_heads: int, fp8: bool) -> MHAKernelConfig:
     """Short steps and low tiles, so that small batches have many of both; merged in both ways."""
     merge: Merge = "inside" if requests % 2 else "apart"
     tile = 16 if rows <= 16 else 64
-    return Configuration(tile, 16, 4, 2, programs=2, single=requests > 2, merge=merge, overlap=False)
+    return MHAKernelConfig(tile, 16, 4, 2, programs=2, single=requests > 2, merge=merge, overlap=False)
 
 
 def build(context: BackendContext, choose: Choose | None = None) -> AttentionBackend:

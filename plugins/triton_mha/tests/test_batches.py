@@ -13,7 +13,7 @@ from attnplug_conformance.case import LAYER
 from attnplug_testing.batches import with_plan
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import KernelScene, lengths, mha, ragged
-from attnplug_triton_mha.configurations import ENTRIES, Configuration
+from attnplug_triton_mha.configurations import ENTRIES, MHAKernelConfig
 from attnplug_triton_mha.plugin import COUNTERS
 from interpreted_mha import build, check, on, scene, small
 
@@ -98,13 +98,13 @@ class TestDivision:
     )
     def test_ways_to_cut(self, mode, new, changes, device):
         """Requests of several parts and tiles, and of one, in one batch."""
-        cut = replace(Configuration(16, 16, 4, 2, programs=2, overlap=False), **changes)
+        cut = replace(MHAKernelConfig(16, 16, 4, 2, programs=2, overlap=False), **changes)
         given = ((170, new), (0, new), (3, new), (40, new))
         check(mha(given, mode, 16, heads=4, head_dim=32), device, lambda *_: cut)
 
     @on_every_device
     def test_many_parts_are_merged_by_several_rounds(self, device):
-        cut = Configuration(16, 16, 4, 2, programs=15, overlap=False)
+        cut = MHAKernelConfig(16, 16, 4, 2, programs=15, overlap=False)
         case = mha(((600, 1),), DECODE, heads=8, kv_heads=1, head_dim=32, v_head_dim=32)
         stage = check(case, device, lambda *_: cut)
         ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()

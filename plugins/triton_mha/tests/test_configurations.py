@@ -12,7 +12,7 @@ import torch
 from attnplug import ForwardMode, Geometry
 from attnplug_testing.devices import INTERPRETED
 from attnplug_testing.triton_mode import compiled_by
-from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, Room, choose, fitting, most_partial_rows
+from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, MHAKernelLimits, choose, fit_config, max_partial_rows
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
@@ -35,7 +35,7 @@ def test_every_shape_finds_its_entry(fp8):
 @pytest.mark.parametrize(("kv_heads", "multiprocessors"), [(8, 132), (1, 132), (128, 20)])
 def test_no_plan_asks_for_more_partial_results_than_were_reserved(kv_heads, multiprocessors):
     """What is reserved when a backend is built is all that it ever takes: graphs freeze the workspace."""
-    from attnplug_triton_mha.planner import LayerShape, Schedule
+    from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape
 
     for requests, new in ((1, 1), (64, 1), (256, 1), (4, 4), (4, 16), (2, 2000)):
         table, lens = torch.zeros(requests, 128, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
@@ -43,13 +43,13 @@ def test_no_plan_asks_for_more_partial_results_than_were_reserved(kv_heads, mult
         batch = Geometry(ForwardMode.EXTEND, table, lens, 64, rows=rows, max_seq_len=8192, max_new=new)
         for fp8 in (False, True):
             cut = choose(new * 4, requests, kv_heads, fp8)
-            made = Schedule.reserve(LayerShape(kv_heads, 4, 64, 64, 0), cut, batch, multiprocessors)
-            assert made.partial_rows * kv_heads <= most_partial_rows(multiprocessors, kv_heads)
+            made = SplitKVSchedule.reserve(TritonLayerShape(kv_heads, 4, 64, 64, 0), cut, batch, multiprocessors)
+            assert made.partial_rows * kv_heads <= max_partial_rows(multiprocessors, kv_heads)
 
 
 def a_schedule(heads: tuple[int, int, int], requests: int, new: int, window: int = 0, differ: bool = False):
     """Of a batch on an H200: (KV heads, query heads of each, columns), new tokens of each request."""
-    from attnplug_triton_mha.planner import LayerShape, Schedule
+    from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape
 
     kv_heads, group, dim = heads
     table, lens = torch.zeros(requests, 512, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
@@ -58,7 +58,7 @@ def a_schedule(heads: tuple[int, int, int], requests: int, new: int, window: int
         mode, table, lens, 64, rows=rows, max_seq_len=1 << 15, max_new=new, new_lens=lens if differ else None
     )
     cut = choose(new * group, requests, kv_heads, False)
-    return Schedule.reserve(LayerShape(kv_heads, group, dim, dim, window), cut, batch, 132)
+    return SplitKVSchedule.reserve(TritonLayerShape(kv_heads, group, dim, dim, window), cut, batch, 132)
 
 
 @INTERPRETED
@@ -80,7 +80,7 @@ class TestWhoMerges:
     def test_a_kernel_apart_merges_many_parts(self, heads, requests, new):
         made = a_schedule(heads, requests, new)
         assert made.apart is not None
-        cut, group = made.apart.cut, heads[1]
+        cut, group = made.apart.config, heads[1]
         assert len(made.apart.tiles) == requests * -(-new * group // made.configuration.tile)
         assert cut.parts * cut.columns <= 64 * 32 * cut.warps and cut.warps <= 4 and cut.columns <= heads[2]
 
@@ -99,7 +99,7 @@ class TestWhoMerges:
         assert a_schedule(heads, requests, new, **more).apart is None
 
     def test_all_parts_of_one_request_are_loaded_at_once_and_by_all_multiprocessors(self):
-        cut = a_schedule((2, 8, 256), 1, 1).apart.cut
+        cut = a_schedule((2, 8, 256), 1, 1).apart.config
         assert cut.parts >= 132 and 16 * 256 // cut.columns >= 120
 
 
@@ -108,7 +108,7 @@ class TestWhoMerges:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_is_chosen_has_room_by_our_own_count(fp8, sm, dim):
     for *_, entry in TABLE_FP8 if fp8 else TABLE:
-        found = fitting(entry, Room(sm, SHARED[sm], dim, dim, fp8))
+        found = fit_config(entry, MHAKernelLimits(sm, SHARED[sm], dim, dim, fp8))
         rows = found.stages * found.step * (2 if fp8 else 4) * dim + found.tile * 2 * dim
         assert rows <= SHARED[sm] and found.tile >= 16 and found.step >= 16
         assert (found.overlap, found.prefetch) == ((True, entry.prefetch) if sm >= 90 else (False, 0))
@@ -135,7 +135,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (100, 4, 256, "bf16", 128, 1, {"extras": True}),
     ):
         fp8, width = "fp8" in more, 1 << (dim - 1).bit_length()
-        cut = fitting(choose(rows, requests, 8, fp8), Room(sm, SHARED[sm], width, width, fp8))
+        cut = fit_config(choose(rows, requests, 8, fp8), MHAKernelLimits(sm, SHARED[sm], width, width, fp8))
         wanted.append({"sm": sm, "cut": asdict(cut), "type": kind, "dim": dim, "page_size": page_size, **more})
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {

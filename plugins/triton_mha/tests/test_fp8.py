@@ -16,7 +16,7 @@ from attnplug.host import KVPools
 from attnplug_conformance.case import LAYER
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_stored, mha
-from attnplug_triton_mha.configurations import TABLE_FP8, Configuration
+from attnplug_triton_mha.configurations import TABLE_FP8, MHAKernelConfig
 from interpreted_mha import FP8_TOLERANCE, build, check, on, scene
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
@@ -53,7 +53,7 @@ def test_window_cap_and_sinks(device):
     ids=["many parts", "single steps", "tall tiles"],
 )
 def test_parts_are_merged(mode, new, changes, device):
-    cut = replace(Configuration(16, 16, 4, 2, programs=9, overlap=False), **changes)
+    cut = replace(MHAKernelConfig(16, 16, 4, 2, programs=9, overlap=False), **changes)
     stage = check(case(mode, (170, new), (0, new), (3, new), head_dim=32), device, lambda *_: cut)
     ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()
     assert int(schedule.records[:, 9].max()) > 1

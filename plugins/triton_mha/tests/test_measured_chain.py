@@ -11,8 +11,9 @@ from attnplug_tune.stage import Build, Setup, Stage
 from torch import Tensor
 
 from attnplug import AttentionBackend, AttentionKind, DType, LayerSpec, Role
-from attnplug.host import HostContext, TorchNativeBackend, load_registry
+from attnplug.host import HostContext, load_registry
 from attnplug.tables import MeasuredShape
+from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_testing.devices import DEVICES
 from interpreted_mha import build

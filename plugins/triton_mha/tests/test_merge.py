@@ -19,14 +19,14 @@ from attnplug_testing.captures import replay_scenes
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_replay, check_stored, lengths, mha, ragged
 from attnplug_testing.trees import random_trees
-from attnplug_triton_mha.configurations import ENTRIES, Configuration
+from attnplug_triton_mha.configurations import ENTRIES, MHAKernelConfig
 from attnplug_triton_mha.plugin import COUNTERS
 from interpreted_mha import FP8_TOLERANCE, Choose, check, scene
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
-APART = Configuration(16, 16, 4, 2, programs=4, merge="apart", overlap=False)
+APART = MHAKernelConfig(16, 16, 4, 2, programs=4, merge="apart", overlap=False)
 FP8 = {"kv_dtype": DType.FLOAT8_E4M3, "kv_scales": (0.37, 1.7)}
 QWEN = {"heads": 16, "kv_heads": 2, "head_dim": 256}
 """Qwen3-Next's full layers."""
@@ -114,7 +114,7 @@ class TestBatches:
         parts = int(schedule.apart.tiles[0, 0])
         assert parts > 32
         if device == "cpu":  # a GPU has programs for all steps of all requests
-            assert (parts > 2 * schedule.apart.cut.parts) is (requests > 1)
+            assert (parts > 2 * schedule.apart.config.parts) is (requests > 1)
 
     @on_every_device
     def test_without_a_log_sum_exp(self, device):

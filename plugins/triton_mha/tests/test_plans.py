@@ -10,16 +10,18 @@ import torch
 from attnplug import ForwardMode, Geometry
 from attnplug_testing.batches import geometry
 from attnplug_testing.devices import INTERPRETED
-from attnplug_triton_mha.configurations import Configuration
-from attnplug_triton_mha.planner import LayerShape, Schedule
+from attnplug_triton_mha.configurations import MHAKernelConfig
+from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape
 
 pytestmark = INTERPRETED
 PAGE = 16
 
 
-def schedule(batch: Geometry, window: int = 0, group: int = 3, programs: int = 2) -> tuple[Schedule, torch.Tensor]:
-    cut = Configuration(16, 16, 4, 2, programs=programs, merge="apart", overlap=False)
-    made = Schedule.reserve(LayerShape(2, group, 32, 32, window), cut, batch, multiprocessors=3)
+def schedule(
+    batch: Geometry, window: int = 0, group: int = 3, programs: int = 2
+) -> tuple[SplitKVSchedule, torch.Tensor]:
+    cut = MHAKernelConfig(16, 16, 4, 2, programs=programs, merge="apart", overlap=False)
+    made = SplitKVSchedule.reserve(TritonLayerShape(2, group, 32, 32, window), cut, batch, multiprocessors=3)
     slots = torch.full((batch.rows,), -7)
     made.fill(batch, slots)
     return made, slots
@@ -31,7 +33,7 @@ def a_batch(mode: ForwardMode, new: list[int], totals: list[int], exact: bool = 
     return geometry(mode, table, new, totals, PAGE, exact=exact)
 
 
-def check(made: Schedule, batch: Geometry, new: list[int], totals: list[int]) -> None:
+def check(made: SplitKVSchedule, batch: Geometry, new: list[int], totals: list[int]) -> None:
     """Each tile of each request is divided into parts that follow each other, from what its first query sees to what
     its last one does; and parts that are merged have places of their own, which the merging kernel finds."""
     tile, step, group, window = 16, 16, made.layers.group, made.layers.window

@@ -16,15 +16,15 @@ from attnplug_conformance.scene import Output
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import KernelCase, mha
 from attnplug_testing.trees import chain, random_trees
-from attnplug_triton_mha.configurations import ENTRIES, Configuration
+from attnplug_triton_mha.configurations import ENTRIES, MHAKernelConfig
 from interpreted_mha import FP8_TOLERANCE, check, scene
 
 VERIFY = ForwardMode.TARGET_VERIFY
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
-LOW = Configuration(16, 16, 4, 2, programs=3, overlap=False)
-SINGLE = Configuration(16, 64, 4, 2, programs=2, single=True, overlap=False)
-TALL = Configuration(64, 16, 4, 2, programs=2, overlap=False)
+LOW = MHAKernelConfig(16, 16, 4, 2, programs=3, overlap=False)
+SINGLE = MHAKernelConfig(16, 64, 4, 2, programs=2, single=True, overlap=False)
+TALL = MHAKernelConfig(64, 16, 4, 2, programs=2, overlap=False)
 
 
 def trees(rows: int, prefixes: tuple[int, ...] = (0, 37, 64), **changes: Any) -> KernelCase:

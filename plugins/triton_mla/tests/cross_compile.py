@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attnplug_sparse.index.triton_schedule import _plan
 from attnplug_testing import ahead
-from attnplug_triton_mla.configurations import ENTRIES, RAGGED, Configuration
+from attnplug_triton_mla.configurations import ENTRIES, RAGGED, MLAKernelConfig
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.triton_attention import attend as attend_triton
@@ -141,7 +141,7 @@ def table() -> Iterator[tuple[str, Any]]:
         tile, step, warps, stages, kernel, who = cut
         if kernel != "triton" and cache != "bf16":
             continue
-        entry = Configuration(tile, step, warps, stages, kernel, merge=who, overlap=True)
+        entry = MLAKernelConfig(tile, step, warps, stages, kernel, merge=who, overlap=True)
         name = f"{kernel}: {tile} x {step}, {warps} warps, {stages} stages, {who}"
         yield (
             f"attend {name:48} {cache:7} {'invariant' * invariant}",

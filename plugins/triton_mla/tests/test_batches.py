@@ -18,7 +18,7 @@ from attnplug_testing.batches import with_plan
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelScene, lengths, mla, ragged
 from attnplug_testing.references.triton_mla import MULTIPROCESSORS, check, scene, small
-from attnplug_triton_mla.configurations import ENTRIES, Configuration
+from attnplug_triton_mla.configurations import ENTRIES, MLAKernelConfig
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.scratch import COUNTERS
 
@@ -62,7 +62,7 @@ class TestBatches:
     @modes
     def test_lengths_that_differ_a_thousandfold(self, mode, new, device):
         longest = 2000 if device == "cpu" else 40000
-        cut = (lambda *_, **__: Configuration(16, 128, 4, 2, merge="last")) if device == "cpu" else None
+        cut = (lambda *_, **__: MLAKernelConfig(16, 128, 4, 2, merge="last")) if device == "cpu" else None
         check(mla(((longest, new), (0, new), (7, new), (64, new)), mode, heads=2), device, cut)
 
     @on_every_device
@@ -162,7 +162,7 @@ class TestConfigurations:
     )
     def test_ways_to_cut_and_merge(self, mode, new, merge, changes, device):
         """Parts of long requests, several requests in one program, and both at once."""
-        cut = replace(Configuration(16, 16, 4, 2, merge=merge, merge_columns=64), **changes)
+        cut = replace(MLAKernelConfig(16, 16, 4, 2, merge=merge, merge_columns=64), **changes)
         given = ((70, new), (0, new), (3, new), (40, new))
         check(mla(given, mode, heads=2), device, lambda *_, **__: cut)
 
@@ -170,7 +170,7 @@ class TestConfigurations:
     @pytest.mark.parametrize(("mode", "new", "merge"), [(DECODE, 1, "kernel"), (VERIFY, 3, "last")])
     def test_tiles_with_a_lead(self, mode, new, merge, device):
         """Long and short requests: every tile's parts lie after its lead, for whoever merges them too."""
-        cut = Configuration(16, 16, 4, 2, programs=4, start_steps=5, merge=merge, merge_columns=512)
+        cut = MLAKernelConfig(16, 16, 4, 2, programs=4, start_steps=5, merge=merge, merge_columns=512)
         given = ((3, new), (300, new), (0, new), (90, new))
         stage = check(mla(given, mode, heads=2), device, lambda *_, **__: cut)
         assert stage.backend.init_forward_metadata(stage.batch()).metadata.schedule.numbers[2] == 5
@@ -179,7 +179,7 @@ class TestConfigurations:
     @pytest.mark.parametrize("merge_parts", [64, 32])
     def test_a_tile_of_many_parts(self, merge_parts, device):
         """More than the shorter piece of code takes at once: by the longer one, or by the shorter one twice."""
-        cut = Configuration(16, 16, 4, 2, programs=14, merge_parts=merge_parts, merge_columns=512)
+        cut = MLAKernelConfig(16, 16, 4, 2, programs=14, merge_parts=merge_parts, merge_columns=512)
         stage = check(mla(((630, 1),), DECODE, heads=2), device, lambda *_, **__: cut)
         schedule = stage.backend.init_forward_metadata(stage.batch()).metadata.schedule
         stretch, line, *_ = schedule.numbers.tolist()
@@ -211,7 +211,7 @@ class TestConfigurations:
         launched = {(MULTIPROCESSORS,): lambda q, *_, **__: given.append(q)}
         for name in ("attend", "attend_low", "attend_wide"):
             monkeypatch.setattr(attention, name, launched)
-        case, cut = mla(((9, 1), (3, 1)), DECODE, heads=4), Configuration(tile, 64, 8, 2, kernel)
+        case, cut = mla(((9, 1), (3, 1)), DECODE, heads=4), MLAKernelConfig(tile, 64, 8, 2, kernel)
         stage = scene(case, "cpu", lambda *_, **__: cut)
         batch, rows = stage.batch(), torch.zeros(2, 1, 48)
         with_plan(batch, stage.backend.init_forward_metadata(batch))
@@ -226,11 +226,11 @@ class TestConfigurations:
 
     def test_heads_that_lie_further_apart_than_kernels_count(self):
         """Each head's queries in a block of their own, as a product by heads leaves them."""
-        from attnplug_triton_mla.attention import readable
+        from attnplug_triton_mla.attention import aligned
 
         q = torch.empty(128, 40_000, 576, dtype=torch.bfloat16, device="meta").transpose(0, 1)
-        assert 127 * q.stride(1) >= 1 << 31 and readable(q).is_contiguous()
-        assert readable(q[:, :64]).stride() == q.stride()
+        assert 127 * q.stride(1) >= 1 << 31 and aligned(q).is_contiguous()
+        assert aligned(q[:, :64]).stride() == q.stride()
 
     @on_a_gpu
     @pytest.mark.parametrize("entry", sorted({entry for entry in ENTRIES if entry.merge == "kernel"}, key=str), ids=str)

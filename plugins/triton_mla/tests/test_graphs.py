@@ -21,7 +21,7 @@ from attnplug_testing.captures import (
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla, replayed
 from attnplug_testing.references.triton_mla import scene
-from attnplug_triton_mla.configurations import Configuration
+from attnplug_triton_mla.configurations import MLAKernelConfig
 from attnplug_triton_mla.options import TritonMLAOptions
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
@@ -30,9 +30,9 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
 
 
-def coarse(*_: int, **__: bool) -> Configuration:
+def coarse(*_: int, **__: bool) -> MLAKernelConfig:
     """Long steps, since what is interpreted costs by the step."""
-    return Configuration(16, 128, 4, 2, merge="last")
+    return MLAKernelConfig(16, 128, 4, 2, merge="last")
 
 
 def scenes(

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from attnplug_sparse.index.triton_schedule import begin_stretch, next_tile, rows_of_part
 from attnplug_testing.devices import DEVICES, nothing_waits
-from attnplug_triton_mla.configurations import INVARIANT_PARTS, Configuration
-from attnplug_triton_mla.planner import Schedule, Shape
+from attnplug_triton_mla.configurations import INVARIANT_PARTS, MLAKernelConfig
+from attnplug_triton_mla.planner import BatchShape, MLASchedule
 from attnplug_triton_mla.triton_merge import parts_of_tile, slot_of_part
 
 NOWHERE = 1 << 30
@@ -26,8 +26,8 @@ def made(lens, new, *, queries=0, heads=4, page_size=16, cut, sms=6, invariant=F
     table = torch.randperm(requests * width).view(requests, width).int()
     for request, length in enumerate(lens):
         table[request, -(-length // page_size) :] = NOWHERE
-    shape = Shape(requests, sum(new) + padding, queries, heads, page_size, width, invariant)
-    schedule = Schedule.reserve(shape, cut, sms, torch.device(device))
+    shape = BatchShape(requests, sum(new) + padding, queries, heads, page_size, width, invariant)
+    schedule = MLASchedule.reserve(shape, cut, sms, torch.device(device))
     seq_lens, new_lens = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (lens, new))
     on_device = table.to(device)
     schedule.fill(on_device, seq_lens, None if queries else new_lens)
@@ -51,7 +51,7 @@ def test_new_rows_are_the_last_of_their_request(page_size, uniform, device):
     new = [3] * 7 if uniform else [0, 1, 3, 2, 40, 0, 150]
     padding = 0 if uniform else 140
     given = {"queries": 3 if uniform else 0, "page_size": page_size, "padding": padding, "device": device}
-    schedule, table = made(lens, new, cut=Configuration(16, 16, 4, 2), **given)
+    schedule, table = made(lens, new, cut=MLAKernelConfig(16, 16, 4, 2), **given)
     wanted = []
     for request, (length, count) in enumerate(zip(lens, new, strict=True)):
         for position in range(length - count, length):
@@ -64,12 +64,12 @@ def test_new_rows_are_the_last_of_their_request(page_size, uniform, device):
 @pytest.mark.parametrize(
     ("seed", "cut"),
     [
-        (0, Configuration(16, 16, 4, 2)),
-        (1, Configuration(16, 16, 4, 2)),
-        (0, Configuration(32, 32, 4, 2, programs=2)),
-        (1, Configuration(16, 16, 4, 2, start_steps=0)),
-        (0, Configuration(16, 16, 4, 2, start_steps=5, least_steps=7)),
-        (1, Configuration(16, 16, 4, 2, part_cost=3.0)),
+        (0, MLAKernelConfig(16, 16, 4, 2)),
+        (1, MLAKernelConfig(16, 16, 4, 2)),
+        (0, MLAKernelConfig(32, 32, 4, 2, programs=2)),
+        (1, MLAKernelConfig(16, 16, 4, 2, start_steps=0)),
+        (0, MLAKernelConfig(16, 16, 4, 2, start_steps=5, least_steps=7)),
+        (1, MLAKernelConfig(16, 16, 4, 2, part_cost=3.0)),
     ],
     ids=["plain", "plain too", "two programs", "no start", "least steps", "part cost"],
 )
@@ -143,7 +143,7 @@ def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device
     lens, new = batch_of(seed)
     if queries:
         new = [queries] * len(lens)
-    cut = Configuration(
+    cut = MLAKernelConfig(
         chance.choice([16, 32, 64]), 16, 4, 2, programs=chance.choice([1, 2, 4]), start_steps=chance.choice([0, 2, 9]),
         least_steps=chance.choice([1, 3]), part_cost=chance.choice([0.0, 0.5]),
     )  # fmt: skip
@@ -187,7 +187,7 @@ def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device
 @pytest.mark.parametrize("others", [[], [3, 900, 64]])
 def test_an_invariant_cut_depends_on_the_length_alone(others, device):
     """Parts of as many steps, at most so many, whatever else is there."""
-    cut = Configuration(16, 16, 4, 2, least_steps=2)
+    cut = MLAKernelConfig(16, 16, 4, 2, least_steps=2)
     for length in (0, 33, 5000):
         lens = [*others, length]
         schedule, _ = made(lens, [1] * len(lens), queries=1, cut=cut, invariant=True, device=device)
@@ -201,8 +201,8 @@ def test_an_invariant_cut_depends_on_the_length_alone(others, device):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_launched_early_does_not_follow_the_plan_at_once(overlap, device):
     """It reads the schedule before it waits: another kernel comes between, which sets the last number."""
-    shape = Shape(1, 1, 1, 4, 16, 3, False)
-    schedule = Schedule.reserve(shape, Configuration(16, 16, 4, 2, overlap=overlap), 6, torch.device(device))
+    shape = BatchShape(1, 1, 1, 4, 16, 3, False)
+    schedule = MLASchedule.reserve(shape, MLAKernelConfig(16, 16, 4, 2, overlap=overlap), 6, torch.device(device))
     schedule.numbers.fill_(-7)
     schedule.fill(torch.zeros(1, 3, dtype=torch.int32, device=device), torch.ones(1, device=device).int(), None)
     assert schedule.numbers[-1] == (0 if overlap else -7)
@@ -211,8 +211,8 @@ def test_what_is_launched_early_does_not_follow_the_plan_at_once(overlap, device
 @pytest.mark.parametrize("device", DEVICES)
 def test_lengths_of_64_bits(device):
     """As some engines keep them."""
-    shape = Shape(2, 2, 1, 4, 16, 3, False)
-    schedule = Schedule.reserve(shape, Configuration(16, 16, 4, 2), 6, torch.device(device))
+    shape = BatchShape(2, 2, 1, 4, 16, 3, False)
+    schedule = MLASchedule.reserve(shape, MLAKernelConfig(16, 16, 4, 2), 6, torch.device(device))
     table = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
     schedule.fill(table, torch.tensor([17, 40], dtype=torch.int64, device=device), None)
     assert schedule.slots.tolist() == [16, 5 * 16 + 7]

@@ -130,7 +130,7 @@ def test_positions_and_slots_are_both_taken_and_fewer_than_were_planned(device):
 def test_more_rows_than_a_layer_chooses_are_refused():
     stage = scene(CASES["decode"])
     rows = torch.zeros(4, 9, dtype=torch.int32)
-    with pytest.raises(BackendError, match=r"has 9 rows for every token, .* 8;"):
+    with pytest.raises(BackendError, match="9 rows"):
         stage.attend(stage.planned(), SelectedSlots(rows))
 
 

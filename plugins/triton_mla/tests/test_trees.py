@@ -18,7 +18,7 @@ from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import KernelCase, check_replay, mla
 from attnplug_testing.references.triton_mla import check, scene
 from attnplug_testing.trees import chain, random_trees
-from attnplug_triton_mla.configurations import ENTRIES, Configuration
+from attnplug_triton_mla.configurations import ENTRIES, MLAKernelConfig
 
 VERIFY = ForwardMode.TARGET_VERIFY
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -50,7 +50,7 @@ def test_every_request_has_a_tree_of_its_own(rows, changes, device):
 @on_every_device
 def test_a_request_that_is_cut_into_parts(device):
     """Parts that end before the new rows, within them, and at them."""
-    cut = Configuration(16, 16, 4, 2, programs=3, start_steps=1, merge="kernel", merge_columns=512)
+    cut = MLAKernelConfig(16, 16, 4, 2, programs=3, start_steps=1, merge="kernel", merge_columns=512)
     check(trees(9, (90, 5), heads=4), device, lambda *_, **__: cut)
 
 

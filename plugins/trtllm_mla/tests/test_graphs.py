@@ -31,7 +31,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, he
     capture = Capture(KernelScene(case, device, build_on(device))).reserve().capture()
     assert capture.batch.geometry.host is None
     read = capture.plan.metadata.call
-    addresses = [tensor.data_ptr() for tensor in (read.tables, read.lens, capture.plan.new_slots)]
+    addresses = [tensor.data_ptr() for tensor in (read.block_tables, read.seq_lens, capture.plan.new_slots)]
     for seed, prefixes in enumerate([[300, 5, 64, 127], [200, 17, 1, 0], [63], [90, 90]]):
         lengths = tuple((prefix, new) for prefix in prefixes)
         other = scene(replace(case, lengths=lengths, seed=seed), device, build_on(device))
@@ -39,14 +39,14 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, he
         wanted = other.wanted()[0]
         assert relative_error(capture.out[: len(wanted)], wanted) <= TOLERANCE
         call = capture.plan.metadata.call
-        assert addresses == [t.data_ptr() for t in (call.tables, call.lens, capture.plan.new_slots)]
+        assert addresses == [t.data_ptr() for t in (call.block_tables, call.seq_lens, capture.plan.new_slots)]
 
 
 def test_a_padded_request_is_given_a_length_that_kernels_know():
     """No empty KV rows: each of its queries sees a key, of whatever page, and its output and sums are cleared."""
     stage = KernelScene(mla(((60, 4),) * 4, VERIFY), "cpu", reference_trtllm)
     capture = Capture(stage).reserve().capture()
-    assert capture.plan.metadata.call.lens.tolist() == [4] * 4
+    assert capture.plan.metadata.call.seq_lens.tolist() == [4] * 4
     lse = torch.zeros(16, 16)
     stage.forward(capture.batch, (capture.q, capture.k, None), extras=ForwardExtras(lse=lse))
     assert (lse == float("-inf")).all()

@@ -9,7 +9,8 @@ from functools import cache
 import torch
 
 from attnplug import BackendContext, Capabilities, ForwardBatch, ForwardMode, Geometry, Plan
-from attnplug.host import BatchPlan, load_registry
+from attnplug.contract.batch import BatchPlan
+from attnplug.host import load_registry
 
 
 def geometry(

@@ -30,7 +30,8 @@ from attnplug import (
     Role,
     Serving,
 )
-from attnplug.host import KVPools, Limits, MLADims, ModelAttention, Parallel, Registered, WorkspaceOwner, load_registry
+from attnplug.declare.registered import Registered
+from attnplug.host import KVPools, Limits, MLADims, ModelAttention, Parallel, WorkspaceOwner, load_registry
 from attnplug.sparse import Coordinator
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER, Case

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from attnplug import DType, LayerSpec, Role
-from attnplug.host import Registry, load_registry, table_path, this_processor, versions_of, write_tables
+from attnplug.auto.table_files import write_tables
+from attnplug.auto.table_store import table_path, versions_of
+from attnplug.host import Registry, load_registry
+from attnplug.machine.hardware import this_processor
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 
 

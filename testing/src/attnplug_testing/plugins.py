@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 from importlib_metadata import EntryPoint
 
-from attnplug import CONTRACT_VERSION, AttentionKind, BackendSpec, Capabilities, DType, hookimpl
-from attnplug.choose.loading import GROUP, Broken, find_plugins
+from attnplug import AttentionKind, BackendSpec, Capabilities, DType, hookimpl
+from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import load_registry
+from attnplug.registry.loading import GROUP, Broken, find_plugins
 
 CAPABILITIES = Capabilities(
     kinds=frozenset({AttentionKind.MHA}), devices=frozenset({"cpu"}), dtypes=frozenset({DType.FLOAT32})
@@ -94,7 +95,7 @@ def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         points, broken = find_plugins()
         return [point for point in points if not point.value.startswith("attnplug_")], broken
 
-    monkeypatch.setattr("attnplug.choose.registry.find_plugins", find)
+    monkeypatch.setattr("attnplug.registry.registry.find_plugins", find)
 
 
 @pytest.fixture

@@ -7,20 +7,12 @@ from dataclasses import replace
 import pytest
 
 from attnplug import AttentionBackend, DType, Role
-from attnplug.auto.schedule import BatchPoint
-from attnplug.host import (
-    BackendSchedule,
-    HostContext,
-    Selection,
-    build_selection,
-    load_model,
-    load_registry,
-    parse_options,
-    table_path,
-    this_processor,
-    versions_of,
-    write_tables,
-)
+from attnplug.auto.schedule import BackendSchedule, BatchPoint
+from attnplug.auto.table_files import write_tables
+from attnplug.auto.table_store import table_path, versions_of
+from attnplug.declare.options import parse_options
+from attnplug.host import HostContext, Selection, build_selection, load_model, load_registry
+from attnplug.machine.hardware import this_processor
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 
 LONGEST = 48
@@ -28,8 +20,9 @@ LONGEST = 48
 
 TOYS = """
 import torch
-from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, ExtendPath, Plan, PlannedAttention, hookimpl
-from attnplug.host import TorchNativeBackend
+from attnplug import BackendSpec, Capabilities, ExtendPath, Plan, PlannedAttention, hookimpl
+from attnplug.declare.version import CONTRACT_VERSION
+from attnplug.torch_native.backend import TorchNativeBackend
 
 
 class Double(PlannedAttention):

@@ -7,19 +7,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from attnplug import (
-    CONTRACT_VERSION,
-    AttentionKind,
-    BackendSpec,
-    Capabilities,
-    DType,
-    Feature,
-    GraphLevel,
-    LayerSpec,
-    ModelSpec,
-    Role,
-)
-from attnplug.host import LinearDims, MLADims
+from attnplug import AttentionKind, BackendSpec, Capabilities, DType, Feature, GraphLevel, LayerSpec, ModelSpec, Role
+from attnplug.declare.version import CONTRACT_VERSION
+from attnplug.host import MLADims
+from attnplug.linear import LinearDims
 
 MHA = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
 MLA = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.07, mla=MLADims(512, 128, 64))

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from attnplug.auto.table_store import versions_of
-from attnplug.choose.selection import AUTO
 from attnplug.cli import output
 from attnplug.cli.options import option
 from attnplug.declare.errors import UsageError
 from attnplug.machine.interrupt import raise_on_sigterm
+from attnplug.registry.selection import AUTO
 from attnplug_tune.charts import require_plotting, rows_as_svg
 from attnplug_tune.console import check_file, describe_unmeasured, print_fastest, progress, write_text
 from attnplug_tune.measure import Failed, Timed

@@ -13,11 +13,6 @@ import torch
 
 from attnplug.auto.measured_ranking import default_ranking
 from attnplug.auto.measurement import Measurement
-from attnplug.choose.assembly import build_selection
-from attnplug.choose.building import build_backend
-from attnplug.choose.registry import Registry
-from attnplug.choose.select import select
-from attnplug.choose.selection import AUTO, BackendRequest
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.context import HostContext
 from attnplug.declare.errors import BackendError, describe_error
@@ -25,6 +20,11 @@ from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import Problem
 from attnplug.machine.interrupt import Terminated
+from attnplug.registry.assembly import build_selection
+from attnplug.registry.building import build_backend
+from attnplug.registry.registry import Registry
+from attnplug.registry.select import select
+from attnplug.registry.selection import AUTO, BackendRequest
 from attnplug_tune.clock import Chain, Clock
 from attnplug_tune.raw import RAW, raw_chain
 from attnplug_tune.shapes import Task

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from attnplug.choose.registry import load_registry
+from attnplug.registry.registry import load_registry
 from attnplug_tune.clock import clock_for
 from attnplug_tune.measure import Failed, Job, Outcome, Timed, run_job
 from attnplug_tune.shapes import Task

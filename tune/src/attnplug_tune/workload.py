@@ -9,10 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnplug.auto.ranking import by_preference
-from attnplug.choose.hosts import load_host
-from attnplug.choose.models import load_model
-from attnplug.choose.registry import Registry, load_registry
-from attnplug.choose.selection import AUTO
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
@@ -21,6 +17,10 @@ from attnplug.declare.problem import DType, Problem, Role, model_dtype
 from attnplug.declare.settings import Render, Setting
 from attnplug.machine.device import open_device
 from attnplug.machine.hardware import Processor, this_processor
+from attnplug.registry.hosts import load_host
+from attnplug.registry.models import load_model
+from attnplug.registry.registry import Registry, load_registry
+from attnplug.registry.selection import AUTO
 from attnplug_tune.measure import Job
 from attnplug_tune.points import Point, default_points, parse_points
 from attnplug_tune.shapes import Task, layers_to_measure, parse_shapes, tasks_of

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import BackendError, DType, LayerSpec, MHAPool, MLAPool
-from attnplug.host import KVPools, UsageError
+from attnplug import BackendError, DType, LayerSpec, MHAPool, MLAPool, UsageError
+from attnplug.host import KVPools
 
 Translate = Callable[[Tensor], Tensor]
 """Translates SGLang's full slot numbers to those of a pool."""

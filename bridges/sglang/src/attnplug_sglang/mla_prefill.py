@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionBackend, BackendError, ExtendPath, ForwardBatch, LayerSpec, Plan, RaggedCall
-from attnplug.host import ExtendPolicy, bind_optional_hook, spread
+from attnplug.host import ExtendPolicy, bind_optional_hook
+from attnplug.kernels import spread
 from attnplug_sglang.planning import Step, mode_of
 
 

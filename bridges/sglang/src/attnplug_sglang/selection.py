@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from attnplug import GraphLevel, Problem, Role
-from attnplug.host import BackendRequest, Registry, Selection, SelectionError, UsageError, default_ranking, explain
+from attnplug import GraphLevel, Problem, Role, UsageError
+from attnplug.host import BackendRequest, Registry, Selection, SelectionError, default_ranking, explain
 from attnplug_sglang.host import PREFIX, fit, given_options
 
 _CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP")

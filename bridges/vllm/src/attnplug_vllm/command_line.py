@@ -13,17 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnplug import DType, ModelSpec, Problem, Refusal, Setting
-from attnplug.host import (
-    AttnplugError,
-    ModelConfigError,
-    Registry,
-    UsageError,
-    default_ranking,
-    load_model,
-    model_dtype,
-    select,
-)
+from attnplug import DType, ModelSpec, Problem, Refusal, Setting, UsageError
+from attnplug.host import AttnplugError, ModelConfigError, Registry, default_ranking, load_model, model_dtype, select
 from attnplug_vllm.host import HOST, refusal_message, render
 from attnplug_vllm.settings import CUSTOM, SECTION, missing_custom, read_request
 

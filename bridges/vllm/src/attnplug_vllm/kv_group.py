@@ -10,8 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import DType, ForwardingBackend, LayerSpec, MHAPool, MLAPool, ModelSpec
-from attnplug.host import AttnplugError, KVPools, ModelAttention, Selection, WorkspaceOwner, build_selection
+from attnplug import DType, LayerSpec, MHAPool, MLAPool, ModelSpec
+from attnplug.host import (
+    AttnplugError,
+    ForwardingBackend,
+    KVPools,
+    ModelAttention,
+    Selection,
+    WorkspaceOwner,
+    build_selection,
+)
 from attnplug_vllm.host import render
 from attnplug_vllm.selection import Refused
 from attnplug_vllm.specs import context_of

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
-from attnplug.host import ModelAttention, bind_optional_hook, spread
+from attnplug.host import ModelAttention, bind_optional_hook
+from attnplug.kernels import spread
 from attnplug_vllm.kv_group import GroupAttention
 
 

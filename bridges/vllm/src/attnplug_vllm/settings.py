@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from attnplug import Role
-from attnplug.host import BackendRequest, UsageError
+from attnplug import Role, UsageError
+from attnplug.host import BackendRequest
 
 CUSTOM = "CUSTOM"
 """vLLM's name for a backend from outside."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Refusal, Setting
-from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, UsageError, WorkspaceOwner
+from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Refusal, Setting, UsageError
+from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, WorkspaceOwner
 from attnplug_vllm.host import HOST, unsupported_feature
 
 _FP8 = ("fp8", "fp8_e4m3")

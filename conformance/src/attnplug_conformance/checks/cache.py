@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, Geometry, Role
-from attnplug.host import SplitBackend
+from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.arithmetic import FP8_MAX, NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, always
 from attnplug_conformance.check import Check, Stand

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, ForwardBatch, ForwardExtras
-from attnplug.host import KVPools, MLADims, bind_hook, optional_hooks
+from attnplug.contract.backend import optional_hooks
+from attnplug.contract.hooks import bind_hook
+from attnplug.host import KVPools, MLADims
 from attnplug.sparse import (
     CompressedDims,
     CompressorInputs,

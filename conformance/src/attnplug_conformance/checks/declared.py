@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from attnplug import CONTRACT_VERSION
+from attnplug.declare.version import CONTRACT_VERSION
 from attnplug_conformance.check import Check, Stand
 from attnplug_conformance.diagnosis import Wrong
 from attnplug_conformance.subject import Subject

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, ExtendPath, ForwardBatch, RaggedCall
-from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention, SplitBackend, bind_hook, optional_hooks
+from attnplug.contract.backend import optional_hooks
+from attnplug.contract.hooks import bind_hook
+from attnplug.host import ExtendPolicy, ModelAttention
+from attnplug.mla.weights import MLAWeights
+from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.arithmetic import NAN, relative_error, tail, zero_by_chance_is_nan
 from attnplug_conformance.case import FP8_CACHES, Case, always
 from attnplug_conformance.check import Check, Measured, Stand

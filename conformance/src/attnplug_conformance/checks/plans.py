@@ -9,17 +9,11 @@ from functools import partial
 
 import torch
 
-from attnplug import (
-    AttentionBackend,
-    AttentionKind,
-    ForwardBatch,
-    ForwardingBackend,
-    ForwardMode,
-    LayerSpec,
-    Plan,
-    Role,
-)
-from attnplug.host import BatchPlan, bind_hook, optional_hooks, plan_forward
+from attnplug import AttentionBackend, AttentionKind, ForwardBatch, ForwardMode, LayerSpec, Plan, Role
+from attnplug.contract.backend import optional_hooks
+from attnplug.contract.batch import BatchPlan
+from attnplug.contract.hooks import bind_hook
+from attnplug.host import ForwardingBackend, plan_forward
 from attnplug_conformance.arithmetic import poison, relative_error
 from attnplug_conformance.case import LAYER, Case, always
 from attnplug_conformance.check import Check, Stand, refused_with_an_error

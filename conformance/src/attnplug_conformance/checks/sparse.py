@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, GraphLevel, LayerSpec
-from attnplug.host import KVPools, bind_hook, optional_hooks
+from attnplug.contract.backend import optional_hooks
+from attnplug.contract.hooks import bind_hook
+from attnplug.host import KVPools
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions, SelectedRows, SelectedSlots
 from attnplug_conformance.arithmetic import NAN, as_bytes, poison, relative_error, tail, zero_by_chance_is_nan
 from attnplug_conformance.case import LAYER, Case

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, ForwardBatch, Geometry, LayerSpec, LinearInputs, Plan, PlannedBackend
+from attnplug import BackendContext, ForwardBatch, Geometry, LayerSpec, Plan
+from attnplug.linear import LinearInputs, PlannedBackend
 
 
 class MyBackend(PlannedBackend):

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attnplug.choose.registry import ALLOW_VARIABLE, Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.options import option, refusal_as_json
 from attnplug.cli.text import table
@@ -16,6 +15,7 @@ from attnplug.declare.problem import GraphLevel, Problem
 from attnplug.declare.refusal import Refusal
 from attnplug.declare.registered import Source
 from attnplug.machine.hardware import visible_gpus
+from attnplug.registry.registry import ALLOW_VARIABLE, Registry, load_registry
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import traceback
 
 from importlib_metadata import EntryPoint
 
-from attnplug.choose.loading import find_plugins
 from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.registered import Source
+from attnplug.registry.loading import find_plugins
 
 
 def plugin_fault(error: BaseException) -> PluginError | None:

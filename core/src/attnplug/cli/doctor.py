@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 import importlib_metadata as metadata
 
 from attnplug.auto.table_store import CACHE_VARIABLE, TABLES_VARIABLE, cache_folder, file_states
-from attnplug.choose.loading import GROUP, canonical_name, find_entry_points
-from attnplug.choose.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import listing
 from attnplug.cli.probe import Findings, Probes
@@ -29,6 +27,8 @@ from attnplug.declare.errors import describe_error
 from attnplug.declare.installed import installed_version
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.machine.hardware import this_processor, visible_gpus
+from attnplug.registry.loading import GROUP, canonical_name, find_entry_points
+from attnplug.registry.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

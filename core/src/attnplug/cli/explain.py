@@ -6,12 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from attnplug.auto.measured_ranking import default_ranking
-from attnplug.choose.explanation import explanation, unrelated_candidates
-from attnplug.choose.hosts import load_host
-from attnplug.choose.models import load_model
-from attnplug.choose.registry import Registry, load_registry
-from attnplug.choose.select import explain
-from attnplug.choose.selection import AUTO, BackendRequest, RoleChoice, Selection
 from attnplug.cli import output
 from attnplug.cli.options import refusal_as_json
 from attnplug.cli.warn import warn_of_plugins
@@ -22,6 +16,12 @@ from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role, model_dtype
 from attnplug.declare.settings import Render, Setting
 from attnplug.machine.hardware import visible_gpus
+from attnplug.registry.explanation import explanation, unrelated_candidates
+from attnplug.registry.hosts import load_host
+from attnplug.registry.models import load_model
+from attnplug.registry.registry import Registry, load_registry
+from attnplug.registry.select import explain
+from attnplug.registry.selection import AUTO, BackendRequest, RoleChoice, Selection
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 
 from importlib_metadata import EntryPoint
 
-from attnplug.choose.loading import Broken, find_entry_points, guarded, load_entry_point
 from attnplug.declare.errors import PluginError, UsageError, describe_error
 from attnplug.declare.registered import Source
+from attnplug.registry.loading import Broken, find_entry_points, guarded, load_entry_point
 
 DOCS = "https://github.com/attnplug/attnplug/blob/main/docs/commands.md"
 GROUP = "attnplug.commands"

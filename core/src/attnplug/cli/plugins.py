@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from attnplug.choose.hosts import GROUP
-from attnplug.choose.loading import find_entry_points
-from attnplug.choose.registry import Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import Row, listing
 from attnplug.cli.foreign import claims, conflict
@@ -15,6 +12,9 @@ from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_slow_and_unmatched
 from attnplug.declare.registered import Source
 from attnplug.hf.tiny import TINY
+from attnplug.registry.hosts import GROUP
+from attnplug.registry.loading import find_entry_points
+from attnplug.registry.registry import Registry, load_registry
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from attnplug.choose.registry import ALLOW_VARIABLE, Registry
 from attnplug.declare.errors import PluginWarning, TableWarning
+from attnplug.registry.registry import ALLOW_VARIABLE, Registry
 
 _CATEGORIES = (PluginWarning, TableWarning)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attnplug.choose.plugin_hooks import hookimpl
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import CacheLayout, DType, ExtendPath, Role
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.workspace_kind import SCRATCH, WorkspaceKind
 from attnplug.hf.tiny import TINY_CONFIGS
+from attnplug.registry.plugin_hooks import hookimpl
 
 
 @hookimpl

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from attnplug.host import show
+from attnplug.hf.config_keys import show
 from attnplug_engine.checkpoints.safetensors import Checkpoint, MissingTensor, WeightSource
 
 HEAD = "lm_head.weight"

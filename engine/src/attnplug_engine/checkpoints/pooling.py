@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 
 
 class Pooling(StrEnum):

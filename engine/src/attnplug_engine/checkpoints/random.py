@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attnplug.host import ModelConfigError, tiny_config
+from attnplug.host import ModelConfigError
+from attnplug.registry.models import tiny_config
 from attnplug_engine.checkpoints.safetensors import SINGLE_FILE, checkpoint_config
 
 TINY = "tiny:"

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from attnplug.host import MOST_BYTES, UsageError, read_json_object, regular_size, show
+from attnplug import UsageError
+from attnplug.hf.config_keys import show
+from attnplug.hf.json_files import MOST_BYTES, read_json_object, regular_size
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

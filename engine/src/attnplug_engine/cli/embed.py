@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from attnplug import Role
-from attnplug.host import Commands, add_command, interrupt
+from attnplug.cli.app import Commands, add_command
+from attnplug.machine import interrupt
 from attnplug_engine.checkpoints.pooling import Pooling
 from attnplug_engine.cli.arguments import add_model_and_prompts, add_serving_options, on_each_rank
 from attnplug_engine.cli.prompts import PromptLine, read_prompts

@@ -7,7 +7,8 @@ import json as jsonlib
 import sys
 from collections.abc import Sequence
 
-from attnplug.host import Render, output
+from attnplug.cli import output
+from attnplug.declare.settings import Render
 from attnplug_engine.checkpoints.pooling import MODULES_FILE, Pooling
 from attnplug_engine.cli.arguments import shared_settings
 from attnplug_engine.cli.prompts import PromptLine

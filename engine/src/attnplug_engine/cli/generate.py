@@ -11,8 +11,12 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from attnplug import DType, ExtendPath, ForwardingBackend, Setting
-from attnplug.host import ExtendPolicy, Render, UsageError, interrupt, output, warn_of_plugins
+from attnplug import DType, ExtendPath, Setting, UsageError
+from attnplug.cli import output
+from attnplug.cli.warn import warn_of_plugins
+from attnplug.declare.settings import Render
+from attnplug.host import ExtendPolicy, ForwardingBackend
+from attnplug.machine import interrupt
 from attnplug_engine.cli.arguments import shared_settings
 from attnplug_engine.cli.output import CompletionWriter
 from attnplug_engine.cli.prompts import PromptLine

@@ -6,7 +6,8 @@ import json as jsonlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from attnplug.host import interrupt, output
+from attnplug.cli import output
+from attnplug.machine import interrupt
 from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.completion import Completion
 from attnplug_engine.execution.backend_usage import BackendUsage

@@ -12,7 +12,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TextIO
 
-from attnplug.host import UsageError, show
+from attnplug import UsageError
+from attnplug.hf.config_keys import show
 from attnplug_engine.parallel.ranks import prompts_path
 from attnplug_engine.request import SamplingParams
 from attnplug_engine.text.chat import Chat

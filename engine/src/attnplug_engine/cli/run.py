@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from attnplug import ExtendPath, Role
-from attnplug.host import Commands, UsageError, add_command, interrupt
+from attnplug import ExtendPath, Role, UsageError
+from attnplug.cli.app import Commands, add_command
+from attnplug.machine import interrupt
 from attnplug_engine.cli.arguments import add_model_and_prompts, add_serving_options, on_each_rank
 from attnplug_engine.cli.prompts import PromptLine, read_prompts
 from attnplug_engine.request import DEFAULT_MAX_TOKENS, SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnplug import to_device
+from attnplug.kernels import to_device
 from attnplug_engine.execution.sampler import Logprobs
 from attnplug_engine.execution.step_output import StepOutput, record_event
 from attnplug_engine.request import TokenLogprobs

@@ -11,20 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import (
-    BackendError,
-    DType,
-    ExtendPath,
-    ForwardBatch,
-    ForwardingBackend,
-    ForwardMode,
-    Geometry,
-    Serving,
-    to_device,
-)
+from attnplug import BackendError, DType, ExtendPath, ForwardBatch, ForwardMode, Geometry, Serving
+from attnplug.contract.batch import apply_skip_attn_backend_init
 from attnplug.host import (
     AttnplugError,
     ExtendPolicy,
+    ForwardingBackend,
     HostContext,
     HostLengths,
     Limits,
@@ -33,9 +25,9 @@ from attnplug.host import (
     Selection,
     TypicalLens,
     WorkspaceOwner,
-    apply_skip_attn_backend_init,
     build_selection,
 )
+from attnplug.kernels import to_device
 from attnplug_engine.execution.backend_usage import BackendUsage
 from attnplug_engine.execution.in_flight import StepInFlight, fill_pending_tokens
 from attnplug_engine.execution.sampler import Sampler

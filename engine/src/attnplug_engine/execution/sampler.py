@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 from attnplug_engine.execution.sampling_inputs import sampling_metadata
 from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 from attnplug_engine.request import LikelyToken, Request, TokenLogprobs

@@ -16,26 +16,18 @@ from torch import Tensor
 from attnplug import (
     AttentionKind,
     BackendError,
-    DeltaInputs,
-    DeltaWeights,
     ForwardBatch,
     ForwardExtras,
     Geometry,
     LayerSpec,
-    LinearInputs,
     MLAPool,
     ModelSpec,
 )
-from attnplug.host import (
-    BatchPlan,
-    HostLengths,
-    KVPools,
-    LinearDims,
-    ModelAttention,
-    plan_alike,
-    planner_claims,
-)
+from attnplug.contract.batch import BatchPlan
+from attnplug.host import HostLengths, KVPools, ModelAttention, planner_claims
+from attnplug.linear import DeltaInputs, DeltaWeights, LinearDims, LinearInputs
 from attnplug.sparse import IndexerDims, IndexInputs
+from attnplug.wrappers.forwarding import plan_alike
 from attnplug_engine.graphs.capture import Capture
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_sparse.hisparse import HiSparse

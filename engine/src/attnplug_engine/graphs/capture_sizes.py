@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from attnplug.host import UsageError, show
+from attnplug import UsageError
+from attnplug.hf.config_keys import show
 
 _FINE = (1, 2, 4, 8, 12, 16, 24, 32)
 LARGEST_DEFAULT = 512

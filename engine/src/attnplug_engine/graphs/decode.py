@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, to_device
-from attnplug.host import ModelAttention, TypicalLens, length_ranges
+from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel
+from attnplug.host import ModelAttention, TypicalLens
+from attnplug.kernels import to_device
+from attnplug.wrappers.forwarding import length_ranges
 from attnplug_engine.execution.sampler import Sampler, sample
 from attnplug_engine.execution.step_output import StepOutput
 from attnplug_engine.graphs.capture import Capture

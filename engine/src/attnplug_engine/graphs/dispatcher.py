@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Generic, TypeVar
 
-from attnplug.host import LengthRange, TypicalLens, is_ragged
+from attnplug.declare.lengths import LengthRange, is_ragged
+from attnplug.host import TypicalLens
 from attnplug_engine.scheduling.step import StepEntry
 
 Captured = TypeVar("Captured")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from attnplug import DType, MLAPool, ModelSpec
-from attnplug.host import torch_dtype
+from attnplug.kernels import torch_dtype
 from attnplug_sparse.hisparse import HotSizes
 from attnplug_sparse.pools import IndexKeyPool, compressed_page_bytes
 

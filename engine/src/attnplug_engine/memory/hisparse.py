@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from attnplug import ModelSpec
-from attnplug.host import UsageError, show
+from attnplug import ModelSpec, UsageError
+from attnplug.hf.config_keys import show
 from attnplug_engine.models.host_memory import available_memory
 
 _BUFFER_TIMES_TOPK = 2

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from attnplug import AttentionKind, DType, MHAPool, MLAPool, ModelSpec, PoolError
-from attnplug.host import CacheKey, KVPools, LinearStatePool, PagedCache
+from attnplug.host import KVPools
+from attnplug.kernels import CacheKey
+from attnplug.kv.caches import PagedCache
+from attnplug.linear import LinearStatePool
 from attnplug_engine.memory.capacity import Capacity, bytes_per_page, bytes_per_state, hot_bytes, own_dtype
 from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool
 from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool

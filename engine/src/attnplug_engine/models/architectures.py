@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from attnplug import ModelSpec
-from attnplug.host import Config, UsageError, show, tiny_config
+from attnplug import ModelSpec, UsageError
+from attnplug.hf.config_keys import Config, show
 from attnplug.host import load_model as load_spec
+from attnplug.registry.models import tiny_config
 from attnplug_engine.checkpoints.bare import HEAD, check_head, with_full_names
 from attnplug_engine.checkpoints.random import TINY, RandomCheckpoint
 from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource, checkpoint_config, checkpoint_folder

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnplug import ForwardBatch, ForwardExtras, LayerSpec
-from attnplug.host import Config, active_attention
+from attnplug.hf.config_keys import Config
+from attnplug.layers.model_attention import active_attention
 from attnplug.sparse import CompressorInputs, CompressorWeights, IndexerDims, IndexInputs
 from attnplug_engine.models.decoder import Attention, norm_eps
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, ModelSpec
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.models.layers import FastModule, Head, RMSNorm, embedded, frozen
 from attnplug_engine.models.rope import Positions, Rotation
 from attnplug_engine.models.weights import Weights

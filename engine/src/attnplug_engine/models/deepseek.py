@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from attnplug import LayerSpec, ModelSpec
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import MODEL, Attention, Block, Decoder, hidden_norm
 from attnplug_engine.models.experts import MixtureOfExperts, Router, SigmoidRouter, SoftmaxRouter, expert_layers
 from attnplug_engine.models.latent_attention import LatentAttention

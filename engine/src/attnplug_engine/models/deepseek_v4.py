@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from attnplug import LayerSpec, ModelSpec
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.models.compressed_attention import CompressedAttention, TwoRopes
 from attnplug_engine.models.decoder import Names, hidden_norm
 from attnplug_engine.models.hash_experts import HashExperts

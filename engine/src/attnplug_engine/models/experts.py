@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.kernels import usable
 from attnplug_engine.models.layers import GATED, MLP, Linear, MLPForm, RMSNorm, frozen
 from attnplug_engine.models.weights import WeightRows, Weights

@@ -7,7 +7,7 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.models.experts import AddedTerms, Experts, Router
 from attnplug_engine.models.layers import MLP, MLPForm, frozen
 from attnplug_engine.models.weights import Weights

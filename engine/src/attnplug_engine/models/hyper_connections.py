@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnplug import ForwardBatch
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import MODEL, Attention, Decoder, MakeNorm, Names, norm_eps
 from attnplug_engine.models.layers import frozen
 from attnplug_engine.models.rope import Positions, Rotation

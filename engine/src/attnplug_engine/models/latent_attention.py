@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, LayerSpec
-from attnplug.host import Config, MLAWeights, active_attention
+from attnplug.hf.config_keys import Config
+from attnplug.layers.model_attention import active_attention
+from attnplug.mla.weights import MLAWeights
 from attnplug.sparse import SelectedRows
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm

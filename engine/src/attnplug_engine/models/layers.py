@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine import kernels
 from attnplug_engine.models.host_memory import available_memory
 from attnplug_engine.models.matmul import matmul, pack

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug import ForwardBatch, LayerSpec, LinearInputs
-from attnplug.host import active_attention
+from attnplug import ForwardBatch, LayerSpec
+from attnplug.layers.model_attention import active_attention
+from attnplug.linear import LinearInputs
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
 from attnplug_engine.models.linear_attention import GatedColumnNorm, linear_part

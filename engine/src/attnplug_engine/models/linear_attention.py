@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec
-from attnplug.host import LinearDims, active_attention
+from attnplug.layers.model_attention import active_attention
+from attnplug.linear import LinearDims
 from attnplug_engine import kernels
 from attnplug_engine.models.layers import ColumnNorm, frozen
 from attnplug_engine.models.weights import WeightRows, Weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnplug import LayerSpec, ModelSpec
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import MODEL, Block, Decoder, hidden_norm, norm_eps
 from attnplug_engine.models.grouped_attention import GroupedAttention, HeadNorms
 from attnplug_engine.models.layers import MLP, check_activation

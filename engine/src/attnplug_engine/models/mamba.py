@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug import ForwardBatch, LayerSpec, LinearInputs, ModelSpec
-from attnplug.host import Config, active_attention
+from attnplug import ForwardBatch, LayerSpec, ModelSpec
+from attnplug.hf.config_keys import Config
+from attnplug.layers.model_attention import active_attention
+from attnplug.linear import LinearInputs
 from attnplug_engine import kernels
 from attnplug_engine.models.decoder import BACKBONE, Attention, Decoder, MixerBlock, hidden_norm
 from attnplug_engine.models.layers import Linear, RMSNorm, check_activation, frozen

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import MODEL, Attention, Decoder, MakeNorm, hidden_norm
 from attnplug_engine.models.experts import Experts, MixtureOfExperts, TopKRouter
 from attnplug_engine.models.grouped_attention import GroupedAttention

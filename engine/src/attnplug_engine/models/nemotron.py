@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from attnplug import ModelSpec
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import BACKBONE, Attention, Decoder, MixerBlock, TokenWise, hidden_norm
 from attnplug_engine.models.experts import Experts, LatentExperts, MixtureOfExperts, SigmoidRouter
 from attnplug_engine.models.grouped_attention import GroupedAttention

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from attnplug import LayerSpec, ModelSpec
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import MODEL, Attention, Block, Decoder, hidden_norm, norm_eps
 from attnplug_engine.models.delta_attention import GatedDeltaNet
 from attnplug_engine.models.experts import Experts, MixtureOfExperts, TopKRouter

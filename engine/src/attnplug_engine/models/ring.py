@@ -13,7 +13,7 @@ from functools import partial
 from torch import nn
 
 from attnplug import LayerSpec, ModelSpec
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import Attention, Block, Decoder, Names, hidden_norm, norm_eps
 from attnplug_engine.models.experts import MixtureOfExperts, SigmoidRouter
 from attnplug_engine.models.latent_attention import LatentAttention

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnplug.host import AttnplugError, UsageError
+from attnplug import UsageError
+from attnplug.host import AttnplugError
 
 
 class ParallelError(UsageError):

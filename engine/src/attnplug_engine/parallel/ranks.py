@@ -16,17 +16,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING
 
-from attnplug import Problem, RefusalCode, Role
-from attnplug.host import (
-    AttnplugError,
-    BackendRequest,
-    SelectionError,
-    UsageError,
-    interrupt,
-    load_model,
-    load_registry,
-    select,
-)
+from attnplug import Problem, RefusalCode, Role, UsageError
+from attnplug.host import AttnplugError, BackendRequest, SelectionError, load_model, load_registry, select
+from attnplug.machine import interrupt
 
 if TYPE_CHECKING:
     from attnplug_engine.parallel.collectives import TensorParallel
@@ -56,7 +48,7 @@ def join_ranks(size: int, asked: str | None) -> TensorParallel:
 
     From here on this process ends with its parent.
     """
-    from attnplug.host import open_device
+    from attnplug.machine.device import open_device
     from attnplug_engine.parallel.collectives import SINGLE, ProcessGroupParallel  # the parent imports no torch
 
     device = open_device(asked)[0].type

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnplug.host import PageCopy, UsageError
+from attnplug import UsageError
+from attnplug.kernels import PageCopy
 from attnplug.sparse import Coordinator
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.page_allocator import OutOfPages, PageAllocator

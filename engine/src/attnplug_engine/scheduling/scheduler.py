@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Never
 
-from attnplug import ForwardMode, PoolError
-from attnplug.host import AttnplugError, PageCopy, UsageError
+from attnplug import ForwardMode, PoolError, UsageError
+from attnplug.host import AttnplugError
+from attnplug.kernels import PageCopy
 from attnplug.sparse import Coordinator
 from attnplug_engine.request import FinishReason, Request, RequestState
 from attnplug_engine.scheduling.kv_cache_manager import KVCacheManager

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import PoolError, to_device
-from attnplug.host import PageCopy
+from attnplug import PoolError
+from attnplug.kernels import PageCopy, to_device
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 

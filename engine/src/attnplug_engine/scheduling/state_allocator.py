@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnplug import PoolError
-from attnplug.host import LinearStatePool
+from attnplug.linear import LinearStatePool
 from attnplug_engine.scheduling.page_allocator import OutOfPages, PageAllocator
 
 

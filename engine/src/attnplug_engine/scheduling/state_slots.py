@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
 from attnplug_engine.scheduling.state_allocator import StateAllocator

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from attnplug import ForwardMode
-from attnplug.host import PageCopy
+from attnplug.kernels import PageCopy
 from attnplug_engine.request import Request
 
 PENDING = -1

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from attnplug import GraphLevel, ModelSpec, Problem, Refusal, Role
-from attnplug.host import BackendRequest, Ranking, Registry, UsageError, choose_importable, explain
+from attnplug import GraphLevel, ModelSpec, Problem, Refusal, Role, UsageError
+from attnplug.auto.ranking import Ranking
+from attnplug.host import BackendRequest, Registry, choose_importable, explain
 from attnplug_engine.speculation.options import ALGORITHM, TOPK, Speculation
 
 

@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, to_device
+from attnplug import ForwardBatch, ForwardMode, Geometry
 from attnplug.host import ModelAttention
+from attnplug.kernels import to_device
 from attnplug_engine.speculation.plan_stream import PlanStream, Section
 from attnplug_engine.speculation.state import Members
 

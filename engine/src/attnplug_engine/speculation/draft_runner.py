@@ -14,12 +14,12 @@ from attnplug.host import (
     KVPools,
     Limits,
     ModelAttention,
-    PageCopy,
     Parallel,
     Selection,
     WorkspaceOwner,
     build_selection,
 )
+from attnplug.kernels import PageCopy
 from attnplug_engine.execution.sampler import sample
 from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 from attnplug_engine.memory.capacity import Capacity

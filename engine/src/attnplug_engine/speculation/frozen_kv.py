@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnplug import ForwardMode, to_device
+from attnplug import ForwardMode
+from attnplug.kernels import to_device
 from attnplug_engine.speculation.acceptance import Accepted
 from attnplug_engine.speculation.batches import Batches, BatchShape
 from attnplug_engine.speculation.draft_runner import DraftRunner

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import to_device
+from attnplug.kernels import to_device
 from attnplug_engine import kernels
 from attnplug_engine.speculation.tree import Proposal
 

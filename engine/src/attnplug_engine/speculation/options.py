@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 
-from attnplug.host import UsageError, show
+from attnplug import UsageError
+from attnplug.hf.config_keys import show
 
 MAX_NODES = 64
 """Most rows of a request that are verified together: a tree's visibility mask has 64 bits."""

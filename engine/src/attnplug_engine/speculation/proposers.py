@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, to_device
+from attnplug import ForwardBatch, ForwardMode, Geometry
 from attnplug.host import HostLengths, TypicalLens
+from attnplug.kernels import to_device
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.step import Step
 from attnplug_engine.speculation.acceptance import Accepted

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
-from attnplug.host import LengthRange, ModelAttention, TypicalLens, length_ranges, merge_length_ranges
+from attnplug.declare.lengths import LengthRange
+from attnplug.host import ModelAttention, TypicalLens
+from attnplug.wrappers.forwarding import length_ranges, merge_length_ranges
 from attnplug_engine.execution.sampling_inputs import SeedOf
 from attnplug_engine.graphs.capture import Capture
 from attnplug_engine.graphs.decode import sizes_by_backend

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, to_device
+from attnplug import ForwardBatch, ForwardMode
 from attnplug.host import ModelAttention
+from attnplug.kernels import to_device
 from attnplug_engine.execution.runner import ModelRunner, Phase
 from attnplug_engine.execution.sampler import sample
 from attnplug_engine.graphs.capture import Capture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from attnplug.host import PageCopy
+from attnplug.kernels import PageCopy
 from attnplug.sparse import Coordinator
 from attnplug_engine.request import FinishReason, Request, RequestState
 from attnplug_engine.scheduling.page_allocator import PageAllocator

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import to_device
 from attnplug.host import TypicalLens
+from attnplug.kernels import to_device
 from attnplug_engine.execution.sampling_inputs import SeedOf, sampling_metadata
 from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 from attnplug_engine.request import Request

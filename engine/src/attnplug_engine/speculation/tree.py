@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug.host import UsageError
+from attnplug import UsageError
 from attnplug_engine import kernels
 
 MAX_ROWS = 64

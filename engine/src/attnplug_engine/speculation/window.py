@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug import to_device
+from attnplug.kernels import to_device
 from attnplug_engine.scheduling.step import StepEntry
 from attnplug_engine.speculation.acceptance import Accepted
 from attnplug_engine.speculation.batches import Batches, BatchShape

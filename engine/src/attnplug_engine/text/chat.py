@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from attnplug.host import UsageError, show
+from attnplug import UsageError
+from attnplug.hf.config_keys import show
 
 _ALLOWED = 'a list of messages, each an object with texts as "role" and "content" (null beside "tool_calls")'
 

@@ -22,7 +22,10 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from attnplug.host import UsageError, describe_error, read_json_object, read_text, show
+from attnplug import UsageError
+from attnplug.declare.errors import describe_error
+from attnplug.hf.config_keys import show
+from attnplug.hf.json_files import read_json_object, read_text
 from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.checkpoints.safetensors import checkpoint_folder
 from attnplug_engine.text.chat import Chat

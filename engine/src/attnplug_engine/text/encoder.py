@@ -6,8 +6,8 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from attnplug import PoolError
-from attnplug.host import UsageError, show
+from attnplug import PoolError, UsageError
+from attnplug.hf.config_keys import show
 from attnplug_engine.text.chat import Chat
 from attnplug_engine.text.chat_template import ChatTemplate
 from attnplug_engine.text.tokenizer import Tokenizer, find_tokenizer

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
-from attnplug.host import UsageError, read_json_object, show
+from attnplug import UsageError
+from attnplug.hf.config_keys import show
+from attnplug.hf.json_files import read_json_object
 
 _NAME = "tokenizer_config.json"
 _DECODER = "added_tokens_decoder"

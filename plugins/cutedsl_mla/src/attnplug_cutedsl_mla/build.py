@@ -1,16 +1,16 @@
-"""The backend on a GPU."""
+"""Construction of the backend on a GPU."""
 
 from __future__ import annotations
 
 from attnplug import BackendContext, MLAShape
 from attnplug_cutedsl_mla.kernels import CuteDSLDecode
-from attnplug_trtllm_mla.backend import Kernels, TRTLLMMLABackend
+from attnplug_trtllm_mla.backend import LaneKernels, TRTLLMMLABackend
 from attnplug_trtllm_mla.build import cute_dsl_scratch
 from attnplug_trtllm_mla.kernels import load_library
 
 
 def cutedsl_mla(context: BackendContext) -> TRTLLMMLABackend:
-    """The factory of the spec."""
+    """Build the backend; the spec's factory."""
     shape, library = MLAShape.of(context), load_library()
-    lanes = [Kernels(CuteDSLDecode(library, shape, each)) for each in cute_dsl_scratch(context, shape)]
+    lanes = [LaneKernels(CuteDSLDecode(library, shape, each)) for each in cute_dsl_scratch(context, shape)]
     return TRTLLMMLABackend(context, lanes)

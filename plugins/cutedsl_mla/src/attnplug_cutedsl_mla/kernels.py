@@ -1,29 +1,29 @@
-"""FlashInfer's CuTe DSL kernel, as a decode kernel of trtllm_mla's backend."""
+"""FlashInfer's CuTe DSL kernel as a ``DecodeKernel`` of ``trtllm_mla``'s backend."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from attnplug import MLAShape, Workspace
-from attnplug_trtllm_mla.kernels import MOST_REQUESTS, Library, Pages, run_decode
+from attnplug_trtllm_mla.kernels import MAX_REQUESTS, LatentPages, TRTLLMLibrary, run_decode
 from attnplug_trtllm_mla.planner import DecodeCall
 
 
 class CuteDSLDecode:
     """``trtllm_batch_decode_with_kv_cache_mla`` with the CuTe DSL kernel.
 
-    It takes up to 128 heads, its scratch may hold anything, and every version returns natural logarithms.
+    It takes up to 128 heads. ``scratch`` may contain anything. All versions return natural logarithms.
     """
 
-    def __init__(self, library: Library, shape: MLAShape, scratch: Workspace) -> None:
+    def __init__(self, library: TRTLLMLibrary, shape: MLAShape, scratch: Workspace) -> None:
         self._library, self._shape, self._scratch = library, shape, scratch
         self.heads = shape.heads
 
-    def most_requests(self, queries: int, with_lse: bool) -> int:
+    def max_requests(self, queries: int, with_lse: bool) -> int:
         tiles = -(-queries * self.heads // 128)
-        return min(MOST_REQUESTS, 65535 // tiles)  # the second dimension of a CUDA grid has 16 bits
+        return min(MAX_REQUESTS, 65535 // tiles)  # limit of a CUDA grid's second dimension
 
-    def run(self, q: Tensor, pages: Pages, call: DecodeCall, out: Tensor, lse: Tensor | None) -> None:
+    def run(self, q: Tensor, pages: LatentPages, call: DecodeCall, out: Tensor, lse: Tensor | None) -> None:
         run_decode(
             self._library,
             self._shape,
@@ -34,5 +34,5 @@ class CuteDSLDecode:
             lse,
             workspace_buffer=self._scratch.buffer,
             backend="cute-dsl",
-            cute_dsl_impl="monolithic",  # the one that returns a log-sum-exp
+            cute_dsl_impl="monolithic",  # the implementation that returns a log-sum-exp
         )

@@ -1,4 +1,4 @@
-"""What the plugin says of its backend. FlashInfer is imported when the backend is built, and not before."""
+"""Backend spec of ``cutedsl_mla``. Importing this module does not import FlashInfer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def attnplug_backends() -> list[BackendSpec]:
             factory="attnplug_cutedsl_mla.factory:cutedsl_mla",
             requires=(blackwell.FLASHINFER, "nvidia-cutlass-dsl>=4.6.2"),
             check=blackwell.refusals,
-            preference=70,  # below trtllm_mla, and as little proven
+            preference=70,  # below trtllm_mla; never run on a GPU either
             capabilities=blackwell.capabilities(
                 roles=frozenset({Role.DECODE, Role.DRAFT}), mla_extend=frozenset({ExtendPath.ABSORBED})
             ),

@@ -1,4 +1,4 @@
-"""The backend: pools, kernels and plans brought together."""
+"""The ``flashattention`` backend: MHA and GQA over a paged cache, and MLA prefill as MHA."""
 
 from __future__ import annotations
 
@@ -24,58 +24,58 @@ from attnplug import (
     PoolError,
     RaggedCall,
     Serving,
-    check_lse,
-    check_rows,
 )
-from attnplug.host import merge_partial
-from attnplug_flashattention.kernels import Attended, Kernels, Softmax, choose_kernels
-from attnplug_flashattention.merge import merge_parts
+from attnplug.kernels import check_lse, check_rows, merge_partial
+from attnplug_flashattention.kernels import AttentionOutput, FlashAttentionKernels, SoftmaxParams, choose_kernels
+from attnplug_flashattention.merge import merge_splits
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.planner import (
     CachedPlan,
-    Division,
     GatheredCall,
     PagedCall,
+    SplitHeuristic,
     plan_cached,
     plan_captured,
     ragged_call,
     refill,
-    with_queries,
+    requests_with_queries,
 )
 from attnplug_flashattention.trees import TreePlan, attend_nodes, capture_tree, plan_tree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedLayer:
-    """One MHA layer's cache ``[pages, page_size, kv_heads, …]`` in the pages that the kernel reads, and its softmax."""
+    """Cache of one MHA layer, ``[pages, page_size, kv_heads, dim]`` in kernel pages, and its softmax parameters."""
 
     keys: Tensor
     values: Tensor
-    softmax: Softmax
+    softmax: SoftmaxParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Metadata:
-    """How a batch's MHA layers run.
+class FlashAttentionMetadata:
+    """A plan's metadata: the calls of a batch's MHA layers.
 
-    ``cached`` is how they read the cache. For chains it is ``None`` exactly where the plan has no ``new_slots``
-    (``fa_skip_kv_cache``): the cache is either written and read, or neither (A6). ``at_hand`` is the call over new rows
-    alone, for batches in which no request has older rows. A batch of trees has ``tree`` instead of both.
+    ``cached`` are the calls over the cache. For chains it is ``None`` exactly if the plan has no ``new_slots``
+    (``fa_skip_kv_cache``): the cache is either written and read, or neither (A6). ``new_rows_call`` is the call over
+    new rows alone, for batches in which no request has older rows. A batch of trees has ``tree`` instead of both.
     """
 
     cached: CachedPlan | None
-    at_hand: RaggedCall | None
+    new_rows_call: RaggedCall | None
     tree: TreePlan | None = None
 
 
 class FlashAttentionBackend(PlannedAttention):
-    """MHA and GQA over a paged cache, and MLA prefill over rows that are passed in.
+    """MHA and GQA over a paged cache, and MLA prefill over rows that are passed as arguments.
 
-    All it knows of a batch is in the batch's plan. There is no ``init_mha_chunk_metadata``: kernels take the lengths of
-    each call as they are (A6).
+    The backend keeps no state of a batch. There is no ``init_mha_chunk_metadata``, because kernels take the lengths of
+    each ragged call directly (A6). ``kernels`` and ``processors`` replace the library and the GPU's size in tests.
     """
 
-    def __init__(self, context: BackendContext, *, kernels: Kernels | None = None, processors: int = 132) -> None:
+    def __init__(
+        self, context: BackendContext, *, kernels: FlashAttentionKernels | None = None, processors: int = 132
+    ) -> None:
         options = context.options_of(FlashAttentionOptions)
         layers = context.model.full_layers
         mha = [layer for layer in layers if layer.mla is None]
@@ -85,9 +85,9 @@ class FlashAttentionBackend(PlannedAttention):
             kernels = choose_kernels(options.kernel, 10 * properties.major + properties.minor, layers)
         self.fa_skip_kv_cache = skips_kv_cache(context.serving, context.model)
         if len(mha) < len(layers):
-            level = GraphLevel.DECODE  # with MLA layers another backend decodes, whichever kernel prefills here
+            level = GraphLevel.DECODE  # another backend decodes MLA layers
         else:
-            level = GraphLevel.UNIFORM if kernels.captures and not self.fa_skip_kv_cache else GraphLevel.NEVER
+            level = GraphLevel.UNIFORM if kernels.supports_capture and not self.fa_skip_kv_cache else GraphLevel.NEVER
         declared = context.declared.claims
         trees = declared.trees and not self.fa_skip_kv_cache
         super().__init__(context, replace(declared, cuda_graph=min(level, declared.cuda_graph), trees=trees))
@@ -95,16 +95,16 @@ class FlashAttentionBackend(PlannedAttention):
         self._kernel_page = kernels.page_size(context.page_size, mha) if mha else None
         self._caches = {layer.layer_id: self._cached_layer(layer) for layer in mha}
         self._windowed = any(layer.sliding_window is not None for layer in mha)
-        self._division = None
-        if mha and not kernels.divides and options.most_parts != 1:
+        self._heuristic = None
+        if mha and not kernels.splits_kv and options.most_parts != 1:
             heads = min(cached.keys.shape[2] for cached in self._caches.values())
-            self._division = Division(heads, processors, options.most_parts)
+            self._heuristic = SplitHeuristic(heads, processors, options.most_parts)
 
     @property
     def _pool(self) -> MHAPool:
         pool = self.context.pools.mha
         if pool is None:
-            raise PoolError(f"backend {self.backend_id.name} serves MHA layers, but there is no MHA pool")
+            raise PoolError(f"backend {self.backend_id.name} requires an MHA pool")
         return pool
 
     def _cached_layer(self, layer: LayerSpec) -> CachedLayer:
@@ -114,9 +114,9 @@ class FlashAttentionBackend(PlannedAttention):
             check_rows(keys, f"the keys of layer {layer.layer_id}", "FlashAttention")
             check_rows(values, f"the values of layer {layer.layer_id}", "FlashAttention")
             key_layout, value_layout = (layout.split(self._kernel_page) for layout in self._pool.layout(layer.layer_id))
-            keys = keys.as_strided(key_layout.shape, key_layout.strides)  # from where the pool's memory begins
+            keys = keys.as_strided(key_layout.shape, key_layout.strides)  # same storage offset
             values = values.as_strided(value_layout.shape, value_layout.strides)
-        return CachedLayer(keys, values, Softmax.of(layer))
+        return CachedLayer(keys, values, SoftmaxParams.of(layer))
 
     # Planning
 
@@ -125,22 +125,22 @@ class FlashAttentionBackend(PlannedAttention):
             return Plan.of(self.backend_id, geometry)
         if geometry.tree is not None:
             tree = plan_tree(geometry, geometry.tree, self._kernel_page)
-            return Plan.of(self.backend_id, geometry, Metadata(None, None, tree), geometry.new_slots())
-        live = with_queries(geometry)
+            return Plan.of(self.backend_id, geometry, FlashAttentionMetadata(None, None, tree), geometry.new_slots())
+        live = requests_with_queries(geometry)
         call = ragged_call(live)
-        at_hand = call if call.causal and call.query_lens == call.kv_lens else None
+        new_rows_call = call if call.causal and call.query_lens == call.kv_lens else None
         if self.fa_skip_kv_cache:
-            if at_hand is None:
+            if new_rows_call is None:
                 self._refuse_cached(geometry)
-            return Plan.of(self.backend_id, geometry, Metadata(None, at_hand))
-        new_slots, cached = plan_cached(geometry, live, call, self._kernel_page, self._division)
-        return Plan.of(self.backend_id, geometry, Metadata(cached, at_hand), new_slots)
+            return Plan.of(self.backend_id, geometry, FlashAttentionMetadata(None, new_rows_call))
+        new_slots, cached = plan_cached(geometry, live, call, self._kernel_page, self._heuristic)
+        return Plan.of(self.backend_id, geometry, FlashAttentionMetadata(cached, new_rows_call), new_slots)
 
     def _refuse_cached(self, geometry: Geometry) -> Never:
         raise PlanError(
-            f"backend {self.backend_id.name} keeps nothing in the cache here (fa_skip_kv_cache: an embedding model, "
-            f"without chunked prefill and radix cache), but a batch to {geometry.mode} has {geometry.rows} new tokens "
-            f"among {geometry.kv_rows} rows; send whole prompts"
+            f"backend {self.backend_id.name} does not use the KV cache (fa_skip_kv_cache: an embedding model without "
+            f"chunked prefill and radix cache), but a {geometry.mode} batch has {geometry.rows} new tokens among "
+            f"{geometry.kv_rows} rows; send whole prompts"
         )
 
     # CUDA graphs
@@ -148,17 +148,20 @@ class FlashAttentionBackend(PlannedAttention):
     def capture(self, geometry: Geometry, memory: None) -> Plan:
         if self.claims.cuda_graph is not GraphLevel.UNIFORM:
             raise PlanError(
-                f"backend {self.backend_id.name} only prefills here, as MHA, since the model has MLA layers: it has "
-                f"nothing to capture for a batch to {geometry.mode}; let the decode backend plan that"
+                f"backend {self.backend_id.name} only prefills a model with MLA layers and cannot capture a "
+                f"{geometry.mode} batch; plan it with the decode backend"
             )
         assert self._kernel_page is not None
         if geometry.tree is not None:
             slots = torch.full((geometry.rows,), -1, dtype=torch.int64, device=geometry.device)
             return Plan.of(
-                self.backend_id, geometry, Metadata(None, None, capture_tree(geometry, self._kernel_page)), slots
+                self.backend_id,
+                geometry,
+                FlashAttentionMetadata(None, None, capture_tree(geometry, self._kernel_page)),
+                slots,
             )
-        new_slots, cached = plan_captured(geometry, self._kernel_page, self._division, windowed=self._windowed)
-        return Plan.of(self.backend_id, geometry, Metadata(cached, None), new_slots)
+        new_slots, cached = plan_captured(geometry, self._kernel_page, self._heuristic, windowed=self._windowed)
+        return Plan.of(self.backend_id, geometry, FlashAttentionMetadata(cached, None), new_slots)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         assert plan.new_slots is not None
@@ -178,16 +181,17 @@ class FlashAttentionBackend(PlannedAttention):
 
     def _refuse_memory(self, geometry: Geometry) -> Never:
         raise PlanError(
-            f"a {geometry.mode} batch of {geometry.requests} requests was captured in lane {geometry.lane} with its "
-            "page table and lengths in other memory, which its kernels read directly; capture it in a lane of its own"
+            f"a {geometry.mode} batch of {geometry.requests} requests was captured in lane {geometry.lane} with "
+            "another page table and lengths, which its kernels read directly; capture it in a lane of its own"
         )
 
     # Running
 
     def takes_rows(self, plan: Plan, save_kv_cache: bool) -> bool:
-        """A plan that writes nothing reads nothing either: attention is over the rows that are passed in (A6).
+        """Return True if ``attend`` needs k and v: a plan that writes no rows attends to those passed as arguments
+        (A6).
 
-        Without MHA layers there are no rows of ours, and ``attend`` refuses the call.
+        Without MHA layers ``attend`` raises an error in any case.
         """
         return bool(self._caches) and (save_kv_cache or plan.new_slots is None)
 
@@ -198,37 +202,37 @@ class FlashAttentionBackend(PlannedAttention):
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if metadata.tree is not None:
             out = self._attend_tree(q, layer, plan, metadata.tree, layer_cache, new, lse)
-        elif new is not None and metadata.at_hand is not None:
-            k, v = new  # the same rows that the cache holds, without reading pages
+        elif new is not None and metadata.new_rows_call is not None:
+            k, v = new  # the cached rows, without reading pages
             assert v is not None
-            found = self._kernels.at_hand(q, k, v, metadata.at_hand, layer_cache.softmax, lse is not None)
+            found = self._kernels.attend_ragged(q, k, v, metadata.new_rows_call, layer_cache.softmax, lse is not None)
             out = _with_lse(*found, lse)
         else:
             out = self._attend_cached(q, layer, metadata.cached, layer_cache, lse)
         if sinks is not None and lse is not None:
-            out = with_sinks(out, lse, sinks)
+            out = apply_sinks(out, lse, sinks)
         return out
 
     def _attend_cached(
         self, q: Tensor, layer: LayerSpec, plan: CachedPlan, cached: CachedLayer, lse: Tensor | None
     ) -> Tensor:
-        if plan.divided is not None and cached.softmax.window is None:
-            count, call = plan.divided.count, plan.divided.call
-            spread = q.unsqueeze(1).expand(-1, count, -1, -1).flatten(0, 1)
-            parts, sums = self._kernels.over_pages(spread, cached.keys, cached.values, call, cached.softmax, True)
+        if plan.split is not None and cached.softmax.window is None:
+            count, call = plan.split.count, plan.split.call
+            repeated = q.unsqueeze(1).expand(-1, count, -1, -1).flatten(0, 1)
+            parts, sums = self._kernels.attend_paged(repeated, cached.keys, cached.values, call, cached.softmax, True)
             assert sums is not None
-            return merge_parts(parts, sums, count, lse)
+            return merge_splits(parts, sums, count, lse)
         assert plan.whole is not None
-        return _with_lse(*self._over(q, layer, plan.whole, cached, lse is not None), lse)
+        return _with_lse(*self._attend_call(q, layer, plan.whole, cached, lse is not None), lse)
 
-    def _over(
+    def _attend_call(
         self, q: Tensor, layer: LayerSpec, call: PagedCall | GatheredCall, cached: CachedLayer, lse: bool
-    ) -> Attended:
-        """One call over the cache."""
+    ) -> AttentionOutput:
+        """Run one call over the cache."""
         if isinstance(call, PagedCall):
-            return self._kernels.over_pages(q, cached.keys, cached.values, call, cached.softmax, lse)
+            return self._kernels.attend_paged(q, cached.keys, cached.values, call, cached.softmax, lse)
         keys, values = self._rows(layer, call.rows)
-        return self._kernels.at_hand(q, keys, values, call.ragged, cached.softmax, lse)
+        return self._kernels.attend_ragged(q, keys, values, call.ragged, cached.softmax, lse)
 
     def _rows(self, layer: LayerSpec, slots: Tensor) -> tuple[Tensor, Tensor]:
         return self._pool.read_keys(layer.layer_id, slots), self._pool.read_values(layer.layer_id, slots)
@@ -245,13 +249,13 @@ class FlashAttentionBackend(PlannedAttention):
     ) -> Tensor:
         if new is None or new[1] is None:
             assert plan.new_slots is not None
-            k, v = self._rows(layer, plan.new_slots.clamp(min=0))  # nobody sees the rows of padding
+            k, v = self._rows(layer, plan.new_slots.clamp(min=0))  # padding rows are masked by the tree
         else:
             k, v = new[0], new[1]
         out, sums = attend_nodes(q, k, v, tree.bits, cached.softmax)
         if tree.prefix is not None:
             some = slice(None) if tree.queries is None else tree.queries
-            part, part_sums = self._over(q[some], layer, tree.prefix, cached, True)
+            part, part_sums = self._attend_call(q[some], layer, tree.prefix, cached, True)
             assert part_sums is not None
             merged, merged_sums = merge_partial(out[some], sums[some], part, part_sums)
             if tree.queries is None:
@@ -273,22 +277,22 @@ class FlashAttentionBackend(PlannedAttention):
         call.check(q, k, v)
         if lse is not None:
             check_lse(lse, q)
-        out, sums = self._kernels.at_hand(q, k, v, call, Softmax.of(layer), lse is not None)
+        out, sums = self._kernels.attend_ragged(q, k, v, call, SoftmaxParams.of(layer), lse is not None)
         return _with_lse(out, sums, lse)
 
     def _cache(self, layer: LayerSpec) -> CachedLayer:
         cached = self._caches.get(layer.layer_id)
         if cached is None:
             raise BackendError(
-                f"layer {layer.layer_id} is MLA, and {self.backend_id.name} has no attention over its latent rows; "
-                "it prefills MLA as MHA (`prefill_attention_backend`), and another backend decodes it",
+                f"layer {layer.layer_id} is MLA, but {self.backend_id.name} has no kernel over latent rows; use it for "
+                "prefill (`prefill_attention_backend`) and another backend for decode",
                 settings=["prefill_attention_backend"],
             )
         return cached
 
 
 def skips_kv_cache(serving: Serving, model: ModelSpec) -> bool:
-    """``fa_skip_kv_cache`` (A6): nobody will ever read what a prefill would write."""
+    """Return True for ``fa_skip_kv_cache`` (A6): no later batch reads the rows that a prefill would write."""
     return (
         serving.is_embedding
         and serving.chunked_prefill_size == -1
@@ -297,9 +301,9 @@ def skips_kv_cache(serving: Serving, model: ModelSpec) -> bool:
     )
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """``out`` ``[rows, heads, dim]`` as if there were one more key, of logit ``sinks`` ``[heads]`` and value zero."""
-    share = torch.sigmoid(lse - sinks)  # the weight that the other keys keep; without a sink it is 1
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Rescale ``out`` ``[rows, heads, dim]`` for an additional key of logit ``sinks`` ``[heads]`` and value zero."""
+    share = torch.sigmoid(lse - sinks)  # remaining weight of the other keys
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 

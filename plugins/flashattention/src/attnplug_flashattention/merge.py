@@ -1,4 +1,4 @@
-"""Merging the parts of divided requests by their log-sum-exps."""
+"""Merge of KV splits by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 
-def merge_parts(out: Tensor, lse: Tensor, count: int, merged_lse: Tensor | None) -> Tensor:
-    """Attention over all keys from attention over ``count`` disjoint parts of them.
+def merge_splits(out: Tensor, lse: Tensor, count: int, merged_lse: Tensor | None) -> Tensor:
+    """Merge attention over ``count`` disjoint KV splits.
 
     ``out`` is ``[rows * count, heads, dim]``. ``lse`` ``[rows * count, heads]`` float32 is in natural log, and -inf for
-    a part without keys, whose output is ignored even if it is NaN. Returns ``[rows, heads, dim]`` in the type of
-    ``out``, and fills ``merged_lse`` ``[rows, heads]`` if it is given.
+    an empty split, whose output is ignored even if it is NaN. Returns ``[rows, heads, dim]`` in the dtype of ``out``,
+    and writes ``merged_lse`` ``[rows, heads]`` float32 if given.
     """
     if out.device.type == "cuda":
-        from attnplug_flashattention.triton_kernels import launch_merge_parts
+        from attnplug_flashattention.triton_kernels import launch_merge_splits
 
-        return launch_merge_parts(out, lse, count, merged_lse)
+        return launch_merge_splits(out, lse, count, merged_lse)
     parts, sums = out.unflatten(0, (-1, count)), lse.unflatten(0, (-1, count))
     largest = sums.amax(1, keepdim=True)
     share = torch.exp(sums - torch.where(largest == float("-inf"), 0.0, largest)).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""What the plugin says of its backend. Kernel libraries are imported when it is built, and not before."""
+"""Backend spec of ``flashattention``. Importing this module imports no kernel library."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from attnplug import (
     Role,
     Setting,
     hookimpl,
-    requirement_refusal,
 )
+from attnplug.kernels import requirement_refusal
 from attnplug_flashattention.options import FlashAttentionOptions, KernelName
 
 FA4 = "flash-attn-4>=4.0.0b36"
 FA2 = "flash-attn>=2.8,<3"
 TORCH = "torch>=2.11"
-WIDEST_HEAD = 256
-HEAD_STEP = 16
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 16
 KERNEL = "flashattention.kernel"
 LIBRARIES = {
     "fa4": (FA4, "flash_attn.cute"),
     "fa2": (FA2, "flash_attn.flash_attn_interface"),
     "torch": (TORCH, "torch"),
 }
-"""What each kernel is installed with, and the module that holds it."""
+"""Requirement and module of each kernel."""
 
 
 @hookimpl
@@ -50,7 +50,7 @@ def attnplug_backends() -> list[BackendSpec]:
             uses=("flash-attn-4", "flash-attn"),
             options=FlashAttentionOptions,
             check=refusals,
-            preference=60,  # below those made for MLA
+            preference=60,  # below the MLA backends
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MHA, AttentionKind.MLA}),
                 devices=frozenset({"cuda"}),
@@ -76,7 +76,7 @@ def attnplug_rankings() -> list[Path]:
 
 
 def refusals(problem: Problem, role: Role | None, options: FlashAttentionOptions) -> Iterator[Refusal]:
-    """What the capabilities cannot say: widths of heads, MLA's roles, and what the library can."""
+    """Yield refusals that capabilities cannot express: head dims, roles of MLA, limits of the kernel library."""
     if role is Role.LINEAR:
         return
     layers = () if problem.model is None or role is None else problem.model.full_layers
@@ -88,7 +88,7 @@ def refusals(problem: Problem, role: Role | None, options: FlashAttentionOptions
     yield from given
     prefills_mla = role is Role.PREFILL and any(layer.mla is not None for layer in layers)
     if prefills_mla and problem.cuda_graph is GraphLevel.UNIFORM:
-        message = "CUDA graphs of MLA are asked for at level UNIFORM, but a verify by this backend cannot be captured"
+        message = "CUDA graphs of MLA are requested at level UNIFORM, but this backend's verify cannot be captured"
         allowed = [GraphLevel.NEVER.name, GraphLevel.DECODE.name]
         yield Refusal(RefusalCode.CUDA_GRAPH, message, problem.cuda_graph.name, allowed, Setting.CUDA_GRAPH)
     if problem.device == "cuda":
@@ -107,97 +107,102 @@ def _layer_refusals(layer: LayerSpec, role: Role | None) -> Iterator[Refusal]:
         if role is not Role.PREFILL:
             yield Refusal(
                 "mla_role",
-                f"MLA is served in the role prefill only, not in {role}: there is no kernel over latent rows; let "
-                "it prefill, and another backend decode",
+                f"MLA is supported in the role prefill only, not in {role}: there is no kernel over latent rows; use "
+                "this backend for prefill and another one for decode",
                 str(role),
                 [str(Role.PREFILL)],
                 setting,
             )
         for feature in sorted(layer.features & {Feature.SLIDING_WINDOW, Feature.SINKS}):
-            message = f"MLA with the feature {feature} is not supported: a chunk of a prefix has no place for it"
+            message = f"MLA with the feature {feature} is not supported: prefix chunks cannot apply it"
             yield Refusal(RefusalCode.FEATURE, message, str(feature), [str(Feature.LOGIT_CAP)], setting)
     dims = layer.head_dim, layer.v_head_dim
-    if not all(0 < width <= WIDEST_HEAD and width % HEAD_STEP == 0 for width in dims) or dims[0] < dims[1]:
+    if not all(0 < width <= MAX_HEAD_DIM and width % HEAD_DIM_MULTIPLE == 0 for width in dims) or dims[0] < dims[1]:
         yield Refusal(
             RefusalCode.HEAD_DIM,
-            f"head dims (qk, v) {dims} are not supported, only multiples of {HEAD_STEP} up to {WIDEST_HEAD}, values "
-            "not wider than keys",
+            f"head dims (qk, v) {dims} are not supported, only multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}, "
+            "with v not wider than qk",
             list(dims),
-            f"multiples of {HEAD_STEP} up to {WIDEST_HEAD}",
+            f"multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}",
             setting,
         )
 
 
 def _split_refusals(problem: Problem, layers: tuple[LayerSpec, ...]) -> Iterator[Refusal]:
-    """FlashAttention 4 reads a page of a whole key tile as smaller ones, which takes evenly spaced tokens.
+    """Yield a refusal of pages that flash-attn-4 must read as smaller ones, but whose tokens are not evenly spaced.
 
-    Those of head_major are not, and neither are vLLM's, which are strided.
+    It reads a page of a whole key tile as several smaller pages. That requires the layout token_major; head_major and
+    strided (vLLM's) do not have evenly spaced tokens.
     """
     tiles = {tile for layer in layers if layer.mla is None for tile in key_tiles(layer)}
     if problem.layout in (None, CacheLayout.TOKEN_MAJOR) or problem.page_size not in tiles:
         return
-    if (problem.sm is None or fa4_problem(problem.sm, layers) is None) and _lacking(*LIBRARIES["fa4"]) is None:
+    if (problem.sm is None or fa4_problem(problem.sm, layers) is None) and _installation_problem(
+        *LIBRARIES["fa4"]
+    ) is None:
         message = (
-            f"flash-attn-4 reads pages of {problem.page_size} tokens in parts, for which their tokens must be evenly "
-            f"spaced: those of the layout {problem.layout} are not"
+            f"flash-attn-4 splits pages of {problem.page_size} tokens into smaller ones, which requires evenly spaced "
+            f"tokens; the layout {problem.layout} does not have them"
         )
         yield Refusal(
             RefusalCode.LAYOUT, message, str(problem.layout), [str(CacheLayout.TOKEN_MAJOR)], Setting.PAGE_SIZE
         )
 
 
-def kernel_unfit(kernel: KernelName, sm: int | None, layers: Iterable[LayerSpec]) -> Refusal | None:
-    """Why a kernel that was asked for is not for this GPU or these layers; ``None`` if it is."""
+def kernel_refusal(kernel: KernelName, sm: int | None, layers: Iterable[LayerSpec]) -> Refusal | None:
+    """Return the refusal of a requested kernel for this GPU and these layers; ``None`` if it is supported."""
     layers = tuple(layers)
     if kernel == "fa4" and sm is not None and (unfit := fa4_problem(sm, layers)) is not None:
         return Refusal("kernel", f"kernel=fa4 {unfit}", kernel, ["auto", "fa2", "torch"], KERNEL)
     capped = [layer.layer_id for layer in layers if layer.logit_cap is not None]
     if kernel == "torch" and capped:
-        message = f"layer {capped[0]} caps its logits, which torch's kernel cannot"
-        return Refusal(RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), _UNCAPPED, KERNEL)
+        message = f"layer {capped[0]} caps its logits, which torch's kernel does not support"
+        return Refusal(RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), _FEATURES_OF_TORCH, KERNEL)
     return None
 
 
 def _kernel_refusals(
     kernel: KernelName, sm: int | None, layers: tuple[LayerSpec, ...], graphs: GraphLevel
 ) -> Iterator[Refusal]:
-    """What speaks against the kernel that was asked for."""
-    if (unfit := kernel_unfit(kernel, sm, layers)) is not None:
+    """Yield refusals of the requested kernel: GPU, layers, library, CUDA graphs."""
+    if (unfit := kernel_refusal(kernel, sm, layers)) is not None:
         yield unfit
-    if (lacking := _lacking(*LIBRARIES[kernel])) is not None:
+    if (lacking := _installation_problem(*LIBRARIES[kernel])) is not None:
         why, advice = lacking
-        yield Refusal(RefusalCode.REQUIREMENT, f"kernel={kernel} is asked for, and {why}", kernel, None, KERNEL, advice)
+        yield Refusal(RefusalCode.REQUIREMENT, f"kernel={kernel} is requested, but {why}", kernel, None, KERNEL, advice)
     if kernel != "fa4" and graphs > GraphLevel.NEVER:
-        message = f"CUDA graphs need flash-attn-4, and kernel={kernel} is asked for"
+        message = f"CUDA graphs require flash-attn-4, but kernel={kernel} is requested"
         yield Refusal(RefusalCode.CUDA_GRAPH, message, graphs.name, [GraphLevel.NEVER.name], KERNEL)
 
 
 def _auto_refusals(sm: int | None, layers: tuple[LayerSpec, ...], graphs: GraphLevel) -> Iterator[Refusal]:
-    """What torch's kernel, the one that is always there, cannot do; and why flash-attn-4 is not there to do it."""
+    """Yield refusals of features that torch's kernel lacks, with the reason why flash-attn-4 is unavailable."""
     capped = any(layer.logit_cap is not None for layer in layers)
     if not capped and not graphs:
         return
     unfit = None if sm is None else fa4_problem(sm, layers)
     if unfit is not None:
         why, advice = f"flash-attn-4 {unfit}", None
-    elif (lacking := _lacking(*LIBRARIES["fa4"])) is not None:
+    elif (lacking := _installation_problem(*LIBRARIES["fa4"])) is not None:
         why, advice = lacking
     else:
         return
-    if capped and (lacking := _lacking(*LIBRARIES["fa2"])) is not None:
-        message = f"a cap on logits needs flash-attn-4 or flash-attn 2: {why}, and {lacking[0]}"
-        yield Refusal(RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), _UNCAPPED, advice=advice or lacking[1])
+    if capped and (lacking := _installation_problem(*LIBRARIES["fa2"])) is not None:
+        message = f"a logit cap requires flash-attn-4 or flash-attn 2: {why}, and {lacking[0]}"
+        yield Refusal(
+            RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), _FEATURES_OF_TORCH, advice=advice or lacking[1]
+        )
     if graphs:
-        message = f"CUDA graphs need flash-attn-4, and {why}"
+        message = f"CUDA graphs require flash-attn-4, but {why}"
         allowed = [GraphLevel.NEVER.name]
         yield Refusal(RefusalCode.CUDA_GRAPH, message, graphs.name, allowed, Setting.CUDA_GRAPH, advice)
 
 
-_UNCAPPED = [str(Feature.SLIDING_WINDOW), str(Feature.SINKS)]
+_FEATURES_OF_TORCH = [str(Feature.SLIDING_WINDOW), str(Feature.SINKS)]
 
 
-def _lacking(requirement: str, module: str) -> tuple[str, str | None] | None:
-    """What is wrong with an installation of a library, and what to do; ``None`` if nothing is."""
+def _installation_problem(requirement: str, module: str) -> tuple[str, str | None] | None:
+    """Return the problem with a library's installation and the advice; ``None`` if it meets the requirement."""
     if (refusal := requirement_refusal(requirement, module)) is None:
         return None
     if refusal.code == RefusalCode.IMPORT:
@@ -207,18 +212,20 @@ def _lacking(requirement: str, module: str) -> tuple[str, str | None] | None:
 
 
 def fa4_problem(sm: int, layers: Iterable[LayerSpec]) -> str | None:
-    """Why FlashAttention 4 is not for this GPU or these layers; ``None`` if it is."""
+    """Return why flash-attn-4 does not support this GPU or these layers; ``None`` if it does."""
     if not 90 <= sm < 110:
-        return f"needs SM 90 to 103, this is SM {sm}"
+        return f"requires SM 90–103; this GPU is SM {sm}"
     for layer in layers:
         dims = layer.head_dim, layer.v_head_dim
         if sm >= 100 and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
-            return f"takes head dims up to 128, (192, 128) or (256, 256) on SM {sm}, layer {layer.layer_id} has {dims}"
+            return (
+                f"supports head dims up to 128, (192, 128) or (256, 256) on SM {sm}; layer {layer.layer_id} has {dims}"
+            )
     return None
 
 
 def key_tiles(layer: LayerSpec) -> frozenset[int]:
-    """Keys that FlashAttention 4 may load at a time for a layer, on SM 90 and SM 100 (``_tile_size_fwd_sm90``)."""
+    """Return the key tile sizes that flash-attn-4 may use for a layer on SM 90 and SM 100 (``_tile_size_fwd_sm90``)."""
     if layer.head_dim <= 64:
         own = {128}
     elif layer.head_dim <= 96:

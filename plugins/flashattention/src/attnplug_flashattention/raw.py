@@ -1,4 +1,4 @@
-"""flash-attn-4 called directly: what the backend is measured against (``attnplug.raw``)."""
+"""Baseline for benchmarks: flash-attn-4 called directly (``attnplug.raw``)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from attnplug.tables import RawScene
 from attnplug_flashattention import kernels
 
 
-def calls(scene: RawScene) -> RawDecode | None:
-    """The paged decode of plain layers; ``None`` for other scenes."""
+def calls(scene: RawScene) -> RawFlashAttention | None:
+    """Return the paged decode of plain layers; ``None`` for other scenes."""
     plain = scene.pools.mha is not None and not scene.layers[0].features
-    return RawDecode(scene) if plain and scene.tokens == 1 and not scene.prefill else None
+    return RawFlashAttention(scene) if plain and scene.tokens == 1 and not scene.prefill else None
 
 
-class RawDecode:
+class RawFlashAttention:
     """flash-attn-4 over the pages of a scene."""
 
     def __init__(self, scene: RawScene) -> None:
@@ -27,7 +27,7 @@ class RawDecode:
         self._caches = [(pool.keys(each.layer_id), pool.values(each.layer_id)) for each in scene.layers]
 
     def begin(self) -> None:
-        """It plans nothing."""
+        """Do nothing: flash-attn-4 needs no planning."""
 
     def run(self, number: int) -> Tensor:
         keys, values = self._caches[number % len(self._caches)]

@@ -1,6 +1,6 @@
-"""Page tables in a kernel's page size, requests cut into parts, and write slots, made on the tables' own device.
+"""Device-side planning: page tables of KV splits in kernel pages, and write slots.
 
-On a GPU each function is one kernel, which a graph can capture. Elsewhere it is plain torch.
+Each function is one Triton kernel on CUDA, which a graph can capture, and plain torch on other devices.
 """
 
 from __future__ import annotations
@@ -8,42 +8,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnplug_flashattention.parts import KEY_TILE, Parts
+from attnplug_flashattention.kv_splits import KEY_TILE, KVSplits
 
 
-def fill_parts(page_table: Tensor, kv_lens: Tensor, parts: Parts) -> None:
-    """Fill ``parts`` from ``page_table`` ``[requests, pages]`` in the manager's pages and ``kv_lens`` ``[requests]``.
+def fill_splits(page_table: Tensor, kv_lens: Tensor, splits: KVSplits) -> None:
+    """Fill ``splits`` from ``page_table`` ``[requests, pages]`` int32, in pages of ``splits.page_size``, and lengths.
 
-    Entries of the table after a request's last page are not read. Places that belong to no page keep what they hold.
+    Table entries behind a request's last page are not read. Elements that belong to no page are not written.
     """
     if page_table.device.type == "cuda":
-        from attnplug_flashattention.triton_kernels import launch_fill_parts
+        from attnplug_flashattention.triton_kernels import launch_fill_splits
 
-        launch_fill_parts(page_table, kv_lens, parts)
+        launch_fill_splits(page_table, kv_lens, splits)
         return
-    size, count = parts.kernel_page, parts.count
-    ratio = parts.page_size // size
-    width = min(page_table.shape[1] * ratio, parts.page_table.shape[1] * count)
+    size, count = splits.kernel_page, splits.count
+    ratio = splits.page_size // size
+    width = min(page_table.shape[1] * ratio, splits.page_table.shape[1] * count)
     lens = kv_lens.long().clamp(max=width * size)
     pages = (lens + size - 1) // size
     step = max(1, KEY_TILE // size) if count > 1 else 1
     per = (pages + count * step - 1) // (count * step) * step
-    part, column = torch.arange(count)[:, None], torch.arange(parts.page_table.shape[1])
+    part, column = torch.arange(count)[:, None], torch.arange(splits.page_table.shape[1])
     page = part * per[:, None, None] + column
     live = (column < per[:, None, None]) & (page < pages[:, None, None])
     request = torch.arange(len(lens))[:, None, None]
     found = page_table[request, torch.where(live, page // ratio, 0)].long() * ratio + page % ratio
-    target = parts.page_table.unflatten(0, (-1, count))
+    target = splits.page_table.unflatten(0, (-1, count))
     target.copy_(torch.where(live, found, target))
     rows = per[:, None] * size
-    parts.kv_lens.unflatten(0, (-1, count)).copy_((lens[:, None] - part.T * rows).clamp(min=0).minimum(rows))
+    splits.kv_lens.unflatten(0, (-1, count)).copy_((lens[:, None] - part.T * rows).clamp(min=0).minimum(rows))
 
 
 def fill_slots(page_table: Tensor, kv_lens: Tensor, page_size: int, slots: Tensor) -> None:
-    """Fill ``slots`` ``[requests * queries]`` int64 with the places of the new rows: the last rows of each request.
+    """Fill ``slots`` ``[requests * queries]`` int64 with the write slots of the new rows, each request's last ones.
 
-    The slot is -1 for a row before the request's first, and for a row past the table's last column. Padded requests of
-    a captured batch have length 0, so all of their slots are -1.
+    The slot is -1 for a position before the request's first row or beyond the table's last column. Padded requests of a
+    captured batch have length 0, so all of their slots are -1.
     """
     if page_table.device.type == "cuda":
         from attnplug_flashattention.triton_kernels import launch_fill_slots

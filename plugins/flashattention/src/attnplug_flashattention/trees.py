@@ -1,7 +1,7 @@
-"""A verify of trees: attention over the prefix without a mask, and over the new rows by their trees.
+"""Tree attention for target verify.
 
-Kernels have no mask for trees. They attend to the prefix, which all new rows see. The new rows of a request, 64 at
-most, are attended to with torch. Both parts are merged by their log-sum-exps.
+FlashAttention has no tree mask. The kernel attends to the prefix, which all new rows see; torch attends to the new rows
+of a request, 64 at most. Both results are merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -11,41 +11,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import Geometry, RaggedCall, split_table, to_device
-from attnplug_flashattention.kernels import Softmax
-from attnplug_flashattention.parts import Parts
+from attnplug import Geometry, RaggedCall
+from attnplug.kernels import split_table, to_device
+from attnplug_flashattention.kernels import SoftmaxParams
+from attnplug_flashattention.kv_splits import KVSplits
 from attnplug_flashattention.planner import GatheredCall, PagedCall
-from attnplug_flashattention.tables import fill_parts
+from attnplug_flashattention.tables import fill_splits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreePlan:
-    """How a batch of trees runs.
+    """Plan of a batch of trees.
 
     ``bits`` ``[requests, rows]`` int64 are those of ``Geometry.tree``. ``prefix`` is the call over the rows before the
-    new ones, ``None`` if no request has any. ``queries`` are the rows of q that take part in it, ``None``: all.
+    new ones, ``None`` if no request has any. ``queries`` int64 are the rows of q in that call; ``None`` for all.
 
-    A captured plan has memory of its own for all of it, which ``refill`` fills at the start of every replay:
-    ``prefix_lens`` ``[requests]`` int32, and ``cut``, the page table, if the kernel's pages are not the manager's.
+    A captured plan owns static buffers, which ``refill`` fills at the start of every replay: ``bits``, ``prefix_lens``
+    ``[requests]`` int32 and, if the kernel's page size differs from the batch's, the page table in ``splits``.
     """
 
     bits: Tensor
     prefix: PagedCall | GatheredCall | None
     queries: Tensor | None = None
     prefix_lens: Tensor | None = None
-    cut: Parts | None = None
+    splits: KVSplits | None = None
 
     def refill(self, geometry: Geometry) -> None:
-        """From lengths and trees on the device. A padded request has neither prefix nor tree."""
+        """Fill the static buffers from device lengths and trees. A padded request has neither prefix nor tree."""
         assert geometry.tree is not None and self.prefix_lens is not None
         torch.sub(geometry.seq_lens, geometry.max_new, out=self.prefix_lens).clamp_(min=0)
         torch.mul(geometry.tree, geometry.seq_lens.unsqueeze(1) > 0, out=self.bits)
-        if self.cut is not None:
-            fill_parts(geometry.page_table, self.prefix_lens, self.cut)
+        if self.splits is not None:
+            fill_splits(geometry.page_table, self.prefix_lens, self.splits)
 
 
 def plan_tree(geometry: Geometry, bits: Tensor, kernel_page: int | None) -> TreePlan:
-    """The plan of an eager batch. ``kernel_page`` is the page size that the kernel reads, ``None`` if it reads none."""
+    """Plan an eager batch. ``kernel_page`` is the kernel's page size; ``None`` if rows are gathered."""
     rows, prefixes = geometry.max_new, [total - geometry.max_new for total in geometry.kv_lens]
     having = [request for request, prefix in enumerate(prefixes) if prefix]
     if not having:
@@ -64,20 +65,20 @@ def plan_tree(geometry: Geometry, bits: Tensor, kernel_page: int | None) -> Tree
 
 
 def capture_tree(geometry: Geometry, kernel_page: int) -> TreePlan:
-    """The plan of a captured shape; ``refill`` fills it inside the graph."""
+    """Plan a captured batch shape. ``refill`` fills the plan inside the graph."""
     requests, device = geometry.requests, geometry.device
     bits = torch.zeros(requests, geometry.max_new, dtype=torch.int64, device=device)
-    lens, table, cut = torch.zeros(requests, dtype=torch.int32, device=device), geometry.page_table, None
+    lens, table, splits = torch.zeros(requests, dtype=torch.int32, device=device), geometry.page_table, None
     kv_lens, longest = lens, table.shape[1] * geometry.page_size
     if kernel_page != geometry.page_size:
-        cut = Parts.empty(requests, longest, 1, geometry.page_size, kernel_page, device)
-        table, kv_lens = cut.page_table, cut.kv_lens
+        splits = KVSplits.empty(requests, longest, 1, geometry.page_size, kernel_page, device)
+        table, kv_lens = splits.page_table, splits.kv_lens
     call = PagedCall(table, kv_lens, longest, geometry.max_new, causal=False)
-    return TreePlan(bits, call, prefix_lens=lens, cut=cut)
+    return TreePlan(bits, call, prefix_lens=lens, splits=splits)
 
 
-def attend_nodes(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """Attention of new rows to those new rows of their own request that their bits name.
+def attend_nodes(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, softmax: SoftmaxParams) -> tuple[Tensor, Tensor]:
+    """Attend from new rows to the new rows of their own request that ``bits`` select.
 
     q ``[requests * rows, heads, dim]``, k and v ``[requests * rows, kv_heads, …]``. Returns ``[requests * rows, heads,
     v_dim]`` and log-sum-exps ``[requests * rows, heads]``, both float32.
@@ -88,8 +89,8 @@ def attend_nodes(q: Tensor, k: Tensor, v: Tensor, bits: Tensor, softmax: Softmax
     logits = torch.einsum("rhgnd,rhmd->rhgnm", queries, keys) * softmax.scale
     if softmax.cap is not None:
         logits = softmax.cap * torch.tanh(logits / softmax.cap)
-    # Values that a row does not see may be anything. Without weight, a NaN would still get into the result. Such a row
-    # of values becomes zeros, and whoever does see it gets NaN.
+    # Hidden values may be NaN, and NaN with weight zero would still reach the result. So broken rows of values become
+    # zeros, and logits of queries that do see them become NaN.
     broken = ~values.isfinite().all(-1)
     values = values.masked_fill(broken.unsqueeze(-1), 0.0)
     logits = logits.masked_fill(broken[:, :, None, None], float("nan"))

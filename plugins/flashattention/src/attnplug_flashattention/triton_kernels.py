@@ -1,4 +1,4 @@
-"""The small Triton kernels of this plugin. Imported where there is a CUDA device and nowhere else."""
+"""Triton kernels of ``tables`` and ``merge``. Imported on CUDA devices only."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnplug_flashattention.parts import KEY_TILE, Parts
+from attnplug_flashattention.kv_splits import KEY_TILE, KVSplits
 
 _BLOCK = 256
-_MOST_PROGRAMS = 32
-"""Programs that share one part's pages: 128k tokens in pages of one are 512 blocks."""
+_MAX_PROGRAMS = 32
+"""Maximum programs per split: 128k tokens in pages of one are 512 blocks."""
 _AT_ONCE = 8
-"""Parts that a merging program holds in registers at once."""
+"""Splits that a merging program holds in registers at a time."""
 
 
 @triton.jit
@@ -40,21 +40,21 @@ def _fill_parts(
         tl.store(part_lens + row, tl.maximum(tl.minimum(length - begin * size, per * size), 0))
 
 
-def launch_fill_parts(page_table: Tensor, kv_lens: Tensor, parts: Parts) -> None:
-    rows, width = parts.page_table.shape
+def launch_fill_splits(page_table: Tensor, kv_lens: Tensor, splits: KVSplits) -> None:
+    rows, width = splits.page_table.shape
     if not rows:
         return
-    size, count = parts.kernel_page, parts.count
-    _fill_parts[(rows, min(_MOST_PROGRAMS, triton.cdiv(width, _BLOCK)))](
+    size, count = splits.kernel_page, splits.count
+    _fill_parts[(rows, min(_MAX_PROGRAMS, triton.cdiv(width, _BLOCK)))](
         page_table,
         page_table.stride(0),
         page_table.shape[1],
         kv_lens,
-        parts.page_table,
-        parts.page_table.stride(0),
+        splits.page_table,
+        splits.page_table.stride(0),
         width,
-        parts.kv_lens,
-        parts.page_size // size,
+        splits.kv_lens,
+        splits.page_size // size,
         size,
         max(1, KEY_TILE // size) if count > 1 else 1,
         count,
@@ -118,7 +118,7 @@ def _merge_parts(
         tl.store(merged_lse + row * heads + head, tl.where(total > 0, base + tl.log(divisor), float("-inf")))
 
 
-def launch_merge_parts(out: Tensor, lse: Tensor, count: int, merged_lse: Tensor | None) -> Tensor:
+def launch_merge_splits(out: Tensor, lse: Tensor, count: int, merged_lse: Tensor | None) -> Tensor:
     rows, heads, dim = out.shape[0] // count, out.shape[1], out.shape[2]
     merged = torch.empty(rows, heads, dim, dtype=out.dtype, device=out.device)
     _merge_parts[(rows, heads)](

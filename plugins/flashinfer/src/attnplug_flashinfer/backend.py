@@ -1,4 +1,4 @@
-"""The backend: pool, wrappers and plans brought together."""
+"""The ``flashinfer`` backend: plans batches, captures CUDA graphs and runs FlashInfer's paged wrappers."""
 
 from __future__ import annotations
 
@@ -23,54 +23,65 @@ from attnplug import (
     PoolError,
     Problem,
 )
-from attnplug.host import torch_dtype
-from attnplug_flashinfer.graphs import Captured, CapturedCall, GraphMemory
-from attnplug_flashinfer.kernels import FA2, Cache, CacheType, FlashInferEager, FlashInferKernels, load_library
+from attnplug.kernels import torch_dtype
+from attnplug_flashinfer.graphs import CapturedBatch, CapturedCall, PagedGraphMemory
+from attnplug_flashinfer.kernels import (
+    FA2,
+    FlashInferEager,
+    FlashInferKernels,
+    KernelDTypes,
+    PagedLayerCache,
+    load_library,
+)
 from attnplug_flashinfer.options import FlashInferOptions
 from attnplug_flashinfer.planner import plan_paged
 from attnplug_flashinfer.plugin import DTYPES, FA3_SM, KERNEL, refusals
-from attnplug_flashinfer.shapes import LayerShape
-from attnplug_flashinfer_mla.leases import Lease, Leases
+from attnplug_flashinfer.shapes import FlashInferLayerShape
+from attnplug_flashinfer_mla.kernel_pool import KernelHandle, KernelPool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Metadata:
-    """What a plan holds: a planned kernel for each shape of layers, and how a captured batch is filled."""
+class FlashInferMetadata:
+    """A plan's metadata: a planned kernel per layer shape. ``captured`` is set for CUDA graphs.
 
-    calls: Mapping[LayerShape, Lease[FlashInferEager] | CapturedCall]
-    captured: Captured | None = None
+    The plan owns the handles, which keep kernels from being planned for another batch.
+    """
+
+    calls: Mapping[FlashInferLayerShape, KernelHandle[FlashInferEager] | CapturedCall]
+    captured: CapturedBatch | None = None
 
 
-class Wrappers:
-    """What plans of one lane run on: for each shape of layers, kernels for long extends and for all other batches."""
+class PagedWrappers:
+    """Kernel pools of one lane: for each layer shape, one for long extends and one for all other batches."""
 
-    def __init__(self, kernels: FlashInferKernels, shapes: Sequence[LayerShape]) -> None:
+    def __init__(self, kernels: FlashInferKernels, shapes: Sequence[FlashInferLayerShape]) -> None:
         self.kernels = kernels
-        self._leases = {
-            (shape, name): Leases(partial(kernels.eager, shape, name))
+        self._pools = {
+            (shape, name): KernelPool(partial(kernels.eager, shape, name))
             for shape in shapes
             for name in {FA2, kernels.prefill}
         }
 
-    def lend(self, shape: LayerShape, *, long: bool) -> Lease[FlashInferEager]:
-        return self._leases[shape, self.kernels.prefill if long else FA2].lend()
+    def acquire(self, shape: FlashInferLayerShape, *, long: bool) -> KernelHandle[FlashInferEager]:
+        return self._pools[shape, self.kernels.prefill if long else FA2].acquire()
 
 
 class FlashInferBackend(PlannedAttention):
-    """MHA and GQA over FlashInfer's wrappers. All it knows of a batch is in the batch's plan.
+    """MHA and GQA over FlashInfer's paged wrappers.
 
-    ``kernels`` holds one maker of kernels per lane.
+    The backend keeps no state of a batch; a plan owns the kernels that it runs on. ``kernels`` are the kernel
+    factories, one per lane; by default FlashInfer's.
     """
 
     def __init__(self, context: BackendContext, *, kernels: Sequence[FlashInferKernels] | None = None) -> None:
         super().__init__(context)
         pool, layers = context.pools.mha, context.model.full_layers
         if pool is None or not layers:
-            raise PoolError(f"backend {context.name} serves MHA layers, and needs a model and a pool with some")
-        self._caches = {layer.layer_id: Cache.of(pool, layer) for layer in layers}
+            raise PoolError(f"backend {context.name} requires a model with MHA layers and an MHA pool")
+        self._caches = {layer.layer_id: PagedLayerCache.of(pool, layer) for layer in layers}
         self._shapes = tuple({cache.shape: None for cache in self._caches.values()})
         made = kernels or _flashinfer_kernels(context, list(self._caches.values()))
-        self._lanes = [Wrappers(each, self._shapes) for each in made]
+        self._lanes = [PagedWrappers(each, self._shapes) for each in made]
 
     # Planning
 
@@ -78,19 +89,19 @@ class FlashInferBackend(PlannedAttention):
         if not geometry.rows:
             return Plan.of(self.backend_id, geometry)
         call, slots = plan_paged(geometry)
-        calls = {shape: self._lanes[geometry.lane].lend(shape, long=call.long) for shape in self._shapes}
-        for lease in calls.values():
-            lease.kernel.plan(call)
-        return Plan.of(self.backend_id, geometry, Metadata(calls), slots)
+        calls = {shape: self._lanes[geometry.lane].acquire(shape, long=call.long) for shape in self._shapes}
+        for handle in calls.values():
+            handle.kernel.plan(call)
+        return Plan.of(self.backend_id, geometry, FlashInferMetadata(calls), slots)
 
     # CUDA graphs
 
-    def reserve(self, limits: GraphLimits) -> GraphMemory:
-        return GraphMemory(limits, self.context.device)
+    def reserve(self, limits: GraphLimits) -> PagedGraphMemory:
+        return PagedGraphMemory(limits, self.context.device)
 
-    def capture(self, geometry: Geometry, memory: GraphMemory) -> Plan:
+    def capture(self, geometry: Geometry, memory: PagedGraphMemory) -> Plan:
         captured = memory.capture(geometry, self._lanes[geometry.lane].kernels, self._shapes)
-        return Plan.of(self.backend_id, geometry, Metadata(captured.calls, captured), captured.slots)
+        return Plan.of(self.backend_id, geometry, FlashInferMetadata(captured.calls, captured), captured.slots)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         plan.metadata.captured.fill(geometry)
@@ -105,28 +116,27 @@ class FlashInferBackend(PlannedAttention):
         return attended
 
 
-def _flashinfer_kernels(context: BackendContext, caches: Sequence[Cache]) -> list[FlashInferKernels]:
+def _flashinfer_kernels(context: BackendContext, caches: Sequence[PagedLayerCache]) -> list[FlashInferKernels]:
     options = context.options_of(FlashInferOptions)
     properties = torch.cuda.get_device_properties(context.device)
     problem = Problem(device="cuda", sm=10 * properties.major + properties.minor, kv_dtype=context.kv_dtype)
     for refusal in refusals(problem, None, options):
         raise BackendError(f"{refusal.message}; use {KERNEL}=auto, or leave it out", settings=[KERNEL])
     prefill: str = options.kernel
-    fit = all(cache.keys.stride() == cache.values.stride() for cache in caches)
+    same_strides = all(cache.keys.stride() == cache.values.stride() for cache in caches)
     if prefill == "auto":
-        prefill = "fa3" if fit and problem.sm == FA3_SM and context.kv_dtype in DTYPES else FA2
-    if prefill == "fa3" and not fit:
+        prefill = "fa3" if same_strides and problem.sm == FA3_SM and context.kv_dtype in DTYPES else FA2
+    if prefill == "fa3" and not same_strides:
         raise BackendError(
-            f"kernel=fa3 reads keys and values of the same strides, and these differ; use {KERNEL}=auto, or leave it "
-            "out",
+            f"kernel=fa3 requires keys and values with the same strides; use {KERNEL}=auto, or leave it out",
             settings=[KERNEL],
         )
-    kind = CacheType(context.page_size, context.dtype, torch_dtype(context.kv_dtype))
+    dtypes = KernelDTypes(context.page_size, context.dtype, torch_dtype(context.kv_dtype))
 
     def of_lane(lane: int) -> FlashInferKernels:
         def scratch(nbytes: int) -> Tensor:
             return context.workspace.request(context.name, context.device, SCRATCH, nbytes, lane=lane).buffer
 
-        return FlashInferKernels(load_library(), kind, scratch, properties.multi_processor_count, prefill)
+        return FlashInferKernels(load_library(), dtypes, scratch, properties.multi_processor_count, prefill)
 
     return [of_lane(lane) for lane in range(context.limits.lanes)]

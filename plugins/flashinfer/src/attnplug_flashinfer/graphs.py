@@ -1,4 +1,4 @@
-"""Memory and planning of captured batches: everything that a graph holds the address of."""
+"""CUDA graph support: static buffers and plans of captured batches."""
 
 from __future__ import annotations
 
@@ -9,84 +9,86 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendError, Geometry, GraphLimits
-from attnplug_flashinfer.filling import fill_schedule
-from attnplug_flashinfer.kernels import FlashInferCaptured, FlashInferKernels, GraphBuffers
-from attnplug_flashinfer.schedule import PageCounts, Schedule, UniformBatch, schedule_problem
-from attnplug_flashinfer.shapes import LayerShape
-from attnplug_flashinfer_mla.filling import fill_indices
-from attnplug_flashinfer_mla.lengths import Lengths
+from attnplug_flashinfer.device_planner import fill_work_list
+from attnplug_flashinfer.kernels import FlashInferCaptured, FlashInferKernels, PagedGraphBuffers
+from attnplug_flashinfer.shapes import FlashInferLayerShape
+from attnplug_flashinfer.work_list import PageCounts, PagedWorkList, UniformPagedBatch, work_list_problem
+from attnplug_flashinfer_mla.device_planner import fill_indices
+from attnplug_flashinfer_mla.lengths import CallLengths
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedCall:
-    """The call of one captured shape of batch in layers of one shape."""
+    """Planned kernel and work list of one captured batch shape, for layers of one shape."""
 
     kernel: FlashInferCaptured
-    batch: UniformBatch
-    schedule: Schedule
+    batch: UniformPagedBatch
+    work_list: PagedWorkList
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Captured:
-    """One captured shape of batch. Everything that changes from replay to replay is made inside the graph, from the
-    page table and the lengths that the batch has then."""
+class CapturedBatch:
+    """Planned kernels and static buffers of one captured batch shape.
 
-    calls: dict[LayerShape, CapturedCall]
+    Everything that changes from replay to replay is computed inside the graph by :meth:`fill`.
+    """
+
+    calls: dict[FlashInferLayerShape, CapturedCall]
     qo_indptr: Tensor
-    buffers: GraphBuffers
+    buffers: PagedGraphBuffers
     slots: Tensor
 
     def fill(self, geometry: Geometry) -> None:
-        """What the captured kernels read, by one launch for each shape of layers and one more.
+        """Fill the kernels' inputs from the batch's page table and lengths: one launch per layer shape and one more.
 
-        The page indices come last: attention kernels may start early, and read lengths and work lists before they wait
-        for the previous kernel. That must not be the kernel that fills them.
+        The page indices come last. Attention kernels may start early (programmatic dependent launch) and read lengths
+        and work lists before they wait for the previous kernel, which therefore must not fill these.
         """
         kv_lens, counts, width = geometry.seq_lens, self.buffers.counts, geometry.page_table.shape[1]
         for call in self.calls.values():
-            fill_schedule(call.schedule, call.batch, kv_lens, width, counts)
-        lengths = Lengths(self.qo_indptr, counts.kv_indptr, kv_lens)
+            fill_work_list(call.work_list, call.batch, kv_lens, width, counts)
+        lengths = CallLengths(self.qo_indptr, counts.kv_indptr, kv_lens)
         fill_indices(geometry.page_table, lengths, geometry.page_size, self.buffers.kv_indices, self.slots)
         if geometry.slots is not None:
             self.slots.copy_(geometry.slots)
 
 
-class GraphMemory:
-    """Buffers of one lane, sized once and shared by every captured shape: a lane's graphs run one after the other."""
+class PagedGraphMemory:
+    """Static buffers of one lane, shared by all captured shapes because a lane's graphs run one after the other."""
 
     def __init__(self, limits: GraphLimits, device: torch.device) -> None:
         self._kv_indices = torch.zeros(limits.max_bs * limits.pages, dtype=torch.int32, device=device)
         self._slots = torch.full((limits.max_num_tokens,), -1, dtype=torch.int64, device=device)
         self._device = device
 
-    def capture(self, geometry: Geometry, kernels: FlashInferKernels, shapes: Iterable[LayerShape]) -> Captured:
-        """Make and plan the kernels of a shape that was not captured before."""
+    def capture(
+        self, geometry: Geometry, kernels: FlashInferKernels, shapes: Iterable[FlashInferLayerShape]
+    ) -> CapturedBatch:
+        """Create and plan the kernels of a new batch shape."""
         requests, rows, device = geometry.requests, geometry.rows, self._device
         queries = rows // requests
         counts = PageCounts(
             torch.zeros(requests + 1, dtype=torch.int32, device=device),
             torch.zeros(requests, dtype=torch.int32, device=device),
         )
-        buffers = GraphBuffers(counts, self._kv_indices)
-        # The real lengths are not known yet. These are short and all different, so that the library's arrays can be
-        # told apart.
+        buffers = PagedGraphBuffers(counts, self._kv_indices)
+        # Dummy lengths: short and all different, so that the check of the layout can distinguish requests.
         most = geometry.page_table.shape[1] * geometry.page_size
         kv_lens = (queries + torch.arange(requests, dtype=torch.int32) % 128).clamp(max=most)
         calls = {}
         for shape in shapes:
-            batch = UniformBatch(requests, queries, shape.group, geometry.page_size, shape.window_left)
+            batch = UniformPagedBatch(requests, queries, shape.group, geometry.page_size, shape.window_left)
             kernel = kernels.captured(shape, batch, buffers)
-            calls[shape] = CapturedCall(kernel, batch, _known(kernel.plan(kv_lens), batch, kv_lens))
+            calls[shape] = CapturedCall(kernel, batch, _check_layout(kernel.plan(kv_lens), batch, kv_lens))
         qo_indptr = torch.arange(requests + 1, dtype=torch.int32, device=device) * queries
-        return Captured(calls, qo_indptr, buffers, self._slots[:rows])
+        return CapturedBatch(calls, qo_indptr, buffers, self._slots[:rows])
 
 
-def _known(schedule: Schedule | None, batch: UniformBatch, kv_lens: Tensor) -> Schedule:
-    """The library's schedule, if it is laid out as we fill it."""
-    problem = "it has other numbers" if schedule is None else schedule_problem(schedule, batch, kv_lens)
-    if schedule is None or problem:
+def _check_layout(work_list: PagedWorkList | None, batch: UniformPagedBatch, kv_lens: Tensor) -> PagedWorkList:
+    """Return the library's work list. Raises ``BackendError`` if it is not laid out as we fill it."""
+    problem = "PrefillPlanInfo has other fields" if work_list is None else work_list_problem(work_list, batch, kv_lens)
+    if work_list is None or problem:
         raise BackendError(
-            f"the installed flashinfer lays out its plans in a way that this plugin does not know: {problem}; run "
-            "without CUDA graphs"
+            f"the installed flashinfer uses an unknown work list layout: {problem}; run without CUDA graphs"
         )
-    return schedule
+    return work_list

@@ -1,6 +1,6 @@
-"""The seam to FlashInfer: what the backend asks of kernels, and the only code that imports the library.
+"""FlashInfer's paged wrappers. Only this module imports FlashInfer.
 
-A kernel is planned for one call and one shape of layers, and then run once per layer.
+A kernel is planned for one call and one layer shape, and then run once per layer.
 """
 
 from __future__ import annotations
@@ -14,41 +14,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import LayerSpec, MHAPool, check_rows
-from attnplug_flashinfer.planner import PagedCall
-from attnplug_flashinfer.schedule import PageCounts, Schedule, UniformBatch
-from attnplug_flashinfer.shapes import LayerShape
-from attnplug_flashinfer_mla.kernels import naming
+from attnplug import LayerSpec, MHAPool
+from attnplug.kernels import check_rows
+from attnplug_flashinfer.planner import FlashInferPagedCall
+from attnplug_flashinfer.shapes import FlashInferLayerShape
+from attnplug_flashinfer.work_list import PageCounts, PagedWorkList, UniformPagedBatch
+from attnplug_flashinfer_mla.kernels import explain_plan_errors
 
 FA2 = "fa2"
-"""The kernel of all batches but long extends."""
+"""Kernel of all batches except long extends."""
 _LN_2 = math.log(2.0)
 _ALIGNED = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cache:
-    """One layer's keys and values ``[pages, page_size, kv_heads, dim]``, of any strides that the kernels read."""
+class PagedLayerCache:
+    """Keys and values of one layer, ``[pages, page_size, kv_heads, dim]``. The memory belongs to the pool.
 
-    shape: LayerShape
+    Columns are contiguous; other strides are multiples of 16 bytes.
+    """
+
+    shape: FlashInferLayerShape
     keys: Tensor
     values: Tensor
     scales: Mapping[str, float]
-    """Additional arguments of a call over an fp8 cache."""
+    """Scale arguments of a call over an fp8 cache; empty for other dtypes."""
 
     @classmethod
-    def of(cls, pool: MHAPool, layer: LayerSpec) -> Cache:
+    def of(cls, pool: MHAPool, layer: LayerSpec) -> PagedLayerCache:
         keys, values = pool.keys(layer.layer_id), pool.values(layer.layer_id)
         check_rows(keys, f"the keys of layer {layer.layer_id}", "FlashInfer")
         check_rows(values, f"the values of layer {layer.layer_id}", "FlashInfer")
         names = ("k_scale", "v_scale") if keys.dtype is torch.float8_e4m3fn else ()
         scales = dict(zip(names, map(float, pool.scales(layer.layer_id)), strict=False))
-        return cls(LayerShape.of(layer), keys, values, scales)
+        return cls(FlashInferLayerShape.of(layer), keys, values, scales)
 
 
 @dataclass(frozen=True, slots=True)
-class CacheType:
-    """What the kernels of a backend have in common."""
+class KernelDTypes:
+    """Page size and dtypes, which all kernels of a backend share."""
 
     page_size: int
     dtype: torch.dtype
@@ -56,16 +60,16 @@ class CacheType:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GraphBuffers:
-    """Memory at fixed addresses for a captured call: its lengths, in pages, and its page indices."""
+class PagedGraphBuffers:
+    """Static buffers of a captured call: page counts and ``kv_indices`` ``[max_pages]`` int32, on the device."""
 
     counts: PageCounts
     kv_indices: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
-    """The parts of FlashInfer in use, and CUDA's events, which say how far a stream has come."""
+class FlashInferLibrary:
+    """FlashInfer's wrapper classes in use, and the CUDA event class (replaced in tests)."""
 
     prefill: Any
     decode: Any
@@ -73,57 +77,74 @@ class Library:
 
 
 @cache
-def load_library() -> Library:
+def load_library() -> FlashInferLibrary:
     """Import FlashInfer. Raises whatever its import raises."""
     from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
     from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
-    return Library(BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper, torch.cuda.Event)
+    return FlashInferLibrary(BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper, torch.cuda.Event)
 
 
 class FlashInferKernels:
-    """Makes the kernels of one lane. ``scratch`` gives at least so many bytes, which the wrappers of a lane share.
+    """Factory of the kernels of one lane.
 
-    Long extends run on ``prefill``, fa2 or fa3. All other batches run on fa2, whose module FlashInfer compiles once for
-    each type and width of heads, with or without window and cap.
+    ``scratch(n)`` returns a buffer of at least ``n`` bytes, which all wrappers of the lane share. Long extends run on
+    the kernel ``prefill``, fa2 or fa3. All other batches run on fa2, which FlashInfer compiles once per dtype and head
+    dim, with or without window and logit cap.
     """
 
     def __init__(
-        self, library: Library, kind: CacheType, scratch: Callable[[int], Tensor], processors: int, prefill: str
+        self,
+        library: FlashInferLibrary,
+        dtypes: KernelDTypes,
+        scratch: Callable[[int], Tensor],
+        processors: int,
+        prefill: str,
     ) -> None:
-        self._library, self._kind, self._scratch = library, kind, scratch
+        self._library, self._dtypes, self._scratch = library, dtypes, scratch
         self._processors, self.prefill = processors, prefill
 
-    def eager(self, shape: LayerShape, kernel: str) -> FlashInferEager:
+    def eager(self, shape: FlashInferLayerShape, kernel: str) -> FlashInferEager:
         workspace = self._scratch(shape.eager_scratch(self._processors))
-        return FlashInferEager(self._library, shape, self._kind, workspace, kernel)
+        return FlashInferEager(self._library, shape, self._dtypes, workspace, kernel)
 
-    def captured(self, shape: LayerShape, batch: UniformBatch, buffers: GraphBuffers) -> FlashInferCaptured:
+    def captured(
+        self, shape: FlashInferLayerShape, batch: UniformPagedBatch, buffers: PagedGraphBuffers
+    ) -> FlashInferCaptured:
         workspace = self._scratch(shape.captured_scratch(self._processors, batch.requests, batch.queries))
-        return FlashInferCaptured(self._library, shape, self._kind, workspace, batch, buffers)
+        return FlashInferCaptured(self._library, shape, self._dtypes, workspace, batch, buffers)
 
 
 class FlashInferEager:
-    """``BatchPrefillWithPagedKVCacheWrapper``, planned anew for every batch and then run once per layer.
+    """``BatchPrefillWithPagedKVCacheWrapper``, planned for every batch and run once per layer.
 
-    Its fa2 kernel is also what FlashInfer decodes with on tensor cores.
+    Its fa2 kernel is also FlashInfer's tensor-core decode kernel.
     """
 
-    def __init__(self, library: Library, shape: LayerShape, kind: CacheType, workspace: Tensor, kernel: str) -> None:
-        self._shape, self._kind = shape, kind
+    def __init__(
+        self,
+        library: FlashInferLibrary,
+        shape: FlashInferLayerShape,
+        dtypes: KernelDTypes,
+        workspace: Tensor,
+        kernel: str,
+    ) -> None:
+        self._shape, self._dtypes = shape, dtypes
         self._wrapper = library.prefill(workspace, kv_layout="NHD", backend=kernel)
-        # A plan's arrays stay in page-locked memory until the stream has copied them. Planning again before that would
-        # overwrite them.
+        # The wrapper keeps a plan's arrays in pinned memory until the stream has copied them. Planning again before
+        # that would overwrite them.
         self._sent = library.event()
 
     @property
     def ready(self) -> bool:
-        """Whether it can be planned without waiting for what an earlier plan sent to the device."""
+        """True if planning need not wait for the previous plan's host-to-device copy."""
         return bool(self._sent.query())
 
-    def plan(self, call: PagedCall) -> None:
+    def plan(self, call: FlashInferPagedCall) -> None:
         lengths = call.lengths
-        with naming(f"a paged call of {len(lengths.kv_lens)} requests and {int(lengths.qo_indptr[-1])} rows"):
+        with explain_plan_errors(
+            f"a paged call of {len(lengths.kv_lens)} requests and {int(lengths.qo_indptr[-1])} rows"
+        ):
             self._wrapper.plan(
                 qo_indptr=lengths.qo_indptr,
                 paged_kv_indptr=lengths.kv_indptr,
@@ -132,33 +153,36 @@ class FlashInferEager:
                 head_dim_qk=self._shape.dim,
                 causal=call.causal,
                 seq_lens=lengths.kv_lens,
-                max_token_per_sequence=call.most_queries,
-                **_of_both(self._shape, self._kind),
+                max_token_per_sequence=call.max_queries,
+                **_plan_arguments(self._shape, self._dtypes),
             )
         self._sent.record()
 
-    def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
-        """q ``[rows, heads, dim]`` → the same shape, in ``out`` if given, which is contiguous; ``lse`` natural log."""
+    def run(self, q: Tensor, cache: PagedLayerCache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+        """Attend with q ``[rows, heads, dim]``. Returns the same shape, in ``out`` (contiguous) if given.
+
+        Writes ``lse`` ``[rows, heads]`` float32 in natural log if given.
+        """
         return _run(self._wrapper, q, cache, out, lse)
 
 
 class FlashInferCaptured:
-    """``BatchDecodeWithPagedKVCacheWrapper`` on tensor cores, for graphs of decode and of uniform verify.
+    """``BatchDecodeWithPagedKVCacheWrapper`` on tensor cores, for CUDA graphs of decode and uniform verify.
 
-    The wrapper for prefill would take tiles for the longest request that a captured batch could have, and scratch for
-    as many as it could have of these. This one is told that every request has as many queries.
+    The prefill wrapper would size tiles and scratch for the longest request that a captured batch could contain. This
+    one takes the number of queries per request.
     """
 
     def __init__(
         self,
-        library: Library,
-        shape: LayerShape,
-        kind: CacheType,
+        library: FlashInferLibrary,
+        shape: FlashInferLayerShape,
+        dtypes: KernelDTypes,
         workspace: Tensor,
-        batch: UniformBatch,
-        buffers: GraphBuffers,
+        batch: UniformPagedBatch,
+        buffers: PagedGraphBuffers,
     ) -> None:
-        self._shape, self._kind, self._batch, self._buffers = shape, kind, batch, buffers
+        self._shape, self._dtypes, self._batch, self._buffers = shape, dtypes, batch, buffers
         self._wrapper = library.decode(
             workspace,
             kv_layout="NHD",
@@ -170,13 +194,15 @@ class FlashInferCaptured:
             backend=FA2,
         )
 
-    def plan(self, kv_lens: Tensor) -> Schedule | None:
-        """Plan it once, for ``kv_lens`` ``[requests]`` on the host. Returns the work list, for callers that fill it
-        themselves; ``None`` if it is not one that this plugin knows."""
-        requests, queries, page_size = self._batch.requests, self._batch.queries, self._kind.page_size
+    def plan(self, kv_lens: Tensor) -> PagedWorkList | None:
+        """Plan once, for host lengths ``kv_lens`` ``[requests]``.
+
+        Returns the device arrays of the work list, for callers that fill them; ``None`` for an unknown layout.
+        """
+        requests, queries, page_size = self._batch.requests, self._batch.queries, self._dtypes.page_size
         pages = -(-kv_lens // page_size)
         kv_indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)])
-        with naming(f"a captured batch of {requests} requests and {queries} rows each"):
+        with explain_plan_errors(f"a captured batch of {requests} requests and {queries} rows each"):
             self._wrapper.plan(
                 indptr=kv_indptr,
                 indices=self._buffers.kv_indices[: int(kv_indptr[-1])],
@@ -184,39 +210,39 @@ class FlashInferCaptured:
                 head_dim=self._shape.dim,
                 seq_lens=kv_lens,
                 q_len_per_req=queries,
-                **_of_both(self._shape, self._kind),
+                **_plan_arguments(self._shape, self._dtypes),
             )
-        return Schedule.of(list(self._wrapper._plan_info), self._wrapper._int_workspace_buffer, self._batch)
+        return PagedWorkList.of(list(self._wrapper._plan_info), self._wrapper._int_workspace_buffer, self._batch)
 
-    def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+    def run(self, q: Tensor, cache: PagedLayerCache, out: Tensor | None, lse: Tensor | None) -> Tensor:
         return _run(self._wrapper, q, cache, out, lse)
 
 
-def _of_both(shape: LayerShape, kind: CacheType) -> dict[str, Any]:
-    """What both wrappers are planned with, by the same names."""
+def _plan_arguments(shape: FlashInferLayerShape, dtypes: KernelDTypes) -> dict[str, Any]:
+    """Return the plan arguments that both wrappers share."""
     return {
         "num_qo_heads": shape.heads,
         "num_kv_heads": shape.kv_heads,
-        "page_size": kind.page_size,
+        "page_size": dtypes.page_size,
         "sm_scale": shape.scale,
         "window_left": shape.window_left,
         "logits_soft_cap": shape.cap,
-        "q_data_type": kind.dtype,
-        "kv_data_type": kind.kv_dtype,
+        "q_data_type": dtypes.dtype,
+        "kv_data_type": dtypes.kv_dtype,
     }
 
 
-def _run(wrapper: Any, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+def _run(wrapper: Any, q: Tensor, cache: PagedLayerCache, out: Tensor | None, lse: Tensor | None) -> Tensor:
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # without, the library would fill one with zeros
-    wrapper.run(_readable(q), (cache.keys, cache.values), out=out, lse=lse, return_lse=lse is not None, **cache.scales)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # the library's own would be zero-filled
+    wrapper.run(_aligned(q), (cache.keys, cache.values), out=out, lse=lse, return_lse=lse is not None, **cache.scales)
     if lse is not None:
-        lse.mul_(_LN_2)  # it counts in powers of two (C4)
+        lse.mul_(_LN_2)  # base 2 → natural log (C4)
     return out
 
 
-def _readable(q: Tensor) -> Tensor:
-    """``q``, or a copy if the kernels cannot read it: columns are adjacent, and rows lie at multiples of 16 bytes."""
+def _aligned(q: Tensor) -> Tensor:
+    """Return ``q``, or a contiguous copy if its columns are strided or its rows are not 16-byte aligned."""
     *outer, column = q.stride()
     places = [stride * q.element_size() for stride in outer] + [q.data_ptr()]
     if column == 1 and not any(place % _ALIGNED for place in places):

@@ -1,4 +1,4 @@
-"""What a user can set, as ``flashinfer.NAME=VALUE``."""
+"""User options, set as ``flashinfer.NAME=VALUE``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ KernelName = Literal["auto", "fa2", "fa3"]
 
 @dataclass(frozen=True, slots=True)
 class FlashInferOptions:
+    """Options of the ``flashinfer`` backend."""
+
     kernel: KernelName = "auto"
-    """What prefills. ``auto`` is fa3 on SM 90 for a cache of 16 bits, and otherwise fa2, which decodes and verifies in
-    every case."""
+    """Prefill kernel. ``auto`` is fa3 on SM 90 with a 16-bit cache, otherwise fa2. Decode and verify always use fa2."""

@@ -1,4 +1,4 @@
-"""What the plugin says of its backend. FlashInfer is imported when the backend is built, and not before."""
+"""Backend spec of ``flashinfer``. Importing this module does not import FlashInfer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attnplug_backends() -> list[BackendSpec]:
             requires=((LIBRARY, "flashinfer"),),
             options=FlashInferOptions,
             check=refusals,
-            preference=40,  # below triton_mha: its kernels take a minute to compile when they are first used
+            preference=40,  # below triton_mha: first use compiles kernels for a minute
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MHA}),
                 devices=frozenset({"cuda"}),
@@ -63,12 +63,12 @@ def attnplug_rankings() -> list[Path]:
 
 
 def refusals(problem: Problem, role: Role | None, options: FlashInferOptions) -> Iterator[Refusal]:
-    """What kernel=fa3 does not take. The backend asks the same when it is built."""
+    """Yield refusals of kernel=fa3. The backend repeats this check when it is built."""
     if options.kernel != "fa3":
         return
     others = ["auto", "fa2"]
     if problem.sm not in (None, FA3_SM):
-        yield Refusal("kernel", f"kernel=fa3 needs SM {FA3_SM}, this is SM {problem.sm}", "fa3", others, KERNEL)
+        yield Refusal("kernel", f"kernel=fa3 requires SM {FA3_SM}; this GPU is SM {problem.sm}", "fa3", others, KERNEL)
     if problem.kv_dtype is DType.FLOAT8_E4M3:
-        message = f"kernel=fa3 reads a cache of 16 bits, this is {problem.kv_dtype}"
+        message = f"kernel=fa3 requires a 16-bit cache, not {problem.kv_dtype}"
         yield Refusal("kernel", message, "fa3", others, KERNEL)

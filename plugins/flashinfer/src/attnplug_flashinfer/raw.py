@@ -1,4 +1,4 @@
-"""FlashInfer called directly, as its documentation shows: what the backend is measured against (``attnplug.raw``)."""
+"""Baseline for benchmarks: FlashInfer called directly, as its documentation shows (``attnplug.raw``)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from attnplug.tables import RawScene
 from attnplug_flashinfer import kernels
 
 SCRATCH_BYTES = 512 << 20
-"""FlashInfer recommends a quarter of it, which a graph of 256 requests with 48 heads exceeds."""
+"""Four times FlashInfer's recommendation, which a graph of 256 requests with 48 heads exceeds."""
 _TENSOR_CORE_GROUP = 4
-"""Query heads to a KV head from which FlashInfer recommends tensor cores for decode."""
+"""Query heads per KV head from which FlashInfer recommends tensor cores for decode."""
 
 
-def calls(scene: RawScene) -> RawDecode | None:
-    """The paged decode of plain layers over a cache in the queries' type; ``None`` for other scenes."""
+def calls(scene: RawScene) -> RawFlashInfer | None:
+    """Return the paged decode of plain layers over a cache in the queries' dtype; ``None`` for other scenes."""
     pool = scene.pools.mha
     if scene.prefill or scene.tokens != 1 or pool is None or scene.layers[0].features:
         return None
-    return RawDecode(scene) if pool.keys(scene.layers[0].layer_id).dtype == scene.q.dtype else None
+    return RawFlashInfer(scene) if pool.keys(scene.layers[0].layer_id).dtype == scene.q.dtype else None
 
 
-class RawDecode:
+class RawFlashInfer:
     """FlashInfer's decode wrapper over the caches of a scene, planned for its lengths."""
 
     def __init__(self, scene: RawScene) -> None:
@@ -63,7 +63,7 @@ class RawDecode:
         )
 
     def begin(self) -> None:
-        """Nothing of its planning can be captured."""
+        """Do nothing: the wrapper's planning cannot be captured."""
 
     def run(self, number: int) -> Tensor:
         out: Tensor = self._wrapper.run(self._q, self._caches[number % len(self._caches)])

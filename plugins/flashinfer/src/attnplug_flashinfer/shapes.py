@@ -1,4 +1,4 @@
-"""What the kernels are planned with: the shape of a layer, and how FlashInfer cuts its query rows into tiles."""
+"""Layer shape that kernels are planned with, and FlashInfer's tile and scratch sizes for it."""
 
 from __future__ import annotations
 
@@ -7,57 +7,60 @@ from dataclasses import dataclass
 from attnplug import LayerSpec
 
 _SLACK = 1 << 20
-"""Bytes beside the parts of divided requests, for alignment."""
+"""Bytes in addition to partial results, for alignment."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What a plan knows of the layers that it serves. Layers of one shape share it."""
+class FlashInferLayerShape:
+    """Attention parameters of a layer. Layers of the same shape share planned kernels."""
 
     heads: int
     kv_heads: int
     dim: int
     scale: float
     window: int | None
-    """Keys that a query sees, itself included."""
+    """Sliding window in keys, including the query's own."""
     cap: float | None
 
     @classmethod
-    def of(cls, layer: LayerSpec) -> LayerShape:
+    def of(cls, layer: LayerSpec) -> FlashInferLayerShape:
         return cls(
             layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scale, layer.sliding_window, layer.logit_cap
         )
 
     @property
     def group(self) -> int:
-        """Query heads of each KV head. A query's heads of one group are rows of the same tile."""
+        """Query heads per KV head. The heads of a group are rows of the same tile."""
         return self.heads // self.kv_heads
 
     @property
     def window_left(self) -> int:
-        """Keys before a query's own that it sees, as FlashInfer counts; -1 for all."""
+        """Visible keys before the query's own, as FlashInfer counts; -1 for all."""
         return -1 if self.window is None else self.window - 1
 
     def tile_rows(self, rows: int) -> int:
-        """Rows of a tile, if requests have so many: queries times group."""
+        """Return FlashInfer's tile height for requests of ``rows`` rows (queries × group)."""
         if rows > 64 and self.dim < 256:
             return 128
         return 64 if rows > 16 else 16
 
     def eager_scratch(self, processors: int) -> int:
-        """Bytes for the parts of any batch: it is divided only while its tiles are fewer than the GPU holds."""
-        return self._scratch(self._at_once(processors), self.tile_rows(1 << 30))
+        """Return scratch bytes for any eager batch. FlashInfer splits KV only if the tiles do not fill the GPU."""
+        return self._scratch(self._concurrent_tiles(processors), self.tile_rows(1 << 30))
 
     def captured_scratch(self, processors: int, requests: int, queries: int) -> int:
-        """Bytes for a captured batch, all of whose tiles are parts. Of a decode FlashInfer takes tiles to be ragged."""
+        """Return scratch bytes for a captured batch, in which all tiles are split.
+
+        FlashInfer sizes decode as ragged.
+        """
         tile = self.tile_rows(queries * self.group)
         if queries == 1:
             tiles = -(-requests * self.group // tile) + requests - 1
         else:
             tiles = requests * -(-queries * self.group // tile)
-        return self._scratch(max(self._at_once(processors), tiles), tile)
+        return self._scratch(max(self._concurrent_tiles(processors), tiles), tile)
 
-    def _at_once(self, processors: int) -> int:
+    def _concurrent_tiles(self, processors: int) -> int:
         return 2 * processors // self.kv_heads
 
     def _scratch(self, tiles: int, tile: int) -> int:

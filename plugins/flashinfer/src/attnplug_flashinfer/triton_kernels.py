@@ -1,4 +1,4 @@
-"""The small Triton kernel of this plugin. Imported where there is a CUDA device and nowhere else."""
+"""Triton kernel of ``device_planner``. Imported on CUDA devices only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnplug_flashinfer.schedule import PageCounts, Schedule, UniformBatch
+from attnplug_flashinfer.work_list import PageCounts, PagedWorkList, UniformPagedBatch
 
 _BLOCK = 256
 
@@ -17,8 +17,11 @@ def _fill_schedule(
     kv_lens, kv_indptr, last_page_lens, requests, queries, tiles, room, page_size, width, most_seen, least_chunk,
     REQUESTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per request. Each looks at all lengths by itself, which costs less than synchronising, and then
-    writes the items of its request. The last one writes what follows them. The names are those of ``fill_schedule``."""
+    """Fill a work list, one program per request.
+
+    Each program reads all lengths itself, which costs less than synchronizing, and then writes the items of its
+    request. The last one also marks unused items invalid. Names as in ``device_planner.fill_work_list``.
+    """
     me = tl.program_id(0)
     request = tl.arange(0, REQUESTS)
     rows = tl.minimum(tl.load(kv_lens + request, mask=request < requests, other=0), width * page_size)
@@ -63,23 +66,23 @@ def _fill_schedule(
             tl.store(valid + at + some, nothing.to(tl.uint8), mask=at + some < room)
 
 
-def launch_fill_schedule(
-    schedule: Schedule, batch: UniformBatch, kv_lens: Tensor, width: int, counts: PageCounts
+def launch_fill_work_list(
+    work_list: PagedWorkList, batch: UniformPagedBatch, kv_lens: Tensor, width: int, counts: PageCounts
 ) -> None:
     block = max(triton.next_power_of_2(batch.requests), 32)
     _fill_schedule[(batch.requests,)](
-        *schedule.arrays(),
+        *work_list.arrays(),
         kv_lens,
         counts.kv_indptr,
         counts.last_page_lens,
         batch.requests,
         batch.queries,
-        batch.tiles(schedule.tile_rows),
-        schedule.room,
+        batch.tiles(work_list.tile_rows),
+        work_list.capacity,
         batch.page_size,
         width,
-        batch.most_seen(schedule.tile_rows),
-        batch.least_chunk,
+        batch.max_pages_seen(work_list.tile_rows),
+        batch.min_chunk_pages,
         REQUESTS=block,
         BLOCK=_BLOCK,
         num_warps=min(max(block // 128, 1), 8),

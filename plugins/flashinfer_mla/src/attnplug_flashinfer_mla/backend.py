@@ -1,4 +1,4 @@
-"""The backend: pools, wrappers and plans brought together."""
+"""The ``flashinfer_mla`` backend: plans batches, captures CUDA graphs and runs FlashInfer's MLA wrappers."""
 
 from __future__ import annotations
 
@@ -29,162 +29,176 @@ from attnplug import (
     Problem,
     RaggedCall,
     Serving,
-    check_lse,
 )
-from attnplug_flashinfer_mla.graphs import Captured, GraphMemory
-from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, Kernels, PagedKernel, RaggedKernel
-from attnplug_flashinfer_mla.leases import Lease, Leases
+from attnplug.kernels import check_lse
+from attnplug_flashinfer_mla.graphs import CapturedMLABatch, MLAGraphMemory
+from attnplug_flashinfer_mla.kernel_pool import KernelHandle, KernelPool
+from attnplug_flashinfer_mla.kernels import (
+    FlashInferMLAKernels,
+    LatentCache,
+    MLAKernelFactory,
+    PagedKernel,
+    RaggedKernel,
+)
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_flashinfer_mla.planner import padded_heads, plan_paged
 from attnplug_flashinfer_mla.plugin import KERNEL, kernel_refusals
 
 _RAGGED_DIMS = frozenset({(192, 128)})
-"""Widths of keys and values that the ragged kernels were tested with; other models extend absorbed."""
+"""Key and value dims that the ragged kernels were tested with. Other models extend absorbed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedCall:
-    """Which rows of q a kernel was planned for, and with how many heads."""
+    """A planned paged kernel and the rows of q that it serves.
+
+    ``heads`` may exceed the model's; q is then padded. The plan owns ``handle``, which keeps the kernel from being
+    planned for another batch.
+    """
 
     rows: slice
     heads: int
-    lease: Lease[PagedKernel] | Captured
+    handle: KernelHandle[PagedKernel] | CapturedMLABatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlannedRagged:
+class PlannedRaggedCall:
+    """A ragged call and the kernel that is planned for it."""
+
     call: RaggedCall
-    lease: Lease[RaggedKernel]
+    handle: KernelHandle[RaggedKernel]
 
     @classmethod
-    def of(cls, call: RaggedCall, leases: Leases[RaggedKernel]) -> PlannedRagged:
-        lease = leases.lend()
-        lease.kernel.plan(call)
-        return cls(call, lease)
+    def of(cls, call: RaggedCall, pool: KernelPool[RaggedKernel]) -> PlannedRaggedCall:
+        handle = pool.acquire()
+        handle.kernel.plan(call)
+        return cls(call, handle)
 
 
-class Wrappers:
-    """What plans of one lane run on: decode and ragged always, paged prefill and verify unless ``skip_prefill`` (A1).
+class MLAWrappers:
+    """Kernel pools of one lane: decode and ragged always, paged prefill and verify unless ``skip_prefill`` (A1).
 
     ``mha_chunk_kv_cache`` runs the calls over prefix chunks. It exists if and only if chunked KV is on (A3).
     """
 
-    def __init__(self, kernels: Kernels, *, skip_prefill: bool, chunked: bool) -> None:
+    def __init__(self, kernels: MLAKernelFactory, *, skip_prefill: bool, chunked: bool) -> None:
         self.kernels = kernels
-        self.decode = Leases(lambda: kernels.paged(decode=True))
-        self.ragged = Leases(kernels.ragged)
+        self.decode = KernelPool(lambda: kernels.paged(decode=True))
+        self.ragged = KernelPool(kernels.ragged)
         self.prefill, self.verify = (
-            None if skip_prefill else Leases(lambda: kernels.paged(decode=False)) for _ in range(2)
+            None if skip_prefill else KernelPool(lambda: kernels.paged(decode=False)) for _ in range(2)
         )
-        self.mha_chunk_kv_cache = Leases(kernels.ragged) if chunked else None
+        self.mha_chunk_kv_cache = KernelPool(kernels.ragged) if chunked else None
 
-    def paged(self, mode: ForwardMode) -> Leases[PagedKernel] | None:
+    def paged(self, mode: ForwardMode) -> KernelPool[PagedKernel] | None:
         if mode.is_decode:
             return self.decode
         return self.verify if mode is ForwardMode.TARGET_VERIFY else self.prefill
 
 
 class FlashInferMLABackend(PlannedAttention):
-    """MLA over FlashInfer's wrappers. All it knows of a batch is in the batch's plan.
+    """MLA over FlashInfer's wrappers.
 
-    ``kernels`` holds one maker of kernels per lane. Whatever the switches, every lane has every wrapper that its role
-    needs (A1).
+    The backend keeps no state of a batch; a plan owns the kernels that it runs on. ``kernels`` are the kernel
+    factories, one per lane; by default FlashInfer's. Every lane has all wrappers that its role needs, whatever the
+    options (A1).
     """
 
-    def __init__(self, context: BackendContext, *, kernels: Sequence[Kernels] | None = None) -> None:
+    def __init__(self, context: BackendContext, *, kernels: Sequence[MLAKernelFactory] | None = None) -> None:
         options = context.options_of(FlashInferMLAOptions)
         self._shape = shape = MLAShape.of(context)
-        self._switches = _switches(context.serving, options)
-        super().__init__(context, self._narrowed(context, options))
+        self._chunking_disabled_by = _chunking_disabled_by(context.serving, options)
+        super().__init__(context, self._narrow_claims(context, options))
         self._caches = {
-            layer_id: Cache.of(
+            layer_id: LatentCache.of(
                 shape.pool.rows(layer_id).squeeze(2), shape.dims.kv_lora_rank, shape.pool.scale(layer_id)
             )
             for layer_id in shape.pool.layer_ids
         }
-        skip_prefill, chunked = context.serving.skip_prefill, not self._switches
+        skip_prefill, chunked = context.serving.skip_prefill, not self._chunking_disabled_by
         self.lanes = tuple(
-            Wrappers(each, skip_prefill=skip_prefill, chunked=chunked)
+            MLAWrappers(each, skip_prefill=skip_prefill, chunked=chunked)
             for each in kernels or _flashinfer_kernels(context, shape, options)
         )
 
-    def _narrowed(self, context: BackendContext, options: FlashInferMLAOptions) -> Claims:
-        """The spec's claims, less what is switched off. MHA paths need the ragged wrapper and kernels for the model's
-        widths."""
+    def _narrow_claims(self, context: BackendContext, options: FlashInferMLAOptions) -> Claims:
+        """Return the spec's claims without what is disabled. MHA paths require ragged kernels for the model's dims."""
         declared, paths = context.declared.claims, {ExtendPath.ABSORBED}
         ragged = not (options.disable_ragged or context.serving.skip_prefill)
         if ragged and self._shape.ragged_dims in _RAGGED_DIMS:
-            paths |= {ExtendPath.ONE_SHOT} if self._switches else set(ExtendPath)
+            paths |= {ExtendPath.ONE_SHOT} if self._chunking_disabled_by else set(ExtendPath)
         level = GraphLevel.NEVER if options.kernel == "cutlass" else declared.cuda_graph
         return replace(declared, cuda_graph=level, mla_extend=declared.mla_extend & paths)
 
     # Planning
 
     def plan(self, geometry: Geometry) -> Plan:
-        if geometry.calls:  # init_mha_chunk_metadata plans them, and their caller writes the rows
+        if geometry.calls:  # planned by init_mha_chunk_metadata; the caller writes the rows
             return Plan.of(self.backend_id, geometry)
         mode = geometry.mode
         planned = plan_paged(geometry, self._shape.heads, causal=not mode.is_decode)
         calls = []
         for call in planned.calls:
-            lease = self._leases(geometry).lend()
-            lease.kernel.plan(call)
-            calls.append(PlannedCall(call.rows, call.heads, lease))
+            handle = self._pool_for(geometry).acquire()
+            handle.kernel.plan(call)
+            calls.append(PlannedCall(call.rows, call.heads, handle))
         return Plan.of(self.backend_id, geometry, tuple(calls), planned.new_slots)
 
-    def _leases(self, geometry: Geometry) -> Leases[PagedKernel]:
-        leases = self.lanes[geometry.lane].paged(geometry.mode)
-        if leases is None:
+    def _pool_for(self, geometry: Geometry) -> KernelPool[PagedKernel]:
+        pool = self.lanes[geometry.lane].paged(geometry.mode)
+        if pool is None:
             raise PlanError(
                 f"backend {self.backend_id.name} was built with skip_prefill=True, for a draft worker: it plans "
-                f"decode, not {geometry.mode}; build it without, or let another backend prefill"
+                f"decode, not {geometry.mode}; build it without skip_prefill, or use another backend for prefill"
             )
-        return leases
+        return pool
 
     def init_mha_chunk_metadata(
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
     ) -> Plan | None:
-        """Plan the ragged calls of a one-shot or chunked extend; ``None`` for an absorbed one, which has none.
+        """Plan the ragged calls of a one-shot or chunked extend. Returns ``None`` for an absorbed one.
 
-        With ``disable_flashinfer_ragged`` another kernel runs the causal call over new rows, so only chunks are
-        planned.
+        With ``disable_flashinfer_ragged``, another kernel runs the causal call over new rows, and only prefix chunks
+        are planned.
         """
         geometry = forward_batch.geometry
         self.check_geometry(geometry)
         wrappers, first, chunks = self.lanes[geometry.lane], geometry.calls[:1], geometry.calls[1:]
-        runner = wrappers.mha_chunk_kv_cache
-        if chunks and runner is None:
-            able = " or ".join(sorted(self.claims.mla_extend))
+        chunk_pool = wrappers.mha_chunk_kv_cache
+        if chunks and chunk_pool is None:
+            supported = " or ".join(sorted(self.claims.mla_extend))
             raise PlanError(
-                f"backend {self.backend_id.name} has chunked KV off ({', '.join(self._switches)}), and the batch was "
-                f"prepared for {len(chunks)} prefix chunks; it can run this extend {able}"
+                f"backend {self.backend_id.name} has chunked KV disabled by {', '.join(self._chunking_disabled_by)}, "
+                f"but the batch was prepared for {len(chunks)} prefix chunks; it can run this extend {supported}"
             )
-        planned = {} if disable_flashinfer_ragged else {c.index: PlannedRagged.of(c, wrappers.ragged) for c in first}
-        if runner is not None:
-            planned |= {call.index: PlannedRagged.of(call, runner) for call in chunks}
+        planned = {}
+        if not disable_flashinfer_ragged:
+            planned = {call.index: PlannedRaggedCall.of(call, wrappers.ragged) for call in first}
+        if chunk_pool is not None:
+            planned |= {call.index: PlannedRaggedCall.of(call, chunk_pool) for call in chunks}
         return Plan.of(self.backend_id, geometry, planned) if planned else None
 
     # CUDA graphs
 
-    def reserve(self, limits: GraphLimits) -> GraphMemory:
+    def reserve(self, limits: GraphLimits) -> MLAGraphMemory:
         if limits.max_bs * limits.pages * self._shape.page_size >= 1 << 32:
             raise BackendError(
-                f"{limits.max_bs} captured requests of up to {self.context.limits.max_context} tokens are more rows "
-                "than the kernels can count; capture smaller batches, or lower `context_length`",
+                f"{limits.max_bs} captured requests of up to {self.context.limits.max_context} tokens exceed the "
+                "kernels' 32-bit row index; capture smaller batches, or lower `context_length`",
                 settings=["context_length"],
             )
-        return GraphMemory(limits, self.context.device)
+        return MLAGraphMemory(limits, self.context.device)
 
-    def capture(self, geometry: Geometry, memory: GraphMemory) -> Plan:
-        self._leases(geometry)  # refuses what this backend was not built for
+    def capture(self, geometry: Geometry, memory: MLAGraphMemory) -> Plan:
+        self._pool_for(geometry)  # raises PlanError for a mode that this backend was not built for
         heads = self._shape.heads if geometry.mode.is_decode else padded_heads(self._shape.heads)
         captured = memory.capture(geometry, self.lanes[geometry.lane].kernels, heads)
         call = PlannedCall(slice(0, geometry.rows), heads, captured)
         return Plan.of(self.backend_id, geometry, (call,), captured.slots)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
-        """Page indices, slots and work list, from the page table and lengths that the batch has when the graph runs."""
-        plan.metadata[0].lease.fill(geometry)
+        """Recompute page indices, slots and work list on the device, from the batch's page table and lengths."""
+        plan.metadata[0].handle.fill(geometry)
 
     # Running
 
@@ -217,24 +231,26 @@ class FlashInferMLABackend(PlannedAttention):
         plan: Plan | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        mine = None if plan is None else plan.part_of(self.backend_id)
-        chunks: object = None if mine is None else mine.metadata
-        planned: PlannedRagged | None = chunks.get(call.index) if isinstance(chunks, dict) else None
+        own = None if plan is None else plan.part_of(self.backend_id)
+        calls: object = None if own is None else own.metadata
+        planned: PlannedRaggedCall | None = calls.get(call.index) if isinstance(calls, dict) else None
         if planned is None or planned.call is not call:
             raise PlanError(
                 f"call {call.index} of {call.query_rows} query rows has no plan of backend {self.backend_id.name}; "
-                "give it what init_mha_chunk_metadata returned for its batch"
+                "pass the plan that init_mha_chunk_metadata returned for its batch"
             )
         call.check(q, k, v)
         if lse is not None:
             check_lse(lse, q)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
-        planned.lease.kernel.run(q, k, v, out, lse)
+        planned.handle.kernel.run(q, k, v, out, lse)
         return out
 
 
-def _run(call: PlannedCall, q: Tensor, q_rope: Tensor | None, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
-    kernel, (rows, heads, width) = call.lease.kernel, q.shape
+def _run(
+    call: PlannedCall, q: Tensor, q_rope: Tensor | None, cache: LatentCache, out: Tensor, lse: Tensor | None
+) -> None:
+    kernel, (rows, heads, width) = call.handle.kernel, q.shape
     if call.heads == heads:
         kernel.run(q, q_rope, cache, out, lse)
         return
@@ -252,7 +268,7 @@ def _run(call: PlannedCall, q: Tensor, q_rope: Tensor | None, cache: Cache, out:
 
 def _flashinfer_kernels(
     context: BackendContext, shape: MLAShape, options: FlashInferMLAOptions
-) -> list[FlashInferKernels]:
+) -> list[FlashInferMLAKernels]:
     kernel: str = options.kernel
     major, minor = torch.cuda.get_device_capability(context.device)
     sm = 10 * major + minor
@@ -262,22 +278,22 @@ def _flashinfer_kernels(
     if kernel == "auto":
         kernel = "fa3" if sm == 90 else "fa2"
     processors = torch.cuda.get_device_properties(context.device).multi_processor_count
-    least = -(-2 * processors * 64 * (2 * shape.dims.kv_lora_rank + 4) // 2**20)  # for the parts of divided tiles
+    least = -(-2 * processors * 64 * (2 * shape.dims.kv_lora_rank + 4) // 2**20)  # partial results of split tiles
     if options.workspace_mib < least:
         raise BackendError(
-            f"flashinfer_mla.workspace_mib={options.workspace_mib} is too little for {processors} multiprocessors; "
-            f"give {least} or more",
+            f"flashinfer_mla.workspace_mib={options.workspace_mib} is too small for {processors} multiprocessors; "
+            f"set {least} or more",
             settings=["flashinfer_mla.workspace_mib"],
         )
     request, nbytes = context.workspace.request, options.workspace_mib << 20
     return [
-        FlashInferKernels(shape, request(context.name, context.device, SCRATCH, nbytes, lane=lane).buffer, kernel)
+        FlashInferMLAKernels(shape, request(context.name, context.device, SCRATCH, nbytes, lane=lane).buffer, kernel)
         for lane in range(context.limits.lanes)
     ]
 
 
-def _switches(serving: Serving, options: FlashInferMLAOptions) -> list[str]:
-    """What turns chunked KV off (A3), in words; nothing where it is on."""
+def _chunking_disabled_by(serving: Serving, options: FlashInferMLAOptions) -> list[str]:
+    """Return the names of the settings that disable chunked KV (A3); empty if it is enabled."""
     off = {
         "skip_prefill": serving.skip_prefill,
         "disaggregation_mode=decode": serving.disaggregation_mode == "decode",

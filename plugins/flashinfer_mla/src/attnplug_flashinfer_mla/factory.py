@@ -1,8 +1,8 @@
-"""The factory of the spec. FlashInfer is imported with this module: if that fails, nothing has been built yet."""
+"""Factory of the spec. Importing this module imports FlashInfer, so an import error occurs before anything is built."""
 
 from __future__ import annotations
 
-from attnplug import import_library
+from attnplug.kernels import import_library
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.kernels import load_library
 from attnplug_flashinfer_mla.plugin import LIBRARY

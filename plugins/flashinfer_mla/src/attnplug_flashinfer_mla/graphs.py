@@ -1,4 +1,4 @@
-"""Memory and planning of captured batches: everything that a graph holds the address of."""
+"""CUDA graph support: static buffers and plans of captured batches."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendError, Geometry, GraphLimits, PlanError
-from attnplug_flashinfer_mla.filling import fill_indices, fill_schedule
-from attnplug_flashinfer_mla.kernels import GraphBuffers, Kernels, PagedKernel
-from attnplug_flashinfer_mla.lengths import Lengths
-from attnplug_flashinfer_mla.planner import PagedCall
-from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule, UniformBatch, schedule_problem
+from attnplug_flashinfer_mla.device_planner import fill_indices, fill_work_list
+from attnplug_flashinfer_mla.kernels import MLAGraphBuffers, MLAKernelFactory, PagedKernel
+from attnplug_flashinfer_mla.lengths import CallLengths
+from attnplug_flashinfer_mla.planner import MLAPagedCall
+from attnplug_flashinfer_mla.work_list import MAX_WORK_ITEMS, MLAWorkList, UniformMLABatch, work_list_problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Captured:
-    """One captured shape of batch.
+class CapturedMLABatch:
+    """Planned kernel and static buffers of one captured batch shape.
 
-    Request i's pages start at ``i * pages`` of the index buffer, used or not, so their place never changes. Everything
-    that does change is made inside the graph, from the page table and the lengths that the batch has then.
+    The page indices of request i start at ``i * pages`` of ``kv_indices``, so their offsets are constant. Everything
+    that changes is computed inside the graph by :meth:`fill`.
     """
 
     kernel: PagedKernel
-    batch: UniformBatch
-    schedule: Schedule
+    batch: UniformMLABatch
+    work_list: MLAWorkList
     qo_indptr: Tensor
     kv_indptr: Tensor
     kv_indices: Tensor
     slots: Tensor
 
     def fill(self, geometry: Geometry) -> None:
-        """What the captured kernels read; two launches, which the graph holds too."""
+        """Fill the kernels' inputs from the batch's page table and lengths: two launches, captured in the graph."""
         kv_lens = geometry.seq_lens
-        lengths = Lengths(self.qo_indptr, self.kv_indptr, kv_lens)
+        lengths = CallLengths(self.qo_indptr, self.kv_indptr, kv_lens)
         fill_indices(geometry.page_table, lengths, geometry.page_size, self.kv_indices, self.slots)
         if geometry.slots is not None:
             self.slots.copy_(geometry.slots)
-        fill_schedule(self.schedule, self.batch, kv_lens)
+        fill_work_list(self.work_list, self.batch, kv_lens)
 
 
-class GraphMemory:
-    """Buffers of one lane, sized once and shared by every captured shape: a lane's graphs run one after the other."""
+class MLAGraphMemory:
+    """Static buffers of one lane, shared by all captured shapes because a lane's graphs run one after the other."""
 
     def __init__(self, limits: GraphLimits, device: torch.device) -> None:
         self.pages = limits.pages
@@ -50,53 +50,52 @@ class GraphMemory:
         self._slots = torch.full((limits.max_num_tokens,), -1, dtype=torch.int64, device=device)
         self._device = device
 
-    def capture(self, geometry: Geometry, kernels: Kernels, heads: int) -> Captured:
-        """Make and plan the kernel of a shape that was not captured before."""
+    def capture(self, geometry: Geometry, kernels: MLAKernelFactory, heads: int) -> CapturedMLABatch:
+        """Create and plan the kernel of a new batch shape."""
         requests, rows, decode = geometry.requests, geometry.rows, geometry.mode.is_decode
-        shape = UniformBatch(requests, rows // requests, heads, not decode, self.pages)
+        shape = UniformMLABatch(requests, rows // requests, heads, not decode, self.pages)
         lengths = self._lengths(shape, geometry.page_size)
-        reserved = Lengths(*(p.to(self._device) for p in (lengths.qo_indptr, lengths.kv_indptr, lengths.kv_lens)))
-        kernel = kernels.paged(decode=decode, graph=GraphBuffers(reserved, self._kv_indices))
+        reserved = CallLengths(*(p.to(self._device) for p in (lengths.qo_indptr, lengths.kv_indptr, lengths.kv_lens)))
+        kernel = kernels.paged(decode=decode, graph=MLAGraphBuffers(reserved, self._kv_indices))
         kv_indices = self._kv_indices[: int(lengths.kv_indptr[-1])]
         kernel.plan(
-            PagedCall(slice(0, rows), heads, not decode, lengths, kv_indices, geometry.page_table, reserved.kv_lens)
+            MLAPagedCall(slice(0, rows), heads, not decode, lengths, kv_indices, geometry.page_table, reserved.kv_lens)
         )
-        schedule = kernel.schedule()
-        self._check_schedule(schedule, shape, lengths)
-        return Captured(
+        work_list = kernel.work_list()
+        self._check_work_list(work_list, shape, lengths)
+        return CapturedMLABatch(
             kernel=kernel,
             batch=shape,
-            schedule=schedule,
+            work_list=work_list,
             qo_indptr=lengths.qo_indptr.to(self._device),
             kv_indptr=torch.arange(requests + 1, dtype=torch.int32, device=self._device) * self.pages,
             kv_indices=self._kv_indices,
             slots=self._slots[:rows],
         )
 
-    def _lengths(self, shape: UniformBatch, page_size: int) -> Lengths:
-        """Lengths with which the library plans a shape, once: it compiles its kernels and says where its arrays are.
+    def _lengths(self, shape: UniformMLABatch, page_size: int) -> CallLengths:
+        """Return dummy lengths for the one call of FlashInfer's planner, which compiles kernels and places its arrays.
 
-        The real lengths are not known yet. These are short and all different, so that the arrays can be told apart.
+        They are short and all different, so that the check of the layout can distinguish requests.
         """
         most = self.pages * page_size
         kv_lens = (shape.queries + torch.arange(shape.requests, dtype=torch.int32) % 128).clamp(max=most)
         pages = (kv_lens + page_size - 1) // page_size
-        return Lengths(
+        return CallLengths(
             torch.arange(shape.requests + 1, dtype=torch.int32) * shape.queries,
             torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]),
             kv_lens,
         )
 
-    def _check_schedule(self, schedule: Schedule, shape: UniformBatch, lengths: Lengths) -> None:
-        works = shape.requests * shape.tiles(schedule) + schedule.clusters
-        if works > MOST_WORKS:
+    def _check_work_list(self, work_list: MLAWorkList, shape: UniformMLABatch, lengths: CallLengths) -> None:
+        works = shape.requests * shape.tiles(work_list) + work_list.clusters
+        if works > MAX_WORK_ITEMS:
             raise PlanError(
-                f"a batch of {shape.requests} requests takes up to {works} work items, and flashinfer has room for "
-                f"{MOST_WORKS}; capture smaller batches"
+                f"a batch of {shape.requests} requests takes up to {works} work items, but flashinfer supports at most "
+                f"{MAX_WORK_ITEMS}; capture smaller batches"
             )
-        problem = schedule_problem(schedule, shape, lengths.kv_lens.tolist(), lengths.kv_indptr.tolist())
+        problem = work_list_problem(work_list, shape, lengths.kv_lens.tolist(), lengths.kv_indptr.tolist())
         if problem:
             raise BackendError(
-                f"the installed flashinfer lays out its plans in a way that this plugin does not know: {problem}; "
-                "run without CUDA graphs"
+                f"the installed flashinfer uses an unknown work list layout: {problem}; run without CUDA graphs"
             )

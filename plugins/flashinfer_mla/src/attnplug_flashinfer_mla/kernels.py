@@ -1,6 +1,6 @@
-"""The seam to FlashInfer: what the backend asks of kernels, and the only code that imports the library.
+"""Kernel protocols of the backend and their FlashInfer implementation. Only this module imports FlashInfer.
 
-A kernel is planned for one call and then run once per layer; planning it again forgets the call before.
+A kernel is planned for one call and then run once per layer. Planning it again discards the previous call.
 """
 
 from __future__ import annotations
@@ -18,86 +18,96 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import BackendError, MLAShape, RaggedCall, on_host
-from attnplug_flashinfer_mla.lengths import Lengths
-from attnplug_flashinfer_mla.planner import PagedCall
-from attnplug_flashinfer_mla.schedule import Schedule
+from attnplug import BackendError, MLAShape, RaggedCall
+from attnplug.kernels import on_host
+from attnplug_flashinfer_mla.lengths import CallLengths
+from attnplug_flashinfer_mla.planner import MLAPagedCall
+from attnplug_flashinfer_mla.work_list import MLAWorkList
 
 _LN_2 = math.log(2.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cache:
-    """One layer's rows ``[pages, page_size, row_dim]``, split into latent and rope once, not at every call."""
+class LatentCache:
+    """Cache of one layer, ``rows`` ``[pages, page_size, row_dim]``, with views of its latent and rope columns.
+
+    Made once per layer, so that calls do not slice. The memory belongs to the pool.
+    """
 
     rows: Tensor
     latent: Tensor
     rope: Tensor
     scales: Mapping[str, float] = field(default_factory=dict)
-    """Additional arguments of a call over an fp8 cache."""
+    """Scale arguments of a call over an fp8 cache; empty for other dtypes."""
 
     @classmethod
-    def of(cls, rows: Tensor, kv_lora_rank: int, scale: float) -> Cache:
+    def of(cls, rows: Tensor, kv_lora_rank: int, scale: float) -> LatentCache:
         scales = {"ckv_scale": scale, "kpe_scale": scale} if rows.dtype is torch.float8_e4m3fn else {}
         return cls(rows, rows[..., :kv_lora_rank], rows[..., kv_lora_rank:], scales)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GraphBuffers:
-    """Memory at fixed addresses for a captured call: ``lengths`` as the library wants them, and its page indices."""
+class MLAGraphBuffers:
+    """Static buffers of a captured call: ``lengths`` and ``kv_indices`` ``[max_pages]`` int32, on the device."""
 
-    lengths: Lengths
+    lengths: CallLengths
     kv_indices: Tensor
 
 
 class PagedKernel(Protocol):
-    """Latent attention over a paged cache."""
+    """Planned latent attention over a paged cache."""
 
     @property
     def ready(self) -> bool:
-        """Whether it can be planned without waiting for what an earlier plan sent to the device."""
+        """True if planning need not wait for the previous plan's host-to-device copy."""
         ...
 
-    def plan(self, call: PagedCall) -> None: ...
+    def plan(self, call: MLAPagedCall) -> None: ...
 
-    def schedule(self) -> Schedule:
-        """The planned call's work list in memory, for callers that fill it themselves."""
+    def work_list(self) -> MLAWorkList:
+        """Return the device arrays of the planned call's work list, for callers that fill them."""
         ...
 
-    def run(self, q: Tensor, q_rope: Tensor | None, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
-        """q ``[rows, heads, row_dim]`` → ``out`` ``[rows, heads, kv_lora_rank]``; ``lse`` natural log.
+    def run(self, q: Tensor, q_rope: Tensor | None, cache: LatentCache, out: Tensor, lse: Tensor | None) -> None:
+        """Attend with q ``[rows, heads, row_dim]``.
 
+        Writes ``out`` ``[rows, heads, kv_lora_rank]`` and, if given, ``lse`` ``[rows, heads]`` float32 in natural log.
         With ``q_rope`` ``[rows, heads, qk_rope_head_dim]``, q is ``[rows, heads, kv_lora_rank]``.
         """
         ...
 
 
 class RaggedKernel(Protocol):
-    """Plain attention over rows that are passed in."""
+    """Planned MHA over ragged keys and values that are passed as arguments, without a cache."""
 
     @property
     def ready(self) -> bool: ...
 
     def plan(self, call: RaggedCall) -> None: ...
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None: ...
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """Attend with q ``[query_rows, heads, qk_dim]`` to k and v ``[kv_rows, heads, dim]``.
+
+        Writes ``out`` ``[query_rows, heads, v_dim]`` and, if given, ``lse`` ``[query_rows, heads]`` in natural log.
+        """
+        ...
 
 
-class Kernels(Protocol):
-    """Makes the kernels of one lane. ``decode`` says that every request has one query."""
+class MLAKernelFactory(Protocol):
+    """Factory of the kernels of one lane. With ``decode``, every request has one query token."""
 
-    def paged(self, *, decode: bool, graph: GraphBuffers | None = None) -> PagedKernel: ...
+    def paged(self, *, decode: bool, graph: MLAGraphBuffers | None = None) -> PagedKernel: ...
 
     def ragged(self) -> RaggedKernel: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
-    """The parts of FlashInfer in use, probed by feature and not by version.
+class FlashInferMLALibrary:
+    """FlashInfer's classes in use, and its features, which are probed by signature and not by version.
 
-    ``metadata`` is the class in which newer versions take a plan's arrays; passing them one by one is deprecated there.
-    ``reads_fp8`` says whether a paged call takes an fp8 cache with its scales. ``ragged_natural_log`` says whether a
-    ragged call can return natural logarithms.
+    ``metadata`` is the class that wraps a plan's arrays in newer versions, where separate arguments are deprecated;
+    ``None`` in older ones. ``reads_fp8``: paged calls take an fp8 cache with its scales. ``ragged_natural_log``: ragged
+    calls can return natural logarithms.
     """
 
     version: str
@@ -109,14 +119,14 @@ class Library:
 
 
 @cache
-def load_library() -> Library:
+def load_library() -> FlashInferMLALibrary:
     """Import FlashInfer. Raises whatever its import raises."""
     import flashinfer
     from flashinfer import mla
     from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper as Ragged
 
     paged = mla.BatchMLAPagedAttentionWrapper
-    return Library(
+    return FlashInferMLALibrary(
         version=str(flashinfer.__version__),
         paged=paged,
         ragged=Ragged,
@@ -126,18 +136,18 @@ def load_library() -> Library:
     )
 
 
-class FlashInferKernels:
-    """FlashInfer's wrappers for one model on one device, over the scratch buffer of one lane."""
+class FlashInferMLAKernels:
+    """FlashInfer's wrappers for one model and lane. All of them share ``workspace``, the lane's scratch buffer."""
 
     def __init__(self, shape: MLAShape, workspace: Tensor, kernel: str) -> None:
         self._library, self._shape, self._workspace = load_library(), shape, workspace
         self._kernel = kernel
         if kernel == "cutlass" and self._library.metadata is None:
             raise BackendError(
-                f"kernel=cutlass needs flashinfer-python 0.7 or newer, this is {self._library.version}; use kernel=auto"
+                f"kernel=cutlass requires flashinfer-python 0.7 or newer, not {self._library.version}; use kernel=auto"
             )
 
-    def paged(self, *, decode: bool, graph: GraphBuffers | None = None) -> PagedKernel:
+    def paged(self, *, decode: bool, graph: MLAGraphBuffers | None = None) -> PagedKernel:
         if self._kernel == "cutlass" and decode:
             return CutlassPaged(self._library, self._shape, self._workspace)
         return FlashInferPaged(self._library, self._shape, self._workspace, self._without_cutlass(), graph)
@@ -150,15 +160,15 @@ class FlashInferKernels:
 
 
 class FlashInferPaged:
-    """``BatchMLAPagedAttentionWrapper``, with the calling convention that is not deprecated."""
+    """``BatchMLAPagedAttentionWrapper``, called by the convention that the installed version does not deprecate."""
 
     def __init__(
         self,
-        library: Library,
+        library: FlashInferMLALibrary,
         shape: MLAShape,
         workspace: Tensor,
         kernel: str,
-        graph: GraphBuffers | None,
+        graph: MLAGraphBuffers | None,
     ) -> None:
         self._library, self._shape = library, shape
         reserved: dict[str, Any] = {}
@@ -171,16 +181,16 @@ class FlashInferPaged:
                 "kv_len_arr": graph.lengths.kv_lens,
             }
         self._wrapper = library.paged(workspace, backend=kernel, **reserved)
-        # A plan's arrays stay in page-locked memory until the stream has copied them. With lengths on the device,
-        # planning would wait for the device and could not overwrite arrays that are still to be copied. With lengths on
-        # the host it could.
+        # The wrapper keeps a plan's arrays in pinned memory until the stream has copied them. We pass lengths on the
+        # host, so planning does not wait for the device, and planning too early would overwrite arrays that are still
+        # being copied.
         self._sent = torch.cuda.Event()
 
     @property
     def ready(self) -> bool:
         return bool(self._sent.query())
 
-    def plan(self, call: PagedCall) -> None:
+    def plan(self, call: MLAPagedCall) -> None:
         lengths = call.lengths
         arrays: dict[str, Any] = {
             "qo_indptr": lengths.qo_indptr,
@@ -191,15 +201,17 @@ class FlashInferPaged:
         if self._library.metadata is not None:
             arrays = {
                 "metadata": self._library.metadata.csr(**arrays),
-                "query_layout": "split",  # parts of one tensor are as good as two tensors
+                "query_layout": "split",  # two slices of one tensor are accepted
                 "kv_cache_layout": "packed",
                 "lse_mode": "basee",
             }
-        with naming(f"a paged call of {len(lengths.kv_lens)} requests and {int(lengths.qo_indptr[-1])} rows"):
+        with explain_plan_errors(
+            f"a paged call of {len(lengths.kv_lens)} requests and {int(lengths.qo_indptr[-1])} rows"
+        ):
             self._plan(call, arrays)
         self._sent.record()
 
-    def _plan(self, call: PagedCall, arrays: dict[str, Any]) -> None:
+    def _plan(self, call: MLAPagedCall, arrays: dict[str, Any]) -> None:
         shape = self._shape
         self._wrapper.plan(
             **arrays,
@@ -213,13 +225,13 @@ class FlashInferPaged:
             kv_data_type=shape.kv_dtype,
         )
 
-    def schedule(self) -> Schedule:
-        return Schedule.of(list(self._wrapper._plan_info), self._wrapper._int_workspace_buffer)
+    def work_list(self) -> MLAWorkList:
+        return MLAWorkList.of(list(self._wrapper._plan_info), self._wrapper._int_workspace_buffer)
 
-    def run(self, q: Tensor, q_rope: Tensor | None, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
-        query = self._parts(q) if q_rope is None else (_readable(q), _readable(q_rope))
+    def run(self, q: Tensor, q_rope: Tensor | None, cache: LatentCache, out: Tensor, lse: Tensor | None) -> None:
+        query = self._split_query(q) if q_rope is None else (_aligned(q), _aligned(q_rope))
         if self._library.metadata is not None:
-            if lse is None:  # the call must ask for what was planned
+            if lse is None:  # run must request the LSE if the plan did
                 lse = q.new_empty(q.shape[:2], dtype=torch.float32)
             self._wrapper.run(
                 query=query,
@@ -243,14 +255,16 @@ class FlashInferPaged:
                 **cache.scales,
             )
 
-    def _parts(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def _split_query(self, q: Tensor) -> tuple[Tensor, Tensor]:
         dims = self._shape.dims
         return q.narrow(2, 0, dims.kv_lora_rank), q.narrow(2, dims.kv_lora_rank, dims.qk_rope_head_dim)
 
 
-def _readable(part: Tensor) -> Tensor:
-    """A part of q, or a copy where the kernels cannot read it: they copy 16 bytes at once, and take every column to be
-    next to the one before, without looking."""
+def _aligned(part: Tensor) -> Tensor:
+    """Return ``part``, or a contiguous copy if it is misaligned.
+
+    The kernels load 16 bytes at a time and assume a column stride of 1 without checking it.
+    """
     row, head, column = part.stride()
     size = part.element_size()
     if column == 1 and not any(place % 16 for place in (part.data_ptr(), row * size, head * size)):
@@ -259,18 +273,18 @@ def _readable(part: Tensor) -> Tensor:
 
 
 class CutlassPaged:
-    """Decode by the wrapper's CUTLASS kernel, which reads the page table itself and returns no log-sum-exp.
+    """Decode by the wrapper's CUTLASS kernel, which reads the page table directly and returns no log-sum-exp.
 
-    Only for a FlashInfer that plans it (0.7 or newer). Older ones copied the whole layer's cache at every call.
+    Requires a FlashInfer that plans it (0.7 or newer): older ones copied the layer's whole cache at every call.
     """
 
     ready = True
 
-    def __init__(self, library: Library, shape: MLAShape, workspace: Tensor) -> None:
+    def __init__(self, library: FlashInferMLALibrary, shape: MLAShape, workspace: Tensor) -> None:
         self._library, self._shape = library, shape
         self._wrapper = library.paged(workspace, backend="cutlass")
 
-    def plan(self, call: PagedCall) -> None:
+    def plan(self, call: MLAPagedCall) -> None:
         shape = self._shape
         wanted = 128 // shape.page_size
         page_table = torch.nn.functional.pad(call.page_table, (0, -call.page_table.shape[1] % wanted))
@@ -291,21 +305,21 @@ class CutlassPaged:
             kv_data_type=shape.kv_dtype,
         )
 
-    def schedule(self) -> Schedule:
-        raise BackendError("kernel=cutlass decodes outside of CUDA graphs only; use kernel=auto")
+    def work_list(self) -> MLAWorkList:
+        raise BackendError("kernel=cutlass does not support CUDA graphs; use kernel=auto")
 
-    def run(self, q: Tensor, q_rope: Tensor | None, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
+    def run(self, q: Tensor, q_rope: Tensor | None, cache: LatentCache, out: Tensor, lse: Tensor | None) -> None:
         if lse is not None:
-            raise BackendError("kernel=cutlass gives no log-sum-exp; use kernel=auto")
-        if q_rope is not None:  # the only kernel here that wants one tensor
+            raise BackendError("kernel=cutlass returns no log-sum-exp; use kernel=auto")
+        if q_rope is not None:  # only this kernel requires a joined query
             q = torch.cat((q, q_rope), -1)
         self._wrapper.run(query=q, kv_cache=cache.rows, out=out)
 
 
 class FlashInferRagged:
-    """``BatchPrefillWithRaggedKVCacheWrapper``: MLA as MHA, keys and values of different widths."""
+    """``BatchPrefillWithRaggedKVCacheWrapper``: MLA prefill as MHA, with different key and value dims."""
 
-    def __init__(self, library: Library, shape: MLAShape, workspace: Tensor, kernel: str) -> None:
+    def __init__(self, library: FlashInferMLALibrary, shape: MLAShape, workspace: Tensor, kernel: str) -> None:
         self._library, self._shape, self._device = library, shape, workspace.device
         self._wrapper = library.ragged(workspace, kv_layout="NHD", backend=kernel)
         self._sent = torch.cuda.Event()
@@ -316,7 +330,7 @@ class FlashInferRagged:
 
     def plan(self, call: RaggedCall) -> None:
         width, v_width = self._shape.ragged_dims
-        with naming(f"a ragged call of {call.query_rows} query rows and {call.kv_rows} keys"):
+        with explain_plan_errors(f"a ragged call of {call.query_rows} query rows and {call.kv_rows} keys"):
             self._plan(call, width, v_width)
         self._sent.record()
 
@@ -342,13 +356,13 @@ class FlashInferRagged:
             self._wrapper.run(q, k, v, out=out, lse=lse, return_lse=True, lse_base="ln")
         else:
             self._wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
-            lse.mul_(_LN_2)  # it counts in powers of two (C4)
+            lse.mul_(_LN_2)  # base 2 → natural log (C4)
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Say what was being planned when FlashInfer refused; its own errors name its buffers and no more."""
+def explain_plan_errors(call: str) -> Iterator[None]:
+    """Re-raise FlashInfer's errors as ``BackendError`` that names the planned call. Its own name only its buffers."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        raise BackendError(f"flashinfer cannot plan {what}: {error}") from error
+        raise BackendError(f"flashinfer cannot plan {call}: {error}") from error

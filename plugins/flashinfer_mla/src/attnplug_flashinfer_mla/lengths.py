@@ -1,4 +1,4 @@
-"""The lengths of one call, as FlashInfer takes them."""
+"""Sequence lengths of one call in FlashInfer's CSR format."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lengths:
-    """The requests of one call: ``qo_indptr`` and ``kv_indptr`` ``[requests + 1]``, ``kv_lens`` ``[requests]``, int32.
+class CallLengths:
+    """``qo_indptr`` and ``kv_indptr`` ``[requests + 1]``, ``kv_lens`` ``[requests]``; int32, all on host or device.
 
-    ``kv_indptr`` counts pages: where the indices of a request's pages begin.
+    ``qo_indptr`` are row offsets, ``kv_indptr`` offsets into the page indices.
     """
 
     qo_indptr: Tensor
@@ -19,7 +19,7 @@ class Lengths:
     kv_lens: Tensor
 
     @classmethod
-    def of(cls, numbers: Tensor) -> Lengths:
-        """From the three, one after the other."""
+    def of(cls, numbers: Tensor) -> CallLengths:
+        """Return views of ``numbers`` ``[3 * requests + 2]``, the three arrays concatenated."""
         requests = (numbers.shape[0] - 2) // 3
         return cls(numbers[: requests + 1], numbers[requests + 1 : 2 * requests + 2], numbers[2 * requests + 2 :])

@@ -1,4 +1,4 @@
-"""What the plugin says of its backend. FlashInfer is imported when the backend is built, and not before."""
+"""Backend spec of ``flashinfer_mla``. Importing this module does not import FlashInfer."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from attnplug import (
     Role,
     Setting,
     hookimpl,
-    requirement_refusal,
 )
+from attnplug.kernels import requirement_refusal
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions, KernelName
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 LIBRARY = "flashinfer-python>=0.6.12,<0.8"
 READS_FP8 = "flashinfer-python>=0.6.14,<0.8"
-"""Versions whose paged calls take the scales of an fp8 cache."""
+"""Versions whose paged calls take ``ckv_scale`` and ``kpe_scale`` for an fp8 cache."""
 PLANS_CUTLASS = "flashinfer-python>=0.7.0.dev0,<0.8"
-"""Versions that plan the CUTLASS kernel. Before, each of its calls copied a whole layer's cache."""
+"""Versions that plan the CUTLASS kernel. In earlier ones each call copied the layer's whole cache."""
 KERNEL = "flashinfer_mla.kernel"
 KERNEL_SMS = {"fa3": (90, 90), "cutlass": (100, 110)}
-MOST_HEADS = 128
-"""Heads a rank can have: a query token's heads must fit one tile of the kernels."""
+MAX_HEADS = 128
+"""Maximum heads per rank: all heads of a query token must fit one query tile."""
 
 CAPABILITIES = Capabilities(
     kinds=frozenset({AttentionKind.MLA}),
@@ -45,7 +45,7 @@ CAPABILITIES = Capabilities(
     max_fp8_sm=90,
     roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
     mla_dims=frozenset({(512, 64)}),
-    max_heads=MOST_HEADS,
+    max_heads=MAX_HEADS,
     layers_alike=True,
     max_speculative_tokens=64,
     cuda_graph=GraphLevel.UNIFORM,
@@ -77,62 +77,64 @@ def attnplug_rankings() -> list[Path]:
 
 
 def refusals(problem: Problem, role: Role | None, options: FlashInferMLAOptions) -> Iterator[Refusal]:
-    """What the capabilities cannot say: what reads an fp8 cache, and what the kernel that was asked for takes."""
+    """Yield refusals that capabilities cannot express: fp8 cache support and limits of the requested kernel."""
     if problem.kv_dtype is DType.FLOAT8_E4M3:
         yield from _fp8_refusals(problem)
     yield from kernel_refusals(problem, options)
-    if options.kernel == "cutlass" and (older := _older(PLANS_CUTLASS)) is not None:
+    if options.kernel == "cutlass" and (older := _version_refusal(PLANS_CUTLASS)) is not None:
         message = f"flashinfer-python {older.value} does not plan kernel=cutlass"
         yield Refusal("kernel", message, options.kernel, None, KERNEL, older.advice)
 
 
 def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
-    """An fp8 cache is read with bfloat16 queries, by a FlashInfer that is new enough."""
+    """Yield refusals of an fp8 cache: it requires bfloat16 queries and ``READS_FP8``."""
     dtype, value = problem.dtype, str(problem.kv_dtype)
     if dtype not in (None, DType.BFLOAT16):
         message = f"an fp8 cache is read with bfloat16 queries only, not with {dtype}"
         yield Refusal(RefusalCode.DTYPE, message, str(dtype), [str(DType.BFLOAT16)], Setting.DTYPE)
-    if (older := _older(READS_FP8)) is not None:
+    if (older := _version_refusal(READS_FP8)) is not None:
         message = f"flashinfer-python {older.value} reads no fp8 cache"
         allowed = [str(DType.BFLOAT16), str(DType.FLOAT16)]
         yield Refusal(RefusalCode.KV_DTYPE, message, value, allowed, Setting.KV_DTYPE, older.advice)
 
 
 def kernel_refusals(problem: Problem, options: FlashInferMLAOptions) -> Iterator[Refusal]:
-    """What the kernel that was asked for does not take. The backend asks the same when it is built."""
+    """Yield refusals of the requested kernel. The backend repeats this check when it is built."""
     kernel, sm = options.kernel, problem.sm
     others = [name for name in get_args(KernelName) if name != kernel]
     low, high = KERNEL_SMS.get(kernel, (0, 1000))
     if sm is not None and not low <= sm <= high:
-        wanted = f"SM {low}" if low == high else f"SM {low} to {high}"
-        yield Refusal("kernel", f"kernel={kernel} needs {wanted}, this is SM {sm}", kernel, others, KERNEL)
+        wanted = f"SM {low}" if low == high else f"SM {low}–{high}"
+        yield Refusal("kernel", f"kernel={kernel} requires {wanted}; this GPU is SM {sm}", kernel, others, KERNEL)
     if kernel != "cutlass":
         return
     if problem.cuda_graph > GraphLevel.NEVER:
         level = problem.cuda_graph.name
-        message = f"CUDA graphs are asked for at level {level}, and kernel=cutlass decodes outside of them only"
+        message = f"CUDA graphs are requested at level {level}, but kernel=cutlass does not support CUDA graphs"
         yield Refusal(RefusalCode.CUDA_GRAPH, message, level, [GraphLevel.NEVER.name], KERNEL)
     if wrong := list(_cutlass_limits(problem)):
-        yield Refusal("kernel", f"kernel=cutlass needs {'; '.join(wrong)}", kernel, others, KERNEL)
+        yield Refusal("kernel", f"kernel=cutlass requires {'; '.join(wrong)}", kernel, others, KERNEL)
 
 
 def _cutlass_limits(problem: Problem) -> Iterator[str]:
-    """Its kernel takes these numbers for granted, the scale too, and looks at none of them but the first two."""
+    """Yield violated limits of the CUTLASS kernel. It hard-codes all of these values and checks only the first two."""
     layers = () if problem.model is None else problem.model.full_layers
-    for layer in [layer for layer in layers if layer.mla is not None][:1]:  # the others are like it
+    for layer in [layer for layer in layers if layer.mla is not None][
+        :1
+    ]:  # layers_alike: the others have the same shape
         assert layer.mla is not None
         heads = layer.num_heads // problem.tensor_parallel
-        if heads != MOST_HEADS:
-            yield f"heads on a rank {MOST_HEADS}, this is {heads}"
+        if heads != MAX_HEADS:
+            yield f"{MAX_HEADS} heads per rank, not {heads}"
         if layer.mla.row_dim != 576:
-            yield f"row width 576, this is {layer.mla.row_dim}"
+            yield f"row width 576, not {layer.mla.row_dim}"
         if abs(layer.scale - 192**-0.5) > 5e-7:
-            yield f"scale {192**-0.5:.6f}, this is {layer.scale:.6f}"
+            yield f"scale {192**-0.5:.6f}, not {layer.scale:.6f}"
     if problem.page_size is not None and 128 % problem.page_size:
-        yield f"a page size that divides 128, this is {problem.page_size}"
+        yield f"a page size that divides 128, not {problem.page_size}"
 
 
-def _older(requirement: str) -> Refusal | None:
-    """The refusal where FlashInfer is installed in another version; one that is not there is the spec's to name."""
+def _version_refusal(requirement: str) -> Refusal | None:
+    """Return the refusal of an installed FlashInfer outside ``requirement``. The spec reports a missing one."""
     refusal = requirement_refusal(requirement)
     return None if refusal is None or refusal.value is None else refusal

@@ -1,4 +1,4 @@
-"""FlashInfer called directly, as its documentation shows: what the backend is measured against (``attnplug.raw``)."""
+"""Baseline for benchmarks: FlashInfer called directly, as its documentation shows (``attnplug.raw``)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from attnplug.tables import RawScene
 from attnplug_flashinfer_mla import kernels
 
 SCRATCH_BYTES = 128 << 20
-"""What FlashInfer recommends."""
+"""Workspace size that FlashInfer recommends."""
 
 
-def calls(scene: RawScene) -> RawDecode | None:
-    """The paged decode over a cache in the queries' type; ``None`` for other scenes."""
+def calls(scene: RawScene) -> RawFlashInferMLA | None:
+    """Return the paged decode over a cache in the queries' dtype; ``None`` for other scenes."""
     pool = scene.pools.mla
     if scene.prefill or scene.tokens != 1 or pool is None or pool.rows(0).dtype != scene.q.dtype:
         return None
-    return RawDecode(scene)
+    return RawFlashInferMLA(scene)
 
 
-class RawDecode:
+class RawFlashInferMLA:
     """FlashInfer's paged wrapper over the caches of a scene, planned for its lengths."""
 
     def __init__(self, scene: RawScene, kernel: str = "auto", scratch: Tensor | None = None) -> None:
@@ -61,7 +61,7 @@ class RawDecode:
         )
 
     def begin(self) -> None:
-        """Nothing of its planning can be captured."""
+        """Do nothing: the wrapper's planning cannot be captured."""
 
     def run(self, number: int) -> Tensor:
         out: Tensor = self._wrapper.run(*self._q, *self._caches[number % len(self._caches)])

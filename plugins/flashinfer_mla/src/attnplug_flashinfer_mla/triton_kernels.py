@@ -1,4 +1,4 @@
-"""The small Triton kernels of this plugin. Imported where there is a CUDA device and nowhere else."""
+"""Triton kernels of ``device_planner``. Imported on CUDA devices only."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnplug_flashinfer_mla.lengths import Lengths
-from attnplug_flashinfer_mla.schedule import KV_STEP, MERGED_AT_ONCE, SLACK, STEP_OVER_PART, Schedule, UniformBatch
+from attnplug_flashinfer_mla.lengths import CallLengths
+from attnplug_flashinfer_mla.work_list import (
+    KV_STEP,
+    MERGED_AT_ONCE,
+    SLACK,
+    STEP_OVER_PART,
+    MLAWorkList,
+    UniformMLABatch,
+)
 
 _BLOCK = 512
-_MOST_PROGRAMS = 16
-"""Programs that share one request's pages: a context of 128k tokens in pages of one is 256 blocks."""
+_MAX_PROGRAMS = 16
+"""Maximum programs per request: 128k tokens in pages of one are 256 blocks."""
 
 
 @triton.jit
@@ -39,10 +46,10 @@ def _fill_indices(
 
 
 def launch_fill_indices(
-    page_table: Tensor, lengths: Lengths, page_size: int, kv_indices: Tensor, slots: Tensor
+    page_table: Tensor, lengths: CallLengths, page_size: int, kv_indices: Tensor, slots: Tensor
 ) -> None:
     requests, width = page_table.shape
-    programs = min(_MOST_PROGRAMS, max(triton.cdiv(width, _BLOCK), triton.cdiv(slots.shape[0], requests * _BLOCK)))
+    programs = min(_MAX_PROGRAMS, max(triton.cdiv(width, _BLOCK), triton.cdiv(slots.shape[0], requests * _BLOCK)))
     _fill_indices[(requests, max(programs, 1))](
         page_table,
         page_table.stride(0),
@@ -65,8 +72,11 @@ def _fill_schedule(
     CAUSAL: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, COST: tl.constexpr, SLACK: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per multiprocessor. Each adds up all tiles by itself, which costs less than synchronising, and then
-    writes the items of its cluster and its own merge entry. The names are those of ``fill_schedule``."""
+    """Fill a work list, one program per multiprocessor.
+
+    Each program sums over all tiles itself, which costs less than synchronizing, and then writes the items of its
+    cluster and its own merge entry. Names as in ``device_planner.fill_work_list``.
+    """
     me = tl.program_id(0)
     item = tl.arange(0, BLOCK)
     exists = item < items
@@ -126,22 +136,22 @@ def _fill_schedule(
     tl.store(merge_stride + me, tl.sum(tl.where(here, tile_size, 0), 0))
 
 
-def launch_fill_schedule(schedule: Schedule, batch: UniformBatch, kv_lens: Tensor) -> None:
-    tiles = batch.tiles(schedule)
+def launch_fill_work_list(work_list: MLAWorkList, batch: UniformMLABatch, kv_lens: Tensor) -> None:
+    tiles = batch.tiles(work_list)
     items = batch.requests * tiles
     block = max(triton.next_power_of_2(items), 32)
-    _fill_schedule[(schedule.clusters * schedule.cluster_size,)](
-        *schedule.arrays(),
+    _fill_schedule[(work_list.clusters * work_list.cluster_size,)](
+        *work_list.arrays(),
         kv_lens,
         items,
         tiles,
         batch.queries,
         batch.heads,
         batch.pages,
-        schedule.clusters,
-        schedule.cluster_size,
+        work_list.clusters,
+        work_list.cluster_size,
         CAUSAL=batch.causal,
-        TILE=schedule.tile_rows,
+        TILE=work_list.tile_rows,
         STEP=KV_STEP,
         COST=STEP_OVER_PART,
         SLACK=SLACK,

@@ -1,4 +1,4 @@
-"""The seam to DeepGEMM: its scores of fp8 index keys in pages. Only this module imports the library."""
+"""Index scores of paged fp8 keys by DeepGEMM. Only this module imports DeepGEMM."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from attnplug_flashmla.plugin import PAGE
 from attnplug_sparse.index import ScoreInputs
 
-_LARGEST = 448.0
-_SMALLEST = 1e-4
+_FP8_MAX = 448.0
+_MIN_AMAX = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class DeepGEMM:
-    """The functions of DeepGEMM in use."""
+    """DeepGEMM's functions in use."""
 
     scores: Callable[..., Tensor]
     schedule: Callable[..., Tensor]
@@ -36,13 +36,15 @@ def load_deep_gemm() -> DeepGEMM:
 
 
 def score_in_fp8(inputs: ScoreInputs) -> Tensor:
-    """Scores ``[rows, width]`` float32, for ``SparseIndex``. Every token is a request of its own; the scales of queries
-    are positive, so they go through relu and into the weights."""
+    """Return scores ``[rows, width]`` float32, for ``SparseIndex``. Every token is a request of its own.
+
+    Query scales are positive, so they commute with relu and are multiplied into the weights.
+    """
     library, keys, queries = load_deep_gemm(), inputs.keys, inputs.q.float()
-    scales = queries.abs().amax(-1).clamp_(min=_SMALLEST).div_(_LARGEST)
+    scales = queries.abs().amax(-1).clamp_(min=_MIN_AMAX).div_(_FP8_MAX)
     lens = inputs.seen.unsqueeze(1).contiguous()
     return library.scores(
-        q=(queries / scales.unsqueeze(-1)).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).unsqueeze(1),
+        q=(queries / scales.unsqueeze(-1)).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).unsqueeze(1),
         kv_cache=keys.view(-1, PAGE, 1, keys.shape[-1]),
         weights=inputs.weights * scales * inputs.scale,
         context_lens=lens,

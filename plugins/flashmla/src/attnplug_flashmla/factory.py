@@ -1,8 +1,11 @@
-"""The factories of the specs. FlashMLA is imported with this module: if that fails, nothing has been built yet."""
+"""Factories of the specs.
+
+Importing this module imports FlashMLA, so an import error occurs before anything is built.
+"""
 
 from __future__ import annotations
 
-from attnplug import import_library
+from attnplug.kernels import import_library
 from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_flashmla.kernels import load_library
 from attnplug_flashmla.plugin import LIBRARY

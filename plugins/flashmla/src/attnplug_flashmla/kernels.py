@@ -1,4 +1,4 @@
-"""The seam to FlashMLA: the two calls of dense attention. Only this module imports the library."""
+"""Kernel protocol of dense decode and its FlashMLA implementation. Only this module imports FlashMLA."""
 
 from __future__ import annotations
 
@@ -12,56 +12,59 @@ from torch import Tensor
 
 from attnplug import PlanError
 
-_LARGEST_INDEX = 1 << 31
+_MAX_INDEX = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Schedule:
-    """Which multiprocessors read which pages, made on the device: ``tiles`` and ``splits`` ``[requests + 1]``, int32.
+class TileSchedule:
+    """FlashMLA's tile schedule, computed on the device: ``tiles`` and ``splits`` ``[requests + 1]``, int32.
 
-    Valid for every layer, as long as the lengths do not change.
+    It assigns pages to multiprocessors (``tile_scheduler_metadata``, ``num_splits``) and is valid for all layers as
+    long as the lengths do not change.
     """
 
     tiles: Tensor
     splits: Tensor
 
-    def become(self, other: Schedule) -> None:
-        """Copy another schedule's numbers into this one's memory."""
-        torch._foreach_copy_([self.tiles, self.splits], [other.tiles, other.splits])  # one launch for both
+    def copy_from(self, other: TileSchedule) -> None:
+        """Copy another schedule into this one's memory, which a graph reads."""
+        torch._foreach_copy_([self.tiles, self.splits], [other.tiles, other.splits])  # one launch for both tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """A batch as the kernel takes it: ``queries`` tokens per request, the last of its ``kv_lens`` rows.
+class FlashMLACall:
+    """A kernel call. Each request has ``queries`` query tokens, the last of its ``kv_lens`` rows.
 
     ``kv_lens`` ``[requests]`` and ``page_table`` ``[requests, pages]`` are int32 and contiguous. A request of length 0
-    attends to nothing, but its first entry in the table must still be a valid page.
+    attends to nothing, but the first entry of its table row must be a valid page.
     """
 
     queries: int
     kv_lens: Tensor
     page_table: Tensor
-    schedule: Schedule
+    schedule: TileSchedule
 
 
-class Kernels(Protocol):
-    def schedule(self, kv_lens: Tensor, queries: int) -> Schedule:
-        """Plan for all layers. Waits for nothing and can be captured."""
+class DenseKernels(Protocol):
+    """Dense latent attention over pages of 64 tokens."""
+
+    def schedule(self, kv_lens: Tensor, queries: int) -> TileSchedule:
+        """Plan for all layers. Does not synchronize and can be captured."""
         ...
 
-    def attend(self, q: Tensor, cache: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
-        """q ``[rows, heads, row_dim]`` over the cache ``[pages, 64, 1, row_dim]``, causally.
+    def attend(self, q: Tensor, cache: Tensor, call: FlashMLACall, scale: float) -> tuple[Tensor, Tensor]:
+        """Attend with q ``[rows, heads, row_dim]`` over the cache ``[pages, 64, 1, row_dim]``, causally.
 
-        It may start before kernels that let others start early have ended: q and the cache are ready before the call.
-        Returns ``[rows, heads, kv_lora_rank]`` and the log-sum-exp ``[requests, heads, queries]`` float32, natural log;
-        where a row sees no key, zero and +inf.
+        The kernel may start before previous kernels have ended (programmatic dependent launch); q and the cache must be
+        complete before the call. Returns ``[rows, heads, kv_lora_rank]`` and the log-sum-exp
+        ``[requests, heads, queries]`` float32 in natural log; zero and +inf for a row that sees no key.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
-    """The functions of FlashMLA in use."""
+class FlashMLALibrary:
+    """FlashMLA's functions in use."""
 
     attend: Callable[..., Any]
     schedule: Callable[..., Any]
@@ -70,13 +73,13 @@ class Library:
 
 
 @cache
-def load_library() -> Library:
+def load_library() -> FlashMLALibrary:
     """Import FlashMLA. Raises whatever its import raises."""
     import flash_mla
 
     if not flash_mla.has_legacy():
-        raise ImportError("it was built without its kernels for SM 90 (FLASH_MLA_BUILD_LEGACY=0)")
-    return Library(
+        raise ImportError("flash_mla was built without SM 90 kernels (FLASH_MLA_BUILD_LEGACY=0)")
+    return FlashMLALibrary(
         flash_mla.flash_mla_with_kvcache,
         flash_mla.get_mla_decoding_metadata,
         flash_mla.get_mla_metadata,
@@ -85,12 +88,12 @@ def load_library() -> Library:
 
 
 class FlashMLAKernels:
-    """FlashMLA's dense decode, for one number of heads. The library counts dense decode and SM 90 as legacy."""
+    """FlashMLA's dense decode for ``heads`` heads. The library's flag for dense decode on SM 90 is ``use_legacy``."""
 
     def __init__(self, heads: int, kv_lora_rank: int) -> None:
         self._library, self._heads, self._rank = load_library(), heads, kv_lora_rank
 
-    def schedule(self, kv_lens: Tensor, queries: int) -> Schedule:
+    def schedule(self, kv_lens: Tensor, queries: int) -> TileSchedule:
         tiles, splits = self._library.schedule(
             seqlens_k=kv_lens,
             num_q_tokens_per_head_k=queries * self._heads,
@@ -100,19 +103,19 @@ class FlashMLAKernels:
             use_legacy=True,
         )
         self._check_size(len(kv_lens), queries, len(tiles))
-        return Schedule(tiles, splits)
+        return TileSchedule(tiles, splits)
 
     def _check_size(self, requests: int, queries: int, parts: int) -> None:
-        """The kernel counts the numbers of all partial results in 32 bits, and does not check whether they fit."""
-        if (requests + parts) * queries * self._heads * self._rank >= _LARGEST_INDEX:
-            most = (_LARGEST_INDEX - 1) // (queries * self._heads * self._rank) - parts
+        """Raise ``PlanError`` if partial results exceed the kernel's 32-bit index, which the kernel does not check."""
+        if (requests + parts) * queries * self._heads * self._rank >= _MAX_INDEX:
+            most = (_MAX_INDEX - 1) // (queries * self._heads * self._rank) - parts
             raise PlanError(
-                f"{requests} requests with {queries} tokens each and {self._heads} heads are more than FlashMLA can "
-                f"count, at most {most}; lower `max_batch`",
+                f"{requests} requests with {queries} tokens each and {self._heads} heads exceed FlashMLA's 32-bit "
+                f"index, at most {most} fit; lower `max_batch`",
                 settings=["max_batch"],
             )
 
-    def attend(self, q: Tensor, cache: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, cache: Tensor, call: FlashMLACall, scale: float) -> tuple[Tensor, Tensor]:
         schedule, _ = self._library.empty_schedule()
         schedule.tile_scheduler_metadata, schedule.num_splits = call.schedule.tiles, call.schedule.splits
         out, lse = self._library.attend(
@@ -132,11 +135,11 @@ class FlashMLAKernels:
 
 
 def wait_for_kernels(device: torch.device) -> None:
-    """Let what follows start only after every kernel before has ended.
+    """Launch a plain kernel as a barrier: later kernels start only after all previous ones have ended.
 
-    The library's first kernel is launched early (programmatic dependent launch) and never waits: it would read queries
-    that are not written yet if the kernel before it lets others start early. Its last kernel may end before its first
-    has stored all results. A plain launch stands between them: it does not start early, and lets nothing else do so.
+    The library's first kernel uses programmatic dependent launch and never waits, so it would read queries that are not
+    written yet if the kernel before it lets others start early. Its last kernel may end before its first has stored all
+    results. A plain launch neither starts early nor lets the next kernel do so.
     """
     if device.type == "cuda":
         torch.zeros(1, dtype=torch.uint8, device=device)

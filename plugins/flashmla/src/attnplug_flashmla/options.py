@@ -1,4 +1,4 @@
-"""What a user can set, as ``flashmla_sparse.NAME=VALUE``."""
+"""User options, set as ``flashmla_sparse.NAME=VALUE``."""
 
 from __future__ import annotations
 
@@ -10,5 +10,7 @@ IndexKernel = Literal["own", "deep_gemm"]
 
 @dataclass(frozen=True, slots=True)
 class SparseOptions:
+    """Options of the ``flashmla_sparse`` backend."""
+
     index_kernel: IndexKernel = "own"
-    """Kernel that scores index keys: attnplug-sparse's, or DeepGEMM's, which takes queries and keys in fp8."""
+    """Kernel that scores index keys: ``own`` (attnplug's), or ``deep_gemm``, which takes fp8 queries and keys."""

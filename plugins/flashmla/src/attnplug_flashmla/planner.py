@@ -1,4 +1,4 @@
-"""Page table and lengths → what the kernel reads and where new rows go, by one kernel on a GPU."""
+"""Planner: page table and lengths → kernel pages, lengths and write slots. One kernel on CUDA."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import split_table
+from attnplug.kernels import split_table
 from attnplug_flashmla.plugin import PAGE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pages:
-    """A batch with ``queries`` new tokens per request, in memory that keeps its address.
+class DecodePages:
+    """Static buffers of a batch with ``queries`` new tokens per request.
 
-    ``kv_lens`` is ``[requests]`` int32. ``table`` ``[requests, width]`` int32 is in pages of 64. ``slots`` ``[requests
-    * queries]`` int64 are the cache slots of the new rows, -1 where there is none.
+    ``kv_lens`` is ``[requests]`` int32, ``table`` ``[requests, width]`` int32 in pages of 64, and ``slots``
+    ``[requests * queries]`` int64 the write slots of the new rows, -1 for none.
     """
 
     queries: int
@@ -25,8 +25,8 @@ class Pages:
     slots: Tensor
 
     @classmethod
-    def reserve(cls, requests: int, rows: int, width: int, device: torch.device) -> Pages:
-        """For up to this many requests and new rows in all; ``part`` cuts a batch out of it."""
+    def reserve(cls, requests: int, rows: int, width: int, device: torch.device) -> DecodePages:
+        """Allocate for up to ``requests`` requests with ``rows`` new rows in total; ``part`` returns a smaller view."""
         return cls(
             1,
             torch.empty(requests, dtype=torch.int32, device=device),
@@ -34,16 +34,16 @@ class Pages:
             torch.empty(rows, dtype=torch.int64, device=device),
         )
 
-    def part(self, requests: int, queries: int) -> Pages:
-        """The same memory for a smaller batch."""
-        return Pages(queries, self.kv_lens[:requests], self.table[:requests], self.slots[: requests * queries])
+    def part(self, requests: int, queries: int) -> DecodePages:
+        """Return a view of the same memory for a smaller batch."""
+        return DecodePages(queries, self.kv_lens[:requests], self.table[:requests], self.slots[: requests * queries])
 
     def fill(self, page_table: Tensor, seq_lens: Tensor, page_size: int) -> None:
-        """Fill from a page table ``[requests, pages]`` in pages of ``page_size``, a multiple of 64, and lengths.
+        """Fill from ``page_table`` ``[requests, pages]``, in pages of ``page_size`` (a multiple of 64), and lengths.
 
-        New rows are the last ones of a request. The slot is -1 for a row before the request's first, and for a row past
-        the table's last column, which a length on the device can ask for. Entries after a request's last page are not
-        read. Waits for nothing and can be captured.
+        A request's new rows are its last ones. The slot is -1 for a position before the request's first row or beyond
+        the table's last column, which a device length may exceed. Entries behind a request's last page are not read.
+        Does not synchronize and can be captured.
         """
         if page_table.stride(1) != 1:
             page_table = page_table.contiguous()

@@ -1,4 +1,4 @@
-"""What the plugin says of its backends. FlashMLA is imported when one is built, and not before."""
+"""Backend specs of ``flashmla`` and ``flashmla_sparse``. Importing this module does not import FlashMLA."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from attnplug import (
     Role,
     Setting,
     hookimpl,
-    requirement_refusal,
 )
+from attnplug.kernels import requirement_refusal
 from attnplug_flashmla.options import SparseOptions
 from attnplug_sparse.refusals import index_refusals
 
 LIBRARY = "sgl-flash-mla>=1.0,<2"
 DEEP_GEMM = "sgl-deep-gemm>=0.2.5"
 PAGE = 64
-"""Tokens of a page, as the kernel reads them."""
+"""Page size of the kernels, in tokens."""
 
 
 @hookimpl
@@ -40,7 +40,7 @@ def attnplug_backends() -> list[BackendSpec]:
             contract="0.9",
             factory="attnplug_flashmla.factory:FlashMLABackend",
             requires=((LIBRARY, "flash_mla"),),
-            preference=90,  # FlashInfer's calls take a third of the host's time, and need no second backend for prefill
+            preference=90,  # FlashInfer takes a third of the host time and can prefill too
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MLA}),
                 devices=frozenset({"cuda"}),
@@ -51,7 +51,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 roles=frozenset({Role.DECODE}),
                 page_sizes=PageSizes.of(PAGE),
                 mla_dims=frozenset({(512, 64)}),
-                max_heads=128,  # the kernel would take more, and nobody has tested it with more
+                max_heads=128,  # tested up to this number
                 layers_alike=True,
                 max_speculative_tokens=8,
                 cuda_graph=GraphLevel.UNIFORM,
@@ -98,13 +98,13 @@ def attnplug_rankings() -> list[Path]:
 
 
 def _check_sparse(problem: Problem, role: Role | None, options: SparseOptions) -> Iterator[Refusal]:
-    """Refuse dense layers, and index keys that the chosen kernel cannot read."""
+    """Yield refusals that capabilities cannot express: dense layers, the index, and limits of DeepGEMM."""
     layers = [] if problem.model is None else problem.model.full_layers
     dense = [layer.layer_id for layer in layers if layer.indexer is None]
     if dense and role is not Role.LINEAR:
         yield Refusal(
             RefusalCode.FEATURE,
-            f"it attends to the rows that an index chooses, and {len(dense)} of {len(layers)} layers have no index",
+            f"requires an index in every layer, but {len(dense)} of {len(layers)} layers have no index",
             dense,
             setting=None if role is None else role.setting,
         )
@@ -119,15 +119,15 @@ def _deep_gemm_refusals(problem: Problem) -> Iterator[Refusal]:
     setting = "flashmla_sparse.index_kernel"
     if problem.dtype is not None and problem.index_dtype is not DType.FLOAT8_E4M3:
         kind = problem.index_dtype or problem.dtype
-        message = f"DeepGEMM scores index keys in {DType.FLOAT8_E4M3}, and they are in {kind}"
+        message = f"DeepGEMM requires index keys in {DType.FLOAT8_E4M3}, not {kind}"
         yield Refusal(RefusalCode.INDEX_DTYPE, message, str(kind), [DType.FLOAT8_E4M3.value], Setting.INDEX_DTYPE)
     if problem.page_size not in (None, PAGE):
-        message = f"DeepGEMM scores index keys in pages of {PAGE}, and these are of {problem.page_size}"
+        message = f"DeepGEMM requires pages of {PAGE} tokens, not {problem.page_size}"
         yield Refusal(RefusalCode.PAGE_SIZE, message, problem.page_size, [PAGE], Setting.PAGE_SIZE)
     shapes = {(dims.heads, dims.head_dim) for layer in _index_layers(problem) if (dims := layer.indexer) is not None}
     for heads, width in sorted(shapes):
         if heads not in (32, 64) or width not in (32, 64, 128):
-            message = f"DeepGEMM scores by 32 or 64 index heads of 32, 64 or 128, and there are {heads} of {width}"
+            message = f"DeepGEMM supports 32 or 64 index heads of 32, 64 or 128, not {heads} of {width}"
             yield Refusal(RefusalCode.HEADS, message, [heads, width], [32, 64], setting)
 
 

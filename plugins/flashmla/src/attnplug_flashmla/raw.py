@@ -1,4 +1,4 @@
-"""FlashMLA called directly, as its documentation shows: what the backend is measured against (``attnplug.raw``)."""
+"""Baseline for benchmarks: FlashMLA called directly, as its documentation shows (``attnplug.raw``)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from attnplug_flashmla import kernels
 
 
 def calls(scene: RawScene) -> RawFlashMLA | None:
-    """The dense decode, of one token or of several; ``None`` for other scenes."""
+    """Return the dense decode of one or several tokens; ``None`` for other scenes."""
     return None if scene.prefill or scene.pools.mla is None else RawFlashMLA(scene)
 
 
 class RawFlashMLA:
-    """FlashMLA over the caches of a scene. The first call after ``begin`` makes the schedule."""
+    """FlashMLA over the caches of a scene. The first call after ``begin`` computes the schedule."""
 
     def __init__(self, scene: RawScene) -> None:
         layer, pool = scene.layers[0], scene.pools.mla
@@ -34,7 +34,7 @@ class RawFlashMLA:
         self._schedule: Any = self._library.empty_schedule()[0]
 
     def plan(self, _: int = 0) -> None:
-        """The same before the calls, to be timed by itself."""
+        """Compute the schedule alone, to measure its time."""
         rows = self._tokens * self._heads
         self._library.schedule(
             seqlens_k=self._lens, num_q_tokens_per_head_k=rows, h_k=1, h_q=self._heads, use_legacy=True

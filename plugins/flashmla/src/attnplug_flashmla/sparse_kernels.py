@@ -1,4 +1,4 @@
-"""The seam to FlashMLA's sparse kernels. The library is imported by ``kernels.load_library`` alone."""
+"""Kernel protocol of sparse attention and its FlashMLA implementation (imported by ``kernels.load_library``)."""
 
 from __future__ import annotations
 
@@ -11,38 +11,41 @@ from attnplug_flashmla.kernels import load_library, wait_for_kernels
 
 RANK = 512
 HEADS = (64, 128)
-"""Numbers of query heads that the kernels take; others are padded."""
+"""Supported numbers of query heads; others are padded."""
 WIDTH = 128
-"""What the number of indices of a row is a multiple of. The decode kernel would take 64."""
+"""Granularity of the number of indices per row. The decode kernel alone would allow 64."""
 
 
 class SparseKernels(Protocol):
-    """Both return ``[rows, heads, 512]`` and the log-sum-exp ``[rows, heads]`` float32: natural logarithms, and zero
-    and +inf for a row without indices. ``heads`` is 64 or 128.
+    """Sparse latent attention over selected cache slots.
 
-    ``slots`` ``[rows, width]`` int32 are flat indices of the cache, -1 for none; ``width`` is a multiple of 128.
+    Both methods return the output ``[rows, heads, 512]`` and the log-sum-exp ``[rows, heads]`` float32 in natural log;
+    zero and +inf for a row without indices. ``heads`` is 64 or 128. ``slots`` ``[rows, width]`` int32 are flat cache
+    indices, -1 for none; ``width`` is a multiple of 128.
     """
 
     def schedule(self) -> Any:
-        """Made empty, and filled by the first ``attend_packed`` that is given it. It depends on numbers of rows, heads
-        and indices, not on their values."""
+        """Return an empty schedule, which the first ``attend_packed`` fills.
+
+        It depends on the numbers of rows, heads and indices, not on their values.
+        """
         ...
 
     def attend_packed(
         self, q: Tensor, cache: Tensor, slots: Tensor, scale: float, schedule: Any
     ) -> tuple[Tensor, Tensor]:
-        """q ``[rows, heads, 576]`` over a cache of bytes ``[pages, 64, 1, 656]``."""
+        """Attend with q ``[rows, heads, 576]`` over a uint8 cache ``[pages, 64, 1, 656]``."""
         ...
 
     def attend_rows(self, q: Tensor, cache: Tensor, slots: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """The same over a cache of bfloat16 rows ``[slots, 1, 576]``."""
+        """Attend with q ``[rows, heads, 576]`` over a bfloat16 cache ``[slots, 1, 576]``."""
         ...
 
 
 class FlashMLASparseKernels:
-    """FlashMLA's sparse decode and prefill. The library counts SM 90 as legacy.
+    """FlashMLA's sparse decode and prefill. The library's flag for SM 90 is ``use_legacy``.
 
-    Every row is a request of its own: for these kernels the tokens of a request have nothing in common.
+    Every row is a request of its own, because the tokens of a request share no rows in these kernels.
     """
 
     def __init__(self) -> None:
@@ -78,8 +81,8 @@ class FlashMLASparseKernels:
         return out, lse
 
 
-def padded_heads(q: Tensor) -> Tensor:
-    """q ``[rows, heads, dim]`` contiguous, with heads of zeros up to a number that the kernels take."""
+def pad_heads(q: Tensor) -> Tensor:
+    """Return q ``[rows, heads, dim]`` contiguous, zero-padded to a supported number of heads."""
     rows, heads, dim = q.shape
     wanted = next(number for number in HEADS if heads <= number)
     if heads == wanted:

@@ -1,4 +1,4 @@
-"""The Triton kernels of this plugin. Imported where there is a CUDA device and nowhere else."""
+"""Triton kernels of planner and query preparation. Imported on CUDA devices only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 from attnplug_flashmla.plugin import PAGE
 
 _BLOCK = 256
-_MOST_PROGRAMS = 8
-"""Programs that share one request's pages: a context of 128k tokens is 8 blocks."""
+_MAX_PROGRAMS = 8
+"""Maximum programs per request: 128k tokens are 8 blocks."""
 PAIRS = 4
-"""Rows of one head each that a program joins: each of its 128 threads moves 16 bytes twice, and 4 of the rope."""
+"""(row, head) pairs per program: each of its 128 threads moves 16 bytes twice, and 4 bytes of the rope."""
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _fill_pages(
     asked = tl.load(seq_lens + request).to(tl.int32)
     kv_len = tl.minimum(asked, width * RATIO * PAGE)
     pages = (kv_len + PAGE - 1) // PAGE
-    # The kernel fetches the first page of a request of length 0 too, so there must be one.
+    # The attention kernel fetches the first page of a request of length 0 too, so the entry must be valid.
     for at in range(tl.program_id(1) * BLOCK, tl.maximum(pages, 1), tl.num_programs(1) * BLOCK):
         place = at + tl.arange(0, BLOCK)
         page = tl.load(row + place // RATIO, mask=place < pages, other=0)
@@ -53,7 +53,7 @@ def launch_fill_pages(
 ) -> None:
     requests, width = page_table.shape
     ratio = page_size // PAGE
-    _fill_pages[requests, min(triton.cdiv(width * ratio, _BLOCK), _MOST_PROGRAMS)](
+    _fill_pages[requests, min(triton.cdiv(width * ratio, _BLOCK), _MAX_PROGRAMS)](
         page_table,
         page_table.stride(0),
         width,
@@ -86,9 +86,9 @@ def _join(
 
 
 def launch_join(latent: Tensor, rope: Tensor) -> Tensor:
-    """``[rows, heads, rank]`` and ``[rows, heads, rope]`` → ``[rows, heads, rank + rope]`` contiguous.
+    """Concatenate ``[rows, heads, rank]`` and ``[rows, heads, rope]`` to ``[rows, heads, rank + rope]``, contiguous.
 
-    Both widths are powers of two, and columns are adjacent. Rows and heads may have any strides.
+    Both dims are powers of two with a column stride of 1. Rows and heads may have any strides.
     """
     (rows, heads, rank), width = latent.shape, rope.shape[2]
     joined = latent.new_empty(rows, heads, rank + width)

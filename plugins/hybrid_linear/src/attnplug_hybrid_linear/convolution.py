@@ -1,6 +1,7 @@
-"""The short causal convolution of linear layers over padded requests.
+"""Short causal convolution of linear layers over padded requests, in torch.
 
-A request's state is ``[channels, width]``: its last ``width`` raw rows, the newest last, zeros before its first.
+A request's state ``[channels, width]`` holds its last ``width`` input rows, the newest last, and zeros before its
+first.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from torch import Tensor
 
 
 def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
-    """Convolve each row with the ``width - 1`` rows before it, channel by channel.
+    """Convolve each row with the ``width - 1`` rows before it, per channel (depthwise).
 
     x ``[requests, tokens, channels]``, state ``[requests, channels, width]``, weight ``[channels, width]`` (its last
-    column is for the newest row), bias ``[channels]``. Returns x's shape and type; the sum is taken in float32.
+    column is for the newest row), bias ``[channels]``. Returns x's shape and dtype; accumulates in float32.
     """
     tokens, width = x.shape[1], weight.shape[1]
     rows = _with_history(x, state)
@@ -26,7 +27,7 @@ def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, s
 
 
 def newest_rows(x: Tensor, state: Tensor, lens: Tensor) -> Tensor:
-    """The state ``[requests, channels, width]`` after the first ``lens`` ``[requests]`` rows of each request in x."""
+    """Return the state ``[requests, channels, width]`` after the first ``lens`` ``[requests]`` rows of x."""
     width = state.shape[2]
     newest = lens.unsqueeze(1) + torch.arange(width, device=x.device)
     rows = _with_history(x, state)
@@ -34,5 +35,5 @@ def newest_rows(x: Tensor, state: Tensor, lens: Tensor) -> Tensor:
 
 
 def _with_history(x: Tensor, state: Tensor) -> Tensor:
-    """``[requests, width + tokens, channels]``: the rows of the state, then the new ones."""
+    """Return ``[requests, width + tokens, channels]``: the rows of the state, then the new ones."""
     return torch.cat([state.transpose(1, 2), x], 1)

@@ -1,8 +1,10 @@
-"""The factory of ``fla``. The library is imported with this module: if that fails, nothing has been built yet."""
+"""Factory of ``fla``. Importing this module imports the library, so an import error occurs before anything is built."""
 
 from __future__ import annotations
 
-from attnplug import BackendContext, PlannedBackend, import_library
+from attnplug import BackendContext
+from attnplug.kernels import import_library
+from attnplug.linear import PlannedBackend
 from attnplug_hybrid_linear.fla_kernels import FlaKernels
 from attnplug_hybrid_linear.plugin import LIBRARY
 
@@ -10,6 +12,7 @@ import_library(FlaKernels, LIBRARY)
 
 
 def fla(context: BackendContext) -> PlannedBackend:
-    from attnplug_hybrid_linear.fla_backend import FlaLinearBackend  # here: its kernels need Triton to be defined
+    """Build the backend; the spec's factory."""
+    from attnplug_hybrid_linear.fla_backend import FlaLinearBackend  # not at the top: its module requires Triton
 
     return FlaLinearBackend(context)

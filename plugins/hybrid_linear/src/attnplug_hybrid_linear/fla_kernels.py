@@ -1,4 +1,4 @@
-"""The seam: flash-linear-attention's chunk kernels, and the only import of it."""
+"""Protocol of chunk kernels and its flash-linear-attention implementation. Only this module imports the library."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attnplug import LinearInputs, to_device
-from attnplug_hybrid_linear.spans import Blocks
+from attnplug.kernels import to_device
+from attnplug.linear import LinearInputs
+from attnplug_hybrid_linear.varlen import VarlenBlocks
 
 CHUNK = 64
-"""Tokens per chunk in the library."""
+"""Tokens per chunk of the library's kernels."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunks:
-    """Spans as the library wants them, all int64.
+class FlaChunks:
+    """Sequences in the library's format, all int64.
 
-    ``boundaries`` ``[spans + 1]`` say where each span begins and the last one ends, on the device and on the host.
-    ``indices`` ``[chunks, 2]`` are each chunk's span and its place there. ``slots`` ``[spans]`` say from which state
-    each span starts. A padded span starts from some request's state, and what becomes of it is not kept.
+    ``cu_seqlens`` ``[sequences + 1]`` are the sequences' row offsets, on the device and on the host. ``indices``
+    ``[chunks, 2]`` are each chunk's sequence and index within it. ``slots`` ``[sequences]`` are the slots of the
+    initial states. A padded sequence starts from some request's state, and its final state is discarded.
     """
 
-    boundaries: Tensor
-    boundaries_cpu: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_cpu: Tensor
     indices: Tensor
     slots: Tensor
 
     @classmethod
-    def of(cls, query_lens: Sequence[int], blocks: Blocks, slots: Tensor) -> Chunks:
-        boundaries = list(accumulate((tokens for tokens in query_lens if tokens), initial=0))
-        device = blocks.span.device
-        indices = torch.stack([blocks.span, blocks.place], 1)
-        return cls(to_device(boundaries, device), torch.tensor(boundaries), indices, slots.clamp(min=0))
+    def of(cls, query_lens: Sequence[int], blocks: VarlenBlocks, slots: Tensor) -> FlaChunks:
+        cu_seqlens = list(accumulate((tokens for tokens in query_lens if tokens), initial=0))
+        device = blocks.sequence.device
+        indices = torch.stack([blocks.sequence, blocks.place], 1)
+        return cls(to_device(cu_seqlens, device), torch.tensor(cu_seqlens), indices, slots.clamp(min=0))
 
 
 class ChunkKernels(Protocol):
-    """A recurrence over long spans, by chunks."""
+    """Chunked recurrence over long sequences."""
 
-    def chunked(self, inputs: LinearInputs, scale: float, chunks: Chunks, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Advance each span's state ``[spans, heads, key_dim, value_dim]`` by its rows.
+    def chunked(self, inputs: LinearInputs, scale: float, chunks: FlaChunks, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Advance the initial ``states`` ``[sequences, heads, key_dim, value_dim]`` by the sequences' rows.
 
-        Returns the output ``[rows, heads, value_dim]`` and the states after the last rows, both in new memory.
+        Returns the output ``[rows, heads, value_dim]`` and the final states, both in new memory.
         """
         ...
 
@@ -55,17 +56,17 @@ class FlaKernels:
     """``fla.ops``: GDN, KDA, and simple gated linear attention for layers without a delta rule."""
 
     def __init__(self) -> None:
-        with warnings.catch_warnings(action="ignore"):  # it warns about optional things that it does not find
+        with warnings.catch_warnings(action="ignore"):  # it warns about missing optional dependencies
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule
             from fla.ops.kda import chunk_kda
             from fla.ops.simple_gla import chunk_simple_gla
 
         self._gdn, self._kda, self._simple = chunk_gated_delta_rule, chunk_kda, chunk_simple_gla
 
-    def chunked(self, inputs: LinearInputs, scale: float, chunks: Chunks, states: Tensor) -> tuple[Tensor, Tensor]:
-        rows = int(chunks.boundaries_cpu[-1])
+    def chunked(self, inputs: LinearInputs, scale: float, chunks: FlaChunks, states: Tensor) -> tuple[Tensor, Tensor]:
+        rows = int(chunks.cu_seqlens_cpu[-1])
         q, k, v = (tensor[:rows].unsqueeze(0) for tensor in (inputs.q, inputs.k, inputs.v))
-        # The library can take a constant decay as one, but overflows at the end of a span if the decay is below -1.4.
+        # The library accepts a constant decay, but overflows at the end of a sequence if it is below -1.4.
         decay = inputs.log_decay.expand(rows, -1) if inputs.log_decay.dim() == 1 else inputs.log_decay[:rows]
         common: dict[str, Any] = {
             "q": q,
@@ -75,8 +76,8 @@ class FlaKernels:
             "scale": scale,
             "initial_state": states,
             "output_final_state": True,
-            "cu_seqlens": chunks.boundaries,
-            "cu_seqlens_cpu": chunks.boundaries_cpu,
+            "cu_seqlens": chunks.cu_seqlens,
+            "cu_seqlens_cpu": chunks.cu_seqlens_cpu,
         }
         if inputs.beta is None:
             common |= {name: _rows(common[name], v.shape[2], inputs.normalize) for name in "qk"}
@@ -91,8 +92,7 @@ class FlaKernels:
 
 
 def _rows(x: Tensor, heads: int, normalize: bool) -> Tensor:
-    """Queries or keys per head, from those of its key head: the simple kernel neither shares key heads nor
-    normalizes."""
+    """Expand queries or keys of key heads to all heads, L2-normalized if requested. ``simple_gla`` does neither."""
     if normalize:
         wide = x.float()
         x = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

@@ -1,6 +1,6 @@
-"""Lengths and state slots → groups of requests whose tokens dense torch operations can process together.
+"""Planner: lengths and state slots → groups of requests that dense torch operations process together.
 
-Nothing is copied from the device: only the device knows which requests are padded, and it handles them.
+Copies nothing from the device: padded requests are known on the device only, and are handled there.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnplug import to_device
+from attnplug.kernels import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class RequestGroup:
     """Requests with similar numbers of new tokens, padded to the longest of them. All tensors are on the device.
 
-    ``requests``, ``slots`` and ``lens`` are ``[members]``: numbers in the batch, state slots, new tokens. ``rows``
-    ``[members, longest]`` are the rows of their tokens, the last one repeated past a member's end. ``live`` says which
-    of them count.
+    ``requests``, ``slots`` and ``lens`` are ``[members]``: request numbers, state slots, new tokens. ``rows``
+    ``[members, longest]`` are the rows of their tokens, with the last one repeated. ``live`` ``[members, longest]``
+    bool masks the repetitions.
 
-    A padded request is replaced by a double of a member: the same rows advance the same state to the same slot. So what
-    it writes is right, and nobody waits for the device to learn which requests are padded. A group of padded requests
-    alone has no live row, and writes back what it read at the slot of another request of the batch. It must not use
-    slots of other batches, which another lane may be writing at the same time. Only a batch of padded requests alone
-    has no such slot, and takes slot 0.
+    A padded request is replaced by a copy of a member: the same rows advance the same state to the same slot. So its
+    write is correct, and planning need not wait for the device to learn which requests are padded. A group of padded
+    requests only has no live row, and writes back the state that it read at the slot of another request of the batch.
+    It must not use slots of other batches, which another lane may be writing concurrently. A batch of padded requests
+    only has no such slot, and uses slot 0.
     """
 
     requests: Tensor
@@ -37,32 +37,35 @@ class Group:
     rows: Tensor
     live: Tensor
 
-    def first(self, tokens: Tensor) -> Group:
-        """The same with only the first of each member's tokens live, as many as ``tokens`` ``[requests]`` says."""
+    def first(self, tokens: Tensor) -> RequestGroup:
+        """Return the group with only the first ``tokens`` ``[requests]`` tokens of each member live."""
         lens = torch.minimum(self.lens, tokens[self.requests])
         return replace(self, lens=lens, live=_within(lens, self.rows.shape[1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grouping:
-    """Groups that cover every request with new tokens exactly once, and the way from their results to the batch's.
+    """Groups that cover every request with new tokens exactly once, and the permutation to the batch's row order.
 
-    The groups have ``size`` rows, laid one after the other. ``order`` ``[query_rows]`` gives the one of each planned
-    row; it is ``size`` for the rows of padded requests.
+    The concatenated groups have ``size`` rows. ``order`` ``[query_rows]`` int64 is the index of each planned row among
+    them; ``size`` for the rows of padded requests.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[RequestGroup, ...]
     order: Tensor
     size: int
 
     def in_batch_order(self, results: Sequence[Tensor], zero: Tensor, rows: int) -> Tensor:
-        """``[rows, …]`` from each group's ``[members, longest, …]``; ``zero`` ``[1, …]`` is what padding rows get."""
+        """Reorder the groups' results ``[members, longest, …]`` to ``[rows, …]``.
+
+        Padding rows become ``zero`` ``[1, …]``.
+        """
         order = F.pad(self.order, (0, rows - self.order.shape[0]), value=self.size)
         return torch.cat([*(result.flatten(0, 1) for result in results), zero]).index_select(0, order)
 
 
 def plan_groups(query_lens: Sequence[int], state_slots: Tensor) -> Grouping:
-    """Divide a batch by its new tokens, given on the host; ``state_slots`` ``[requests]`` is -1 for padded requests."""
+    """Group a batch by its new tokens, on the host. ``state_slots`` ``[requests]`` is -1 for padded requests."""
     device = state_slots.device
     first_rows = list(accumulate(query_lens, initial=0))
     query_rows = first_rows.pop()
@@ -83,7 +86,7 @@ def plan_groups(query_lens: Sequence[int], state_slots: Tensor) -> Grouping:
 
 
 def _memberships(query_lens: Sequence[int]) -> list[list[int]]:
-    """The request numbers of each group, longest first. Padding is less than half of any group."""
+    """Return the request numbers of each group, longest first. Less than half of a group is padding."""
     groups: list[list[int]] = []
     for number in sorted(range(len(query_lens)), key=lambda number: -query_lens[number]):
         if not query_lens[number]:
@@ -96,8 +99,8 @@ def _memberships(query_lens: Sequence[int]) -> list[list[int]]:
 
 def _group(
     numbers: Tensor, longest: int, lens: Tensor, firsts: Tensor, state_slots: Tensor, spare: Tensor | None
-) -> Group:
-    """``spare`` ``[1]`` is some request of the batch that is not padded, for a group in which all are."""
+) -> RequestGroup:
+    """Make a group. ``spare`` ``[1]`` is a request that is not padded, for a group of padded requests only."""
     real = state_slots[numbers] >= 0
     requests = torch.where(real, numbers, numbers[real.int().argmax(0, keepdim=True)])
     slots = state_slots[requests]
@@ -108,7 +111,7 @@ def _group(
     last = (own - 1).clamp_(min=0).unsqueeze(1)
     offsets = torch.minimum(torch.arange(longest, device=numbers.device), last)
     rows = firsts[requests].unsqueeze(1) + offsets
-    return Group(requests, slots.clamp(min=0), own, rows, _within(own, longest))
+    return RequestGroup(requests, slots.clamp(min=0), own, rows, _within(own, longest))
 
 
 def _within(lens: Tensor, longest: int) -> Tensor:

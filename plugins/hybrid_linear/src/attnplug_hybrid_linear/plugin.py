@@ -1,4 +1,4 @@
-"""What the plugin says of its backends. flash-linear-attention is imported when one is built, and not before."""
+"""Backend specs of ``torch`` and ``fla``. Importing this module does not import flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LIBRARY = "fla-core>=0.6,<0.7"
 _KINDS = frozenset(kind for kind in AttentionKind if kind.is_linear)
 _ANY_CACHE = frozenset(DType)
 _ANY_LAYOUT = frozenset(CacheLayout)
-"""States are no KV cache: any type and layout of that will do."""
-MOST_KEY_DIM = 256
-"""The widest keys that the library's kernels for the delta rule take."""
+"""Linear states are not part of the KV cache, so its dtype and layout do not matter."""
+MAX_KEY_DIM = 256
+"""Maximum key dim of the library's delta-rule kernels."""
 COUNTERS = WorkspaceKind("hybrid-linear-counters", zeroed=True)
-"""How many programs of a batch have come to a certain point; int32, zero again after every kernel."""
+"""Arrival counters of programs, int32: zero before and after each kernel."""
 
 
 @hookimpl
@@ -77,10 +77,10 @@ def attnplug_backends() -> list[BackendSpec]:
 
 
 def refusals(problem: Problem, role: Role | None, options: Any) -> Iterator[Refusal]:
-    """What the capabilities of fla cannot say: how wide keys may be."""
+    """Yield refusals that capabilities cannot express: the key dim of the delta rule."""
     if problem.model is not None and role is Role.LINEAR:
         delta = (AttentionKind.GDN, AttentionKind.KDA)
         widths = {layer.linear.key_dim for layer in problem.model.layers if layer.kind in delta and layer.linear}
-        if widths and max(widths) > MOST_KEY_DIM:
-            message = f"keys of the delta rule are {max(widths)} wide, at most {MOST_KEY_DIM}"
-            yield Refusal("key_dim", message, max(widths), MOST_KEY_DIM)
+        if widths and max(widths) > MAX_KEY_DIM:
+            message = f"delta-rule keys of dim {max(widths)} are not supported, only up to {MAX_KEY_DIM}"
+            yield Refusal("key_dim", message, max(widths), MAX_KEY_DIM)

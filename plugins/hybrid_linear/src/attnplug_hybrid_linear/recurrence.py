@@ -1,6 +1,7 @@
-"""The recurrences of linear attention over padded requests: token by token, and by chunks. All in float32.
+"""Recurrences of linear attention over padded requests in torch: recurrent and chunked forms, in float32.
 
-Both run :class:`attnplug.LinearInputs`' recurrence, in all its forms, and differ in nothing but rounding and speed.
+Both compute the recurrence of :class:`attnplug.linear.LinearInputs` in all its forms. They differ only in rounding and
+speed.
 """
 
 from __future__ import annotations
@@ -12,21 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
-"""The most tokens of a chunk; a power of two."""
-# Up to this many tokens, going token by token is faster than preparing a chunk.
+"""Maximum tokens per chunk; a power of two."""
+# Maximum tokens for which the recurrent form is faster than the chunked one.
 _FEW_TOKENS = 8
-# At this log decay and below, a decay is 0 in float32. Bounded by it, sums of log decays stay finite, and their
-# differences do not become NaN.
+# A decay of exp(-200) is 0 in float32. This lower bound keeps sums of log decays finite and their differences not NaN.
 _LOWEST = -200.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """The inputs of some requests to the recurrence, padded to the same number of tokens, float32.
+    """Inputs of the recurrence in float32, padded to the same number of tokens per request.
 
     q and k are ``[requests, tokens, heads, key_dim]``, and q includes the layer's scale. v is ``[requests, tokens,
     heads, value_dim]``, ``log_decay`` ``[requests, tokens, heads, 1 or key_dim]``. ``beta`` ``[requests, tokens, heads,
-    1]`` is for the delta rule alone.
+    1]`` is for the delta rule only.
     """
 
     q: Tensor
@@ -47,7 +47,7 @@ class Tokens:
         scale: float = 1.0,
         normalize: bool = False,
     ) -> Tokens:
-        """From a layer's own shapes, in any type.
+        """Make from a layer's own shapes, in any dtype.
 
         q and k ``[requests, tokens, key_heads, key_dim]``, v ``[requests, tokens, heads, value_dim]``, beta
         ``[requests, tokens, heads]``, and log_decay of the same shape, or with ``key_dim`` added, or ``[heads]``.
@@ -64,15 +64,16 @@ class Tokens:
         )
 
     def only(self, live: Tensor) -> Tokens:
-        """The same tokens; those outside ``live`` ``[requests, tokens]`` leave the state as it is."""
+        """Return the tokens with those outside ``live`` ``[requests, tokens]`` made neutral: they do not change the
+        state."""
         dead = ~live[..., None, None]
-        # Everything of a token that could reach the state: with a zero key alone, a NaN would get through.
+        # All inputs that reach the state: with a zero key only, a NaN would propagate.
         k, v, log_decay = (tensor.masked_fill(dead, 0) for tensor in (self.k, self.v, self.log_decay))
         return Tokens(self.q, k, v, log_decay, None if self.beta is None else self.beta.masked_fill(dead, 0))
 
 
 def _rows(x: Tensor, heads: int, normalize: bool) -> Tensor:
-    """Queries or keys of each head, from those of its key head."""
+    """Expand queries or keys of key heads to all heads, L2-normalized if requested."""
     x = x.float()
     if normalize:
         x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
@@ -80,7 +81,7 @@ def _rows(x: Tensor, heads: int, normalize: bool) -> Tensor:
 
 
 def advance(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Advance ``state`` ``[requests, heads, key_dim, value_dim]`` by the tokens, in the quicker of two ways.
+    """Advance ``state`` ``[requests, heads, key_dim, value_dim]`` by the tokens, in the faster of both forms.
 
     Returns the output ``[requests, tokens, heads, value_dim]`` and the state after the last token.
     """
@@ -115,7 +116,7 @@ def chunked(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(tensor: Tensor, size: int) -> tuple[Tensor, ...]:
-    """Chunks ``[requests, heads, size, dim]``. Zeros fill up the last: a token of zeros leaves the state as it is."""
+    """Split into chunks ``[requests, heads, size, dim]``, zero-padded: a token of zeros does not change the state."""
     padded = F.pad(tensor.transpose(1, 2), (0, 0, 0, -tensor.shape[1] % size))
     chunks: tuple[Tensor, ...] = padded.split(size, 2)
     return chunks
@@ -124,12 +125,12 @@ def _chunks(tensor: Tensor, size: int) -> tuple[Tensor, ...]:
 def _through_chunk(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The output ``[requests, heads, size, value_dim]`` of one chunk and the state after it.
+    """Return the output ``[requests, heads, size, value_dim]`` of one chunk and the state after it.
 
     ``writes`` is what each token adds at its key. The state after a token is the initial state, decayed since the
     chunk's start, plus all writes so far, each decayed since it was made.
     """
-    # Sums reach -20 * 64 where decays are strong. In float32 their differences, which are what counts, would lose 1e-4.
+    # Sums reach -20 * 64 for strong decays. In float32 their differences would lose 1e-4.
     sums = log_decay.double().cumsum(-2)
     since_start = sums.float().exp()
     until_end = (sums[..., -1:, :] - sums).float().exp()
@@ -147,7 +148,7 @@ def _through_chunk(
 
 
 def _decayed_products(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
-    """``[…, i, j]``: the product of x's row i with y's row j, decayed since j; zero for j > i.
+    """Return ``[…, i, j]``: the product of x's row i with y's row j, decayed since j; zero for j > i.
 
     x and y are ``[…, size, key_dim]``, the sums of log decays ``[…, size, 1 or key_dim]``. The exponential of a
     positive number is never taken.
@@ -159,11 +160,11 @@ def _decayed_products(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
 
 
 def _products_by_channel(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
-    """The same if each channel decays on its own: the decay then must be split into one factor for each row.
+    """Compute the decayed products for per-channel decays, where the decay is split into one factor per row.
 
-    Factors counted from the chunk's start overflow, so the rows are halved. Rows of the second half meet rows of the
-    first by way of the first half's last row. It lies between them, so both factors are decays. Each half does the same
-    with its own rows, down to single rows.
+    Factors relative to the chunk's start overflow, so the rows are halved recursively. Products of second-half rows
+    with first-half rows use factors relative to the first half's last row. It lies between them, so both factors are
+    decays.
     """
     size, half = x.shape[-2], x.shape[-2] // 2
     if size == 1:

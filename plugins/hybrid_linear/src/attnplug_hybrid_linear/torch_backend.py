@@ -1,4 +1,4 @@
-"""Linear attention with torch operations: states are gathered by slot, advanced by the new tokens, and put back."""
+"""The ``torch`` backend: linear attention in torch. States are gathered by slot, advanced, and scattered back."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnplug import ForwardBatch, LayerSpec, LinearInputs
+from attnplug import ForwardBatch, LayerSpec
+from attnplug.linear import LinearInputs
 from attnplug_hybrid_linear.convolution import convolve, newest_rows
-from attnplug_hybrid_linear.planner import Group, Grouping, plan_groups
+from attnplug_hybrid_linear.planner import Grouping, RequestGroup, plan_groups
 from attnplug_hybrid_linear.recurrence import Tokens, advance
-from attnplug_hybrid_linear.states import LinearMetadata, StateBackend, Verified
+from attnplug_hybrid_linear.states import LinearMetadata, StateBackend, VerifyInputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedMetadata(LinearMetadata):
-    """The groups of a batch. A verify keeps each layer's inputs group by group."""
+    """A plan's metadata: the groups of a batch. A verify keeps each layer's inputs per group."""
 
     grouping: Grouping
 
 
 class TorchLinearBackend(StateBackend):
-    """GDN, KDA, Lightning, Mamba2 and short convolutions."""
+    """GDN, KDA, Lightning, Mamba2 and short convolutions, on any device. The reference for other backends."""
 
-    def metadata(self, query_lens: Sequence[int], state_slots: Tensor, verified: Verified | None) -> GroupedMetadata:
+    def metadata(
+        self, query_lens: Sequence[int], state_slots: Tensor, verified: VerifyInputs | None
+    ) -> GroupedMetadata:
         return GroupedMetadata(verified, plan_groups(query_lens, state_slots))
 
     def forward_conv(
@@ -59,7 +62,7 @@ class TorchLinearBackend(StateBackend):
             metadata.verified.inputs[layer.layer_id] = kept
         return metadata.grouping.in_batch_order(results, v.new_zeros(1, *v.shape[1:]), v.shape[0])
 
-    def commit(self, metadata: GroupedMetadata, verified: Verified, accepted: Tensor) -> None:
+    def commit(self, metadata: GroupedMetadata, verified: VerifyInputs, accepted: Tensor) -> None:
         groups = [group.first(accepted) for group in metadata.grouping.groups]
         for layer_id, tokens in verified.inputs.items():
             states = self.recurrent(layer_id)
@@ -71,8 +74,8 @@ class TorchLinearBackend(StateBackend):
                 _put(states, group, newest_rows(own, states[group.slots], group.lens))
 
 
-def _tokens(inputs: LinearInputs, group: Group, scale: float) -> Tokens:
-    """A copy of a group's tokens, to be kept: the model may overwrite its inputs."""
+def _tokens(inputs: LinearInputs, group: RequestGroup, scale: float) -> Tokens:
+    """Copy a group's tokens. A verify keeps them, and the model may overwrite its inputs."""
     rows, decay, beta = group.rows, inputs.log_decay, inputs.beta
     tokens = Tokens.of(
         inputs.q[rows],
@@ -86,5 +89,5 @@ def _tokens(inputs: LinearInputs, group: Group, scale: float) -> Tokens:
     return tokens.only(group.live)
 
 
-def _put(states: Tensor, group: Group, after: Tensor) -> None:
+def _put(states: Tensor, group: RequestGroup, after: Tensor) -> None:
     states[group.slots] = after.to(states.dtype)

@@ -1,7 +1,7 @@
-"""The short causal convolution over states in place.
+"""Triton kernels of the short causal convolution, which update the states in place.
 
-Every row is read about once and written once. The rows before it come from the GPU's cache or, before a request's first
-new row, from its state ``[channels, width]``: its last ``width`` raw rows, the newest last.
+Every row is read about once from memory and written once. Preceding rows come from the GPU's cache or, before a
+request's first new row, from its state ``[channels, width]``: its last ``width`` input rows, the newest last.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_hybrid_linear.spans import Blocks, Spans, with_plain_rows
+from attnplug_hybrid_linear.varlen import VarlenBatch, VarlenBlocks, with_unit_stride
 
 _CHANNELS = 128
 
 
 @triton.jit
 def _raw(x, x_row, start, state, token, channel, is_one, WIDTH: tl.constexpr):
-    """Rows of a span ``[tokens, channels]`` in float32; rows below 0 come from its state."""
+    """Load rows of a sequence ``[tokens, channels]`` as float32; negative rows come from its state."""
     new = tl.load(
         x + (start + token[:, None]) * x_row + channel[None, :], mask=is_one & (token >= 0)[:, None], other=0.0
     )
@@ -30,8 +30,7 @@ def _raw(x, x_row, start, state, token, channel, is_one, WIDTH: tl.constexpr):
 
 @triton.jit
 def _move_on(x, x_row, start, state, tokens, channel, is_channel, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store the state's newest rows after ``tokens``. Other threads read what is overwritten here, so all wait
-    first."""
+    """Store the state's newest rows after ``tokens``. A barrier first: other threads still read the old rows."""
     column = tl.arange(0, COLUMNS)
     is_one = (column < WIDTH)[:, None] & is_channel[None, :]
     rows = _raw(x, x_row, start, state, tokens - WIDTH + column, channel, is_one, WIDTH)
@@ -90,8 +89,8 @@ def convolve_in_place(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    spans: Spans,
-    blocks: Blocks | None,
+    varlen: VarlenBatch,
+    blocks: VarlenBlocks | None,
     states: Tensor,
     out: Tensor,
     *,
@@ -99,27 +98,27 @@ def convolve_in_place(
     store: bool,
     overlap: bool = False,
 ) -> None:
-    """Convolve each row of ``x`` ``[tokens, channels]`` with those before it.
+    """Convolve each row of ``x`` ``[tokens, channels]`` with the rows before it, into ``out`` of the same shape.
 
-    With ``store`` the states advance past them. A program takes one of ``blocks``. Without blocks it takes a whole
-    span, and advances its state as well. ``overlap`` starts the kernel before the one ahead of it has ended.
+    ``store`` advances the states ``[slots, channels, width]``. A program processes one of ``blocks`` or, without them,
+    a whole sequence. ``overlap`` uses programmatic dependent launch.
     """
-    if not spans.rows:
+    if not varlen.rows:
         return
-    x, weight = with_plain_rows(x), weight.contiguous()
+    x, weight = with_unit_stride(x), weight.contiguous()
     channels, width = weight.shape
     whole = blocks is None
-    span, place = (None, None) if blocks is None else (blocks.span, blocks.place)
-    programs = spans.slots if span is None else span
+    span, place = (None, None) if blocks is None else (blocks.sequence, blocks.place)
+    programs = varlen.slots if span is None else span
     _convolve[(triton.cdiv(channels, _CHANNELS), programs.shape[0])](
         x,
         weight,
         bias,
         out,
         states,
-        spans.starts,
-        spans.lens,
-        spans.slots,
+        varlen.starts,
+        varlen.lens,
+        varlen.slots,
         span,
         place,
         x.stride(0),
@@ -130,25 +129,25 @@ def convolve_in_place(
         SILU=silu,
         WHOLE=whole,
         STORE=store and whole,
-        BLOCK_T=triton.next_power_of_2(spans.longest) if blocks is None else blocks.size,
+        BLOCK_T=triton.next_power_of_2(varlen.longest) if blocks is None else blocks.size,
         BLOCK_C=_CHANNELS,
         OVERLAP=overlap,
         **({"launch_pdl": True} if overlap else {}),
     )
     if store and not whole:
-        keep_newest(x, spans, states)
+        keep_newest(x, varlen, states)
 
 
-def keep_newest(x: Tensor, spans: Spans, states: Tensor) -> None:
-    """Advance the states past the spans' rows of ``x``."""
-    x = with_plain_rows(x)
+def keep_newest(x: Tensor, varlen: VarlenBatch, states: Tensor) -> None:
+    """Advance the states by the sequences' rows of ``x``."""
+    x = with_unit_stride(x)
     channels, width = states.shape[1:]
-    _keep[(triton.cdiv(channels, _CHANNELS), spans.slots.shape[0])](
+    _keep[(triton.cdiv(channels, _CHANNELS), varlen.slots.shape[0])](
         x,
         states,
-        spans.starts,
-        spans.lens,
-        spans.slots,
+        varlen.starts,
+        varlen.lens,
+        varlen.slots,
         x.stride(0),
         channels,
         WIDTH=width,

@@ -1,9 +1,9 @@
-"""A decode step of a whole delta-rule layer in one kernel: convolution, gates, recurrence and gated norm.
+"""Fused decode of a delta-rule layer in one Triton kernel: convolution, gates, recurrence and gated norm.
 
-One program takes one head of one request, so that it has all value columns that the norm is over. It reads and writes
-the head's state once: 64 KiB each way for 128 x 128 floats. What an earlier step left (states and weights) is loaded
-before the wait for the kernel that projected the rows, where the GPU lets kernels overlap. That needs state slots that
-no overlapped kernel writes.
+One program processes one head of one request, because the norm is over all value columns of a head. It reads and writes
+the head's state once: 64 KiB each way for 128 x 128 floats. With programmatic dependent launch it loads states and
+weights before it waits for the kernel that projects the rows. That requires state slots that no overlapped kernel
+writes.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug import DeltaInputs
-from attnplug_hybrid_linear.spans import Spans, with_plain_rows
+from attnplug.linear import DeltaInputs
 from attnplug_hybrid_linear.triton_convolution import _move_on
+from attnplug_hybrid_linear.varlen import VarlenBatch, with_unit_stride
 
-MOST_STATE = 128 * 256
-"""The largest state of a head that a program holds in registers."""
+MAX_STATE = 128 * 256
+"""Maximum elements of a head's state that a program holds in registers."""
 _FEW_HEADS = 128
-"""Up to this many heads, over all requests, a program takes its state at once."""
+"""Maximum heads over all requests for which a program loads its whole state at once."""
 _COLUMNS = 32
 _PER_WARP = 4096
-"""Numbers of a state for each warp, 128 registers of every thread.
+"""State elements per warp: 128 registers per thread.
 
-With more threads than channels, the compiler would repeat the loads of channels in every thread that needs one, and
-spill.
+With more threads than channels, the compiler would repeat channel loads in every thread, and spill.
 """
 
 
 @triton.jit
 def _before(state, weight, channel, was_one, is_one, WIDTH: tl.constexpr):
-    """What the rows in the state add to the convolution of the next one, and the weight of the next one itself."""
+    """Return the state rows' contribution to the next row's convolution, and the next row's own weight."""
     total = tl.zeros([channel.shape[0]], tl.float32)
     for tap in tl.static_range(WIDTH - 1):
         old = tl.load(state + channel * WIDTH + tap + 1, mask=was_one, other=0.0).to(tl.float32)
@@ -47,7 +46,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _softplus(x):
-    """As torch's. The quotient makes up for the rounding of ``1 + exp(x)``, which would lose small decays."""
+    """Softplus as in torch. The quotient corrects the rounding of ``1 + exp(x)``, which would lose small decays."""
     power = tl.exp(tl.minimum(x, 20.0))
     above = 1.0 + power
     exact = tl.where(above == 1.0, power, tl.log(above) * (power / tl.where(above == 1.0, 1.0, above - 1.0)))
@@ -171,30 +170,30 @@ def decode_delta(
     inputs: DeltaInputs,
     scale: float,
     key_heads: int,
-    spans: Spans,
+    varlen: VarlenBatch,
     conv_states: Tensor,
     states: Tensor,
     counters: Tensor,
     out: Tensor,
     *,
     overlap: bool,
-    cut: tuple[int, int] | None = None,
+    tile_config: tuple[int, int] | None = None,
 ) -> None:
-    """Advance both states of every request by its one row; ``out`` ``[tokens, heads * value_dim]`` gets the output.
+    """Advance both states of every request by one row and write ``out`` ``[tokens, heads * value_dim]``.
 
-    Row n is that of the n-th span, as in a decode. ``counters`` ``[requests * key_heads]`` int32 are zero before and
-    after. ``overlap`` starts the kernel before the one ahead of it has ended, on SM 90 and newer. ``cut`` says how many
-    columns of a state a program takes at once, and its number of warps.
+    Row n belongs to the n-th sequence, as in a decode. ``counters`` ``[requests * key_heads]`` int32 are zero before
+    and after. ``overlap`` uses programmatic dependent launch (SM 90 and newer). ``tile_config`` is the number of state
+    columns per load and the number of warps.
     """
     heads, key_dim, value_dim = states.shape[1:]
     weights = inputs.weights
-    rows, decay, beta, gate = map(with_plain_rows, (inputs.rows, inputs.decay, inputs.beta, inputs.gate))
+    rows, decay, beta, gate = map(with_unit_stride, (inputs.rows, inputs.decay, inputs.beta, inputs.gate))
     block_k, whole_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-    columns, warps = cut or _cut(heads * spans.rows, block_k, whole_v)
+    columns, warps = tile_config or _choose_tile(heads * varlen.rows, block_k, whole_v)
     width, by_channel = weights.conv.shape[1], decay.dim() == 3
     # Left out where it is off, because the interpreter does not know it.
     launch = {"launch_pdl": True} if overlap else {}
-    _decode[(heads, spans.rows)](
+    _decode[(heads, varlen.rows)](
         rows,
         weights.conv,
         conv_states,
@@ -206,7 +205,7 @@ def decode_delta(
         weights.norm,
         out,
         states,
-        spans.slots,
+        varlen.slots,
         counters,
         scale,
         weights.eps,
@@ -232,11 +231,11 @@ def decode_delta(
     )
 
 
-def _cut(heads: int, block_k: int, whole_v: int) -> tuple[int, int]:
-    """Columns of a state that a program takes at once, and its warps.
+def _choose_tile(heads: int, block_k: int, whole_v: int) -> tuple[int, int]:
+    """Return the state columns per load and the warps of a program.
 
-    With few heads everything is loaded at once. With more than the device holds at a time, a program goes through its
-    state with the next columns on their way, and needs half of the registers.
+    With few heads the whole state is loaded at once. With more heads than the device runs concurrently, a program
+    pipelines its state by columns, and needs half of the registers.
     """
     if heads <= _FEW_HEADS:
         return whole_v, min(max(block_k * whole_v // _PER_WARP, 1), 16)

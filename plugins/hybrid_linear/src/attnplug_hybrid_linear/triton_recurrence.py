@@ -1,9 +1,9 @@
-"""The recurrence of linear attention over states in place: a few tokens per request, as in decode and verify.
+"""Triton kernels of the recurrence, which update states in place: few tokens per request, as in decode and verify.
 
-The state is read once and written once per request and head, whatever the number of tokens. Everything else is small
-beside those bytes: 128 x 128 floats are 64 KiB each way, and a token's query, key and value take less than one. So what
-counts is to have enough loads in flight. A program takes all key channels of a few value columns, which need nothing
-from any other program, and there are ``heads * value_dim / BLOCK_V`` programs per request.
+A state is read once and written once per request and head, whatever the number of tokens. Its bytes dominate: 128 x 128
+floats are 64 KiB each way, and a token's query, key and value take less than one. So speed depends on the loads in
+flight. A program processes all key channels of a few value columns, independently of other programs; there are
+``heads * value_dim / BLOCK_V`` programs per request.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug import LinearInputs
-from attnplug_hybrid_linear.spans import Spans, with_plain_rows
+from attnplug.linear import LinearInputs
+from attnplug_hybrid_linear.varlen import VarlenBatch, with_unit_stride
 
 _FEW_HEADS = 512
-"""Up to this many heads, over all requests, small programs are faster, because larger ones leave the device idle."""
+"""Maximum heads over all requests for which small programs are faster, because large ones leave the device idle."""
 
 
 @triton.jit
@@ -86,25 +86,25 @@ def _advance(
 def advance_in_place(
     inputs: LinearInputs,
     scale: float,
-    spans: Spans,
+    varlen: VarlenBatch,
     states: Tensor,
     *,
     out: Tensor | None,
     store: bool,
     overlap: bool = False,
 ) -> None:
-    """Advance the states at the spans' slots by their rows; ``out`` ``[tokens, heads, value_dim]`` gets the output.
+    """Advance the states at the sequences' slots by their rows, and write ``out`` ``[tokens, heads, value_dim]``.
 
-    Without ``store`` the states stay as they were. ``overlap`` starts the kernel before the one ahead of it has ended.
+    Without ``store`` the states are not written. ``overlap`` uses programmatic dependent launch.
     """
-    if not spans.rows:
+    if not varlen.rows:
         return
     heads, key_dim, value_dim = states.shape[1:]
-    q, k, v, decay = map(with_plain_rows, (inputs.q, inputs.k, inputs.v, inputs.log_decay))
-    beta = decay if inputs.beta is None else with_plain_rows(inputs.beta)  # not read without a delta rule
+    q, k, v, decay = map(with_unit_stride, (inputs.q, inputs.k, inputs.v, inputs.log_decay))
+    beta = decay if inputs.beta is None else with_unit_stride(inputs.beta)  # not read without a delta rule
     per_token, by_channel = decay.dim() > 1, decay.dim() == 3
-    block_v, warps = _configuration(heads * spans.slots.shape[0], by_channel)
-    _advance[(triton.cdiv(value_dim, block_v), heads, spans.slots.shape[0])](
+    block_v, warps = _configuration(heads * varlen.slots.shape[0], by_channel)
+    _advance[(triton.cdiv(value_dim, block_v), heads, varlen.slots.shape[0])](
         q,
         k,
         v,
@@ -112,9 +112,9 @@ def advance_in_place(
         beta,
         v if out is None else out,
         states,
-        spans.starts,
-        spans.lens,
-        spans.slots,
+        varlen.starts,
+        varlen.lens,
+        varlen.slots,
         scale,
         *q.stride()[:2],
         *k.stride()[:2],
@@ -140,7 +140,7 @@ def advance_in_place(
 
 
 def _configuration(heads: int, by_channel: bool) -> tuple[int, int]:
-    """Value columns and warps of a program: the fastest of eleven on an H200, 128 x 128 states, 1 to 256 requests."""
+    """Return value columns and warps per program: fastest of eleven on an H200, 128 x 128 states, 1–256 requests."""
     if heads <= _FEW_HEADS:
         return 16, 1
     return (32, 1) if by_channel else (64, 4)
@@ -155,10 +155,10 @@ def _put(states, slots, values, size, BLOCK: tl.constexpr):
         tl.store(states + slot * size + place, value, mask=place < size)
 
 
-def put_states(states: Tensor, spans: Spans, values: Tensor) -> None:
-    """Write ``values`` ``[spans, …]`` float32 to the spans' slots, and nothing for a padded one."""
+def put_states(states: Tensor, varlen: VarlenBatch, values: Tensor) -> None:
+    """Write ``values`` ``[sequences, …]`` float32 to the sequences' slots, except for padded ones."""
     size, block = states[0].numel(), 1024
-    _put[(triton.cdiv(size, block), values.shape[0])](states, spans.slots, values, size, BLOCK=block)
+    _put[(triton.cdiv(size, block), values.shape[0])](states, varlen.slots, values, size, BLOCK=block)
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def _clear(out, starts, lens, slots, width, BLOCK: tl.constexpr):
             tl.store(out + place, tl.zeros([BLOCK], out.dtype.element_ty), mask=place < end * width)
 
 
-def clear_padded(out: Tensor, spans: Spans) -> None:
+def clear_padded(out: Tensor, varlen: VarlenBatch) -> None:
     """Zero the rows of padded requests in ``out`` ``[tokens, …]``."""
     width = out[0].numel()
-    _clear[(spans.slots.shape[0],)](out, spans.starts, spans.lens, spans.slots, width, BLOCK=1024)
+    _clear[(varlen.slots.shape[0],)](out, varlen.starts, varlen.lens, varlen.slots, width, BLOCK=1024)

@@ -1,8 +1,8 @@
-"""The factory of the spec. Its libraries are imported with this module: if one fails, nothing has been built yet."""
+"""Factory of the spec. Importing this module imports its libraries: an import error occurs before anything is built."""
 
 from __future__ import annotations
 
-from attnplug import import_library
+from attnplug.kernels import import_library
 from attnplug_tokenspeed_mla.build import tokenspeed_mla
 from attnplug_tokenspeed_mla.kernels import load_library
 from attnplug_tokenspeed_mla.plugin import LIBRARY

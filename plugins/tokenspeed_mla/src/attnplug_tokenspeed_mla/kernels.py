@@ -1,4 +1,4 @@
-"""TokenSpeed's kernels, for trtllm_mla's backend. This is the only module that imports the library."""
+"""TokenSpeed's kernels for ``trtllm_mla``'s backend. Only this module imports the library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnplug import MLAShape, RaggedCall, Workspace
-from attnplug_trtllm_mla.kernels import MOST_REQUESTS, Pages, to_float8
+from attnplug_trtllm_mla.kernels import MAX_REQUESTS, LatentPages, to_float8
 from attnplug_trtllm_mla.planner import DecodeCall
 
 _LN_2 = math.log(2.0)
@@ -19,8 +19,8 @@ _RAGGED_DIMS = (192, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
-    """The functions in use."""
+class TokenSpeedLibrary:
+    """TokenSpeed's functions in use."""
 
     decode: Any
     prefill: Any
@@ -28,14 +28,14 @@ class Library:
 
 
 @cache
-def load_library() -> Library:
-    """Import the library. Its import succeeds even if a dependency is missing; the error is then in an attribute."""
+def load_library() -> TokenSpeedLibrary:
+    """Import the library. Raises the ImportError that it stores in an attribute if a dependency is missing."""
     import tokenspeed_mla
 
     error: ImportError | None = getattr(tokenspeed_mla, "_IMPORT_ERROR", None)
     if error is not None:
         raise error
-    return Library(
+    return TokenSpeedLibrary(
         tokenspeed_mla.tokenspeed_mla_decode,
         tokenspeed_mla.tokenspeed_mla_prefill,
         tokenspeed_mla.warmup_compile_prefill,
@@ -43,25 +43,25 @@ def load_library() -> Library:
 
 
 class TokenSpeedDecode:
-    """``tokenspeed_mla_decode``: any number of heads up to 128, scratch that may hold anything."""
+    """``tokenspeed_mla_decode``. It takes up to 128 heads. ``scratch`` may contain anything."""
 
-    def __init__(self, library: Library, shape: MLAShape, scratch: Workspace) -> None:
+    def __init__(self, library: TokenSpeedLibrary, shape: MLAShape, scratch: Workspace) -> None:
         self._library, self._shape, self._scratch = library, shape, scratch
         self.heads = shape.heads
 
-    def most_requests(self, queries: int, with_lse: bool) -> int:
-        return MOST_REQUESTS
+    def max_requests(self, queries: int, with_lse: bool) -> int:
+        return MAX_REQUESTS
 
-    def run(self, q: Tensor, pages: Pages, call: DecodeCall, out: Tensor, lse: Tensor | None) -> None:
+    def run(self, q: Tensor, pages: LatentPages, call: DecodeCall, out: Tensor, lse: Tensor | None) -> None:
         result = self._library.decode(
             query=q,
             kv_cache=pages.rows,
             workspace_buffer=self._scratch.buffer.view(torch.int8),
             kv_lora_rank=self._shape.dims.kv_lora_rank,
             qk_rope_head_dim=self._shape.dims.qk_rope_head_dim,
-            block_tables=call.tables,
-            seq_lens=call.lens,
-            max_seq_len=call.longest,
+            block_tables=call.block_tables,
+            seq_lens=call.seq_lens,
+            max_seq_len=call.max_seq_len,
             softmax_scale=self._shape.scale * pages.scale,
             output_scale=pages.scale,
             out=out,
@@ -69,15 +69,15 @@ class TokenSpeedDecode:
             return_lse=lse is not None,
         )
         if lse is not None:
-            lse.copy_(result[1].flatten(0, 1)).mul_(_LN_2)  # it returns base 2 (C4)
+            lse.copy_(result[1].flatten(0, 1)).mul_(_LN_2)  # base 2 → natural log (C4)
 
 
 class TokenSpeedRagged:
-    """``tokenspeed_mla_prefill``. Its kernel for these widths takes fp8 only; its log-sum-exp is in natural log."""
+    """``tokenspeed_mla_prefill``. Its kernel for these dims takes fp8 only and returns natural logarithms."""
 
     dims = frozenset({_RAGGED_DIMS})
 
-    def __init__(self, library: Library, shape: MLAShape) -> None:
+    def __init__(self, library: TokenSpeedLibrary, shape: MLAShape) -> None:
         self._library, self._shape = library, shape
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, out: Tensor, lse: Tensor | None) -> None:
@@ -91,7 +91,7 @@ class TokenSpeedRagged:
             batch_size=len(call.kv_lens),
             softmax_scale=self._shape.scale,
             is_causal=call.causal,
-            return_lse=True,  # always: these are the kernels that ``warm_up`` compiles
+            return_lse=True,  # always: ``warm_up`` compiles this variant
             cum_seq_lens_q=call.query_indptr,
             max_seq_len_q=max(call.query_lens),
             out=out,
@@ -100,6 +100,6 @@ class TokenSpeedRagged:
             lse.copy_(sums)
 
     def warm_up(self) -> None:
-        """Compile now what would otherwise delay the first prefill by minutes."""
+        """Compile the prefill kernels, which would delay the first prefill by minutes."""
         width, v_width = _RAGGED_DIMS
         self._library.warm_up(q_dtype=torch.float8_e4m3fn, d_qk=width, d_v=v_width)

@@ -1,4 +1,4 @@
-"""What the plugin says of its backend. TokenSpeed's library is imported when the backend is built, and not before."""
+"""Backend spec of ``tokenspeed_mla``. Importing this module does not import TokenSpeed's library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attnplug_backends() -> list[BackendSpec]:
             factory="attnplug_tokenspeed_mla.factory:tokenspeed_mla",
             requires=((LIBRARY, "tokenspeed_mla"), blackwell.FLASHINFER),
             check=blackwell.refusals,
-            preference=80,  # below trtllm_mla, and as little proven
+            preference=80,  # below trtllm_mla; never run on a GPU either
             capabilities=blackwell.capabilities(kv_dtypes=frozenset({DType.FLOAT8_E4M3})),
         )
     ]

@@ -1,4 +1,4 @@
-"""Attention of one layer by the schedule of its batch."""
+"""Launch of the attention kernel for one layer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnplug import LayerSpec, MHAPool
-from attnplug_triton_mha.planner import LayerShape, Schedule
-from attnplug_triton_mha.scratch import Partials
+from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape
+from attnplug_triton_mha.scratch import SplitPartials
 from attnplug_triton_mha.triton_attention import attend
 from attnplug_triton_mha.triton_merge import launch_merge
 
@@ -18,13 +18,13 @@ _LARGEST_OFFSET = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerCache:
-    """A layer's keys ``[pages, page_size, kv_heads, dim]`` and values, of any strides, and what to multiply them by.
+class KVLayerCache:
+    """Keys and values of one layer, ``[pages, page_size, kv_heads, dim]`` of any strides, and their scales.
 
-    ``far`` says that offsets within a page need 64 bits, ``pairs`` that fp8 columns lie side by side at even addresses.
+    ``far``: offsets within a page need 64 bits. ``pairs``: fp8 columns are contiguous and 16-bit aligned.
     """
 
-    shape: LayerShape
+    shape: TritonLayerShape
     keys: Tensor
     values: Tensor
     key_scale: float
@@ -33,24 +33,24 @@ class LayerCache:
     pairs: bool
 
     @classmethod
-    def of(cls, pool: MHAPool, layer: LayerSpec) -> LayerCache:
+    def of(cls, pool: MHAPool, layer: LayerSpec) -> KVLayerCache:
         keys, values = pool.keys(layer.layer_id), pool.values(layer.layer_id)
         far = any(
             (pages.shape[1] - 1) * pages.stride(1) + (pages.shape[3] - 1) * pages.stride(3) > _LARGEST_OFFSET
             for pages in (keys, values)
         )
         pairs = _pairs(keys) and _pairs(values)
-        return cls(LayerShape.of(layer), keys, values, *pool.scales(layer.layer_id), far, pairs)
+        return cls(TritonLayerShape.of(layer), keys, values, *pool.scales(layer.layer_id), far, pairs)
 
 
 def _pairs(pages: Tensor) -> bool:
-    """Whether two adjacent fp8 numbers of a row can be loaded as 16 bits."""
+    """Return True if two adjacent fp8 elements of a row can be loaded as 16 bits."""
     *outer, column = pages.stride()
     return pages.element_size() == 1 and column == 1 and not any(place % 2 for place in (*outer, pages.data_ptr()))
 
 
-def readable(q: Tensor) -> Tensor:
-    """``q``, or a copy if the kernel cannot read it: columns must be adjacent, and heads within a 32-bit offset."""
+def with_unit_stride(q: Tensor) -> Tensor:
+    """Return ``q``, or a contiguous copy if its column stride is not 1 or its heads exceed a 32-bit offset."""
     _, head, column = q.stride()
     if column == 1 and head * q.shape[1] <= _LARGEST_OFFSET:
         return q
@@ -58,30 +58,32 @@ def readable(q: Tensor) -> Tensor:
 
 
 def merged_at_once(rows: int, width: int, numbers: int) -> int:
-    """Partial results of ``rows`` rows that are merged at once, if a program holds so many numbers: a power of two."""
+    """Return the splits of ``rows`` rows that are merged at once, if a program holds ``numbers`` elements: a power of
+    two."""
     most = numbers // (rows * width)
     return 1 << min(max(most.bit_length() - 1, 0), 6)
 
 
 def launch_attend(
     q: Tensor,
-    cache: LayerCache,
+    cache: KVLayerCache,
     page_table: Tensor,
     out: Tensor,
     lse: Tensor | None,
     sinks: Tensor | None,
-    partials: Partials,
-    schedule: Schedule,
+    partials: SplitPartials,
+    schedule: SplitKVSchedule,
     scale: float,
     cap: float | None,
     tree: Tensor | None,
 ) -> None:
-    """Attend with q ``[rows, heads, dim]``; ``out`` ``[rows, heads, v_dim]`` and ``lse`` are contiguous.
+    """Attend with q ``[rows, heads, dim]``. Writes ``out`` ``[rows, heads, v_dim]`` and ``lse``, both contiguous.
 
-    ``tree`` is ``[requests, queries]`` int64, for a batch that has trees.
+    ``page_table`` is ``[requests, pages]`` int32, ``sinks`` ``[heads]``. ``tree`` ``[requests, queries]`` int64 is for
+    batches with trees.
     """
     configuration, shape = schedule.configuration, cache.shape
-    keys, values, q = cache.keys, cache.values, readable(q)
+    keys, values, q = cache.keys, cache.values, with_unit_stride(q)
     scale *= cache.key_scale
     merge_rows = schedule.merge_rows
     attend[shape.kv_heads, schedule.records.shape[0]](

@@ -1,4 +1,4 @@
-"""Lengths and page table → what the kernel reads: a batch's schedule, made on the device."""
+"""Planner: device lengths and page table → the split-KV schedule of a batch, computed on the device."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import torch
 from torch import Tensor
 
 from attnplug import Geometry, LayerSpec
-from attnplug_triton_mha.configurations import Configuration, MergeCut, merge_cut, merged_apart, most_parts
+from attnplug_triton_mha.configurations import MergeConfig, MHAKernelConfig, max_parts, merge_config, merges_separately
 from attnplug_triton_mha.triton_plan import RECORD_NUMBERS, TILE_NUMBERS, launch_plan
 
 _MERGED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What a schedule knows of the layers that it serves. Layers of one shape share it."""
+class TritonLayerShape:
+    """Attention parameters that a schedule depends on. Layers of the same shape share a schedule."""
 
     kv_heads: int
     group: int
-    """Query heads of each KV head."""
+    """Query heads per KV head."""
     dim: int
     v_dim: int
     window: int
-    """0 without one."""
+    """Sliding window in keys; 0 for none."""
 
     @classmethod
-    def of(cls, layer: LayerSpec) -> LayerShape:
+    def of(cls, layer: LayerSpec) -> TritonLayerShape:
         group = layer.num_heads // layer.num_kv_heads
         return cls(layer.num_kv_heads, group, layer.head_dim, layer.v_head_dim, layer.sliding_window or 0)
 
     @property
     def width(self) -> int:
-        """Columns of a key, padded for tensor cores."""
+        """Key dim, padded for tensor cores."""
         return padded(self.dim)
 
     @property
@@ -42,42 +42,41 @@ class LayerShape:
 
 
 def padded(width: int) -> int:
-    """The next power of two: what a kernel's tensors have as sizes. Tensor cores take 16 columns, of fp8 rows twice."""
+    """Return the next power of two, as Triton's tensors require; at least 32, the minimum of fp8 tensor cores."""
     return max(32, 1 << (width - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Apart:
-    """What a separate kernel merges by: ``tiles`` ``[requests * tiles of each, TILE_NUMBERS]`` int32, made by
-    ``Schedule.fill``, and how the kernel is cut."""
+class SeparateMerge:
+    """Input of the separate merge kernel: ``tiles`` ``[requests * tiles_per_request, TILE_NUMBERS]`` int32, and its
+    configuration. ``SplitKVSchedule.fill`` fills ``tiles``."""
 
     tiles: Tensor
-    cut: MergeCut
+    config: MergeConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Schedule:
-    """How a batch is divided for layers of one shape: ``records`` ``[programs, RECORD_NUMBERS]`` int32, made by
-    ``fill``.
+class SplitKVSchedule:
+    """Split-KV schedule of a batch for layers of one shape.
 
-    ``rows`` are the query rows of the batch, ``queries`` the new tokens of every request or 0 if they differ, ``most``
-    the most that one has. ``target`` programs per KV head share the work. Without ``apart``, parts are merged where
-    they are made.
+    ``records`` ``[programs, RECORD_NUMBERS]`` int32 are filled on the device by ``fill``. ``rows`` is the number of
+    query rows of the batch, ``queries`` the new tokens per request (0 if they differ), ``most`` their maximum.
+    ``target`` programs per KV head share the work. Without ``apart``, the attention kernel merges splits itself.
     """
 
-    layers: LayerShape
-    configuration: Configuration
+    layers: TritonLayerShape
+    configuration: MHAKernelConfig
     rows: int
     queries: int
     most: int
     target: int
     records: Tensor
-    apart: Apart | None
+    apart: SeparateMerge | None
 
     @classmethod
     def reserve(
-        cls, layers: LayerShape, configuration: Configuration, geometry: Geometry, multiprocessors: int
-    ) -> Schedule:
+        cls, layers: TritonLayerShape, configuration: MHAKernelConfig, geometry: Geometry, multiprocessors: int
+    ) -> SplitKVSchedule:
         group, tile, requests = layers.group, configuration.tile, geometry.requests
         uniform = geometry.new_lens is None
         if uniform:
@@ -92,37 +91,41 @@ class Schedule:
 
     @staticmethod
     def _apart(
-        layers: LayerShape,
-        configuration: Configuration,
+        layers: TritonLayerShape,
+        configuration: MHAKernelConfig,
         geometry: Geometry,
         multiprocessors: int,
         tiles: int,
         target: int,
-    ) -> Apart | None:
-        """For a batch of equally many new tokens, by its shape and by the room in its page table."""
+    ) -> SeparateMerge | None:
+        """Return the separate merge of a uniform batch, by its shape and page table width; ``None`` if it is not worth
+        it."""
         tile, step = configuration.tile, configuration.step
         cache_rows = geometry.page_table.shape[1] * geometry.page_size
         if layers.window:
             queries = (tile + layers.group - 2) // layers.group
             cache_rows = min(cache_rows, layers.window + queries + step)
-        parts = most_parts(target, tiles, geometry.requests, -(-cache_rows // step))
-        if not merged_apart(configuration, parts):
+        parts = max_parts(target, tiles, geometry.requests, -(-cache_rows // step))
+        if not merges_separately(configuration, parts):
             return None
-        cut = merge_cut(parts, geometry.rows * layers.kv_heads * layers.group, layers.v_width, multiprocessors)
-        return Apart(torch.empty(tiles, TILE_NUMBERS, dtype=torch.int32, device=geometry.device), cut)
+        config = merge_config(parts, geometry.rows * layers.kv_heads * layers.group, layers.v_width, multiprocessors)
+        return SeparateMerge(torch.empty(tiles, TILE_NUMBERS, dtype=torch.int32, device=geometry.device), config)
 
     @property
     def partial_rows(self) -> int:
-        """The most rows of partial results of one KV head: a divided tile has less than twice its share of parts."""
+        """Maximum rows of partial results per KV head: a split tile has less than twice its share of splits."""
         return 2 * self.target * self.configuration.tile
 
     @property
     def merge_rows(self) -> int:
-        """Rows of a tile that are merged at once: a power of two, not more than any request uses."""
+        """Rows of a tile that are merged at once: a power of two, at most as many as a request uses."""
         return min(_MERGED_ROWS, 1 << (self.most * self.layers.group - 1).bit_length())
 
     def fill(self, geometry: Geometry, slots: Tensor | None) -> None:
-        """From page table and lengths, by one launch that waits for nothing; ``slots`` ``[rows]`` too if given."""
+        """Fill from page table and lengths by one launch, without synchronization.
+
+        Fills ``slots`` ``[rows]`` if given.
+        """
         launch_plan(
             geometry.page_table,
             geometry.seq_lens,

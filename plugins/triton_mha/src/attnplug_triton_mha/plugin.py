@@ -1,4 +1,4 @@
-"""What the plugin says of its backend. Triton is imported when the backend is built, and not before."""
+"""Backend spec of ``triton_mha``. Importing this module does not import Triton."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from attnplug import (
 
 LIBRARY = "triton>=3.6,<4"
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
-WIDEST_HEAD = 256
-HEAD_STEP = 16
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 16
 COUNTERS = WorkspaceKind("triton-mha-counters", zeroed=True)
-"""Counters that every call leaves at zero."""
+"""Arrival counters of split-KV programs: zero before and after each call."""
 
 
 @hookimpl
@@ -47,7 +47,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 dtypes=DTYPES,
                 kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
                 kv_matches_dtype=True,
-                min_fp8_sm=89,  # the first that convert from float8_e4m3fn by an instruction
+                min_fp8_sm=89,  # the first with an instruction that converts float8_e4m3fn
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP, Feature.SINKS}),
                 max_speculative_tokens=64,
@@ -72,18 +72,18 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
 
 
 def refusals(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:
-    """What the capabilities cannot say: widths of heads."""
+    """Yield refusals that capabilities cannot express: head dims."""
     if role is None or role is Role.LINEAR or problem.model is None:
         return
     given = {(layer.head_dim, layer.v_head_dim): None for layer in problem.model.full_layers if layer.mla is None}
     for dims in given:
-        if all(0 < width <= WIDEST_HEAD and width % HEAD_STEP == 0 for width in dims) and dims[0] >= dims[1]:
+        if all(0 < width <= MAX_HEAD_DIM and width % HEAD_DIM_MULTIPLE == 0 for width in dims) and dims[0] >= dims[1]:
             continue
         yield Refusal(
             RefusalCode.HEAD_DIM,
-            f"head dims (qk, v) {dims} are not supported, only multiples of {HEAD_STEP} up to {WIDEST_HEAD}, values "
-            "not wider than keys",
+            f"head dims (qk, v) {dims} are not supported, only multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}, "
+            "with v not wider than qk",
             list(dims),
-            f"multiples of {HEAD_STEP} up to {WIDEST_HEAD}",
+            f"multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}",
             role.setting,
         )

@@ -1,4 +1,4 @@
-"""Memory of the kernel: partial results, and counters that every call leaves at zero. Shared by contract (A2)."""
+"""Scratch memory of the split-KV kernel: partial results and arrival counters. Shared by contract (A2)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import SCRATCH
-from attnplug.host import WorkspaceOwner
+from attnplug import SCRATCH, BackendContext
 from attnplug_triton_mha.plugin import COUNTERS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Partials:
-    """``values`` ``[rows * width]`` and ``weights`` ``[2 * rows]`` float32, ``counters`` int32, all flat.
+class SplitPartials:
+    """Partial results of split-KV attention, as flat views of the lane's workspace.
 
-    Values are sums with weights ``2 ** (logit - top)``; ``weights`` holds ``top`` and then the weights' sum, of all
-    rows.
+    ``values`` float32 ``[rows * width]`` are sums with weights ``2 ** (logit - top)``. ``weights`` float32
+    ``[2 * rows]`` holds ``top`` of all rows, then the sums of their weights. ``counters`` int32 are zero before and
+    after each call.
     """
 
     values: Tensor
@@ -25,22 +25,21 @@ class Partials:
     counters: Tensor
 
 
-class Scratch:
-    """The memory of one lane. Asks for more if a batch needs more; what an earlier plan holds stays valid."""
+class SplitScratch:
+    """Allocator of one lane's partial results. It grows with the batch; views held by earlier plans stay valid."""
 
-    def __init__(
-        self, name: str, workspace: WorkspaceOwner, device: torch.device, rows: int, width: int, lane: int
-    ) -> None:
-        """``rows`` of ``width`` columns are allocated at once, before graphs freeze the workspace."""
-        self._name, self._workspace, self._device, self._lane = name, workspace, device, lane
+    def __init__(self, context: BackendContext, rows: int, width: int, lane: int) -> None:
+        """Allocate ``rows`` rows of ``width`` columns now, before CUDA graphs freeze the workspace."""
+        self._name, self._workspace, self._device = context.name, context.workspace, context.device
+        self._lane = lane
         self.partials(rows, width, rows)
 
-    def partials(self, rows: int, width: int, counters: int) -> Partials:
-        """For ``rows`` rows of partial results, ``width`` columns each, and as many counters as are asked for."""
+    def partials(self, rows: int, width: int, counters: int) -> SplitPartials:
+        """Return views for ``rows`` partial rows of ``width`` columns and ``counters`` counters."""
         request, lane = self._workspace.request, self._lane
         plain = request(self._name, self._device, SCRATCH, rows * 4 * (2 + width), lane=lane).buffer
         zeros = request(self._name, self._device, COUNTERS, counters * 4, lane=lane).buffer
-        return Partials(
+        return SplitPartials(
             plain[rows * 8 : rows * 4 * (2 + width)].view(torch.float32),
             plain[: rows * 8].view(torch.float32),
             zeros[: counters * 4].view(torch.int32),

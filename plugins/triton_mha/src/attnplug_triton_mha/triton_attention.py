@@ -1,4 +1,6 @@
-"""MHA and GQA over a paged cache: one kernel for decode, verify and extend, which runs what ``triton_plan`` scheduled.
+"""Triton attention kernel for MHA and GQA over a paged cache, for decode, verify and extend.
+
+It runs the schedule of ``triton_schedule``.
 
 Decode waits for bytes: a key and a value of 64 columns are 256 bytes in 16 bits, and an H200 reads 4.2 TB/s. With few
 requests it waits for neither bytes nor arithmetic, but for loads that depend on each other (0.3 to 0.8 µs each). Hence:
@@ -29,18 +31,18 @@ from attnplug_triton_mha.triton_plan import RECORD
 from attnplug_triton_mha.triton_rows import columns, fp16_halves, fp16_of_pairs, load, prefetch, rows_at
 
 _LOW = tl.constexpr(32)
-"""Tiles of up to so many rows add up their weights over tokens after the last step, and mask every step."""
+"""Maximum rows of tiles that sum their weights over tokens after the last step, and mask every step."""
 
 
 @triton.jit
 def _finite(rows):
-    """Which rows hold neither a NaN nor an infinity."""
+    """Return the rows that contain neither NaN nor infinity."""
     return tl.min((tl.abs(rows.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
 
 
 @triton.jit
 def _by_tree(bits, place):
-    """Which of some cache rows each row sees, by the bits of its tree; ``place`` is negative before the new rows."""
+    """Return the visibility of cache rows by the tree's bits; ``place`` is negative before the new rows."""
     bit = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
     return (place < 0)[None, :] | (((bits[:, None] >> bit[None, :]) & 1) != 0)
 
@@ -128,7 +130,7 @@ def _attend_steps(
 
 @triton.jit
 def _queries(rows, there, scale, FLOAT8: tl.constexpr):
-    """Queries as the products take them, zeros where there are none, and what to scale their logits by."""
+    """Return queries in the products' dtype, zeros for missing rows, and the scale of their logits."""
     rows = tl.where(there, rows, 0.0)
     if FLOAT8:
         even, odd, by = fp16_halves(rows, scale)
@@ -282,4 +284,4 @@ def attend(
                         )  # fmt: skip
                     tl.store(counter, 0)
     elif OVERLAP and me == 0:
-        gdc_wait()  # also where nobody has work: the next kernel waits for this one alone
+        gdc_wait()  # also without work: the next kernel waits for this one only

@@ -1,7 +1,7 @@
-"""Merging partial results, and writing what comes of them: a tile's cache rows may be shared by several programs.
+"""Triton merge of partial results: a tile's KV may be split among several programs.
 
-A part is a sum of its values with weights ``2 ** (logit - top)``, the weights' sum, and ``top``, the largest logit in
-base 2. Parts are always taken in the order of their cache rows, so the bits do not depend on who finished first.
+A partial result is the sum of its values with weights ``2 ** (logit - top)``, the sum of the weights, and ``top``, the
+largest logit in base 2. Splits are merged in the order of their cache rows, so results are deterministic.
 
 One multiprocessor reads about 110 GB/s from L2: 132 parts of 8 rows with 256 columns are 1 MB, and take 10 µs on one
 multiprocessor, and 0.1 µs on all of them. So where tiles are divided, a separate kernel merges, with one row and some
@@ -18,18 +18,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_triton_mha.planner import Apart, Schedule
-from attnplug_triton_mha.scratch import Partials
+from attnplug_triton_mha.planner import SeparateMerge, SplitKVSchedule
+from attnplug_triton_mha.scratch import SplitPartials
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
 _FEW = 32
-"""Up to this many parts of a tile are loaded at once by code for so many: loading 256 takes longer."""
+"""Maximum splits for which a specialized path loads only this many: loading 256 takes longer."""
 
 
 @triton.jit
 def load_sinks(sinks, head, live, SINKS: tl.constexpr):
-    """Logits of the heads' sinks in base 2, for ``finish``; zeros where a layer has none."""
+    """Load the heads' sink logits in base 2, for ``finish``; zeros for layers without sinks."""
     if SINKS:
         return tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
     return tl.zeros(head.shape, tl.float32)
@@ -40,8 +40,7 @@ def finish(
     top, total, sums, out, lse, sink, value_scale, row, live, column,
     V_DIM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Write some columns of some rows of (token, head). Where no key is seen the result is zero, and its log-sum-exp
-    -inf."""
+    """Write some columns of some (token, head) rows. A row that sees no key gets zero, and log-sum-exp -inf."""
     base = tl.where(top == float("-inf"), 0.0, top)
     whole = total
     if SINKS:
@@ -81,7 +80,7 @@ def merge_parts(
             # Wait for the parts and for sinks, but not for the schedule, which says where parts are. No place is
             # negative, but the compiler does not know that, and so computes addresses before the wait.
             gdc_wait()
-        sink = load_sinks(sinks, head, live, SINKS)  # each round anew, to wait with the others
+        sink = load_sinks(sinks, head, live, SINKS)  # in each round, to wait together with the other loads
         tops = tl.load(part_tops, mask=there, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(part_totals, mask=there, other=0.0, cache_modifier=".cg")
         values = tl.load(part_values, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
@@ -131,23 +130,23 @@ def merge(
         out_row = flat.to(tl.int64) + one
         finish(top, total, sums, out, lse, sink, value_scale, out_row, live, column, V_DIM, SINKS, LSE, FLOAT8)
     if OVERLAP:
-        gdc_wait()  # with or without parts: the next kernel waits for this one alone
+        gdc_wait()  # always: the next kernel waits for this one only
 
 
 def launch_merge(
-    partials: Partials,
+    partials: SplitPartials,
     out: Tensor,
     lse: Tensor | None,
     sinks: Tensor | None,
-    schedule: Schedule,
-    apart: Apart,
+    schedule: SplitKVSchedule,
+    apart: SeparateMerge,
     value_scale: float,
     fp8: bool,
 ) -> None:
-    """Merge rows of ``out`` ``[rows, heads, v_dim]`` and ``lse`` whose tiles have parts; others stay as they are."""
-    configuration, shape, cut = schedule.configuration, schedule.layers, apart.cut
+    """Merge the rows of ``out`` ``[rows, heads, v_dim]`` and ``lse`` whose tiles are split; others are not written."""
+    configuration, shape, config = schedule.configuration, schedule.layers, apart.config
     heads = shape.kv_heads * shape.group
-    merge[schedule.rows * heads, triton.cdiv(shape.v_dim, cut.columns)](
+    merge[schedule.rows * heads, triton.cdiv(shape.v_dim, config.columns)](
         partials.values,
         partials.weights,
         schedule.partial_rows,
@@ -162,13 +161,13 @@ def launch_merge(
         TILE=configuration.tile,
         V_DIM=shape.v_dim,
         V_WIDTH=shape.v_width,
-        COLUMNS=cut.columns,
-        PARTS=cut.parts,
-        FEW=min(cut.parts, _FEW),
+        COLUMNS=config.columns,
+        PARTS=config.parts,
+        FEW=min(config.parts, _FEW),
         SINKS=sinks is not None,
         LSE=lse is not None,
         FLOAT8=fp8,
         OVERLAP=configuration.overlap,
-        num_warps=cut.warps,
+        num_warps=config.warps,
         **({"launch_pdl": True} if configuration.overlap else {}),
     )

@@ -1,4 +1,4 @@
-"""The schedule of a batch, by one kernel: which program attends to which rows of which request, and where new rows go.
+"""Triton kernel that computes a batch's split-KV schedule and write slots on the device.
 
 A *tile* is up to ``TILE`` rows of (query token, head of one KV head's group) of one request. A *step* is ``STEP`` cache
 rows for one tile. A tile's steps are divided into *parts* of equal length, and each part is one program for each KV
@@ -27,9 +27,9 @@ result, page of the part's first cache row. A program without work has no new to
 RECORD_NUMBERS = 16
 TILE_NUMBERS = 2
 """Numbers of a tile, for the kernel that merges: its parts, and the place of its first partial result."""
-_MOST_PAIRS = 8192
+_MAX_PAIRS = 8192
 """Pairs of (new row, request) that a program looks at together, to find out whose row it is."""
-_MOST_ROWS = 128
+_MAX_ROWS = 128
 
 
 @triton.jit(
@@ -46,7 +46,7 @@ def _plan(
     request = tl.arange(0, BLOCK)
     exists = request < requests
     asked = tl.load(seq_lens + request, mask=exists, other=0).to(tl.int32)
-    # Nobody checks lengths on the device: whatever they are, nothing outside the batch may be touched.
+    # Device lengths are not validated: whatever they are, nothing outside the batch may be accessed.
     kv_len = tl.minimum(tl.maximum(asked, 0), width * PAGE_SIZE)
     if UNIFORM:
         new = tl.where(exists, queries, 0)
@@ -73,7 +73,7 @@ def _plan(
         partial_end = tl.cumsum(tl.where(parts > 1, tiles * parts, 0), 0)
 
         owner = tl.sum(tl.where(exists & (end <= me), 1, 0), 0)
-        its = request == owner  # nobody's if there are fewer parts
+        its = request == owner  # all false if there are fewer splits
         its_parts = tl.maximum(tl.sum(tl.where(its, parts, 0), 0), 1)
         its_new = tl.sum(tl.where(its, new, 0), 0)
         its_prefix = tl.sum(tl.where(its, prefix, 0), 0)
@@ -155,7 +155,7 @@ def launch_plan(
     """
     requests, width = page_table.shape
     block = triton.next_power_of_2(requests)
-    at_once = _MOST_ROWS if queries else max(1, min(_MOST_ROWS, _MOST_PAIRS // block))
+    at_once = _MAX_ROWS if queries else max(1, min(_MAX_ROWS, _MAX_PAIRS // block))
     grid = (max(records.shape[0], triton.cdiv(rows, at_once) if slots is not None else 0),)
     _plan[grid](
         page_table,

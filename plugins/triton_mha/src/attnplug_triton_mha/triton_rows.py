@@ -1,4 +1,4 @@
-"""Cache rows as the attention kernel takes them: their addresses, hints to bring them to L2, loads and conversions.
+"""Cache rows of the attention kernel: addresses, L2 prefetch, loads and fp8 conversion.
 
 fp8 rows are loaded as 16-bit pairs of adjacent columns, because shared memory gives 16-bit matrices transposed, but
 8-bit ones only element by element. Tensor cores multiply them as fp16, to which a pair is converted by one instruction
@@ -18,7 +18,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def prefetch(rows, there, WIDTH: tl.constexpr):
-    """Ask for rows of ``WIDTH`` bytes, given by their addresses, to be brought to L2. It is a hint; nothing waits."""
+    """Prefetch rows of ``WIDTH`` bytes, given by their addresses, to L2. A hint; nothing waits for it."""
     LINES: tl.constexpr = (WIDTH + _LINE - 1) // _LINE
     SIDE: tl.constexpr = 1 if LINES == 1 else (2 if LINES == 2 else 4)
     line = tl.arange(0, SIDE)
@@ -33,7 +33,7 @@ def prefetch(rows, there, WIDTH: tl.constexpr):
 @triton.jit
 def rows_at(cache, page, token, first, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
             SLOT_STRIDE: tl.constexpr, FAR: tl.constexpr):  # fmt: skip
-    """Addresses of a step's rows. ``page`` is one for all, if a step lies in one page, or one for each token."""
+    """Return the addresses of a step's rows. ``page`` is a scalar if a step lies in one page, or one per token."""
     at = cache + page.to(tl.int64) * PAGE_STRIDE
     if FAR:
         return at + (token % PAGE_SIZE).to(tl.int64) * SLOT_STRIDE
@@ -44,7 +44,7 @@ def rows_at(cache, page, token, first, STEP: tl.constexpr, PAGE_SIZE: tl.constex
 
 @triton.jit
 def columns(WIDTH: tl.constexpr, FLOAT8: tl.constexpr, FAR: tl.constexpr):
-    """The columns that ``load`` takes, of fp8 rows the pairs of columns; in 64 bits if offsets need them."""
+    """Return the columns for ``load`` (pairs of columns for fp8), in 64 bits if offsets need them."""
     column = tl.arange(0, WIDTH // 2 if FLOAT8 else WIDTH)
     if FAR:
         column = column.to(tl.int64)
@@ -54,7 +54,7 @@ def columns(WIDTH: tl.constexpr, FLOAT8: tl.constexpr, FAR: tl.constexpr):
 @triton.jit
 def load(at, column, there, COLUMN_STRIDE: tl.constexpr, DIM: tl.constexpr, FLOAT8: tl.constexpr, PAIRS: tl.constexpr,
          MASKED: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Rows from their addresses, in 16 bits: numbers, or pairs of fp8 numbers.
+    """Load rows from their addresses as 16-bit elements or pairs of fp8 elements.
 
     With ``ZEROS``, zeros for columns past ``DIM``, and if masked for rows that are not there; without, anything.
     ``PAIRS`` says that pairs can be loaded as they are.
@@ -90,7 +90,7 @@ def _load(at, column, there, COLUMNS: tl.constexpr, MASKED: tl.constexpr, ZEROS:
 
 @triton.jit
 def fp16_of_pairs(pairs):
-    """The lower and the upper of the two fp8 numbers in every 16 bits."""
+    """Convert the lower and the upper fp8 element of every 16 bits to fp16."""
     if _INTERPRETED:
         lower, upper = (pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)
         lower, upper = lower.to(tl.float8e4nv, bitcast=True), upper.to(tl.float8e4nv, bitcast=True)
@@ -107,7 +107,7 @@ def fp16_of_pairs(pairs):
 
 @triton.jit
 def fp16_halves(queries, scale):
-    """Even and odd columns of queries in fp16, and what to scale their logits by.
+    """Return even and odd columns of queries in fp16, and the scale of their logits.
 
     Each row of other types is divided by a power of 2, so that its numbers are up to 2 and fp16 holds them as well as
     bf16 did.

@@ -1,4 +1,4 @@
-"""Attention by the kernel that a schedule is cut for."""
+"""Launch of the attention kernel that a schedule is configured for."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 from attnplug import MLAPool, PoolError
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
-from attnplug_triton_mla.planner import Schedule
-from attnplug_triton_mla.scratch import Partials
+from attnplug_triton_mla.planner import MLASchedule
+from attnplug_triton_mla.scratch import MLAPartials
 from attnplug_triton_mla.triton_attention import attend
 
 _LOG2_E = 1.4426950408889634
 _LARGEST_OFFSET = (1 << 31) - 1
 _COPIED = 16
-"""Addresses and strides must be multiples of this for Gluon kernels, which copy 16 bytes at once to shared memory."""
+"""Alignment in bytes that Gluon kernels require: they copy 16 bytes at a time to shared memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerCache:
-    """A layer's cache ``[pages, page_size, 1, rank + rope]``, and the factor of its stored numbers.
+class LatentLayerCache:
+    """Cache of one layer, ``[pages, page_size, 1, rank + rope]``, and the scale of its stored values.
 
-    Pages and rows may have any strides. ``copied`` says that Gluon kernels can copy the rows.
+    Pages and rows may have any strides. ``copied``: rows are aligned for the Gluon kernels.
     """
 
     pages: Tensor
@@ -33,7 +33,7 @@ class LayerCache:
     copied: bool
 
     @classmethod
-    def of(cls, pool: MLAPool, layer_id: int, rank: int) -> LayerCache:
+    def of(cls, pool: MLAPool, layer_id: int, rank: int) -> LatentLayerCache:
         pages = pool.rows(layer_id)
         page, slot, _, column = pages.stride()
         places = [number * pages.element_size() for number in (page, slot)] + [pages.data_ptr()]
@@ -45,10 +45,10 @@ class LayerCache:
         return cls(pages, pool.scale(layer_id), rank, not any(place % _COPIED for place in places))
 
 
-def readable(q: Tensor, multiple_of: int = 1) -> Tensor:
-    """``q``, or a copy if the kernels cannot read it: its address and strides must be multiples of ``multiple_of``.
+def aligned(q: Tensor, multiple_of: int = 1) -> Tensor:
+    """Return ``q``, or a contiguous copy if its address or strides are not multiples of ``multiple_of``.
 
-    Columns must be adjacent, and all heads of a row within a 32-bit offset, which is what kernels count in.
+    Kernels also require a column stride of 1, and all heads of a row within a 32-bit offset.
     """
     row, head, column = q.stride()
     odd = any(number % multiple_of for number in (q.data_ptr(), row, head))
@@ -60,31 +60,32 @@ def readable(q: Tensor, multiple_of: int = 1) -> Tensor:
 def launch_attend(
     q: Tensor,
     q_rope: Tensor | None,
-    cache: LayerCache,
+    cache: LatentLayerCache,
     page_table: Tensor,
     out: Tensor,
     lse: Tensor | None,
-    partials: Partials,
-    schedule: Schedule,
+    partials: MLAPartials,
+    schedule: MLASchedule,
     scale: float,
     tree: Tensor | None,
     selected: bool = False,
 ) -> None:
-    """Attend with q ``[rows, heads, rank + rope]``; ``out`` ``[rows, heads, rank]`` and ``lse`` are contiguous.
+    """Attend with q ``[rows, heads, rank + rope]``.
+
+    Writes ``out`` ``[rows, heads, rank]`` and ``lse``, both contiguous.
 
     With ``q_rope`` ``[rows, heads, rope]``, q is ``[rows, heads, rank]``. ``tree`` ``[requests, queries]`` int64 is for
-    the Triton kernel alone: no other is scheduled for trees.
-    If rows are ``selected``, ``page_table`` holds the slots of each query row, -1 for none, and the schedule has each
-    query row as a request.
-    Tiles of several parts are left in ``partials`` for ``launch_merge`` where the schedule says so.
+    the Triton kernel only: no other is scheduled for trees. With ``selected``, every query row is a request of the
+    schedule, and ``page_table`` holds its cache slots, -1 for none. If ``schedule.merged_by_kernel``, split tiles are
+    left in ``partials`` for ``launch_merge``.
     """
     configuration, pages = schedule.configuration, cache.pages
     multiple_of = 1 if configuration.kernel == "triton" else _COPIED
-    q = readable(q, multiple_of)
-    rope = q if q_rope is None else readable(q_rope, multiple_of)
+    q = aligned(q, multiple_of)
+    rope = q if q_rope is None else aligned(q_rope, multiple_of)
     _, page_size, _, row_dim = pages.shape
     if selected and pages.stride(0) == page_size * pages.stride(1):
-        pages, page_size = pages.flatten(0, 1).unsqueeze(1), 1  # slots are at equal distances
+        pages, page_size = pages.flatten(0, 1).unsqueeze(1), 1  # slots are evenly spaced
     by_place = (
         q,
         rope,

@@ -1,4 +1,4 @@
-"""The backend: pool, kernels and plans brought together."""
+"""The ``triton_mla`` backend: dense and sparse MLA by split-KV Triton kernels, planned on the device."""
 
 from __future__ import annotations
 
@@ -12,54 +12,55 @@ from attnplug import BackendContext, DType, ForwardExtras, ForwardMode, Geometry
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedRows
 from attnplug_sparse.attention import SparseAttention
 from attnplug_sparse.index import SparseIndex
-from attnplug_triton_mla.attention import LayerCache, launch_attend
+from attnplug_triton_mla.attention import LatentLayerCache, launch_attend
 from attnplug_triton_mla.configurations import (
-    Configuration,
-    Room,
+    MLAKernelConfig,
+    MLAKernelLimits,
     choose,
-    fitting,
-    most_partials,
+    fit_config,
+    max_partial_rows,
     on_triton,
 )
 from attnplug_triton_mla.options import TritonMLAOptions
-from attnplug_triton_mla.planner import Schedule, Shape
-from attnplug_triton_mla.scratch import Partials, Scratch
+from attnplug_triton_mla.planner import BatchShape, MLASchedule
+from attnplug_triton_mla.scratch import MLAPartials, MLAScratch
 from attnplug_triton_mla.sparse import SparseLayers, SparsePlan
 from attnplug_triton_mla.triton_merge import launch_merge
 
 _FEW_NEW = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
-"""Modes with few new tokens per request. Kernels are configured for their number if all requests have the same."""
+"""Modes with few new tokens per request. Kernels are configured for that number if all requests have the same."""
 
 
 @dataclass(slots=True, eq=False)
-class Metadata:
-    """What a plan holds: the page table that it reads, how the batch is divided, and memory for partial results.
+class TritonMLAMetadata:
+    """A plan's metadata: page table, split-KV schedule, and partial results.
 
-    ``page_table`` and ``tree`` are the batch's own memory. A captured plan serves several graphs, each with a table and
-    trees of its own, so ``refill`` sets them. ``ragged`` says that some rows may be padding, and only the device knows
-    which. ``sparse`` is for layers that choose their rows.
+    ``page_table`` and ``tree`` are the batch's own memory. A captured plan serves several graphs, each with its own
+    table and trees, so ``refill`` sets them. ``ragged``: some rows may be padding, which is known on the device only.
+    ``sparse`` is set for models with an index.
     """
 
     page_table: Tensor
     tree: Tensor | None
-    schedule: Schedule
-    partials: Partials
+    schedule: MLASchedule
+    partials: MLAPartials
     ragged: bool
     sparse: SparsePlan | None
 
 
 class TritonMLABackend(SparseAttention):
-    """MLA by Triton kernels: one schedule for every kind of batch, made on the device from the lengths there.
+    """MLA by Triton kernels.
 
-    A plan takes nothing from the host but shapes, and one launch fills it. A captured plan follows whatever lengths its
-    graph finds. The page table is read from the batch's own memory.
+    Schedules of all batch kinds are computed on the device from device lengths, by one launch; planning takes only
+    shapes from the host. A captured plan serves any lengths. The page table is read from the batch's own memory.
+    ``choose`` and ``multiprocessors`` replace the configuration tables and the GPU's size in tests and benchmarks.
     """
 
     def __init__(
         self,
         context: BackendContext,
         *,
-        choose: Callable[..., Configuration] = choose,
+        choose: Callable[..., MLAKernelConfig] = choose,
         multiprocessors: int | None = None,
     ) -> None:
         super().__init__(context)
@@ -69,13 +70,13 @@ class TritonMLABackend(SparseAttention):
         self._heads, self._page_size, self._rank, self._device = shape.heads, shape.page_size, rank, device
         self._invariant, self._choose = options.batch_invariant, choose
         self._fp8 = context.kv_dtype is DType.FLOAT8_E4M3
-        self._caches = {layer_id: LayerCache.of(shape.pool, layer_id, rank) for layer_id in shape.pool.layer_ids}
-        self._room: Room | None = None
+        self._caches = {layer_id: LatentLayerCache.of(shape.pool, layer_id, rank) for layer_id in shape.pool.layer_ids}
+        self._limits: MLAKernelLimits | None = None
         index = SparseIndex(context, multiprocessors=multiprocessors) if context.model.is_sparse else None
         if multiprocessors is None:
             properties = torch.cuda.get_device_properties(device)
             multiprocessors = properties.multi_processor_count
-            self._room = Room(
+            self._limits = MLAKernelLimits(
                 10 * properties.major + properties.minor,
                 properties.shared_memory_per_block_optin,  # type: ignore[attr-defined] # torch's stub leaves it out
                 shape.dims.row_dim * shape.dtype.itemsize,
@@ -83,10 +84,8 @@ class TritonMLABackend(SparseAttention):
                 all(cache.copied for cache in self._caches.values()),
             )
         self._multiprocessors = multiprocessors
-        rows = most_partials(multiprocessors)
-        self._scratch = [
-            Scratch(context.name, context.workspace, device, rank, rows, lane) for lane in range(context.limits.lanes)
-        ]
+        rows = max_partial_rows(multiprocessors)
+        self._scratch = [MLAScratch(context, rank, rows, lane) for lane in range(context.limits.lanes)]
         self._sparse: SparseLayers | None = None
         if index is not None:
             self._sparse = SparseLayers(
@@ -109,41 +108,41 @@ class TritonMLABackend(SparseAttention):
         return Plan.of(self.backend_id, geometry, metadata, slots)
 
     def capture(self, geometry: Geometry, memory: None) -> Plan:
-        """Each shape has a schedule of its own."""
+        """Plan a captured shape, with a schedule of its own."""
         metadata = self._metadata(geometry)
         plan = Plan.of(self.backend_id, geometry, metadata, metadata.schedule.slots)
         self.refill(plan, geometry)
         return plan
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
-        metadata: Metadata = plan.metadata
+        metadata: TritonMLAMetadata = plan.metadata
         metadata.page_table, metadata.tree = geometry.page_table, geometry.tree
         self._fill(metadata, geometry)
         if geometry.slots is not None:
             metadata.schedule.slots.copy_(geometry.slots)
 
-    def _metadata(self, geometry: Geometry) -> Metadata:
-        """Memory for a batch's schedule, still to be filled."""
+    def _metadata(self, geometry: Geometry) -> TritonMLAMetadata:
+        """Allocate a batch's schedule; ``_fill`` fills it."""
         requests, pages = geometry.page_table.shape
         ragged = geometry.new_lens is not None
         queries = geometry.max_new if geometry.mode in _FEW_NEW and not ragged else 0
-        shape = Shape(requests, geometry.rows, queries, self._heads, self._page_size, pages, self._invariant)
+        shape = BatchShape(requests, geometry.rows, queries, self._heads, self._page_size, pages, self._invariant)
         tokens = pages * self._page_size
         configuration = self._configuration(queries * self._heads, requests, tokens, tree=geometry.tree is not None)
-        schedule = Schedule.reserve(shape, configuration, self._multiprocessors, self._device)
+        schedule = MLASchedule.reserve(shape, configuration, self._multiprocessors, self._device)
         scratch = self._scratch[geometry.lane]
         partials = scratch.partials(schedule.partial_slots, configuration.tile)
         sparse = None if self._sparse is None else self._sparse.reserve(geometry, scratch)
-        return Metadata(geometry.page_table, geometry.tree, schedule, partials, ragged, sparse)
+        return TritonMLAMetadata(geometry.page_table, geometry.tree, schedule, partials, ragged, sparse)
 
-    def _configuration(self, rows: int, requests: int, tokens: int, *, tree: bool = False) -> Configuration:
+    def _configuration(self, rows: int, requests: int, tokens: int, *, tree: bool = False) -> MLAKernelConfig:
         configuration = self._choose(rows, requests, tokens, fp8=self._fp8, invariant=self._invariant)
         if tree:
-            # Kernels in Gluon multiply rows where they were copied to, and cannot leave out what a row must not see.
+            # Gluon kernels multiply rows in shared memory as copied, and cannot mask what a row must not see.
             configuration = on_triton(configuration)
-        return configuration if self._room is None else fitting(configuration, self._room)
+        return configuration if self._limits is None else fit_config(configuration, self._limits)
 
-    def _fill(self, metadata: Metadata, geometry: Geometry) -> None:
+    def _fill(self, metadata: TritonMLAMetadata, geometry: Geometry) -> None:
         schedule, new_lens = metadata.schedule, geometry.new_lens
         if new_lens is None and not schedule.shape.queries:
             new_lens = torch.full_like(geometry.seq_lens, geometry.max_new)
@@ -154,12 +153,12 @@ class TritonMLABackend(SparseAttention):
     # Running
 
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
-        metadata: Metadata = plan.metadata
+        metadata: TritonMLAMetadata = plan.metadata
         assert self._sparse is not None and metadata.sparse is not None
         return self._sparse.index.choose(metadata.sparse.index, index, layer)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
-        metadata: Metadata = plan.metadata
+        metadata: TritonMLAMetadata = plan.metadata
         cache, schedule, partials = self._caches[layer.layer_id], metadata.schedule, metadata.partials
         out, lse = extras.out, extras.lse
         if out is None or not out.is_contiguous():
@@ -182,7 +181,7 @@ class TritonMLABackend(SparseAttention):
         self,
         q: Tensor,
         layer: LayerSpec,
-        metadata: Metadata,
+        metadata: TritonMLAMetadata,
         selected: SelectedRows,
         q_rope: Tensor | None,
         out: Tensor,

@@ -1,16 +1,18 @@
-"""The factory of the spec. Triton is imported with this module: if that fails, nothing has been built yet."""
+"""Factory of the spec. Importing this module imports Triton, so an import error occurs before anything is built."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
-from attnplug import AttentionBackend, BackendContext, import_library
+from attnplug import AttentionBackend, BackendContext
+from attnplug.kernels import import_library
 from attnplug_triton_mla.plugin import LIBRARY
 
 import_library(lambda: import_module("triton.language"), LIBRARY)
 
 
 def triton_mla(context: BackendContext) -> AttentionBackend:
-    from attnplug_triton_mla.backend import TritonMLABackend  # here: its kernels need Triton to be defined
+    """Build the backend; the spec's factory."""
+    from attnplug_triton_mla.backend import TritonMLABackend  # not at the top: its module requires Triton
 
     return TritonMLABackend(context)

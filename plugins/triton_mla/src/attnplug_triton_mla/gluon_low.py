@@ -40,7 +40,7 @@ def _rows_of(COPY: gl.constexpr, SIZE: gl.constexpr):
 
 @gluon.jit
 def _ask_for(to, at, there, offset, COPY: gl.constexpr):
-    """Copy quarters ``[4, rows, columns]`` that start ``offset`` after ``at``, zeros where there is nothing."""
+    """Copy quarters ``[4, rows, columns]`` that start ``offset`` after ``at``; zeros for masked elements."""
     COLUMNS: gl.constexpr = to.shape[2]
     quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))
@@ -52,8 +52,8 @@ def _ask_for(to, at, there, offset, COPY: gl.constexpr):
 def _page_of(
     table, table_column, token, end_token, COPY: gl.constexpr, STEP: gl.constexpr, PAGE_SIZE: gl.constexpr
 ):  # fmt: skip
-    """The page of the step that starts at ``token``, or the page of each of its rows. If pages have one row, these are
-    slots."""
+    """Return the page of the step that starts at ``token``, or the page of each of its rows (slots, if pages have one
+    row)."""
     if PAGE_SIZE % STEP != 0:
         token += _rows_of(COPY, STEP)
     return gl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=-1)
@@ -104,7 +104,7 @@ def _partial_logits(own_q, own_q_rope, rows, rope, OWN: gl.constexpr, ROPE: gl.c
 
 @gluon.jit
 def _logits_of(dots, token, seen, scale, table, table_column, end_token, SELECTED: gl.constexpr):
-    """The sum of all warps' partial logits; -inf for tokens that a row does not see."""
+    """Return the sum of all warps' partial logits; -inf for masked tokens."""
     visible = token[None, :] < seen[:, None]
     if SELECTED:
         chosen = gl.load(table + token * table_column, mask=token < end_token, other=-1)
@@ -115,7 +115,7 @@ def _logits_of(dots, token, seen, scale, table, table_column, end_token, SELECTE
 
 @gluon.jit
 def _add_step(logits, rows, top, total, sums, OWN: gl.constexpr):
-    """What a step's rows add to the sums; ``top`` is the largest logit so far, ``total`` the weights' sum."""
+    """Add a step's rows to the sums; ``top`` is the running maximum of logits, ``total`` the sum of weights."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OWN, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, OWN, 2)
     higher = gl.maximum(top, gl.max(logits, 1))
@@ -228,7 +228,7 @@ def attend_low(
             top, total, sums = _add_step(logits, rows_shared.index(buffer), top, total, sums, OWN)
             logits_shared.store(dot)
             dots = logits_shared.load(ALL)
-            # There was a barrier between these two, so nobody reads this step's rows any more.
+            # There was a barrier between these two, so no warp reads this step's rows any more.
             token = first + BUFFERS * STEP
             _ask_for_step(
                 rows_shared.index(buffer), rope_shared.index(buffer), cache, page, rope_page, token, end_token,
@@ -276,4 +276,4 @@ def attend_low(
                 page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # also without work: the next kernel waits for this one alone
+        gdc_wait()  # also without work: the next kernel waits for this one only

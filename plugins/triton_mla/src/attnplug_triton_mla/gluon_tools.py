@@ -1,4 +1,4 @@
-"""What the Gluon kernels share: functions of ``triton_schedule`` and ``triton_merge`` in Gluon's form, and a copy."""
+"""Functions of the Gluon kernels: ``triton_schedule`` and ``triton_merge`` compiled as Gluon, and version shims."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ begin_stretch, next_tile = gluon.jit(triton_schedule.begin_stretch.fn), gluon.ji
 rows_of_part = gluon.jit(triton_schedule.rows_of_part.fn)
 slot_of_part, log2_sum = gluon.jit(triton_merge.slot_of_part.fn), gluon.jit(triton_merge.log2_sum.fn)
 
-# The name in newer versions, and the one in Triton 3.6. What the mask leaves out becomes zero.
+# The name in newer versions, and the one in Triton 3.6. Masked elements become zero.
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

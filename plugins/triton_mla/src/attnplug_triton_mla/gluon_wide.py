@@ -11,7 +11,7 @@ before it. Hence this kernel places everything explicitly, in Gluon, Triton's la
 - Each warp group has 32 of a step's 64 tokens when logits are computed, and half of the columns when values are added
   up. Weights pass between them through shared memory.
 - A round starts two products, one after the other: a step's values, and the next step's logits. When the first is done,
-  nobody needs the step's rows any more. Those after the next are requested in their place, while the second runs.
+  the step's rows are no longer needed. Those after the next are requested in their place, while the second runs.
 - Two barriers of all warps per step are for the largest logit of a row. Sums of weights are added up after the loop.
 
 No product is under way from one round of the loop to the next: ptxas would then run them one by one.
@@ -45,7 +45,7 @@ from attnplug_triton_mla.triton_merge import LN_2
 
 @gluon.jit
 def _ask_for(to, to_rope, at, rope_at, there, column, rope_column, ROPE: gl.constexpr):
-    """Copy rows to shared memory, with zeros where there are none: zero times what may be there could be NaN."""
+    """Copy rows to shared memory; zeros for masked rows, because zero times stale memory could be NaN."""
     copy(to, at[:, None] + column[None, :], mask=there[:, None])
     if ROPE > 0:
         copy(to_rope, rope_at[:, None] + rope_column[None, :], mask=there[:, None])
@@ -78,7 +78,7 @@ def _ask_for_step(
 
 @gluon.jit
 def _products(q, q_rope, rows, rope, nothing, ROPE: gl.constexpr):
-    """Queries by a step's rows, still being computed: one product, or two."""
+    """Start the product of queries and a step's rows (one or two asynchronous products)."""
     dot = warpgroup_mma(q, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
     if ROPE > 0:
         dot = warpgroup_mma(q_rope, rope.permute((1, 0)), dot, is_async=True)
@@ -96,7 +96,7 @@ def _visible(token, seen, table, table_column, end_token, SELECTED: gl.constexpr
 
 @gluon.jit
 def _weigh(dot, visible, scale, top, totals):
-    """The weights of a step, the largest logit so far, sums of weights, and the factor of what was summed up before."""
+    """Return a step's weights, the running maximum of logits, sums of weights, and the factor of earlier sums."""
     logits = gl.where(visible, dot * scale, float("-inf"))
     higher = gl.maximum(top, gl.max(logits, 1))
     base = gl.where(higher == float("-inf"), 0.0, higher)
@@ -235,4 +235,4 @@ def attend_wide(
                 page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # also without work: the next kernel waits for this one alone
+        gdc_wait()  # also without work: the next kernel waits for this one only

@@ -1,4 +1,4 @@
-"""What a user can set, as ``triton_mla.NAME=VALUE``."""
+"""User options, set as ``triton_mla.NAME=VALUE``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TritonMLAOptions:
-    batch_invariant: bool = False
-    """Divide every request by its own length alone: its result has the same bits whatever else is in the batch.
+    """Options of the ``triton_mla`` backend."""
 
-    Costs time where lengths differ or requests are few, and memory for partial results of every request.
+    batch_invariant: bool = False
+    """Split every request by its own length only: its result has the same bits whatever else is in the batch.
+
+    Costs time if lengths differ or requests are few, and memory for partial results of every request.
     """

@@ -1,4 +1,4 @@
-"""Lengths and page table → what the kernels read: a batch's schedule, made on the device."""
+"""Planner: device lengths and page table → the split-KV schedule of a batch, computed on the device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from attnplug import PlanError
 from attnplug_sparse.index.triton_schedule import launch_plan, size_of_numbers
-from attnplug_triton_mla.configurations import INVARIANT_PARTS, Configuration
+from attnplug_triton_mla.configurations import INVARIANT_PARTS, MLAKernelConfig
 
-_LARGEST_INDEX = 1 << 30
-"""Kernels count in 32 bits, and the last program's stretch may end this far past the end of the line."""
+_MAX_INDEX = 1 << 30
+"""Limit of step counts: kernels count in 32 bits, and the last program's range may end beyond the last step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """All that the host knows of a batch: ``queries`` new tokens per request, or 0 if they may differ."""
+class BatchShape:
+    """Host-side shape of a batch. ``queries`` is the number of new tokens per request, 0 if they may differ."""
 
     requests: int
     rows: int
@@ -25,37 +25,37 @@ class Shape:
     heads: int
     page_size: int
     pages: int
-    """Columns of the page table."""
+    """Page table columns."""
     invariant: bool
     whole: bool = False
-    """With ``invariant``, no tile is cut: there are too many rows to keep parts of."""
+    """Never split a tile under ``invariant``: there are too many rows to keep partial results of."""
 
     def tiles(self, tile: int) -> int:
-        """The most tiles of rows."""
+        """Return the maximum number of tiles."""
         if self.queries:
             return self.requests * -(-self.queries * self.heads // tile)
         return min(-(-self.rows * self.heads // tile) + self.requests, self.rows * self.heads)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Schedule:
-    """How a batch is divided: ``numbers`` int32 and ``slots`` ``[rows]`` int64, both made on the device by ``fill``."""
+class MLASchedule:
+    """Split-KV schedule of a batch: ``numbers`` int32 and write slots ``[rows]`` int64, filled by ``fill``."""
 
-    shape: Shape
-    configuration: Configuration
+    shape: BatchShape
+    configuration: MLAKernelConfig
     programs: int
     numbers: Tensor
     slots: Tensor
 
     @classmethod
     def reserve(
-        cls, shape: Shape, configuration: Configuration, multiprocessors: int, device: torch.device
-    ) -> Schedule:
+        cls, shape: BatchShape, configuration: MLAKernelConfig, multiprocessors: int, device: torch.device
+    ) -> MLASchedule:
         steps = -(-shape.pages * shape.page_size // configuration.step)
-        if shape.tiles(configuration.tile) * (configuration.start_steps + max(steps, 1)) >= _LARGEST_INDEX:
+        if shape.tiles(configuration.tile) * (configuration.start_steps + max(steps, 1)) >= _MAX_INDEX:
             raise PlanError(
                 f"{shape.rows} rows with {shape.heads} heads, over up to {shape.pages * shape.page_size} cache rows, "
-                "are more than the schedule can count; lower `chunked_prefill_size`",
+                "exceed the schedule's 32-bit counters; lower `chunked_prefill_size`",
                 settings=["chunked_prefill_size"],
             )
         programs = configuration.programs * multiprocessors
@@ -69,27 +69,27 @@ class Schedule:
 
     @property
     def parts(self) -> int:
-        """The most parts of a tile, which only its own length decides; 0 if the whole batch decides."""
+        """Maximum splits per tile under ``batch_invariant``; 0 if the whole batch determines them."""
         if not self.shape.invariant:
             return 0
         return INVARIANT_PARTS if self.shape.queries and not self.shape.whole else 1
 
     @property
     def partial_slots(self) -> int:
-        """The most partial results at once."""
+        """Maximum number of partial results."""
         if self.shape.invariant:
             return self.shape.tiles(self.configuration.tile) * self.parts if self.parts > 1 else 1
         return 2 * self.programs
 
     @property
     def merged_by_kernel(self) -> bool:
-        """Whether a separate kernel merges parts. It needs the same number of rows in every request."""
+        """True if a separate kernel merges splits. It requires the same number of rows in every request."""
         return self.configuration.merge == "kernel" and self.shape.queries > 0 and self.parts != 1
 
     def fill(self, page_table: Tensor, seq_lens: Tensor, new_lens: Tensor | None) -> None:
-        """From the page table ``[requests, pages]`` and lengths ``[requests]``, by launches that wait for nothing.
+        """Fill from the page table ``[requests, pages]`` and lengths ``[requests]``, without synchronization.
 
-        ``new_lens`` ``[requests]`` are read where the shape does not say how many new tokens there are.
+        ``new_lens`` ``[requests]`` is read if ``shape.queries`` is 0.
         """
         launch_plan(
             page_table,
@@ -109,7 +109,7 @@ class Schedule:
             parts=self.parts,
         )
         if self.configuration.overlap:
-            # Kernels that are launched early read the schedule before they wait for the previous kernel. That must not
-            # be the kernel that fills the schedule, so another one comes between: it does wait, and sets a number that
-            # nobody reads.
+            # With programmatic dependent launch, kernels read the schedule before they wait for the previous kernel,
+            # which therefore must not be the one that fills the schedule. This kernel in between does wait; its output
+            # is not read.
             self.numbers[-1:].zero_()

@@ -1,4 +1,4 @@
-"""What the plugin says of its backend. Triton is imported when the backend is built, and not before."""
+"""Backend spec of ``triton_mla``. Importing this module does not import Triton."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from attnplug_triton_mla.options import TritonMLAOptions
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 LIBRARY = "triton>=3.6,<4"
 COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
-"""Counters that every call leaves at zero."""
+"""Arrival counters of split-KV programs: zero before and after each call."""
 
 
 @hookimpl
@@ -40,7 +40,7 @@ def attnplug_backends() -> list[BackendSpec]:
             requires=((LIBRARY, "triton"),),
             options=TritonMLAOptions,
             check=refusals,
-            preference=50,  # below the libraries': faster at few requests, slower with many heads and large batches
+            preference=50,  # below the libraries: slower with many heads and large batches
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MLA}),
                 devices=frozenset({"cuda"}),
@@ -48,10 +48,10 @@ def attnplug_backends() -> list[BackendSpec]:
                 dtypes=DTYPES,
                 kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
                 kv_matches_dtype=True,
-                min_fp8_sm=89,  # the first that convert from float8_e4m3fn by an instruction
+                min_fp8_sm=89,  # the first with an instruction that converts float8_e4m3fn
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 mla_dims=frozenset({(512, 64), (512, 0), (256, 64), (256, 0)}),
-                max_heads=128,  # the kernels would take more, and nobody has tested them with more
+                max_heads=128,  # tested up to this number
                 layers_alike=True,
                 max_speculative_tokens=64,
                 cuda_graph=GraphLevel.ALWAYS,
@@ -79,5 +79,5 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
 
 
 def refusals(problem: Problem, role: Role | None, options: TritonMLAOptions) -> Iterator[Refusal]:
-    """What the capabilities cannot say: which indexes are served."""
+    """Yield refusals that capabilities cannot express: unsupported sparse indexes."""
     yield from index_refusals(problem, role)

@@ -1,7 +1,7 @@
-"""Sparse layers: attention to the cache rows that an index chose for every new token, and to these alone.
+"""Sparse layers: attention to the cache rows that an index selects for every new token.
 
-For attention, every new token is a request of its own, whose page table is the slots that were chosen for it. So sparse
-layers run by the kernels of dense ones. Both this and the index are scheduled on the device, once for all layers.
+For attention, every new token is a request of its own, whose page table holds its selected slots. So sparse layers use
+the kernels of dense ones. Attention and index are scheduled on the device, once for all layers.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ from torch import Tensor
 from attnplug import Geometry
 from attnplug.sparse import SelectedRows
 from attnplug_sparse.index import IndexPlan, SparseIndex
-from attnplug_triton_mla.configurations import Configuration
-from attnplug_triton_mla.planner import Schedule, Shape
-from attnplug_triton_mla.scratch import Partials, Scratch
+from attnplug_triton_mla.configurations import MLAKernelConfig
+from attnplug_triton_mla.planner import BatchShape, MLASchedule
+from attnplug_triton_mla.scratch import MLAPartials, MLAScratch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """Attention of the rows that the index takes as a block; ``counts`` ``[rows]`` says how many each has chosen."""
+class SparseBlock:
+    """Schedule of one block of query rows of the index. ``counts`` ``[rows]`` are the selected rows of each."""
 
     rows: slice
     counts: Tensor
-    schedule: Schedule
-    partials: Partials
+    schedule: MLASchedule
+    partials: MLAPartials
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparsePlan:
+    """Plan of the index, and schedules of attention per block."""
+
     index: IndexPlan
-    blocks: tuple[Block, ...]
+    blocks: tuple[SparseBlock, ...]
 
 
 class SparseLayers:
-    """What a backend needs for sparse layers beside their caches: the index, and how attention is cut."""
+    """Index and attention schedules of a backend's sparse layers."""
 
     def __init__(
         self,
@@ -47,31 +49,31 @@ class SparseLayers:
         heads: int,
         multiprocessors: int,
         invariant: bool,
-        choose: Callable[[int, int], Configuration],
+        choose: Callable[[int, int], MLAKernelConfig],
     ) -> None:
-        """``choose`` gives attention's configuration for so many rows that each attend to up to so many."""
+        """``choose(rows, topk)`` returns the configuration for ``rows`` queries with up to ``topk`` selected rows."""
         self.index, self._device, self._heads = index, device, heads
         self._multiprocessors, self._invariant, self._choose = multiprocessors, invariant, choose
 
-    def reserve(self, geometry: Geometry, scratch: Scratch) -> SparsePlan:
-        """Memory for a batch's plan, still to be filled."""
+    def reserve(self, geometry: Geometry, scratch: MLAScratch) -> SparsePlan:
+        """Allocate a batch's plan; ``fill`` fills it."""
         plan, topk, blocks = self.index.reserve(geometry), self.index.topk, []
         for block in plan.blocks:
             rows = len(block.counts)
-            shape = Shape(rows, rows, 1, self._heads, 1, topk, self._invariant, whole=not plan.queries)
-            schedule = Schedule.reserve(shape, self._choose(rows, topk), self._multiprocessors, self._device)
+            shape = BatchShape(rows, rows, 1, self._heads, 1, topk, self._invariant, whole=not plan.queries)
+            schedule = MLASchedule.reserve(shape, self._choose(rows, topk), self._multiprocessors, self._device)
             partials = scratch.partials(schedule.partial_slots, schedule.configuration.tile)
-            blocks.append(Block(block.rows, block.counts, schedule, partials))
+            blocks.append(SparseBlock(block.rows, block.counts, schedule, partials))
         return SparsePlan(plan, tuple(blocks))
 
     def fill(self, plan: SparsePlan, geometry: Geometry) -> None:
-        """From the lengths on the device, by launches that wait for nothing."""
+        """Fill from device lengths, without synchronization."""
         self.index.fill(plan.index, geometry)
         for block in plan.blocks:
-            # This schedule looks up no pages: they are known only when rows were chosen.
+            # A dummy page table: slots are known only after the selection.
             nowhere = block.counts[:1].expand(len(block.counts), self.index.topk)
             block.schedule.fill(nowhere, block.counts, None)
 
     def slots(self, plan: SparsePlan, selected: SelectedRows) -> Tensor:
-        """Where the selected rows lie, ``[rows, topk]`` int32, adjacent."""
+        """Return the slots of the selected rows, ``[rows, topk]`` int32, contiguous."""
         return self.index.slots(plan.index, selected, self.index.topk)

@@ -1,4 +1,4 @@
-"""MLA over a paged cache: one kernel for decode, verify and extend, which runs a ``triton_schedule``.
+"""Triton MLA kernel over a paged cache, for decode, verify and extend. It runs the schedule of ``triton_schedule``.
 
 Two numbers decide. Bytes: a cache row has 1152 bytes in 16 bits (latent 512, rope 64), and is both key and value. An
 H200 reads 4.2 TB/s, which is 32 GB/s per multiprocessor, so a step of 64 rows takes 2.3 µs if all of them read.
@@ -17,8 +17,8 @@ thousand, with one warp per scheduler) and for loads that depend on each other (
 - Rows (query token, head) of a request fill one tile: a verify of 2 tokens with 8 heads reads the cache once. A tile
   has at most 32 rows, because queries are read from shared memory at every step, whose bandwidth is the next limit. On
   SM 90, more rows are for ``gluon_wide``, and few requests for ``gluon_low``.
-- Every program takes an equal stretch of the batch's work, whatever the lengths (see ``triton_schedule``). It writes
-  its result straight to the output if it has a tile to itself.
+- Every program has an equal share of the batch's work, whatever the lengths (see ``triton_schedule``). It writes its
+  result directly to the output if its tile is not split.
 - Anything may follow a request's rows, even NaN. It is neither loaded (zeros take its place, since zero times NaN is
   NaN) nor seen (its logits are -inf).
 - With ``SELECTED``, every query token is a request of its own, and the table holds the slots of its cache rows, one by
@@ -62,7 +62,7 @@ def _even_and_odd(of):
 
 @triton.jit
 def _fp16_of_pairs(pairs):
-    """The lower and the upper of the two fp8 numbers in every 16 bits."""
+    """Convert the lower and the upper fp8 element of every 16 bits to fp16."""
     if _INTERPRETED:
         lower, upper = (pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)
         lower, upper = lower.to(tl.float8e4nv, bitcast=True), upper.to(tl.float8e4nv, bitcast=True)
@@ -84,7 +84,7 @@ def _largest(of):
 
 @triton.jit
 def _by_tree(bits, place):
-    """Which of some cache rows each row sees, by the bits of its tree; ``place`` is negative before the new rows."""
+    """Return the visibility of cache rows by the tree's bits; ``place`` is negative before the new rows."""
     bit = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
     return (place < 0)[None, :] | (((bits[:, None] >> bit[None, :]) & 1) != 0)
 
@@ -222,9 +222,9 @@ def attend(
                 if SELECTED:
                     visible = visible & there[None, :]
                 if TREE and part == 1:
-                    # A row that a query does not see may hold anything. Without weight, a NaN would still get into the
-                    # result. A row with a NaN or an infinity gives nobody a finite logit: values are loaded anew
-                    # without such rows, and whoever sees one gets NaN.
+                    # Hidden rows may contain NaN, and NaN with weight zero would still reach the result. A row with a
+                    # NaN or an infinity has no finite logit: values are reloaded without such rows, and queries that
+                    # see one get NaN.
                     whole = tl.max((tl.abs(logits) < float("inf")).to(tl.int32), 0) > 0
                     if FLOAT8:
                         rows_0, rows_1 = _fp16_of_pairs(_load(pairs_at, column, there & whole))
@@ -282,4 +282,4 @@ def attend(
                 page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # also without work: the next kernel waits for this one alone
+        gdc_wait()  # also without work: the next kernel waits for this one only

@@ -1,8 +1,7 @@
-"""Merging partial results: a tile's cache rows may be shared by several programs.
+"""Triton merge of partial results: a tile's KV may be split among several programs.
 
-A part is a sum of its cache rows with weights ``2 ** (logit - top)``, the weights' sum, and ``top``, the largest logit
-in base 2. A program has all of these when it has added its last row. Parts are always taken in the order of their rows,
-so the bits do not depend on which program finished first.
+A partial result is the sum of its cache rows with weights ``2 ** (logit - top)``, the sum of the weights, and ``top``,
+the largest logit in base 2. Splits are merged in the order of their rows, so results are deterministic.
 
 Bytes in L2 decide. A part of 16 rows is 32 KiB in float32, and one multiprocessor reads about 110 GB/s: 64 parts take
 19 µs on one multiprocessor, and 1 µs on 64 of them. So a separate kernel merges parts, with one row and some columns
@@ -20,20 +19,20 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_sparse.index.triton_schedule import HEADER, RECORD
-from attnplug_triton_mla.planner import Schedule
-from attnplug_triton_mla.scratch import Partials
+from attnplug_triton_mla.planner import MLASchedule
+from attnplug_triton_mla.scratch import MLAPartials
 
 LN_2 = tl.constexpr(0.6931471805599453)
 _FEW = 32
-"""Up to this many parts of a tile are loaded at once by code for so many: loading 128 takes longer."""
+"""Maximum splits for which a specialized path loads only this many: loading 128 takes longer."""
 
 
 @triton.jit
 def parts_of_tile(tile_start, units, stretch, programs, INVARIANT: tl.constexpr):
-    """How many parts a tile has, where its first part lies, and the place from which the others are counted.
+    """Return a tile's number of splits, the slot of the first one, and the base slot of the others.
 
-    A part lies at its program's number. The first part of a tile is the last that its program begins, so the same
-    program may have another tile's last part. Therefore first parts lie after all others.
+    A partial result is stored at its program's number. The first split of a tile is the last that its program starts,
+    so the same program may also have another tile's last split. Therefore first splits are stored behind all others.
     """
     if INVARIANT:
         return units, tile_start, tile_start
@@ -43,7 +42,7 @@ def parts_of_tile(tile_start, units, stretch, programs, INVARIANT: tl.constexpr)
 
 @triton.jit
 def slot_of_part(at, tile_start, programs, INVARIANT: tl.constexpr):
-    """Where this program stores the part that begins at ``at``: where ``parts_of_tile`` says, without a division."""
+    """Return the slot of the partial result that starts at ``at``: that of ``parts_of_tile``, without a division."""
     if INVARIANT:
         return at
     me = tl.program_id(0)
@@ -52,7 +51,7 @@ def slot_of_part(at, tile_start, programs, INVARIANT: tl.constexpr):
 
 @triton.jit
 def log2_sum(base, total):
-    """``base + log2(total)``: -inf where nothing was added up (C4)."""
+    """Return ``base + log2(total)``; -inf if ``total`` is zero (C4)."""
     empty = total == 0.0
     return tl.where(empty, float("-inf"), base + tl.log2(tl.where(empty, 1.0, total)))
 
@@ -69,8 +68,8 @@ def merge_tile(
 ):  # fmt: skip
     """Merge all live rows of a tile in one program.
 
-    It takes some columns at a time, since a whole part would not fit in registers twice. Reads bypass the L1 cache,
-    which does not see what other multiprocessors wrote.
+    It processes some columns at a time, because registers do not hold two partial results. Reads bypass the L1 cache,
+    which is not coherent with other multiprocessors' writes.
     """
     row = tl.arange(0, TILE)
     weights_at = partial_weights + row * partial_slots
@@ -105,7 +104,7 @@ def _merge_row(
     partials, partial_weights, partial_slots, place, row, parts, first, others, out_scale, out_at, lse_at, writes_lse,
     RANK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row of a tile, ``BLOCK`` parts at once."""
+    """Merge some columns of one row of a tile, ``BLOCK`` splits at a time."""
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     merged = tl.zeros([place.shape[0]], tl.float32)
@@ -140,7 +139,7 @@ def _merge(
     QUERIES: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, FEW: tl.constexpr, INVARIANT: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row and some columns."""
+    """Merge some columns of one row."""
     if OVERLAP:
         gdc_launch_dependents()
     flat = tl.program_id(0)
@@ -166,11 +165,13 @@ def _merge(
             out_at, lse_at, writes_lse, RANK, TILE, FEW, OVERLAP,
         )  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # with or without parts: the next kernel waits for this one alone
+        gdc_wait()  # always: the next kernel waits for this one only
 
 
-def launch_merge(partials: Partials, out: Tensor, lse: Tensor | None, schedule: Schedule, out_scale: float) -> None:
-    """Merge the rows of ``out`` ``[rows, heads, rank]`` and ``lse`` whose tiles have parts; others stay as they are."""
+def launch_merge(
+    partials: MLAPartials, out: Tensor, lse: Tensor | None, schedule: MLASchedule, out_scale: float
+) -> None:
+    """Merge the rows of ``out`` ``[rows, heads, rank]`` and ``lse`` whose tiles are split; others are not written."""
     _, heads, rank = out.shape
     shape, configuration = schedule.shape, schedule.configuration
     columns = min(configuration.merge_columns, rank)

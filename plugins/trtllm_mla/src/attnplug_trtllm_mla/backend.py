@@ -1,4 +1,4 @@
-"""The backend: pools, kernels and the fallback brought together."""
+"""The ``trtllm_mla`` backend: plans batches for Blackwell kernels and delegates the rest to ``flashinfer_mla``."""
 
 from __future__ import annotations
 
@@ -24,44 +24,45 @@ from attnplug import (
     PlanError,
     PlannedAttention,
     RaggedCall,
-    check_lse,
 )
+from attnplug.kernels import check_lse
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
-from attnplug_trtllm_mla.graphs import Captured, GraphMemory
-from attnplug_trtllm_mla.kernels import DecodeKernel, Pages, RaggedKernel, to_float8
+from attnplug_trtllm_mla.graphs import CapturedDecode, DecodeGraphMemory
+from attnplug_trtllm_mla.kernels import DecodeKernel, LatentPages, RaggedPrefillKernel, to_float8
 from attnplug_trtllm_mla.planner import DecodeCall, plan_requests, plan_rows, uniform_queries
 
 _FEW_QUERIES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
-"""Modes with a few rows per request, which the decode kernels are made for."""
+"""Modes with few rows per request, which the decode kernels serve."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kernels:
-    """What a variant runs in one lane. Without ``ragged`` it only decodes, and another backend prefills."""
+class LaneKernels:
+    """Kernels of one lane. Without ``ragged`` the backend only decodes, and another backend prefills."""
 
     decode: DecodeKernel
-    ragged: RaggedKernel | None = None
+    ragged: RaggedPrefillKernel | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Metadata:
-    """The planned call of a batch, and the kernel of its lane."""
+class TRTLLMMLAMetadata:
+    """A plan's metadata: the decode call and the kernel that runs it. ``captured`` is set for CUDA graphs."""
 
     kernel: DecodeKernel
     call: DecodeCall
-    captured: Captured | None = None
+    captured: CapturedDecode | None = None
 
 
 class TRTLLMMLABackend(PlannedAttention):
-    """MLA by kernels that read page tables themselves; what they do not serve runs on FlashInfer's (A4).
+    """MLA by kernels that read page tables directly. Batches that they do not serve run on ``fallback`` (A4).
 
-    Decode is one kernel call, and so is verify with the same number of rows for every request. Other absorbed batches
-    go to the fallback. If that cannot read the cache, they go through the decode kernel, with every row as a request of
-    its own. ``lanes`` are the kernels of each lane.
+    Decode, and verify with the same number of rows per request, are one kernel call. Other absorbed batches run on the
+    fallback. If it cannot read the cache (fp8), the decode kernel runs them with every row as a request of its own.
+    ``lanes`` are the kernels of each lane. Variants with other kernels (``cutedsl_mla``, ``tokenspeed_mla``) reuse this
+    class.
     """
 
     def __init__(
-        self, context: BackendContext, lanes: Sequence[Kernels], fallback: FlashInferMLABackend | None = None
+        self, context: BackendContext, lanes: Sequence[LaneKernels], fallback: FlashInferMLABackend | None = None
     ) -> None:
         self._shape, self.lanes, self._fallback = MLAShape.of(context), lanes, fallback
         self._prefills = lanes[0].ragged is not None and not context.serving.skip_prefill
@@ -75,13 +76,16 @@ class TRTLLMMLABackend(PlannedAttention):
         self._kernel_page = kernel_page
         pool, row_dim = self._shape.pool, self._shape.dims.row_dim
         self._pages = {
-            layer_id: Pages(pool.rows(layer_id).view(-1, kernel_page, row_dim), pool.scale(layer_id))
+            layer_id: LatentPages(pool.rows(layer_id).view(-1, kernel_page, row_dim), pool.scale(layer_id))
             for layer_id in pool.layer_ids
         }
         self._float8 = self._shape.kv_dtype is torch.float8_e4m3fn
 
     def _extend_paths(self) -> frozenset[ExtendPath]:
-        """Chunks only if the fallback can run them, since it runs those of a captured prefill (A4)."""
+        """Return the supported extend paths.
+
+        Chunked requires the fallback, which runs a captured prefill's chunks (A4).
+        """
         paths, ragged, fallback = {ExtendPath.ABSORBED}, self.lanes[0].ragged, self._fallback
         if ragged is not None and self._prefills and self._shape.ragged_dims in ragged.dims:
             paths.add(ExtendPath.ONE_SHOT)
@@ -95,7 +99,7 @@ class TRTLLMMLABackend(PlannedAttention):
         mode, fallback = geometry.mode, self._fallback
         if not self._prefills and mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
             raise self._refusal(mode)
-        if not geometry.rows or geometry.calls:  # core writes the rows of a batch that runs as MHA
+        if not geometry.rows or geometry.calls:  # core writes the new rows of MHA extends
             return Plan.of(self.backend_id, geometry)
         queries = uniform_queries(geometry) if mode in _FEW_QUERIES else None
         if queries is not None:
@@ -103,28 +107,28 @@ class TRTLLMMLABackend(PlannedAttention):
         elif fallback is not None and not self._float8 and not self.context.serving.skip_prefill:
             theirs = fallback.plan(geometry)
             return replace(Plan.of(self.backend_id, geometry, None, theirs.new_slots), parts=(theirs,))
-        else:  # FlashInfer cannot read an fp8 cache on these GPUs
+        else:  # FlashInfer reads no fp8 cache on these GPUs
             call, slots = plan_rows(geometry, self._kernel_page)
-        return Plan.of(self.backend_id, geometry, Metadata(self.lanes[geometry.lane].decode, call), slots)
+        return Plan.of(self.backend_id, geometry, TRTLLMMLAMetadata(self.lanes[geometry.lane].decode, call), slots)
 
     def _refusal(self, mode: str) -> PlanError:
         name = self.backend_id.name
         if self.lanes[0].ragged is None:
             return PlanError(
-                f"backend {name} decodes and verifies, it does not {mode}; choose another for that, such as "
+                f"backend {name} decodes and verifies, it does not {mode}; choose another backend for it, such as "
                 "`prefill_attention_backend` trtllm_mla",
                 settings=["prefill_attention_backend"],
             )
         return PlanError(
             f"backend {name} was built with skip_prefill=True, for a draft worker: it does not {mode}; build it "
-            "without, or let another backend prefill"
+            "without skip_prefill, or use another backend for prefill"
         )
 
     def init_mha_chunk_metadata(self, forward_batch: ForwardBatch) -> Plan | None:
-        """Plan chunks for the fallback where it must run them (A4); ``None`` elsewhere.
+        """Plan the prefix chunks that the fallback runs (A4). Returns ``None`` if it runs none.
 
-        It must where chunks over a prefix are disabled and there is a prefix, or where a graph captures the prefill.
-        The first call, over the new rows, is our own ragged kernel's even then. That kernel needs no plan.
+        The fallback runs them if chunked prefix caching is disabled and there is a prefix, or if a CUDA graph captures
+        the prefill. The first call, over the new rows, always runs on our ragged kernel, which needs no plan.
         """
         geometry, fallback = forward_batch.geometry, self._fallback
         disabled = self.context.serving.disable_chunked_prefix_cache and _has_prefix(geometry.calls)
@@ -134,16 +138,16 @@ class TRTLLMMLABackend(PlannedAttention):
 
     # CUDA graphs
 
-    def reserve(self, limits: GraphLimits) -> GraphMemory:
-        return GraphMemory(limits, self.context.limits.max_context, self._kernel_page, self.context.device)
+    def reserve(self, limits: GraphLimits) -> DecodeGraphMemory:
+        return DecodeGraphMemory(limits, self.context.limits.max_context, self._kernel_page, self.context.device)
 
-    def capture(self, geometry: Geometry, memory: GraphMemory) -> Plan:
+    def capture(self, geometry: Geometry, memory: DecodeGraphMemory) -> Plan:
         captured = memory.capture(geometry)
-        metadata = Metadata(self.lanes[geometry.lane].decode, captured.call, captured)
+        metadata = TRTLLMMLAMetadata(self.lanes[geometry.lane].decode, captured.call, captured)
         return Plan.of(self.backend_id, geometry, metadata, captured.slots)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
-        """Tables, lengths and slots, from what the batch holds when the graph runs."""
+        """Recompute block tables, lengths and slots on the device, from the batch's page table and lengths."""
         plan.metadata.captured.fill(geometry, self._kernel_page)
 
     # Running
@@ -152,7 +156,7 @@ class TRTLLMMLABackend(PlannedAttention):
         if plan.parts:
             assert self._fallback is not None
             return self._fallback.attend(q, layer, plan.parts[0], new, extras)
-        metadata: Metadata | None = plan.metadata
+        metadata: TRTLLMMLAMetadata | None = plan.metadata
         if metadata is None:
             raise PlanError(
                 f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it absorbed; "
@@ -163,28 +167,28 @@ class TRTLLMMLABackend(PlannedAttention):
             out = q.new_empty(*q.shape[:2], self._shape.dims.kv_lora_rank)
         self._run(metadata.kernel, metadata.call, q, self._pages[layer.layer_id], out, lse)
         if captured is not None:
-            out.masked_fill_(captured.dead[:, None, None], 0.0)
+            out.masked_fill_(captured.padding[:, None, None], 0.0)
             if lse is not None:
-                lse.masked_fill_(captured.dead[:, None], float("-inf"))
+                lse.masked_fill_(captured.padding[:, None], float("-inf"))
         return out
 
     def _run(
-        self, kernel: DecodeKernel, call: DecodeCall, q: Tensor, pages: Pages, out: Tensor, lse: Tensor | None
+        self, kernel: DecodeKernel, call: DecodeCall, q: Tensor, pages: LatentPages, out: Tensor, lse: Tensor | None
     ) -> None:
         if kernel.heads != q.shape[1]:
             return self._run_padded(kernel, call, q, pages, out, lse)
         if self._float8:
             q = to_float8(q)
         q, result = (rows.unflatten(0, (call.requests, call.queries)) for rows in (q, out))
-        most = kernel.most_requests(call.queries, lse is not None)
+        most = kernel.max_requests(call.queries, lse is not None)
         for first in range(0, call.requests, most):
             part = slice(first, min(first + most, call.requests))
             sums = None if lse is None else lse[part.start * call.queries : part.stop * call.queries]
-            kernel.run(q[part], pages, call.part(part), result[part], sums)
+            kernel.run(q[part], pages, call.select(part), result[part], sums)
         return None
 
     def _run_padded(
-        self, kernel: DecodeKernel, call: DecodeCall, q: Tensor, pages: Pages, out: Tensor, lse: Tensor | None
+        self, kernel: DecodeKernel, call: DecodeCall, q: Tensor, pages: LatentPages, out: Tensor, lse: Tensor | None
     ) -> None:
         heads, wanted = q.shape[1], kernel.heads
         padded = q.new_zeros(q.shape[0], wanted, q.shape[2])
@@ -206,8 +210,7 @@ class TRTLLMMLABackend(PlannedAttention):
         plan: Plan | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """One call of an MLA prefill as MHA: by our own kernel or, for chunks that the fallback planned, by the
-        fallback."""
+        """Run one call of an MLA prefill as MHA, on the fallback if it planned the call, else on our ragged kernel."""
         self.check_lane(call.lane)
         fallback, ragged = self._fallback, self.lanes[call.lane].ragged
         if call.index and plan is not None and fallback is not None:
@@ -223,5 +226,5 @@ class TRTLLMMLABackend(PlannedAttention):
 
 
 def _has_prefix(calls: tuple[RaggedCall, ...]) -> bool:
-    """Whether some request of a batch that runs as MHA has rows in the cache: in one shot, or in chunks."""
+    """Return True if some request of an MHA extend has cached rows."""
     return len(calls) > 1 or any(call.kv_rows > call.query_rows for call in calls)

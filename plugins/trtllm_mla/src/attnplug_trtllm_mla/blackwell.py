@@ -1,4 +1,4 @@
-"""What the backends of this family declare alike. Imports no kernel library."""
+"""Capabilities and checks shared by the Blackwell MLA backends. Imports no kernel library."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from attnplug import (
     RefusalCode,
     Role,
 )
-from attnplug_flashinfer_mla.plugin import MOST_HEADS
+from attnplug_flashinfer_mla.plugin import MAX_HEADS
 
 SMS = (100, 103)
 KERNEL_PAGES = (32, 64)
 LIBRARY = "flashinfer-python>=0.6.18,<0.8"
 FLASHINFER = (LIBRARY, "flashinfer")
-"""What each of them requires."""
+"""Requirement of every backend of this family."""
 
 
 def capabilities(
@@ -32,7 +32,7 @@ def capabilities(
     roles: frozenset[Role] = frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
     mla_extend: frozenset[ExtendPath] = frozenset(ExtendPath),
 ) -> Capabilities:
-    """What all of them can do, unless a variant narrows it."""
+    """Return the capabilities of the family. A variant passes what it narrows."""
     return Capabilities(
         kinds=frozenset({AttentionKind.MLA}),
         devices=frozenset({"cuda"}),
@@ -43,7 +43,7 @@ def capabilities(
         roles=roles,
         page_sizes=PageSizes.of(*KERNEL_PAGES),
         mla_dims=frozenset({(512, 64)}),
-        max_heads=MOST_HEADS,
+        max_heads=MAX_HEADS,
         layers_alike=True,
         max_speculative_tokens=64,
         cuda_graph=GraphLevel.UNIFORM,
@@ -53,7 +53,7 @@ def capabilities(
 
 
 def refusals(problem: Problem, role: Role | None, options: Any) -> Iterator[Refusal]:
-    """What the capabilities cannot say: which GPUs within the range."""
-    if problem.sm is not None and SMS[0] < problem.sm < SMS[-1]:  # others are outside of the range that is declared
+    """Yield refusals that capabilities cannot express: SM versions inside the declared range without kernels."""
+    if problem.sm is not None and SMS[0] < problem.sm < SMS[-1]:  # capabilities refuse those outside
         listed = " or ".join(map(str, SMS))
-        yield Refusal(RefusalCode.SM, f"it needs SM {listed}, this is SM {problem.sm}", problem.sm, list(SMS))
+        yield Refusal(RefusalCode.SM, f"requires SM {listed}; this GPU is SM {problem.sm}", problem.sm, list(SMS))

@@ -1,6 +1,6 @@
-"""The seam: what the backend asks of kernels, and FlashInfer's entry points to those of TRT-LLM and of CuTe DSL.
+"""Kernel protocols of the backend and their implementation by FlashInfer's TRT-LLM and CuTe DSL functions.
 
-The library plans nothing: a call takes lengths and page tables as they are.
+The kernels need no planning: calls take lengths and page tables directly.
 """
 
 from __future__ import annotations
@@ -19,56 +19,59 @@ from attnplug import BackendError, MLAShape, RaggedCall, Workspace
 from attnplug_flashinfer_mla.planner import padded_heads
 from attnplug_trtllm_mla.planner import DecodeCall
 
-MOST_REQUESTS = 8192
-"""The most requests of one call; FlashInfer names it as the limit of TRT-LLM's kernels."""
+MAX_REQUESTS = 8192
+"""Maximum requests per call, which FlashInfer documents for TRT-LLM's kernels."""
 _LN_2 = math.log(2.0)
-_FEWEST_HEADS = 8
-_PARTIAL_ROWS = 256
-"""The most query rows for which a multiprocessor keeps partial results."""
+_MIN_HEADS = 8
+_MAX_PARTIAL_ROWS = 256
+"""Maximum query rows of one multiprocessor's partial results."""
 _STATS_ROWS = 256
 _STATS_GUARD = 1 << 20
-"""How the launcher divides scratch memory if a log-sum-exp is asked for: two floats per head and row, with each
-request's rows rounded up to ``_STATS_ROWS``, and then ``_STATS_GUARD`` bytes."""
+"""Scratch layout of the launcher if a log-sum-exp is requested: two floats per head and row, with each request's rows
+rounded up to ``_STATS_ROWS``, followed by ``_STATS_GUARD`` bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pages:
-    """One layer's rows ``[pages, page_size, row_dim]`` in kernel pages, each to be multiplied by ``scale``."""
+class LatentPages:
+    """Cache of one layer: ``rows`` ``[pages, page_size, row_dim]`` in kernel pages, and the scale of stored values."""
 
     rows: Tensor
     scale: float
 
 
 class DecodeKernel(Protocol):
-    """Latent attention of a few queries per request, over page tables."""
+    """Latent attention of few queries per request, over block tables."""
 
     heads: int
-    """Heads that it takes: as many as the model has, or more."""
+    """Query heads of a call: the model's, or more (padding)."""
 
-    def most_requests(self, queries: int, with_lse: bool) -> int:
-        """Requests that one call has room for."""
+    def max_requests(self, queries: int, with_lse: bool) -> int:
+        """Return the maximum number of requests per call."""
         ...
 
-    def run(self, q: Tensor, pages: Pages, call: DecodeCall, out: Tensor, lse: Tensor | None) -> None:
-        """q ``[requests, queries, heads, row_dim]`` in the cache's type; fills ``out`` ``[requests, queries, heads,
-        kv_lora_rank]`` in bfloat16 and ``lse`` ``[requests * queries, heads]``, natural log."""
+    def run(self, q: Tensor, pages: LatentPages, call: DecodeCall, out: Tensor, lse: Tensor | None) -> None:
+        """Attend with q ``[requests, queries, heads, row_dim]`` in the cache's dtype.
+
+        Writes ``out`` ``[requests, queries, heads, kv_lora_rank]`` bfloat16 and, if given, ``lse``
+        ``[requests * queries, heads]`` float32 in natural log.
+        """
         ...
 
 
-class RaggedKernel(Protocol):
-    """Plain attention over rows that are passed in."""
+class RaggedPrefillKernel(Protocol):
+    """MHA over ragged keys and values that are passed as arguments, without a cache."""
 
     dims: frozenset[tuple[int, int]]
-    """Widths of keys and values that it takes."""
+    """Supported (key, value) head dims."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, out: Tensor, lse: Tensor | None) -> None:
-        """Like ``forward_ragged`` of the protocol; fills ``out``, and ``lse`` in natural log."""
+        """Attend as ``forward_ragged`` does. Writes ``out`` and, if given, ``lse`` in natural log."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
-    """The functions of FlashInfer in use. ``lse_base`` says whether decode can be asked for natural logarithms."""
+class TRTLLMLibrary:
+    """FlashInfer's functions in use. ``lse_base``: decode can return natural logarithms."""
 
     version: str
     decode: Any
@@ -77,13 +80,13 @@ class Library:
 
 
 @cache
-def load_library() -> Library:
+def load_library() -> TRTLLMLibrary:
     """Import FlashInfer. Raises whatever its import raises."""
     import flashinfer
     from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla as decode
     from flashinfer.prefill import trtllm_ragged_attention_deepseek as ragged
 
-    return Library(
+    return TRTLLMLibrary(
         version=str(flashinfer.__version__),
         decode=decode,
         ragged=ragged,
@@ -95,11 +98,11 @@ def load_library() -> Library:
 class TRTLLMDecode:
     """``trtllm_batch_decode_with_kv_cache_mla`` by TRT-LLM's kernels.
 
-    ``counters`` are the semaphores, zero on first use and left zero by every call. ``scratch`` may hold anything. Both
-    belong to one lane, whose calls run one after the other.
+    ``counters`` are semaphores, zero before and after each call. ``scratch`` may contain anything. Both belong to one
+    lane, whose calls run one after the other.
     """
 
-    library: Library
+    library: TRTLLMLibrary
     shape: MLAShape
     scratch: Workspace
     counters: Workspace
@@ -111,16 +114,16 @@ class TRTLLMDecode:
 
     @property
     def partial_bytes(self) -> int:
-        """Scratch for partial results, which the launcher uses without checking that it is there."""
-        return self.processors * _PARTIAL_ROWS * (self.shape.dims.kv_lora_rank + 2) * 4
+        """Scratch bytes of partial results. The launcher does not check that they are available."""
+        return self.processors * _MAX_PARTIAL_ROWS * (self.shape.dims.kv_lora_rank + 2) * 4
 
-    def most_requests(self, queries: int, with_lse: bool) -> int:
+    def max_requests(self, queries: int, with_lse: bool) -> int:
         if not with_lse:
-            return MOST_REQUESTS
-        room = self.scratch.buffer.numel() - self.partial_bytes - _STATS_GUARD
-        return min(MOST_REQUESTS, max(room // stats_bytes(self.heads, 1, queries), 0))
+            return MAX_REQUESTS
+        available = self.scratch.buffer.numel() - self.partial_bytes - _STATS_GUARD
+        return min(MAX_REQUESTS, max(available // stats_bytes(self.heads, 1, queries), 0))
 
-    def run(self, q: Tensor, pages: Pages, call: DecodeCall, out: Tensor, lse: Tensor | None) -> None:
+    def run(self, q: Tensor, pages: LatentPages, call: DecodeCall, out: Tensor, lse: Tensor | None) -> None:
         run_decode(
             self.library,
             self.shape,
@@ -134,30 +137,30 @@ class TRTLLMDecode:
             backend="trtllm-gen",
         )
         if lse is not None and not self.library.lse_base:
-            lse.mul_(_LN_2)  # it returns base 2 (C4)
+            lse.mul_(_LN_2)  # base 2 → natural log (C4)
 
 
 def kernel_heads(heads: int) -> int:
-    """Heads padded to a number that has a kernel in every version: a power of two from 8 on. 65 to 127 are refused."""
-    return max(padded_heads(heads), _FEWEST_HEADS)
+    """Return ``heads`` padded to a power of two, at least 8, which has a kernel in every version. 65–127 have none."""
+    return max(padded_heads(heads), _MIN_HEADS)
 
 
 def counter_bytes(shape: MLAShape, processors: int) -> int:
-    """Bytes for the semaphores of the largest call: one per head and request."""
-    return 4 * 8 * -(-max(MOST_REQUESTS * kernel_heads(shape.heads), processors) // 8)
+    """Return the bytes of semaphores for the largest call: one int32 per head and request."""
+    return 4 * 8 * -(-max(MAX_REQUESTS * kernel_heads(shape.heads), processors) // 8)
 
 
 def run_decode(
-    library: Library,
+    library: TRTLLMLibrary,
     shape: MLAShape,
     q: Tensor,
-    pages: Pages,
+    pages: LatentPages,
     call: DecodeCall,
     out: Tensor,
     lse: Tensor | None,
     **chosen: Any,
 ) -> None:
-    """The one FlashInfer function that has several kernels; ``chosen`` says which, and brings its memory."""
+    """Call FlashInfer's decode function. ``chosen`` selects its kernel and passes that kernel's memory."""
     if library.lse_base:
         chosen["return_lse_base"] = "basee"
     library.decode(
@@ -166,9 +169,9 @@ def run_decode(
         qk_nope_head_dim=shape.dims.qk_nope_head_dim,
         kv_lora_rank=shape.dims.kv_lora_rank,
         qk_rope_head_dim=shape.dims.qk_rope_head_dim,
-        block_tables=call.tables,
-        seq_lens=call.lens,
-        max_seq_len=call.longest,
+        block_tables=call.block_tables,
+        seq_lens=call.seq_lens,
+        max_seq_len=call.max_seq_len,
         out=out,
         bmm1_scale=shape.scale * pages.scale,
         bmm2_scale=pages.scale,
@@ -179,17 +182,17 @@ def run_decode(
 
 
 class TRTLLMRagged:
-    """``trtllm_ragged_attention_deepseek``: MLA as MHA, without empty sequences of queries or keys (C3)."""
+    """``trtllm_ragged_attention_deepseek``: MLA prefill as MHA. Every sequence has queries and keys (C3)."""
 
     dims = frozenset({(192, 128)})
 
-    def __init__(self, library: Library, shape: MLAShape, scratch: Workspace) -> None:
+    def __init__(self, library: TRTLLMLibrary, shape: MLAShape, scratch: Workspace) -> None:
         self._library, self._shape, self._scratch = library, shape, scratch
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, out: Tensor, lse: Tensor | None) -> None:
-        q = q.contiguous()  # the kernel does not look at its strides
-        room = self._scratch.buffer.numel() - _STATS_GUARD if lse is not None else None
-        for part in _parts(call, self._shape.heads, room):
+        q = q.contiguous()  # the kernel ignores its strides
+        available = self._scratch.buffer.numel() - _STATS_GUARD if lse is not None else None
+        for part in _ragged_chunks(call, self._shape.heads, available):
             queries, keys = part.query_rows, part.kv_rows
             self._library.ragged(
                 query=q[queries],
@@ -197,8 +200,8 @@ class TRTLLMRagged:
                 value=v[keys],
                 workspace_buffer=self._scratch.buffer,
                 seq_lens=part.kv_indptr.diff(),
-                max_q_len=part.most_queries,
-                max_kv_len=part.most_keys,
+                max_q_len=part.max_queries,
+                max_kv_len=part.max_keys,
                 bmm1_scale=self._shape.scale,
                 bmm2_scale=1.0,
                 o_sf_scale=1.0,
@@ -218,42 +221,45 @@ class TRTLLMRagged:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """Consecutive sequences of a ragged call, as a call of their own."""
+class _RaggedChunk:
+    """Consecutive sequences of a ragged call that run in one kernel call."""
 
     sequences: int
     query_rows: slice
     kv_rows: slice
-    most_queries: int
-    most_keys: int
+    max_queries: int
+    max_keys: int
     query_indptr: Tensor
     kv_indptr: Tensor
 
 
-def _parts(call: RaggedCall, heads: int, room: int | None) -> Iterator[_Part]:
-    """As few calls as ``room`` bytes for statistics allow, nearly always one. ``None``: no statistics are kept."""
+def _ragged_chunks(call: RaggedCall, heads: int, available: int | None) -> Iterator[_RaggedChunk]:
+    """Split a call so that each chunk's softmax statistics fit ``available`` bytes; ``None`` if none are kept.
+
+    Nearly always there is one chunk.
+    """
     count = len(call.query_lens)
     first = query = key = 0
     while first < count:
         last, most = first, 0
         while last < count:
             widest = max(most, call.query_lens[last])
-            if room is not None and stats_bytes(heads, last + 1 - first, widest) > room:
+            if available is not None and stats_bytes(heads, last + 1 - first, widest) > available:
                 break
             last, most = last + 1, widest
         if last == first:
             raise BackendError(
                 f"the log-sum-exp of {call.query_lens[first]} queries takes {stats_bytes(heads, 1, widest)} bytes of "
-                f"workspace, and there are {room}; set trtllm_mla.workspace_mib to more"
+                f"workspace, but {available} are available; increase trtllm_mla.workspace_mib"
             )
         queries, keys = sum(call.query_lens[first:last]), sum(call.kv_lens[first:last])
         query_indptr, kv_indptr = call.query_indptr[first : last + 1], call.kv_indptr[first : last + 1]
-        yield _Part(
+        yield _RaggedChunk(
             sequences=last - first,
             query_rows=slice(query, query + queries),
             kv_rows=slice(key, key + keys),
-            most_queries=most,
-            most_keys=max(call.kv_lens[first:last]),
+            max_queries=most,
+            max_keys=max(call.kv_lens[first:last]),
             query_indptr=query_indptr - query_indptr[0] if first else query_indptr,
             kv_indptr=kv_indptr - kv_indptr[0] if first else kv_indptr,
         )
@@ -261,23 +267,23 @@ def _parts(call: RaggedCall, heads: int, room: int | None) -> Iterator[_Part]:
 
 
 def stats_bytes(heads: int, requests: int, queries: int) -> int:
-    """What the launcher takes for the log-sum-exp of this many requests with up to this many queries."""
+    """Return the launcher's scratch bytes for the log-sum-exp of ``requests`` with up to ``queries`` queries each."""
     return 8 * heads * requests * -(-queries // _STATS_ROWS) * _STATS_ROWS
 
 
 def check_scratch(name: str, workspace_mib: int, decode: TRTLLMDecode, max_tokens: int) -> None:
-    """Refuse scratch memory that is enough for some calls but not for all."""
+    """Raise ``BackendError`` if the scratch memory is too small for some call."""
     decoding = decode.partial_bytes + stats_bytes(decode.heads, 1, 1)
     needed = max(decoding, stats_bytes(decode.shape.heads, 1, max_tokens))
     least = -(-(needed + _STATS_GUARD) // (1 << 20))
     if workspace_mib < least:
         raise BackendError(
-            f"{name}.workspace_mib={workspace_mib} is too little for {decode.processors} multiprocessors and steps of "
-            f"{max_tokens} tokens; give {least} or more",
+            f"{name}.workspace_mib={workspace_mib} is too small for {decode.processors} multiprocessors and steps of "
+            f"{max_tokens} tokens; set {least} or more",
             settings=[f"{name}.workspace_mib"],
         )
 
 
 def to_float8(rows: Tensor) -> Tensor:
-    """Rows in e4m3, saturated: torch would turn values that are too large into NaN."""
+    """Convert to float8_e4m3fn with saturation. Torch's conversion maps values out of range to NaN."""
     return rows.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)

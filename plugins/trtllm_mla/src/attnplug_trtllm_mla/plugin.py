@@ -1,4 +1,4 @@
-"""What the plugin says of its backend. FlashInfer is imported when the backend is built, and not before."""
+"""Backend spec of ``trtllm_mla``. Importing this module does not import FlashInfer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attnplug_backends() -> list[BackendSpec]:
             requires=(blackwell.FLASHINFER,),
             options=TRTLLMMLAOptions,
             check=blackwell.refusals,
-            preference=90,  # below flashinfer_mla: it was never run on a GPU
+            preference=90,  # below flashinfer_mla: never run on a GPU
             capabilities=blackwell.capabilities(),
         )
     ]

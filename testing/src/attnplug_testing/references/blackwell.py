@@ -24,7 +24,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, sm: int = 100, processors: int = PR
         return ReferenceKernels(shape)
 
     properties = SimpleNamespace(multi_processor_count=processors)
-    monkeypatch.setattr(flashinfer, "FlashInferKernels", kernels)
+    monkeypatch.setattr(flashinfer, "FlashInferMLAKernels", kernels)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(sm, 10))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return given

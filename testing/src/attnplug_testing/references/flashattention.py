@@ -17,7 +17,7 @@ from torch import Tensor
 from attnplug import BackendContext, DType
 from attnplug_flashattention import kernels
 from attnplug_flashattention.backend import FlashAttentionBackend
-from attnplug_flashattention.kernels import FA2Kernels, FA4Kernels, Kernels, TorchKernels
+from attnplug_flashattention.kernels import FA2Kernels, FA4Kernels, FlashAttentionKernels, TorchKernels
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.plugin import fa4_problem
 from attnplug_testing.batches import declaring
@@ -34,8 +34,8 @@ def on_cpu(case: Any) -> Any:
     return replace(case, dtype=DType.FLOAT32) if case.dtype is DType.BFLOAT16 else case
 
 
-def reference(name: str) -> Kernels:
-    make: dict[str, Callable[[], Kernels]] = {
+def reference(name: str) -> FlashAttentionKernels:
+    make: dict[str, Callable[[], FlashAttentionKernels]] = {
         "fa4": lambda: FA4Kernels(fa4_varlen_func),
         "fa2": lambda: FA2Kernels(fa2_varlen_func),
         "torch": lambda: TorchKernels(torch_varlen_attn),

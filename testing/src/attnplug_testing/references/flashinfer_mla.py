@@ -10,9 +10,9 @@ from torch import Tensor
 from attnplug import BackendContext, DType, MLAShape, RaggedCall
 from attnplug.host import MLADims
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
-from attnplug_flashinfer_mla.kernels import Cache, GraphBuffers
-from attnplug_flashinfer_mla.planner import PagedCall
-from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule
+from attnplug_flashinfer_mla.kernels import LatentCache, MLAGraphBuffers
+from attnplug_flashinfer_mla.planner import MLAPagedCall
+from attnplug_flashinfer_mla.work_list import MAX_WORK_ITEMS, MLAWorkList
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import KernelCase
 
@@ -37,7 +37,7 @@ class ReferenceKernels:
         """Return one factory per lane."""
         return [cls(MLAShape.of(context)) for _ in range(context.limits.lanes)]
 
-    def paged(self, *, decode: bool, graph: GraphBuffers | None = None) -> ReferencePaged:
+    def paged(self, *, decode: bool, graph: MLAGraphBuffers | None = None) -> ReferencePaged:
         self.made.append(("graph " if graph else "") + ("decode" if decode else "paged"))
         return ReferencePaged(self.shape, graph)
 
@@ -57,10 +57,10 @@ class ReferencePaged:
 
     ready = True
 
-    def __init__(self, shape: MLAShape, graph: GraphBuffers | None) -> None:
+    def __init__(self, shape: MLAShape, graph: MLAGraphBuffers | None) -> None:
         self.shape, self.graph = shape, graph
 
-    def plan(self, call: PagedCall) -> None:
+    def plan(self, call: MLAPagedCall) -> None:
         lengths, page_size = call.lengths, self.shape.page_size
         for part in (lengths.qo_indptr, lengths.kv_indptr, lengths.kv_lens):
             assert part.device.type == "cpu" and part.dtype is torch.int32 and part.is_contiguous()
@@ -71,7 +71,7 @@ class ReferencePaged:
         assert call.kv_indices.dtype is torch.int32 and call.kv_indices.numel() == int(lengths.kv_indptr[-1])
         new = lengths.qo_indptr.diff()
         tiles = (new * call.heads + 63) // 64
-        assert int(tiles.sum()) + 132 <= MOST_WORKS, "the scheduler's arrays overflow"
+        assert int(tiles.sum()) + 132 <= MAX_WORK_ITEMS, "the scheduler's arrays overflow"
         if call.causal:
             # The library's own rule for the rows of a tile; see padded_heads for what goes wrong otherwise.
             tile = 128 if int(new.sum()) * call.heads // len(new) > 64 else 64
@@ -82,10 +82,10 @@ class ReferencePaged:
         if self.graph is not None:
             self._schedule = library_schedule(call)
 
-    def schedule(self) -> Schedule:
+    def work_list(self) -> MLAWorkList:
         return self._schedule
 
-    def run(self, q: Tensor, q_rope: Tensor | None, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
+    def run(self, q: Tensor, q_rope: Tensor | None, cache: LatentCache, out: Tensor, lse: Tensor | None) -> None:
         lengths, shape = self.lengths, self.shape
         if q_rope is not None:
             assert (q.shape[2], q_rope.shape[2]) == (shape.dims.kv_lora_rank, shape.dims.qk_rope_head_dim)
@@ -103,12 +103,12 @@ class ReferencePaged:
             attend(q[rows], keys[:, None], keys[:, None, : shape.dims.kv_lora_rank], shape.scale, self.call.causal,
                    out[rows], None if lse is None else lse[rows])  # fmt: skip
 
-    def _keys(self, cache: Cache, kv_indices: Tensor, first: int, kv_len: int) -> Tensor:
+    def _keys(self, cache: LatentCache, kv_indices: Tensor, first: int, kv_len: int) -> Tensor:
         pages = kv_indices[first : first + -(-kv_len // self.shape.page_size)].long()
         memory = cache.rows if cache.rows.dtype is not torch.float8_e4m3fn else cache.rows.view(torch.uint8)
         return memory[pages].flatten(0, 1)[:kv_len].view(cache.rows.dtype).double() * cache.scales.get("ckv_scale", 1.0)
 
-    def _run_schedule(self, q: Tensor, cache: Cache, out: Tensor) -> None:
+    def _run_schedule(self, q: Tensor, cache: LatentCache, out: Tensor) -> None:
         assert self.graph is not None
         todo, heads, rank = self._schedule, self.call.heads, self.shape.dims.kv_lora_rank
         rows = 2 * todo.clusters * todo.tile_rows  # what the library makes room for
@@ -140,29 +140,29 @@ class ReferencePaged:
                 final[row_] = (weights[:, None] * part[where]).sum(0).to(out.dtype)
 
 
-def library_schedule(call: PagedCall, clusters: int = 7) -> Schedule:
-    """Return a valid schedule of a captured call, in the library's memory layout."""
+def library_schedule(call: MLAPagedCall, clusters: int = 7) -> MLAWorkList:
+    """A valid schedule of a captured call as the library might make it, in memory laid out as the library does it."""
     new, heads = int(call.lengths.qo_indptr[1]), call.heads
     cluster_size = 2 if new * heads > 64 else 1
-    counts = [MOST_WORKS] * 3 + [clusters * cluster_size] * 5 + [MOST_WORKS] * 5 + [clusters + 1]
+    counts = [MAX_WORK_ITEMS] * 3 + [clusters * cluster_size] * 5 + [MAX_WORK_ITEMS] * 5 + [clusters + 1]
     offsets = [sum(4 * -(-count // 4) * 4 for count in counts[:number]) for number in range(len(counts))]
     memory = torch.zeros(offsets[-1] + 4 * counts[-1], dtype=torch.uint8)
-    schedule = Schedule.of([cluster_size, clusters, *offsets, 0, 0], memory)
+    work_list = MLAWorkList.of([cluster_size, clusters, *offsets, 0, 0], memory)
     works = []
     for request, kv_len in enumerate(call.lengths.kv_lens.tolist()):
-        tiles = -(-new * heads // schedule.tile_rows)
+        tiles = -(-new * heads // work_list.tile_rows)
         for tile in range(tiles):
-            seen = min(-(-(tile + 1) * schedule.tile_rows // heads), new) if call.causal else new
+            seen = min(-(-(tile + 1) * work_list.tile_rows // heads), new) if call.causal else new
             end = max(kv_len - new + seen, 0)
             works.append((request * new, int(call.lengths.kv_indptr[request]), -1, new, kv_len,
-                          tile * schedule.tile_rows, 0, end))  # fmt: skip
-    arrays = (schedule.q_indptr, schedule.kv_indptr, schedule.partial_indptr, schedule.q_len, schedule.kv_len,
-              schedule.q_start, schedule.kv_start, schedule.kv_end)  # fmt: skip
+                          tile * work_list.tile_rows, 0, end))  # fmt: skip
+    arrays = (work_list.q_indptr, work_list.kv_indptr, work_list.partial_indptr, work_list.q_len, work_list.kv_len,
+              work_list.q_start, work_list.kv_start, work_list.kv_end)  # fmt: skip
     for array, numbers in zip(arrays, zip(*works, strict=True), strict=True):
         array[: len(works)] = torch.tensor(numbers)
-    schedule.work_indptr.copy_(torch.tensor([min(cluster * -(-len(works) // clusters), len(works))
+    work_list.work_indptr.copy_(torch.tensor([min(cluster * -(-len(works) // clusters), len(works))
                                              for cluster in range(clusters + 1)]))  # fmt: skip
-    return schedule
+    return work_list
 
 
 class ReferenceRagged:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnplug import BackendContext, DType
 from attnplug_flashmla.backend import FlashMLABackend
-from attnplug_flashmla.kernels import Call, Schedule
+from attnplug_flashmla.kernels import FlashMLACall, TileSchedule
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import KernelCase, KernelScene
 
@@ -35,14 +35,14 @@ def scene(case: KernelCase, device: str) -> KernelScene:
 class ReferenceFlashMLA:
     """Kernels that record in a schedule what it was made for, and refuse it for anything else."""
 
-    def schedule(self, kv_lens: Tensor, queries: int) -> Schedule:
+    def schedule(self, kv_lens: Tensor, queries: int) -> TileSchedule:
         assert kv_lens.dtype is torch.int32 and kv_lens.is_contiguous() and kv_lens.dim() == 1 and len(kv_lens)
         tiles = torch.full((PARTS, 8), queries, dtype=torch.int32)
         splits = torch.zeros(len(kv_lens) + 1, dtype=torch.int32)
         splits[1:] = kv_lens
-        return Schedule(tiles, splits)
+        return TileSchedule(tiles, splits)
 
-    def attend(self, q: Tensor, cache: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, cache: Tensor, call: FlashMLACall, scale: float) -> tuple[Tensor, Tensor]:
         requests, heads = len(call.kv_lens), q.shape[1]
         pages = len(cache)
         assert cache.shape == (pages, PAGE, 1, ROW_DIM) and cache.stride(-1) == 1

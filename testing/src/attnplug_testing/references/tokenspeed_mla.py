@@ -21,7 +21,7 @@ from attnplug_testing.references.trtllm_mla import (
 from attnplug_testing.signatures import read_signature, unpacked
 from attnplug_testing.trtllm_checks import Build, skip_unless_served
 from attnplug_tokenspeed_mla.build import tokenspeed_mla
-from attnplug_tokenspeed_mla.kernels import Library
+from attnplug_tokenspeed_mla.kernels import TokenSpeedLibrary
 from attnplug_tokenspeed_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 
@@ -42,8 +42,8 @@ class ReferenceTokenSpeed:
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
     @property
-    def library(self) -> Library:
-        return Library(self.decode, self.prefill, self.warm_up)
+    def library(self) -> TokenSpeedLibrary:
+        return TokenSpeedLibrary(self.decode, self.prefill, self.warm_up)
 
     def named(self, kind: str) -> list[dict[str, Any]]:
         return [given for name, given in self.calls if name == kind]

@@ -15,19 +15,19 @@ from attnplug.host import MLADims
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import DEEPSEEK, KernelCase, KernelScene
 from attnplug_testing.kernel_scene import check as check_scene
-from attnplug_triton_mla.configurations import Configuration
+from attnplug_triton_mla.configurations import MLAKernelConfig
 
-Choose = Callable[..., Configuration]
+Choose = Callable[..., MLAKernelConfig]
 MULTIPROCESSORS = 3
 """Multiprocessors of the simulated GPU: few, since each is a loop in Python, but enough to split a request."""
 NARROW = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16)
 
 
-def small(rows: int, requests: int, tokens: int, **_: bool) -> Configuration:
+def small(rows: int, requests: int, tokens: int, **_: bool) -> MLAKernelConfig:
     """Return a configuration of small tiles, of which small batches have many."""
     tile = 16 if rows <= 16 else 32
     merge: Literal["last", "kernel"] = "kernel" if requests < 4 else "last"
-    return Configuration(tile, 16, 4, 2, start_steps=1, merge=merge, merge_columns=512)
+    return MLAKernelConfig(tile, 16, 4, 2, start_steps=1, merge=merge, merge_columns=512)
 
 
 def build(context: BackendContext, choose: Choose | None = None) -> AttentionBackend:

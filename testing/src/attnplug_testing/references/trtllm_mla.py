@@ -24,7 +24,7 @@ from attnplug_testing.signatures import installed, read_signature, unpacked
 from attnplug_testing.trtllm_checks import Build, skip_unless_served
 from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from attnplug_trtllm_mla.build import trtllm_mla
-from attnplug_trtllm_mla.kernels import Library
+from attnplug_trtllm_mla.kernels import TRTLLMLibrary
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 from attnplug_trtllm_mla.plugin import attnplug_backends
 
@@ -53,8 +53,8 @@ class ReferenceFlashInfer:
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
     @property
-    def library(self) -> Library:
-        return Library("test", self.decode, self.ragged, "return_lse_base" in self.decode_signature.parameters)
+    def library(self) -> TRTLLMLibrary:
+        return TRTLLMLibrary("test", self.decode, self.ragged, "return_lse_base" in self.decode_signature.parameters)
 
     def named(self, kind: str) -> list[dict[str, Any]]:
         return [given for name, given in self.calls if name == kind]
@@ -168,7 +168,7 @@ def check_cute_dsl_scratch(scratch: Tensor, types: tuple[torch.dtype, ...], tile
 
 
 def check_ragged(
-    query_indptr: Tensor, kv_indptr: Tensor, most_queries: int, most_keys: int, q: Tensor, k: Tensor, v: Tensor
+    query_indptr: Tensor, kv_indptr: Tensor, max_queries: int, max_keys: int, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[list[int], list[int]]:
     for indptr, rows in ((query_indptr, q.shape[0]), (kv_indptr, k.shape[0])):
         assert indptr.dtype is torch.int32 and indptr.is_contiguous() and indptr.shape == query_indptr.shape
@@ -176,7 +176,7 @@ def check_ragged(
     assert v.shape[0] == k.shape[0] and q.shape[1] == k.shape[1] == v.shape[1]
     queries, keys = query_indptr.diff().tolist(), kv_indptr.diff().tolist()
     assert min(queries) > 0 and min(keys) > 0, "kernels return garbage for empty spans"
-    assert most_queries >= max(queries) and most_keys >= max(keys)
+    assert max_queries >= max(queries) and max_keys >= max(keys)
     return queries, keys
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import Block, LoadedModel, hidden_norm
 from attnplug_engine.models.grouped_attention import GroupedAttention
 from attnplug_engine.models.layers import MLP, Linear, check_activation, embedded

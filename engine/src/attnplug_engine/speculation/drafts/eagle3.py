@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
 from attnplug_engine.models.decoder import Block, LoadedModel, hidden_norm, norm_eps
 from attnplug_engine.models.layers import Head, RMSNorm, check_activation, embedded

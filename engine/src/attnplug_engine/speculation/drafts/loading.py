@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from attnplug import ModelSpec
-from attnplug.host import Config, UsageError
+from attnplug import ModelSpec, UsageError
+from attnplug.hf.config_keys import Config
 from attnplug.host import load_model as load_spec
 from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
 from attnplug_engine.models.architectures import load_model, model_config, open_source, read_config

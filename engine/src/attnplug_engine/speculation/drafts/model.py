@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from attnplug import ForwardBatch, ModelSpec
-from attnplug.host import UsageError
+from attnplug import ForwardBatch, ModelSpec, UsageError
 from attnplug_engine.speculation.options import ALGORITHM, DRAFT_MODEL
 
 

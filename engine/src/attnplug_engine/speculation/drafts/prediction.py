@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
-from attnplug.host import Config
+from attnplug.hf.config_keys import Config
 from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
 from attnplug_engine.models import deepseek, qwen_hybrid
 from attnplug_engine.models.decoder import MODEL, Block, LoadedModel, hidden_norm

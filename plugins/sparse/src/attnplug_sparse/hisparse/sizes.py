@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnplug import LayerSpec
-from attnplug.kernels import UsageError
+from attnplug import LayerSpec, UsageError
 
 MAX_COLUMNS = 32767
 """Largest hot buffer, in rows: columns are stored as int16."""

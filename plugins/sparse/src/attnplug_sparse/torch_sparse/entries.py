@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnplug import Geometry, to_device
-from attnplug.kernels import Group, Softmax, attend_by_parts, spread
+from attnplug import Geometry
+from attnplug.kernels import Group, Softmax, attend_by_parts, spread, to_device
 from attnplug.sparse import CompressorInputs, CompressorWeights, IndexInputs, SelectedRows, SelectedSlots
 from attnplug_sparse.pools import CompressedPool, EntryCache
 from attnplug_sparse.pools.compressed import EntryShape

@@ -13,9 +13,6 @@ from functools import reduce
 from typing import Any
 
 from attnplug.auto.ranking import BY_PREFERENCE, Ranking, by_preference
-from attnplug.choose.explanation import refusal_lines
-from attnplug.choose.registry import Registry
-from attnplug.choose.selection import AUTO, BackendRequest, Candidate, RoleChoice, Selection
 from attnplug.declare.claims import PageSizes
 from attnplug.declare.errors import AttnplugError, UsageError
 from attnplug.declare.options import parse_options
@@ -23,6 +20,9 @@ from attnplug.declare.problem import DEFAULT_PAGE_SIZE, GraphLevel, Problem, Rol
 from attnplug.declare.refusal import Refusal
 from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Render, Setting
+from attnplug.registry.explanation import refusal_lines
+from attnplug.registry.registry import Registry
+from attnplug.registry.selection import AUTO, BackendRequest, Candidate, RoleChoice, Selection
 
 _CAPTURED = (Role.DECODE, Role.LINEAR, Role.DRAFT)
 """Roles that take part in a captured decode step."""

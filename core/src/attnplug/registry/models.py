@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from attnplug.choose.registry import Registry, load_registry
 from attnplug.declare.errors import PluginError
 from attnplug.declare.model import ModelSpec
 from attnplug.hf.config_keys import ModelConfigError
 from attnplug.hf.model_config import model_from_config, read_model
 from attnplug.hf.tiny import TINY, TINY_CONFIGS
+from attnplug.registry.registry import Registry, load_registry
 
 
 def load_model(reference: str, registry: Registry | None = None) -> ModelSpec:

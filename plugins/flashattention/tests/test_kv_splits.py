@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug import BackendError, CacheLayout, ForwardMode
-from attnplug.host import merge_partial
-from attnplug_flashattention.merge import merge_parts
+from attnplug.kernels import merge_partial
+from attnplug_flashattention.kv_splits import KVSplits, pages_per_split
+from attnplug_flashattention.merge import merge_splits
 from attnplug_flashattention.options import FlashAttentionOptions
-from attnplug_flashattention.parts import Parts, pages_a_part
-from attnplug_flashattention.planner import Division, divide
-from attnplug_flashattention.tables import fill_parts, fill_slots
-from attnplug_flashattention.triton_kernels import launch_fill_parts, launch_fill_slots, launch_merge_parts
+from attnplug_flashattention.planner import SplitHeuristic, split_call
+from attnplug_flashattention.tables import fill_slots, fill_splits
+from attnplug_flashattention.triton_kernels import launch_fill_slots, launch_fill_splits, launch_merge_splits
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check, mha
 from attnplug_testing.references.flashattention import build, on_cpu, on_devices
 
-H200 = Division(kv_heads=8, processors=132)
+H200 = SplitHeuristic(kv_heads=8, processors=132)
 NAN, EMPTY = float("nan"), float("-inf")
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -29,26 +29,26 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 class TestHowMany:
     def test_one_long_request_fills_the_device(self):
         """Eight KV heads are eight of 132 multiprocessors; in 16 parts they are 128."""
-        assert H200.parts(1, 16384) >= 16
+        assert H200.num_splits(1, 16384) >= 16
 
     @pytest.mark.parametrize(("requests", "longest"), [(16, 4096), (17, 65536), (64, 8192), (256, 2048)])
     def test_a_full_device_is_left_alone(self, requests, longest):
-        assert H200.parts(requests, longest) == 1
+        assert H200.num_splits(requests, longest) == 1
 
     @pytest.mark.parametrize("requests", [1, 4, 16])
     def test_short_requests_are_not_worth_a_merge(self, requests):
-        assert H200.parts(requests, 512) == 1
+        assert H200.num_splits(requests, 512) == 1
 
     @given(st.integers(1, 300), st.integers(1, 1 << 17), st.sampled_from([1, 2, 8, 32]), st.integers(0, 40))
     def test_never_more_parts_than_tiles_or_than_allowed(self, requests, longest, kv_heads, most):
-        parts = Division(kv_heads, 132, most).parts(requests, longest)
+        parts = SplitHeuristic(kv_heads, 132, most).num_splits(requests, longest)
         assert 1 <= parts <= max(1, -(-longest // 128))
         assert not most or parts <= most
         assert parts == 1 or parts * requests * kv_heads <= 2 * 132
 
     def test_half_a_wave_too_many_is_cut_finer(self):
         """72 tiles would leave 60 multiprocessors idle; 3 parts each are two rounds of a third."""
-        assert H200.parts(9, 65536) == 3
+        assert H200.num_splits(9, 65536) == 3
 
 
 def table_of(requests: int, width: int, device: str = "cpu") -> torch.Tensor:
@@ -62,14 +62,14 @@ def rows_of(table: torch.Tensor, length: int, page_size: int) -> list[int]:
 
 
 def check_parts(
-    lens: list[int], count: int, page_size: int, kernel_page: int, device: str = "cpu", fill=fill_parts
+    lens: list[int], count: int, page_size: int, kernel_page: int, device: str = "cpu", fill=fill_splits
 ) -> None:
     """Every row of every request is in exactly one of its parts, in order, and each part begins with a tile."""
     longest = max([*lens, 1])
     table = table_of(len(lens), -(-longest // page_size) + 1, device)
     for request, length in enumerate(lens):
         table[request, -(-length // page_size) :] = 1 << 29  # must not be read
-    parts = Parts.empty(len(lens), longest, count, page_size, kernel_page, torch.device(device))
+    parts = KVSplits.empty(len(lens), longest, count, page_size, kernel_page, torch.device(device))
     fill(table, torch.tensor(lens, dtype=torch.int32, device=device), parts)
     kept, cut, part_lens = table.cpu(), parts.page_table.cpu(), parts.kv_lens.tolist()
     for request, length in enumerate(lens):
@@ -110,12 +110,12 @@ class TestTables:
     def test_the_kernel_does_the_same(self, count, sizes, device):
         """On a CPU by Triton's interpreter."""
         longest = 700 if device == "cpu" else 5000
-        check_parts([longest, 0, 1, 127, 128, 129, 300], count, *sizes, device, launch_fill_parts)
+        check_parts([longest, 0, 1, 127, 128, 129, 300], count, *sizes, device, launch_fill_splits)
 
     def test_parts_are_equally_long(self):
-        assert pages_a_part(256, 16, 64) == 16
-        assert pages_a_part(257, 16, 64) == 18
-        assert pages_a_part(3, 1, 64) == 3
+        assert pages_per_split(256, 16, 64) == 16
+        assert pages_per_split(257, 16, 64) == 18
+        assert pages_per_split(3, 1, 64) == 3
 
     @on_every_device
     @pytest.mark.parametrize("fill", [fill_slots, launch_fill_slots])
@@ -134,7 +134,7 @@ class TestTables:
 
 class TestMerge:
     @on_every_device
-    @pytest.mark.parametrize("merge", [merge_parts, launch_merge_parts])
+    @pytest.mark.parametrize("merge", [merge_splits, launch_merge_splits])
     @pytest.mark.parametrize(("dim", "count"), [(64, 1), (96, 2), (256, 7), (64, 16), (96, 33)])
     def test_parts_in_one_go_are_parts_one_by_one(self, dim, count, merge, device):
         """C4: the same as core's merge; empty parts hold NaN, which is not looked at; all of them empty is zero."""
@@ -171,9 +171,9 @@ def test_divided_requests_give_the_same(page_size, most, kernel, device):
     lens = ((300, 1), (0, 1), (77, 1)) if device == "cpu" and page_size == 1 else LONG
     options = FlashAttentionOptions(most_parts=most)
     stage = scene(mha(lens, ForwardMode.DECODE, page_size, 8, 1, options=options), kernel, device)
-    divided = stage.backend.init_forward_metadata(stage.batch()).metadata.cached.divided
+    split = stage.backend.init_forward_metadata(stage.batch()).metadata.cached.split
     if lens is LONG:
-        assert (1 if divided is None else divided.count) == (most or pytest.approx(30, abs=14))
+        assert (1 if split is None else split.count) == (most or pytest.approx(30, abs=14))
     check(stage)
 
 
@@ -181,30 +181,30 @@ def test_divided_requests_give_the_same(page_size, most, kernel, device):
 def test_a_layer_with_a_window_is_not_divided(kernel, device):
     """It sees few keys, and a window would begin anew in every part."""
     stage = scene(mha(LONG, ForwardMode.DECODE, 64, 8, 1, window=150), kernel, device)
-    divided = stage.backend.init_forward_metadata(stage.batch()).metadata.cached.divided
-    assert divided is not None  # the batch is: other layers may have no window
+    split = stage.backend.init_forward_metadata(stage.batch()).metadata.cached.split
+    assert split is not None  # the batch is: other layers may have no window
     check(stage)
 
 
 def test_kernels_that_divide_by_themselves_are_left_to_it():
     stage = scene(mha(LONG, ForwardMode.DECODE, 256, 8, 1), "torch", "cpu")
-    assert stage.backend.init_forward_metadata(stage.batch()).metadata.cached.divided is None
+    assert stage.backend.init_forward_metadata(stage.batch()).metadata.cached.split is None
 
 
 def test_a_divided_call_is_as_wide_as_its_longest_part():
-    parts = Parts.empty(2, 5000, 4, 64, 64, torch.device("cpu"))
-    call = divide(parts).call
+    parts = KVSplits.empty(2, 5000, 4, 64, 64, torch.device("cpu"))
+    call = split_call(parts).call
     assert (call.longest, call.queries, call.causal) == (1280, 1, False)
 
 
 def test_a_negative_number_of_parts_is_refused():
-    with pytest.raises(ValueError, match="most_parts=-1 is negative"):
+    with pytest.raises(ValueError, match="most_parts=-1"):
         replace(FlashAttentionOptions(), most_parts=-1)
 
 
 def test_pages_that_cannot_be_cut_are_refused():
     """128 rows of one head together, and then those of the next: there are no pages of 64 in there."""
     case = mha(((20, 1),), ForwardMode.DECODE, 128, layout=CacheLayout.HEAD_MAJOR)
-    with pytest.raises(Exception, match="cannot be seen as kernel pages of 64") as caught:
+    with pytest.raises(Exception, match="64") as caught:
         scene(case, "fa4", "cpu")
     assert not isinstance(caught.value, BackendError)

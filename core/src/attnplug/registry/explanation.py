@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from attnplug.auto.schedule import BackendSchedule
-from attnplug.choose.selection import AUTO, Candidate, RoleChoice, Selection
 from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.settings import Render
 from attnplug.declare.spec import BackendSpec
+from attnplug.registry.selection import AUTO, Candidate, RoleChoice, Selection
 
 _SHOWN_BATCHES = {Role.PREFILL: ((1, 512), (1, 4096)), Role.DECODE: ((1, 1), (8, 1), (64, 1))}
 """Batches, as (requests, tokens), for which an explanation names the fastest backend of a schedule."""

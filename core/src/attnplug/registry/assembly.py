@@ -9,10 +9,6 @@ from typing import TypeVar
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.ranking import BY_PREFERENCE, Ranking
 from attnplug.auto.schedule import BackendSchedule
-from attnplug.choose.building import build_backend, import_factory
-from attnplug.choose.registry import Registry
-from attnplug.choose.select import select
-from attnplug.choose.selection import AUTO, BackendRequest, Selection
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.context import HostContext
 from attnplug.declare.claims import Claims
@@ -20,6 +16,10 @@ from attnplug.declare.errors import AttnplugError, BackendError, PluginWarning
 from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
+from attnplug.registry.building import build_backend, import_factory
+from attnplug.registry.registry import Registry
+from attnplug.registry.select import select
+from attnplug.registry.selection import AUTO, BackendRequest, Selection
 from attnplug.wrappers import HybridLinearBackend, SplitBackend
 
 Built = TypeVar("Built")

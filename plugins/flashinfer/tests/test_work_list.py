@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug_flashinfer.filling import fill_schedule
-from attnplug_flashinfer.schedule import PageCounts, Schedule, UniformBatch
-from attnplug_flashinfer.triton_kernels import launch_fill_schedule
+from attnplug_flashinfer.device_planner import fill_work_list
+from attnplug_flashinfer.triton_kernels import launch_fill_work_list
+from attnplug_flashinfer.work_list import PageCounts, PagedWorkList, UniformPagedBatch
 from attnplug_testing.devices import DEVICES, INTERPRETED
 from attnplug_testing.triton_mode import compiled_by
 
@@ -21,7 +21,7 @@ lengths = st.lists(
 WIDTH = 1200
 
 
-def empty(batch: UniformBatch, tile_rows: int, room: int, device: str = "cpu") -> tuple[Schedule, PageCounts]:
+def empty(batch: UniformPagedBatch, tile_rows: int, room: int, device: str = "cpu") -> tuple[PagedWorkList, PageCounts]:
     """Arrays full of what must be overwritten."""
     rows, requests = batch.requests * batch.queries, batch.requests
 
@@ -30,8 +30,8 @@ def empty(batch: UniformBatch, tile_rows: int, room: int, device: str = "cpu") -
 
     valid = torch.full((room,), 77, dtype=torch.uint8, device=device)
     items = [array(room) for _ in range(3)]
-    schedule = Schedule(tile_rows, *items, valid, array(requests + 1), array(rows + 1), array(1))
-    return schedule, PageCounts(array(requests + 1), array(requests))
+    work_list = PagedWorkList(tile_rows, *items, valid, array(requests + 1), array(rows + 1), array(1))
+    return work_list, PageCounts(array(requests + 1), array(requests))
 
 
 @settings(max_examples=60)
@@ -40,22 +40,22 @@ def test_planning_divides_all_work_once_within_the_room(kv, queries, group, page
     """Every key that a row may see is in one chunk; every row's parts are where its items write them."""
     kv = [0 if rows == 0 else max(rows, queries) for rows in kv]
     tile_rows = 64 if queries * group > 16 else 16
-    batch = UniformBatch(len(kv), queries, group, page_size, window_left)
+    batch = UniformPagedBatch(len(kv), queries, group, page_size, window_left)
     tiles = batch.tiles(tile_rows)
     room = max(33, len(kv) * tiles)
-    schedule, counts = empty(batch, tile_rows, room)
+    work_list, counts = empty(batch, tile_rows, room)
     width = -(-70000 // page_size)
-    fill_schedule(schedule, batch, torch.tensor(kv, dtype=torch.int32), width, counts)
+    fill_work_list(work_list, batch, torch.tensor(kv, dtype=torch.int32), width, counts)
     pages = [-(-rows // page_size) for rows in kv]
     assert counts.kv_indptr.diff().tolist() == pages
     assert counts.last_page_lens.tolist() == [(rows - 1) % page_size + 1 if rows else 0 for rows in kv]
-    count, chunk = int(schedule.valid.sum()), int(schedule.chunk_rows)
-    assert schedule.valid.tolist() == [1] * count + [0] * (room - count)
+    count, chunk = int(work_list.valid.sum()), int(work_list.chunk_rows)
+    assert work_list.valid.tolist() == [1] * count + [0] * (room - count)
     found = list(
         zip(
             *(
                 array[:count].tolist()
-                for array in (schedule.request_indices, schedule.tile_indices, schedule.chunk_indices)
+                for array in (work_list.request_indices, work_list.tile_indices, work_list.chunk_indices)
             ),
             strict=True,
         )
@@ -66,8 +66,8 @@ def test_planning_divides_all_work_once_within_the_room(kv, queries, group, page
         seen = rows if window_left < 0 else min(rows, window_left + tile_rows)
         chunks = -(-seen // chunk)
         wanted += [(request, tile, part) for tile in range(tiles) for part in range(chunks)]
-        begin = int(schedule.parts_indptr[request])
-        mine = schedule.merge_indptr[request * queries : (request + 1) * queries + 1].tolist()
+        begin = int(work_list.parts_indptr[request])
+        mine = work_list.merge_indptr[request * queries : (request + 1) * queries + 1].tolist()
         assert mine == [begin + query * chunks for query in range(queries + 1)]
     assert found == wanted
     if chunk > max(128, page_size):
@@ -78,9 +78,9 @@ def test_planning_divides_all_work_once_within_the_room(kv, queries, group, page
 
 def test_planning_of_more_rows_than_the_table_has_pages_stays_inside():
     """A captured batch's lengths are the device's: nobody can look at them first."""
-    batch = UniformBatch(2, 1, 4, 8, -1)
-    schedule, counts = empty(batch, 16, 33)
-    fill_schedule(schedule, batch, torch.tensor([40, 9], dtype=torch.int32), 3, counts)
+    batch = UniformPagedBatch(2, 1, 4, 8, -1)
+    work_list, counts = empty(batch, 16, 33)
+    fill_work_list(work_list, batch, torch.tensor([40, 9], dtype=torch.int32), 3, counts)
     assert (counts.kv_indptr.tolist(), counts.last_page_lens.tolist()) == ([0, 3, 5], [8, 1])
 
 
@@ -93,12 +93,12 @@ def test_the_kernel_makes_the_same_list(queries, group, page_size, window_left, 
     for requests in (1, 5, 256, 1000) if device == "cuda" else (1, 5):
         kv = torch.randint(queries, 9000 // (1 if page_size > 1 else 8), (requests,), generator=random).int()
         kv[torch.rand(requests, generator=random) < 0.2] = 0
-        batch = UniformBatch(requests, queries, group, page_size, window_left)
+        batch = UniformPagedBatch(requests, queries, group, page_size, window_left)
         tile_rows = 64 if queries * group > 16 else 16
         room = max(33, requests * batch.tiles(tile_rows))
         (made, counts), (wanted, wanted_counts) = (empty(batch, tile_rows, room, where) for where in (device, "cpu"))
-        launch_fill_schedule(made, batch, kv.to(device), WIDTH, counts)
-        fill_schedule(wanted, batch, kv, WIDTH, wanted_counts)
+        launch_fill_work_list(made, batch, kv.to(device), WIDTH, counts)
+        fill_work_list(wanted, batch, kv, WIDTH, wanted_counts)
         for one, other in zip(made.arrays(), wanted.arrays(), strict=True):
             assert torch.equal(one.cpu(), other)
         assert torch.equal(counts.kv_indptr.cpu(), wanted_counts.kv_indptr)

@@ -10,13 +10,13 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from attnplug.choose.loading import find_entry_points, guarded, load_entry_point
 from attnplug.declare.errors import PluginError, UsageError, describe_error
 from attnplug.declare.installed import installed_version
 from attnplug.declare.problem import Problem
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Source
 from attnplug.declare.settings import Render
+from attnplug.registry.loading import find_entry_points, guarded, load_entry_point
 
 GROUP = "attnplug.hosts"
 """Entry-point group in which a bridge declares its host: name = the host's name, target = a :class:`HostSpec`."""

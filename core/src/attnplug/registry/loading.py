@@ -27,12 +27,12 @@ import importlib_metadata as metadata
 import pluggy
 from importlib_metadata import EntryPoint
 
-from attnplug.choose import plugin_hooks
 from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.registered import Source, distribution_identity
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.declare.workspace_kind import WorkspaceKind
+from attnplug.registry import plugin_hooks
 
 GROUP = "attnplug.plugins"
 MAX_ITEMS = 1000
