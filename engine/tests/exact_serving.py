@@ -78,12 +78,12 @@ class Serving:
         """``depth`` steps are in flight. ``bad_at`` says by request which of its tokens cannot be chosen. ``lookahead``
         tokens are what the table is wider than the context."""
         self.depth, self.bad_at = depth, bad_at or {}
-        self.states, self.memory = None, torch.empty(0)
+        self.states, self.recurrent = None, torch.empty(0)
         if slots:
             pool = LinearStatePool([LAYER], num_slots=slots, dtype=DType.FLOAT32, device="cpu")
             recurrent = pool.recurrent(0)
             assert recurrent is not None
-            self.states, self.memory = StateAllocator(pool), recurrent
+            self.states, self.recurrent = StateAllocator(pool), recurrent
         self.allocator = PageAllocator(pages)
         self.table = SlotTable(
             self.allocator,
@@ -146,7 +146,7 @@ class Serving:
         return entry.sampled and self.bad_at.get(entry.request.id) == made
 
     def _advance_states(self, states: StateAllocator, step: Step, inputs: list[list[int]]) -> list[int]:
-        memory, values = self.memory, []
+        memory, values = self.recurrent, []
         for entry, slot, tokens in zip(step.entries, step.state_slots, inputs, strict=True):
             assert states.references(slot) == 1, "a snapshot is written"
             values.append(advance(int(memory[slot]) + FIRST, tokens))  # a new slot holds 0

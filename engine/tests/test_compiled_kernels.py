@@ -66,9 +66,18 @@ def test_angles_are_computed_exactly(facts: Facts) -> None:
 
 
 def test_experts(facts: Facts) -> None:
-    every = {"_rank", "_spread", "_spread_one", "_gather", "_gather_one", "_join", "_score", "_choose"}
+    every = {
+        "_sort_pairs",
+        "_up_projection",
+        "_up_one",
+        "_down_projection",
+        "_down_one",
+        "_combine",
+        "_score",
+        "_choose",
+    }
     assert {name for sm, name, _ in facts["experts"] if sm == 90} == every
-    assert {name for sm, name, _ in facts["experts"] if sm == 80} == {"_spread", "_gather"}
+    assert {name for sm, name, _ in facts["experts"] if sm == 80} == {"_up_projection", "_down_projection"}
     room = {80: 163 * 1024, 90: 227 * 1024}
     assert all(taken <= room[sm] for sm, _, taken in facts["experts"]), facts["experts"]
 

@@ -409,7 +409,7 @@ def test_a_layer_takes_five_launches_beside_its_attention(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(InterpretedFunction, "run", counted)
     logits_of(tiny("llama", torch.float16, "cpu"), 1, "cpu")
-    layer = ["_product", "_rotate_heads", "_product", "_product", "_product"]
+    layer = ["_skinny_gemm", "_rotate_heads", "_skinny_gemm", "_skinny_gemm", "_skinny_gemm"]
     assert launched == ["_angles", *layer, *layer, "_rms_norm"]
 
 

@@ -308,7 +308,7 @@ class TestStale:
             entries[1] = entries[1]._replace(token_ids=(5,))
         elif change == "told elsewhere":
             running.tokens()
-            place = keeps._waiting.brought.committed[1]
+            place = keeps._waiting.output.committed[1]
             entries[1] = entries[1]._replace(token_ids=(5,), position=place)
             waiting = keeps._waiting
             assert keeps.take(entries, rows, slots, longest), "it is where the device is"

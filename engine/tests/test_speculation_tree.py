@@ -286,5 +286,5 @@ def test_more_nodes_than_candidates_are_refused() -> None:
 def test_a_draft_of_more_rows_than_a_tree_has_is_refused() -> None:
     growth = TreeGrowth(torch.arange(40).view(1, 40), torch.zeros(1, 40))
     growth.grow(torch.zeros(40, 40, dtype=torch.int64), torch.zeros(40, 40))
-    with pytest.raises(UsageError, match="a draft of 3 steps with 40 branches runs 80 rows a request"):
+    with pytest.raises(UsageError, match="80 rows"):
         growth.grow(torch.zeros(40, 40, dtype=torch.int64), torch.zeros(40, 40))
