@@ -37,7 +37,6 @@ def imports_of(path: Path) -> set[str]:
 
 ROOMS = (
     "cli",
-    "tune",
     "torch_native",
     "choose",
     "auto",

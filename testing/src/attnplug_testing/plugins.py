@@ -1,4 +1,4 @@
-"""Plugins made up by a test: the objects, the entry points that lead to them, and the one fault of a bad one."""
+"""Fabricated plugins for tests: objects, their entry points, and fixtures that load them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPABILITIES = Capabilities(kinds={"mha"}, devices={"cpu"}, dtypes={"float32"})
 
 
 class Distribution(NamedTuple):
-    """What a registry reads of an entry point's distribution."""
+    """Stand-in for an entry point's distribution, with the metadata that a registry reads."""
 
     name: str | None
     version: str | None
@@ -138,6 +138,6 @@ def only_fault(install: Install) -> Callable[[EntryPoint], Broken]:
 
 
 def place(function: Callable[..., Any]) -> str:
-    """Where an author wrote a function, as an error has to give it."""
+    """File and line of a function, in the format of error messages."""
     function = getattr(function, "__func__", function)
     return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
