@@ -90,9 +90,9 @@ class Stage:
     def __init__(self, task: Task, setup: Setup, build: Build) -> None:
         self.task, self.device = task, setup.device
         self.last: Tensor | None = None
-        """What the last call gave."""
+        """Output of the last call."""
         self.ran = False
-        """Whether the backend's calls were made: a clock of a test need not make them."""
+        """True once the backend's calls ran. A test's clock may skip them."""
         shape, self.page_size = task.shape, task.shape.page_size
         self.dtype = torch_dtype(shape.dtype)
         self.lengths = task.point.lengths
