@@ -22,6 +22,7 @@ from attnplug.auto.schedule import BackendSchedule
 from attnplug.machine.hardware import Processor
 from attnplug.registry.registry import Registry
 from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug_sparse.plugin import attnplug_backends
 from attnplug_testing.plugins import Install
 
 FEW = parse_points("1x64,1x256,4x64,1x16+16")
@@ -60,11 +61,14 @@ def test_what_lies_between_captured_calls_is_no_part_of_their_time(install: Inst
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:deepseek_v32"])
 def test_every_sort_of_layer_runs_in_every_role(model: str, install: Install) -> None:
     """Heads, latent rows, and latent rows that an index chooses; with their new rows written."""
-    registry = toys(install)
+    registry, name = toys(install), "torch_native"
+    if model == "tiny:deepseek_v32":
+        name, native = "torch_sparse", registry.get("torch_native")
+        registry = Registry({name: replace(native, spec=attnplug_backends()[0])})
     points = parse_points("2x70,2x70v3,2x32+8")
-    found = tasks_of(registry.get("torch_native"), [problem(model, speculative_tokens=3)], points)
-    clock = FakeClock({"torch_native": constant(1)}, runs=True)
-    outcomes = list(run_job(Job("torch_native", found, "cpu", 128), registry, clock))
+    found = tasks_of(registry.get(name), [problem(model, speculative_tokens=3)], points)
+    clock = FakeClock({name: constant(1)}, runs=True)
+    outcomes = list(run_job(Job(name, found, "cpu", 128), registry, clock))
     assert [type(outcome) for outcome in outcomes] == [Timed] * 3
 
 
