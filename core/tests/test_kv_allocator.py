@@ -126,7 +126,7 @@ def test_a_call_costs_time_in_its_pages_and_not_in_the_pool() -> None:
     assert time.perf_counter() - began < 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8))
 def test_settled_copies_do_what_one_after_another_would(pairs: list[tuple[int, int]]) -> None:
     one_by_one = list("abcdef")
@@ -197,5 +197,5 @@ class AllocatorAgainstCounts(RuleBasedStateMachine):
         assert self.allocator.free_pages == self.model.count(0)
 
 
-AllocatorAgainstCounts.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+AllocatorAgainstCounts.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 TestAllocatorAgainstCounts = AllocatorAgainstCounts.TestCase

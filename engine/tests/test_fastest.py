@@ -93,7 +93,9 @@ class TestThirdParties:
         assert len(read) == 1
 
     def test_one_backend_alone_is_not_counted(self):
-        Served().add(object())  # type: ignore[arg-type] # not looked at
+        served = Served()
+        served.add(object())  # type: ignore[arg-type] # not looked at
+        assert not served.told()
 
     def test_one_backend_alone_is_not_told(self, attnplug: Attnplug):
         run = ("run", "--model", LLAMA, "--device", "cpu", "--prompt", "hello", "--max-tokens", "4")
