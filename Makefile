@@ -38,7 +38,15 @@ HOST_sglang := sglang==$(lastword $(SGLANG))
 run: $(VENV)/installed
 	$(BIN)/python examples/generate_and_check.py
 
-test: lint types tests
+# Two jobs at a time, the longest first. Workers of pytest-xdist would each collect all 13,000 tests, which takes each
+# of them most of a minute.
+SUITES := tests-engine tests-core tests-plugins tests-others
+IN_PARALLEL := @$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync
+test: $(VENV)/installed-dev
+	$(IN_PARALLEL) $(SUITES) types lint
+
+tests: $(VENV)/installed-dev
+	$(IN_PARALLEL) $(SUITES)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -48,18 +56,12 @@ lint: $(VENV)/installed-dev
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
-# Two processes at a time, the longest first. Workers of pytest-xdist would each collect all 13,000 tests, which takes
-# each of them most of a minute.
-SUITES := engine core plugins others
-tests: $(VENV)/installed-dev
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync $(SUITES:%=tests-%)
-
-.PHONY: $(SUITES:%=tests-%)
+.PHONY: $(SUITES)
 tests-engine: PATHS := engine/tests
 tests-core: PATHS := core/tests
 tests-plugins: PATHS := plugins
 tests-others: PATHS := tests bridges $(filter-out core/tests engine/tests,$(wildcard */tests))
-$(SUITES:%=tests-%): $(VENV)/installed-dev
+$(SUITES): $(VENV)/installed-dev
 	$(BIN)/pytest -q $(PATHS)
 
 docs: $(VENV)/installed-dev
