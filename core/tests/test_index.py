@@ -140,7 +140,7 @@ def test_a_coordinator_is_told_positions():
     elsewhere = replace(stage.context, coordinator=object())
     index = SparseIndex(elsewhere, multiprocessors=MULTIPROCESSORS)
     assert isinstance(
-        stage.judge(index.choose(index.plan(batch.geometry), stage.given(), stage.layer)), SelectedPositions
+        stage.check_selection(index.choose(index.plan(batch.geometry), stage.given(), stage.layer)), SelectedPositions
     )
 
 
