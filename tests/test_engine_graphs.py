@@ -167,7 +167,7 @@ def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracl
     with watched_logits() as seen:
         outputs = [done.token_ids for done in engine.generate(texts, SamplingParams(max_tokens=12))]
     rows = [torch.stack(seen[number][: len(outputs[number])]) for number in sorted(seen)]
-    oracle.judge(texts, outputs, rows, slack=2.0)
+    oracle.check_tokens(texts, outputs, rows, slack=2.0)
     counts = engine.statistics
     assert counts.backend_usage.by_backend()["prefill"] == {
         name: counts.replayed_prefills,
@@ -228,7 +228,8 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
     kept = [request for request in requests if request.id not in aborted]
     assert all(request.finish_reason == "length" for request in kept)
     rows = [torch.stack(seen[request.id][: len(request.output)]) for request in kept]
-    oracle.judge([list(request.prompt) for request in kept], [request.output for request in kept], rows, slack=2.0)
+    kept_prompts = [list(request.prompt) for request in kept]
+    oracle.check_tokens(kept_prompts, [request.output for request in kept], rows, slack=2.0)
     if engine.cache is not None:
         engine.cache.clear()
     assert engine.runner.allocator.free_pages == engine.runner.allocator.num_pages
@@ -250,7 +251,7 @@ def test_backends_that_take_turns_replay_graphs_of_their_own(oracles, model, nam
     with watched_logits() as seen:
         outputs = [done.token_ids for done in engine.generate(texts, each)]
     rows = [torch.stack(seen[number][: len(outputs[number])]) for number in sorted(seen)]
-    oracle.judge(texts, outputs, rows, slack=2.0)
+    oracle.check_tokens(texts, outputs, rows, slack=2.0)
     assert engine.statistics.replayed_steps > 50 and not engine.statistics.eager_steps
     assert min(engine.statistics.backend_usage.by_backend()["decode"].values()) > 15
 

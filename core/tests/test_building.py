@@ -244,7 +244,8 @@ class TestClaims:
         """A backend may learn, when it is built, that it can do less."""
         capabilities = replace(EVERY_PATH, page_sizes=PageSizes.of(32, 64), needs_cpu_seq_lens=False)
         narrow = {"page_sizes": PageSizes.of(64), "cuda_graph": GraphLevel.ALWAYS, **claims}
-        build_backend(registered(backend(Claims(**narrow)), capabilities=capabilities), context())
+        built = build_backend(registered(backend(Claims(**narrow)), capabilities=capabilities), context())
+        assert built.claims == Claims(**narrow)
 
     @pytest.mark.parametrize(
         ("claims", "hook"),
@@ -262,7 +263,7 @@ class TestClaims:
     def test_mla_extend_is_ignored_for_a_backend_without_mla(self, registered):
         mha = replace(EVERYTHING, kinds={"mha"}, roles={"prefill", "decode"}, mla_extend=["absorbed"])
         claims = Claims(mla_extend=frozenset(ExtendPath))
-        build_backend(registered(backend(claims), capabilities=mha), context())
+        assert build_backend(registered(backend(claims), capabilities=mha), context()).claims is claims
 
     @pytest.mark.parametrize(
         ("claims", "asked", "said"),
@@ -301,7 +302,7 @@ class TestClaims:
         """D3: it was selected for a role, and is held to that."""
         built = registered(backend(Claims(**claims)), capabilities=replace(EVERY_PATH, extras={"lse", "sinks"}))
         problem = Problem(ModelSpec("m", "test", layers, 4096))
-        build_backend(built, context(roles=frozenset({role})), problem)
+        assert build_backend(built, context(roles=frozenset({role})), problem).claims == Claims(**claims)
 
 
 def test_a_cache_of_another_layout_than_the_spec_declares_is_refused(registered):

@@ -213,13 +213,15 @@ def test_glm_shares_an_index_between_layers(keys: dict[str, Any], wanted: str) -
 
 
 def test_a_first_layer_that_shares_an_index_is_refused() -> None:
-    with pytest.raises(ModelConfigError, match="'index_topk_pattern' lets layer 0 share an index"):
+    with pytest.raises(ModelConfigError) as caught:
         read(DEEPSEEK_V3, model_type="glm_moe_dsa", num_hidden_layers=2, index_topk_pattern="SF")
+    assert caught.value.key == "index_topk_pattern"
 
 
 def test_an_index_narrower_than_its_rope_is_refused() -> None:
-    with pytest.raises(ModelConfigError, match="'index_head_dim' is 32; it must be at least qk_rope_head_dim, 64"):
+    with pytest.raises(ModelConfigError) as caught:
         read(DEEPSEEK_V3, model_type="deepseek_v32", index_head_dim=32)
+    assert caught.value.key == "index_head_dim"
 
 
 # ---- compressed ----

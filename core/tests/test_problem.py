@@ -35,8 +35,9 @@ def test_a_number_out_of_range_is_an_error_with_its_setting(wrong: dict[str, Any
 def test_a_ranks_part_of_a_model_is_not_divided_again() -> None:
     part = model(MHA).for_rank(2)
     assert Problem(part).model is part
-    with pytest.raises(UsageError, match="tensor_parallel 2 is given for a model with the heads of one of 2 ranks"):
+    with pytest.raises(UsageError) as caught:
         Problem(part, tensor_parallel=2)
+    assert caught.value.settings == ("tensor_parallel",)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,9 @@ def test_an_unknown_data_type_is_an_error_with_the_known_ones() -> None:
 
 
 def test_index_keys_of_a_model_without_an_index_have_no_type() -> None:
-    with pytest.raises(UsageError, match=r"index_dtype float8_e4m3fn is given, but m has no index .*; leave it out"):
+    with pytest.raises(UsageError) as caught:
         Problem(model(MHA), index_dtype=DType.FLOAT8_E4M3)
     entries = replace(MLA, sliding_window=8, indexer=IndexerDims(4, 8, 4), compressed=CompressedDims(4))
-    with pytest.raises(UsageError, match=r"has no index with a key for each token; leave it out"):
+    with pytest.raises(UsageError) as caught:
         Problem(model(entries), index_dtype=DType.FLOAT8_E4M3)
+    assert caught.value.settings == ("index_dtype",)

@@ -85,7 +85,9 @@ class TestThirdParties:
         assert len(read) == 1
 
     def test_one_backend_alone_is_not_counted(self):
-        BackendUsage().add(object())  # type: ignore[arg-type] # not looked at
+        usage = BackendUsage()
+        usage.add(object())  # type: ignore[arg-type] # not looked at
+        assert not usage.by_backend()
 
     def test_one_backend_alone_is_not_told(self, attnplug: Attnplug):
         run = ("run", "--model", LLAMA, "--device", "cpu", "--prompt", "hello", "--max-tokens", "4")

@@ -51,7 +51,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     arrivals=arrivals(),
     page_size=st.integers(1, 8),

@@ -304,7 +304,7 @@ def run(seed: int) -> None:
         check(play)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))  # as a script, this file runs any others
 def test_each_request_gets_what_it_gets_without_speculation(seed):
     """Tokens, ends, texts and log probabilities; afterwards all pages and slots of states are free again."""
     run(seed)

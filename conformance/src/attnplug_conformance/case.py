@@ -15,7 +15,7 @@ FP8_CACHES = frozenset({DType.FLOAT8_E4M3, DType.FP8_DS_MLA})
 FIRST, LAYER, LAST = 1, 3, 5
 """Ids of the layers: the one before the layer under test, that layer, and one after it."""
 SCALE = 1.3
-"""What a layer's scale is of ``head_dim ** -0.5``: nobody may assume that they are equal."""
+"""Factor between a layer's scale and ``head_dim ** -0.5``: backends must not assume that they are equal."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Case:
     dims: tuple[int, int] | None = None
     """Widths of a key and of a value."""
     differ: bool = False
-    """Whether these widths differ."""
+    """True if these widths differ."""
     mla: MLADims | None = None
     v_head_dim: int = 16
-    """Of MLA as MHA."""
+    """Value head dimension of MLA run as MHA."""
     mla_heads: int | None = None
     window: int | None = None
     cap: float | None = None
@@ -52,7 +52,7 @@ class Case:
     """Rows of q, k and v after those of the requests."""
     padded_requests: int = 0
     exact: bool = True
-    """Whether the host knows exact lengths, or bounds only."""
+    """True if the host knows exact lengths, False if it knows only upper bounds."""
     trees: tuple[Parents, ...] | None = None
     lanes: int = 1
     extras: frozenset[str] = frozenset()
@@ -68,22 +68,22 @@ class Case:
     plain_first: bool = False
     """The first layer has no window and no logit cap."""
     other_heads: int | None = None
-    """How many heads, and KV heads, the other layers have, if not as many as this one."""
+    """Number of heads, and of KV heads, of the other layers, if it differs from this one's."""
     other_widths: int = 1
-    """How many times wider the heads of the other layers are."""
+    """Factor by which the heads of the other layers are wider."""
     index: IndexerDims | None = None
-    """Of sparse layers: an index chooses the rows that a token attends to."""
+    """Indexer of sparse layers, which selects the rows that a token attends to."""
     index_dtype: DType | None = None
-    """Of cached index keys; ``None``: that of the activations."""
+    """dtype of cached index keys; ``None``: that of the activations."""
     hisparse: bool = False
     """The rows are on the host, and HiSparse brings in those that are chosen."""
     compressed: CompressedDims | None = None
-    """Of layers that attend to entries, beside a window."""
+    """Dimensions of layers that attend to compressed entries and to a window."""
     linear: LinearDims | None = None
-    """Of a kind of linear attention. A request without rows before starts from a state of zeros."""
+    """Dimensions of a linear layer. A request without cached rows starts from a state of zeros."""
     silu: bool = True
     bias: bool = True
-    """Whether the convolution has them."""
+    """True if the convolution has a bias."""
     only_role: Role | None = None
     """The role it is built for, if not the one that the mode asks for."""
     seed: int = 0
@@ -159,7 +159,7 @@ class Case:
         return first, layer, last
 
     def problem(self, device: str, sm: int | None) -> Problem:
-        """What a backend is asked to serve."""
+        """The problem that a backend must serve for this case."""
         tokens = max((new for _, new in self.lengths), default=0)
         return Problem(
             ModelSpec("conformance", "conformance", self.layers, 1 << 20),

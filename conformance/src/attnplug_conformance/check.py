@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnplug_conformance.case import Case
-from attnplug_conformance.diagnosis import Wrong, judge
+from attnplug_conformance.diagnosis import Wrong, check_output
 from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Subject
 
@@ -26,7 +26,7 @@ class Measured:
 
 @dataclass
 class Stand:
-    """What a check is given: the backend, and its case, fitted to what the backend claims."""
+    """Arguments of a check: the backend, and a case fitted to the backend's claims."""
 
     subject: Subject
     case: Case
@@ -39,16 +39,16 @@ class Stand:
             case = self.subject.fit(replace(case, **changes))
         return Scene(self.subject, case)
 
-    def judge(self, scene: Scene, output: Output) -> None:
+    def check_output(self, scene: Scene, output: Output) -> None:
         """Raise :class:`Wrong` unless the output is float64's."""
-        error = judge(scene, output)
+        error = check_output(scene, output)
         longest = max(scene.totals, default=0)
         self.measured.append(Measured(sum(scene.new), longest, error, scene.tolerance, output.plan_s, output.run_s))
 
     def accurate(self, scene: Scene | None = None, *, lse: bool = False) -> Scene:
-        """Run a scene and judge it."""
+        """Run a scene and check its output."""
         scene = scene or self.scene()
-        self.judge(scene, scene.run(lse=lse))
+        self.check_output(scene, scene.run(lse=lse))
         return scene
 
 

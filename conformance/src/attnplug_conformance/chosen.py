@@ -61,7 +61,7 @@ def chosen_backends(
 
 
 def _reasons(error: SelectionError) -> int:
-    """How many reasons there are: the layer with the fewest is the one that a backend was made for."""
+    """Number of refusals. The layer with the fewest is the one that a backend was made for."""
     return sum(len(choice.candidates[0].refusals) for choice in error.selection.unserved if choice.candidates)
 
 

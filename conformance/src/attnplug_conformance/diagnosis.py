@@ -1,4 +1,4 @@
-"""What a backend did wrong, in the domain's words: hypotheses are tried one after the other until one explains it."""
+"""Diagnosis of wrong results, in the domain's words: hypotheses are tried in order until one explains the output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNUSUAL_SEED, UNUSUAL_THREADS = 20_611, 3
 
 
 class Wrong(Exception):
-    """What a backend did wrong."""
+    """A mistake of a backend."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def wrong_when(words: str) -> Iterator[None]:
         raise Wrong(f"{words}: {wrong}") from None
 
 
-def judge(scene: Scene, output: Output) -> float:
+def check_output(scene: Scene, output: Output) -> float:
     """The relative error of an output; raises :class:`Wrong` if rounding does not explain it."""
     wanted, wanted_lse = scene.wanted()
     out, rows = output.out, len(wanted)
@@ -188,7 +188,7 @@ def _tables(scene: Scene) -> Iterator[tuple[str, Tensor]]:
 
 
 def _same(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether two outputs agree, with NaN in the same rows."""
+    """Return True if two outputs agree, with NaN in the same rows."""
     one, other = one.double().cpu(), other.double().cpu()
     finite = ~other.isnan().flatten(1).any(-1)
     if not finite.any() or not torch.equal(~one.isnan().flatten(1).any(-1), finite):
@@ -197,7 +197,7 @@ def _same(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def _differ(wanted: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether another output is wrong in a row that is not NaN: NaN alone says little."""
+    """Return True if another output is wrong in a row that is not NaN: NaN alone says little."""
     finite = ~other.isnan().flatten(1).any(-1)
     return bool(finite.any()) and not relative_error(wanted[finite], other[finite]) <= 4 * tolerance
 

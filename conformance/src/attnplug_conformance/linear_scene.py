@@ -154,7 +154,7 @@ class LinearScene:
     def tolerance(self) -> float:
         return 4 * tolerance(self.case, self.dims.key_dim + max(self.new, default=1))
 
-    def judge(self, conv: Tensor | None, out: Tensor | None, accepted: list[int] | None = None) -> float:
+    def check_results(self, conv: Tensor | None, out: Tensor | None, accepted: list[int] | None = None) -> float:
         """The largest error; raises :class:`Wrong` if rounding does not explain it, or for states of others."""
         outs, after = self.wanted(accepted)
         worst = 0.0
@@ -170,13 +170,13 @@ class LinearScene:
             if not (found[self.rows :] == 0).all():
                 raise Wrong(f"rows of padding are not zero in the result of {what}")
             worst = max(worst, error)
-        self._judge_states(after)
+        self._check_states(after)
         return worst
 
-    def judge_states(self, accepted: list[int] | None = None) -> None:
-        self._judge_states(self.wanted(accepted)[1])
+    def check_states(self, accepted: list[int] | None = None) -> None:
+        self._check_states(self.wanted(accepted)[1])
 
-    def _judge_states(self, wanted_after: list[list[Tensor]]) -> None:
+    def _check_states(self, wanted_after: list[list[Tensor]]) -> None:
         after = [states for states in wanted_after if states]
         names = [name for name, has in (("recurrent", self.dims.heads), ("convolution", self.dims.conv_width)) if has]
         for states, right, name in zip(self.states(LAYER), after, names, strict=True):

@@ -146,7 +146,7 @@ def _new(parsed: argparse.Namespace) -> int:
 
 
 def files(name: str, kind: str) -> dict[str, str]:
-    """What the package holds: text by path."""
+    """Contents of the package: text by path."""
     from attnplug.declare.version import CONTRACT_VERSION
 
     title = "".join(part.capitalize() for part in name.split("_"))

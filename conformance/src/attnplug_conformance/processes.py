@@ -24,7 +24,7 @@ _checks: dict[str, Check]
 
 
 def in_processes(jobs: int, subject: Subject) -> Runner:
-    """What runs checks for ``run_checks``."""
+    """Return a runner that spreads the checks of ``run_checks`` over ``jobs`` processes."""
     given = (subject.name, subject.device.type, subject.settings)
     return partial(results, lambda most: ProcessPoolExecutor(most, get_context("spawn"), _prepare, given), jobs)
 

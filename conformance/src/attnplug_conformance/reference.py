@@ -19,7 +19,7 @@ Parents = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """How the queries of one request see its keys. The fields after ``parents`` describe mistakes."""
+    """Mask of one request: the keys that each query sees. The fields following ``parents`` describe mistakes."""
 
     scale: float
     window: int | None = None
@@ -32,7 +32,7 @@ class Rules:
     longest: int | None = None
     """Keys after the first so many are missed."""
     masked: float = float("-inf")
-    """What the mask writes over logits."""
+    """Value that the mask writes over logits."""
     interleaved: bool = False
     """Query head h goes with KV head ``h % kv_heads``."""
 

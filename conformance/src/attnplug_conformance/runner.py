@@ -92,7 +92,7 @@ def _run_check(check: Check, subject: Subject, seed: int) -> Result:
 
 
 def place(error: BaseException) -> str:
-    """Where an exception was raised: its last frame that is not torch's, which is the author's as a rule."""
+    """Location of an exception: its last frame outside torch, which is usually the author's code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
@@ -185,7 +185,7 @@ def run_checks(
 
 
 def _lost(device: torch.device) -> bool:
-    """Whether an illegal access has made the GPU unusable for this process."""
+    """Return True if an illegal access has made the GPU unusable for this process."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -196,7 +196,7 @@ def _lost(device: torch.device) -> bool:
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU the matrices are small: more threads wait for each other."""
+    """Run torch on one thread on a CPU: the matrices are small, and more threads wait for each other."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)

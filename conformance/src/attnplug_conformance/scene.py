@@ -46,18 +46,18 @@ POISONS = {
     "last": f"the cache of layer {LAST}, while it attends in layer {LAYER}",
     "all": "memory that belongs to no request: past the last token, and outside its table",
 }
-"""What must not be read, and the words for a backend that does."""
+"""Memory that must not be read, and the message if a backend does."""
 FAR = 1 << 16
 """Slots before the first page of a scene with far pages."""
 LOWEST_LOGIT = 2000.0
 """Below zero. FlashInfer masks with -50,000 before logits are scaled, which no model comes near."""
 SCRATCH_BYTES = 1 << 20
-"""How much of a workspace is looked at: they may be large."""
+"""Number of bytes of a workspace that are inspected: workspaces may be large."""
 
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """What one call gave: the result, the log-sum-exp if it was asked for, and the seconds of plan and run."""
+    """Output of one call: result, log-sum-exp if requested, and seconds of plan and run."""
 
     out: Tensor
     lse: Tensor | None
@@ -83,7 +83,7 @@ class Scene:
         self.packed = self.kv_dtype is DType.FP8_DS_MLA
         self.coordinator: Coordinator | None = None
         self.scratch: list[tuple[ref[Tensor], bool]] = []
-        """What the backend's workspaces lie in while they are used, and whether it is to stay zero."""
+        """Memory of the backend's workspaces while they are in use, and True if it must stay zero."""
         self.random = torch.Generator().manual_seed(case.seed)
         self.new = [new for _, new in case.lengths]
         self.totals = [before + new for before, new in case.lengths]
@@ -91,7 +91,7 @@ class Scene:
         self.pools = self._pools(healed)
         self.problem = case.problem(self.device.type, subject.sm)
         self.rows = rows = sum(self.new) + case.padding
-        """Of the newest batch, padding included."""
+        """Tokens of the newest batch, padding included."""
         requests = len(self.new) + case.padded_requests
         longest = self.page_table.shape[1] * self.page_size
         limits = Limits(max(requests, 1), max(rows + 64, 128), max(longest, 512), case.lanes)
@@ -276,7 +276,7 @@ class Scene:
         return packed(rows, self.widths[1]) if self.packed else kept(rows, scale, dtype)
 
     def numbers(self, cells: Tensor) -> Tensor:
-        """What cells hold, float32, before a scale of the whole cache."""
+        """Contents of cells in float32, before a scale of the whole cache."""
         return unpacked(cells, self.widths[1]) if self.packed else cells.float()
 
     def places(self, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -292,7 +292,7 @@ class Scene:
                 as_bytes(memory)[page, offset] = 0
 
     def owner(self, page: int, offset: int) -> str:
-        """Whose row lies there, in words."""
+        """Describe the owner of a row."""
         for request, total in enumerate(self.totals):
             pages = self.page_table[request, : -(-total // self.page_size)].tolist()
             if page in pages:

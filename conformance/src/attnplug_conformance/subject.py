@@ -74,7 +74,7 @@ class Subject:
 
     @classmethod
     def installed(cls, registered: Registered, device: str | None, settings: Sequence[str] = ()) -> Subject:
-        """On a device: cuda where there is a GPU, unless one is named. ``settings`` are options of any backends."""
+        """Return a subject on ``device``, by default cuda if there is a GPU. ``settings`` are backends' options."""
         place, sm = open_device(device)
         name = registered.spec.name
         given = split_settings(settings).get(name)
@@ -193,7 +193,7 @@ class Subject:
         return sorted(self.can.kinds)
 
     def serves(self, mode: ForwardMode, kind: AttentionKind) -> bool:
-        """Whether it attends, absorbed in the case of MLA, in this mode."""
+        """Return True if it attends in this mode (for MLA: absorbed)."""
         try:
             self.fit(Case(((3, 1),), mode, kind))
         except Refused:

@@ -58,7 +58,7 @@ def assert_enough(subject: Subject, expected: Mapping[str, str], *, quick: bool 
 
 
 def _would(check: Check, subject: Subject) -> Status:
-    """Whether a check runs; nothing is run to find out."""
+    """Return True if a check would run; runs nothing."""
     if check.applies(subject) is not None:
         return Status.REFUSED
     if check.case is None:

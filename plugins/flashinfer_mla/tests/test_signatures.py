@@ -35,7 +35,7 @@ from attnplug_flashinfer_mla.work_list import MAX_WORK_ITEMS, TILE_ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
 VERSION_VARIABLE = "ATTNPLUG_TEST_FLASHINFER"
-PLAIN = [option for plugin in ("cacheprovider", "hypothesispytest", "xdist") for option in ("-p", f"no:{plugin}")]
+PLAIN = [option for plugin in ("cacheprovider", "hypothesispytest") for option in ("-p", f"no:{plugin}")]
 """For a pytest that starts in half the time."""
 (UNPACKED,) = re.findall(r"^FLASHINFER := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 

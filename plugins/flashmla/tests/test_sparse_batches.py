@@ -114,7 +114,7 @@ class TestPlans:
         index, batch = stage.given(), stage.batch()
         with nothing_waits(device):
             selected = stage.backend.select(index, stage.layer, stage.plan(batch))
-        stage.check_attends(batch, stage.judge(selected))
+        stage.check_attends(batch, stage.check_selection(selected))
 
     @on_every_device
     def test_two_plans_live_at_the_same_time(self, device):

@@ -230,7 +230,7 @@ class Trace:
         assert [self.hisparse.hot_rows(row) for row in range(REQUESTS)] == [0] * REQUESTS
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     topk=st.integers(1, 9), more=st.sampled_from(["k", "k+1", "2k"]), nodes=st.integers(1, 3), seed=st.integers(0, 999)
 )

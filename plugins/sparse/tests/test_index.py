@@ -127,7 +127,7 @@ def test_a_coordinator_is_told_positions():
     elsewhere = replace(stage.context, coordinator=object())
     index = SparseIndex(elsewhere, multiprocessors=MULTIPROCESSORS)
     assert isinstance(
-        stage.judge(index.choose(index.plan(batch.geometry), stage.given(), stage.layer)), SelectedPositions
+        stage.check_selection(index.choose(index.plan(batch.geometry), stage.given(), stage.layer)), SelectedPositions
     )
 
 
@@ -202,11 +202,12 @@ def test_a_plan_reads_the_page_table_that_it_was_last_filled_from():
 def test_planning_and_choosing_wait_for_nothing(device):
     stage = scene(CASES["lengths on the device only"], device)
     index = stage.given()
-    stage.backend.select(index, stage.layer, planned := stage.planned())  # compiles
+    compiled = stage.backend.select(index, stage.layer, planned := stage.planned())
     kind, batch = type(planned.plan), stage.batch()
     with nothing_waits(device):
         batch.plan = kind(stage.backend.init_forward_metadata(batch))
-        stage.backend.select(index, stage.layer, batch)
+        selected = stage.backend.select(index, stage.layer, batch)
+    assert torch.equal(selected.slots, compiled.slots)
 
 
 def test_without_triton_it_is_refused_by_the_backends_name(monkeypatch):

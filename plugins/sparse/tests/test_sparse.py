@@ -52,7 +52,7 @@ def test_keys_of_padding_are_written_nowhere():
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=5), st.integers(1, 60))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_any_batch_is_served_as_float64_serves_it(lengths, topk):
     """A10"""
     SparseStage(sparse(tuple(lengths), topk=topk, page_size=4, index=(12, 16), seed=topk)).check()

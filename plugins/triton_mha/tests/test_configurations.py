@@ -127,7 +127,6 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     for sm, rows, requests, kind, dim, page_size, more in (
         (89, 4, 1, "bf16", 80, 16, {"fp8": True, "extras": True}),
         (86, 8000, 1, "bf16", 128, 64, {"extras": True}),
-        (90, 4, 1, "bf16", 64, 64, {}),
         (90, 8000, 1, "bf16", 64, 16, {"window": 100}),
         (80, 64, 1, "fp16", 128, 16, {"tree": True}),
         (90, 16, 1, "bf16", 128, 64, {"tree": True, "extras": True}),

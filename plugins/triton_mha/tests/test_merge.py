@@ -13,7 +13,7 @@ import torch
 
 from attnplug import SCRATCH, DType, ForwardMode
 from attnplug_conformance.checks.graphs import Capture
-from attnplug_conformance.diagnosis import judge
+from attnplug_conformance.diagnosis import check_output
 from attnplug_conformance.scene import Output
 from attnplug_testing.captures import replay_scenes
 from attnplug_testing.devices import DEVICES
@@ -55,7 +55,7 @@ def check_apart(case: KernelCase, device: str, choose: Choose) -> KernelScene:
     """float64's results, by a batch that has tiles of several parts."""
     stage = poisoned(case, device, choose)
     if case.kv_dtype is None:
-        judge(stage, Output(*stage.results(), 0.0, 0.0))
+        check_output(stage, Output(*stage.results(), 0.0, 0.0))
     else:
         check_stored(stage, FP8_TOLERANCE)
     assert int(tiles(stage)[:, 0].max()) > 1

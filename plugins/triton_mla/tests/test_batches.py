@@ -12,7 +12,7 @@ from attnplug import SCRATCH, DType, ForwardExtras, ForwardMode
 from attnplug.host import MLADims
 from attnplug_conformance.arithmetic import relative_error, tail
 from attnplug_conformance.case import LAYER
-from attnplug_conformance.diagnosis import judge
+from attnplug_conformance.diagnosis import check_output
 from attnplug_conformance.scene import Output
 from attnplug_testing.batches import with_plan
 from attnplug_testing.devices import DEVICES
@@ -99,7 +99,7 @@ class TestBatches:
         stage = scene(mla(((70, 5), (3, 2)), mode, heads=4, padding=2, exact=False), device)
         batch = stage.batch()
         batch.geometry = replace(batch.geometry, rows=9)
-        judge(stage, Output(*stage.results(batch), 0.0, 0.0))
+        check_output(stage, Output(*stage.results(batch), 0.0, 0.0))
         assert batch.plan.attention.query_rows == 9 and stage.written() == sum(stage.totals)
 
     @on_every_device

@@ -11,7 +11,7 @@ import torch
 from attnplug import DType, ForwardMode
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.checks.graphs import Capture
-from attnplug_conformance.diagnosis import judge
+from attnplug_conformance.diagnosis import check_output
 from attnplug_conformance.reference import ancestors
 from attnplug_conformance.scene import Output
 from attnplug_testing.devices import DEVICES, nothing_waits
@@ -70,7 +70,7 @@ def test_a_tree_may_be_written_after_its_plan(device):
     tree.zero_()
     stage.plan(batch)
     tree.copy_(bits)
-    judge(stage, Output(*stage.results(batch), 0.0, 0.0))
+    check_output(stage, Output(*stage.results(batch), 0.0, 0.0))
 
 
 def test_a_chain_is_a_causal_batch():

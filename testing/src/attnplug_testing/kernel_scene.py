@@ -37,7 +37,7 @@ from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.checks.cache import check_written
 from attnplug_conformance.checks.graphs import Capture
-from attnplug_conformance.diagnosis import check_padding, judge
+from attnplug_conformance.diagnosis import check_output, check_padding
 from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Allocate, Subject
 
@@ -214,7 +214,7 @@ def check(stage: KernelScene) -> KernelScene:
     before = stage.snapshot()
     out, lse = stage.results()
     check_written(stage, before)
-    judge(stage, Output(out, lse, 0.0, 0.0))
+    check_output(stage, Output(out, lse, 0.0, 0.0))
     return stage
 
 

@@ -133,7 +133,7 @@ class RoundedOracle:
 
     def check(self, *, slack: float = 1.5, **settings: Any) -> None:
         """Check an engine with these settings: errors must stay within ``slack`` times transformers' rounding error."""
-        self.judge(self.prompts(), *generate(self.folder, self.prompts(), **settings), slack=slack)
+        self.check_tokens(self.prompts(), *generate(self.folder, self.prompts(), **settings), slack=slack)
 
     def errors(self, **settings: Any) -> list[float]:
         """Return the relative error of an engine's logits against float32, per prompt."""
@@ -143,7 +143,7 @@ class RoundedOracle:
             found.append(float((logits - wanted).norm() / wanted.norm()))
         return found
 
-    def judge(
+    def check_tokens(
         self, prompts: Sequence[list[int]], tokens: Sequence[list[int]], seen: Sequence[Tensor], slack: float = 1.5
     ) -> None:
         """Check tokens and the logits that they were chosen from."""

@@ -14,7 +14,7 @@ from attnplug_conformance.arithmetic import NAN
 from attnplug_conformance.case import LAST
 from attnplug_conformance.check import Stand
 from attnplug_conformance.checks.hisparse import HotScene
-from attnplug_conformance.checks.sparse import SparseCapture, SparseScene, judge_selected
+from attnplug_conformance.checks.sparse import SparseCapture, SparseScene, check_selected
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.devices import nothing_waits
@@ -94,7 +94,7 @@ class SparseStage(KernelScene, SparseScene):
 
     def check_attends(self, batch: ForwardBatch, selected: SelectedRows, layer: LayerSpec | None = None) -> None:
         """Check that exactly the ``chosen`` rows are attended to, and that padding gives zero."""
-        judge_selected(Stand(self.made, self.case), self, *self.attend(batch, selected, layer))
+        check_selected(Stand(self.made, self.case), self, *self.attend(batch, selected, layer))
 
     def by_position(self, choices: list[list[int]], columns: int | None = None) -> SelectedPositions:
         """Return chosen positions per token, padded with -1 to ``columns``, as another backend might select them."""
@@ -130,8 +130,8 @@ def check_replays(stage: SparseStage, others: list[SparseStage], *, exact: bool 
         capture.put(other)
         with nothing_waits(other.device.type):
             out = capture.replay()
-        other.judge(capture.selected)
-        judge_selected(Stand(other.made, other.case), other, out)
+        other.check_selection(capture.selected)
+        check_selected(Stand(other.made, other.case), other, out)
         assert stage.written() == sum(other.totals)
         if exact:
             batch, tokens = other.planned(), len(other.q)

@@ -14,7 +14,7 @@ EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXE
 VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 
 MOST_ROWS = 64
-"""What a verify is tried with at most: ``Geometry.tree`` has a bit for each."""
+"""Maximum number of drafted tokens in a verify: ``Geometry.tree`` has one bit for each."""
 FULL_TILES = ((0, 128), (64, 64), (96, 32), (0, 64), (32, 32))
 
 
@@ -27,7 +27,7 @@ def _with_lse(stand: Stand) -> None:
 
 
 def _most_rows(stand: Stand) -> None:
-    """As many drafted rows as it claims. Trees of them have rows whose bits lie beyond the first 32."""
+    """Verify as many drafted rows as the backend claims. Trees have rows whose bits lie beyond the first 32."""
     rows = min(stand.subject.can.max_speculative_tokens, MOST_ROWS)
     lengths = tuple((before, rows) for before, _ in stand.case.lengths)
     trees = None
@@ -315,7 +315,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"window": 5, "sinks": True, "extras": frozenset({"sinks"})},
     ),
 }
-"""What a layer may have beside its scale, and the cases that ask for it."""
+"""Optional features of a layer, and the cases that use them."""
 
 
 def head_checks() -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""What a call writes, and what it leaves alone: the cache, its inputs, its batch and earlier results."""
+"""Checks of the memory that a call may write: the cache, its inputs, its batch and earlier results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.arithmetic import FP8_MAX, NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, always
 from attnplug_conformance.check import Check, Stand
-from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge, keeps_settings, wrong_when
+from attnplug_conformance.diagnosis import (
+    Wrong,
+    check_output,
+    check_padding,
+    check_result,
+    keeps_settings,
+    wrong_when,
+)
 from attnplug_conformance.scene import Output, Scene
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
@@ -62,7 +69,7 @@ def _writes(stand: Stand) -> None:
     before = scene.snapshot()
     output = scene.run()
     check_written(scene, before)
-    stand.judge(scene, output)
+    stand.check_output(scene, output)
 
 
 def _saturates(stand: Stand) -> None:
@@ -85,7 +92,7 @@ def _cut_table(stand: Stand) -> None:
     whole[:, 2 : 2 + columns] = made.page_table
     batch = ForwardBatch(replace(made, page_table=whole[:, 2 : 2 + columns]))
     with wrong_when("with a page table whose rows do not follow each other; take its strides, or copy it"):
-        judge(scene, scene.run(scene.plan(batch)))
+        check_output(scene, scene.run(scene.plan(batch)))
 
 
 def _split_roles(stand: Stand) -> None:
@@ -105,7 +112,7 @@ def _round_trip(stand: Stand) -> None:
 
 def _extend_and_decode(stand: Stand, scene: Scene) -> None:
     """Extend, then decode over what the backend itself wrote."""
-    stand.judge(scene, scene.run())
+    stand.check_output(scene, scene.run())
     grown = replace(scene.case, lengths=tuple((total, 1) for total in scene.totals), mode=DECODE)
     later = Scene(stand.subject, grown, backend=scene.backend)
     later.page_table, later.trap, later.pools = _room(scene), scene.trap, scene.pools
@@ -113,7 +120,7 @@ def _extend_and_decode(stand: Stand, scene: Scene) -> None:
     later.values = [torch.cat([old, new[-1:]]) for old, new in zip(scene.values, later.values, strict=True)]
     if scene.case.mla is not None:
         later.values = [keys[..., : scene.widths[1]] for keys in later.keys]
-    stand.judge(later, later.run())
+    stand.check_output(later, later.run())
 
 
 def _room(scene: Scene) -> torch.Tensor:
@@ -133,7 +140,7 @@ def _not_saved(stand: Stand) -> None:
     before = scene.snapshot()
     output = scene.run(save=False)
     check_written(scene, before, saved=False)
-    stand.judge(scene, output)
+    stand.check_output(scene, output)
 
 
 def _not_saved_with_rows(stand: Stand) -> None:
@@ -144,7 +151,7 @@ def _not_saved_with_rows(stand: Stand) -> None:
     q, k, v = scene.inputs(batch.num_tokens)
     out = scene.forward(batch, (q, k * 0 + 7, None if v is None else v * 0 + 7), save=False)
     check_written(scene, before, saved=False)
-    judge(scene, Output(out, None, 0.0, 0.0))
+    check_output(scene, Output(out, None, 0.0, 0.0))
 
 
 def _padding(stand: Stand) -> None:
@@ -154,17 +161,17 @@ def _padding(stand: Stand) -> None:
     check_written(scene, before)
     if len(output.out) != sum(scene.new) + scene.case.padding:
         check_result(scene, output.out, sum(scene.new) + scene.case.padding)
-    stand.judge(scene, output)
+    stand.check_output(scene, output)
 
 
 def _padded_bounds(stand: Stand) -> None:
-    """Without exact lengths padded requests have rows, and length 0."""
+    """Plan padded requests without exact lengths: they have rows, and length 0."""
     scene = stand.scene()
     before = scene.snapshot()
     output = scene.run()
     check_padding(output.out, sum(scene.new))
     check_written(scene, before)
-    stand.judge(scene, output)
+    stand.check_output(scene, output)
 
 
 def _idle(stand: Stand) -> None:
@@ -213,7 +220,7 @@ def _host_slots(stand: Stand) -> None:
                 f"it wrote {of} whose slot the host marks with -1 ({scene.owner(page, offset)}): write new rows to "
                 "geometry.new_slots(), which honours the host's slots, and leave them as they are"
             )
-    judge(scene, Output(out, None, 0.0, 0.0))
+    check_output(scene, Output(out, None, 0.0, 0.0))
 
 
 def _inputs_unchanged(stand: Stand) -> None:
@@ -254,11 +261,11 @@ def _kept_results(stand: Stand) -> None:
     other = scene.forward(batch, (q.flip(0).contiguous() * 0.5, k, v))
     if not torch.equal(out, copy) or (out.numel() and out.data_ptr() == other.data_ptr()):
         raise Wrong("the output is overwritten by the next call: give each call memory of its own")
-    judge(scene, Output(copy, None, 0.0, 0.0))
+    check_output(scene, Output(copy, None, 0.0, 0.0))
 
 
 def run_first_layer(stand: Stand, scene: Scene) -> None:
-    """Run the layer under test and the one before it by one plan, each with its own rows, and judge both."""
+    """Run the layer under test and the one before it by one plan, each with its own rows, and check both."""
     batch = scene.plan(scene.batch())
     first = scene.case.layers[0]
     scales = scene.case.kv_scales
@@ -270,7 +277,7 @@ def run_first_layer(stand: Stand, scene: Scene) -> None:
     check_result(scene, output.out, scene.rows)
     if relative_error(output.out[: len(own)], own) <= scene.tolerance:
         raise Wrong(f"it ran layer {LAYER} over the rows of layer {FIRST}: keep nothing that was read for a layer")
-    stand.judge(scene, output)
+    stand.check_output(scene, output)
     error = relative_error(out_first[: len(wanted)], wanted)
     if not error <= scene.tolerance and scales == (1.0, 1.0):
         if relative_error(out_first[: len(own)], own) <= scene.tolerance:
@@ -298,11 +305,11 @@ def _two_layers(stand: Stand) -> None:
 def _split(stand: Stand) -> None:
     """The same tokens at once and in two parts give the same rows."""
     whole = stand.scene()
-    stand.judge(whole, whole.run())
+    stand.check_output(whole, whole.run())
     lengths = whole.case.lengths
     parts = [(before + new // 2, new - new // 2) for before, new in lengths]
     scene = stand.scene(lengths=tuple(parts))
-    stand.judge(scene, scene.run())
+    stand.check_output(scene, scene.run())
 
 
 def _out(stand: Stand) -> None:
@@ -313,7 +320,7 @@ def _out(stand: Stand) -> None:
     found = scene.forward(batch, extras=ForwardExtras(out=given))
     if found.data_ptr() != given.data_ptr():
         raise Wrong("extras.out was given, and the result is in other memory: write it to out, and return out")
-    judge(scene, Output(given, None, 0.0, 0.0))
+    check_output(scene, Output(given, None, 0.0, 0.0))
 
 
 def _unclaimed_extra(stand: Stand) -> None:
@@ -345,7 +352,7 @@ def _q_rope(stand: Stand) -> None:
     apart = q[..., rank:].transpose(0, 1).contiguous().transpose(0, 1)  # strides of its own
     try:
         out = scene.forward(batch, (q[..., :rank].contiguous(), k, None), extras=ForwardExtras(q_rope=apart))
-        judge(scene, Output(out, None, 0.0, 0.0))
+        check_output(scene, Output(out, None, 0.0, 0.0))
     except Wrong as wrong:
         raise Wrong(f"with the rotary part of q apart (extras.q_rope): {wrong}") from None
     except Exception as error:
@@ -365,7 +372,7 @@ def _strided(stand: Stand) -> None:
     before = scene.snapshot()
     output = Output(scene.forward(batch, (apart, wide[0], None if v is None else wide[1])), None, 0.0, 0.0)
     with wrong_when("with q, k and v that are not contiguous; take their strides, or copy them"):
-        judge(scene, output)
+        check_output(scene, output)
         check_written(scene, before)
 
 

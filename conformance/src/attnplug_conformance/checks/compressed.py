@@ -35,7 +35,7 @@ Lengths = Callable[[int], tuple[tuple[int, int], ...]]
 
 
 class Compressor:
-    """What the tokens of every request bring to one compressor of a layer, and the entries made of them."""
+    """Inputs of one compressor of a layer for every request's tokens, and the entries made of them."""
 
     def __init__(self, scene: Scene, dims: CompressedDims, dim: int) -> None:
         self.scene, self.dims, width = scene, dims, dims.series * dim
@@ -72,7 +72,7 @@ class Compressor:
                     tokens[pages[token], offsets[token] % kept] = row
 
     def inputs(self, rows: int) -> CompressorInputs:
-        """What the new tokens bring, with NaN for padding."""
+        """Inputs of the new tokens, with NaN for padding."""
         new = self.scene.new_rows
         return CompressorInputs(tail(new(self.values), rows), tail(new(self.gates), rows), self.weights)
 
@@ -106,7 +106,7 @@ class CompressedScene(Scene):
                 yield request, position
 
     def select(self, batch: ForwardBatch) -> SelectedPositions:
-        """The entries that the backend selects, judged by their scores."""
+        """Return the entries that the backend selects, after checking their scores."""
         assert self.index is not None and self.of_index is not None
         hook = bind_hook(self.backend, "select", optional_hooks()["select"], ())
         if hook is None:

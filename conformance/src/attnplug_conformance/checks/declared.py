@@ -1,4 +1,4 @@
-"""What an installed plugin declares, before anything is built."""
+"""Checks of an installed plugin's declarations, before anything is built."""
 
 from __future__ import annotations
 

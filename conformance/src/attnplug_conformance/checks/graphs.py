@@ -97,7 +97,7 @@ class Capture:
             target.copy_(source)
 
     def copies(self, other: Scene) -> list[tuple[Tensor, Tensor]]:
-        """What is copied for that, made ready on the device: memory of this batch, and what goes there."""
+        """Pairs of target and source tensors on the device: this batch's memory, and the contents to copy there."""
         geometry, device = self.batch.geometry, other.device
         found = [
             (geometry.seq_lens, filled(geometry.seq_lens, self.fill, torch.tensor(other.totals, device=device))),
@@ -149,7 +149,7 @@ def others(stand: Stand, scene: AnyScene) -> Iterator[AnyScene]:
         yield type(scene)(stand.subject, case, backend=scene.backend)
 
 
-def judge_replay(stand: Stand, capture: Capture, other: Scene, out: Tensor) -> None:
+def check_replayed(stand: Stand, capture: Capture, other: Scene, out: Tensor) -> None:
     wanted = other.wanted()[0]
     check_result(capture.scene, out, capture.batch.geometry.rows)
     error = relative_error(out[: len(wanted)], wanted)
@@ -178,7 +178,7 @@ def _replays(stand: Stand) -> None:
     capture = Capture(scene).reserve().capture()
     for other in others(stand, scene):
         capture.put(other)
-        judge_replay(stand, capture, other, capture.replay())
+        check_replayed(stand, capture, other, capture.replay())
 
 
 def _extends(stand: Stand) -> None:
@@ -188,7 +188,7 @@ def _extends(stand: Stand) -> None:
     for seed, lengths in enumerate((((5, 3), (0, 7), (20, 1)), ((0, 12),), ((9, 2), (3, 2), (1, 2), (0, 2)))):
         other = Scene(stand.subject, replace(scene.case, lengths=lengths, seed=seed + 1), backend=scene.backend)
         capture.put(other)
-        judge_replay(stand, capture, other, capture.replay())
+        check_replayed(stand, capture, other, capture.replay())
 
 
 def _eager_between(stand: Stand) -> None:
@@ -200,7 +200,7 @@ def _eager_between(stand: Stand) -> None:
     capture.attention.plan_captured(capture.batch)
     eager.case = replace(eager.case, mode=scene.case.mode)
     eager.plan(eager.batch())
-    judge_replay(stand, capture, other, capture.replay())
+    check_replayed(stand, capture, other, capture.replay())
 
 
 def _lanes(stand: Stand) -> None:

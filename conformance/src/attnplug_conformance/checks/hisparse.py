@@ -12,7 +12,7 @@ from attnplug import DType, ForwardMode, Geometry
 from attnplug.host import KVPools
 from attnplug_conformance.check import Check, Stand
 from attnplug_conformance.checks.cache import check_written
-from attnplug_conformance.checks.sparse import DECODE, EXTEND, VERIFY, SparseScene, judge_sparse, sparse_case
+from attnplug_conformance.checks.sparse import DECODE, EXTEND, VERIFY, SparseScene, check_sparse, sparse_case
 from attnplug_conformance.diagnosis import wrong_when
 from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes
 from attnplug_sparse.pools import INDEX_KEYS
@@ -62,7 +62,7 @@ class HotScene(SparseScene):
 def _brought_in(stand: Stand) -> None:
     scene = HotScene(stand.subject, stand.case)
     before = scene.snapshot()
-    judge_sparse(stand, scene)
+    check_sparse(stand, scene)
     with wrong_when("the cache in host memory"):
         check_written(scene, before)
 

@@ -20,7 +20,7 @@ from attnplug_conformance.subject import Subject
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
 VERIFY = ForwardMode.TARGET_VERIFY
 STRONG = 8.0
-"""How many times stronger than others: 64 tokens then decay by exp(-256)."""
+"""Factor by which decay is stronger than in other cases: 64 tokens then decay by exp(-256)."""
 KINDS = tuple(kind for kind in AttentionKind if kind.is_linear)
 
 
@@ -34,19 +34,19 @@ def _measure(stand: Stand, scene: LinearScene, error: float) -> None:
 
 def _accurate(stand: Stand) -> None:
     scene = _scene(stand)
-    _measure(stand, scene, scene.judge(*scene.run()))
+    _measure(stand, scene, scene.check_results(*scene.run()))
 
 
 def _two_steps(stand: Stand) -> None:
     """An extend, and then a decode from the states that it left."""
     scene = _scene(stand)
-    scene.judge(*scene.run())
+    scene.check_results(*scene.run())
     later = replace(scene.case, lengths=tuple((1, 1) for _ in scene.new), mode=DECODE, seed=3)
     second = LinearScene(stand.subject, later, backend=scene.backend)
     second.pool, second.pools, second.slots = scene.pool, scene.pools, scene.slots
     second.before = [[states[slot].clone() for slot in scene.slots] for states in scene.states(LAYER)]
     with wrong_when("in the step after an extend"):
-        _measure(stand, second, second.judge(*second.run()))
+        _measure(stand, second, second.check_results(*second.run()))
 
 
 def _verify(stand: Stand) -> None:
@@ -60,7 +60,7 @@ def _verify(stand: Stand) -> None:
     accepted = [count % (new + 1) for count, new in zip((2, 0, 4, 1), scene.new, strict=False)]
     attention.commit_states(batch, torch.tensor(accepted, device=scene.device))
     with wrong_when(f"after commit_states with {accepted} rows accepted"):
-        scene.judge_states(accepted)
+        scene.check_states(accepted)
     outs = scene.wanted()[0]
     for found, right, what in ((out, outs[0], "the recurrence"), (conv, outs[1], "the convolution")):
         if found is not None and torch.cat(right).shape == found.shape:
@@ -88,7 +88,7 @@ def _verify_of_all_layers(stand: Stand) -> None:
             if not relative_error(states[slot], should) <= scene.tolerance:
                 raise Wrong(f"commit_states left a wrong state in layer {FIRST}: it advances the states of all layers")
         states.fill_(NAN)
-    scene.judge_states(accepted)
+    scene.check_states(accepted)
 
 
 def _verify_two_alive(stand: Stand) -> None:
@@ -109,13 +109,13 @@ def _verify_two_alive(stand: Stand) -> None:
     for batch, counts in zip(both, (accepted[:half], accepted[half:]), strict=True):
         attention.commit_states(batch, torch.tensor(counts, device=scene.device))
     with wrong_when("with two batches verified before either was committed"):
-        scene.judge_states(accepted)
+        scene.check_states(accepted)
 
 
 def _anew(stand: Stand) -> None:
     """A batch of as many requests and rows as an earlier one, whose states lie elsewhere."""
     scene = _scene(stand)
-    scene.judge(*scene.run())
+    scene.check_results(*scene.run())
     other = LinearScene(stand.subject, replace(scene.case, seed=11), backend=scene.backend)
     for mine, theirs in zip(scene.states(LAYER), other.states(LAYER), strict=True):
         mine.copy_(theirs)
@@ -124,7 +124,7 @@ def _anew(stand: Stand) -> None:
         "a batch after another one of as many requests and rows ran by what was planned for that one: plan each "
         "batch from its own geometry"
     ):
-        _measure(stand, other, other.judge(*other.run()))
+        _measure(stand, other, other.check_results(*other.run()))
 
 
 def _strided(stand: Stand) -> None:
@@ -143,7 +143,7 @@ def _strided(stand: Stand) -> None:
     if scene.inputs is not None:
         out = attention.attend_linear(scene.inputs, scene.layer, batch)
     with wrong_when("with rows that are not contiguous; take their strides, or copy them"):
-        scene.judge(conv, out)
+        scene.check_results(conv, out)
 
 
 def _part_of_more(rows: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def _strong_decay(stand: Stand) -> None:
     scene = _scene(stand)
     if scene.inputs is not None:
         scene.inputs = replace(scene.inputs, log_decay=scene.inputs.log_decay * STRONG)
-    _measure(stand, scene, scene.judge(*scene.run()))
+    _measure(stand, scene, scene.check_results(*scene.run()))
 
 
 def _idle(stand: Stand) -> None:
@@ -186,7 +186,7 @@ def _two_alive(stand: Stand) -> None:
     other = LinearScene(stand.subject, replace(scene.case, lengths=((1, 1),) * 2, mode=DECODE), backend=scene.backend)
     attention.plan(other.batch())
     with wrong_when("with two plans alive, the first one ran by the second one's"):
-        scene.judge(*scene.forward(attention, first))
+        scene.check_results(*scene.forward(attention, first))
 
 
 def _unchanged(stand: Stand) -> None:
@@ -251,14 +251,14 @@ def _hybrid(stand: Stand) -> None:
     model = ModelSpec("conformance", "conformance", scene.case.layers, 4096)
     scene.backend = HybridLinearBackend(None, scene.backend, model)
     with wrong_when("inside the hybrid wrapper"):
-        scene.judge(*scene.run())
+        scene.check_results(*scene.run())
 
 
 def _twice(stand: Stand) -> None:
     first, second = _scene(stand), LinearScene(stand.subject, replace(stand.case, seed=9))
-    second.judge(*second.run())
+    second.check_results(*second.run())
     with wrong_when("after a second instance was built in this process, the first is wrong"):
-        first.judge(*first.run())
+        first.check_results(*first.run())
 
 
 def _graph(stand: Stand) -> None:

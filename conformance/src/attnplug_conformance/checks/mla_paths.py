@@ -61,7 +61,7 @@ def _ragged(stand: Stand, queries: tuple[int, ...], keys: tuple[int, ...], causa
         given = {"q": made.q.clone(), "k": made.k.clone(), "v": made.v.clone()}
         with zero_by_chance_is_nan(scene.device):
             out = hook(*given.values(), scene.layer, made.call, plan, lse)
-        _judge_ragged(stand, made, out, lse)
+        _check_ragged(stand, made, out, lse)
         for name, rows in given.items():
             if not torch.equal(rows, getattr(made, name)):
                 raise Wrong(f"forward_ragged changed {name}, which is its caller's: the next call is given the same")
@@ -83,11 +83,11 @@ def _two_alive(stand: Stand) -> None:
     ):
         with zero_by_chance_is_nan(scene.device):
             out = hook(first.q.clone(), first.k.clone(), first.v.clone(), scene.layer, first.call, plan, None)
-        _judge_ragged(stand, first, out, None)
+        _check_ragged(stand, first, out, None)
 
 
 def _chunk_plan(scene: Scene, call: RaggedCall) -> object:
-    """What the backend's own hook plans for a batch of this call, if it has one."""
+    """Plan of the backend's own hook for a batch of this call, or ``None`` if it has no hook."""
     hook = bind_hook(
         scene.backend,
         "init_mha_chunk_metadata",
@@ -105,7 +105,7 @@ def _chunk_plan(scene: Scene, call: RaggedCall) -> object:
     return plan
 
 
-def _judge_ragged(stand: Stand, made: Ragged, out: Tensor, lse: Tensor | None) -> None:
+def _check_ragged(stand: Stand, made: Ragged, out: Tensor, lse: Tensor | None) -> None:
     scene, (wanted, wanted_lse) = made.scene, made.wanted()
     check_form(out, tuple(wanted.shape), made.q, "the result of forward_ragged", "query rows, heads, width of a value")
     error = relative_error(out, wanted)
@@ -132,7 +132,7 @@ def _judge_ragged(stand: Stand, made: Ragged, out: Tensor, lse: Tensor | None) -
 
 
 def _wrapped(stand: Stand) -> None:
-    """As MHA through wrappers, which pass the backend's hooks on."""
+    """Extend as MHA through wrappers, which forward the backend's hooks."""
     scene = stand.scene()
     scene.backend = SplitBackend(Around(Around(scene.backend)), scene.backend)
     paths = stand.subject.can.mla_extend

@@ -22,7 +22,7 @@ from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Subject
 
 KEPT = 6
-"""How many batches show whether something of each is kept."""
+"""Number of batches that reveals memory kept per batch."""
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 
 
@@ -110,14 +110,14 @@ def _two_alive(stand: Stand) -> None:
     with wrong_when(
         "with two plans alive, the first one ran by the second one's lengths: keep nothing of a batch on the backend"
     ):
-        stand.judge(scene, output)
+        stand.check_output(scene, output)
 
 
 def _anew(stand: Stand) -> None:
     """Batches that look like an earlier one: as many rows and requests of other lengths, and the same lengths on other
     pages."""
     scene = stand.scene()
-    stand.judge(scene, scene.run())
+    stand.check_output(scene, scene.run())
     lengths = scene.case.lengths
     for like, case in (
         ("of as many requests and rows", replace(scene.case, lengths=lengths[::-1])),
@@ -132,7 +132,7 @@ def _anew(stand: Stand) -> None:
             f"a batch after another one {like} ran by what was planned for that one: plan each batch from its own "
             "geometry"
         ):
-            stand.judge(other, other.run())
+            stand.check_output(other, other.run())
 
 
 def _let_go(stand: Stand) -> None:
@@ -178,7 +178,7 @@ def _again(stand: Stand) -> None:
     batch = scene.plan(scene.batch())
     for _ in range(3):
         out = scene.forward(batch)
-    stand.judge(scene, Output(out, None, 0.0, 0.0))
+    stand.check_output(scene, Output(out, None, 0.0, 0.0))
 
 
 class Around(ForwardingBackend):
@@ -199,7 +199,7 @@ def _wrapped(stand: Stand) -> None:
             raise Wrong(f"its hook {name} is not the same through a wrapper")
     scene.backend = outer
     try:
-        stand.judge(scene, scene.run())
+        stand.check_output(scene, scene.run())
     except Wrong as wrong:
         raise Wrong(f"inside a wrapper: {wrong}") from None
     except Exception as error:
@@ -243,20 +243,20 @@ def _lanes(stand: Stand) -> None:
 
 def _built_for(role: Role, stand: Stand) -> None:
     scene = Scene(stand.subject, stand.case, roles=frozenset({role}))
-    stand.judge(scene, scene.run())
+    stand.check_output(scene, scene.run())
 
 
 def _built_twice(stand: Stand) -> None:
     """Two instances in one process share nothing: the first is right after the second was built and run."""
     first = stand.scene()
     second = stand.scene(seed=5)
-    stand.judge(second, second.run())
+    stand.check_output(second, second.run())
     with wrong_when("after a second instance was built in this process, the first is wrong"):
-        stand.judge(first, first.run())
+        stand.check_output(first, first.run())
 
 
 def _claims(stand: Stand) -> None:
-    """What is built claims what its spec does, or less, and refuses what it does not claim."""
+    """The built backend claims what its spec does or less, and refuses what it does not claim."""
     scene = stand.scene()
     claims, can = scene.backend.claims, stand.subject.can
     for wider in claims.exceeding(can):

@@ -33,7 +33,7 @@ class SparseScene(Scene):
     """Requests with index keys beside their rows, poisoned alike."""
 
     queries: tuple[Tensor, Tensor] | None = None
-    """Of the index, and their weights."""
+    """Queries of the index, and their weights."""
 
     def _pools(self, healed: str | None) -> KVPools:
         plain = super()._pools(healed)
@@ -64,7 +64,7 @@ class SparseScene(Scene):
 
     @property
     def short_of_best(self) -> float:
-        """What rounding may cost a chosen score. Kernels that read fp8 keys may take their queries in fp8 too."""
+        """Tolerance of a selected score. Kernels that read fp8 keys may also round their queries to fp8."""
         return 5e-2 if self.case.index_dtype is DType.FLOAT8_E4M3 else self.tolerance
 
     def hook(self) -> Callable[[IndexInputs, LayerSpec, ForwardBatch], SelectedRows]:
@@ -74,7 +74,7 @@ class SparseScene(Scene):
         return found
 
     def index_inputs(self, rows: int) -> IndexInputs:
-        """What the new tokens bring to the index, in so many rows: NaN for padding."""
+        """Index inputs of the new tokens in ``rows`` rows, with NaN for padding."""
         if self.queries is None:
             tokens, heads = sum(self.new), self.index.heads
             q, weights = self.normal(tokens, heads, self.index.head_dim), self.normal(tokens, heads).float()
@@ -84,22 +84,22 @@ class SparseScene(Scene):
         return IndexInputs(tail(q, rows), tail(self.new_rows(self.index_rows), rows), tail(weights, rows))
 
     def select(self, batch: ForwardBatch) -> SelectedRows:
-        """What the backend selects, judged."""
+        """Return the backend's selection after checking it."""
         hook = self.hook()
         with zero_by_chance_is_nan(self.device):
             found = hook(self.index_inputs(batch.num_tokens), self.layer, batch)
-        return self.judge(found)
+        return self.check_selection(found)
 
-    def judge(self, found: object) -> SelectedRows:
+    def check_selection(self, found: object) -> SelectedRows:
         """A selection of as many rows as there should be, and none with a lower score than one that was left out.
         Scores that differ by rounding alone may change places."""
         if not isinstance(found, SelectedPositions | SelectedSlots):
             raise Wrong(f"select returned {type(found).__name__}, not SelectedPositions or SelectedSlots")
         assert self.queries is not None
-        self.chosen = self._judge(found, *(each.double().cpu() for each in self.queries))
+        self.chosen = self._check_chosen(found, *(each.double().cpu() for each in self.queries))
         return found
 
-    def _judge(self, found: SelectedRows, q: Tensor, weights: Tensor) -> list[list[int]]:
+    def _check_chosen(self, found: SelectedRows, q: Tensor, weights: Tensor) -> list[list[int]]:
         tensor = found.positions if isinstance(found, SelectedPositions) else found.slots
         if tensor.dtype is not torch.int32:
             raise Wrong(f"select gave {tensor.dtype}; it must be torch.int32")
@@ -126,7 +126,7 @@ class SparseScene(Scene):
                 if row[: len(live)] != live:
                     raise Wrong(f"select put -1 before a row that it chose ({place}); -1 follows the last")
                 if len(set(mine)) != wanted or len(mine) != wanted or not set(mine) <= set(seen):
-                    self._misjudged(request, position, place, mine, wanted)
+                    self._raise_bad_choice(request, position, place, mine, wanted)
                 scores = weights[token] @ torch.relu(q[token] @ keys.T * self.index.scale)
                 best = scores[seen].sort(descending=True).values[:wanted]
                 short = float((best - scores[mine].sort(descending=True).values).max() / scores[seen].abs().max())
@@ -135,7 +135,7 @@ class SparseScene(Scene):
                 chosen.append(sorted(mine))
         return chosen
 
-    def _misjudged(self, request: int, position: int, place: str, mine: list[int], wanted: int) -> None:
+    def _raise_bad_choice(self, request: int, position: int, place: str, mine: list[int], wanted: int) -> None:
         """Raise :class:`Wrong` for a choice of too few rows, of one twice, or of one that the token does not see."""
         before = self.case.lengths[request][0]
         if self.case.trees is not None:
@@ -165,7 +165,7 @@ class SparseScene(Scene):
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
-def judge_sparse(stand: Stand, scene: SparseScene, *, lse: bool = False, out: bool = False) -> None:
+def check_sparse(stand: Stand, scene: SparseScene, *, lse: bool = False, out: bool = False) -> None:
     """Plan, select and attend; raises :class:`Wrong` unless the result is float64's over the chosen rows."""
     batch = scene.plan(scene.batch())
     selected, rows, heads = scene.select(batch), batch.num_tokens, scene.layer.num_heads
@@ -175,11 +175,11 @@ def judge_sparse(stand: Stand, scene: SparseScene, *, lse: bool = False, out: bo
     check_result(scene, result, rows)
     if given is not None and result.data_ptr() != given.data_ptr():
         raise Wrong("the result is in other memory than extras.out")
-    judge_selected(stand, scene, result, sums)
+    check_selected(stand, scene, result, sums)
 
 
-def judge_selected(stand: Stand, scene: SparseScene, result: Tensor, sums: Tensor | None = None) -> None:
-    """Raise :class:`Wrong` unless a result is float64's over the rows that were judged to be chosen."""
+def check_selected(stand: Stand, scene: SparseScene, result: Tensor, sums: Tensor | None = None) -> None:
+    """Raise :class:`Wrong` unless a result is float64's over the rows that were chosen."""
     wanted, wanted_lse = scene.wanted_sparse()
     error = relative_error(result[: len(wanted)], wanted)
     if not error <= scene.tolerance:
@@ -198,15 +198,15 @@ def judge_selected(stand: Stand, scene: SparseScene, result: Tensor, sums: Tenso
 
 
 def _sparse(stand: Stand) -> None:
-    judge_sparse(stand, SparseScene(stand.subject, stand.case))
+    check_sparse(stand, SparseScene(stand.subject, stand.case))
 
 
 def _with_lse(stand: Stand) -> None:
-    judge_sparse(stand, SparseScene(stand.subject, stand.case), lse=True)
+    check_sparse(stand, SparseScene(stand.subject, stand.case), lse=True)
 
 
 def _with_out(stand: Stand) -> None:
-    judge_sparse(stand, SparseScene(stand.subject, stand.case), out=True)
+    check_sparse(stand, SparseScene(stand.subject, stand.case), out=True)
 
 
 class SparseCapture(Capture):
@@ -248,8 +248,8 @@ def _replays(stand: Stand) -> None:
         capture.put(other)
         out = capture.replay()
         with wrong_when("a replay with other lengths and pages"):
-            other.judge(capture.selected)
-            judge_selected(stand, other, out)
+            other.check_selection(capture.selected)
+            check_selected(stand, other, out)
 
 
 def _not_given(stand: Stand) -> None:

@@ -95,7 +95,7 @@ def on_devices(*names: str) -> pytest.MarkDecorator:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None, cap: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence: query i sees keys ``i + keys - queries - left`` to ``… + right``."""
+    """Attention of one sequence: query i sees keys ``i + keys - queries - left`` to ``i + keys - queries + right``."""
     queries, keys, heads = q.shape[0], k.shape[0], q.shape[1]
     k, v = (rows.double().repeat_interleave(heads // rows.shape[1], 1) for rows in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
