@@ -401,7 +401,7 @@ def test_a_host_spells_settings_in_a_refusal_and_in_an_explanation() -> None:
     installed, problem = registry(backend("a", CPU_FLOAT32), backend("b")), Problem(LLAMA, "cuda")
     with pytest.raises(SelectionError) as caught:
         select(installed, BackendRequest("a"), problem)
-    text = caught.value.told(spelled.get)
+    text = caught.value.format(spelled.get)
     assert "a (a-dist 1.2) was asked for by backend= and cannot serve" in text
     assert "only cpu (change target)" in text and "(change device)" in str(caught.value)
     shown = "\n".join(explanation(explain(installed, BackendRequest("b"), problem), spelled.get))

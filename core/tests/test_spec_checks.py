@@ -61,8 +61,8 @@ def test_a_refusal_ends_with_the_setting_to_change_or_the_command_to_run() -> No
 def test_a_host_spells_the_setting_of_a_refusal_and_leaves_out_what_it_does_not_have() -> None:
     """D3"""
     refusal = Refusal("page_size", "no", setting=Setting.PAGE_SIZE)
-    assert refusal.told({"page_size": "block_size"}.get) == "no (change block_size)"
-    assert refusal.told({"dtype": "dtype"}.get) == "no"
+    assert refusal.format({"page_size": "block_size"}.get) == "no (change block_size)"
+    assert refusal.format({"dtype": "dtype"}.get) == "no"
 
 
 def test_every_missing_distribution_is_a_refusal() -> None:

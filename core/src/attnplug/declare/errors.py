@@ -33,7 +33,7 @@ class AttnplugError(Exception):
     """Base of all: something was refused, or a check failed.
 
     ``settings`` are the keys of what a user can change about it. A message names a setting by its key in backticks, and
-    :meth:`told` shows it as the host spells it. As a string, the error shows plain keys.
+    :meth:`format` shows it as the host spells it. As a string, the error shows plain keys.
     """
 
     exit_code = 1
@@ -43,7 +43,7 @@ class AttnplugError(Exception):
         self.message = message
         self.settings = tuple(dict.fromkeys(settings))
 
-    def told(self, render: Render) -> str:
+    def format(self, render: Render) -> str:
         """The message with settings as ``render`` spells them; settings that it does not mention come last."""
         text, others = self.message, []
         for key in self.settings:

@@ -71,14 +71,14 @@ class Refusal:
             "advice": self.advice,
         }
 
-    def told(self, render: Render) -> str:
+    def format(self, render: Render) -> str:
         """The sentence and what to do, with the setting as ``render`` spells it."""
         shown = None if self.setting is None else render(self.setting)
         remedies = [text for text in (shown and f"change {shown}", self.advice) if text]
         return f"{self.message} ({' or '.join(remedies)})" if remedies else self.message
 
     def __str__(self) -> str:
-        return self.told(str)
+        return self.format(str)
 
 
 def _plain(value: object) -> object:
