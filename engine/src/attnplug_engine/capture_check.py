@@ -108,7 +108,7 @@ class CaptureCheck:
         for tensor in static:
             tensor.fill_(-1)
         batch.geometry.seq_lens.fill_(self._attention.padding_length())
-        self._attention.plan_captured(batch)
+        self._attention.capture(batch)
         for tensor, values in zip(static, given, strict=True):
             tensor.copy_(values)
 

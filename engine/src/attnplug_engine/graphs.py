@@ -84,7 +84,7 @@ class DecodeGraphs:
         requests and rows, too."""
         name, length = self._attention.backend.backend_id.name, self._attention.padding_length()
         reserve_padding(name, length, self._table, allocator, self._context)
-        self._attention.reserve_graphs(max(self.largest, requests), max(self.largest, rows))
+        self._attention.reserve(max(self.largest, requests), max(self.largest, rows))
 
     def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
         """Capture the step of ``size`` requests, for each backend that plans such a step at some length."""
@@ -114,7 +114,7 @@ class DecodeGraphs:
         batch = ForwardBatch(geometry)
         logits: list[Tensor] = []
         mirror, rows, sampling = self._table.mirror(), inputs.rows[:size], inputs.sampling(size)
-        self._attention.plan_captured(batch, in_capture=True)
+        self._attention.capture(batch, in_capture=True)
 
         ids, positions = torch.zeros_like(rows), torch.zeros_like(geometry.seq_lens)
         batch.input_ids, batch.positions = ids, positions
@@ -143,7 +143,7 @@ class DecodeGraphs:
         self._table.mirror()
         self._tell_known(step)
         self.inputs.fill(step, captured.size, sampler)
-        self._attention.plan_captured(captured.batch)
+        self._attention.capture(captured.batch)
         captured.replay()
         count, letters = len(step.entries), self.inputs.letters
         return self.sampled[:count], None if letters is None else letters.answered(count)

@@ -106,7 +106,7 @@ class ModelAttention:
         """What can be captured."""
         return self.backend.claims.cuda_graph
 
-    def reserve_graphs(self, requests: int, rows: int) -> None:
+    def reserve(self, requests: int, rows: int) -> None:
         """Have the backend allocate what captured batches of up to so many requests and rows read. Call it once."""
         self._graph_hook("init_cuda_graph_state")(requests, rows)
 
@@ -114,7 +114,7 @@ class ModelAttention:
         """The length that padded requests of a captured batch carry; 0 unless the backend says otherwise."""
         return int(self._graph_hook("get_cuda_graph_seq_len_fill_value")())
 
-    def plan_captured(self, batch: ForwardBatch, *, in_capture: bool = False) -> BatchPlan:
+    def capture(self, batch: ForwardBatch, *, in_capture: bool = False) -> BatchPlan:
         """Plan a batch that a graph is about to capture or to replay, and mark it as planned (B2)."""
         plan = self._graph_hook("init_forward_metadata_out_graph")(batch, in_capture)
         hook, who = "init_forward_metadata_out_graph", self.backend.backend_id
