@@ -312,7 +312,7 @@ class CaptureCheck:
     ) -> None:
         assert batch.plan is not None
         plan, live = batch.plan.attention, len(expected)
-        claims, name = planner_claims(self._attention.backend, plan), " and ".join(plan.makers())
+        claims, name = planner_claims(self._attention.backend, plan), " and ".join(plan.planner_names())
         error = float((found[:live].double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
         if not error <= _TOLERANCE[self._dtype]:  # NaN is none of these
             what = f"differs from an eager run by {error:.1e} of its size"

@@ -26,7 +26,7 @@ class Served:
             return
         plans = [half.plan.attention for half in halves if half.plan is not None]
         kind = "decode" if halves[0].forward_mode in _DECODING else "prefill"
-        self._steps[kind][tuple(dict.fromkeys(name for plan in plans for name in plan.makers()))] += 1
+        self._steps[kind][tuple(dict.fromkeys(name for plan in plans for name in plan.planner_names()))] += 1
 
     def told(self) -> dict[str, dict[str, int]]:
         """Steps by backend, the busiest first, of prefill and of decode, where more than one served."""

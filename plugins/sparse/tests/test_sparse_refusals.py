@@ -70,7 +70,7 @@ def test_a_backend_that_does_not_know_selected_rows_refuses_them():
     rows = SelectedPositions(torch.zeros(4, 8, dtype=torch.int32))
     with pytest.raises(BackendError, match="was asked for selected; it knows lse, out"):
         stage.attend(stage.planned(), rows)
-    assert ForwardExtras(selected=rows).asked() == {"selected"}
+    assert ForwardExtras(selected=rows).given() == {"selected"}
 
 
 @pytest.mark.parametrize(

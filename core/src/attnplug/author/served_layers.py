@@ -68,7 +68,7 @@ class ServedLayers:
             if layer.indexer is not None:
                 check_selected(None, layer, q.shape[0], self._name)
             return NOTHING
-        if unknown := extras.asked() - self._extras:
+        if unknown := extras.given() - self._extras:
             raise BackendError(
                 f"backend {self._name} was asked for {', '.join(sorted(unknown))}; "
                 f"it knows {', '.join(sorted(self._extras)) or 'no extras'}"

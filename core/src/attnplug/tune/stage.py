@@ -234,7 +234,7 @@ class Stage:
             captured=captured,
             replan=(lambda: attention.capture(batch)) if captured else None,
             host_counts=self.task.point.role is not Role.PREFILL,
-            planned_by=", ".join(batch.plan.attention.makers()) if batch.plan is not None else "",
+            planned_by=", ".join(batch.plan.attention.planner_names()) if batch.plan is not None else "",
         )
 
     def link(self, out: Tensor) -> None:
