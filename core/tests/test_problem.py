@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.compressed_scene import compressed_layer
 
 from attnplug import DType, LayerSpec, Problem, Role
 from attnplug.host import UsageError
+from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_testing.specs import GDN, MHA, MLA, model
 
 
@@ -84,6 +85,6 @@ def test_an_unknown_data_type_is_an_error_with_the_known_ones() -> None:
 def test_index_keys_of_a_model_without_an_index_have_no_type() -> None:
     with pytest.raises(UsageError, match=r"index_dtype float8_e4m3fn is given, but m has no index .*; leave it out"):
         Problem(model(MHA), index_dtype=DType.FLOAT8_E4M3)
-    entries = compressed_layer(4, topk=4)
-    with pytest.raises(UsageError, match=r"has no index with a key for each token; leave it out"):
+    entries = replace(MLA, sliding_window=8, indexer=IndexerDims(4, 8, 4), compressed=CompressedDims(4))
+    with pytest.raises(UsageError, match="has no index"):
         Problem(model(entries), index_dtype=DType.FLOAT8_E4M3)

@@ -108,7 +108,7 @@ def test_a_host_that_drafts_itself_needs_backends_that_verify() -> None:
     verifies = registry(backend("decodes", replace(PLAIN, roles={"prefill", "decode"}, max_speculative_tokens=4)))
     problem = Problem(LLAMA, speculative_tokens=4, drafts_by_host=True)
     assert set(select(verifies, BackendRequest("decodes"), problem).choices) == {Role.PREFILL, Role.DECODE}
-    with pytest.raises(SelectionError, match="5 speculative tokens are asked for, it takes 4"):
+    with pytest.raises(SelectionError, match=r"5 speculative tokens .* at most 4"):
         select(verifies, BackendRequest("decodes"), replace(problem, speculative_tokens=5))
 
 
@@ -143,7 +143,7 @@ class TestMLAByTheHost:
 
     def test_one_that_cannot_run_it_as_mha_is_refused(self) -> None:
         installed = registry(backend("decodes", self.ABSORBED))
-        with pytest.raises(SelectionError, match="this host prefills MLA as MHA, and it extends absorbed only"):
+        with pytest.raises(SelectionError, match="this host prefills MLA as MHA"):
             select(installed, BackendRequest(roles={Role.PREFILL: "decodes"}), self.PROBLEM)
 
     def test_layers_that_are_not_mla_are_prefilled_by_a_backend(self) -> None:
@@ -181,7 +181,7 @@ class TestAnExtendPathThatIsAskedFor:
         assert names(selection.choices) == {"prefill": "chunked", "decode": "absorbed"}
 
     def test_a_model_without_mla_has_none(self) -> None:
-        with pytest.raises(UsageError, match="only MLA layers have one"):
+        with pytest.raises(UsageError, match="mla_extend absorbed is given, but llama has no MLA layers"):
             Problem(LLAMA, mla_extend=ExtendPath.ABSORBED)
 
 
@@ -354,7 +354,7 @@ def test_in_strict_mode_every_check_that_raises_is_an_error() -> None:
     with pytest.raises(PluginError, match="ATTNPLUG_STRICT") as caught:
         explain(installed, BackendRequest(), Problem(LLAMA))
     for name in ("bad", "worse"):
-        assert str(caught.value).count(f"{name} ({name}-dist 1.2): its own check failed with RuntimeError") == 1
+        assert str(caught.value).count(f"{name} ({name}-dist 1.2): its check failed: RuntimeError") == 1
 
 
 def test_hardware_that_is_not_here_can_be_explained() -> None:
@@ -390,7 +390,7 @@ def test_beside_one_that_serves_those_made_for_something_else_are_only_named() -
     """D3: with a dozen plugins installed, reasons that matter would drown."""
     installed = registry(backend("a"), backend("old", replace(PLAIN, min_sm=100)), backend("linear", LINEAR))
     text = "\n".join(explanation(explain(installed, BackendRequest(), Problem(LLAMA, "cuda", 90))))
-    assert "it needs SM 100" in text
+    assert "requires SM 100" in text
     assert "for another role or kind of attention: linear" in text
     assert "role prefill is not supported" not in text
 

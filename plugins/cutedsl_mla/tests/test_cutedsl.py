@@ -130,4 +130,4 @@ def test_it_is_not_chosen_to_prefill():
 def test_on_an_h200_it_says_which_gpus_it_needs():
     """D3"""
     reasons = SPEC.refusals(replace(ON_A_B200, sm=90), Role.DECODE)
-    assert [str(reason.message) for reason in reasons][1:] == ["it needs SM 100 to 103, this is SM 90"]
+    assert [(reason.code, reason.value, reason.allowed) for reason in reasons][1:] == [("sm", 90, "SM 100 to 103")]

@@ -189,7 +189,7 @@ def test_a_flash_attn_4_that_is_too_old_or_in_pieces_is_none(no_library: Path) -
     (no_library / "flash_attn" / "cute" / "__init__.py").unlink()
     (no_library / "flash_attn" / "cute").rmdir()
     (reason,) = refusals(cuda_graph=GraphLevel.DECODE)
-    assert "its module flash_attn.cute is not there" in reason.message
+    assert "its module flash_attn.cute is missing" in reason.message
     assert reason.advice == "pip install --force-reinstall 'flash-attn-4>=4.0.0b36'"
 
 
