@@ -122,7 +122,7 @@ def test_without_a_cache_keys_and_values_must_be_given(save):
     stage = scene(mha(PROMPTS, page_size=16, serving=EMBEDDING), "fa4", "cpu")
     batch = stage.batch()
     plan_forward(stage.backend, batch)
-    with pytest.raises(BackendError, match=r"brings k and v, but was given k=None, v=None"):
+    with pytest.raises(BackendError, match=r"requires k and v, but was given k=None, v=None"):
         stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=save)
     out = stage.forward(batch, save=save)
     assert relative_error(out, stage.wanted()[0]) <= stage.tolerance
