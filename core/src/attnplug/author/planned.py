@@ -31,7 +31,8 @@ class PlannedBackend(ABC):
         self.backend_id = BackendId(context.name)
         self.claims = context.declared.claims if claims is None else claims
         self._captures = Captures(self.backend_id)
-        self._check_graph_methods()
+        if self.claims.cuda_graph is not GraphLevel.NEVER:
+            self._check_graph_methods()
 
     @abstractmethod
     def plan(self, geometry: Geometry) -> Plan:
@@ -75,12 +76,11 @@ class PlannedBackend(ABC):
         return 0
 
     def _check_graph_methods(self) -> None:
-        level = self.claims.cuda_graph
         own = {"capture": "capture(geometry, memory)", "refill": "refill(plan, geometry)"}
         missing = [shown for name, shown in own.items() if getattr(type(self), name) is getattr(PlannedBackend, name)]
-        if level is not GraphLevel.NEVER and missing:
+        if missing:
             raise BackendError(
-                f"backend {self.backend_id.name} claims cuda_graph {level.name}, but defines no "
+                f"backend {self.backend_id.name} claims cuda_graph {self.claims.cuda_graph.name}, but defines no "
                 f"{' and no '.join(missing)}; define it, or claim GraphLevel.NEVER"
             )
 

@@ -7,15 +7,7 @@ from dataclasses import dataclass, fields
 
 from attnplug.declare.claims import Claims, declared
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import (
-    FP8_CACHES,
-    LARGEST_PAGE,
-    SM_RANGE,
-    CacheLayout,
-    DType,
-    GraphLevel,
-    Role,
-)
+from attnplug.declare.problem import FP8_CACHES, LARGEST_PAGE, SM_RANGE, CacheLayout, DType, GraphLevel, Role
 from attnplug.declare.reading import boolean, integer, members_of, names, optional_integer, pairs
 
 DEVICES = ("cpu", "cuda")
@@ -104,10 +96,9 @@ class Capabilities(Claims):
             yield "page_sizes allows no page size at all"
         if AttentionKind.MLA in self.kinds and Role.PREFILL in self.roles and not self.mla_extend:
             yield "it claims the role prefill for the kind mla, but mla_extend is empty"
-        if self.mla_dims is not None and AttentionKind.MLA not in self.kinds:
-            yield f"it gives mla_dims but does not claim the kind mla, only {_listed(self.kinds)}"
-        if self.head_dims is not None and AttentionKind.MHA not in self.kinds:
-            yield f"it gives head_dims but does not claim the kind mha, only {_listed(self.kinds)}"
+        for name, kind in (("mla_dims", AttentionKind.MLA), ("head_dims", AttentionKind.MHA)):
+            if getattr(self, name) is not None and kind not in self.kinds:
+                yield f"it gives {name} but does not claim the kind {kind}, only {_listed(self.kinds)}"
         if self.max_heads is not None and self.max_heads < 1:
             yield f"max_heads {self.max_heads} allows no head at all"
         if self.kv_matches_dtype and self.kv_dtypes.isdisjoint(self.dtypes | FP8_CACHES):

@@ -147,15 +147,12 @@ class Claims:
         for each in fields(self):
             object.__setattr__(self, each.name, each.metadata["read"](each.name, getattr(self, each.name)))
 
-    def refusal(self, name: str, problem: Problem, roles: Collection[Role | None]) -> Refusal | None:
-        """Return the refusal of ``problem`` by the claim ``name``; ``None`` if the claim serves it."""
-        refusal: Refusal | None = _REFUSE[name](getattr(self, name), problem, roles)
-        return refusal
-
-    def refusals(self, problem: Problem, roles: Collection[Role | None]) -> Iterator[Refusal]:
-        """Yield the refusal of every claim that does not serve ``problem`` in these roles."""
-        for name in _REFUSE:
-            if (refusal := self.refusal(name, problem, roles)) is not None:
+    def refusals(
+        self, problem: Problem, roles: Collection[Role | None], names: Collection[str] | None = None
+    ) -> Iterator[Refusal]:
+        """Yield the refusals of claims that do not serve ``problem`` in these roles: of all claims, or of ``names``."""
+        for name in _REFUSE if names is None else names:
+            if (refusal := _REFUSE[name](getattr(self, name), problem, roles)) is not None:
                 yield refusal
 
     def exceeding(self, declared: Claims) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 
 from attnplug.declare.refusal import Refusal, RefusalCode
 
@@ -39,15 +38,10 @@ def missing_module(module: str) -> str | None:
         for name in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
             if (loaded := sys.modules.get(name)) is not None:
                 path = list(getattr(loaded, "__path__", ()))
-            elif (found := _find(name, path)) is not None:
+            elif found := next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None):
                 path = list(found.submodule_search_locations or ())
             else:
                 return name
     except Exception:  # a foreign finder, or a namespace inside a package that is not imported: only an import can tell
         return None
     return None
-
-
-def _find(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    specs = (finder.find_spec(name, path) for finder in sys.meta_path)
-    return next((spec for spec in specs if spec is not None), None)

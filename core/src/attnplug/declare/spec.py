@@ -168,10 +168,9 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
     yield from _unsupported(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
     if problem.kv_dtype is not None:
         yield from _kv_dtype_refusals(can, problem, problem.kv_dtype)
-    yield from _by_claim(can, "page_sizes", problem, role)
+    yield from can.refusals(problem, [role], ["page_sizes"])
     yield from _unsupported(RefusalCode.LAYOUT, "cache layout", problem.layout, can.layouts, Setting.LAYOUT)
-    yield from _by_claim(can, "needs_cpu_seq_lens", problem, role)
-    yield from _by_claim(can, "cuda_graph", problem, role)
+    yield from can.refusals(problem, [role], ["needs_cpu_seq_lens", "cuda_graph"])
     tokens, most = problem.speculative_tokens, can.max_speculative_tokens
     if tokens > most:
         message = f"{tokens} speculative tokens are requested; this backend supports at most {most}"
@@ -180,12 +179,7 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
     if coordinator is not None and Feature.SPARSE in can.features and coordinator not in can.coordinators:
         message = f"{coordinator} keeps latent rows outside the pools; this backend reads only rows inside them"
         yield Refusal(RefusalCode.FEATURE, message, coordinator, setting=Setting.ENABLE_HISPARSE)
-    yield from _by_claim(can, "trees", problem, role)
-
-
-def _by_claim(can: Capabilities, claim: str, problem: Problem, role: Role | None) -> Iterator[Refusal]:
-    if (refusal := can.refusal(claim, problem, [role])) is not None:
-        yield refusal
+    yield from can.refusals(problem, [role], ["trees"])
 
 
 def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: DType) -> Iterator[Refusal]:

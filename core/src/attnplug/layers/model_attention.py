@@ -10,13 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnplug.contract.backend import (
-    AttentionBackend,
-    ForwardExtras,
-    GraphPlanning,
-    bind_optional_hook,
-    methods,
-)
+from attnplug.contract.backend import AttentionBackend, ForwardExtras, GraphPlanning, bind_optional_hook, methods
 from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
 from attnplug.contract.hooks import Hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
@@ -70,11 +64,7 @@ class ModelAttention:
     # Planning
 
     def plan(
-        self,
-        batch: ForwardBatch,
-        path: ExtendPath | None = None,
-        *,
-        skip_attn_backend_init: bool | None = None,
+        self, batch: ForwardBatch, path: ExtendPath | None = None, *, skip_attn_backend_init: bool | None = None
     ) -> BatchPlan | None:
         """Plan a batch unless it is marked as planned; return its current plan (B1).
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnplug.contract.geometry import Geometry
 from attnplug.machine.hardware import IS_ARM
+from attnplug.torch_native.planner import padding_bias
 
 # All pages between the batch's first and last one are computed, and results of foreign pages are dropped. A gather is
 # faster if less than this share of them belongs to the batch.
@@ -71,18 +72,9 @@ class PagesInPlace:
         ends = last_rows % size
         places = np.arange(int(ends.max()) + 1)
         tails = table[np.arange(requests), whole][:, None] * size + np.minimum(places, ends[:, None])
-        bias = None
-        if ends.min() < ends.max():
-            hidden = places > ends[:, None]
-            bias = torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0)))[:, None, None]
-        return cls(
-            first,
-            last,
-            torch.from_numpy(owner_of.clip(0)),
-            torch.from_numpy(tails),
-            bias,
-            torch.from_numpy(parts),
-        )
+        owners_of, slots, indices = map(torch.from_numpy, (owner_of.clip(0), tails, parts))
+        bias = padding_bias(ends, len(places)) if ends.min() < ends.max() else None
+        return cls(first, last, owners_of, slots, bias, indices)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, last_k: Tensor, last_v: Tensor, scale: float) -> Tensor:
         """Return ``[requests, heads, v_dim]``; all tensors are float32.

@@ -228,10 +228,12 @@ def _run(slots: Tensor) -> slice | None:
 
 
 def _decode_extent(lens: list[int]) -> Extent:
-    offsets = np.array(lens) - 1
-    smallest, largest = min(lens) - 1, max(lens) - 1
-    bias = None
-    if smallest < largest:
-        hidden = np.arange(largest + 1) > offsets[:, None]
-        bias = torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0)))[:, None, None]
+    offsets, smallest, largest = np.array(lens) - 1, min(lens) - 1, max(lens) - 1
+    bias = None if smallest == largest else padding_bias(offsets, largest + 1)
     return Extent(torch.from_numpy(offsets), 1, largest + 1, smallest, largest, bias)
+
+
+def padding_bias(last: np.ndarray, keys: int) -> Tensor:
+    """Return the bias ``[requests, 1, 1, keys]`` float32 that hides the keys beyond ``last`` ``[requests]``."""
+    hidden = np.arange(keys) > last[:, None]
+    return torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0)))[:, None, None]
