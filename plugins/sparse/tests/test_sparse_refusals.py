@@ -119,10 +119,10 @@ def test_a_layer_shares_only_what_was_chosen_in_its_own_batch():
     """A10: nothing is silently empty."""
     stage = SparseStage(CASE)
     batch, attention = stage.planned(), ModelAttention(stage.backend, stage.pools)
-    with pytest.raises(BackendError, match="attends to the rows that layer 3 selects, but .* none has selected"):
+    with pytest.raises(BackendError, match=r"attends to the rows that layer 3 selects, but .* none has selected"):
         attention.select(None, stage.shared, batch)
     attention.select(replace(stage.given(), k=None), replace(stage.layer, layer_id=1), batch)
-    with pytest.raises(BackendError, match="layer 3 selects, but .* the last to select was layer 1"):
+    with pytest.raises(BackendError, match=r"layer 3 selects, but .* the last to select was layer 1"):
         attention.select(None, stage.shared, batch)
 
 
