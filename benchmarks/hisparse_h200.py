@@ -121,8 +121,8 @@ class Side:
         )
         self.batch = ForwardBatch(geometry)
         if self.captures:
-            self.attention.reserve_graphs(requests, requests)
-            self.attention.plan_captured(self.batch, in_capture=True)
+            self.attention.reserve(requests, requests)
+            self.attention.capture(self.batch, in_capture=True)
         else:
             self.attention.plan(self.batch)
 

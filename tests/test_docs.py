@@ -199,7 +199,7 @@ def test_the_guides_wrapper_runs(hosted: dict[str, Any]) -> None:
     attention = ModelAttention(names["ByWindow"]("by_window", one, other), hosted["context"].pools)
     batch = hosted["ForwardBatch"](hosted["geometry"])
     plan = attention.plan(batch)
-    assert plan is not None and plan.attention.makers() == ["one", "other"]
+    assert plan is not None and plan.attention.planner_names() == ["one", "other"]
     out = attention.attend(hosted["q"], hosted["k"], hosted["v"], hosted["layer"], batch)
     assert torch.equal(out, hosted["out"])
 

@@ -109,7 +109,7 @@ def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     with nothing_waits("cuda"):
         for _ in range(3):
-            engine.runner.attention.plan_captured(captured.batch)
+            engine.runner.attention.capture(captured.batch)
             captured.replay()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 

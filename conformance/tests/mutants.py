@@ -173,7 +173,7 @@ MUTANTS = [
          "mha.idle", "raised"),
         # extras
         ("out_ignored", "if extras.out is None else extras.out.zero_()", "", "mha.extras.out", "other memory"),
-        ("unclaimed_extra_dropped", "if extras.asked() - self.claims.extras:", "if False:", "mha.extras.unclaimed",
+        ("unclaimed_extra_dropped", "if extras.given() - self.claims.extras:", "if False:", "mha.extras.unclaimed",
          "q_rope"),
         # plans
         ("plan_of_requests", "geometry.mode, geometry.rows, geometry.kv_rows", "geometry.mode, geometry.requests, None",

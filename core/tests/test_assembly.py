@@ -208,7 +208,7 @@ def test_verify_goes_where_the_selection_says(monkeypatch: Any, verify: Role) ->
     split = build_selection(selection, CONTEXT)
     table = torch.zeros(1, 1, dtype=torch.int32)
     batch = ForwardBatch(Geometry.of_lengths(ForwardMode.TARGET_VERIFY, table, [1], [1], 64))
-    assert split.init_forward_metadata(batch).makers() == ["a" if verify is Role.PREFILL else "b"]
+    assert split.init_forward_metadata(batch).planner_names() == ["a" if verify is Role.PREFILL else "b"]
     with pytest.raises(UsageError) as refused:
         BackendRequest(verify=Role.LINEAR)
     assert refused.value.settings == ("speculative_attention_mode",)
@@ -283,7 +283,7 @@ class TestShared:
         table = torch.zeros(1, 1, dtype=torch.int32)
         for length in (1, 8, 64):
             extend = ForwardBatch(Geometry.of_lengths(ForwardMode.EXTEND, table, [1], [length], 64))
-            assert whole.init_forward_metadata(extend).makers() == ["a"], "the first of all that are usable"
+            assert whole.init_forward_metadata(extend).planner_names() == ["a"], "the first of all that are usable"
 
     @pytest.mark.parametrize(
         ("changes", "prefill", "who"),

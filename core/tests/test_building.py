@@ -268,7 +268,7 @@ class TestClaims:
     @pytest.mark.parametrize(
         ("claims", "asked", "said"),
         [
-            ({}, {"cuda_graph": GraphLevel.UNIFORM}, "level UNIFORM, it supports NEVER"),
+            ({}, {"cuda_graph": GraphLevel.UNIFORM}, "level UNIFORM is requested; this backend supports NEVER"),
             (
                 {},
                 {"exact_lengths": False},

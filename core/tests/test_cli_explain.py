@@ -118,7 +118,7 @@ def test_a_gpu_that_does_not_suit_is_not_an_option_to_change(attnplug: Attnplug,
     """D3: whoever runs a model cannot give another GPU."""
     package("blackwell", capabilities='{"devices": ["cuda"], "min_sm": 100}')
     arguments = ("explain", "--model", "tiny:llama", "--sm", "90", "--attention-backend", "blackwell")
-    assert "    - it needs SM 100 or newer, this is SM 90\n" in attnplug(*arguments).out
+    assert "    - requires SM 100 or newer; this GPU is SM 90\n" in attnplug(*arguments).out
 
 
 def test_an_extend_path_that_is_asked_for_is_a_reason(attnplug: Attnplug, package: Package) -> None:
@@ -134,7 +134,7 @@ def test_an_extend_path_that_is_asked_for_is_a_reason(attnplug: Attnplug, packag
     ("arguments", "expected"),
     [
         (["--mla-extend", "sideways"], "--mla-extend 'sideways' is unknown; use one of absorbed, one_shot, chunked"),
-        (["--mla-extend", "chunked"], "only MLA layers have one; tiny:llama has none: leave --mla-extend out"),
+        (["--mla-extend", "chunked"], "--mla-extend chunked is given, but tiny:llama has no MLA layers"),
         (["--mla-extend", "chunked", "--host", "vllm"], "--mla-extend chunked is for our own engine"),
         (["--cuda-graph", ""], "--cuda-graph '' is unknown"),
     ],

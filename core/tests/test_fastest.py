@@ -96,9 +96,9 @@ class TestWhoPlans:
     def test_a_batch_is_planned_by_the_fastest_for_its_mean_length(self, given: ForwardBatch, who: str) -> None:
         """By what the host says is typical, else by exact lengths if it has them, else by their bound."""
         plan = self.both.init_forward_metadata(given)
-        assert plan.planner is self.both.backend_id and plan.makers() == [who]
+        assert plan.planner is self.both.backend_id and plan.planner_names() == [who]
         captured = self.both.init_forward_metadata_out_graph(given, in_capture=True)
-        assert captured.makers() == [who]
+        assert captured.planner_names() == [who]
 
     def test_a_graph_whose_lengths_nobody_knows_is_planned_by_the_best_over_all(self) -> None:
         """By the same child at every replay, whatever lengths the device has by then."""
@@ -113,7 +113,7 @@ class TestWhoPlans:
             found = []
             for length, in_capture in ((1, True), (bound, False), (70, False)):
                 given.geometry.seq_lens.fill_(length)
-                found.append(both.init_forward_metadata_out_graph(given, in_capture=in_capture).makers())
+                found.append(both.init_forward_metadata_out_graph(given, in_capture=in_capture).planner_names())
             assert found == [[who]] * 3
         eager = batch([1], host=None, max_seq_len=1000)
         assert both.fastest(eager.geometry) == "long", "without a graph, by the bound"
@@ -136,9 +136,9 @@ class TestWhoPlans:
         captured = batch([9], mode, 3, host=None, captured=True, new_lens=new)
         plan = both.init_forward_metadata_out_graph(captured, in_capture=True)
         captured.plan = BatchPlan(plan)
-        assert plan.makers() == ["decode"] and both.route(captured, None) == ("decode",)
-        assert plan_alike(both, plan, eager).makers() == ["decode"]
-        assert both.init_forward_metadata(eager).makers() == ["prefill"]
+        assert plan.planner_names() == ["decode"] and both.route(captured, None) == ("decode",)
+        assert plan_alike(both, plan, eager).planner_names() == ["decode"]
+        assert both.init_forward_metadata(eager).planner_names() == ["prefill"]
         both.init_cuda_graph_state(1, 9)
         assert len(decode.given("init_cuda_graph_state")) == 1
 
@@ -180,7 +180,7 @@ class TestWhoPlans:
         )
         both = FastestBackend({"a": Recorder("a"), "b": Recorder("b")}, {Role.DECODE: schedule})
         found = [
-            both.init_forward_metadata(batch([64] * requests, mode, new)).makers()
+            both.init_forward_metadata(batch([64] * requests, mode, new)).planner_names()
             for mode, new in ((DECODE, 1), (VERIFY, 4))
             for requests in (1, 8)
         ]
@@ -193,7 +193,7 @@ class TestWhoPlans:
             {Role.PREFILL: "long", Role.DECODE: by_length("short", "long")},
             verify=Role.PREFILL,
         )
-        found = [one.init_forward_metadata(batch([50], mode)).makers() for mode in (EXTEND, DECODE, VERIFY)]
+        found = [one.init_forward_metadata(batch([50], mode)).planner_names() for mode in (EXTEND, DECODE, VERIFY)]
         assert found == [["long"], ["short"], ["long"]]
 
 
@@ -259,8 +259,10 @@ class TestWhoRuns:
         outer = HybridLinearBackend(SplitBackend(Recorder("p"), self.both), Recorder("linear"), model)
         plan = outer.init_forward_metadata(batch([500]))
         again = plan_alike(outer, plan, batch([50, 60]))
-        assert again.makers() == plan.makers() == ["long", "linear"] and again.query_rows == 2
-        assert plan_alike(self.short, self.short.init_forward_metadata(batch([1])), batch([1])).makers() == ["short"]
+        assert again.planner_names() == plan.planner_names() == ["long", "linear"] and again.query_rows == 2
+        assert plan_alike(self.short, self.short.init_forward_metadata(batch([1])), batch([1])).planner_names() == [
+            "short"
+        ]
 
 
 class TestRagged:
@@ -411,7 +413,7 @@ def test_steps_of_one_cache_by_turns_equal_float64(layer: LayerSpec) -> None:
         given = ForwardBatch(Geometry.of_lengths(mode, table, list(new), lengths, page_size))
         planned = plan_forward(backend, given)
         assert planned is not None
-        makers += planned.attention.makers()
+        makers += planned.attention.planner_names()
         run = backend.forward_decode if mode is DECODE else backend.forward_extend
         out = run(q, k, v, layer, given)
         values = k[..., : layer.mla.kv_lora_rank] if layer.mla is not None else v

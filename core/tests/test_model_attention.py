@@ -60,7 +60,7 @@ def test_a_batch_that_is_marked_is_not_planned_again():
 def test_a_batch_planned_for_a_graph_is_marked(in_capture):
     """B2: capture and replay are pre-planners, so the forward path plans neither again."""
     facade, batch = attention("a"), batch_in(ForwardMode.DECODE)
-    mine = facade.plan_captured(batch, in_capture=in_capture)
+    mine = facade.capture(batch, in_capture=in_capture)
     assert not batch.needs_forward_metadata_init() and not batch.plan_record.replan_equivalent
     facade.refill(batch)
     assert facade.plan(batch) is mine is batch.plan
@@ -75,14 +75,14 @@ def test_a_batch_planned_for_a_graph_is_marked(in_capture):
 
 def test_every_replay_has_the_plan_that_the_backend_made_for_it():
     facade, batch = attention("a"), batch_in(ForwardMode.DECODE)
-    first = facade.plan_captured(batch, in_capture=True)
-    second = facade.plan_captured(batch)
+    first = facade.capture(batch, in_capture=True)
+    second = facade.capture(batch)
     assert batch.plan is second is not first and second.attention is not first.attention
 
 
 def test_memory_and_padding_of_graphs_are_the_backends_affair():
     facade = ModelAttention(Recorder("a", fill=3), KVPools())
-    facade.reserve_graphs(4, 8)
+    facade.reserve(4, 8)
     assert facade.backend.given("init_cuda_graph_state") == [{"max_bs": 4, "max_num_tokens": 8}]
     assert facade.padding_length() == 3 and facade.graph_level is GraphLevel.ALWAYS
 
@@ -90,9 +90,9 @@ def test_memory_and_padding_of_graphs_are_the_backends_affair():
 @pytest.mark.parametrize(
     ("hook", "use"),
     [
-        ("init_cuda_graph_state", lambda facade: facade.reserve_graphs(4, 4)),
+        ("init_cuda_graph_state", lambda facade: facade.reserve(4, 4)),
         ("get_cuda_graph_seq_len_fill_value", lambda facade: facade.padding_length()),
-        ("init_forward_metadata_out_graph", lambda facade: facade.plan_captured(batch_in(ForwardMode.DECODE))),
+        ("init_forward_metadata_out_graph", lambda facade: facade.capture(batch_in(ForwardMode.DECODE))),
         ("init_forward_metadata_in_graph", lambda facade: facade.refill(batch_in(ForwardMode.DECODE))),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_plan_for_a_graph_that_is_not_one_names_the_hook():
             return None
 
     with pytest.raises(PlanError, match="init_forward_metadata_out_graph of backend mute returned None"):
-        ModelAttention(Mute("mute"), KVPools()).plan_captured(batch_in(ForwardMode.DECODE))
+        ModelAttention(Mute("mute"), KVPools()).capture(batch_in(ForwardMode.DECODE))
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])

@@ -166,7 +166,7 @@ class TestRows:
         on = stage()
         q, k, v = inputs(on)
         given = {"k": (None, v), "v": (k, None), "both": (None, None)}[missing]
-        with pytest.raises(BackendError, match=r"\(mha\) brings k and v, but was given .* save_kv_cache=False"):
+        with pytest.raises(BackendError, match=r"\(mha\) requires k and v, but was given .* save_kv_cache=False"):
             on.backend.forward_extend(q, *given, on.layer, planned(on))
 
     def test_fewer_rows_of_k_or_v_than_planned(self):
@@ -180,7 +180,7 @@ class TestRows:
     def test_an_mla_layer_brings_no_v(self):
         on = Stage(small(((5, 3),), mla=DIMS), "cpu")
         k = on.new_rows(on.keys)
-        with pytest.raises(BackendError, match=r"\(mla\) brings k and no v, but was given k=.*, v="):
+        with pytest.raises(BackendError, match=r"\(mla\) requires k and no v, but was given k=.*, v="):
             on.backend.forward_extend(on.q, k, k, on.layer, planned(on))
 
     @pytest.mark.parametrize(("dims", "kind"), [(None, "MHA"), (DIMS, "MLA")])
@@ -322,7 +322,7 @@ class TestGraphs:
     def test_memory_is_for_the_longest_context(self):
         backend = stage().backend
         backend.init_cuda_graph_state(4, 8)
-        with pytest.raises(PlanError, match=r"257 pages a request does not fit .* 256 pages"):
+        with pytest.raises(PlanError, match=r"257 pages per request .* 256 pages"):
             backend.init_forward_metadata_out_graph(self.batch(pages=257), in_capture=True)
 
     def test_a_last_page_that_is_not_full_counts(self):
@@ -350,7 +350,7 @@ class TestGraphs:
         assert stage().backend.get_cuda_graph_seq_len_fill_value() == 0
 
     def test_one_that_claims_none_says_so(self):
-        with pytest.raises(BackendError, match="runs outside of CUDA graphs only"):
+        with pytest.raises(BackendError, match="cannot run inside CUDA graphs"):
             Stage(small(((5, 3),)), "cpu").backend.init_cuda_graph_state(4, 8)
 
     def test_a_claim_of_graphs_without_the_methods_that_capture_is_refused_at_construction(self):
@@ -364,7 +364,7 @@ class TestGraphs:
     @pytest.mark.parametrize("hook", ["init_forward_metadata", "init_forward_metadata_out_graph"])
     def test_a_lane_that_it_was_not_built_for(self, hook):
         backend = stage().backend
-        with pytest.raises(PlanError, match=r"lane 2, .* was built for 2; build it with Limits\(lanes=3\)"):
+        with pytest.raises(PlanError, match=r"lane 2, .* has 2 lanes; build it with Limits\(lanes=3\)"):
             getattr(backend, hook)(self.batch(lane=2))
 
 
@@ -388,7 +388,7 @@ def _two_lanes(context: BackendContext) -> PlannedAttention:
 
 
 def test_an_mla_shape_needs_a_model_and_a_pool_with_such_layers():
-    with pytest.raises(PoolError, match="backend under_test serves MLA layers, and needs a model and a pool with some"):
+    with pytest.raises(PoolError, match="backend under_test serves MLA layers"):
         Stage(small(((1, 1),)), "cpu", MLAShape.of)
 
 
@@ -424,7 +424,7 @@ def test_pages_of_another_size_are_refused():
     table = torch.zeros(1, 4, dtype=torch.int32)
     batch = ForwardBatch(Geometry.of_lengths(ForwardMode.EXTEND, table, [3], [3], 2 * on.case.page_size))
     for plan in (on.backend.init_forward_metadata, on.backend.init_forward_metadata_out_graph):
-        with pytest.raises(PlanError, match="pages of 32 tokens, and backend under_test was built for pages of 16"):
+        with pytest.raises(PlanError, match="page size is 32, but backend under_test was built for 16"):
             plan(batch)
 
 
@@ -459,5 +459,5 @@ def test_a_plan_without_slots_for_the_rows_to_write_is_refused():
             return Plan.of(self.backend_id, geometry, "eager")
 
     on = Stage(small(((5, 3), (0, 2))), "cpu", Forgetful)
-    with pytest.raises(PlanError, match=r"new rows of layer 3, and its plan has no new_slots; .*new_slots\(\)"):
+    with pytest.raises(PlanError, match=r"new rows of layer 3, but its plan has no new_slots; .*new_slots\(\)"):
         on.backend.forward_extend(*inputs(on), on.layer, planned(on))

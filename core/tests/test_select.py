@@ -369,7 +369,7 @@ def test_in_strict_mode_every_check_that_raises_is_an_error() -> None:
     with pytest.raises(PluginError, match="ATTNPLUG_STRICT") as caught:
         explain(installed, BackendRequest(), Problem(LLAMA))
     for name in ("bad", "worse"):
-        assert str(caught.value).count(f"{name} ({name}-dist 1.2): its own check failed with RuntimeError") == 1
+        assert str(caught.value).count(f"{name} ({name}-dist 1.2): its check failed: RuntimeError") == 1
 
 
 def test_hardware_that_is_not_here_can_be_explained() -> None:
@@ -405,7 +405,7 @@ def test_beside_one_that_serves_those_made_for_something_else_are_only_named() -
     """D3: with a dozen plugins installed, reasons that matter would drown."""
     installed = registry(backend("a"), backend("old", replace(PLAIN, min_sm=100)), backend("linear", LINEAR))
     text = "\n".join(explanation(explain(installed, BackendRequest(), Problem(LLAMA, "cuda", 90))))
-    assert "it needs SM 100" in text
+    assert "requires SM 100" in text
     assert "for another role or kind of attention: linear" in text
     assert "role prefill is not supported" not in text
 
@@ -416,7 +416,7 @@ def test_a_host_spells_settings_in_a_refusal_and_in_an_explanation() -> None:
     installed, problem = registry(backend("a", CPU_FLOAT32), backend("b")), Problem(LLAMA, "cuda")
     with pytest.raises(SelectionError) as caught:
         select(installed, BackendRequest("a"), problem)
-    text = caught.value.told(spelled.get)
+    text = caught.value.format(spelled.get)
     assert "a (a-dist 1.2) was asked for by backend= and cannot serve" in text
     assert "only cpu (change target)" in text and "(change device)" in str(caught.value)
     shown = "\n".join(explanation(explain(installed, BackendRequest("b"), problem), spelled.get))

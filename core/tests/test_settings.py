@@ -29,7 +29,7 @@ def test_an_error_names_settings_by_their_keys() -> None:
 def test_a_host_spells_the_settings_of_an_error(message: str, told: str) -> None:
     """One that it cannot spell keeps its key where the message speaks of it, and is left out otherwise."""
     error = AttnplugError(message, settings=["page_size", "max_batch"])
-    assert error.told({"page_size": "block_size"}.get) == told
+    assert error.format({"page_size": "block_size"}.get) == told
 
 
 def test_every_role_has_a_setting() -> None:

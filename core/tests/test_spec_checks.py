@@ -52,8 +52,8 @@ def test_a_refusal_ends_with_the_setting_to_change_or_the_command_to_run() -> No
 def test_a_host_spells_the_setting_of_a_refusal_and_leaves_out_what_it_does_not_have() -> None:
     """D3"""
     refusal = Refusal("page_size", "no", setting=Setting.PAGE_SIZE)
-    assert refusal.told({"page_size": "block_size"}.get) == "no (change block_size)"
-    assert refusal.told({"dtype": "dtype"}.get) == "no"
+    assert refusal.format({"page_size": "block_size"}.get) == "no (change block_size)"
+    assert refusal.format({"dtype": "dtype"}.get) == "no"
 
 
 def test_every_missing_distribution_is_a_refusal() -> None:
@@ -199,7 +199,7 @@ def test_metadata_without_the_module_is_a_refusal_with_what_to_do(folder: Path, 
     install_library(folder, "kernels-of-a-test", "2.1", {"kernels_of_a_test.__init__": ""})
     (refusal,) = spec(requires=[(LIBRARY, module)]).refusals(Problem())
     assert (refusal.code, refusal.value) == (RefusalCode.IMPORT, module)
-    assert refusal.message == f"kernels-of-a-test 2.1 is installed, but its module {module} is not there"
+    assert "kernels-of-a-test 2.1" in refusal.message and module in refusal.message
     assert refusal.advice == "pip install --force-reinstall 'kernels-of-a-test>=2'"
 
 
@@ -384,7 +384,7 @@ def test_a_check_that_returns_none_is_told_what_to_return() -> None:
 @pytest.mark.parametrize("check", [lambda problem, role: [], lambda problem, role, options, more: []])
 def test_a_check_of_another_signature_is_refused_with_what_to_change(check: Any) -> None:
     """D2: such as one written for contract 1.0, which was not given the options."""
-    with pytest.raises(PluginError, match=r"takes \(problem, role.*let it take \(problem, role, options\)"):
+    with pytest.raises(PluginError, match=r"takes \(problem, role.*must take \(problem, role, options\)"):
         spec(check=check)
 
 

@@ -133,9 +133,9 @@ def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
     """NaN in every page that is not the batch's, and after each request's last row."""
     from attnplug.torch_native import in_place
 
-    monkeypatch.setattr(in_place, "_LEAST_SHARE", 0.0)
-    monkeypatch.setattr(in_place, "_SMALLEST_PAGE", 1)
-    monkeypatch.setattr(in_place, "_FEWEST_ROWS", 0)
+    monkeypatch.setattr(in_place, "_MIN_SHARE", 0.0)
+    monkeypatch.setattr(in_place, "_MIN_PAGE_SIZE", 1)
+    monkeypatch.setattr(in_place, "_MIN_ROWS", 0)
     lengths = ((0, 1), (70, 1), (15, 1), (16, 1), (31, 1), (200, 1))
     for layout in ("token_major", "head_major"):
         for pages in ("shuffled", "interleaved", "descending"):
@@ -232,7 +232,7 @@ def test_pages_that_are_few_among_others_or_shared_are_copied(monkeypatch):
         )
 
     assert plan([[4, 5, 6], [7, 8, 99]]) is None, "256 rows are sooner copied than merged"
-    monkeypatch.setattr(in_place, "_FEWEST_ROWS", 256)
+    monkeypatch.setattr(in_place, "_MIN_ROWS", 256)
     assert plan([[4, 5, 6], [7, 8, 99]]) is not None, "last pages are copied, wherever they are"
     assert plan([[4, 5, 6], [7, 80, 9]]) is None
     assert plan([[4, 5, 6], [4, 7, 8]]) is None

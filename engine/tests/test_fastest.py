@@ -115,7 +115,7 @@ class TestCaptured:
         assert graphs.sizes == (1, 4) and graphs.backends == {("odd",): (1, 4), ("even",): (1, 4)}
         found = [graphs.fitting(3, entries(*lengths)) for lengths in ((3, 3, 3), (4, 4, 4), (1, 1, 10), (5, 5, 7))]
         assert [step.size for step in found] == [4] * 4
-        makers = [step.batch.plan.attention.makers() for step in found]
+        makers = [step.batch.plan.attention.planner_names() for step in found]
         assert makers == [["odd"], ["even"], ["even"], ["odd"]]
 
     def test_replayed_steps_by_turns_give_the_tokens_of_eager_ones(self, refilled):

@@ -201,13 +201,13 @@ class TestPhases:
     def test_every_replay_is_planned_by_the_backend_before_it(self, native):
         """Those of the check before serving, too."""
         one, planned = engine(), []
-        plan = one.runner.attention.plan_captured
+        plan = one.runner.attention.capture
 
-        def plan_captured(batch, *, in_capture=False):
+        def capture(batch, *, in_capture=False):
             planned.append(in_capture)
             return plan(batch, in_capture=in_capture)
 
-        one.runner.attention.plan_captured = plan_captured
+        one.runner.attention.capture = capture
         captured(one, (1,))
         assert planned == [True, False, False], "the capture, and two rounds of one kind of layer"
         one.generate(PROMPTS[:1], SamplingParams(max_tokens=4))

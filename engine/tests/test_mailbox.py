@@ -205,15 +205,15 @@ def test_steps_are_captured_with_padding_alone(monkeypatch):
 def test_a_step_that_fails_between_its_inputs_and_its_replay_takes_no_slot(failing, monkeypatch):
     engine = made(monkeypatch, "tiny:llama", overlap=True)
     wanted = [one.token_ids for one in generated(engine)]
-    plan, calls = engine.runner.attention.plan_captured, []
+    plan, calls = engine.runner.attention.capture, []
 
-    def plan_captured(batch: Any, **how: Any) -> Any:
+    def capture(batch: Any, **how: Any) -> Any:
         calls.append(batch)
         if len(calls) == failing:
             raise PlanError("not this time")
         return plan(batch, **how)
 
-    monkeypatch.setattr(engine.runner.attention, "plan_captured", plan_captured)
+    monkeypatch.setattr(engine.runner.attention, "capture", capture)
     requests = [engine.add(prompt, asked(number)) for number, prompt in enumerate(PROMPTS)]
     with pytest.raises(PlanError, match="not this time"):
         finish(engine)

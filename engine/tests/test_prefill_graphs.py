@@ -198,8 +198,8 @@ class TestCapture:
         """B2: a forward plans no captured prefill."""
         one = captured(engine())
         planned, calls = one.runner.backend.planned, []
-        plan = one.runner.attention.plan_captured
-        one.runner.attention.plan_captured = lambda batch: calls.append(batch.forward_mode) or plan(batch)
+        plan = one.runner.attention.capture
+        one.runner.attention.capture = lambda batch: calls.append(batch.forward_mode) or plan(batch)
         one.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
         assert [str(mode) for mode in calls] == ["extend"] and one.runner.backend.planned == planned
 

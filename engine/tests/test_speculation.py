@@ -308,8 +308,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("speculation", "told"),
         [
-            (Speculation(Algorithm.NGRAM, None, 15), "16 speculative tokens are asked for, it takes 8"),
-            (Speculation(Algorithm.NGRAM, None, 2, 2), "drafts with 2 branches are trees, and it takes chains only"),
+            (Speculation(Algorithm.NGRAM, None, 15), "16 speculative tokens .* at most 8"),
+            (Speculation(Algorithm.NGRAM, None, 2, 2), "drafts with 2 branches are trees"),
         ],
     )
     def test_more_than_a_backend_verifies(self, speculation, told):

@@ -171,10 +171,10 @@ class Recorder:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def reserve_graphs(self, requests: int, rows: int) -> None:
+    def reserve(self, requests: int, rows: int) -> None:
         self.told.append(("reserve", requests, rows))
 
-    def plan_captured(self, batch: Any, *, in_capture: bool = False) -> None:
+    def capture(self, batch: Any, *, in_capture: bool = False) -> None:
         self.told.append(("plan", in_capture, batch.geometry))
 
     def refill(self, batch: Any) -> None:

@@ -137,7 +137,7 @@ def test_graphs_are_demanded_unless_they_are_off(folder: str) -> None:
     choose(load_registry(), "attnplug:torch_native", roles, problem, verify=Role.DECODE, graphs=False)
     with pytest.raises(SelectionError) as refused:
         choose(load_registry(), "attnplug:torch_native", roles, problem, verify=Role.DECODE, graphs=True)
-    assert "--disable-cuda-graph" in refused.value.told(render)
+    assert "--disable-cuda-graph" in refused.value.format(render)
 
 
 @pytest.mark.parametrize(

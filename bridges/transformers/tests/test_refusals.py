@@ -298,7 +298,7 @@ def test_explain_and_the_run_refuse_alike(tmp_path):
     read = load_model(str(tmp_path))
     problem = problem_of(read, torch.device("cpu"), torch.float32, None, CacheLayout.TOKEN_MAJOR)
     choices = explain(load_registry(), BackendRequest("triton_mha"), HOST.fit(problem)).choices.values()
-    told = {refusal.told(HOST.render) for choice in choices for refusal in choice.candidates[0].refusals}
+    told = {refusal.format(HOST.render) for choice in choices for refusal in choice.candidates[0].refusals}
     made = model("llama")
     made.set_attn_implementation("attnplug:triton_mha")
     with pytest.raises(BridgeError) as refused:

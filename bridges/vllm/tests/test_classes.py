@@ -286,7 +286,7 @@ def test_all_that_decode_by_batch_are_told_and_built(ours, monkeypatch, tmp_path
     for before in (3, 60):
         made = builder.build(0, metadata([(before, 1)]))
         held.impl.forward_mqa(q, None, made, SimpleNamespace(layer_name=name))
-        makers += made.decode.planned.batch.plan.attention.makers()
+        makers += made.decode.planned.batch.plan.attention.planner_names()
     assert makers == ["alpha", "beta"]
 
 

@@ -65,7 +65,7 @@ def test_sparse_attention_is_refused():
 
 def test_blocks_are_multiples_of_16():
     (reason,) = refuse(Problem(model(MHA), page_size=24))
-    assert reason.told(render) == "page size 24 is not supported, only multiples of 16 (change --block-size)"
+    assert reason.format(render) == "page size 24 is not supported, only multiples of 16 (change --block-size)"
     assert not list(refuse(Problem(model(MHA), page_size=48)))
 
 
@@ -76,7 +76,7 @@ def test_versions_outside_the_range_are_refused_by_number(version, known):
     reason = HOST.version_refusal(version)
     assert (reason is None) is known
     if reason is not None:
-        told = reason.told(render)
+        told = reason.format(render)
         assert version in told and HOST.versions in told and "pip install" in told
 
 

@@ -259,7 +259,7 @@ class TestByBatch:
     def test_without_a_graph_the_mean_length_decides_too(self, lengths, who):
         step = step_of(self.group, metadata([(before, 1) for before in lengths], padding=(2, 2)), exact=True)
         attend(step)
-        assert step.planned.batch.plan.attention.makers() == [who]
+        assert step.planned.batch.plan.attention.planner_names() == [who]
         geometry = getattr(self, who).calls[0][1]
         assert geometry.host is None and geometry.requests == len(lengths) + 2, "nobody needs exact lengths"
 
@@ -306,7 +306,7 @@ def test_queries_are_never_joined_for_backends_that_share_decode() -> None:
     group = DecodeGroup(Group(both, needs=False, count=len(names)), NAMES, 0)
     for name, requests in zip(names, (1, 8, 64), strict=True):
         attend(step := step_of(group, metadata([(199, 1)] * requests), exact=True))
-        assert step.planned.batch.plan.attention.makers() == [name]
+        assert step.planned.batch.plan.attention.planner_names() == [name]
         _, shape, extras = children[name].calls[1][1]
         assert shape == (requests, HEADS, RANK) and extras.q_rope.shape == (requests, HEADS, ROPE)
 

@@ -128,7 +128,7 @@ class Backend:
         return self.run(plan, q, k, v, layer, save_kv_cache, extras or ForwardExtras())
 
     def run(self, plan, q, k, v, layer, save_kv_cache, extras):
-        if extras.asked() - self.claims.extras:
+        if extras.given() - self.claims.extras:
             raise BackendError("an extra is not claimed")
         if layer.sinks != (extras.sinks is not None):
             raise BackendError("sinks are for layers that have them")

@@ -75,7 +75,7 @@ class Backend:
         return self.run(plan, q, k, layer, save_kv_cache, extras or ForwardExtras())
 
     def run(self, plan, q, k, layer, save_kv_cache, extras):
-        if extras.asked() - self.claims.extras:
+        if extras.given() - self.claims.extras:
             raise BackendError("an extra is not claimed")
         if save_kv_cache:
             self.pool.write(layer.layer_id, plan.new_slots, k[: plan.query_rows])

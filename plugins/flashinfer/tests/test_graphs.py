@@ -134,7 +134,7 @@ def test_page_indices_are_filled_after_the_work_lists(monkeypatch):
     for name in ("fill_work_list", "fill_indices"):
         monkeypatch.setattr(f"attnplug_flashinfer.graphs.{name}", lambda *_, name=name: order.append(name))
     capture = Capture(scene(mha(((20, 1), (9, 1)), DECODE), "cpu")).reserve()
-    capture.attention.plan_captured(capture.batch, in_capture=True)
+    capture.attention.capture(capture.batch, in_capture=True)
     capture.attention.refill(capture.batch)
     assert order == ["fill_work_list", "fill_work_list", "fill_indices"]
 

@@ -70,7 +70,7 @@ def test_a_backend_that_does_not_know_selected_rows_refuses_them():
     rows = SelectedPositions(torch.zeros(4, 8, dtype=torch.int32))
     with pytest.raises(BackendError, match="was asked for selected; it knows lse, out"):
         stage.attend(stage.planned(), rows)
-    assert ForwardExtras(selected=rows).asked() == {"selected"}
+    assert ForwardExtras(selected=rows).given() == {"selected"}
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_a_selection_for_a_layer_without_an_index_of_its_own_is_an_error():
         with pytest.raises(BackendError, match=why):
             stage.backend.select(stage.given(), layer, batch)
     for layer, index, why in (
-        (stage.shared, stage.given(), "takes over the choice of layer 3, and was to select rows by an index"),
-        (stage.layer, None, "has an index of its own, and was to select rows by no index"),
-        (dense, stage.given(), "attends to all rows, and was to select rows by an index"),
+        (stage.shared, stage.given(), "shares the index of layer 3, but select was given an index"),
+        (stage.layer, None, "has its own index, but select was given no index"),
+        (dense, stage.given(), "attends to all rows, but select was given an index"),
     ):
         with pytest.raises(BackendError, match=why):
             attention.select(index, layer, batch)
@@ -119,10 +119,10 @@ def test_a_layer_shares_only_what_was_chosen_in_its_own_batch():
     """A10: nothing is silently empty."""
     stage = SparseStage(CASE)
     batch, attention = stage.planned(), ModelAttention(stage.backend, stage.pools)
-    with pytest.raises(BackendError, match="attends to the rows that layer 3 chose, and in this batch none has chosen"):
+    with pytest.raises(BackendError, match=r"attends to the rows that layer 3 selects, but .* none has selected"):
         attention.select(None, stage.shared, batch)
     attention.select(replace(stage.given(), k=None), replace(stage.layer, layer_id=1), batch)
-    with pytest.raises(BackendError, match="layer 3 chose, and in this batch the last to choose was layer 1"):
+    with pytest.raises(BackendError, match=r"layer 3 selects, but .* the last to select was layer 1"):
         attention.select(None, stage.shared, batch)
 
 

@@ -121,7 +121,7 @@ def test_asked_for_on_an_h200_it_says_which_gpus_it_needs(explained: Explained, 
     assert code == 1
     for role in ("prefill", "decode"):
         (reasons,) = (c["refusals"] for c in roles[role]["candidates"] if c["name"] == "trtllm_mla")
-        assert [reason["message"] for reason in reasons] == ["it needs SM 100 to 103, this is SM 90"]
+        assert [(reason["code"], reason["allowed"]) for reason in reasons] == [("sm", "SM 100 to 103")]
 
 
 def test_auto_leaves_hopper_to_flashinfer_mla_and_takes_fp8_on_blackwell(explained: Explained, deepseek: str) -> None:

@@ -278,7 +278,7 @@ def check_captured_lanes(stage: KernelScene) -> None:
         for target, source in zip(targets, sources, strict=True):
             if target is not None and source is not None:
                 target.copy_(source)
-        attention.plan_captured(capture.batch)
+        attention.capture(capture.batch)
     streams = [torch.cuda.Stream() for _ in captures]
     torch.cuda.synchronize()
     outs: list[list[Tensor]] = [[], []]

@@ -211,8 +211,8 @@ class Stage:
         captured, attention = self.captured, self.attention
         batch = self.batch(captured=captured)
         if captured:
-            attention.reserve_graphs(batch.batch_size, batch.num_tokens)
-            attention.plan_captured(batch, in_capture=True)
+            attention.reserve(batch.batch_size, batch.num_tokens)
+            attention.capture(batch, in_capture=True)
         else:
             attention.plan(batch)
         call = self._call(batch)
@@ -232,9 +232,9 @@ class Stage:
             self.calls,
             run,
             captured=captured,
-            replan=(lambda: attention.plan_captured(batch)) if captured else None,
+            replan=(lambda: attention.capture(batch)) if captured else None,
             host_counts=self.task.point.role is not Role.PREFILL,
-            planned_by=", ".join(batch.plan.attention.makers()) if batch.plan is not None else "",
+            planned_by=", ".join(batch.plan.attention.planner_names()) if batch.plan is not None else "",
         )
 
     def link(self, out: Tensor) -> None:

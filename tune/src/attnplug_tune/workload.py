@@ -83,7 +83,7 @@ class Workload:
         found: dict[str, None] = {}
         for problem in self.problems:
             for role in sorted({point.role for point in self.points}):
-                found |= dict.fromkeys(refusal.told(render) for refusal in spec.refusals(problem, role))
+                found |= dict.fromkeys(refusal.format(render) for refusal in spec.refusals(problem, role))
         return "; ".join(found) or "it serves none of the points"
 
 
@@ -138,5 +138,5 @@ def _hosted(name: str, problem: Problem) -> Problem:
     """Adapt a problem to a host."""
     host, _ = load_host(name)
     if refusals := host.refusals(problem):
-        raise UsageError(f"{host.title} cannot serve this: {'; '.join(each.told(host.render) for each in refusals)}")
+        raise UsageError(f"{host.title} cannot serve this: {'; '.join(each.format(host.render) for each in refusals)}")
     return host.fit(problem)

@@ -36,7 +36,7 @@ def build(name: str, runner: Any) -> AttnplugBackend:
     try:
         return _build(name, runner)
     except AttnplugError as error:
-        raise Refused(f"{name}: {error.told(render)}", error=error) from error
+        raise Refused(f"{name}: {error.format(render)}", error=error) from error
 
 
 def _build(name: str, runner: Any) -> AttnplugBackend:

@@ -116,4 +116,4 @@ def check_version(name: str) -> None:
     found = HOST.installed()
     refusal = None if found is None else HOST.version_refusal(found)
     if refusal is not None:
-        raise Refused(f"{name}: {refusal.told(render)}", [refusal])
+        raise Refused(f"{name}: {refusal.format(render)}", [refusal])

@@ -157,7 +157,7 @@ class CapturedSteps:
         ]
         self._steps: dict[tuple[ForwardMode, int], Step] = {}
         for group in groups:
-            group.attention.reserve_graphs(max_requests, max_rows)
+            group.attention.reserve(max_requests, max_rows)
         self.max_requests, self.max_rows = max_requests, max_rows
 
     def capture(self, batch: Any) -> Step:
@@ -181,7 +181,7 @@ class CapturedSteps:
         step = self._steps[mode, requests] = Step(mode, tuple(batches), each)
         self._fill(step, batch)
         for group, planned in zip(self._groups, step.batches, strict=True):
-            group.attention.plan_captured(planned, in_capture=True)
+            group.attention.capture(planned, in_capture=True)
         return step
 
     def replay(self, batch: Any) -> Step:
@@ -193,7 +193,7 @@ class CapturedSteps:
             raise PlanError(f"a {mode} of {requests} requests is replayed, but was never captured; captured: {sizes}")
         self._fill(step, batch)
         for group, planned in zip(self._groups, step.batches, strict=True):
-            group.attention.plan_captured(planned)
+            group.attention.capture(planned)
         return step
 
     def refill(self, step: Step, batch: Any) -> None:

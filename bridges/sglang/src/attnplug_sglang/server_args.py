@@ -26,7 +26,7 @@ def check_server_args(arguments: Any) -> None:
         try:
             _check(name, served_roles(name, prefill, decode), arguments)
         except AttnplugError as error:
-            raise Refused(f"{name}: {error.told(render)}", error=error) from None
+            raise Refused(f"{name}: {error.format(render)}", error=error) from None
 
 
 def attention_backends(arguments: Any) -> tuple[Any, Any]:

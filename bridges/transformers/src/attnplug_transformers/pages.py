@@ -88,11 +88,11 @@ def choose(request: BackendRequest, problem: Problem) -> Selection:
     try:
         refusals = HOST.refuse(problem)
         if refusals:
-            raise BridgeError("; ".join(refusal.told(HOST.render) for refusal in refusals))
+            raise BridgeError("; ".join(refusal.format(HOST.render) for refusal in refusals))
         registry, fitted = load_registry(), HOST.fit(problem)
         return select(registry, request, fitted, ranking=default_ranking(registry, fitted))
     except AttnplugError as error:
-        raise BridgeError(error.told(HOST.render)) from None
+        raise BridgeError(error.format(HOST.render)) from None
 
 
 def problem_of(

@@ -32,7 +32,7 @@ def check_version() -> None:
     found = HOST.installed()
     refusal = None if found is None else HOST.version_refusal(found)
     if refusal is not None:
-        raise BridgeError(refusal.told(HOST.render))
+        raise BridgeError(refusal.format(HOST.render))
 
 
 def register(name: str, request: BackendRequest) -> str:

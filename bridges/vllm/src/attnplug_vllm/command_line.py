@@ -94,7 +94,7 @@ def check_command_line(argv: Sequence[str], registry: Registry, device: str | No
     try:
         select(registry, request, problem, ranking=ranking)
     except AttnplugError as error:
-        raise UsageError(error.told(render)) from error
+        raise UsageError(error.format(render)) from error
 
 
 def _problem(options: Mapping[str, str], model: ModelSpec | None, device: str | None, sm: int | None) -> Problem:

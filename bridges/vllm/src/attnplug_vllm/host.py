@@ -97,7 +97,7 @@ def unsupported_feature(feature: str) -> Refusal:
 
 def refusal_message(reasons: Iterable[Refusal]) -> str:
     """Format all reasons as one message, with vLLM's option names."""
-    return "attnplug cannot serve this in vLLM:\n" + "\n".join(f"  - {reason.told(render)}" for reason in reasons)
+    return "attnplug cannot serve this in vLLM:\n" + "\n".join(f"  - {reason.format(render)}" for reason in reasons)
 
 
 HOST = HostSpec(

@@ -119,7 +119,7 @@ class GroupAttention:
             backend = build_selection(self.selection, context)
             attention = ModelAttention(backend, pools)
         except AttnplugError as error:
-            raise Refused(error.told(render), error=error) from error
+            raise Refused(error.format(render), error=error) from error
         if isinstance(backend, ForwardingBackend):
             for name, reason in backend.left_out.items():
                 logger.info("attnplug: without %s: %s", name, reason)

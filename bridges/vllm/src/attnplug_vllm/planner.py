@@ -63,14 +63,14 @@ class GroupPlanner:
         """
         attention, batch = self.group.ready(), ForwardBatch(geometry)
         if attention is not self._attention:
-            attention.reserve_graphs(*self._max_sizes)
+            attention.reserve(*self._max_sizes)
             if (length := attention.padding_length()) != 0:
                 raise PlanError(
                     f"backend {attention.backend.backend_id.name} needs padded requests of length {length} in CUDA "
                     "graphs, but vLLM gives them length 0; use --compilation-config.cudagraph_mode PIECEWISE"
                 )
             self._attention, self._batches = attention, {}
-        attention.plan_captured(batch, in_capture=True)
+        attention.capture(batch, in_capture=True)
         self._batches[key] = batch
         return PlannedBatch(attention, batch, captured=True)
 
@@ -92,4 +92,4 @@ class GroupPlanner:
             table.copy_(block_table[:, : table.shape[1]])
         if slots is not None and slot_mapping is not None and slot_mapping.data_ptr() != slots.data_ptr():
             slots.copy_(slot_mapping[: slots.shape[0]])
-        attention.plan_captured(batch)
+        attention.capture(batch)

@@ -46,4 +46,4 @@ def check(argv: list[str]) -> None:
         machine = Machine.current()
         check_command_line(argv, registry(), machine.device, machine.sm)
     except AttnplugError as error:
-        raise SystemExit(error.told(render)) from None
+        raise SystemExit(error.format(render)) from None

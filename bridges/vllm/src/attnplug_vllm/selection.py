@@ -55,7 +55,7 @@ def request_of(config: Any) -> BackendRequest:
     try:
         return read_request(config.additional_config)
     except AttnplugError as error:
-        raise Refused(error.told(render), error=error) from None
+        raise Refused(error.format(render), error=error) from None
 
 
 def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine | None = None) -> Selection:
@@ -71,7 +71,7 @@ def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine 
             ranking = default_ranking(registry(), problem, per_batch=HOST.per_batch(problem))
             selection = choose_importable(registry(), request, problem, ranking)
     except AttnplugError as error:
-        raise Refused(error.told(render), error=error) from None
+        raise Refused(error.format(render), error=error) from None
     _selections[key] = selection
     return selection
 

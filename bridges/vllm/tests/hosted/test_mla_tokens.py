@@ -75,7 +75,7 @@ def test_vllms_own_prefill_stays_unless_one_is_named_and_decode_goes_by_batch(de
     (layer, *_) = load_model(deepseek.path("dense")).layers
     twins = measured_twins(monkeypatch, tmp_path, layer, DType.FLOAT32)
     monkeypatch.setattr(selection, "registry", lambda: twins)
-    makers = planned(monkeypatch, lambda batch: batch.plan.attention.makers()[0])
+    makers = planned(monkeypatch, lambda batch: batch.plan.attention.planner_names()[0])
     options = {**OPTIONS["dense"], **asking("auto"), "block_size": 64, "enforce_eager": False}
     with engine(deepseek.path("dense"), options) as llm:
         assert impls(llm) == OURS and runner(llm).compilation_config.mode != 0

@@ -65,11 +65,11 @@ class Capture:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def reserve(self) -> Capture:
-        self.attention.reserve_graphs(self.batch.batch_size + 1, self.batch.geometry.rows + 3)
+        self.attention.reserve(self.batch.batch_size + 1, self.batch.geometry.rows + 3)
         return self
 
     def capture(self) -> Capture:
-        planned = self.attention.plan_captured(self.batch, in_capture=True)
+        planned = self.attention.capture(self.batch, in_capture=True)
         self.plan = planned.attention
         if self.scene.device.type == "cpu":
             self.run()
@@ -120,7 +120,7 @@ class Capture:
         return found
 
     def replay(self) -> Tensor:
-        planned = self.attention.plan_captured(self.batch)
+        planned = self.attention.capture(self.batch)
         if planned.attention is not self.plan and planned.attention.new_slots is not None:
             before, after = self.plan.new_slots, planned.attention.new_slots
             if before is not None and before.data_ptr() != after.data_ptr():
@@ -197,7 +197,7 @@ def _eager_between(stand: Stand) -> None:
     capture = Capture(scene).reserve().capture()
     other, eager = (next(others(stand, scene)) for _ in range(2))
     capture.put(other)
-    capture.attention.plan_captured(capture.batch)
+    capture.attention.capture(capture.batch)
     eager.case = replace(eager.case, mode=scene.case.mode)
     eager.plan(eager.batch())
     check_replayed(stand, capture, other, capture.replay())
@@ -212,7 +212,7 @@ def _lanes(stand: Stand) -> None:
     batches = list(others(stand, scene))[:2]
     for capture, other in zip((first, second), batches, strict=True):
         capture.put(other)
-        attention.plan_captured(capture.batch)
+        attention.capture(capture.batch)
         attention.refill(capture.batch)
     first.put(batches[0])  # the pool is one, and holds the first lane's rows again
     if scene.device.type == "cpu":
@@ -231,7 +231,7 @@ def _never_captured(stand: Stand) -> None:
     scene = stand.scene()
     attention = ModelAttention(scene.backend, scene.pools)
     refused_with_an_error(
-        lambda: attention.plan_captured(Capture(scene, 0, attention).batch),
+        lambda: attention.capture(Capture(scene, 0, attention).batch),
         "it planned the replay of a shape that was never captured",
     )
 
@@ -246,7 +246,7 @@ def _no_wait(stand: Stand) -> None:
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         try:
             with nothing_waits():
-                capture.attention.plan_captured(capture.batch)
+                capture.attention.capture(capture.batch)
                 assert capture.graph is not None
                 capture.graph.replay()
         except RuntimeError as error:

@@ -266,7 +266,7 @@ def _graph(stand: Stand) -> None:
     scene = _scene(stand)
     attention = scene.attention()
     requests = len(scene.new)
-    attention.reserve_graphs(requests, requests)
+    attention.reserve(requests, requests)
     device = scene.device
     slots = torch.full((requests,), -1, dtype=torch.int64, device=device)
     batch = ForwardBatch(
@@ -282,7 +282,7 @@ def _graph(stand: Stand) -> None:
             state_slots=slots,
         )
     )
-    attention.plan_captured(batch, in_capture=True)
+    attention.capture(batch, in_capture=True)
 
     def run() -> tuple[torch.Tensor | None, torch.Tensor | None]:
         attention.refill(batch)
@@ -296,7 +296,7 @@ def _graph(stand: Stand) -> None:
     real = requests - 1
     slots[:real] = torch.tensor(scene.slots[:real], device=device)
     batch.geometry.seq_lens[:real] = 2
-    attention.plan_captured(batch)
+    attention.capture(batch)
     if graph is None:
         outs = run()
     else:

@@ -1,1 +1,1 @@
-"""Bases for authors of backends: what every backend would otherwise write again."""
+"""Base classes for authors of backends."""

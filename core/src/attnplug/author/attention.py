@@ -1,4 +1,4 @@
-"""The base of a backend that attends over cached rows: all of a call but the kernel."""
+"""Base class of backends that attend over cached rows: everything but the kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from attnplug.author.planned import PlannedBackend
-from attnplug.author.served_layers import NOTHING, NewRows, ServedLayers, output_width
+from attnplug.author.served_layers import NO_EXTRAS, NewRows, ServedLayers, output_width
 from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import BackendContext
@@ -20,10 +20,17 @@ from attnplug.declare.problem import ExtendPath
 
 
 class PlannedAttention(PlannedBackend):
-    """Both entries of a backend, over ``attend``. It finds the plan and refuses another backend's, checks the call,
-    writes the new rows, and returns zeros for padding (B5).
+    """``forward_extend`` and ``forward_decode`` in terms of ``attend``.
 
-    Subclass contract: ``plan`` and ``attend``.
+    Looks up the plan and refuses another backend's, validates the call, writes the new rows to the cache, and returns
+    zeros for padding (B5). Subclass contract: define ``plan`` and ``attend``. ::
+
+        class MyBackend(PlannedAttention):
+            def plan(self, geometry):
+                return Plan.of(self.backend_id, geometry, make_metadata(geometry), geometry.new_slots())
+
+            def attend(self, q, layer, plan, new, extras):
+                return my_kernel(q, self.context.pools.mha.keys(layer.layer_id), ..., plan.metadata)
     """
 
     def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
@@ -32,12 +39,12 @@ class PlannedAttention(PlannedBackend):
 
     @abstractmethod
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
-        """One layer over the planned rows; there is at least one.
+        """Run one layer over the planned rows, of which there is at least one.
 
         q is ``[plan.query_rows, heads, width]``; ``extras.q_rope`` and ``extras.selected`` have as many rows. ``new``
-        holds as many of k and v, which are in the cache by now. It is ``None`` where they were there before. Where it
-        is not, write what ``extras.entries`` complete. Fill ``extras.lse`` if it is given.
-        Write the result to ``extras.out`` if you can; any other tensor that you return is copied there.
+        is (k, v) with as many rows, already written to the cache; ``None`` if the cache had them before the call.
+        Unless it is ``None``, write the entries that ``extras.entries`` complete. Fill ``extras.lse`` if given.
+        Returns ``[plan.query_rows, heads, v_width]``, preferably in ``extras.out``; another tensor is copied there.
         """
 
     def forward_extend(
@@ -79,10 +86,10 @@ class PlannedAttention(PlannedBackend):
         save_kv_cache: bool,
         extras: ForwardExtras | None,
     ) -> Tensor:
-        """One layer of a planned batch, as ``AttentionBackend.forward_extend`` says."""
-        given = self.layers.check(layer, q, None if extras is None else extras.q_rope)
+        """Run one layer of a planned batch; see ``AttentionBackend.forward_extend``."""
+        given_rows = self.layers.check(layer, q, None if extras is None else extras.q_rope)
         plain = extras is None and not layer.sinks and layer.indexer is None
-        wanted = NOTHING if plain else self.layers.wanted(layer, q, extras)
+        wanted = NO_EXTRAS if plain else self.layers.check_extras(layer, q, extras)
         rows, new = plan.query_rows, None
         if rows and self.takes_rows(plan, save_kv_cache):
             new = self.layers.new_rows(layer, k, v, rows)
@@ -94,13 +101,13 @@ class PlannedAttention(PlannedBackend):
                         f"absorbed; plan it again for the path {ExtendPath.ABSORBED}"
                     )
                 self.layers.write(layer, plan, new)
-        if rows != given or not rows:
+        if rows != given_rows or not rows:
             return self._padded(plan, q, layer, new, wanted)
         out = self.attend(q, layer, plan, new, wanted)
-        return out if wanted is NOTHING else _put(out, wanted.out)
+        return out if wanted is NO_EXTRAS else _copy_to(out, wanted.out)
 
     def takes_rows(self, plan: Plan, save_kv_cache: bool) -> bool:
-        """Whether a call needs k and v: to write them, for most backends."""
+        """Return True if a call needs k and v; most backends need them only to write them."""
         return save_kv_cache
 
     def _padded(self, plan: Plan, q: Tensor, layer: LayerSpec, new: NewRows | None, wanted: ForwardExtras) -> Tensor:
@@ -111,11 +118,11 @@ class PlannedAttention(PlannedBackend):
             lse[rows:] = float("-inf")
         if rows:
             part = wanted.first(rows, out)
-            _put(self.attend(q[:rows], layer, plan, new, part), part.out)
+            _copy_to(self.attend(q[:rows], layer, plan, new, part), part.out)
         return out
 
 
-def _put(result: Tensor, out: Tensor | None) -> Tensor:
+def _copy_to(result: Tensor, out: Tensor | None) -> Tensor:
     if out is None or result is out:
         return result
     return out.copy_(result)

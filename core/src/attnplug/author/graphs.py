@@ -1,10 +1,10 @@
-"""What a backend keeps for the shapes of batch that CUDA graphs capture, and which shapes it refuses."""
+"""Plans of captured batch shapes, and the limits of shapes that can be captured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Never
+from typing import Any
 
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
@@ -24,9 +24,9 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """The largest batch that memory for graphs is made for. ``pages`` is the width of a page table.
+    """Largest batch that can be captured. ``pages`` is the width of the page table.
 
-    At level ``ALWAYS`` an extend is captured too. At each replay its ``new_lens`` say which rows are whose.
+    At level ``ALWAYS`` extends are captured too; at each replay ``new_lens`` assigns their rows to requests.
     """
 
     max_bs: int
@@ -35,8 +35,8 @@ class GraphLimits:
     level: GraphLevel = GraphLevel.UNIFORM
 
     def check(self, geometry: Geometry) -> None:
-        """Refuse a batch that cannot be captured."""
-        mode, requests, rows = geometry.mode, geometry.requests, geometry.rows
+        """Raise PlanError for a batch that cannot be captured."""
+        mode, requests, rows, pages = geometry.mode, geometry.requests, geometry.rows, geometry.page_table.shape[1]
         if mode not in _MODES[self.level]:
             raise PlanError(f"a batch in mode {mode} cannot be captured, only {', '.join(_MODES[self.level])}")
         read = {"seq_lens": geometry.seq_lens, "page_table": geometry.page_table}
@@ -48,31 +48,24 @@ class GraphLimits:
             read["tree"] = geometry.tree
         for name, tensor in read.items():
             if tensor.stride(-1) != 1:
-                raise PlanError(
-                    f"a captured batch has {name} without gaps, not with strides {tensor.stride()}: kernels read it "
-                    "where it lies"
-                )
+                raise PlanError(f"a captured batch needs contiguous rows of {name}, not strides {tensor.stride()}")
         if mode in _UNIFORM and (not requests or rows % requests or (mode.is_decode and rows != requests)):
             raise PlanError(
-                f"a captured batch has equally many rows of every request, not {rows} rows for {requests} requests"
+                f"a captured batch needs equally many rows per request, not {rows} rows for {requests} requests"
             )
         if not requests or not rows:
-            raise PlanError(f"a captured batch has requests and rows, not {requests} and {rows}")
-        if requests > self.max_bs or rows > self.max_num_tokens or geometry.page_table.shape[1] > self.pages:
-            self._refuse_size(geometry)
-
-    def _refuse_size(self, geometry: Geometry) -> Never:
-        raise PlanError(
-            f"a batch of {geometry.requests} requests, {geometry.rows} rows and {geometry.page_table.shape[1]} pages a "
-            f"request does not fit the memory for graphs, of {self.max_bs} requests, {self.max_num_tokens} rows and "
-            f"{self.pages} pages"
-        )
+            raise PlanError(f"a captured batch needs requests and rows, not {requests} and {rows}")
+        if requests > self.max_bs or rows > self.max_num_tokens or pages > self.pages:
+            raise PlanError(
+                f"a batch of {requests} requests, {rows} rows and {pages} pages per request exceeds the memory for "
+                f"graphs, reserved for {self.max_bs} requests, {self.max_num_tokens} rows and {self.pages} pages"
+            )
 
 
 class Captures:
-    """The plan of each captured shape of batch, by lane and step. It is made once, and looked up at every replay.
+    """Plans of captured batch shapes, by lane and step. A plan is made at capture and looked up at every replay.
 
-    Graphs of one lane run one after the other and share its memory. Those of different lanes share nothing.
+    Graphs of one lane run in sequence and share its memory. Graphs of different lanes share nothing.
     """
 
     def __init__(self, backend: BackendId) -> None:
@@ -82,19 +75,19 @@ class Captures:
         self._plans: dict[tuple[int, ForwardMode, int, int, int, bool, bool, int], Plan] = {}
 
     def reserve(self, limits: GraphLimits, memory: Callable[[], tuple[Any, ...]]) -> None:
-        """Make the memory of every lane; once."""
+        """Allocate the memory of every lane. Raises BackendError if called twice."""
         if self._limits is not None:
             raise BackendError(
-                f"backend {self._backend.name} has its memory for CUDA graphs already, and captured graphs hold its "
-                "addresses; call init_cuda_graph_state once, with the most that will be captured"
+                f"backend {self._backend.name} has already reserved memory for CUDA graphs, and captured graphs hold "
+                "its addresses; call init_cuda_graph_state once, with the largest sizes to capture"
             )
         self._memory, self._limits = memory(), limits
 
     def plan(self, geometry: Geometry, capture: Callable[[Geometry, Any], Plan] | None) -> Plan:
-        """The plan of a batch of this shape; if there is none, ``capture`` makes it in the memory of its lane."""
+        """Return the plan of this batch shape; if there is none, ``capture`` makes it in the memory of its lane."""
         if self._limits is None:
             raise BackendError(
-                f"backend {self._backend.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
+                f"backend {self._backend.name} has reserved no memory for CUDA graphs; call init_cuda_graph_state first"
             )
         uniform, width = geometry.new_lens is None, geometry.page_table.shape[1]
         tree, step = geometry.tree is not None, geometry.step
@@ -103,11 +96,11 @@ class Captures:
         if plan is None:
             self._limits.check(geometry)
             if capture is None:
-                where = f"in lane {shape[0]}" + f" for step {step}" * (step > 0)
+                where = f"in lane {geometry.lane}" + f" for step {step}" * (step > 0)
                 raise PlanError(
-                    f"a {shape[1]} batch of {shape[2]} requests, {shape[3]} rows and {shape[4]} pages a request"
-                    f"{', with trees,' * tree} was never captured {where}; plan it with in_capture=True and capture it "
-                    "first"
+                    f"a {geometry.mode} batch of {geometry.requests} requests, {geometry.rows} rows and {width} pages "
+                    f"per request{', with trees,' * tree} was never captured {where}; plan it with in_capture=True and "
+                    "capture it first"
                 )
             plan = self._plans[shape] = capture(geometry, self._memory[geometry.lane])
         return plan

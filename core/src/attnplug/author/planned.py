@@ -1,4 +1,4 @@
-"""The base of a backend that plans: its identity, its claims, its lanes and its captured graphs."""
+"""Base class of backends that plan: identity, claims, lanes and captured graphs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from attnplug.declare.problem import LARGEST_TREE, GraphLevel
 
 
 class PlannedBackend(ABC):
-    """Plans batches by their geometry, eager and for CUDA graphs.
+    """Planning hooks of ``AttentionBackend`` in terms of ``plan``, ``reserve``, ``capture`` and ``refill``.
 
-    Subclass contract. ``plan`` makes the plan of an eager batch. A backend that claims CUDA graphs defines ``capture``
-    and ``refill`` too, and ``reserve`` if captured kernels read memory of its own. Claims are those of the spec unless
-    the constructor is given narrower ones.
+    Subclass contract: define ``plan``, for eager batches. A backend that claims CUDA graphs also defines ``capture``
+    and ``refill``, and ``reserve`` if captured kernels read memory of its own. ``claims`` default to the spec's.
     """
 
     def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
@@ -32,22 +31,23 @@ class PlannedBackend(ABC):
         self.backend_id = BackendId(context.name)
         self.claims = context.declared.claims if claims is None else claims
         self._captures = Captures(self.backend_id)
-        self._check_graph_methods()
+        if self.claims.cuda_graph is not GraphLevel.NEVER:
+            self._check_graph_methods()
 
     @abstractmethod
     def plan(self, geometry: Geometry) -> Plan:
-        """The plan of an eager batch: ``Plan.of(self.backend_id, geometry, metadata, new_slots)``."""
+        """Plan an eager batch: return ``Plan.of(self.backend_id, geometry, metadata, new_slots)``."""
 
     def reserve(self, limits: GraphLimits) -> Any:
-        """Memory of one lane for captured batches of up to ``limits``. Its addresses never change afterwards."""
+        """Allocate one lane's memory for captured batches of up to ``limits``. Its addresses must never change."""
         return None
 
     def capture(self, geometry: Geometry, memory: Any) -> Plan:
-        """The plan of a shape that was not captured before, in a lane's memory. It serves every replay."""
+        """Plan a shape that is captured for the first time, in a lane's memory. The plan serves every replay."""
         raise NotImplementedError  # a backend that claims graphs is not built without it
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
-        """Make what changes from replay to replay, inside the graph, from the lengths and pages on the device."""
+        """Update the plan's tensors from the lengths and pages on the device, inside the graph, at every replay."""
         raise NotImplementedError
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
@@ -58,12 +58,12 @@ class PlannedBackend(ABC):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         level, limits = self.claims.cuda_graph, self.context.limits
         if level is GraphLevel.NEVER:
-            raise BackendError(f"backend {self.backend_id.name} runs outside of CUDA graphs only, as it is built here")
-        most = GraphLimits(max_bs, max_num_tokens, -(-limits.max_context // self.context.page_size), level)
-        self._captures.reserve(most, lambda: tuple(self.reserve(most) for _ in range(limits.lanes)))
+            raise BackendError(f"backend {self.backend_id.name}, as built here, cannot run inside CUDA graphs")
+        largest = GraphLimits(max_bs, max_num_tokens, -(-limits.max_context // self.context.page_size), level)
+        self._captures.reserve(largest, lambda: tuple(self.reserve(largest) for _ in range(limits.lanes)))
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
+        """Return the plan of a captured shape. It never changes; ``refill`` updates its tensors inside the graph."""
         self.check_geometry(forward_batch.geometry)
         return self._captures.plan(forward_batch.geometry, self.capture if in_capture else None)
 
@@ -72,42 +72,40 @@ class PlannedBackend(ABC):
         self.refill(self._captures.plan(geometry, None), geometry)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Padded requests have no rows: nothing is read or written for them."""
+        """Length of padded requests: 0, so nothing is read or written for them."""
         return 0
 
     def _check_graph_methods(self) -> None:
-        level = self.claims.cuda_graph
         own = {"capture": "capture(geometry, memory)", "refill": "refill(plan, geometry)"}
         missing = [shown for name, shown in own.items() if getattr(type(self), name) is getattr(PlannedBackend, name)]
-        if level is not GraphLevel.NEVER and missing:
+        if missing:
             raise BackendError(
-                f"backend {self.backend_id.name} claims cuda_graph {level.name}, but defines no "
+                f"backend {self.backend_id.name} claims cuda_graph {self.claims.cuda_graph.name}, but defines no "
                 f"{' and no '.join(missing)}; define it, or claim GraphLevel.NEVER"
             )
 
     def check_geometry(self, geometry: Geometry) -> None:
-        """Refuse a batch for which this backend was not built: of other pages, in a lane that it does not have, or with
-        trees that it does not serve."""
+        """Raise PlanError for a batch with another page size, an unknown lane, or unsupported trees."""
         if geometry.page_size != self.context.page_size:
             raise PlanError(
-                f"a batch has a table of pages of {geometry.page_size} tokens, and backend {self.backend_id.name} was "
-                f"built for pages of {self.context.page_size}"
+                f"the batch's page size is {geometry.page_size}, but backend {self.backend_id.name} was built for "
+                f"{self.context.page_size}"
             )
         self.check_lane(geometry.lane)
         if geometry.tree is not None:
             self._check_tree(geometry, geometry.tree)
 
     def _check_tree(self, geometry: Geometry, tree: Tensor) -> None:
-        """Refuse a tree that this backend would run as a chain, or read wrongly."""
+        """Raise PlanError for a tree that this backend would run as a chain, or misread."""
         name, rows, ragged = self.backend_id.name, geometry.max_new, geometry.new_lens is not None
+        trees, shape = f"a batch has trees of {rows} rows per request", (geometry.requests, rows)
         if geometry.mode is not ForwardMode.TARGET_VERIFY or ragged:
             raise PlanError(
-                f"a batch in mode {geometry.mode}{' with new_lens' * ragged} has a tree; trees are for mode "
-                f"{ForwardMode.TARGET_VERIFY} without new_lens: equally many new rows of every request"
+                f"a batch in mode {geometry.mode}{' with new_lens' * ragged} has a tree; trees require mode "
+                f"{ForwardMode.TARGET_VERIFY} without new_lens: equally many new rows per request"
             )
         if rows > LARGEST_TREE:
-            raise PlanError(f"a batch has trees of {rows} rows a request; give up to {LARGEST_TREE}, a bit for each")
-        shape = (geometry.requests, rows)
+            raise PlanError(f"{trees}; give up to {LARGEST_TREE}, one bit each")
         if tree.dtype is not torch.int64 or tree.shape != shape or tree.device != geometry.device:
             raise PlanError(
                 f"tree is {tree.dtype} of shape {tuple(tree.shape)} on {tree.device}; give torch.int64 of shape "
@@ -115,22 +113,20 @@ class PlannedBackend(ABC):
             )
         if not self.claims.trees:
             raise PlanError(
-                f"a batch has trees of {rows} rows a request, and backend {name} takes chains only; verify chains, or "
-                "choose a backend that claims trees"
+                f"{trees}, and backend {name} takes chains only; verify chains, or choose a backend that claims trees"
             )
         for layer in self.context.model.full_layers:
             if layer.sliding_window is not None:
                 raise PlanError(
-                    f"a batch has trees of {rows} rows a request, and layer {layer.layer_id} of backend {name} has a "
-                    f"sliding window of {layer.sliding_window} tokens; verify chains: a window counts a row's depth, "
-                    "which a tree does not say"
+                    f"{trees}, and layer {layer.layer_id} of backend {name} has a sliding window of "
+                    f"{layer.sliding_window} tokens, which counts a row's depth in its tree; verify chains"
                 )
 
     def check_lane(self, lane: int) -> None:
-        """Refuse a lane that this backend does not have."""
+        """Raise PlanError for a lane that this backend does not have."""
         lanes = self.context.limits.lanes
         if not 0 <= lane < lanes:
             raise PlanError(
-                f"a batch is in lane {lane}, and backend {self.backend_id.name} was built for {lanes}; build it with "
+                f"the batch is in lane {lane}, but backend {self.backend_id.name} has {lanes} lanes; build it with "
                 f"Limits(lanes={lane + 1}) or more"
             )

@@ -1,4 +1,4 @@
-"""The layers that a backend serves, and the checks of a call on one of them before a kernel runs."""
+"""Layers that a backend serves, and validation of calls before a kernel runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from attnplug.declare.model import LayerSpec, MLADims
 from attnplug.kv import MLAPool, torch_dtype
 
 NewRows = tuple[Tensor, Tensor | None]
-NOTHING = ForwardExtras()
+"""(k, v) of the planned rows: ``[rows, kv_heads, dim]`` each, or the latent rows ``[rows, dim]`` and ``None``."""
+NO_EXTRAS = ForwardExtras()
 
 
 class ServedLayers:
-    """The full-attention layers of a context's model, by id, and the pools that hold their rows."""
+    """Full-attention layers of a context's model, and the pools that hold their rows."""
 
     def __init__(self, context: BackendContext, extras: frozenset[str]) -> None:
         self._name, self._extras, self._embeds = context.name, extras, context.serving.is_embedding
@@ -31,7 +32,7 @@ class ServedLayers:
         }
 
     def check(self, layer: LayerSpec, q: Tensor, q_rope: Tensor | None = None) -> int:
-        """Check that queries ``[rows, heads, width]`` are for a layer that the backend serves; returns their rows."""
+        """Validate a layer and its queries ``[rows, heads, width]``; return the number of rows."""
         wanted = self._queries.get(layer.layer_id)
         if wanted is None:
             raise PoolError(
@@ -50,7 +51,7 @@ class ServedLayers:
 
     @staticmethod
     def _joined_width(layer: LayerSpec, q: Tensor, q_rope: Tensor) -> int:
-        """The width of absorbed queries that come in two parts."""
+        """Return the width of absorbed queries that are given in two parts."""
         rank, rope = (0, 0) if layer.mla is None else (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
         if q.shape[2] != rank or q_rope.shape != (*q.shape[:2], rope) or q_rope.dtype is not q.dtype:
             raise BackendError(
@@ -60,23 +61,19 @@ class ServedLayers:
             )
         return rank + rope
 
-    def wanted(self, layer: LayerSpec, q: Tensor, extras: ForwardExtras | None) -> ForwardExtras:
-        """What a call asks for, checked. An extra that the backend does not claim is an error."""
-        if extras is None:
-            if layer.sinks:
-                self._refuse_sinks(layer, NOTHING)
-            if layer.indexer is not None:
-                check_selected(None, layer, q.shape[0], self._name)
-            return NOTHING
-        if unknown := extras.asked() - self._extras:
+    def check_extras(self, layer: LayerSpec, q: Tensor, extras: ForwardExtras | None) -> ForwardExtras:
+        """Validate and return the extras of a call. Raises BackendError for one that the backend does not claim."""
+        extras = NO_EXTRAS if extras is None else extras
+        if unclaimed := extras.given() - self._extras:
             raise BackendError(
-                f"backend {self._name} was asked for {', '.join(sorted(unknown))}; "
+                f"backend {self._name} was asked for {', '.join(sorted(unclaimed))}; "
                 f"it knows {', '.join(sorted(self._extras)) or 'no extras'}"
             )
         if extras.lse is not None:
             check_lse(extras.lse, q)
         if layer.sinks != (extras.sinks is not None):
-            self._refuse_sinks(layer, extras)
+            given = "were not given; give them" if layer.sinks else "were given; leave them out"
+            raise BackendError(f"layer {layer.layer_id} has sinks={layer.sinks}, but extras.sinks {given}")
         if extras.sinks is not None and extras.sinks.shape != q.shape[1:2]:
             raise BackendError(f"extras.sinks has shape {tuple(extras.sinks.shape)}, but q has {q.shape[1]} heads")
         if extras.selected is not None or layer.indexer is not None:
@@ -91,21 +88,13 @@ class ServedLayers:
             )
         return extras
 
-    @staticmethod
-    def _refuse_sinks(layer: LayerSpec, extras: ForwardExtras) -> None:
-        given = "were given" if extras.sinks is not None else "were not given"
-        raise BackendError(
-            f"layer {layer.layer_id} has sinks={layer.sinks}, but extras.sinks {given}; give them for such layers, "
-            "and for no others"
-        )
-
     def new_rows(self, layer: LayerSpec, k: Tensor | None, v: Tensor | None, rows: int) -> NewRows:
-        """The first ``rows`` rows of k and v, checked. An MLA layer has no v."""
+        """Validate k and v and return their first ``rows`` rows. An MLA layer has no v."""
         if k is None or (v is None) != (layer.mla is not None):
             given = ", ".join(f"{n}={'None' if t is None else tuple(t.shape)}" for n, t in (("k", k), ("v", v)))
             raise BackendError(
-                f"layer {layer.layer_id} ({layer.kind}) brings {'k and v' if layer.mla is None else 'k and no v'}, but "
-                f"was given {given}; pass save_kv_cache=False where its rows are in the cache already"
+                f"layer {layer.layer_id} ({layer.kind}) requires {'k and v' if layer.mla is None else 'k and no v'}, "
+                f"but was given {given}; pass save_kv_cache=False if its rows are in the cache already"
             )
         if k.shape[0] < rows or (v is not None and v.shape[0] < rows):
             given = f"{k.shape[0]} rows of k" + ("" if v is None else f" and {v.shape[0]} of v")
@@ -113,35 +102,34 @@ class ServedLayers:
         return k if k.shape[0] == rows else k[:rows], v if v is None or v.shape[0] == rows else v[:rows]
 
     def write(self, layer: LayerSpec, plan: Plan, new: NewRows) -> None:
-        """Write new rows to the plan's slots, except where a slot is -1.
+        """Write new rows to the plan's slots; -1 marks a row that is not written.
 
-        Only a backend that embeds prompts may do without slots: it attends to rows at hand, and writes nothing.
+        Only an embedding backend may plan without slots: it attends to rows passed as arguments and writes nothing.
         """
         if plan.new_slots is None:
             if self._embeds:
                 return
             raise PlanError(
-                f"backend {self._name} is to write the new rows of layer {layer.layer_id}, and its plan has no "
+                f"backend {self._name} must write the new rows of layer {layer.layer_id}, but its plan has no "
                 "new_slots; make the plan with Plan.of(backend_id, geometry, metadata, geometry.new_slots())"
             )
         k, v = new
-        if v is None:
-            if self._mla is None:
-                raise PoolError(f"layer {layer.layer_id} is MLA, but backend {self._name} has no MLA pool")
+        if v is None and self._mla is not None:
             self._mla.write(layer.layer_id, plan.new_slots, k)
-        else:
-            if self._mha is None:
-                raise PoolError(f"layer {layer.layer_id} is MHA, but backend {self._name} has no MHA pool")
+        elif v is not None and self._mha is not None:
             self._mha.write(layer.layer_id, plan.new_slots, k, v)
+        else:
+            kind = str(layer.kind).upper()
+            raise PoolError(f"layer {layer.layer_id} is {kind}, but backend {self._name} has no {kind} pool")
 
 
 def output_width(layer: LayerSpec) -> int:
-    """The width of a row of the result: that of values, or of latents for absorbed MLA."""
+    """Return the width of an output row: that of values, or of the latent for absorbed MLA."""
     return layer.v_head_dim if layer.mla is None else layer.mla.kv_lora_rank
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
-    """Refuse an ``lse`` that a kernel cannot fill: kernels write it as one plain block of memory."""
+    """Raise BackendError unless ``lse`` is contiguous float32 ``[tokens, heads]``, as kernels write it."""
     if lse.shape != q.shape[:2] or lse.dtype is not torch.float32 or not lse.is_contiguous():
         raise BackendError(
             f"lse must be contiguous float32 of shape {tuple(q.shape[:2])} (tokens, heads), not {lse.dtype} of shape "
@@ -149,25 +137,26 @@ def check_lse(lse: Tensor, q: Tensor) -> None:
         )
 
 
-_COPIED = 16
-"""Bytes that libraries' kernels copy at once."""
+_COPY_BYTES = 16  # size of a vector copy in libraries' kernels
 
 
 def check_rows(pages: Tensor, name: str, library: str) -> None:
-    """Refuse a cache ``[pages, page_size, kv_heads, dim]`` that a library's kernels cannot read where it lies. Its
-    pages, tokens and heads may have any strides that are multiples of 16 bytes."""
+    """Raise PoolError for a cache ``[pages, page_size, kv_heads, dim]`` that a library's kernels cannot read in place.
+
+    Pages, tokens and heads may have any strides that are multiples of 16 bytes.
+    """
     outer = [stride for stride, size in zip(pages.stride()[:-1], pages.shape[:-1], strict=True) if size > 1]
-    places = [stride * pages.element_size() for stride in outer] + [pages.data_ptr()]
-    if pages.stride(-1) != 1 or any(place % _COPIED for place in places):
+    offsets = [stride * pages.element_size() for stride in outer] + [pages.data_ptr()]
+    if pages.stride(-1) != 1 or any(offset % _COPY_BYTES for offset in offsets):
         raise PoolError(
             f"{name} have strides {pages.stride()} at address {pages.data_ptr():#x}; {library} reads rows with "
-            f"adjacent columns, at multiples of {_COPIED} bytes"
+            f"adjacent columns, at multiples of {_COPY_BYTES} bytes"
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MLAShape:
-    """The shape of a model's MLA layers on this rank, which are all alike, and the pool that holds their rows."""
+    """Common shape of a model's MLA layers on this rank, and the pool that holds their rows."""
 
     pool: MLAPool
     heads: int
@@ -182,7 +171,7 @@ class MLAShape:
     def of(cls, context: BackendContext) -> MLAShape:
         layers = [layer for layer in context.model.full_layers if layer.mla is not None]
         if context.pools.mla is None or not layers:
-            raise PoolError(f"backend {context.name} serves MLA layers, and needs a model and a pool with some")
+            raise PoolError(f"backend {context.name} serves MLA layers; it needs a model and a pool with some")
         first = layers[0]
         assert first.mla is not None
         return cls(
@@ -198,5 +187,5 @@ class MLAShape:
 
     @property
     def ragged_dims(self) -> tuple[int, int]:
-        """Widths of a key and of a value, as MHA."""
+        """(key, value) widths when MLA runs as MHA."""
         return self.dims.qk_nope_head_dim + self.dims.qk_rope_head_dim, self.v_head_dim

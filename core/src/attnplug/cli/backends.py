@@ -47,7 +47,7 @@ class Row:
         if self.status == "usable":
             return "usable here"
         if self.status == "refused":
-            return "refused here: " + "; ".join(reason.told(_no_option) for reason in self.reasons)
+            return "refused here: " + "; ".join(reason.format(_no_option) for reason in self.reasons)
         return f"{self.status}: {self.error}"
 
 

@@ -140,7 +140,7 @@ def _explain_in_host(registry: Registry, name: str, request: BackendRequest, pro
     if not json:
         print(f"host       {host.title} {host.versions}, {found or 'not installed here'} ({bridge})")
         for refusal in refusals:
-            print(f"  - {refusal.told(host.render)}")
+            print(f"  - {refusal.format(host.render)}")
     summary = {
         "name": name,
         "version": found,

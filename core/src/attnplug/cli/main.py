@@ -24,7 +24,7 @@ def main() -> None:
             render = parsed.render
             sys.exit(_run(parsed))
     except AttnplugError as error:
-        print(f"error: {error.told(render)}", file=sys.stderr)
+        print(f"error: {error.format(render)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:  # its text may name the plugin that was loading
         print(f"interrupted {error}".rstrip(), file=sys.stderr)

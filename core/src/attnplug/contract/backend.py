@@ -58,7 +58,8 @@ class ForwardExtras:
             entries=None if self.entries is None else self.entries.first(tokens),
         )
 
-    def asked(self) -> frozenset[str]:
+    def given(self) -> frozenset[str]:
+        """Names of the fields that are not ``None``."""
         return frozenset(name for name in self.__slots__ if getattr(self, name) is not None)
 
 

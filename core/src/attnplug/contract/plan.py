@@ -86,9 +86,9 @@ class Plan:
             return self.new_slots
         return next((slots for part in self.parts if (slots := part.row_slots()) is not None), None)
 
-    def makers(self) -> list[str]:
+    def planner_names(self) -> list[str]:
         """Names of the backends that planned; for a wrapper's plan, those of its children."""
-        return [name for part in self.parts for name in part.makers()] or [self.planner.name]
+        return [name for part in self.parts for name in part.planner_names()] or [self.planner.name]
 
 
 def plan_to_run(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: int) -> Plan:
@@ -101,10 +101,10 @@ def plan_to_run(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: 
         raise PlanError(f"backend {planner.name} was asked to run a batch that has no plan; plan the batch first")
     found = plan.part_of(planner)
     if found is None:
-        makers = plan.makers()
-        same = " (another instance of it)" if planner.name in makers else ""
+        planners = plan.planner_names()
+        same = " (another instance of it)" if planner.name in planners else ""
         raise PlanError(
-            f"backend {planner.name} was given a plan made by {' and '.join(makers)}{same}; "
+            f"backend {planner.name} was given a plan made by {' and '.join(planners)}{same}; "
             f"plan the batch with the backend that runs it"
         )
     if found.mode is not mode:

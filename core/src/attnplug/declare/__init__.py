@@ -1,1 +1,1 @@
-"""What plugins and hosts declare, as plain data: no torch."""
+"""Declarations of plugins and hosts, as plain data. Nothing here imports torch."""

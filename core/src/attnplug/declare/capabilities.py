@@ -1,4 +1,4 @@
-"""Static capabilities of a backend, as data. They are validated when a plugin is loaded."""
+"""Static capabilities of a backend, validated when a plugin is loaded."""
 
 from __future__ import annotations
 
@@ -7,36 +7,28 @@ from dataclasses import dataclass, fields
 
 from attnplug.declare.claims import Claims, declared
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import (
-    FP8_CACHES,
-    LARGEST_PAGE,
-    SM_RANGE,
-    CacheLayout,
-    DType,
-    GraphLevel,
-    Role,
-)
+from attnplug.declare.problem import FP8_CACHES, LARGEST_PAGE, SM_RANGE, CacheLayout, DType, GraphLevel, Role
 from attnplug.declare.reading import boolean, integer, members_of, names, optional_integer, pairs
 
 DEVICES = ("cpu", "cuda")
 EXTRAS = ("entries", "lse", "out", "q_rope", "selected", "sinks")
-"""The fields of ``ForwardExtras``, which needs torch and is therefore defined elsewhere."""
+"""Fields of ``ForwardExtras``, which is defined elsewhere because it needs torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities(Claims):
-    """Static capabilities of a backend, as data, in addition to its run-time claims. What is not claimed is refused.
+    """Static capabilities of a backend and the widest claims it may make once built. Anything undeclared is refused.
 
-    ``Capabilities(kinds={AttentionKind.MHA}, devices={"cuda"}, dtypes={DType.BFLOAT16}, min_sm=80)`` is enough for a
-    backend that prefills and decodes. Fields may be given as sets or lists of members or of their values.
+    ``Capabilities(kinds={"mha"}, devices={"cuda"}, dtypes={"bfloat16"}, min_sm=80)`` suffices for a backend that
+    prefills and decodes. Sets and lists are accepted, of enum members or of their values.
     """
 
     kinds: frozenset[AttentionKind] = declared(members_of(AttentionKind))
     devices: frozenset[str] = declared(names)
     dtypes: frozenset[DType] = declared(members_of(DType))
-    """Element types of activations."""
+    """Supported dtypes of activations."""
     kv_dtypes: frozenset[DType] = declared(members_of(DType), frozenset())
-    """Types of the KV cache; the same as ``dtypes`` if left out."""
+    """Supported KV cache dtypes; default: ``dtypes``."""
     roles: frozenset[Role] = declared(members_of(Role), frozenset({Role.PREFILL, Role.DECODE}))
     min_sm: int | None = declared(optional_integer, None)
     """Lowest compute capability on CUDA: 90 for 9.0."""
@@ -48,21 +40,20 @@ class Capabilities(Claims):
     """(kv_lora_rank, rope) widths of MLA; ``None`` means any."""
     features: frozenset[Feature] = declared(members_of(Feature), frozenset())
     max_heads: int | None = declared(optional_integer, None)
-    """Most query heads of one rank; ``None`` means any number."""
+    """Maximum number of query heads per rank; ``None`` means any number."""
     layers_alike: bool = declared(boolean, False)
     """One plan serves all layers, so they must have one shape."""
     kv_matches_dtype: bool = declared(boolean, False)
-    """A cache that is not fp8 must have the activations' type."""
+    """A cache that is not fp8 must have the dtype of the activations."""
     max_speculative_tokens: int = declared(integer, 0)
     layouts: frozenset[CacheLayout] = declared(members_of(CacheLayout), frozenset({CacheLayout.TOKEN_MAJOR}))
-    """Cache layouts that it reads."""
     index_dtypes: frozenset[DType] = declared(members_of(DType), frozenset())
-    """Types of cached index keys that it reads, for sparse layers; the same as ``dtypes`` if left out."""
+    """Supported dtypes of cached index keys, for sparse layers; default: ``dtypes``."""
     coordinators: frozenset[str] = declared(names, frozenset())
-    """Names of the coordinators that it works with, for sparse layers. Its ``attend`` then reads no cache rows but
-    those of ``extras.selected``, given as ``SelectedSlots``."""
+    """Names of supported coordinators, for sparse layers. With a coordinator, ``attend`` must read only the cache rows
+    of ``extras.selected``, given as ``SelectedSlots``."""
     min_fp8_sm: int | None = declared(optional_integer, None)
-    """Lowest compute capability on which it reads an fp8 cache."""
+    """Lowest compute capability for an fp8 cache."""
     max_fp8_sm: int | None = declared(optional_integer, None)
 
     def __post_init__(self) -> None:
@@ -73,7 +64,7 @@ class Capabilities(Claims):
 
     @property
     def claims(self) -> Claims:
-        """Run-time claims of a backend that serves exactly what its spec declares."""
+        """Run-time claims of a backend whose claims equal its spec's."""
         return Claims(**{each.name: getattr(self, each.name) for each in fields(Claims)})
 
     def contradictions(self) -> Iterator[str]:
@@ -104,11 +95,10 @@ class Capabilities(Claims):
         if self.page_sizes.kernel is not None and not self.page_sizes.kernel:
             yield "page_sizes allows no page size at all"
         if AttentionKind.MLA in self.kinds and Role.PREFILL in self.roles and not self.mla_extend:
-            yield "it claims the role prefill for the kind mla but no way to do so: mla_extend is empty"
-        if self.mla_dims is not None and AttentionKind.MLA not in self.kinds:
-            yield f"it gives mla_dims but does not claim the kind mla, only {_listed(self.kinds)}"
-        if self.head_dims is not None and AttentionKind.MHA not in self.kinds:
-            yield f"it gives head_dims but does not claim the kind mha, only {_listed(self.kinds)}"
+            yield "it claims the role prefill for the kind mla, but mla_extend is empty"
+        for name, kind in (("mla_dims", AttentionKind.MLA), ("head_dims", AttentionKind.MHA)):
+            if getattr(self, name) is not None and kind not in self.kinds:
+                yield f"it gives {name} but does not claim the kind {kind}, only {_listed(self.kinds)}"
         if self.max_heads is not None and self.max_heads < 1:
             yield f"max_heads {self.max_heads} allows no head at all"
         if self.kv_matches_dtype and self.kv_dtypes.isdisjoint(self.dtypes | FP8_CACHES):
@@ -118,7 +108,7 @@ class Capabilities(Claims):
         if Role.DRAFT in self.roles and not self.max_speculative_tokens:
             yield "it claims the role draft but max_speculative_tokens is 0"
         if self.trees and not self.max_speculative_tokens:
-            yield "it claims trees of drafts but max_speculative_tokens is 0"
+            yield "it claims draft trees but max_speculative_tokens is 0"
         if self.coordinators and Feature.SPARSE not in self.features:
             yield f"it claims the coordinators {_listed(self.coordinators)} but not the feature sparse"
 
@@ -138,7 +128,7 @@ class Capabilities(Claims):
 
 
 def _layouts(layouts: frozenset[CacheLayout], kinds: frozenset[AttentionKind]) -> frozenset[CacheLayout]:
-    """With both names of one memory: a latent row of MLA is one head."""
+    """Return layouts of MLA with both names of the same memory: a latent row is one head."""
     both = frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR})
     return layouts | both if kinds == {AttentionKind.MLA} and layouts & both else layouts
 

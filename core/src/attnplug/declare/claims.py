@@ -1,10 +1,10 @@
-"""Run-time claims of a backend, and how a wrapper combines those of its children (A9)."""
+"""Run-time claims of a backend, and their combination by wrappers (A9)."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import Any
@@ -70,11 +70,11 @@ def declared(
     within: Callable[[Any, Any], bool] | None = None,
     refuse: Callable[[Any, Problem, Collection[Role | None]], Refusal | None] | None = None,
 ) -> Any:
-    """Dataclass field of a declaration; everything that depends on the field is said here, once.
+    """Return a dataclass field together with all rules that depend on it.
 
     ``read(name, value)`` validates and normalizes a declared value. ``weaker`` combines the values of two children of a
-    wrapper, ``within`` is True if a built backend's value is no wider than its spec's. ``refuse`` returns the refusal
-    of a problem that the value does not serve.
+    wrapper. ``within`` returns True if a built backend's value is no wider than its spec's. ``refuse`` returns the
+    refusal of a problem that the value does not serve.
     """
     metadata = {"read": read, "weaker": weaker, "within": within, "refuse": refuse}
     return field(metadata=metadata, **({"default": default[0]} if default else {}))
@@ -83,57 +83,40 @@ def declared(
 def _refuse_graphs(level: GraphLevel, problem: Problem, roles: Collection[Role | None]) -> Refusal | None:
     if problem.captured(roles) <= level:
         return None
-    return Refusal(
-        RefusalCode.CUDA_GRAPH,
-        f"CUDA graphs are asked for at level {problem.cuda_graph.name}, it supports {level.name}",
-        value=problem.cuda_graph.name,
-        allowed=[each.name for each in GraphLevel if each <= level],
-        setting=Setting.CUDA_GRAPH,
-    )
+    wanted, allowed = problem.cuda_graph.name, [each.name for each in GraphLevel if each <= level]
+    message = f"CUDA graph level {wanted} is requested; this backend supports {level.name}"
+    return Refusal(RefusalCode.CUDA_GRAPH, message, wanted, allowed, Setting.CUDA_GRAPH)
 
 
 def _refuse_page_size(sizes: PageSizes, problem: Problem, roles: Collection[Role | None]) -> Refusal | None:
-    if problem.page_size is None or sizes.kernel_size(problem.page_size) is not None:
+    size = problem.page_size
+    if size is None or sizes.kernel_size(size) is not None:
         return None
-    return Refusal(
-        RefusalCode.PAGE_SIZE,
-        f"page size {problem.page_size} is not supported, only {sizes}",
-        value=problem.page_size,
-        allowed=sorted(sizes.kernel or ()),
-        setting=Setting.PAGE_SIZE,
-    )
+    message = f"page size {size} is not supported, only {sizes}"
+    return Refusal(RefusalCode.PAGE_SIZE, message, size, sorted(sizes.kernel or ()), Setting.PAGE_SIZE)
 
 
 def _refuse_bounds(needs_exact: bool, problem: Problem, roles: Collection[Role | None]) -> Refusal | None:
     if not needs_exact or problem.exact_lengths:
         return None
-    return Refusal(
-        RefusalCode.LENGTHS,
-        "it needs exact lengths on the CPU, and this host has upper bounds only",
-        value=False,
-        allowed=True,
-        setting=Setting.EXACT_LENGTHS,
-    )
+    message = "requires exact lengths on the CPU; this host has upper bounds only"
+    return Refusal(RefusalCode.LENGTHS, message, False, True, Setting.EXACT_LENGTHS)
 
 
 def _refuse_trees(trees: bool, problem: Problem, roles: Collection[Role | None]) -> Refusal | None:
-    if trees or problem.speculative_topk == 1:
+    topk = problem.speculative_topk
+    if trees or topk == 1:
         return None
-    return Refusal(
-        RefusalCode.SPECULATION,
-        f"drafts with {problem.speculative_topk} branches are trees, and it supports chains only",
-        value=problem.speculative_topk,
-        allowed=1,
-        setting=Setting.SPECULATIVE_TOPK,
-    )
+    message = f"drafts with {topk} branches are trees; this backend verifies chains only"
+    return Refusal(RefusalCode.SPECULATION, message, topk, 1, Setting.SPECULATIVE_TOPK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """Run-time claims of a backend: what its callers may rely on.
+    """Properties of a built backend that callers may rely on.
 
-    ``Capabilities`` inherits these fields. A built backend may claim less than its spec declares. Values are validated:
-    a list of extend paths becomes a set, and a misspelled one raises :class:`PluginError`.
+    ``Capabilities`` inherits these fields. A built backend may claim less than its spec declares. Values are
+    normalized (lists become sets); an invalid one raises :class:`PluginError`.
     """
 
     cuda_graph: GraphLevel = declared(
@@ -154,35 +137,31 @@ class Claims:
         weaker=frozenset.intersection,
         within=frozenset.issubset,
     )
-    """The ways in which it can run an MLA extend (C1)."""
+    """Supported MLA extend paths (C1)."""
     extras: frozenset[str] = declared(names, frozenset(), weaker=frozenset.intersection, within=frozenset.issubset)
-    """The fields of ``ForwardExtras`` that it honours."""
+    """Supported fields of ``ForwardExtras``."""
     trees: bool = declared(boolean, False, weaker=operator.and_, within=operator.le, refuse=_refuse_trees)
-    """It verifies drafts that are trees (``Geometry.tree``) on layers without a window, as well as chains."""
+    """Draft trees (``Geometry.tree``) are verified as well as chains, on layers without a sliding window."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             object.__setattr__(self, each.name, each.metadata["read"](each.name, getattr(self, each.name)))
 
-    def refusal(self, name: str, problem: Problem, roles: Collection[Role | None]) -> Refusal | None:
-        """Return the refusal of ``problem`` by the claim ``name``; ``None`` if the claim serves it."""
-        refuse = _REFUSE[name]
-        found: Refusal | None = refuse(getattr(self, name), problem, roles)
-        return found
-
-    def refusals(self, problem: Problem, roles: Collection[Role | None]) -> Iterator[Refusal]:
-        """Yield the refusal of every claim that does not serve ``problem`` in these roles."""
-        for name in _REFUSE:
-            if (refusal := self.refusal(name, problem, roles)) is not None:
+    def refusals(
+        self, problem: Problem, roles: Collection[Role | None], names: Collection[str] | None = None
+    ) -> Iterator[Refusal]:
+        """Yield the refusals of claims that do not serve ``problem`` in these roles: of all claims, or of ``names``."""
+        for name in _REFUSE if names is None else names:
+            if (refusal := _REFUSE[name](getattr(self, name), problem, roles)) is not None:
                 yield refusal
 
     def exceeding(self, declared: Claims) -> Iterator[str]:
-        """Yield every claim that is wider than the spec declares. A narrower one is fine: a backend may find out when
-        it is built that it can do less."""
+        """Yield every claim that is wider than the spec declares. Narrower claims are allowed: a backend may detect at
+        construction that it can do less."""
         for claim in fields(Claims):
-            mine, allowed = getattr(self, claim.name), getattr(declared, claim.name)
-            if not claim.metadata["within"](mine, allowed):
-                yield f"it claims {claim.name} {_shown(mine)}, but its spec declares {_shown(allowed)}"
+            claimed, allowed = getattr(self, claim.name), getattr(declared, claim.name)
+            if not claim.metadata["within"](claimed, allowed):
+                yield f"it claims {claim.name} {_shown(claimed)}, but its spec declares {_shown(allowed)}"
 
 
 _REFUSE = {each.name: each.metadata["refuse"] for each in fields(Claims) if each.metadata["refuse"] is not None}
@@ -196,36 +175,28 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CombinedClaims:
-    """The weakest claims of several children."""
+    """Weakest claims of several children."""
 
     claims: Claims
     limited_by: Mapping[str, tuple[str, ...]]
-    """For each claim, the names of the children that limit it."""
+    """Names of the children that limit each claim."""
 
 
 def weakest(children: Mapping[str, Claims], decided_by: Mapping[str, str] | None = None) -> CombinedClaims:
     """Combine the claims of named children. A claim on which all agree is limited by none of them.
 
-    ``decided_by`` names, for a claim, the one child that decides it; the others do not count.
+    ``decided_by`` maps a claim to the only child that counts for it.
     """
     values: dict[str, Any] = {}
     limited_by: dict[str, tuple[str, ...]] = {}
     for claim in fields(Claims):
         weaker, decider = claim.metadata["weaker"], (decided_by or {}).get(claim.name)
-        asked = children if decider is None else {decider: children[decider]}
-        named = {name: getattr(claims, claim.name) for name, claims in asked.items()}
-        combined = values[claim.name] = _combine(weaker, named.values())
-        if all(value == combined for value in named.values()):
+        counted = children if decider is None else {decider: children[decider]}
+        by_child = {name: getattr(claims, claim.name) for name, claims in counted.items()}
+        combined = values[claim.name] = reduce(weaker, by_child.values())
+        if all(value == combined for value in by_child.values()):
             continue
-        decisive = [name for name in named if _without(weaker, named, name) != combined]
-        limited_by[claim.name] = tuple(decisive or [name for name, value in named.items() if value == combined])
+        others = {name: [value for other, value in by_child.items() if other != name] for name in by_child}
+        limiting = [name for name in by_child if reduce(weaker, others[name]) != combined]
+        limited_by[claim.name] = tuple(limiting or [name for name, value in by_child.items() if value == combined])
     return CombinedClaims(Claims(**values), limited_by)
-
-
-def _combine(weaker: Callable[[Any, Any], Any], values: Iterable[Any]) -> Any:
-    return reduce(weaker, values)
-
-
-def _without(weaker: Callable[[Any, Any], Any], named: Mapping[str, Any], name: str) -> Any:
-    others = [value for other, value in named.items() if other != name]
-    return _combine(weaker, others) if others else None

@@ -1,8 +1,8 @@
-"""Every error that attnplug raises on purpose.
+"""All exceptions of attnplug.
 
-Exception contract: a message says who (plugin, distribution, version), what was asked, what is allowed and what to do
-next, in one piece. The things that it names are also attributes. The command prints the message and the options to
-change, without a traceback, and exits with ``exit_code``.
+Exception contract: a message says who (plugin, distribution, version), which value was given, what is allowed and what
+to do next. The same facts are attributes. The command prints the message and the settings to change, without a
+traceback, and exits with ``exit_code``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from attnplug.declare.settings import Render
 
 LONGEST_MESSAGE = 2000
-"""How many characters of a foreign message are shown: a compiler's log must not bury everything else."""
+"""Maximum characters shown of a foreign message: a compiler's log must not bury everything else."""
 
 
 def describe_error(error: BaseException) -> str:
-    """A foreign exception as text for a terminal, with its type; one of ours is shown as its message."""
+    """Return an exception as text for a terminal: type and message, or only the message of an AttnplugError."""
     if isinstance(error, AttnplugError):
         return str(error)
     try:
@@ -25,15 +25,15 @@ def describe_error(error: BaseException) -> str:
         text = "(its message cannot be printed)"
     if len(text) > LONGEST_MESSAGE:
         text = f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters)"
-    text = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+    text = "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class AttnplugError(Exception):
-    """Base of all: something was refused, or a check failed.
+    """Base class: something was refused, or a check failed.
 
-    ``settings`` are the keys of what a user can change about it. A message names a setting by its key in backticks, and
-    :meth:`told` shows it as the host spells it. As a string, the error shows plain keys.
+    ``settings`` are the keys of the settings that a user can change. A message names a setting by its key in backticks;
+    :meth:`format` replaces it with the host's spelling, ``str()`` with the plain key.
     """
 
     exit_code = 1
@@ -43,8 +43,8 @@ class AttnplugError(Exception):
         self.message = message
         self.settings = tuple(dict.fromkeys(settings))
 
-    def told(self, render: Render) -> str:
-        """The message with settings as ``render`` spells them; settings that it does not mention come last."""
+    def format(self, render: Render) -> str:
+        """Return the message with settings as ``render`` spells them; unmentioned settings are appended."""
         text, others = self.message, []
         for key in self.settings:
             shown = render(key)
@@ -62,21 +62,21 @@ class AttnplugError(Exception):
 
 
 class UsageError(AttnplugError):
-    """What was asked for cannot be understood: a wrong name, option, file or value."""
+    """A user's request is invalid: a wrong name, option, file or value."""
 
     exit_code = 2
 
 
 class PluginError(AttnplugError):
-    """A plugin is wrong: its import, its hooks, its specs, its contract version or its names."""
+    """A plugin is faulty: its import, hooks, specs, contract version or names."""
 
 
 class HookError(AttnplugError):
-    """An optional hook cannot be called with what its caller offers."""
+    """An optional hook requires an argument that its caller does not provide."""
 
 
 class BackendError(AttnplugError):
-    """A backend could not be built, or what its factory returned is not a backend."""
+    """A backend cannot be built or cannot run a call, or its factory returned something else."""
 
 
 class PlanError(AttnplugError):
@@ -84,16 +84,16 @@ class PlanError(AttnplugError):
 
 
 class PoolError(AttnplugError):
-    """A page, slot or row was asked for, freed or written in a way the pool cannot honour."""
+    """A pool cannot provide, free or write a page, slot or row as requested."""
 
 
 class WorkspaceError(AttnplugError):
-    """Scratch memory was asked for in a way its contract forbids."""
+    """Scratch memory was requested in a way that its contract forbids."""
 
 
 class PluginWarning(UserWarning):
-    """A plugin failed, and things go on without it."""
+    """A plugin failed and is left out."""
 
 
 class TableWarning(UserWarning):
-    """Measured times cannot be used, and things go on without them."""
+    """Measured times cannot be used and are ignored."""

@@ -1,4 +1,4 @@
-"""What is installed, read from metadata alone."""
+"""Versions of installed distributions, read from metadata alone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import importlib_metadata as metadata
 
 
 class HasMetadata(Protocol):
-    """A distribution, by whatever class the installed importlib-metadata has for it."""
+    """Protocol of a distribution; its class depends on the installed importlib-metadata."""
 
     def read_text(self, filename: str, /) -> str | None: ...
 
 
 def metadata_lines(distribution: HasMetadata) -> dict[str, str]:
-    """The head of a distribution's metadata, by lower-case key; nothing of a damaged one.
+    """Return the header of a distribution's metadata by lower-case key; empty for a damaged installation.
 
-    ``metadata.version`` parses the whole README as mail, which would cost more than the rest of a start-up.
+    ``metadata.version`` parses the whole README as mail, which takes longer than the rest of start-up.
     """
     found: dict[str, str] = {}
     try:
@@ -30,7 +30,7 @@ def metadata_lines(distribution: HasMetadata) -> dict[str, str]:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed distribution; ``None`` if it is not there, or does not say."""
-    # ``metadata.distribution`` parses what it finds, to prefer the valid one of several.
+    """Return the version of an installed distribution; ``None`` if it is not installed or has no version."""
+    # Not ``metadata.distribution``: it parses every candidate in order to prefer a valid one.
     versions = (metadata_lines(found).get("version") for found in metadata.distributions(name=name))
     return next(filter(None, versions), None)

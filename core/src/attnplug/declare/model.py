@@ -1,8 +1,10 @@
-"""What a choice of backend needs to know about a model: its attention layers, as plain data."""
+"""Attention layers of a model, as plain data."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -10,7 +12,7 @@ from attnplug.declare.errors import UsageError
 
 
 class AttentionKind(StrEnum):
-    """The family of a layer's attention."""
+    """Family of a layer's attention."""
 
     MHA = "mha"
     """Softmax attention over K and V heads; grouped-query and multi-query are MHA with fewer KV heads."""
@@ -24,12 +26,12 @@ class AttentionKind(StrEnum):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the layer keeps a recurrent state per request instead of rows per token."""
+        """True if a layer has a recurrent state per request instead of cache rows per token."""
         return self not in (AttentionKind.MHA, AttentionKind.MLA)
 
 
 class Feature(StrEnum):
-    """What a layer's softmax may need beyond the plain form."""
+    """Requirement of a layer beyond plain softmax attention."""
 
     SLIDING_WINDOW = "sliding_window"
     LOGIT_CAP = "logit_cap"
@@ -54,31 +56,31 @@ class MLADims:
 
 @dataclass(frozen=True, slots=True)
 class IndexerDims:
-    """How a sparse layer chooses the rows that it attends to: an index of ``heads`` cheap heads scores every visible
-    row, and the ``topk`` best are kept. A request with no more rows than that is attended to in full.
+    """Indexer of a sparse layer: ``heads`` small heads score every visible row, and the layer attends to the best
+    ``topk``, or to all rows of a shorter request.
 
-    A cached index key is one row of ``head_dim``, whatever the number of heads. Every rank has the whole indexer.
+    A cached index key is one row of ``head_dim``, shared by all heads. Every rank has the whole indexer.
     """
 
     heads: int
     head_dim: int
     topk: int
     shares: int | None = None
-    """The id of the layer whose choice this layer takes over. It then has no index of its own, and caches no keys."""
+    """Id of the layer whose selection this layer reuses. It then has no index and caches no keys."""
 
     @property
     def scale(self) -> float:
-        """What the product of an index query and key is multiplied by."""
+        """Scale of the product of an index query and key."""
         return float(self.head_dim**-0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedDims:
-    """How a layer summarises its rows: each window of ``ratio`` tokens becomes one entry, which is a row like others.
+    """Compression of a layer's rows: each window of ``ratio`` tokens becomes one entry, which has the format of a row.
 
-    A query at position p attends to the rows of its sliding window, and to the entries of the windows that are complete
-    by then: numbers 0 … (p + 1) // ratio - 1. With an indexer these are the candidates, and it attends to the chosen
-    ones. With ``overlap`` an entry is made of two series: one of its own window's tokens, and one of the window before.
+    A query at position p attends to the rows of its sliding window and to the entries of complete windows: entries
+    0 … (p + 1) // ratio - 1, or those among them that an indexer selects. With ``overlap`` an entry combines two
+    series: one of its own window's tokens and one of the previous window's.
     """
 
     ratio: int
@@ -86,12 +88,12 @@ class CompressedDims:
 
     @property
     def series(self) -> int:
-        """How many numbers a token brings for each number of an entry."""
+        """Number of series, and so of values per token for each value of an entry."""
         return 2 if self.overlap else 1
 
     @property
     def span(self) -> int:
-        """Tokens that one entry is made of."""
+        """Number of tokens that one entry combines."""
         return self.ratio * self.series
 
 
@@ -99,8 +101,8 @@ class CompressedDims:
 class LinearDims:
     """Dimensions of a linear layer's state, per request.
 
-    The recurrent state is ``[heads, key_dim, value_dim]`` float32 (absent when ``heads`` is 0), the
-    convolution state ``[conv_channels, conv_width]`` (absent when ``conv_width`` is 0).
+    The recurrent state is ``[heads, key_dim, value_dim]`` float32 (none if ``heads`` is 0), the convolution state
+    ``[conv_channels, conv_width]`` (none if ``conv_width`` is 0).
     """
 
     heads: int
@@ -113,12 +115,11 @@ class LinearDims:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One attention layer: the whole model's as a configuration defines it, or one rank's, made by ``for_rank``.
+    """One attention layer, with the heads of the whole model or, by ``for_rank``, of one rank.
 
-    Choosing a backend looks at whole layers. Pools, contexts and forward calls have a rank's own layers. ``head_dim``
-    is the width of a query and key row in the model's equations (for MLA: nope + rope), ``v_head_dim`` that of a value
-    row. ``sliding_window`` counts the keys that a query sees, itself included: a query at position p attends to
-    positions p - window + 1 … p.
+    Selection uses whole layers; pools, contexts and forward calls use a rank's layers. ``head_dim`` is the width of
+    queries and keys in the model's equations (for MLA: nope + rope), ``v_head_dim`` that of values. A query at position
+    p attends to positions p - ``sliding_window`` + 1 … p.
     """
 
     layer_id: int
@@ -137,28 +138,26 @@ class LayerSpec:
     compressed: CompressedDims | None = None
 
     def __post_init__(self) -> None:
+        for mistake in self._mistakes():
+            raise ValueError(f"layer {self.layer_id}: {mistake}")
+
+    def _mistakes(self) -> Iterator[str]:
         if (self.kind is AttentionKind.MLA) != (self.mla is not None):
-            raise ValueError(f"layer {self.layer_id}: kind {self.kind} and mla={self.mla} contradict each other")
+            yield f"kind {self.kind} and mla={self.mla} contradict each other"
         if self.kind.is_linear != (self.linear is not None):
-            raise ValueError(f"layer {self.layer_id}: kind {self.kind} and linear={self.linear} contradict each other")
+            yield f"kind {self.kind} and linear={self.linear} contradict each other"
         if self.kind is AttentionKind.MHA and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
-            raise ValueError(
-                f"layer {self.layer_id}: {self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
-            )
+            yield f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
         if self.indexer is not None and self.kind.is_linear:
-            raise ValueError(f"layer {self.layer_id}: kind {self.kind} has no rows to choose from, so no indexer")
+            yield f"kind {self.kind} has no rows to select from, so it cannot have an indexer"
         if self.compressed is not None and (self.mla is None or self.sliding_window is None):
-            raise ValueError(
-                f"layer {self.layer_id}: entries are latent rows beside those of a window, so a compressed layer is of "
-                f"kind {AttentionKind.MLA} and has a sliding_window"
-            )
+            yield f"a compressed layer must be of kind {AttentionKind.MLA} and have a sliding_window"
 
     def for_rank(self, size: int) -> LayerSpec:
-        """This layer with the heads that each of ``size`` ranks has. Ranks differ in which heads, not in how many.
+        """Return this layer with the number of heads of each of ``size`` ranks.
 
-        Query heads are divided evenly. KV heads are divided too, or replicated if there are more ranks than KV heads,
-        so that every rank has at least one. The latent of MLA is whole on every rank. Raises UsageError if the heads
-        cannot be divided like this.
+        Query heads are divided evenly. KV heads are divided, or replicated if there are more ranks than KV heads. The
+        latent of MLA is whole on every rank. Raises UsageError if the heads cannot be divided.
         """
         if size < 1:
             raise UsageError(f"{size} is not a number of ranks; give 1 or more")
@@ -175,7 +174,7 @@ class LayerSpec:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """The features that this layer needs of a backend."""
+        """Features that this layer requires of a backend."""
         present = {
             Feature.SLIDING_WINDOW: self.sliding_window is not None,
             Feature.LOGIT_CAP: self.logit_cap is not None,
@@ -188,9 +187,9 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as attention sees it. ``layers`` holds attention layers only, ordered by ``layer_id``.
+    """Attention layers of a model, ordered by ``layer_id``.
 
-    ``ranks`` says whose heads the layers have: 1 for the whole model's, otherwise those of one of this many ranks.
+    ``ranks`` is 1 if the layers have the heads of the whole model, ``n`` if they have those of one of ``n`` ranks.
     """
 
     name: str
@@ -201,9 +200,9 @@ class ModelSpec:
     ranks: int = 1
 
     def for_rank(self, size: int) -> ModelSpec:
-        """This model with the heads that each of ``size`` ranks has; see ``LayerSpec.for_rank``."""
+        """Return this model with the heads of each of ``size`` ranks; see ``LayerSpec.for_rank``."""
         if self.ranks != 1:
-            raise ValueError(f"{self.name} is already one of {self.ranks} ranks' part; divide the whole model")
+            raise ValueError(f"{self.name} is already divided among {self.ranks} ranks; divide the whole model")
         return replace(self, layers=tuple(layer.for_rank(size) for layer in self.layers), ranks=size)
 
     @property
@@ -212,7 +211,7 @@ class ModelSpec:
 
     @property
     def full_layers(self) -> tuple[LayerSpec, ...]:
-        """Layers that read a cache of rows per token: MHA, GQA, MLA."""
+        """Layers with cache rows per token: MHA, GQA, MLA."""
         return tuple(layer for layer in self.layers if not layer.kind.is_linear)
 
     @property
@@ -221,13 +220,13 @@ class ModelSpec:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether some layers attend to rows that an indexer chooses."""
+        """True if some layers attend to rows that an indexer selects."""
         return any(layer.indexer is not None for layer in self.layers)
 
     @property
     def index_layers(self) -> tuple[LayerSpec, ...]:
-        """Layers that compute an index, and so cache a key for each token. Those that share one do not, and compressed
-        layers cache a key for each entry."""
+        """Layers that cache an index key per token. Layers that share an index cache none, compressed layers cache one
+        per entry."""
         return tuple(
             layer
             for layer in self.layers
@@ -236,24 +235,22 @@ class ModelSpec:
 
     @property
     def compressed_layers(self) -> tuple[LayerSpec, ...]:
-        """Layers that attend to entries, each of which summarises a window of tokens."""
+        """Layers that attend to compressed entries."""
         return tuple(layer for layer in self.layers if layer.compressed is not None)
 
     @property
     def page_multiple(self) -> int:
-        """What pages are a multiple of, in tokens, so that none ends inside a window that becomes an entry."""
+        """Number of tokens that divides every valid page size, so that no page ends inside a compressed window."""
         return math.lcm(*(layer.compressed.ratio for layer in self.layers if layer.compressed is not None))
 
     def describe(self) -> str:
-        """One line for people: how many layers of which kind and shape."""
-        shapes: dict[str, int] = {}
-        for layer in self.layers:
-            shapes[_shape(layer)] = shapes.get(_shape(layer), 0) + 1
+        """Return one line with the number of layers of each kind and shape."""
+        shapes = Counter(map(_shape, self.layers))
         return f"{self.name}: " + ", ".join(f"{count} × {shape}" for shape, count in shapes.items())
 
 
 def _linear_for_rank(dims: LinearDims, size: int, layer_id: int) -> LinearDims:
-    """Heads divided, key heads like KV heads; a convolution has the channels of the rank's own heads."""
+    """Divide heads, and key heads like KV heads. A convolution has the channels of the rank's heads."""
     if not dims.heads:  # a convolution alone
         return replace(dims, conv_channels=_part(dims.conv_channels, size, "convolution channels", layer_id))
     heads = _part(dims.heads, size, "linear-attention heads", layer_id)
@@ -262,11 +259,11 @@ def _linear_for_rank(dims: LinearDims, size: int, layer_id: int) -> LinearDims:
     return replace(dims, heads=heads, key_heads=key_heads, conv_channels=channels)
 
 
-def _part(count: int, size: int, what: str, layer_id: int, *, replicated: bool = False) -> int:
-    """One rank's part of ``count``. If they may be ``replicated``, ranks beyond ``count`` share them, one each."""
+def _part(count: int, size: int, noun: str, layer_id: int, *, replicated: bool = False) -> int:
+    """Return one rank's share of ``count``; with ``replicated``, 1 if ``size`` is a multiple of ``count``."""
     if count % size and not (replicated and size % count == 0):
         raise UsageError(
-            f"layer {layer_id}: {count} {what} cannot be divided over {size} ranks; use a number of ranks that "
+            f"layer {layer_id}: {count} {noun} cannot be divided over {size} ranks; use a number of ranks that "
             f"divides {count}" + " or is a multiple of it" * replicated
         )
     return max(count // size, 1)

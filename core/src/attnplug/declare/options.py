@@ -1,22 +1,22 @@
-"""Typed options of a backend: ``NAME.KEY=VALUE`` as users write them, a frozen dataclass in the backend."""
+"""Typed options of a backend: users write ``NAME.KEY=VALUE``, the backend gets a frozen dataclass."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from attnplug.declare.errors import UsageError, describe_error
 from attnplug.declare.settings import Setting
 
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
+_BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
 def options_problems(options: object) -> Iterator[str]:
-    """Why a class cannot serve as a backend's options; nothing if it can."""
+    """Yield every reason why a class cannot be a backend's options."""
     if not isinstance(options, type) or not dataclasses.is_dataclass(options):
         yield f"options {options!r} must be a frozen dataclass"
         return
@@ -89,7 +89,7 @@ def split_settings(settings: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def describe_options(options: type[Any]) -> str:
-    """One line per option: name, type and default."""
+    """Return one line per option: name, type and default."""
     hints = get_type_hints(options)
     return "\n".join(
         f"  {field.name}: {_type_name(hints[field.name])} = {_written(_default(field))}"
@@ -99,7 +99,7 @@ def describe_options(options: type[Any]) -> str:
 
 
 def _written(value: object) -> str:
-    """A value as a person would type it."""
+    """Return a value as a user would type it."""
     if isinstance(value, Enum):
         return str(value.value)
     return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
@@ -112,32 +112,27 @@ def _default(field: dataclasses.Field[Any]) -> object:
 
 
 def _read(hint: Any, text: str) -> Any:
+    """Convert a user's text to the type of an option; ValueError if it has another type."""
     if get_origin(hint) in (Union, types.UnionType):
         arms = get_args(hint)
         if type(None) in arms and text.lower() in ("none", ""):
             return None
         for arm in arms:
             if arm is not type(None):
-                try:
+                with suppress(ValueError):
                     return _read(arm, text)
-                except ValueError:
-                    continue
         raise ValueError(text)
     if get_origin(hint) is Literal:
-        for choice in get_args(hint):
-            if str(choice) == text:
-                return choice
+        choices = {str(choice): choice for choice in get_args(hint)}
+    elif isinstance(hint, type) and issubclass(hint, Enum):
+        choices = {str(member.value): member for member in hint} | dict(hint.__members__)
+    elif hint is bool:
+        choices, text = _BOOLEANS, text.lower()
+    else:
+        return hint(text)
+    if text not in choices:
         raise ValueError(text)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        for member in hint:
-            if text in (member.name, str(member.value)):
-                return member
-        raise ValueError(text)
-    if hint is bool:
-        if text.lower() in _TRUE | _FALSE:
-            return text.lower() in _TRUE
-        raise ValueError(text)
-    return hint(text)
+    return choices[text]
 
 
 def _readable(hint: Any) -> bool:

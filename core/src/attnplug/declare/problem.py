@@ -1,8 +1,8 @@
-"""Everything that a choice of backend depends on, as plain data."""
+"""Inputs of backend selection, as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -14,11 +14,11 @@ LARGEST_PAGE = 1 << 16
 DEFAULT_PAGE_SIZE = 64
 SM_RANGE = range(10, 1000)
 LARGEST_TREE = 64
-"""Rows of a request's tree of drafts: what one row sees of the others is 64 bits."""
+"""Maximum rows of a draft tree: the rows that one row sees are a 64-bit mask."""
 
 
 class Role(StrEnum):
-    """What a backend is chosen for. Each role can have a backend of its own."""
+    """Role of a backend in a model. Each role can have its own backend."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -27,36 +27,34 @@ class Role(StrEnum):
 
     @property
     def setting(self) -> Setting:
-        """The setting of this role alone."""
+        """Setting that requests a backend for this role."""
         return Setting(f"{self.value}_attention_backend")
 
 
 class DType(StrEnum):
-    """Element types of activations and caches, by torch's names, and a cache row that has several."""
+    """Dtypes of activations and caches, by torch's names, and one composite row format."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
     FLOAT8_E4M3 = "float8_e4m3fn"
     FP8_DS_MLA = "fp8_ds_mla"
-    """A latent row of MLA as FlashMLA's sparse kernels read it: e4m3 values, a float32 scale for every 128 of them, and
-    the rotated columns in bfloat16. 656 bytes for a row of 512 + 64."""
+    """Latent MLA row of FlashMLA's sparse kernels: e4m3 values, one float32 scale per 128 of them, and the rotary part
+    in bfloat16. A row of 512 + 64 has 656 bytes."""
 
     @property
     def is_element(self) -> bool:
-        """Whether it is the type of single numbers, which any tensor can have."""
+        """True if tensors can have this dtype; False for a composite row format."""
         return self is not DType.FP8_DS_MLA
 
     @classmethod
     def parse(cls, text: str, setting: str) -> DType:
-        """Read a user's spelling. ``setting`` is the key of the setting that it was given for; the error names it."""
+        """Parse a user's spelling. ``setting`` is the key of the setting, which the UsageError names."""
         try:
             return _SPELLINGS[text.lower().removeprefix("torch.")]
         except KeyError:
-            known = ", ".join(cls)
-            raise UsageError(
-                f"`{setting}` {text!r} is not a data type; use one of {known}", settings=[setting]
-            ) from None
+            message = f"`{setting}` {text!r} is not a data type; use one of {', '.join(cls)}"
+            raise UsageError(message, settings=[setting]) from None
 
 
 _SPELLINGS: dict[str, DType] = {dtype.value: dtype for dtype in DType} | {
@@ -72,13 +70,13 @@ _SPELLINGS: dict[str, DType] = {dtype.value: dtype for dtype in DType} | {
 
 
 LATENT_GROUP = 128
-"""Values of a latent row that share a scale, in a cache of ``DType.FP8_DS_MLA``."""
+"""Values of a ``DType.FP8_DS_MLA`` row that share a scale."""
 FP8_CACHES = frozenset({DType.FLOAT8_E4M3, DType.FP8_DS_MLA})
-"""Types of a cache whose type may differ from the activations'."""
+"""Cache dtypes that may differ from the dtype of the activations."""
 
 
 class GraphLevel(IntEnum):
-    """Which batches a backend can run inside a captured CUDA graph; a higher level includes the lower."""
+    """Batches that a backend can run inside a captured CUDA graph; a higher level includes the lower ones."""
 
     NEVER = 0
     DECODE = 1
@@ -90,40 +88,40 @@ class GraphLevel(IntEnum):
 
 
 class CacheLayout(StrEnum):
-    """How a page of the cache lies in memory. A latent row of MLA is one head, so the first two are the same for it."""
+    """Memory layout of a cache page. For MLA the first two are equal, because a latent row is one head."""
 
     TOKEN_MAJOR = "token_major"
-    """The heads of one token lie together (NHD), pages one after the other."""
+    """``[pages, page_size, heads, dim]`` contiguous (NHD)."""
     HEAD_MAJOR = "head_major"
-    """The tokens of one head lie together within a page (HND), pages one after the other."""
+    """``[pages, heads, page_size, dim]`` contiguous (HND)."""
     STRIDED = "strided"
-    """Any strides between pages, tokens and heads; the elements of one row lie together."""
+    """Any strides of pages, tokens and heads; the elements of a row are contiguous."""
 
 
 class ExtendPath(StrEnum):
-    """The ways to run an MLA extend (C1)."""
+    """Path of an MLA extend (C1)."""
 
     ABSORBED = "absorbed"
     """In latent space, over the paged cache."""
     ONE_SHOT = "one_shot"
-    """Gather all rows, up-project them, and make one causal call."""
+    """Gather all rows, up-project them, and run one causal MHA call."""
     CHUNKED = "chunked"
-    """Causal over the new rows, then chunk by chunk over the prefix, merged by log-sum-exp."""
+    """MHA, causal over the new rows, then chunk by chunk over the prefix, merged by log-sum-exp."""
 
     @classmethod
     def parse(cls, text: str) -> ExtendPath:
-        """The path of that name."""
         if text not in list(cls):
-            raise _wrong(Setting.MLA_EXTEND, repr(text), f"is unknown; use one of {', '.join(cls)}")
+            message = f"`{Setting.MLA_EXTEND}` {text!r} is unknown; use one of {', '.join(cls)}"
+            raise UsageError(message, settings=[Setting.MLA_EXTEND])
         return cls(text)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is to be served, where and how. ``None`` means: not decided, so no reason to refuse.
+    """A model, a device and the serving settings, for which backends are selected.
 
-    ``sm`` is the compute capability as one number (90 for 9.0). ``page_size`` is the manager's page size in tokens,
-    which a kernel may divide into smaller pages of its own.
+    ``None`` means undecided, which refuses no backend. ``sm`` is the compute capability as one number (90 for 9.0).
+    ``page_size`` is the cache manager's, in tokens; a kernel may divide it into smaller pages.
     """
 
     model: ModelSpec | None = None
@@ -136,116 +134,108 @@ class Problem:
     speculative_tokens: int = 0
     tensor_parallel: int = 1
     is_embedding: bool = False
-    """Prompts are embedded and nothing is generated: no token is ever decoded."""
+    """Prompts are embedded; no token is decoded."""
     exact_lengths: bool = True
-    """Whether the host knows exact lengths on the CPU; without them it has upper bounds only."""
+    """The host knows exact lengths on the CPU, not only upper bounds."""
     layout: CacheLayout | None = None
     wants_graphs: bool = False
-    """Whether the host captures decode where it can. ``auto`` then prefers backends that can be captured."""
+    """The host captures decode steps if possible. ``auto`` prefers backends that can be captured."""
     wants_prefill_graphs: bool = False
-    """Whether it captures extends, too. Where ``auto`` chose who prefills, those of graphs may be another one's."""
+    """The host captures extends, too. If ``auto`` chose the prefill backend, captured extends may use another one."""
     graphs_by_length: bool = True
-    """Whether the host captures a batch size again for each backend that is the fastest at some length of it. Otherwise
-    one graph of a size serves all lengths."""
+    """The host captures a batch size once per backend that is the fastest at some length. Otherwise one graph per size
+    serves all lengths."""
     mla_by_host: bool = False
-    """Whether the host absorbs, chunks and merges MLA itself. It then prefills MLA by kernels of its own, unless a
-    backend is asked for in that role, which must be able to run MLA as MHA."""
-
+    """The host absorbs, chunks and merges MLA itself, and prefills it with its own kernels unless a prefill backend is
+    requested. That backend must be able to run MLA as MHA."""
     drafts_by_host: bool = False
-    """Whether the host drafts by means of its own. Backends then check ``speculative_tokens`` rows of each request at
-    once, and none is chosen to draft."""
+    """The host drafts without a backend. Backends verify ``speculative_tokens`` rows of each request."""
     speculative_topk: int = 1
     """Branches that a draft keeps at every step. With more than 1, drafts are trees of ``speculative_tokens`` rows."""
     is_draft: bool = False
-    """Whether the model drafts for another. One backend, of the role draft, then does all that its layers need."""
+    """The model drafts for another one. One backend, of the role draft, runs all of its layers."""
     index_dtype: DType | None = None
-    """Element type of cached index keys, for sparse models. ``None``: that of the activations."""
+    """Dtype of cached index keys, for sparse models; default: that of the activations."""
     coordinator: str | None = None
     """Name of the coordinator that keeps latent rows outside the pools and loads those that sparse layers select."""
     mla_extend: ExtendPath | None = None
-    """The way in which MLA layers must be prefilled. ``None``: any of those that the backend can."""
+    """Path on which MLA layers must be prefilled; default: any that the backend supports."""
 
     def __post_init__(self) -> None:
+        for message, *settings in self._mistakes():
+            raise UsageError(message, settings=settings)
+
+    def _mistakes(self) -> Iterator[tuple[str, *tuple[Setting, ...]]]:
+        """Yield messages about values that no backend could serve, each with the settings that it names."""
+        page_size, ranks = Setting.PAGE_SIZE, Setting.TENSOR_PARALLEL
+        tokens, topk = Setting.SPECULATIVE_TOKENS, Setting.SPECULATIVE_TOPK
+        given = f"`{page_size}` {self.page_size}"
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
-            raise _wrong(
-                Setting.PAGE_SIZE,
-                self.page_size,
-                f"is not a page size; give a number of tokens from 1 to {LARGEST_PAGE}",
-            )
+            yield f"{given} is not a page size; give a number of tokens from 1 to {LARGEST_PAGE}", page_size
         if self.speculative_tokens < 0:
-            raise _wrong(Setting.SPECULATIVE_TOKENS, self.speculative_tokens, "is negative; 0 turns speculation off")
+            yield f"`{tokens}` {self.speculative_tokens} is negative; 0 turns speculation off", tokens
         if self.speculative_topk < 1:
-            raise _wrong(Setting.SPECULATIVE_TOPK, self.speculative_topk, "is not a number of branches; give 1 or more")
+            yield f"`{topk}` {self.speculative_topk} is not a number of branches; give 1 or more", topk
         if self.speculative_topk > 1 and self.speculative_tokens > LARGEST_TREE:
-            why = f"are more than a tree of drafts can have; give up to {LARGEST_TREE}, or 1 branch"
-            raise UsageError(
-                f"`{Setting.SPECULATIVE_TOKENS}` {self.speculative_tokens} with `{Setting.SPECULATIVE_TOPK}` "
-                f"{self.speculative_topk} {why}",
-                settings=[Setting.SPECULATIVE_TOKENS, Setting.SPECULATIVE_TOPK],
-            )
-        if self.index_dtype is not None and self.model is not None and not self.model.index_layers:
-            raise UsageError(
-                f"`{Setting.INDEX_DTYPE}` {self.index_dtype} is given, but {self.model.name} has no index with a "
-                "key for each token; leave it out",
-                settings=[Setting.INDEX_DTYPE],
-            )
+            both = f"`{tokens}` {self.speculative_tokens} with `{topk}` {self.speculative_topk}"
+            yield f"{both} exceed the size of a draft tree; give up to {LARGEST_TREE}, or 1 branch", tokens, topk
         if self.tensor_parallel < 1:
-            raise _wrong(Setting.TENSOR_PARALLEL, self.tensor_parallel, "is not a number of ranks; give 1 or more")
-        if self.tensor_parallel > 1 and self.model is not None and self.model.ranks > 1:
-            why = f"is given for a model with the heads of one of {self.model.ranks} ranks; give the whole model"
-            raise _wrong(Setting.TENSOR_PARALLEL, self.tensor_parallel, why)
-        multiple = 1 if self.model is None else self.model.page_multiple
-        if self.page_size is not None and self.page_size % multiple:
-            why = f"ends inside a window of {multiple} tokens that the model makes one entry of; give a multiple of it"
-            raise _wrong(Setting.PAGE_SIZE, self.page_size, why)
-        if self.coordinator is not None and self.model is not None:
-            self._check_sparse(self.model)
-        if self.mla_extend is not None and self.model is not None:
-            self._check_extend(self.model, self.mla_extend)
+            yield f"`{ranks}` {self.tensor_parallel} is not a number of ranks; give 1 or more", ranks
         if self.sm is not None and self.sm not in SM_RANGE:
-            raise _wrong(Setting.SM, self.sm, "is not a compute capability; write 9.0 as 90, 10.3 as 103")
-
-    @staticmethod
-    def _check_extend(model: ModelSpec, path: ExtendPath) -> None:
-        """Refuse a path where no layer has one, or where layers read chosen rows or entries where they lie."""
-        if not any(layer.mla is not None for layer in model.layers):
-            raise UsageError(
-                f"the extend path {path} is asked for, and only MLA layers have one; {model.name} has none: leave "
-                f"`{Setting.MLA_EXTEND}` out",
-                settings=[Setting.MLA_EXTEND],
+            yield f"`{Setting.SM}` {self.sm} is not a compute capability; write 9.0 as 90, 10.3 as 103", Setting.SM
+        if (model := self.model) is None:
+            return
+        if self.index_dtype is not None and not model.index_layers:
+            yield (
+                f"`{Setting.INDEX_DTYPE}` {self.index_dtype} is given, but {model.name} has no index with a key per "
+                "token; leave it out",
+                Setting.INDEX_DTYPE,
             )
-        sparse = any(layer.indexer is not None or layer.compressed is not None for layer in model.layers)
-        if sparse and path is not ExtendPath.ABSORBED:
-            raise UsageError(
-                f"the extend path {path} is asked for, and sparse layers of {model.name} run {ExtendPath.ABSORBED} "
-                f"only; give that one as `{Setting.MLA_EXTEND}`, or none",
-                settings=[Setting.MLA_EXTEND],
+        if self.tensor_parallel > 1 and model.ranks > 1:
+            yield (
+                f"`{ranks}` {self.tensor_parallel} is given for a model with the heads of one of {model.ranks} ranks; "
+                "give the whole model",
+                ranks,
             )
-
-    @staticmethod
-    def _check_sparse(model: ModelSpec) -> None:
+        if self.page_size is not None and self.page_size % model.page_multiple:
+            yield (
+                f"{given} ends inside a window of {model.page_multiple} tokens that the model makes one entry of; give "
+                "a multiple of it",
+                page_size,
+            )
         dense = next((layer for layer in model.layers if layer.indexer is None), None)
-        if dense is not None:
-            raise UsageError(
-                f"`{Setting.ENABLE_HISPARSE}` keeps rows on the host that sparse layers choose from, and layer "
+        if self.coordinator is not None and dense is not None:
+            yield (
+                f"`{Setting.ENABLE_HISPARSE}` keeps rows on the host that sparse layers select from, and layer "
                 f"{dense.layer_id} of {model.name} ({dense.kind}) has no index; leave it out, or give a model with "
                 "sparse attention in all layers",
-                settings=[Setting.ENABLE_HISPARSE],
+                Setting.ENABLE_HISPARSE,
+            )
+        # Sparse and compressed layers read selected rows and entries in place.
+        in_place = any(layer.indexer is not None or layer.compressed is not None for layer in model.layers)
+        path = f"`{Setting.MLA_EXTEND}` {self.mla_extend}"
+        if self.mla_extend is not None and not any(layer.mla is not None for layer in model.layers):
+            yield f"{path} is given, but {model.name} has no MLA layers; leave it out", Setting.MLA_EXTEND
+        if self.mla_extend not in (None, ExtendPath.ABSORBED) and in_place:
+            yield (
+                f"{path} is given, but sparse layers of {model.name} run {ExtendPath.ABSORBED} only; give that one, or "
+                "none",
+                Setting.MLA_EXTEND,
             )
 
     @property
     def prefilled_by_host(self) -> bool:
-        """Whether no backend is needed to prefill."""
+        """True if the host prefills every layer by itself."""
         layers = () if self.model is None else self.model.full_layers
         return self.mla_by_host and bool(layers) and all(layer.mla is not None for layer in layers)
 
     def captured(self, roles: Collection[Role | None]) -> GraphLevel:
-        """What a backend for these roles must be able to capture. One that only prefills takes no part in a decode."""
+        """Return the graph level that these roles require. A backend that only prefills takes no part in decode."""
         only_prefills = set(roles) == {Role.PREFILL}
         return GraphLevel.NEVER if only_prefills and self.cuda_graph is GraphLevel.DECODE else self.cuda_graph
 
     def roles(self) -> tuple[Role, ...]:
-        """The roles that this problem needs a backend for."""
+        """Return the roles that need a backend."""
         if self.model is None:
             return ()
         if self.is_draft:
@@ -262,13 +252,9 @@ class Problem:
 
 
 def model_dtype(model: ModelSpec) -> DType | None:
-    """The element type that a model's config asks for; ``None`` if it names none."""
+    """Return the dtype of a model's config; ``None`` if it has none."""
     try:
         return None if model.dtype is None else DType.parse(model.dtype, Setting.DTYPE)
     except UsageError:
-        message = f"the model's config asks for dtype {model.dtype!r}; choose one of {', '.join(DType)} with `dtype`"
+        message = f"the model's config has dtype {model.dtype!r}; choose one of {', '.join(DType)} with `dtype`"
         raise UsageError(message, settings=[Setting.DTYPE]) from None
-
-
-def _wrong(setting: Setting, value: object, why: str) -> UsageError:
-    return UsageError(f"`{setting}` {value} {why}", settings=[setting])

@@ -1,4 +1,4 @@
-"""Strict readers for declared values. Each takes a field's name and its value and returns the normalized value.
+"""Strict readers of declared values. Each takes a field's name and value and returns the normalized value.
 
 A wrong value raises :class:`PluginError`, which names the field, the value and what is allowed.
 """

@@ -1,4 +1,4 @@
-"""A reason why a backend cannot serve a problem. Reasons have codes; nobody matches on their text."""
+"""Reasons why a backend cannot serve a problem. Match on their codes, never on their text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnplug.declare.settings import Render
 
 
 class RefusalCode(StrEnum):
-    """The codes that core gives. A plugin's own check may use codes of its own."""
+    """Codes used by core. A plugin's check may use its own codes."""
 
     ROLE = "role"
     KIND = "kind"
@@ -41,11 +41,13 @@ class RefusalCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One reason: a code, a sentence, the offending value, what is allowed, and what to do about it.
+    """One reason why a backend cannot serve a problem.
 
-    ``value`` and ``allowed`` are plain data (strings, numbers, lists of them), so they can be written as JSON.
-    ``setting`` is the key of what to change: a ``Setting``, or ``NAME.KEY`` for an option of backend ``NAME``.
-    ``advice`` is a command that helps, such as ``pip install …``.
+    ``Refusal("page_size", "page size 24 is not supported", value=24, allowed=[32, 64], setting="page_size")``
+
+    ``value`` and ``allowed`` are plain data (strings, numbers, lists of them), written as JSON. ``setting`` is the key
+    to change: a ``Setting``, or ``NAME.KEY`` for an option of backend ``NAME``. ``advice`` is a command that helps,
+    such as ``pip install …``.
     """
 
     code: str
@@ -71,18 +73,18 @@ class Refusal:
             "advice": self.advice,
         }
 
-    def told(self, render: Render) -> str:
-        """The sentence and what to do, with the setting as ``render`` spells it."""
+    def format(self, render: Render) -> str:
+        """Return the message and the remedy, with the setting as ``render`` spells it."""
         shown = None if self.setting is None else render(self.setting)
         remedies = [text for text in (shown and f"change {shown}", self.advice) if text]
         return f"{self.message} ({' or '.join(remedies)})" if remedies else self.message
 
     def __str__(self) -> str:
-        return self.told(str)
+        return self.format(str)
 
 
 def _plain(value: object) -> object:
-    """What JSON can hold, whatever a plugin's own check put there."""
+    """Convert any value of a plugin's check to JSON data."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Whether what a backend needs is installed, according to metadata alone; and its import, when it is built."""
+"""Requirements of backends: installation checks by metadata alone, and guarded imports of kernel libraries."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ Library = TypeVar("Library")
 
 
 def requirement_refusal(requirement: str, module: str | None = None) -> Refusal | None:
-    """The refusal for a requirement string such as ``flashinfer-python>=0.6.12``; ``None`` if it is met.
+    """Return the refusal of a requirement such as ``flashinfer-python>=0.6.12``; ``None`` if it is met.
 
-    With the ``module`` that it brings, a library that is half installed is refused too: its metadata is there, and the
-    module is not. Looks for files and imports nothing, parents of ``module`` included: a kernel library takes seconds,
-    and may not import on this machine.
+    With ``module``, a distribution whose metadata is installed without that module is refused too. Looks for files and
+    imports nothing, not even parents of ``module``: a kernel library takes seconds to import, and may fail here.
     """
-    from packaging.requirements import Requirement  # here: a start-up without requirements need not pay for it
+    from packaging.requirements import Requirement  # not at the top: start-up without requirements is faster
 
     wanted = Requirement(requirement)
     if wanted.marker is not None and not wanted.marker.evaluate():
@@ -32,29 +31,27 @@ def requirement_refusal(requirement: str, module: str | None = None) -> Refusal 
             return None
         return Refusal(
             RefusalCode.IMPORT,
-            f"{wanted.name} {found} is installed, but its module {module} is not there",
+            f"{wanted.name} {found} is installed, but its module {module} is missing",
             value=module,
             advice=f"pip install --force-reinstall '{requirement}'",
         )
     extras = f"[{','.join(sorted(wanted.extras))}]" if wanted.extras else ""
-    allowed = str(wanted.specifier) or "any version"
-    state = f"is {found}" if found is not None else "is not installed"
-    needs = f"{wanted.name} {wanted.specifier}".strip()
+    needed = f"{wanted.name} {wanted.specifier}".strip()
     return Refusal(
         RefusalCode.REQUIREMENT,
-        f"it needs {needs}, which {state}",
+        f"requires {needed}, which is {found or 'not installed'}",
         value=found,
-        allowed=allowed,
+        allowed=str(wanted.specifier) or "any version",
         advice=f"pip install '{wanted.name}{extras}{wanted.specifier}'",
     )
 
 
 def import_library(load: Callable[[], Library], requirement: str) -> Library:
-    """Import a kernel library by calling ``load``, and return its result; raises an error that names the library.
+    """Import a kernel library by calling ``load``, and return its result.
 
-    For the top of the module that defines a backend's factory: a failing import shows there, before anything is built.
-    Libraries raise anything on import: AssertionError if others are half installed, OSError if CUDA's are missing, even
-    SystemExit. All of it becomes a :class:`BackendError`.
+    Call it at the top of the module that defines a backend's factory, so that a failing import is reported before
+    anything is built. Libraries raise AssertionError if half installed, OSError without CUDA's libraries, even
+    SystemExit; all become a :class:`BackendError` that names the library.
     """
     from packaging.requirements import Requirement
 
@@ -71,7 +68,7 @@ def import_library(load: Callable[[], Library], requirement: str) -> Library:
 
 
 def requirement_problem(requirement: object) -> str | None:
-    """Why an entry of a spec's ``requires`` cannot be read; ``None`` if it can."""
+    """Return why an entry of ``BackendSpec.requires`` is invalid; ``None`` if it is valid."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     text, *module = requirement if isinstance(requirement, tuple) and len(requirement) == 2 else (requirement,)

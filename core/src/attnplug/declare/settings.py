@@ -1,4 +1,4 @@
-"""The settings that a choice of backend depends on, by key. Each host decides how its users spell a key."""
+"""Keys of the settings that selection depends on. Each host decides how its users spell a key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Setting(StrEnum):
-    """The keys that core knows. A plugin names an option of its own backend as ``NAME.KEY``."""
+    """Keys that core knows. A plugin names an option of its own backend as ``NAME.KEY``."""
 
     ATTENTION_BACKEND = "attention_backend"
     PREFILL_ATTENTION_BACKEND = "prefill_attention_backend"
@@ -38,4 +38,4 @@ class Setting(StrEnum):
 
 
 Render = Callable[[str], str | None]
-"""Spells a key as a host's users write it: perhaps ``block_size`` for ``page_size``. ``None`` if they cannot set it."""
+"""Returns a host's spelling of a key, such as ``block_size`` for ``page_size``; ``None`` if users cannot set it."""

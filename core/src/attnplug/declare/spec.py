@@ -1,7 +1,7 @@
-"""What a plugin says about a backend before anything is built: names, capabilities, options, factory.
+"""Declaration of one backend: name, capabilities, options, requirements and factory.
 
-All of it is data, and :meth:`BackendSpec.refusals` alone judges it: selection, explicit requests, test skips and
-documentation tables call the same function.
+All of it is data. Selection, explicit requests, test skips and documentation tables all call
+:meth:`BackendSpec.refusals`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, fields
 from itertools import islice
@@ -28,20 +28,33 @@ from attnplug.declare.settings import Setting
 
 LARGEST_PREFERENCE = 10**9
 MOST_REFUSALS = 1000
-"""The most refusals of one check. An endless generator must not hang the caller."""
+"""Maximum number of refusals of one check: an endless generator must not hang the caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """One backend, as its plugin declares it.
+    """Declaration of one backend, returned by a plugin's ``attnplug_backends`` hook.
 
-    ``factory`` is ``"package.module:attribute"``, a callable that takes a ``BackendContext`` and returns the
-    backend; it is imported when the backend is built and not before. ``requires`` are requirement strings that
-    must be installed; one written as ``(requirement, module)`` must also bring that module. ``uses`` are names of
-    distributions that it takes where they are installed: times that were measured with another version, or without one,
-    no longer hold. ``options`` is a frozen dataclass with a default for every field. ``check`` gives further refusals
-    that the capabilities cannot express: of a problem, a role and the backend's options, as parsed. They are the
-    defaults where a user sets none, and ``None`` where the spec has no options.
+    ::
+
+        BackendSpec(
+            name="acme",
+            summary="MHA by Acme's kernels",
+            contract="0.9",
+            factory="attnplug_acme.backend:AcmeBackend",
+            capabilities=Capabilities(kinds={"mha"}, devices={"cuda"}, dtypes={"bfloat16"}),
+            requires=("acme-kernels>=2",),
+        )
+
+    - ``factory``: ``"package.module:attribute"``, a callable that takes a ``BackendContext`` and returns the backend.
+      It is not imported before the backend is built.
+    - ``requires``: requirement strings that must be installed. ``(requirement, module)`` must also provide the module.
+    - ``uses``: optional distributions. Measured times are valid only for the versions they were measured with.
+    - ``options``: a frozen dataclass with a default for every field.
+    - ``check(problem, role, options)``: yields refusals that capabilities cannot express. ``options`` are the parsed
+      options (defaults if the user sets none), ``None`` if the spec has no options.
+
+    Raises :class:`PluginError` with every mistake of the declaration.
     """
 
     name: str
@@ -54,10 +67,8 @@ class BackendSpec:
     options: type[Any] | None = None
     check: Callable[[Problem, Role | None, Any], Iterable[Refusal]] | None = field(default=None, compare=False)
     preference: int = 0
-    """Under ``auto``, unless a host ranks otherwise, the usable backend with the highest preference is chosen, and
-    among equal ones the first by name. The embedded default comes last, whatever the others' preference: it is chosen
-    if nothing else is usable. Give 0 for a reference, 100 for a backend that is meant to be fast where it runs at
-    all."""
+    """Rank under ``auto`` unless a host ranks otherwise: the highest wins, then the first by name. 0 for a reference,
+    100 for a fast backend. The embedded default always comes last."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -66,9 +77,9 @@ class BackendSpec:
 
     def _problems(self) -> Iterator[str]:
         if not isinstance(self.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", self.name):
-            yield "its name must be at most 64 lower-case letters, digits and underscores, starting with a letter"
+            yield "name must be at most 64 lower-case letters, digits and underscores, starting with a letter"
         elif self.name == "auto":
-            yield "the name 'auto' asks for an automatic choice and cannot be a backend's"
+            yield "name 'auto' is reserved for automatic selection"
         if not isinstance(self.summary, str) or not self.summary or not self.summary.isprintable():
             yield f"summary {self.summary!r} must be one line of text"
         if not isinstance(self.factory, str) or not re.fullmatch(rf"{DOTTED}:{DOTTED}", self.factory):
@@ -87,23 +98,24 @@ class BackendSpec:
             yield from (problem for needed in self.requires if (problem := requirement_problem(needed)) is not None)
         else:
             yield f"requires {self.requires!r} must be a tuple of requirement strings or pairs (requirement, module)"
-        if not isinstance(self.uses, tuple | list) or not all(_is_distribution(name) for name in self.uses):
+        if not isinstance(self.uses, tuple | list) or not all(
+            isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name)
+            for name in self.uses
+        ):
             yield f"uses {self.uses!r} must be a tuple of distributions' names, such as 'flash-attn', without versions"
         if self.options is not None:
             yield from options_problems(self.options)
 
     def refusals(self, problem: Problem, role: Role | None = None, options: Any = None) -> list[Refusal]:
-        """Every reason why this backend cannot serve ``problem`` in ``role``; empty means it can.
+        """Return every reason why this backend cannot serve ``problem`` in ``role``; empty if it can.
 
-        Without a role or a model, only what does not depend on them is judged. ``options`` are the parsed ones, or
-        ``None`` for the defaults.
+        Without a role or a model, checks that depend on them are skipped. ``options`` are parsed options, ``None`` for
+        the defaults.
         """
-        missing = factory_refusal(self.factory)
-        reasons = [
-            *([] if missing is None else [missing]),
-            *(reason for needed in self.requires if (reason := _requirement_refusal(needed)) is not None),
-            *_environment_refusals(self.capabilities, problem, role),
-        ]
+        requirements = [(needed,) if isinstance(needed, str) else needed for needed in self.requires]
+        installed = [factory_refusal(self.factory), *(requirement_refusal(*needed) for needed in requirements)]
+        reasons = [reason for reason in installed if reason is not None]
+        reasons += _environment_refusals(self.capabilities, problem, role)
         if role is not None:
             reasons += _role_refusals(self.capabilities, problem, role)
         if self.check is not None:
@@ -121,20 +133,16 @@ class BackendSpec:
                     raise TypeError(f"it returned {found!r}; return a list of Refusal")
                 reasons = list(islice(found, MOST_REFUSALS + 1))
                 if len(reasons) > MOST_REFUSALS:
-                    raise ValueError(f"it gives more than {MOST_REFUSALS} refusals, perhaps without end")
+                    raise ValueError(f"it yields more than {MOST_REFUSALS} refusals, perhaps endlessly")
             if wrong := [reason for reason in reasons if type(reason) is not Refusal]:
                 raise TypeError(f"it returned {wrong[0]!r} in its list, which is not a Refusal")
             json.dumps([reason.as_json() for reason in reasons])  # fail here, not where reasons are printed
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(f"in the check of backend {self.name}") from error
         except BaseException as error:  # a plugin's mistake must not affect other candidates (D2)
-            text = f"its own check failed with {describe_error(error)}"
+            text = f"its check failed: {describe_error(error)}"
             return [Refusal(RefusalCode.CHECK_FAILED, text, value=type(error).__name__)]
         return reasons
-
-
-def _is_distribution(name: object) -> bool:
-    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name) is not None
 
 
 def _check_problems(check: object) -> Iterator[str]:
@@ -148,67 +156,43 @@ def _check_problems(check: object) -> Iterator[str]:
     try:
         given.bind(None, None, None)
     except TypeError:
-        yield (
-            f"its check takes ({', '.join(given.parameters)}); let it take (problem, role, options), the last one the "
-            "backend's options as parsed"
-        )
-
-
-def _requirement_refusal(needed: str | tuple[str, str]) -> Refusal | None:
-    return requirement_refusal(needed) if isinstance(needed, str) else requirement_refusal(*needed)
+        yield f"check takes ({', '.join(given.parameters)}); it must take (problem, role, options), options as parsed"
 
 
 def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None) -> Iterator[Refusal]:
-    """Refusals that depend on device, element types, pages and switches."""
-    if problem.device is not None and problem.device not in can.devices:
-        yield _outside(RefusalCode.DEVICE, "device", problem.device, can.devices, Setting.DEVICE)
-    elif (needed := _other_sms(problem, can.min_sm, can.max_sm)) is not None:
-        message = f"it needs {needed}, this is SM {problem.sm}"
+    """Yield refusals that depend on device, dtypes, pages, graphs and speculation."""
+    yield from _unsupported(RefusalCode.DEVICE, "device", problem.device, can.devices, Setting.DEVICE)
+    if problem.device in can.devices and (needed := _required_sm(problem, can.min_sm, can.max_sm)) is not None:
+        message = f"requires {needed}; this GPU is SM {problem.sm}"
         yield Refusal(RefusalCode.SM, message, problem.sm, needed)  # no setting: nobody can change the GPU
-    if problem.dtype is not None and problem.dtype not in can.dtypes:
-        yield _outside(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
+    yield from _unsupported(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
     if problem.kv_dtype is not None:
         yield from _kv_dtype_refusals(can, problem, problem.kv_dtype)
-    yield from _by_claim(can, "page_sizes", problem, role)
-    if problem.layout is not None and problem.layout not in can.layouts:
-        yield _outside(RefusalCode.LAYOUT, "cache layout", problem.layout, can.layouts, Setting.LAYOUT)
-    yield from _by_claim(can, "needs_cpu_seq_lens", problem, role)
-    yield from _by_claim(can, "cuda_graph", problem, role)
-    if problem.speculative_tokens > can.max_speculative_tokens:
-        yield Refusal(
-            RefusalCode.SPECULATION,
-            f"{problem.speculative_tokens} speculative tokens are asked for, it takes {can.max_speculative_tokens}",
-            value=problem.speculative_tokens,
-            allowed=can.max_speculative_tokens,
-            setting=Setting.SPECULATIVE_TOKENS,
-        )
+    yield from can.refusals(problem, [role], ["page_sizes"])
+    yield from _unsupported(RefusalCode.LAYOUT, "cache layout", problem.layout, can.layouts, Setting.LAYOUT)
+    yield from can.refusals(problem, [role], ["needs_cpu_seq_lens", "cuda_graph"])
+    tokens, most = problem.speculative_tokens, can.max_speculative_tokens
+    if tokens > most:
+        message = f"{tokens} speculative tokens are requested; this backend supports at most {most}"
+        yield Refusal(RefusalCode.SPECULATION, message, tokens, most, Setting.SPECULATIVE_TOKENS)
     coordinator = problem.coordinator
     if coordinator is not None and Feature.SPARSE in can.features and coordinator not in can.coordinators:
-        yield Refusal(
-            RefusalCode.FEATURE,
-            f"latent rows are kept outside the pools by {coordinator}, and it reads those inside by the page table",
-            value=coordinator,
-            setting=Setting.ENABLE_HISPARSE,
-        )
-    yield from _by_claim(can, "trees", problem, role)
-
-
-def _by_claim(can: Capabilities, claim: str, problem: Problem, role: Role | None) -> Iterator[Refusal]:
-    if (refusal := can.refusal(claim, problem, [role])) is not None:
-        yield refusal
+        message = f"{coordinator} keeps latent rows outside the pools; this backend reads only rows inside them"
+        yield Refusal(RefusalCode.FEATURE, message, coordinator, setting=Setting.ENABLE_HISPARSE)
+    yield from can.refusals(problem, [role], ["trees"])
 
 
 def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: DType) -> Iterator[Refusal]:
     if kv_dtype not in can.kv_dtypes:
-        yield _outside(RefusalCode.KV_DTYPE, "KV dtype", kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
+        yield from _unsupported(RefusalCode.KV_DTYPE, "KV dtype", kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
         return
     allowed = [dtype for dtype in DType if dtype in can.kv_dtypes]
     if can.kv_matches_dtype and problem.dtype in can.dtypes:
         allowed = [dtype for dtype in allowed if dtype in {problem.dtype, *FP8_CACHES}]
     if kv_dtype not in allowed:
         message = f"a cache in {kv_dtype} cannot be read with {problem.dtype} queries"
-    elif kv_dtype in FP8_CACHES and (needed := _other_sms(problem, can.min_fp8_sm, can.max_fp8_sm)) is not None:
-        message = f"an fp8 cache is read on {needed}, this is SM {problem.sm}"
+    elif kv_dtype in FP8_CACHES and (needed := _required_sm(problem, can.min_fp8_sm, can.max_fp8_sm)) is not None:
+        message = f"an fp8 cache requires {needed}; this GPU is SM {problem.sm}"
         allowed = [dtype for dtype in allowed if dtype not in FP8_CACHES]
     else:
         return
@@ -216,140 +200,131 @@ def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: DType) -> 
 
 
 def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[Refusal]:
-    """Refusals that depend on the role and its layers. Layers of one shape give one refusal."""
-    if role not in can.roles:
-        yield _outside(RefusalCode.ROLE, "role", role, can.roles, role.setting)
+    """Yield refusals that depend on the role and its layers. Equal refusals of several layers are yielded once."""
+    yield from _unsupported(RefusalCode.ROLE, "role", role, can.roles, role.setting)
     if problem.model is None:
         return
     layers = problem.model.linear_layers if role is Role.LINEAR else problem.model.full_layers
-    given: list[Refusal] = []
+    distinct: list[Refusal] = []  # value and allowed may be lists, so refusals are not hashable
     for layer in layers:
-        for reason in _layer_refusals(can, problem, role, layer):
-            if reason not in given:
-                given.append(reason)
-    yield from given
+        distinct += [reason for reason in _layer_refusals(can, problem, role, layer) if reason not in distinct]
+    yield from distinct
     served = [layer for layer in layers if layer.kind in can.kinds]
     heads = max((layer.num_heads // problem.tensor_parallel for layer in served), default=0)
     if can.max_heads is not None and heads > can.max_heads:
-        message = f"{heads} heads on one rank are too many, at most {can.max_heads}"
+        message = f"{heads} heads per rank exceed the maximum of {can.max_heads}"
         yield Refusal(RefusalCode.HEADS, message, heads, can.max_heads, Setting.TENSOR_PARALLEL)
     if can.layers_alike and (differing := _differing(served, problem.tensor_parallel)):
-        listed = "; ".join(f"{name} {', '.join(map(_number, values))}" for name, values in differing.items())
+        listed = "; ".join(
+            f"{name} {', '.join(f'{value:.4g}' if isinstance(value, float) else str(value) for value in values)}"
+            for name, values in differing.items()
+        )
         yield Refusal(RefusalCode.LAYERS, f"one plan serves all layers, but they differ: {listed}", differing)
 
 
 def _shape(layer: LayerSpec, ranks: int) -> dict[str, Any]:
-    """All that a plan may depend on, with the query heads that one rank has."""
+    """Return every layer property that a plan may depend on, with the query heads of one rank."""
     parts = [part for part in (layer, layer.mla, layer.linear) if part is not None]
     shape = {each.name: getattr(part, each.name) for part in parts for each in fields(part)}
     shape["compression"] = None if layer.compressed is None else layer.compressed.ratio
-    shape["index topk"] = None if layer.indexer is None else layer.indexer.topk  # whose index it is changes no plan
+    shape["index topk"] = None if layer.indexer is None else layer.indexer.topk  # a shared index changes no plan
+    shape["num_heads"] = layer.num_heads // ranks
     # A latent row has no heads.
-    apart = ("layer_id", "mla", "linear", "indexer", "compressed", *(["num_kv_heads"] if layer.mla else []))
-    return {name: shape[name] for name in shape if name not in apart} | {"num_heads": layer.num_heads // ranks}
+    ignored = ("layer_id", "mla", "linear", "indexer", "compressed", *(["num_kv_heads"] if layer.mla else []))
+    return {name: value for name, value in shape.items() if name not in ignored}
 
 
 def _differing(layers: list[LayerSpec], ranks: int) -> dict[str, list[Any]]:
-    """What layers differ in, with the values that they have."""
+    """Return the properties in which layers differ, with their values."""
     shapes = [_shape(layer, ranks) for layer in layers]
     names = dict.fromkeys(name for shape in shapes for name in shape)
     values = {name: list(dict.fromkeys(shape.get(name) for shape in shapes)) for name in names}
-    return {name: found for name, found in values.items() if len(found) > 1}
-
-
-def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return {name: distinct for name, distinct in values.items() if len(distinct) > 1}
 
 
 def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: LayerSpec) -> Iterator[Refusal]:
-    if layer.kind not in can.kinds:
-        yield _outside(RefusalCode.KIND, "attention kind", layer.kind, can.kinds, role.setting)
+    yield from _unsupported(RefusalCode.KIND, "attention kind", layer.kind, can.kinds, role.setting)
     for feature in sorted(layer.features - can.features):
         yield _feature_refusal(can, role, layer, feature)
     yield from _cache_refusals(can, problem, layer)
-    if layer.kind is AttentionKind.MHA and can.head_dims is not None:
+    if layer.kind is AttentionKind.MHA:
         dims = (layer.head_dim, layer.v_head_dim)
-        if dims not in can.head_dims:
-            yield _dims(RefusalCode.HEAD_DIM, "head dims (qk, v)", dims, can.head_dims, role)
-    if layer.mla is not None and can.mla_dims is not None:
+        yield from _unsupported_dims(RefusalCode.HEAD_DIM, "head dims (qk, v)", dims, can.head_dims, role)
+    if layer.mla is not None:
         dims = (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
-        if dims not in can.mla_dims:
-            yield _dims(RefusalCode.MLA_DIMS, "MLA dims (kv_lora_rank, rope)", dims, can.mla_dims, role)
+        yield from _unsupported_dims(RefusalCode.MLA_DIMS, "MLA dims (kv_lora_rank, rope)", dims, can.mla_dims, role)
     if problem.speculative_topk > 1 and can.trees and layer.sliding_window is not None:
         message = (
-            f"trees of drafts are not supported with the feature {Feature.SLIDING_WINDOW}, here of "
-            f"{layer.sliding_window} tokens: which keys it hides from a row depends on the row's depth in its tree"
+            f"draft trees are not supported with the feature {Feature.SLIDING_WINDOW} (here {layer.sliding_window} "
+            "tokens): the keys that a window hides from a row depend on the row's depth in its tree"
         )
         yield Refusal(RefusalCode.FEATURE, message, problem.speculative_topk, 1, Setting.SPECULATIVE_TOPK)
-    as_mha = can.mla_extend - {ExtendPath.ABSORBED}
-    if layer.mla is not None and role is Role.PREFILL and problem.mla_by_host and not as_mha:
-        message = (
-            "this host prefills MLA as MHA, and it extends absorbed only; leave the role to the host's own kernels"
-        )
-        yield Refusal(RefusalCode.FEATURE, message, sorted(can.mla_extend), setting=role.setting)
-    path, prefills = problem.mla_extend, role is Role.PREFILL and role in can.roles and layer.kind in can.kinds
-    if layer.mla is not None and prefills and path is not None and path not in can.mla_extend:
-        setting = Setting.MLA_EXTEND
-        yield _outside(RefusalCode.FEATURE, "MLA extend path", path, can.mla_extend, setting)
-    ranks = problem.tensor_parallel
-    if layer.num_heads % ranks:
-        yield Refusal(
-            RefusalCode.TENSOR_PARALLEL,
-            f"{layer.num_heads} heads cannot be divided among {ranks} ranks",
-            value=ranks,
-            allowed=[count for count in range(1, layer.num_heads + 1) if layer.num_heads % count == 0],
-            setting=Setting.TENSOR_PARALLEL,
-        )
+    if layer.mla is not None and role is Role.PREFILL:
+        if problem.mla_by_host and can.mla_extend <= {ExtendPath.ABSORBED}:
+            message = "this host prefills MLA as MHA; this backend extends absorbed only; use the host's own kernels"
+            yield Refusal(RefusalCode.FEATURE, message, sorted(can.mla_extend), setting=role.setting)
+        if role in can.roles and layer.kind in can.kinds:
+            path, setting = problem.mla_extend, Setting.MLA_EXTEND
+            yield from _unsupported(RefusalCode.FEATURE, "MLA extend path", path, can.mla_extend, setting)
+    ranks, heads = problem.tensor_parallel, layer.num_heads
+    if heads % ranks:
+        allowed = [count for count in range(1, heads + 1) if heads % count == 0]
+        message = f"{heads} heads cannot be divided among {ranks} ranks"
+        yield Refusal(RefusalCode.TENSOR_PARALLEL, message, ranks, allowed, Setting.TENSOR_PARALLEL)
 
 
 def _cache_refusals(can: Capabilities, problem: Problem, layer: LayerSpec) -> Iterator[Refusal]:
-    """Refusals of types that a cache of this layer cannot have, or that the backend cannot read."""
-    index_dtype, sparse = problem.index_dtype, layer.indexer is not None and Feature.SPARSE in can.features
-    if sparse and index_dtype is not None and index_dtype not in can.index_dtypes:
-        setting = Setting.INDEX_DTYPE
-        yield _outside(RefusalCode.INDEX_DTYPE, "index dtype", index_dtype, can.index_dtypes, setting)
+    """Yield refusals of cache dtypes that this layer cannot have or the backend cannot read."""
+    if layer.indexer is not None and Feature.SPARSE in can.features:
+        dtype, setting = problem.index_dtype, Setting.INDEX_DTYPE
+        yield from _unsupported(RefusalCode.INDEX_DTYPE, "index dtype", dtype, can.index_dtypes, setting)
     if problem.kv_dtype is not DType.FP8_DS_MLA or problem.kv_dtype not in can.kv_dtypes or layer.linear is not None:
         return
     rank = None if layer.mla is None else layer.mla.kv_lora_rank
     if rank is None or rank % LATENT_GROUP:
         message = (
-            f"a cache of {problem.kv_dtype} holds latent rows with a scale for every {LATENT_GROUP} values of "
-            f"kv_lora_rank, and there are layers with {'no latent rows' if rank is None else f'a rank of {rank}'}"
+            f"a {problem.kv_dtype} cache holds latent rows with one scale per {LATENT_GROUP} values of kv_lora_rank; "
+            f"the model has layers with {'no latent rows' if rank is None else f'kv_lora_rank {rank}'}"
         )
         others = sorted(map(str, can.kv_dtypes - {problem.kv_dtype}))
         yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), others, Setting.KV_DTYPE)
 
 
 def _feature_refusal(can: Capabilities, role: Role, layer: LayerSpec, feature: Feature) -> Refusal:
+    supported = sorted(map(str, can.features))
     if feature is Feature.SPARSE and layer.indexer is not None:
-        what = f"layers attend to the {layer.indexer.topk} rows that an index chooses, and it attends to all rows"
+        why = f": layers attend to the {layer.indexer.topk} rows that an index selects; this backend attends to all"
     elif feature is Feature.COMPRESSED and layer.compressed is not None:
-        what = f"layers attend to entries that stand for {layer.compressed.ratio} tokens each, and it reads rows alone"
+        why = f": layers attend to entries of {layer.compressed.ratio} tokens each; this backend reads token rows only"
     else:
-        return _outside(RefusalCode.FEATURE, "feature", feature, can.features, role.setting)
-    message = f"feature {feature} is not supported: {what}"
-    return Refusal(RefusalCode.FEATURE, message, str(feature), sorted(map(str, can.features)), role.setting)
+        why = f", only {', '.join(supported) or 'none'}"
+    message = f"feature {feature} is not supported{why}"
+    return Refusal(RefusalCode.FEATURE, message, str(feature), supported, role.setting)
 
 
-def _outside(code: RefusalCode, what: str, value: str, allowed: Iterable[str], setting: Setting) -> Refusal:
-    names = sorted(str(name) for name in allowed)
-    return Refusal(
-        code, f"{what} {value} is not supported, only {', '.join(names) or 'none'}", str(value), names, setting
-    )
+def _unsupported(
+    code: RefusalCode, noun: str, value: str | None, supported: Iterable[str], setting: Setting
+) -> Iterator[Refusal]:
+    """Yield the refusal of a value that is given and not supported."""
+    names = sorted(map(str, supported))
+    if value is not None and value not in names:
+        message = f"{noun} {value} is not supported, only {', '.join(names) or 'none'}"
+        yield Refusal(code, message, str(value), names, setting)
 
 
-def _dims(
-    code: RefusalCode, what: str, value: tuple[int, int], allowed: Iterable[tuple[int, int]], role: Role
-) -> Refusal:
-    pairs = sorted(allowed)
-    text = f"{what} {value} are not supported, only {', '.join(map(str, pairs))}"
-    return Refusal(code, text, list(value), [list(pair) for pair in pairs], role.setting)
+def _unsupported_dims(
+    code: RefusalCode, noun: str, dims: tuple[int, int], supported: Collection[tuple[int, int]] | None, role: Role
+) -> Iterator[Refusal]:
+    if supported is not None and dims not in supported:
+        pairs = sorted(supported)
+        message = f"{noun} {dims} are not supported, only {', '.join(map(str, pairs))}"
+        yield Refusal(code, message, list(dims), [list(pair) for pair in pairs], role.setting)
 
 
-def _other_sms(problem: Problem, low: int | None, high: int | None) -> str | None:
-    """The bounds of a compute capability in words, if a problem's GPU is outside of them."""
+def _required_sm(problem: Problem, low: int | None, high: int | None) -> str | None:
+    """Return the required compute capabilities as text; ``None`` if the problem's GPU has one of them."""
     sm = problem.sm
-    if problem.device != "cuda" or sm is None or ((low is None or low <= sm) and (high is None or sm <= high)):
+    if problem.device != "cuda" or sm is None or (low or sm) <= sm <= (high or sm):
         return None
     if low is None:
         return f"SM {high} or older"

@@ -1,7 +1,7 @@
-"""The version of the contract between core and backends (D4).
+"""Version of the contract between core and backends (D4).
 
-Before 1.0 a minor version may change things, so a backend declares the exact version that it was written for.
-docs/writing-a-backend.md holds the promise in full.
+Before 1.0 a minor version may be incompatible, so a backend declares the exact version that it was written for.
+docs/writing-a-backend.md states the stability promise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CONTRACT_VERSION = f"{MAJOR}.{MINOR}"
 
 
 def contract_problem(declared: object) -> str | None:
-    """Why a backend written for ``declared`` cannot run on this core; ``None`` if it can."""
+    """Return why a backend written for contract ``declared`` cannot run on this core; ``None`` if it can."""
     match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", declared) if isinstance(declared, str) else None
     if match is None:
         shown = repr(declared)[:20]
@@ -22,7 +22,7 @@ def contract_problem(declared: object) -> str | None:
     version = int(match[1]), int(match[2])
     if version == (MAJOR, MINOR):
         return None
-    both = f"it speaks contract {declared}, this attnplug speaks {CONTRACT_VERSION}"
+    remedy = f"install a release of the plugin made for contract {CONTRACT_VERSION}"
     if version > (MAJOR, MINOR):
-        return f"{both}; upgrade attnplug, or install a release of the plugin made for contract {CONTRACT_VERSION}"
-    return f"{both}; install a release of the plugin made for contract {CONTRACT_VERSION}"
+        remedy = f"upgrade attnplug, or {remedy}"
+    return f"it speaks contract {declared}, this attnplug speaks {CONTRACT_VERSION}; {remedy}"

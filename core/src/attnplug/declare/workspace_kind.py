@@ -1,4 +1,4 @@
-"""Kinds of scratch memory, as data: who may leave what in it (A2)."""
+"""Kinds of scratch memory (A2)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NAME = re.compile(r"[a-z0-9]+([-_.][a-z0-9]+)*")
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceKind:
-    """The contract of some memory: who may leave what in it.
+    """Contract of a workspace allocation. Backends that request an equal kind share one allocation.
 
-    Backends that ask for an equal kind share one allocation. ``zeroed`` memory is zero on first use, and its users
-    leave it zero (semaphores); plain memory may hold anything. Kernels that overwrite what others expect to be zero ask
-    for a kind with a name of their own. A plugin declares its kinds with the hook ``attnplug_workspace_kinds``.
+    ``zeroed`` memory is zero on first use, and its users leave it zero (semaphores); other memory may hold anything.
+    Kernels that overwrite memory which others expect to be zero need a kind with its own name. A plugin declares its
+    kinds with the hook ``attnplug_workspace_kinds``.
     """
 
     name: str
@@ -30,4 +30,4 @@ class WorkspaceKind:
 
 
 SCRATCH = WorkspaceKind("scratch")
-"""Plain memory that every backend can share. It is the only kind that core itself declares."""
+"""Scratch memory shared by all backends; the only kind that core declares."""

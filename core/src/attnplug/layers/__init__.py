@@ -1,1 +1,1 @@
-"""What a model's layers call."""
+"""Attention as a model's layers call it."""

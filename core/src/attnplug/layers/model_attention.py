@@ -1,4 +1,4 @@
-"""All attention of one model: one object over its backend, pools and policy. The model's layers find it."""
+"""Facade of a model's attention over its backend, pools and MLA policy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnplug.contract.backend import (
-    AttentionBackend,
-    ForwardExtras,
-    GraphPlanning,
-    bind_optional_hook,
-    methods,
-)
+from attnplug.contract.backend import AttentionBackend, ForwardExtras, GraphPlanning, bind_optional_hook, methods
 from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
 from attnplug.contract.hooks import Hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
@@ -30,16 +24,19 @@ from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, RowPlaces
 
 
 class ModelAttention:
-    """What a model's layers call: plans a batch once, then attends layer by layer.
+    """Attention of one model: plans a batch once, then runs layer by layer. ``policy`` chooses the MLA extend path. ::
 
-    ``policy`` says how MLA extends run. Whoever runs the model does so inside ``running()``.
+    attention = ModelAttention(backend, pools)
+    attention.plan(batch)
+    with attention.running():
+        model(batch)  # its layers call active_attention().attend(q, k, v, layer, batch)
     """
 
     def __init__(self, backend: AttentionBackend, pools: KVPools, policy: ExtendPolicy | None = None) -> None:
         self.backend = backend
         self._mla = None
         if pools.mla is not None:
-            # As MHA, a layer reads the latent rows alone. One with further caches reads them where they lie.
+            # MLA run as MHA reads latent rows only. Layers with further caches read them in place, absorbed.
             in_place = bool(pools.caches)
             self._mla = MLAAttention(backend, pools.mla, policy or ExtendPolicy(), absorbed=in_place)
         for key in pools.caches:
@@ -67,16 +64,12 @@ class ModelAttention:
     # Planning
 
     def plan(
-        self,
-        batch: ForwardBatch,
-        path: ExtendPath | None = None,
-        *,
-        skip_attn_backend_init: bool | None = None,
+        self, batch: ForwardBatch, path: ExtendPath | None = None, *, skip_attn_backend_init: bool | None = None
     ) -> BatchPlan | None:
-        """Plan a batch, unless it is marked as planned already; returns the plan that is now in force (B1).
+        """Plan a batch unless it is marked as planned; return its current plan (B1).
 
-        ``path`` is how its MLA layers extend, if that is not left to the policy. ``skip_attn_backend_init`` is the
-        old flag, kept for callers that have not moved to the marker (B3).
+        ``path`` overrides the policy's extend path of MLA layers. ``skip_attn_backend_init`` is the old flag, for
+        callers that do not use the marker yet (B3).
         """
         apply_skip_attn_backend_init(batch, skip_attn_backend_init)
         if not batch.needs_forward_metadata_init():
@@ -92,7 +85,7 @@ class ModelAttention:
     def plan_halves(self, batch: ForwardBatch, halves: tuple[ForwardBatch, ForwardBatch]) -> None:
         """Plan both halves of a batch before either runs, and mark them as planned (B2).
 
-        MLA layers extend as those of the whole batch would.
+        MLA layers use the extend path of the whole batch.
         """
         path = None if self._mla is None else self._mla.path_of_halves(batch.geometry)
         for half in halves:
@@ -103,19 +96,19 @@ class ModelAttention:
 
     @property
     def graph_level(self) -> GraphLevel:
-        """What can be captured."""
+        """Batches that can be captured."""
         return self.backend.claims.cuda_graph
 
-    def reserve_graphs(self, requests: int, rows: int) -> None:
-        """Have the backend allocate what captured batches of up to so many requests and rows read. Call it once."""
+    def reserve(self, requests: int, rows: int) -> None:
+        """Reserve the backend's memory for captured batches of up to ``requests`` and ``rows``. Call it once."""
         self._graph_hook("init_cuda_graph_state")(requests, rows)
 
     def padding_length(self) -> int:
-        """The length that padded requests of a captured batch carry; 0 unless the backend says otherwise."""
+        """Return the length of padded requests in a captured batch; 0 for most backends."""
         return int(self._graph_hook("get_cuda_graph_seq_len_fill_value")())
 
-    def plan_captured(self, batch: ForwardBatch, *, in_capture: bool = False) -> BatchPlan:
-        """Plan a batch that a graph is about to capture or to replay, and mark it as planned (B2)."""
+    def capture(self, batch: ForwardBatch, *, in_capture: bool = False) -> BatchPlan:
+        """Plan a batch before a graph captures (``in_capture=True``) or replays it, and mark it as planned (B2)."""
         plan = self._graph_hook("init_forward_metadata_out_graph")(batch, in_capture)
         hook, who = "init_forward_metadata_out_graph", self.backend.backend_id
         received = received_plan(plan, who, batch.forward_mode, batch.num_tokens, hook)
@@ -124,7 +117,7 @@ class ModelAttention:
         return batch.plan
 
     def refill(self, batch: ForwardBatch) -> None:
-        """The part of planning that is captured: it comes first in the graph."""
+        """Update the plan on the device. Captured: call it first inside the graph."""
         self._graph_hook("init_forward_metadata_in_graph")(batch)
 
     def _graph_hook(self, name: str) -> Hook:
@@ -132,13 +125,13 @@ class ModelAttention:
         if hook is None:
             raise BackendError(
                 f"backend {self.backend.backend_id.name} claims cuda_graph {self.graph_level.name} and has no {name}, "
-                "which a captured batch needs; choose a backend that claims CUDA graphs"
+                "which CUDA graphs require; choose a backend that claims them"
             )
         return hook
 
     @contextmanager
     def running(self) -> Iterator[ModelAttention]:
-        """Make this the attention that layers find, for the code inside, in this thread or task. Contexts nest (B6)."""
+        """Make this the ``active_attention()`` of the current thread or task. Contexts nest (B6)."""
         token = _active.set(self)
         try:
             yield self
@@ -158,23 +151,23 @@ class ModelAttention:
         save_kv_cache: bool = True,
         extras: ForwardExtras | None = None,
     ) -> Tensor:
-        """An MHA layer; see ``AttentionBackend.forward_extend``."""
+        """Run an MHA layer; see ``AttentionBackend.forward_extend``."""
         backend = self.backend
         run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
         return run(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
 
     def select(self, index: IndexInputs | None, layer: LayerSpec, batch: ForwardBatch) -> SelectedRows:
-        """The rows that a sparse layer attends to, for ``attend_mla``; see ``RowSelection.select``.
+        """Return the rows that a sparse layer attends to, for ``attend_mla``; see ``RowSelection.select``.
 
-        A layer that shares another one's choice has no ``index``. It is given what that layer chose in this forward.
+        A layer that shares an index passes ``None`` and gets the selection of that layer in this forward.
         """
         dims = layer.indexer
         if dims is None or (dims.shares is None) != (index is not None):
-            has = "attends to all rows" if dims is None else "has an index of its own"
-            if dims is not None and dims.shares is not None:
-                has = f"takes over the choice of layer {dims.shares}"
+            has = "attends to all rows"
+            if dims is not None:
+                has = "has its own index" if dims.shares is None else f"shares the index of layer {dims.shares}"
             given = "no index" if index is None else "an index"
-            raise BackendError(f"layer {layer.layer_id} {has}, and was to select rows by {given}")
+            raise BackendError(f"layer {layer.layer_id} {has}, but select was given {given}")
         if index is None:
             return self._shared(layer, batch)
         if self._select is None:
@@ -186,7 +179,7 @@ class ModelAttention:
         if not isinstance(chosen, SelectedPositions | SelectedSlots):
             raise BackendError(
                 f"select of backend {self.backend.backend_id.name} returned {type(chosen).__name__} for layer "
-                f"{layer.layer_id}; it returns SelectedPositions or SelectedSlots"
+                f"{layer.layer_id}; it must return SelectedPositions or SelectedSlots"
             )
         batch.choice = LayerChoice(layer.layer_id, chosen)
         return chosen
@@ -196,20 +189,19 @@ class ModelAttention:
         assert layer.indexer is not None
         wanted, last = layer.indexer.shares, batch.choice
         if last is None or last.layer_id != wanted:
-            found = "none has chosen any" if last is None else f"the last to choose was layer {last.layer_id}"
+            found = "none has selected any" if last is None else f"the last to select was layer {last.layer_id}"
             raise BackendError(
-                f"layer {layer.layer_id} attends to the rows that layer {wanted} chose, and in this batch {found}; run "
-                "layers in their order"
+                f"layer {layer.layer_id} attends to the rows that layer {wanted} selects, but in this batch {found}; "
+                "run layers in order"
             )
         return last.rows
 
     def row_places(self, layer: LayerSpec, batch: ForwardBatch, tokens: int, dtype: torch.dtype) -> RowPlaces | None:
-        """Where to store an MLA layer's new rows of ``tokens`` rows of input, if the kernel that makes them, in
-        ``dtype``, can do it. ``attend_mla`` is then given absorbed queries and no rows. One launch less in every layer,
-        and what absorbing reads does not wait for the rotation.
+        """Return where the kernel that computes an MLA layer's ``tokens`` new rows, in ``dtype``, can store them.
 
-        ``None`` where ``attend_mla`` needs the rows: in a batch that runs as MHA, for sparse layers, for caches in
-        another type or on the host, and for a plan that does not say where rows go.
+        ``attend_mla`` then takes absorbed queries and no rows. That saves a launch per layer, and absorbing does not
+        wait for the rotation. ``None`` if ``attend_mla`` needs the rows: in a batch that runs as MHA, for sparse
+        layers, for caches of another dtype or on the host, and for a plan without a slot mapping.
         """
         return None if self._mla is None else self._mla.row_places(layer, batch, tokens, dtype)
 
@@ -223,12 +215,11 @@ class ModelAttention:
         *,
         selected: SelectedRows | None = None,
     ) -> Tensor:
-        """An MLA layer.
+        """Run an MLA layer: write the new rows to the cache and return ``[tokens, heads, v_head_dim]``.
 
-        q ``[tokens, heads, nope + rope]`` with its rope part rotated, rows ``[tokens, kv_lora_rank + rope]`` the new
-        cache rows (normed latent, rotated key). Writes the rows and returns ``[tokens, heads, v_head_dim]``. Rows are
-        ``None`` if they are stored already, where ``row_places`` said; q is then ``MLAWeights.absorb`` of it.
-        ``selected`` is what ``select`` returned, for a sparse layer.
+        q is ``[tokens, heads, nope + rope]`` with its rope part rotated, rows ``[tokens, kv_lora_rank + rope]`` are the
+        new cache rows (normed latent, rotated key). If rows were stored by ``row_places``, rows is ``None`` and q is
+        absorbed (``MLAWeights.absorb``). ``selected`` is the result of ``select``, for a sparse layer.
         """
         if self._mla is None:
             raise BackendError(f"layer {layer.layer_id} is MLA, but the model was built without an MLA pool")
@@ -244,23 +235,23 @@ class ModelAttention:
         *,
         silu: bool = True,
     ) -> Tensor:
-        """The short convolution of a linear layer; see ``LinearHooks.forward_conv``."""
+        """Run the short convolution of a linear layer; see ``LinearHooks.forward_conv``."""
         if self._conv is None:
             raise self._no_states(layer)
         out: Tensor = self._conv(x, weight, bias, layer, batch, silu)
         return out
 
     def attend_linear(self, inputs: LinearInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
-        """The recurrence of a linear layer: ``[tokens, heads, value_dim]``; writes its state."""
+        """Run the recurrence of a linear layer: write its state and return ``[tokens, heads, value_dim]``."""
         if self._linear is None:
             raise self._no_states(layer)
         out: Tensor = self._linear(inputs, layer, batch)
         return out
 
     def attend_delta(self, inputs: DeltaInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor | None:
-        """A whole layer of the delta rule: ``[tokens, heads * value_dim]``; writes its states.
+        """Run a whole delta-rule layer: write its states and return ``[tokens, heads * value_dim]``.
 
-        ``None`` where the backend leaves it to its parts, ``convolve`` and ``attend_linear``. Nothing is done then.
+        ``None``, with nothing done, if the backend has only the parts: ``convolve`` and ``attend_linear``.
         """
         if self._delta is None:
             return None
@@ -268,14 +259,14 @@ class ModelAttention:
         return out
 
     def commit_states(self, batch: ForwardBatch, accepted: Tensor) -> None:
-        """After a target verify, advance each request's linear states by the first ``accepted`` ``[requests]`` of its
-        rows; see ``LinearHooks.commit_states``. Models without such layers have nothing to commit."""
+        """Advance each request's linear states by its first ``accepted`` ``[requests]`` rows after a target verify; see
+        ``LinearHooks.commit_states``. Does nothing for models without linear layers."""
         if self._linear is None:
             return
         if self._commit is None:
             raise BackendError(
                 f"backend {self.backend.backend_id.name} has no commit_states, which a verify of linear-attention "
-                "layers needs; choose another backend for the role linear, or turn speculation off"
+                "layers requires; choose another backend for the role linear, or turn speculation off"
             )
         self._commit(batch, accepted)
 
@@ -288,7 +279,7 @@ _active: ContextVar[ModelAttention] = ContextVar("attnplug_model_attention")
 
 
 def active_attention() -> ModelAttention:
-    """The attention of the model that runs: the innermost ``running()``."""
+    """Return the attention of the innermost ``running()``."""
     try:
         return _active.get()
     except LookupError:
@@ -298,7 +289,7 @@ def active_attention() -> ModelAttention:
 def plan_forward(
     backend: AttentionBackend, batch: ForwardBatch, *, skip_attn_backend_init: bool | None = None
 ) -> BatchPlan | None:
-    """As :meth:`ModelAttention.plan`, for a caller that runs the backend's own entries: MLA runs absorbed."""
+    """Plan like :meth:`ModelAttention.plan`, for callers of a backend's forward methods. MLA runs absorbed."""
     apply_skip_attn_backend_init(batch, skip_attn_backend_init)
     if batch.needs_forward_metadata_init():
         batch.plan = BatchPlan(_attention_plan(backend, batch), geometry=batch.geometry)

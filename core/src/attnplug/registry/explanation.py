@@ -40,7 +40,7 @@ def _refused_by_name(choices: Sequence[RoleChoice], render: Render) -> Iterator[
     reasons: dict[str, list[RoleChoice]] = {}
     for choice in choices:
         for refusal in choice.candidates[0].refusals:
-            reasons.setdefault(refusal.told(render), []).append(choice)
+            reasons.setdefault(refusal.format(render), []).append(choice)
     for reason, concerned in reasons.items():
         yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
     usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
@@ -132,7 +132,7 @@ def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterato
             continue
         yield f"  {spec.name} ({candidate.backend.source}): refused"
         for refusal in candidate.refusals:
-            yield f"    - {refusal.told(render)}"
+            yield f"    - {refusal.format(render)}"
     if unrelated:
         names = ", ".join(candidate.backend.spec.name for candidate in unrelated)
         yield f"  for another role or kind of attention: {names}"

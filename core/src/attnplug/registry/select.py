@@ -35,7 +35,7 @@ class SelectionError(AttnplugError):
         super().__init__("\n".join(refusal_lines(selection, str)))
         self.selection = selection
 
-    def told(self, render: Render) -> str:
+    def format(self, render: Render) -> str:
         return "\n".join(refusal_lines(self.selection, render))
 
 

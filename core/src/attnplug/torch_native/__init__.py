@@ -1,1 +1,1 @@
-"""The embedded default: MHA, GQA and MLA with torch alone, on the CPU and on CUDA."""
+"""Default backend: MHA, GQA and MLA with torch alone, on CPU and CUDA."""

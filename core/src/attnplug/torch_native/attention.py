@@ -1,4 +1,4 @@
-"""Dense attention of requests' queries over their gathered cache rows, tile by tile."""
+"""Dense attention over gathered cache rows, in tiles of queries."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from torch import Tensor
 from attnplug.declare.problem import LARGEST_TREE
 from attnplug.torch_native.planner import Extent
 
-# Scores of one tile: 64 MiB of float32. Long prefills are cut into tiles of queries, which also lets a tile skip the
-# keys that none of its queries may see.
+# Maximum scores of a tile: 64 MiB of float32. A tile of a long prefill also skips keys that none of its queries sees.
 _TILE_SCORES = 1 << 24
 _INNER_SLICE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """What a layer's softmax needs to know."""
+    """Softmax parameters of a layer: scale, sliding window and logit cap."""
 
     scale: float
     window: int | None
@@ -29,7 +28,7 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries ``first … last - 1`` of each request, and keys ``start … stop - 1``: those that any of them sees."""
+    """Queries ``first … last - 1`` of each request, and the keys ``start … stop - 1`` that any of them sees."""
 
     first: int
     last: int
@@ -40,17 +39,16 @@ class Tile:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, extent: Extent, softmax: Softmax, lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one extent: causal, or by its trees.
+    """Attend over one extent, causally or by its trees.
 
     q ``[requests, queries, heads, dim]``, k ``[requests, keys, kv_heads, dim]`` and v ``[requests, keys, kv_heads,
-    v_dim]``. Returns ``[requests, queries, heads, v_dim]`` in q's dtype and, if asked, the log-sum-exp
+    v_dim]``. Returns ``[requests, queries, heads, v_dim]`` in q's dtype and, with ``lse``, the log-sum-exp
     ``[requests, queries, heads]`` float32.
     """
-    # torch's fused kernel is used wherever it supports what is asked. It has neither a logit cap nor a log-sum-exp, and
-    # for values of another width it falls back to something slower than ours. It adds its mask to the logits, so it
-    # would not hide a NaN.
+    # torch's fused kernel has neither a logit cap nor a log-sum-exp, and its fallback for values of another width is
+    # slower than ours. It adds its mask to the logits, which would not hide a NaN.
     fused = softmax.cap is None and not lse and k.shape[-1] == v.shape[-1] and extent.tree is None
-    # On a CPU, kernels for short types are slower than those for float32, some a hundred times.
+    # On a CPU, kernels for 16-bit types are slower than those for float32, some by a factor of 100.
     exact = not fused or q.device.type == "cpu"
     dtype = torch.float32 if exact else q.dtype
     queries, keys, values = (tensor.to(dtype) for tensor in (q, k, v))
@@ -69,7 +67,7 @@ def attend(
         keys, values = keys.contiguous(), values.contiguous()  # once, instead of inside every product
     broken = None
     if extent.tree is not None:
-        # A sibling's values may be anything: without weight they would still make a NaN. Who does see them gets one.
+        # A sibling's values may be NaN, and 0 * NaN is NaN. Queries that do see such a key get NaN by its score.
         broken = ~values.isfinite().all(-1)
         values = values.masked_fill(broken.unsqueeze(-1), 0.0)
     for tile in tiles(extent, extent.requests * q.shape[2], softmax.window):
@@ -91,7 +89,7 @@ def attend(
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """One query a request, ``[requests, heads, dim]``, over k and v ``[requests, keys, kv_heads, dim]``.
+    """Attend with one query per request, ``[requests, heads, dim]``, over k and v ``[requests, keys, kv_heads, dim]``.
 
     The query heads that share a KV head become the rows of one product, so that each key is read once for all of them.
     """
@@ -105,7 +103,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -
 def attend_by_parts(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, broken: Tensor | None, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Attention with access to every intermediate, all float32.
+    """Attend step by step in float32, with a logit cap and the log-sum-exp.
 
     q ``[requests, heads, queries, dim]``, k and v ``[requests, kv_heads, keys, …]``, hidden ``[requests, queries,
     keys]``. A query that sees a ``broken`` key ``[requests, kv_heads, keys]`` gets NaN. Returns the output and the
@@ -127,10 +125,10 @@ def attend_by_parts(
 
 
 def _products(rows: Tensor, keys: Tensor) -> Tensor:
-    """``rows @ keys``, summed in slices of the inner dimension.
+    """Return ``rows @ keys``, accumulated in slices of the inner dimension.
 
-    A product over the 576 columns of an MLA row, accumulated at once, loses up to 1e-5 in a logit. Slices keep the
-    float32 result within 2e-6 of float64, and each costs one more pass over the scores.
+    One product over the 576 columns of an MLA row loses up to 1e-5 in a logit. Slices keep the float32 result within
+    2e-6 of float64; each costs one more pass over the scores.
     """
     slices = zip(rows.split(_INNER_SLICE, -1), keys.split(_INNER_SLICE, -2), strict=True)
     first_rows, first_keys = next(slices)
@@ -141,7 +139,7 @@ def _products(rows: Tensor, keys: Tensor) -> Tensor:
 
 
 def tiles(extent: Extent, score_rows: int, window: int | None) -> Iterator[Tile]:
-    """Tiles of queries that cover an extent, with up to so many scores for each key and query of a tile."""
+    """Yield tiles of queries that cover an extent. A key and a query of a tile have ``score_rows`` scores."""
     step = max(1, min(extent.queries, _TILE_SCORES // max(1, score_rows * extent.keys)))
     for first in range(0, extent.queries, step):
         last = min(first + step, extent.queries)
@@ -151,7 +149,7 @@ def tiles(extent: Extent, score_rows: int, window: int | None) -> Iterator[Tile]
 
 
 def hidden_keys(extent: Extent, tile: Tile, window: int | None) -> Tensor | None:
-    """``[requests, queries, keys]``, true where a query must not see a key; ``None`` if every key is seen."""
+    """Return the mask of hidden keys, ``[requests, queries, keys]``; ``None`` if every key is visible."""
     if window is None and extent.queries == 1 and extent.smallest_offset == extent.largest_offset:
         return None
     device = extent.offsets.device
@@ -161,7 +159,7 @@ def hidden_keys(extent: Extent, tile: Tile, window: int | None) -> Tensor | None
     if window is not None:
         hidden |= key <= position[..., None] - window
     if extent.tree is not None:
-        row = key - extent.offsets[:, None]  # among the new ones; earlier keys have negative numbers
+        row = key - extent.offsets[:, None]  # index among the new rows; negative for earlier keys
         bits = extent.tree[:, tile.first : tile.last, None] >> row.clamp(0, LARGEST_TREE - 1)[:, None]
         hidden |= (row >= 0)[:, None] & (bits & 1 == 0)
     return hidden

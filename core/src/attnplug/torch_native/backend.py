@@ -1,4 +1,4 @@
-"""The embedded backend: gathers cache rows by slot and attends to them with torch operations."""
+"""Default backend: gathers cache rows by slot and attends to them with torch operations."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from attnplug.torch_native.planner import Extent, Group, plan_groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """What a plan says: groups that cover the batch, and how its plain layers are read in place, where that pays."""
+class GroupedPlan:
+    """Metadata of a plan: groups that cover the batch, and the in-place decode of plain layers if it is faster."""
 
     groups: tuple[Group, ...]
     pages: PagesInPlace | None
 
 
 def _plain(layer: LayerSpec) -> bool:
-    """Whether torch's fused kernel does all that the layer needs."""
+    """Return True if torch's fused kernel supports the layer."""
     return (
         layer.mla is None
         and layer.sliding_window is None
@@ -42,15 +42,12 @@ def _plain(layer: LayerSpec) -> bool:
 
 
 class TorchNativeBackend(PlannedAttention):
-    """MHA, GQA and MLA over paged caches of any page size.
-
-    Keeps the pools, and nothing of any batch.
-    """
+    """MHA, GQA and MLA over paged caches of any page size."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._mha, self._mla = context.pools.mha, context.pools.mla
-        # Short types are converted, which takes a copy anyway.
+        # 16-bit caches are converted, which copies them anyway.
         self._in_place = (
             self._mha is not None and self._mha.dtype is DType.FLOAT32 and torch.device(context.device).type == "cpu"
         )
@@ -58,10 +55,10 @@ class TorchNativeBackend(PlannedAttention):
     def plan(self, geometry: Geometry) -> Plan:
         new_slots, groups = plan_groups(geometry)
         pages = PagesInPlace.of(geometry) if self._in_place else None
-        return Plan.of(self.backend_id, geometry, Work(groups, pages), new_slots)
+        return Plan.of(self.backend_id, geometry, GroupedPlan(groups, pages), new_slots)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
-        work: Work = plan.metadata
+        work: GroupedPlan = plan.metadata
         groups, lse = work.groups, extras.lse
         if self._in_place and lse is None and q.dtype is torch.float32 and _plain(layer):
             if work.pages is not None:
@@ -86,14 +83,14 @@ class TorchNativeBackend(PlannedAttention):
         self, q: Tensor, layer: LayerSpec, group: Group, softmax: Softmax, extras: ForwardExtras
     ) -> tuple[Tensor, Tensor | None]:
         """Return output and log-sum-exp of a group's queries."""
-        # With a sink the result is not rounded yet.
+        # With a sink the result is rounded only after scaling.
         queries = (q.float() if layer.sinks else q).unflatten(0, (group.extent.requests, group.extent.queries))
         near = group.within(softmax.window)
         needed = layer.sinks or extras.lse is not None
         result, sums = attend(queries, *self._read(layer, near), near.extent, softmax, needed)
         result, sums = result.flatten(0, 1), None if sums is None else sums.flatten(0, 1)
         if extras.sinks is not None and sums is not None:
-            # The weight that the other keys keep; without a sink it is 1.
+            # Total weight of all keys but the sink.
             result = result * torch.sigmoid(sums - extras.sinks).unsqueeze(-1)
         return result.to(q.dtype), sums
 
@@ -114,13 +111,13 @@ class TorchNativeBackend(PlannedAttention):
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         query = row = 0
         for queries, rows in zip(call.query_lens, call.kv_lens, strict=True):
-            # A query that comes after all keys sees every one of them.
+            # A query positioned behind all keys sees all of them: non-causal.
             extent = Extent.of(queries, [rows - queries if call.causal else rows], rows, q.device)
-            mine, theirs = slice(query, query + queries), slice(row, row + rows)
-            result, sums = attend(q[None, mine], k[None, theirs], v[None, theirs], extent, softmax, lse is not None)
-            out[mine] = result[0]
+            own_q, own_kv = slice(query, query + queries), slice(row, row + rows)
+            result, sums = attend(q[None, own_q], k[None, own_kv], v[None, own_kv], extent, softmax, lse is not None)
+            out[own_q] = result[0]
             if lse is not None and sums is not None:
-                lse[mine] = sums[0]
+                lse[own_q] = sums[0]
             query, row = query + queries, row + rows
         return out
 
@@ -131,7 +128,7 @@ class TorchNativeBackend(PlannedAttention):
         return pages.attend(q, pool.keys(layer_id), pool.values(layer_id), last_k, last_v, layer.scale)
 
     def _read(self, layer: LayerSpec, group: Group) -> tuple[Tensor, Tensor]:
-        """Keys ``[requests, keys, kv_heads, dim]`` and values of a group's requests."""
+        """Read keys ``[requests, keys, kv_heads, dim]`` and values of a group's requests."""
         if layer.mla is not None:
             if self._mla is None:
                 raise PoolError(f"layer {layer.layer_id} is MLA, but {self.backend_id.name} has no MLA pool")

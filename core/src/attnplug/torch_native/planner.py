@@ -1,4 +1,4 @@
-"""Lengths and pages → groups of requests that dense torch operations can attend to together."""
+"""Planner: lengths and pages → groups of requests that run as one dense torch operation."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from attnplug.machine.transfer import to_device
 
 # A group is padded to its longest request. Up to this many rows per request, padding costs less than another group.
 _SMALL_READ = 4096
-# A group reads at most this many rows, because its keys and values are copied together before attention.
+# Maximum rows of a group, whose keys and values are gathered before attention.
 _LARGEST_READ = 1 << 17
-# On a CPU a decoding group reads at most this many, unless it is one request: larger copies leave the caches, and come
-# from fresh memory of the system each time. torch's allocator on Arm keeps the memory.
+# Maximum rows of a decode group on a CPU, unless it is one request: larger copies exceed the CPU caches and are
+# allocated anew from the system each time. On Arm torch's allocator keeps the memory.
 _CACHED_READ = 1 << (13 if IS_ARM else 12)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """Who sees what among requests with the same number of queries: a query sees the keys up to its own position.
+    """Visibility of keys in a group of requests with equally many queries: keys up to a query's own position.
 
     ``offsets`` ``[requests]`` on the device is the position of each request's first query. ``bias`` ``[requests, 1, 1,
-    keys]`` float32 hides from a single query each the keys after its own: 0 or -inf. It is there for decoding groups
-    of different lengths on a CPU, made once for all layers. ``tree`` ``[requests, queries]`` int64 says by bits which
-    of the queries' own keys each query sees, as ``Geometry.tree`` does; ``None``: all up to its own position.
+    keys]`` float32, 0 or -inf, is the mask of decode groups of different lengths on a CPU, made once for all layers.
+    ``tree`` ``[requests, queries]`` int64 is a bit mask of the new keys that each query sees (``Geometry.tree``);
+    ``None``: all up to its own position.
     """
 
     offsets: Tensor
@@ -55,21 +55,21 @@ class Extent:
 
     @property
     def shared_mask(self) -> bool:
-        """Whether ``bias`` says all: one query a request, which sees every key unless there is a bias."""
+        """True if ``bias`` is the whole mask: one query per request, which sees every key if there is no bias."""
         return self.queries == 1 and (self.bias is not None or self.smallest_offset == self.largest_offset)
 
     @property
     def plain(self) -> bool:
-        """Whether query i sees keys 0 … i of its request: a prefill without prefix."""
+        """True if query i sees keys 0 … i of its request: a prefill without prefix."""
         return self.largest_offset == 0 and self.queries == self.keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """The cache rows of a decoding group as blocks of ``BLOCK``, which are copied sooner than single rows.
+    """Cache rows of a decode group as blocks of ``BLOCK`` rows, which are copied faster than single rows.
 
-    ``numbers`` ``[requests, blocks]``. Of a request's last block some rows may be nobody's: ``blank`` are those among
-    the rows of all blocks that a longer request's key stands beside. A mask would not hide a NaN in them.
+    ``numbers`` ``[requests, blocks]``. The end of a request's last block may be unused: ``blank`` are the indices of
+    such rows, within the rows of all blocks, that must be cleared because a mask would not hide a NaN in them.
     """
 
     numbers: Tensor
@@ -77,15 +77,15 @@ class Blocks:
 
     @classmethod
     def of(cls, slots: np.ndarray, lens: list[int]) -> Blocks | None:
-        """For ``slots`` ``[requests, keys]`` in pages of whole blocks; ``None`` where a request fills no block."""
+        """Convert ``slots`` ``[requests, keys]`` in pages of whole blocks; ``None`` if a request fills no block."""
         if min(lens) < BLOCK:
             return None
         ends, keys = np.array(lens)[:, None], slots.shape[1]
         numbers, positions = slots[:, ::BLOCK] // BLOCK, np.arange(0, keys, BLOCK)
         if min(lens) == keys:
             return cls(torch.from_numpy(numbers), None)
-        numbers = np.where(positions < ends, numbers, numbers[:, :1])  # past the end a full block, not the last
-        rest = ends + np.arange(BLOCK - 1)  # the rows after each end, up to the next block
+        numbers = np.where(positions < ends, numbers, numbers[:, :1])  # beyond the end, repeat a full block
+        rest = ends + np.arange(BLOCK - 1)  # rows between each end and the next block
         blank = (rest < -(-ends // BLOCK) * BLOCK).nonzero()
         places = blank[0] * numbers.shape[1] * BLOCK + rest[blank]
         return cls(torch.from_numpy(numbers), torch.from_numpy(places) if len(places) else None)
@@ -93,12 +93,12 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Requests with the same number of new tokens, attended to in one go.
+    """Requests with equally many new tokens that run as one operation.
 
-    ``rows`` ``[requests * queries]`` says which rows of q are theirs (a slice where they follow each other, ``None``:
-    all planned rows of q, in order). ``slots`` ``[requests, keys]`` says where their cache rows are. ``run`` says it of
-    one decoding request on a CPU whose rows lie one after the other: then they are read without a copy. ``blocks``
-    says it of several, where pages consist of blocks.
+    ``rows`` ``[requests * queries]`` are the indices of their rows in q (a slice if contiguous; ``None``: all planned
+    rows, in order). ``slots`` ``[requests, keys]`` are the slots of their cache rows. ``run`` is the same as a slice,
+    for one decoding request on a CPU with contiguous slots, which is read without a copy. ``blocks`` are the same as
+    blocks, for several requests whose pages consist of blocks.
     """
 
     rows: Tensor | slice | None
@@ -108,7 +108,7 @@ class Group:
     blocks: Blocks | None = None
 
     def within(self, window: int | None) -> Group:
-        """The same without the keys before all queries' windows: neither read nor scored, however long the requests."""
+        """Return this group without keys that are outside of every query's window. They are neither read nor scored."""
         extent = self.extent
         unseen = 0 if window is None else max(0, extent.smallest_offset - window + 1)
         if not unseen:
@@ -126,8 +126,10 @@ class Group:
 
 
 def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
-    """Where new rows are written, and groups that cover every request with new tokens exactly once: divided by query
-    length, then by similar cache length."""
+    """Return the slot mapping of new rows, and groups that cover every request with new tokens exactly once.
+
+    Requests are grouped by query length, then by similar KV length.
+    """
     members = _memberships(geometry)
     cached = geometry.max_new == 1 and geometry.page_table.is_cpu
     if len(members) == 1 and members[0] == sorted(members[0]):
@@ -148,7 +150,7 @@ def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
 
 
 def _memberships(geometry: Geometry) -> list[list[int]]:
-    """The request numbers of each group. Requests that fit into one group keep the batch's own order."""
+    """Return the request indices of each group. Requests that fit into one group keep the batch's order."""
     kv_lens, by_queries = geometry.kv_lens, {}
     if geometry.new_lens is None and geometry.rows:  # as in every decode step
         by_queries[geometry.max_new] = list(range(geometry.requests))
@@ -167,7 +169,7 @@ def _memberships(geometry: Geometry) -> list[list[int]]:
 
 
 def _by_length(requests: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
-    """Longest first; a request that would waste more than half of a large read starts a group of its own."""
+    """Group requests, longest first. One that would pad more than half of a large read starts a new group."""
     groups: list[list[int]] = []
     for request in sorted(requests, key=lambda request: -kv_lens[request]):
         longest = kv_lens[groups[-1][0]] if groups else 0
@@ -194,15 +196,15 @@ def _group(geometry: Geometry, requests: list[int], slots: Tensor, first_rows: l
 def _cached_reads(
     geometry: Geometry, requests: list[int], slots: Tensor, first_rows: list[int] | None
 ) -> tuple[Group, ...]:
-    """Requests with one query each on a CPU, in groups that read few rows."""
+    """Split requests with one query each on a CPU into groups that read few rows."""
     lens = [geometry.kv_lens[request] for request in requests]
-    cuts, longest = [0], 0
-    for place, length in enumerate(lens):
+    starts, longest = [0], 0
+    for index, length in enumerate(lens):
         longest = max(longest, length)
-        if place > cuts[-1] and longest * (place + 1 - cuts[-1]) > _CACHED_READ:
-            cuts.append(place)
+        if index > starts[-1] and longest * (index + 1 - starts[-1]) > _CACHED_READ:
+            starts.append(index)
             longest = length
-    parts = [slice(*ends) for ends in pairwise([*cuts, len(lens)])]
+    parts = [slice(*ends) for ends in pairwise([*starts, len(lens)])]
     groups = []
     for part in parts:
         extent = _decode_extent(lens[part])
@@ -217,7 +219,7 @@ def _cached_reads(
 
 
 def _run(slots: Tensor) -> slice | None:
-    """The slots ``[requests, keys]`` of one request as a slice, where they follow each other."""
+    """Return the slots ``[1, keys]`` of one request as a slice if they are contiguous."""
     if slots.shape[0] != 1:
         return None
     places = slots[0].numpy()
@@ -226,10 +228,12 @@ def _run(slots: Tensor) -> slice | None:
 
 
 def _decode_extent(lens: list[int]) -> Extent:
-    offsets = np.array(lens) - 1
-    smallest, largest = min(lens) - 1, max(lens) - 1
-    bias = None
-    if smallest < largest:
-        hidden = np.arange(largest + 1) > offsets[:, None]
-        bias = torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0)))[:, None, None]
+    offsets, smallest, largest = np.array(lens) - 1, min(lens) - 1, max(lens) - 1
+    bias = None if smallest == largest else padding_bias(offsets, largest + 1)
     return Extent(torch.from_numpy(offsets), 1, largest + 1, smallest, largest, bias)
+
+
+def padding_bias(last: np.ndarray, keys: int) -> Tensor:
+    """Return the bias ``[requests, 1, 1, keys]`` float32 that hides the keys beyond ``last`` ``[requests]``."""
+    hidden = np.arange(keys) > last[:, None]
+    return torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0)))[:, None, None]

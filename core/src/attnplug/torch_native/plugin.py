@@ -1,4 +1,4 @@
-"""What core itself brings, in the same way as every other plugin: a backend, plain memory, tiny models."""
+"""Core's own plugin: the default backend, scratch memory and tiny models."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class BackendUsage:
             return
         plans = [half.plan.attention for half in halves if half.plan is not None]
         kind = "decode" if halves[0].forward_mode in _DECODING else "prefill"
-        self._steps[kind][tuple(dict.fromkeys(name for plan in plans for name in plan.makers()))] += 1
+        self._steps[kind][tuple(dict.fromkeys(name for plan in plans for name in plan.planner_names()))] += 1
 
     def by_backend(self) -> dict[str, dict[str, int]]:
         """Return steps by backend, in descending order, for prefill and decode. A kind that one backend served alone is

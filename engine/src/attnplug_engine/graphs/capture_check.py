@@ -101,7 +101,7 @@ class CaptureCheck:
         for tensor in static:
             tensor.fill_(-1)
         batch.geometry.seq_lens.fill_(self._attention.padding_length())
-        self._attention.plan_captured(batch)
+        self._attention.capture(batch)
         for tensor, values in zip(static, given, strict=True):
             tensor.copy_(values)
 
@@ -306,7 +306,7 @@ class CaptureCheck:
     ) -> None:
         assert batch.plan is not None
         plan, live = batch.plan.attention, len(expected)
-        claims, name = planner_claims(self._attention.backend, plan), " and ".join(plan.makers())
+        claims, name = planner_claims(self._attention.backend, plan), " and ".join(plan.planner_names())
         error = float((found[:live].double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
         if not error <= _TOLERANCE[self._dtype]:  # also true for NaN
             what = f"differs from an eager run by {error:.1e} of its size"

@@ -89,7 +89,7 @@ class DecodeGraphs:
         up to ``requests`` requests and ``rows`` rows."""
         name, length = self._attention.backend.backend_id.name, self._attention.padding_length()
         reserve_padding(name, length, self._table, allocator, self._context)
-        self._attention.reserve_graphs(max(self.largest, requests), max(self.largest, rows))
+        self._attention.reserve(max(self.largest, requests), max(self.largest, rows))
 
     def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
         """Capture the step of ``size`` requests, once for each backend that plans it at some KV length."""
@@ -119,7 +119,7 @@ class DecodeGraphs:
         batch = ForwardBatch(geometry)
         logits: list[Tensor] = []
         mirror, rows, sampling = self._table.mirror(), inputs.rows[:size], inputs.sampling(size)
-        self._attention.plan_captured(batch, in_capture=True)
+        self._attention.capture(batch, in_capture=True)
 
         ids, positions = torch.zeros_like(rows), torch.zeros_like(geometry.seq_lens)
         batch.input_ids, batch.positions = ids, positions
@@ -148,7 +148,7 @@ class DecodeGraphs:
         self._table.mirror()
         self._send_known_tokens(step)
         self.inputs.fill(step, captured.size, sampler)
-        self._attention.plan_captured(captured.batch)
+        self._attention.capture(captured.batch)
         captured.replay()
         count, mailbox = len(step.entries), self.inputs.mailbox
         return self.sampled[:count], None if mailbox is None else mailbox.step_output(count)

@@ -101,7 +101,7 @@ class PrefillGraphs:
         batch = ForwardBatch(geometry, inputs.ids[:size], inputs.positions[:size])
         mirror, sampling = self._table.mirror(), inputs.sampling(requests)
         rows, lasts, targets = inputs.rows[:requests], inputs.lasts[:requests], inputs.targets[:requests]
-        self._attention.plan_captured(batch, in_capture=True)
+        self._attention.capture(batch, in_capture=True)
 
         def run() -> None:
             torch.index_select(mirror, 0, rows, out=geometry.page_table)
@@ -147,7 +147,7 @@ class PrefillGraphs:
         self._table.mirror()
         self.inputs.fill(step, captured.size, sampler)
         fill_pending_tokens(self.inputs.ids, step, self._tokens)
-        self._attention.plan_captured(captured.batch)
+        self._attention.capture(captured.batch)
         captured.replay()
         return self._sampled[: len(step.sampled_requests)]
 

@@ -87,7 +87,7 @@ class CapturedBatches:
             typical=members.typical,
         )
         batch = ForwardBatch(geometry)
-        self._attention.plan_captured(batch, in_capture=True)
+        self._attention.capture(batch, in_capture=True)
         return batch
 
     def begin(self, batch: ForwardBatch) -> None:
@@ -96,7 +96,7 @@ class CapturedBatches:
     def plan(self) -> None:
         """Run the host's part of planning, before a replay."""
         for batch in self._made.values():
-            self._attention.plan_captured(batch)
+            self._attention.capture(batch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,9 +156,9 @@ class RoundGraphs:
         """Reserve pages for padded requests and the backends' graph buffers."""
         name = self._attention.backend.backend_id.name
         reserve_padding(name, self._padding, self._table, allocator, self._context)
-        self._attention.reserve_graphs(self.largest, self.largest * self._rows)
+        self._attention.reserve(self.largest, self.largest * self._rows)
         if self._draft is not None:
-            self._draft.reserve_graphs(self.largest, self.largest * self._draft_rows)
+            self._draft.reserve(self.largest, self.largest * self._draft_rows)
 
     def capture(
         self, size: int, capture: Capture, parts: Callable[[CapturedRound], Sequence[Replay]]

@@ -99,7 +99,7 @@ class SparseAttention(PlannedAttention):
     ) -> Tensor:
         if self.coordinator is not None and layer.indexer is not None and plan.query_rows:
             self.layers.check(layer, q, None if extras is None else extras.q_rope)
-            wanted = self.layers.wanted(layer, q, extras)
+            wanted = self.layers.check_extras(layer, q, extras)
             slots = self._load_selected(self.coordinator, plan, k, v, layer, batch, save_kv_cache, wanted.selected)
             more = q.shape[0] - plan.query_rows
             if more:
