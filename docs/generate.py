@@ -1,11 +1,11 @@
-"""Writes the generated parts of the documentation: output of commands, tables of specs and of measurements.
+"""Write the generated parts of the documentation: output of commands, tables of specs, packages and measurements.
 
 python docs/generate.py            rewrite the generated blocks
 python docs/generate.py --check    fail if one is out of date (part of make lint)
-python docs/generate.py --samples  rewrite the samples too: output that holds times, and so differs with every run
+python docs/generate.py --samples  rewrite the samples too: output with times, which differs with every run
 
-A block is what lies between <!-- generated: WHAT --> or <!-- sample: WHAT --> and <!-- end -->. WHAT is a command, or
-one of the names in TABLES. After a command, "| 12 lines" keeps the first 12 lines of its output.
+A block begins with <!-- generated: CONTENT --> or <!-- sample: CONTENT --> and ends with <!-- end -->. CONTENT is a
+command, or a name in TABLES. "| 12 lines" behind a command keeps the first 12 lines of its output.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -55,6 +56,20 @@ def table_of_backends() -> str:
     return "\n".join(rows)
 
 
+def table_of_packages() -> str:
+    """One row per published package of this repository, from its pyproject.toml."""
+    rows = ["| package | contents |", "|---|---|"]
+    for pattern in ("*", "plugins/*", "bridges/*"):
+        for path in sorted(ROOT.glob(f"{pattern}/pyproject.toml")):
+            project = tomllib.loads(path.read_text())["project"]
+            if "Private :: Do Not Upload" in project["classifiers"]:
+                continue
+            folder = path.parent.relative_to(ROOT).as_posix()
+            text = re.sub(r"^attnplug[ a-z]*: ", "", project["description"])
+            rows.append(f"| [`{project['name']}`](../{folder}/README.md) | {text[0].upper()}{text[1:]} |")
+    return "\n".join(rows)
+
+
 def table_of_commands() -> str:
     """One row per command, as ``attnplug --help`` lists them."""
     listed = re.findall(r"^    (\w+)\s+(\S.+)$", _run("attnplug --help"), re.MULTILINE)
@@ -65,18 +80,19 @@ def table_of_conformance() -> str:
     """One row per report in docs/conformance."""
     rows = ["| backend | where | passed | failed | not claimed |", "|---|---|---|---|---|"]
     for path in sorted((ROOT / "docs" / "conformance").glob("*.json")):
-        told = json.loads(path.read_text())
-        counts = {word: sum(claim.get(word, 0) for claim in told["claims"].values()) for word in WORDS}
-        where = told["place"].rpartition(", torch")[0]
-        rows.append(f"| `{told['backend']}` | {where} | " + " | ".join(str(counts[word]) for word in WORDS) + " |")
+        report = json.loads(path.read_text())
+        counts = [sum(claim.get(status, 0) for claim in report["claims"].values()) for status in STATUSES]
+        where = report["place"].rpartition(", torch")[0]
+        rows.append(f"| `{report['backend']}` | {where} | " + " | ".join(map(str, counts)) + " |")
     return "\n".join(rows)
 
 
-WORDS = ("passed", "failed", "refused")
+STATUSES = ("passed", "failed", "refused")
 TABLES = {
     "table of conformance": table_of_conformance,
     "table of backends": table_of_backends,
     "table of commands": table_of_commands,
+    "table of packages": table_of_packages,
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
     "decode rates": decode_rates,
@@ -92,7 +108,7 @@ TABLES = {
 
 
 FILES = {"docs/decode-h200.svg": decode_plot}
-"""What is generated whole."""
+"""Files that are generated as a whole."""
 
 
 def _ours() -> dict[str, Registered]:
@@ -102,16 +118,16 @@ def _ours() -> dict[str, Registered]:
 
 @cache
 def _run(command: str, *, sample: bool = False) -> str:
-    """What a command prints on a machine without a GPU. A sample also has what goes to standard error."""
+    """Output of a command on a machine without a GPU. A sample includes standard error."""
     program, *arguments = command.split()
     words = [str(Path(sys.executable).parent / program), *arguments]
     if command == "make run":
         words = [sys.executable, "examples/generate_and_check.py"]
-    # Only this repository's packages, whatever else is installed where this runs.
+    # Only this repository's packages, regardless of what else is installed.
     plugins = ",".join(sorted({backend.source.distribution for backend in _ours().values()}))
     environment = {**os.environ, "ATTNPLUG_PLUGINS": plugins, "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
-    environment["ATTNPLUG_TABLES"] = "off"  # whatever was measured on this machine
-    environment["COLUMNS"] = "1000" if "--help" in command else "150"  # help: one line a command
+    environment["ATTNPLUG_TABLES"] = "off"  # ignore measurements of this machine
+    environment["COLUMNS"] = "1000" if "--help" in command else "150"  # help: one line per command
     errors = subprocess.STDOUT if sample else subprocess.PIPE
     done = subprocess.run(
         words, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=environment, check=False
@@ -119,9 +135,9 @@ def _run(command: str, *, sample: bool = False) -> str:
     return "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
 
 
-def output_of(what: str, *, sample: bool) -> str:
-    """A command and what it prints, or the first lines of that."""
-    command, _, limit = what.partition(" | ")
+def output_of(content: str, *, sample: bool) -> str:
+    """A command and its output, or the first lines of it."""
+    command, _, limit = content.partition(" | ")
     lines = _run(command, sample=sample).splitlines()
     if limit:
         lines = [*lines[: int(limit.removesuffix(" lines"))], "…"]
@@ -129,14 +145,14 @@ def output_of(what: str, *, sample: bool) -> str:
 
 
 def generated(text: str, *, samples: bool) -> str:
-    """A page with its generated blocks up to date, and its samples too if they are asked for."""
+    """Return a page with its generated blocks up to date, and its samples if requested."""
 
     def block(match: re.Match[str]) -> str:
-        kind, what = match.groups()
+        kind, content = match.groups()
         if kind == "sample" and not samples:
             return match[0]
-        body = TABLES[what]() if what in TABLES else output_of(what, sample=kind == "sample")
-        return f"<!-- {kind}: {what} -->\n{body}\n<!-- end -->"
+        body = TABLES[content]() if content in TABLES else output_of(content, sample=kind == "sample")
+        return f"<!-- {kind}: {content} -->\n{body}\n<!-- end -->"
 
     return _BLOCK.sub(block, text)
 

@@ -1,5 +1,4 @@
-"""Tables of the README and of docs/measurements.md, from the committed results of benchmarks. No figure is typed by
-hand."""
+"""Tables of the README and of docs/measurements.md, generated from the committed benchmark results."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ GQA_CASES = [(1, 16384), (16, 4096), (64, 8192)]
 
 
 def decode_times() -> str:
-    """µs of one layer's decode in a CUDA graph, for MLA and for GQA."""
+    """Decode times of one layer in a CUDA graph in µs, for MLA and for GQA."""
     mla = {(case["heads"], case["requests"], case["length"]): case for case in _read("triton_mla_h200")["triton"]}
     gqa = {(case["requests"], case["length"]): case for case in _read("flashattention_h200")["decode"]}
     lines = ["| MLA, requests × tokens | `triton_mla` | FlashInfer | FlashMLA |", "|---|---|---|---|"]
@@ -69,7 +68,7 @@ def _speed_up(case: Mapping[str, Any], ours: float, *libraries: float) -> dict[s
 
 
 def _bars(title: str, values: Sequence[Mapping[str, Any]], color: str) -> Any:
-    """A bar for each batch. The line at 1 is the best library."""
+    """Bar chart with one bar per batch. The line at 1 is the best library."""
     import altair as alt
 
     ordered = sorted(values, key=lambda value: value["order"])
@@ -91,7 +90,7 @@ def _short(tokens: int) -> str:
 
 
 def cost_of_wrapping() -> str:
-    """What a backend adds to the time of its library, called directly: the median over all cases, and the most."""
+    """Overhead of each backend over its library called directly: median and maximum over all cases."""
     mla, attention, linear = (_read(f"{name}_h200") for name in ("mla", "flashattention", "linear"))
     rows = [
         ("`flashinfer_mla`, decode", mla["decode"], "ours", "ours_writing"),
@@ -113,12 +112,12 @@ def cost_of_wrapping() -> str:
 
 
 def decode_rates() -> str:
-    """Tokens/s of whole models, ours and others'."""
+    """Tokens/s of whole models in our engine and in others."""
     return rates_table(_read("decode_h200"))
 
 
 def engine_rates() -> str:
-    """The same for contexts of 512 tokens, a model to a line; of vLLM the best of all hosts."""
+    """Tokens/s with contexts of 512 tokens, one row per model. vLLM's rates are the best of all hosts."""
     result, best = _read("decode_h200"), dict[tuple[str, int, int], float]()
     seen = [[*host["points"], *host.get("vllm_alone", ())] for host in _read("decode_hosts_h200")["hosts"]]
     for point in (point for host in seen for point in host):
@@ -132,7 +131,7 @@ def engine_rates() -> str:
 
 
 def kernel_steps() -> str:
-    """A captured step without attention, by fused kernels, by torch's operations, and compiled."""
+    """Times of a captured step without attention: fused kernels, torch operations, torch.compile."""
     found = _read("step_kernels_h200")
     compiled = {
         (name, int(what.removeprefix("torch.compile M="))): us
@@ -150,16 +149,17 @@ def kernel_steps() -> str:
 
 
 def decode_steps() -> str:
-    """Where the time of a whole model's step goes."""
+    """Breakdown of a whole model's step time."""
     return steps_table(_read("decode_h200"))
 
 
 def prefill_rates() -> str:
+    """Tokens/s of prefills, and their share of the peak rate."""
     return prefill_table(_read("decode_h200"))
 
 
 def hosts() -> str:
-    """How many times as fast as vLLM decode steps are, on each host."""
+    """Speed-up of decode steps over vLLM, on each host."""
     found = [
         {(one["model"], one["batch"], one["context"]): one["vllm_us"] / one["ours_us"] for one in host["points"]}
         for host in _read("decode_hosts_h200")["hosts"]
@@ -173,7 +173,7 @@ def hosts() -> str:
 
 
 def short_prefills() -> str:
-    """Milliseconds of one short prompt, launched and captured, and what of it the GPU is busy."""
+    """Milliseconds of one short prompt, launched and captured, and the GPU's busy time."""
     found = _read("prefill_graphs_h200")
     by = {
         (who, model, each["tokens"]): each
@@ -189,7 +189,7 @@ def short_prefills() -> str:
 
 
 def arrivals() -> str:
-    """Tokens/s while requests come and go, and the time to a first token."""
+    """Tokens/s and TTFT while requests arrive and finish."""
     lines = ["| prompts | launched | captured | ratio | first token |", "|---|---|---|---|---|"]
     for model, found in _read("prefill_graphs_h200")["arrivals"]["models"].items():
         for point in found["points"]:
@@ -201,7 +201,7 @@ def arrivals() -> str:
 
 
 def cpu_rates() -> str:
-    """Tokens/s on a CPU, ours and vLLM's."""
+    """Tokens/s on a CPU, for our engine and vLLM."""
     lines = ["| requests | prefill | vLLM | ratio | decode | vLLM | ratio |", "|---|---|---|---|---|---|---|"]
     for point in _read("engine_cpu_vllm_arm")["vllm"]["batches"]:
         cells = [
@@ -222,5 +222,5 @@ def _added(cases: Iterable[dict[str, Any]], mode: str, side: str | None) -> str:
 
 
 def _fastest(*times: float) -> str:
-    """Cells of a row, with the smallest in bold."""
+    """Format the cells of a row, the smallest in bold."""
     return " | ".join(f"**{time:.0f}**" if time == min(times) else f"{time:.0f}" for time in times)

@@ -1,9 +1,9 @@
-"""Writes docs/conformance: every backend of this repository by the conformance kit.
+"""Write docs/conformance: the conformance kit's report on every backend of this repository.
 
-python docs/reports.py            on a CPU; where kernels need a GPU, stand-ins of the backends' own tests are in their
-                                  place, and the report says so
+python docs/reports.py            on a CPU; kernels that need a GPU are replaced by the stand-ins of the backends' own
+                                  tests, and the report says so
 python docs/reports.py cuda       on a GPU: every installed backend that runs there, checks in eight processes
-python docs/reports.py cuda NAME  some of them
+python docs/reports.py cuda NAME  only the named backends
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOLDER = ROOT / "docs" / "conformance"
 
 
 def on_a_cpu() -> list[Subject]:
-    """What the packages' own tests prove."""
+    """Return the subjects that the packages' own tests verify."""
     tests = [ROOT / "core" / "tests", *sorted(ROOT.glob("plugins/*/tests"))]
     sys.path[:0] = map(str, tests)
     importlib.import_module("attnplug_testing.triton_mode").settle_triton()
@@ -47,12 +47,12 @@ def main(device: str = "cpu", *names: str) -> None:
     )
     for subject in subjects:
         verdict = run_checks(subject, all_checks(), runner=in_processes(8, subject) if device != "cpu" else None)
-        told = as_json(verdict)
-        told["results"] = [row for row in told["results"] if row["status"] in (Status.FAILED, Status.EXPECTED)]
+        report = as_json(verdict)
+        report["results"] = [row for row in report["results"] if row["status"] in (Status.FAILED, Status.EXPECTED)]
         if any("nothing ran" in problem for problem in verdict.problems):
             sys.stderr.write(f"{verdict.problems[0]}\n")
             continue
-        (FOLDER / f"{subject.name}-{device}.json").write_text(json.dumps(told, indent=1) + "\n")
+        (FOLDER / f"{subject.name}-{device}.json").write_text(json.dumps(report, indent=1) + "\n")
         sys.stderr.writelines(f"{line}\n" for line in lines(verdict) if not line.startswith("  "))
 
 

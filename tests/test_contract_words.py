@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = "declare machine kv contract author mla layers wrappers choose torch_native"
+ROOMS = "declare machine kv contract author mla layers wrappers auto registry torch_native"
 SOURCES = [ROOT / "core/src/attnplug" / room for room in ROOMS.split()] + sorted(ROOT.glob("plugins/*/src"))
 OPTION = re.compile(r"(?<!pip install )--[a-z]")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import re
 import shutil
 import subprocess
@@ -227,6 +229,97 @@ def test_the_first_screen_of_the_guide_is_a_whole_plugin():
 def test_the_first_screen_of_the_guide_stays_short():
     """90 lines was the draft's, before backends stood on a base."""
     assert len(GUIDE.split("Install it")[0].splitlines()) <= 90
+
+
+CODE_SPAN = re.compile(r"`([^`\n]+)`")
+FENCED = re.compile(r"```.*?```|<!-- (?:generated|sample).*?<!-- end -->", re.DOTALL)
+OTHERS = {
+    *("_capture_cuda_graph", "_k_scale", "_replay_cuda_graph", "_v_scale", "custom_mask", "disable_compile"),
+    *("flashinfer_mla_disable_ragged", "supports_", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "nvcc"),
+    *("MyOptions", "backnd", "seq_len", "CLONE", "auto_", "_h200", "org", "anything"),
+    *("--index-url", "--gpu-memory-utilization"),
+}
+"""Names of other projects, and of the examples."""
+CURRENT = [
+    page
+    for page in (*DOCUMENTS, *ROOT.glob("bridges/*/README.md"))
+    if page.name != "CHANGELOG.md" and not page.parent.name.startswith(".")
+]
+"""Pages about the code as it is. The changelog also has names that are gone."""
+
+
+def spans(page: Path) -> list[str]:
+    """What a page has between backticks, apart from blocks."""
+    return CODE_SPAN.findall(FENCED.sub("", page.read_text()))
+
+
+@pytest.fixture(scope="module")
+def words() -> set[str]:
+    """Every identifier and option in the code, and the parts of the names of its files."""
+    folders = (
+        "benchmarks",
+        "bridges",
+        "conformance",
+        "core",
+        "docs",
+        "engine",
+        "examples",
+        "plugins",
+        "testing",
+        "tune",
+    )
+    files = [
+        path for folder in (*folders, "tests") for path in (ROOT / folder).rglob("*") if path.name != "test_docs.py"
+    ]
+    texts = [path.read_text() for path in files if path.suffix in (".py", ".pyi", ".toml")]
+    texts += [(ROOT / "Makefile").read_text(), *(path.name for path in files)]
+    return {word for text in texts for word in re.findall(r"--[a-z][a-z-]*|[A-Za-z_]\w*", text)}
+
+
+def test_names_in_the_documentation_are_in_the_code(words: set[str]) -> None:
+    known = words | OTHERS
+    missing = [
+        f"{page.relative_to(ROOT)}: {word} of `{span}`"
+        for page in CURRENT
+        for span in spans(page)
+        for word in re.findall(r"--[a-z][a-z-]*|(?<![\w-])[A-Za-z_]\w*", span)
+        if word not in known
+    ]
+    assert missing == []
+
+
+def test_paths_in_the_documentation_can_be_imported() -> None:
+    """``attnplug.kernels.merge_partial``, ``Geometry.tree``: a module, a name in one, or a public class's attribute."""
+    public = [
+        importlib.import_module(name)
+        for name in ("attnplug", *(f"attnplug.{name}" for name in ("host", "kernels", "linear", "sparse", "tables")))
+    ]
+    classes = {name: getattr(module, name) for module in public for name in module.__all__}
+    missing = []
+    for page in CURRENT:
+        for span in spans(page):
+            for path in re.findall(r"(?<![\w./])attnplug(?:_\w+)?(?:\.\w+)+(?![\w/]|\.py)", span):
+                module, _, name = path.rpartition(".")
+                if path not in GROUPS and not is_module(path) and not hasattr(importlib.import_module(module), name):
+                    missing.append(f"{page.relative_to(ROOT)}: {path}")
+            for owner, name in re.findall(r"(?<![\w.])([A-Z]\w+)\.(\w+)", span):
+                kind = classes.get(owner)
+                fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+                if kind is not None and not hasattr(kind, name) and name not in fields:
+                    missing.append(f"{page.relative_to(ROOT)}: {owner}.{name}")
+    assert missing == []
+
+
+GROUPS = {f"attnplug.{name}" for name in ("commands", "hosts", "plugins", "raw")}
+"""Entry-point groups."""
+
+
+def is_module(path: str) -> bool:
+    try:
+        importlib.import_module(path)
+    except ModuleNotFoundError:
+        return False
+    return True
 
 
 def test_no_placeholder_is_left():

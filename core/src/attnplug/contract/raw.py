@@ -1,4 +1,4 @@
-"""Direct calls of a backend's library, which ``attnplug bench --against raw`` compares with the backend.
+"""Direct calls of a backend's library, which ``attnplug bench`` compares with the backend.
 
 A package provides them by an entry point of the group ``attnplug.raw``. Its name is the backend's. Its target is a
 function that takes a :class:`RawScene` and returns :class:`RawCalls`, or None if the library has no such call.

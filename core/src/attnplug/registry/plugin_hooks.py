@@ -48,9 +48,9 @@ def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty
 def attnplug_rankings() -> Iterable[Path]:  # type: ignore[empty-body] # a hookspec has none
     """Return folders with measured tables, by which ``auto`` ranks this plugin's backends or others.
 
-    A folder is read when ``auto`` chooses, not when the plugin is loaded. It holds the files that ``attnplug tune
-    --tables`` writes, named after the device: ``nvidia-h200.json``. If two plugins ship a table for the same backend,
-    role, layer shape and device, neither is used and a warning names both files.
+    A folder is read when ``auto`` chooses, not when the plugin is loaded. It holds the files that ``attnplug tune``
+    writes, named after the device: ``nvidia-h200.json``. If two plugins ship a table for the same backend, role, layer
+    shape and device, neither is used and a warning names both files.
     """
 
 
