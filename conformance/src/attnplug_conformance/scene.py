@@ -37,6 +37,7 @@ from attnplug_conformance.case import FIRST, LAST, LAYER, Case
 from attnplug_conformance.packed import GROUP, packed, unpacked
 from attnplug_conformance.reference import Rules, attention, tree_bits
 from attnplug_conformance.subject import Subject
+from attnplug_sparse.pools import latent_format
 
 POISONS = {
     "tail": "rows past the last token of a request, on its last page",
@@ -195,11 +196,23 @@ class Scene:
                     for layer in layers
                 }
                 mla = MLAPool.over(
-                    layers, given, "pages tokens dim", page_size=size, dtype=self.kv_dtype, scales=scales
+                    layers,
+                    given,
+                    "pages tokens dim",
+                    page_size=size,
+                    dtype=self.kv_dtype,
+                    scales=scales,
+                    row_format=latent_format(self.kv_dtype),
                 )
             else:
                 mla = MLAPool(
-                    layers, num_pages=pages, page_size=size, dtype=self.kv_dtype, device=self.device, scales=scales
+                    layers,
+                    num_pages=pages,
+                    page_size=size,
+                    dtype=self.kv_dtype,
+                    device=self.device,
+                    scales=scales,
+                    row_format=latent_format(self.kv_dtype),
                 )
             pools = KVPools(mla=mla)
         else:

@@ -17,7 +17,6 @@ from attnplug.kv.page_copy import PageCopy as PageCopy
 from attnplug.kv.page_copy import settle_copies as settle_copies
 from attnplug.kv.row_pool import RowFormat as RowFormat
 from attnplug.kv.row_pool import RowPool as RowPool
-from attnplug.kv.scaled_rows import ScaledRows as ScaledRows
 from attnplug.machine.transfer import on_host as on_host
 from attnplug.machine.transfer import to_device as to_device
 from attnplug.mla.merge import merge_partial as merge_partial

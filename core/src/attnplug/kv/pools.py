@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from attnplug.declare.errors import PoolError
-from attnplug.declare.model import AttentionKind, LayerSpec, MLADims
+from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import FP8_CACHES, DType
 from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows, pair_kernel, torch_dtype
 from attnplug.kv.foreign import check_tensors, check_together, foreign_buffer, page_views
@@ -17,7 +16,8 @@ from attnplug.kv.layers import check_scales, check_size, distinct_layers, held_f
 from attnplug.kv.layout import LayoutName, PageLayout
 from attnplug.kv.page_copy import PageCopy
 from attnplug.kv.row_pool import RowFormat, RowPool
-from attnplug.kv.scaled_rows import ScaledRows, latent_row_bytes
+
+MLARowFormat = Callable[[LayerSpec], RowFormat]
 
 
 def _mha_layers(
@@ -30,25 +30,28 @@ def _mha_layers(
     return {layer_id: (layer, scales.get(layer_id, (1.0, 1.0))) for layer_id, layer in own.items()}
 
 
-def _mla_layers(layers: Sequence[LayerSpec], scales: Mapping[int, float] | None) -> dict[int, tuple[MLADims, float]]:
-    """Return dimensions and scale of the MLA layers, by id."""
+def _mla_formats(
+    layers: Sequence[LayerSpec], dtype: DType, scales: Mapping[int, float] | None, row_format: MLARowFormat | None
+) -> dict[int, RowFormat]:
+    """Return the row formats of the MLA layers, by id."""
     own = distinct_layers([layer for layer in layers if layer.mla is not None], "MLA")
     scales = scales or {}
     check_scales(scales, own)
-    return {
-        layer_id: (layer.mla, scales.get(layer_id, 1.0)) for layer_id, layer in own.items() if layer.mla is not None
-    }
-
-
-def _mla_formats(layers: Sequence[LayerSpec], dtype: DType, scales: Mapping[int, float] | None) -> dict[int, RowFormat]:
-    """Row formats of the MLA layers, by id."""
+    if row_format is None and not dtype.is_element:
+        raise PoolError(f"an MLA pool in {dtype} needs the format of its rows; give row_format")
     formats = {}
-    for layer_id, (dims, scale) in _mla_layers(layers, scales).items():
-        if dtype is DType.FP8_DS_MLA:
-            _refuse_scale(layer_id, scale)
-            formats[layer_id] = RowFormat(latent_row_bytes(dims), torch.uint8, partial(ScaledRows.latent, dims=dims))
+    for layer_id, layer in own.items():
+        assert layer.mla is not None
+        scale = scales.get(layer_id, 1.0)
+        if row_format is None:
+            formats[layer_id] = RowFormat.plain(layer.mla.row_dim, dtype, scale)
+        elif scale == 1.0:
+            formats[layer_id] = row_format(layer)
         else:
-            formats[layer_id] = RowFormat.plain(dims.row_dim, dtype, scale)
+            raise PoolError(
+                f"layer {layer_id}: a scale of {scale} was given for rows in {dtype}, which have scales of their own; "
+                "leave it out"
+            )
     return formats
 
 
@@ -219,9 +222,9 @@ class MHAPool:
 class MLAPool(RowPool):
     """Latent rows of all MLA layers among ``layers``: per layer ``[pages, page_size, 1, row_dim]``.
 
-    A row is ``[kv_lora_rank | qk_rope_head_dim]``. Every rank holds all of it. ``scales`` gives a layer's fp8
-    scale; 1.0 where absent. In ``DType.FP8_DS_MLA`` each row has scales of its own, and what is stored are bytes:
-    ``[pages, page_size, 1, row_nbytes]``.
+    A row is ``[kv_lora_rank | qk_rope_head_dim]``. Every rank holds all of it. ``scales`` are the fp8 scales by layer
+    id, 1.0 by default. ``row_format`` returns the storage format of a layer's rows in a ``dtype`` that is not one of an
+    element, e.g. the bytes of ``DType.FP8_DS_MLA``: ``[pages, page_size, 1, row_nbytes]``.
     """
 
     kind = "MLA"
@@ -237,9 +240,11 @@ class MLAPool(RowPool):
         device: torch.device | str,
         scales: Mapping[int, float] | None = None,
         shared: bool = False,
+        row_format: MLARowFormat | None = None,
     ) -> None:
-        """With ``shared``, all layers have one layer's memory, for a subclass that tells their rows apart by slots."""
-        formats = _mla_formats(layers, dtype, scales)
+        """Allocate the pool. With ``shared``, all layers have the first one's memory, for a subclass that distinguishes
+        their rows by slot."""
+        formats = _mla_formats(layers, dtype, scales, row_format)
         super().__init__(formats, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, shared=shared)
 
     @classmethod
@@ -252,18 +257,14 @@ class MLAPool(RowPool):
         page_size: int,
         dtype: DType,
         scales: Mapping[int, float] | None = None,
+        row_format: MLARowFormat | None = None,
     ) -> MLAPool:
         """Make a pool over a host's tensors by layer id, without a copy; see ``MHAPool.over`` for ``layout``.
 
-        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. Rows of ``DType.FP8_DS_MLA`` are
-        bytes, so ``dim`` is ``row_nbytes``.
+        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. ``dim`` is the width of the row
+        format.
         """
-        return cls._over_host(_mla_formats(layers, dtype, scales), tensors, layout, page_size, dtype)
-
-    @staticmethod
-    def row_nbytes(dims: MLADims, dtype: DType) -> int:
-        """Bytes per row."""
-        return latent_row_bytes(dims) if dtype is DType.FP8_DS_MLA else dims.row_dim * torch_dtype(dtype).itemsize
+        return cls._over_host(_mla_formats(layers, dtype, scales, row_format), tensors, layout, page_size, dtype)
 
     def by_slot(self, layer_id: int) -> Tensor | None:
         """A layer's memory by slot, ``[slots, row_dim]``, for callers that store new rows themselves.
@@ -281,14 +282,6 @@ class MLAPool(RowPool):
     def scale(self, layer_id: int) -> float:
         """Factor of stored rows; 1.0 unless the cache is fp8 with one scale per layer."""
         return self._of(layer_id).scale
-
-
-def _refuse_scale(layer_id: int, scale: float) -> None:
-    if scale != 1.0:
-        raise PoolError(
-            f"layer {layer_id}: a scale of {scale} was given for rows in {DType.FP8_DS_MLA}, which have scales of "
-            "their own; leave it out"
-        )
 
 
 class LinearStatePool:

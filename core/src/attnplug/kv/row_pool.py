@@ -18,7 +18,7 @@ from attnplug.kv.page_copy import PageCopy
 
 
 class Rows(Protocol):
-    """One layer's rows: a ``PagedBuffer``, or ``ScaledRows``."""
+    """One layer's rows: a ``PagedBuffer``, or buffers that together hold rows with scales of their own."""
 
     pages: Tensor
     layout: PageLayout

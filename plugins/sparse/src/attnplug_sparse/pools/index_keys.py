@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attnplug import DType, LayerSpec, PoolError
-from attnplug.kernels import CacheKey, RowFormat, RowPool, ScaledRows, distinct_layers
+from attnplug.kernels import CacheKey, RowFormat, RowPool, distinct_layers
 from attnplug.sparse import IndexerDims
+from attnplug_sparse.pools.scaled_rows import ScaledRows
 
 _SCALE = torch.float32.itemsize
 
