@@ -121,7 +121,7 @@ def test_rows_and_queries_are_made_of_what_a_late_kernel_made(device: str) -> No
     queries, down = late[: 3 * 16 * 144].view(3, 16, 144), late[3 * 16 * 144 :].view(3, 528)
     cache = torch.empty(8, 528, dtype=given.dtype, device=device)
     places, everything = RowPlaces(cache, torch.tensor([6, -1, 2], device=device)), torch.arange(8, device=device)
-    layout = PageLayout.token_major(8, 1, 1, 528)
+    layout = PageLayout.named("token_major", 8, 1, 1, 528)
     read = layout.view(torch.empty(layout.elements, dtype=given.dtype, device=device))
     reader = RowWriter(read, layout, 1.0)  # what it writes is what it has read
 

@@ -27,7 +27,7 @@ class IndexKeyPool(RowPool):
     """
 
     kind = "index key"
-    content = "index keys"
+    contents = ("index keys",)
 
     def __init__(
         self, layers: Sequence[LayerSpec], *, num_pages: int, page_size: int, dtype: DType, device: torch.device | str
