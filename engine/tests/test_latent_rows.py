@@ -31,6 +31,7 @@ from attnplug.host import ExtendPolicy, ModelAttention
 from attnplug.kernels import PageLayout
 from attnplug.mla.attention import RowPlaces
 from attnplug.mla.weights import MLAWeights
+from attnplug_conformance.padding import pad_batch
 from attnplug_engine import kernels
 from attnplug_testing.devices import DEVICES, INTERPRETED
 
@@ -165,7 +166,7 @@ def test_a_step_leaves_the_same_rows_in_the_cache_whoever_stores_them(
         forward = stage.forward
 
         def padded(batch: Any, forward: Any = forward) -> Tensor:
-            batch.pad(batch.batch_size, batch.num_tokens + 2)
+            pad_batch(batch, batch.batch_size, batch.num_tokens + 2)
             return forward(batch)[:-2]
 
         monkeypatch.setattr(stage, "forward", padded)
