@@ -11,7 +11,7 @@ import torch
 from attnplug import BackendError, DType, MHAPool, MLAPool, ModelSpec, PoolError
 from attnplug.host import HostContext, KVPools, Limits, ModelAttention, WorkspaceOwner
 from attnplug.kernels import CacheKey, PageCopy
-from attnplug.kv import LayoutName
+from attnplug.kv.layout import LayoutName
 from attnplug.linear import LinearStatePool
 from attnplug_testing.devices import DEVICES, nothing_waits
 from support.pools import ELEMENTS, LAYOUTS, linear_layer, mha_layer, mha_pool, mla_layer, mla_pool

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolError
 from attnplug.host import MLADims
 from attnplug.kernels import PageCopy, PageLayout, torch_dtype
-from attnplug.kv import LayoutName
+from attnplug.kv.layout import LayoutName
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.writing import BY_TRITON, WAYS, writing
 from support.pools import ELEMENTS, LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows

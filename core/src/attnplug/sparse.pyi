@@ -1,7 +1,7 @@
 from attnplug.contract.backend import RowSelection as RowSelection
-from attnplug.contract.compressed import CompressorInputs as CompressorInputs
-from attnplug.contract.compressed import CompressorWeights as CompressorWeights
 from attnplug.contract.coordinator import Coordinator as Coordinator
+from attnplug.contract.sparse import CompressorInputs as CompressorInputs
+from attnplug.contract.sparse import CompressorWeights as CompressorWeights
 from attnplug.contract.sparse import IndexInputs as IndexInputs
 from attnplug.contract.sparse import SelectedPositions as SelectedPositions
 from attnplug.contract.sparse import SelectedRows as SelectedRows

@@ -11,7 +11,7 @@ from attnplug.declare.errors import PoolError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import FP8_CACHES, DType
 from attnplug.kv.buffer import PagedBuffer, PairKernel, pair_kernel, torch_dtype
-from attnplug.kv.layers import check_scales, distinct_layers, held_for
+from attnplug.kv.layers import distinct_layers, held_for, layer_scales
 from attnplug.kv.layout import LayoutName, PageLayout
 from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, Rows
 
@@ -25,11 +25,9 @@ def _mha_formats(
     if not dtype.is_element:
         raise PoolError(f"keys and values of heads cannot be kept as {dtype}, which is a latent row of MLA")
     own = distinct_layers([layer for layer in layers if layer.kind is AttentionKind.MHA], "MHA")
-    scales = scales or {}
-    check_scales(scales, own)
     formats = {}
-    for layer_id, layer in own.items():
-        key_scale, value_scale = scales.get(layer_id, (1.0, 1.0))
+    for layer_id, (key_scale, value_scale) in layer_scales(scales, own, (1.0, 1.0)).items():
+        layer = own[layer_id]
         formats[layer_id] = (
             RowFormat.plain(layer.head_dim, dtype, key_scale, layer.num_kv_heads),
             RowFormat.plain(layer.v_head_dim, dtype, value_scale, layer.num_kv_heads),
@@ -42,14 +40,12 @@ def _mla_formats(
 ) -> dict[int, RowFormat]:
     """Return the row formats of the MLA layers, by id."""
     own = distinct_layers([layer for layer in layers if layer.mla is not None], "MLA")
-    scales = scales or {}
-    check_scales(scales, own)
     if row_format is None and not dtype.is_element:
         raise PoolError(f"an MLA pool in {dtype} needs the format of its rows; give row_format")
     formats = {}
-    for layer_id, layer in own.items():
+    for layer_id, scale in layer_scales(scales, own, 1.0).items():
+        layer = own[layer_id]
         assert layer.mla is not None
-        scale = scales.get(layer_id, 1.0)
         if row_format is None:
             formats[layer_id] = RowFormat.plain(layer.mla.row_dim, dtype, scale)
         elif scale == 1.0:
@@ -262,13 +258,11 @@ class LinearStatePool:
         for layer_id, layer in own.items():
             dims = layer.linear
             assert dims is not None
-            state_shape = (num_slots, dims.heads, dims.key_dim, dims.value_dim)
-            conv_shape = (num_slots, dims.conv_channels, dims.conv_width)
-            self._recurrent[layer_id] = (
-                torch.zeros(state_shape, dtype=torch.float32, device=device) if dims.heads else None
-            )
-            conv = torch.zeros(conv_shape, dtype=torch_dtype(dtype), device=device) if dims.conv_width else None
-            self._conv[layer_id] = conv
+            shape = (num_slots, dims.heads, dims.key_dim, dims.value_dim)
+            self._recurrent[layer_id] = torch.zeros(shape, dtype=torch.float32, device=device) if dims.heads else None
+            conv = (num_slots, dims.conv_channels, dims.conv_width)
+            stored = torch_dtype(dtype)
+            self._conv[layer_id] = torch.zeros(conv, dtype=stored, device=device) if dims.conv_width else None
         self._states = [s for s in (*self._recurrent.values(), *self._conv.values()) if s is not None]
 
     @property

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from attnplug.declare.problem import DType
-from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows, torch_dtype
+from attnplug.kv.buffer import PageCopy, PagedBuffer, copy_pages, move_rows, torch_dtype
 from attnplug.kv.foreign import check_tensors, check_together, foreign_pages, page_views
 from attnplug.kv.layers import check_size, held_for
 from attnplug.kv.layout import LayoutName, PageLayout
-from attnplug.kv.page_copy import PageCopy
 
 
 class Rows(Protocol):
@@ -26,10 +25,7 @@ class Rows(Protocol):
     scale: float
 
     @property
-    def parts(self) -> tuple[PagedBuffer, ...]:
-        """Buffers that together hold the rows, and are moved together."""
-        ...
-
+    def parts(self) -> tuple[PagedBuffer, ...]: ...
     def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None: ...
     def check_targets(self, slots: Tensor) -> bool: ...
     def write(self, slots: Tensor, rows: Tensor, *, padded: bool) -> None: ...

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug.kv.layout import PageLayout
 
 _LARGEST_BLOCK = 1024
+_STRIDES = ("PAGE_STRIDE", "SLOT_STRIDE", "HEAD_STRIDE", "DIM_STRIDE")
 
 
 @triton.jit
@@ -110,13 +111,9 @@ class PairWriter:
         key_blocks, constants = _blocks_and_constants(keys.pages, keys.layout, wider=values.layout)
         width = values.layout.heads * values.layout.dim
         self._blocks = key_blocks + triton.cdiv(width, constants["BLOCK"])
-        page_stride, slot_stride, head_stride, dim_stride = values.layout.strides
         self._constants = {
             **constants,
-            "VALUE_PAGE_STRIDE": page_stride,
-            "VALUE_SLOT_STRIDE": slot_stride,
-            "VALUE_HEAD_STRIDE": head_stride,
-            "VALUE_DIM_STRIDE": dim_stride,
+            **{f"VALUE_{name}": stride for name, stride in zip(_STRIDES, values.layout.strides, strict=True)},
             "VALUE_DIM": values.layout.dim,
             "KEY_BLOCKS": key_blocks,
             **_early(keys.pages),
@@ -139,13 +136,9 @@ def _blocks_and_constants(
     width = layout.heads * layout.dim
     widest = width if wider is None else max(width, wider.heads * wider.dim)
     block = min(triton.next_power_of_2(widest), _LARGEST_BLOCK)
-    page_stride, slot_stride, head_stride, dim_stride = layout.strides
     return triton.cdiv(width, block), {
         "PAGE_SIZE": layout.page_size,
-        "PAGE_STRIDE": page_stride,
-        "SLOT_STRIDE": slot_stride,
-        "HEAD_STRIDE": head_stride,
-        "DIM_STRIDE": dim_stride,
+        **dict(zip(_STRIDES, layout.strides, strict=True)),
         "HEADS": layout.heads,
         "DIM": layout.dim,
         "FLOAT8": pages.element_size() == 1,
