@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attnplug_tune.raw_calls import RawScene
 from gpu_clock import capture, device_us, host_us, medians
 from gpu_report import Report, attempt, describe
 from mla_h200 import measure_all
@@ -44,7 +45,6 @@ from attnplug import (
 )
 from attnplug.contract.batch import BatchPlan
 from attnplug.host import KVPools, Limits, MLADims, WorkspaceOwner, load_registry, plan_forward
-from attnplug.tables import RawScene
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_flashattention.kernels import load_fa4
 from attnplug_flashattention.options import FlashAttentionOptions

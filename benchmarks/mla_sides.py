@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from attnplug_tune.raw_calls import RawScene
 from gpu_clock import device_us
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, LayerSpec, MLAPool, ModelSpec, Role
 from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, load_registry
-from attnplug.tables import RawScene
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.raw import SCRATCH_BYTES, RawFlashInferMLA
 from attnplug_flashmla.backend import FlashMLABackend

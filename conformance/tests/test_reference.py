@@ -16,7 +16,7 @@ from attnplug_conformance.packed import index_keys_in_fp8, packed, put_index_key
 from attnplug_conformance.reference import Rules, attention, entry, tree_bits
 from attnplug_conformance.scene import Scene
 from attnplug_conformance.testing import subject_of
-from attnplug_sparse.pools import IndexKeyPool
+from attnplug_sparse.pools import IndexKeyPool, latent_format
 
 
 def test_matches_torch_in_float64():
@@ -83,7 +83,14 @@ def test_an_entry_is_the_turned_norm_of_what_a_window_and_the_one_before_bring()
 def test_packed_rows_are_what_a_pool_reads():
     layer = LayerSpec(0, AttentionKind.MLA, 1, 1, 192, 128, 1.0, mla=MLADims(256, 128, 64))
     rows = torch.randn(8, 1, 320) * torch.tensor([1.0, 9.0]).repeat_interleave(128).repeat(2)[:320]
-    pool = MLAPool([layer], num_pages=2, page_size=4, dtype=DType.FP8_DS_MLA, device="cpu")
+    pool = MLAPool(
+        [layer],
+        num_pages=2,
+        page_size=4,
+        dtype=DType.FP8_DS_MLA,
+        device="cpu",
+        row_format=latent_format(DType.FP8_DS_MLA),
+    )
     pool.rows(0).copy_(packed(rows, 256).view(2, 4, 1, -1))
     assert torch.equal(pool.read_rows(0, torch.arange(8)), unpacked(packed(rows, 256), 256).squeeze(1))
     before = pool.rows(0).clone()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.mla.chunks import plan_prefix_chunks
+from attnplug.mla.plan import plan_prefix_chunks
 
 prefixes = st.lists(st.one_of(st.just(0), st.integers(1, 50), st.integers(1, 5000)), max_size=20)
 capacities = st.one_of(st.integers(1, 20), st.integers(1, 10_000))
@@ -19,7 +19,7 @@ def test_every_prefix_row_is_covered_exactly_once_in_order(prefix_lens, capacity
     """C3"""
     covered = {request: [] for request in range(len(prefix_lens))}
     for chunk in plan_prefix_chunks(prefix_lens, capacity):
-        for span in chunk.spans:
+        for span in chunk:
             covered[span.request] += range(span.start, span.start + span.length)
     assert covered == {request: list(range(length)) for request, length in enumerate(prefix_lens)}
 
@@ -27,21 +27,21 @@ def test_every_prefix_row_is_covered_exactly_once_in_order(prefix_lens, capacity
 @given(prefixes, capacities)
 def test_capacity_is_never_exceeded(prefix_lens, capacity):
     """C3"""
-    assert all(chunk.rows <= capacity for chunk in plan_prefix_chunks(prefix_lens, capacity))
+    assert all(sum(span.length for span in chunk) <= capacity for chunk in plan_prefix_chunks(prefix_lens, capacity))
 
 
 @given(prefixes, capacities)
 def test_no_span_is_empty_and_no_chunk_is(prefix_lens, capacity):
     """C3: kernels return garbage for zero-length spans."""
     for chunk in plan_prefix_chunks(prefix_lens, capacity):
-        assert chunk.spans
-        assert all(span.length > 0 for span in chunk.spans)
+        assert chunk
+        assert all(span.length > 0 for span in chunk)
 
 
 @given(prefixes, capacities)
 def test_a_request_appears_once_per_chunk_in_the_order_of_the_batch(prefix_lens, capacity):
     for chunk in plan_prefix_chunks(prefix_lens, capacity):
-        requests = [span.request for span in chunk.spans]
+        requests = [span.request for span in chunk]
         assert requests == sorted(set(requests))
 
 

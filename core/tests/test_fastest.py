@@ -44,7 +44,7 @@ from attnplug.host import (
     planner_claims,
 )
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.forwarding import captures_extends, length_ranges, merge_length_ranges, plan_alike
+from attnplug.wrappers.forwarding import captures_extends, length_ranges, limited_by, merge_length_ranges, plan_alike
 from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug.wrappers.split import SplitBackend
 from attnplug_testing.batches import capabilities, with_plan
@@ -316,7 +316,7 @@ class TestTogether:
         serving = {Role.PREFILL: by_length("a", "b"), Role.DECODE: by_length("a", "c")}
         shared = FastestBackend(children, serving)
         assert shared.claims == replace(able, cuda_graph=GraphLevel.DECODE)
-        assert shared.limited_by("cuda_graph") == ("b",)
+        assert limited_by(shared, "cuda_graph") == ("b",)
         assert FastestBackend(children, {Role.DRAFT: by_length("b", "c")}).claims == replace(
             able, cuda_graph=GraphLevel.NEVER, mla_extend=frozenset()
         )

@@ -322,7 +322,7 @@ def test_a_layout_of_the_host_has_a_name(name: str, keys: str) -> None:
 
 def test_smaller_pages_can_be_cut_where_a_hosts_tokens_are_evenly_spaced() -> None:
     layouts = {name: Host(MHA[name], DType.FLOAT32, "cpu").pool.layout(3) for name in MHA}
-    assert layouts["SGLang"][0].split(2) == PageLayout.token_major(2 * PAGES, 2, HEADS, DIM)
+    assert layouts["SGLang"][0].split(2) == PageLayout.named("token_major", 2 * PAGES, 2, HEADS, DIM)
     with pytest.raises(PoolError, match="would not be evenly spaced"):
         layouts["vLLM, pages first"][0].split(2)
 

@@ -14,14 +14,14 @@ SIZES = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), st.in
 
 
 def test_token_major_is_contiguous_in_logical_order() -> None:
-    layout = PageLayout.token_major(3, 4, 2, 5)
+    layout = PageLayout.named("token_major", 3, 4, 2, 5)
     view = layout.view(torch.arange(layout.elements))
     assert view.shape == (3, 4, 2, 5)
     assert view.is_contiguous()
 
 
 def test_head_major_is_contiguous_with_heads_before_tokens() -> None:
-    layout = PageLayout.head_major(3, 4, 2, 5)
+    layout = PageLayout.named("head_major", 3, 4, 2, 5)
     view = layout.view(torch.arange(layout.elements))
     assert view.shape == (3, 4, 2, 5)
     assert view.transpose(1, 2).is_contiguous()
@@ -30,7 +30,7 @@ def test_head_major_is_contiguous_with_heads_before_tokens() -> None:
 @settings(deadline=None)
 @given(SIZES)
 def test_every_place_has_an_element_of_its_own(sizes: tuple[int, int, int, int]) -> None:
-    for layout in (PageLayout.token_major(*sizes), PageLayout.head_major(*sizes)):
+    for layout in (PageLayout.named("token_major", *sizes), PageLayout.named("head_major", *sizes)):
         pages, page_size, heads, dim = sizes
         assert (layout.num_pages, layout.page_size, layout.heads, layout.dim) == sizes
         assert layout.elements == pages * page_size * heads * dim
@@ -39,21 +39,21 @@ def test_every_place_has_an_element_of_its_own(sizes: tuple[int, int, int, int])
 
 
 def test_a_view_writes_to_its_buffer() -> None:
-    layout = PageLayout.head_major(2, 2, 2, 2)
+    layout = PageLayout.named("head_major", 2, 2, 2, 2)
     buffer = torch.zeros(layout.elements)
     layout.view(buffer)[1, 0, 1, 1] = 7.0
     assert buffer.sum() == 7.0
 
 
 def test_a_view_begins_where_its_buffer_does() -> None:
-    layout = PageLayout.token_major(1, 2, 1, 2)
+    layout = PageLayout.named("token_major", 1, 2, 1, 2)
     assert layout.view(torch.arange(10)[3:]).flatten().tolist() == [3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("buffer", [torch.zeros(15), torch.zeros(2, 8), torch.zeros(32)[::2]])
 def test_a_buffer_that_cannot_hold_the_layout_is_refused(buffer: torch.Tensor) -> None:
     with pytest.raises(PoolError, match="16 elements"):
-        PageLayout.token_major(2, 2, 2, 2).view(buffer)
+        PageLayout.named("token_major", 2, 2, 2, 2).view(buffer)
 
 
 def test_strides_of_a_padded_cache_are_accepted() -> None:
@@ -64,9 +64,9 @@ def test_strides_of_a_padded_cache_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
-        (PageLayout.token_major(3, 4, 2, 5), "token_major"),
-        (PageLayout.head_major(3, 4, 2, 5), "head_major"),
-        (PageLayout.head_major(3, 4, 1, 5), "token_major"),
+        (PageLayout.named("token_major", 3, 4, 2, 5), "token_major"),
+        (PageLayout.named("head_major", 3, 4, 2, 5), "head_major"),
+        (PageLayout.named("head_major", 3, 4, 1, 5), "token_major"),
         (PageLayout((1, 4, 2, 5), (99, 10, 5, 1)), "token_major"),
         (PageLayout((3, 4, 2, 5), (80, 10, 5, 1)), "strided"),
         (PageLayout((3, 4, 2, 5), (40, 10, 1, 2)), "strided"),
@@ -78,7 +78,7 @@ def test_a_layout_has_a_name_by_where_its_places_lie(layout: PageLayout, name: s
 
 def test_a_tensor_tells_its_layout() -> None:
     pages = torch.zeros(3, 2, 4, 5).transpose(1, 2)
-    assert PageLayout.of(pages) == PageLayout.head_major(3, 4, 2, 5)
+    assert PageLayout.of(pages) == PageLayout.named("head_major", 3, 4, 2, 5)
     with pytest.raises(PoolError, match=r"\[3, 4\]: give \[pages, page_size, heads, dim\]"):
         PageLayout.of(torch.zeros(3, 4))
 
@@ -91,12 +91,14 @@ def test_overlapping_strides_are_refused() -> None:
 @pytest.mark.parametrize("shape", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)])
 def test_an_empty_layout_is_refused(shape: tuple[int, int, int, int]) -> None:
     with pytest.raises(PoolError, match="1 or more"):
-        PageLayout.token_major(*shape)
+        PageLayout.named("token_major", *shape)
 
 
 @pytest.mark.parametrize("kernel_page_size", [1, 2, 4, 8])
 @pytest.mark.parametrize(
-    "layout", [PageLayout.token_major(3, 8, 2, 5), PageLayout.head_major(3, 8, 1, 5)], ids=["token", "one head"]
+    "layout",
+    [PageLayout.named("token_major", 3, 8, 2, 5), PageLayout.named("head_major", 3, 8, 1, 5)],
+    ids=["token", "one head"],
 )
 def test_a_split_layout_sees_the_same_memory(layout: PageLayout, kernel_page_size: int) -> None:
     buffer = torch.arange(layout.elements)
@@ -111,16 +113,16 @@ def test_a_split_layout_sees_the_same_memory(layout: PageLayout, kernel_page_siz
 @pytest.mark.parametrize("kernel_page_size", [3, 16, 0, -4])
 def test_a_kernel_page_size_that_does_not_divide_is_refused(kernel_page_size: int) -> None:
     with pytest.raises(PoolError, match=f"pages of 8 tokens .* kernel pages of {kernel_page_size};"):
-        PageLayout.token_major(3, 8, 2, 5).split(kernel_page_size)
+        PageLayout.named("token_major", 3, 8, 2, 5).split(kernel_page_size)
 
 
 def test_head_major_with_several_heads_cannot_be_split() -> None:
     with pytest.raises(PoolError, match=r"pages of 8 tokens cannot be seen as kernel pages of 4.*token_major"):
-        PageLayout.head_major(3, 8, 2, 5).split(4)
+        PageLayout.named("head_major", 3, 8, 2, 5).split(4)
 
 
 def test_a_layout_split_into_its_own_page_size_is_itself() -> None:
-    layout = PageLayout.head_major(3, 8, 2, 5)
+    layout = PageLayout.named("head_major", 3, 8, 2, 5)
     assert layout.split(8) is layout
 
 
@@ -156,7 +158,7 @@ def test_a_table_that_cannot_be_split_is_refused(table: torch.Tensor, ratio: int
 @given(st.data(), st.sampled_from([(8, 1), (8, 2), (8, 4), (6, 3)]))
 def test_layout_and_table_split_alike(data: st.DataObject, sizes: tuple[int, int]) -> None:
     page_size, kernel_page_size = sizes
-    layout = PageLayout.token_major(4, page_size, 2, 3)
+    layout = PageLayout.named("token_major", 4, page_size, 2, 3)
     buffer = torch.arange(layout.elements)
     row = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))
     table = torch.tensor([row], dtype=torch.int32)

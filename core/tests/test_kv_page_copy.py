@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.kernels import PageCopy
-from attnplug.kv.page_copy import settle_copies
+from attnplug.kv.buffer import settle_copies
 
 
 @settings(max_examples=200, deadline=None)

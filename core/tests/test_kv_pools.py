@@ -11,7 +11,7 @@ import torch
 from attnplug import BackendError, DType, MHAPool, MLAPool, ModelSpec, PoolError
 from attnplug.host import HostContext, KVPools, Limits, ModelAttention, WorkspaceOwner
 from attnplug.kernels import CacheKey, PageCopy
-from attnplug.kv import LayoutName
+from attnplug.kv.layout import LayoutName
 from attnplug.linear import LinearStatePool
 from attnplug_testing.devices import DEVICES, nothing_waits
 from support.pools import ELEMENTS, LAYOUTS, linear_layer, mha_layer, mha_pool, mla_layer, mla_pool
@@ -335,3 +335,11 @@ def test_a_layer_id_that_repeats_is_refused() -> None:
 def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(PoolError, match="'dim_major' is not a cache layout"):
         mha_pool(layout="dim_major")
+
+
+def test_rows_that_are_no_elements_need_a_format() -> None:
+    sizes: dict[str, Any] = {"num_pages": 2, "page_size": 4, "dtype": DType.FP8_DS_MLA, "device": "cpu"}
+    with pytest.raises(PoolError, match="row_format"):
+        MLAPool([mla_layer()], **sizes)
+    with pytest.raises(PoolError, match="fp8_ds_mla"):
+        MHAPool([mha_layer()], **sizes)

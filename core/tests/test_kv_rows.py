@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolError
 from attnplug.host import MLADims
 from attnplug.kernels import PageCopy, PageLayout, torch_dtype
-from attnplug.kv import LayoutName
+from attnplug.kv.layout import LayoutName
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.writing import BY_TRITON, WAYS, writing
 from support.pools import ELEMENTS, LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
@@ -61,7 +61,10 @@ def test_layouts_differ_in_memory_and_agree_in_content(dtype: DType, device: str
     assert torch.equal(token_major.values(0).float(), head_major.values(0).float())
     assert token_major.keys(0).stride() == token_major.layout(0)[0].strides
     assert head_major.keys(0).stride() == head_major.layout(0)[0].strides
-    assert head_major.layout(0) == (PageLayout.head_major(5, 4, 2, 8), PageLayout.head_major(5, 4, 2, 6))
+    assert head_major.layout(0) == (
+        PageLayout.named("head_major", 5, 4, 2, 8),
+        PageLayout.named("head_major", 5, 4, 2, 6),
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -157,7 +160,7 @@ def test_latent_rows_are_read_back_as_stored(dtype: DType, shape: tuple[int, ...
 
 
 def test_latent_rows_are_cut_into_kernel_pages() -> None:
-    assert mla_pool().layout(0).split(1) == PageLayout.token_major(20, 1, 1, 20)
+    assert mla_pool().layout(0).split(1) == PageLayout.named("token_major", 20, 1, 1, 20)
 
 
 # Padding
@@ -173,7 +176,7 @@ def test_the_kernel_asks_amd_for_nothing_that_it_does_not_know(monkeypatch: pyte
 
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
-    layout = PageLayout.token_major(5, 4, 1, 20)
+    layout = PageLayout.named("token_major", 5, 4, 1, 20)
     asked: dict[str, object] = {}
 
     class Launch:
@@ -194,7 +197,9 @@ def bits(cache: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", [DEVICES[1], BY_TRITON])
-@pytest.mark.parametrize("layout", [PageLayout.token_major(5, 4, 3, 20), PageLayout.head_major(5, 4, 3, 20)])
+@pytest.mark.parametrize(
+    "layout", [PageLayout.named("token_major", 5, 4, 3, 20), PageLayout.named("head_major", 5, 4, 3, 20)]
+)
 def test_the_kernel_writes_nothing_before_or_behind_the_pages(layout: PageLayout, device: str) -> None:
     """B5: slot -1 is no memory of ours, and neither is a slot that only a device could know to be too large."""
     from attnplug.kv.triton_rows import RowWriter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from itertools import product
 
@@ -12,6 +11,7 @@ import torch
 from attnplug import ForwardBatch, ForwardExtras, ForwardMode, Geometry, Plan, PlanError
 from attnplug.host import ExtendPolicy, HostLengths, MLADims, ModelAttention, plan_forward
 from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug_conformance.padding import pad_batch, padded
 from attnplug_testing.trees import tree_bits
 from support.stage import Stage, error, small
 
@@ -60,7 +60,7 @@ class Rank:
     def pad(self, requests: int, rows: int) -> None:
         geometry = self.batch.geometry
         own = 0 if geometry.host is not None or geometry.new_lens is not None else requests * geometry.max_new
-        self.batch.pad(self.batch.batch_size + requests, self.batch.num_tokens + own + rows)
+        pad_batch(self.batch, self.batch.batch_size + requests, self.batch.num_tokens + own + rows)
 
     def check(self) -> None:
         """The forward path gives float64's result, zeros for padding, and writes the rows of requests alone."""
@@ -193,49 +193,19 @@ class TestFields:
     def test_padded_requests_have_no_length_no_slot_and_no_state(self):
         rank = Rank(VERIFY, exact=False)
         whole = replace(rank.batch.geometry, slots=torch.arange(9), state_slots=torch.tensor([4, 6, 5]))
-        made = whole.padded(5)
+        made = padded(whole, 5)
         assert (made.requests, made.rows, made.max_new) == (5, 15, 3)
         assert made.seq_lens[3:].tolist() == [0, 0] and made.state_slots.tolist() == [4, 6, 5, -1, -1]
         assert made.slots.tolist() == [*range(9), *[-1] * 6]
         assert made.tree.shape == (5, 3) and made.page_table.shape[0] == 5
 
     def test_with_exact_lengths_they_have_no_rows(self):
-        made = Rank(DECODE).batch.geometry.padded(4)
+        made = padded(Rank(DECODE).batch.geometry, 4)
         assert made.host == HostLengths([1, 1, 1, 0], [6, 1, 31, 0])
         assert made.new_lens.tolist() == [1, 1, 1, 0] and made.rows == 3
 
     def test_an_idle_rank_is_padded(self):
         table = torch.zeros(0, 4, dtype=torch.int32)
         batch = ForwardBatch(Geometry.of_lengths(ForwardMode.IDLE, table, [], [], 4), torch.zeros(0, dtype=torch.int64))
-        batch.pad(3, 8)
+        pad_batch(batch, 3, 8)
         assert (batch.batch_size, batch.num_tokens, batch.geometry.rows) == (3, 8, 0)
-
-    @pytest.mark.parametrize(
-        ("requests", "tokens", "said"),
-        [
-            (2, 9, "a batch of 3 requests cannot be padded to 2 requests"),
-            (3, 8, "a batch of 9 rows, 9 with 3 requests, cannot be padded to 8 rows"),
-            (4, 11, "a batch of 9 rows, 12 with 4 requests, cannot be padded to 11 rows"),
-        ],
-    )
-    def test_a_size_that_is_too_small_is_refused_and_changes_nothing(self, requests, tokens, said):
-        batch = Rank(VERIFY, exact=False).batch
-        with pytest.raises(PlanError, match=said):
-            batch.pad(requests, tokens)
-        assert (batch.batch_size, batch.num_tokens) == (3, 9)
-
-    def test_a_captured_batch_has_its_padded_requests(self):
-        geometry = replace(Rank(DECODE, exact=False).batch.geometry, captured=True)
-        with pytest.raises(PlanError, match="a captured batch, whose memory is fixed, cannot be padded to 4 requests"):
-            geometry.padded(4)
-
-    def test_a_field_that_nobody_can_pad_is_refused_by_name(self):
-        """B4: as by a split."""
-
-        @dataclasses.dataclass(slots=True, eq=False)
-        class Extended(ForwardBatch):
-            mrope_positions: torch.Tensor | None = None
-
-        batch = Extended(Rank(DECODE).batch.geometry, mrope_positions=torch.zeros(3))
-        with pytest.raises(PlanError, match="'mrope_positions' of Extended"):
-            batch.pad(4, 4)

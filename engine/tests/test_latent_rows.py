@@ -31,6 +31,7 @@ from attnplug.host import ExtendPolicy, ModelAttention
 from attnplug.kernels import PageLayout
 from attnplug.mla.attention import RowPlaces
 from attnplug.mla.weights import MLAWeights
+from attnplug_conformance.padding import pad_batch
 from attnplug_engine import kernels
 from attnplug_testing.devices import DEVICES, INTERPRETED
 
@@ -121,7 +122,7 @@ def test_rows_and_queries_are_made_of_what_a_late_kernel_made(device: str) -> No
     queries, down = late[: 3 * 16 * 144].view(3, 16, 144), late[3 * 16 * 144 :].view(3, 528)
     cache = torch.empty(8, 528, dtype=given.dtype, device=device)
     places, everything = RowPlaces(cache, torch.tensor([6, -1, 2], device=device)), torch.arange(8, device=device)
-    layout = PageLayout.token_major(8, 1, 1, 528)
+    layout = PageLayout.named("token_major", 8, 1, 1, 528)
     read = layout.view(torch.empty(layout.elements, dtype=given.dtype, device=device))
     reader = RowWriter(read, layout, 1.0)  # what it writes is what it has read
 
@@ -165,7 +166,7 @@ def test_a_step_leaves_the_same_rows_in_the_cache_whoever_stores_them(
         forward = stage.forward
 
         def padded(batch: Any, forward: Any = forward) -> Tensor:
-            batch.pad(batch.batch_size, batch.num_tokens + 2)
+            pad_batch(batch, batch.batch_size, batch.num_tokens + 2)
             return forward(batch)[:-2]
 
         monkeypatch.setattr(stage, "forward", padded)

@@ -13,6 +13,7 @@ from thread_ranks import in_ranks
 from attnplug import DType, ExtendPath, ForwardBatch, ForwardMode, PlanError, Serving
 from attnplug.host import ExtendPolicy, HostContext, Limits, Parallel, SelectionError
 from attnplug.host import load_model as load_spec
+from attnplug_conformance.padding import pad_batch
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.memory.capacity import Capacity, bytes_per_state
 from attnplug_engine.memory.pools import build_pools
@@ -119,7 +120,7 @@ def test_a_decode_planned_ahead_may_be_padded_and_is_planned_again(engine, paddi
     expected = engine.runner.forward(engine.runner.prepare(step))
     batch = engine.runner.prepare(step)
     assert batch.plan_record.replan_equivalent and len(planned) == 2
-    batch.pad(1 + padding[0], 1 + sum(padding))
+    pad_batch(batch, 1 + padding[0], 1 + sum(padding))
     found = engine.runner.forward(batch)
     assert found.shape[0] == 1 + sum(padding) and planned == [planned[0], batch, batch]
     torch.testing.assert_close(found[:1], expected, rtol=1e-5, atol=1e-5)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnplug import ExtendPath, ForwardBatch, ForwardMode, Geometry, Role, UsageError
 from attnplug.host import ExtendPolicy
+from attnplug_conformance.padding import pad_batch, padded
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.execution.two_batch import LEAST_SHARE, BatchSplit, TwoBatch, split_point
 from attnplug_engine.options import EngineOptions
@@ -95,9 +96,9 @@ class TestPlaceToCut:
         assert split_point(whole) is None
 
     def test_padded_requests_count_for_nothing(self):
-        assert split_point(lengths(DECODE, [1] * 4).padded(9)) == BatchSplit(2)
-        assert split_point(lengths(EXTEND, [4, 4]).padded(9)) == BatchSplit(1)
-        assert split_point(lengths(DECODE, [1]).padded(2)) is None
+        assert split_point(padded(lengths(DECODE, [1] * 4), 9)) == BatchSplit(2)
+        assert split_point(padded(lengths(EXTEND, [4, 4]), 9)) == BatchSplit(1)
+        assert split_point(padded(lengths(DECODE, [1]), 2)) is None
 
     @given(st.lists(st.integers(1, 60), min_size=1, max_size=9))
     @settings(max_examples=80, deadline=None)
@@ -304,7 +305,7 @@ def test_a_padded_batch_gives_what_it_gives_without_padding(model, halves):
         expected = plain.runner.forward(plain.batch(mode, new, seed=number))
         batch = other.batch(mode, new, seed=number)
         rows = batch.num_tokens
-        batch.pad(5, rows + 4)
+        pad_batch(batch, 5, rows + 4)
         found = other.runner.forward(batch)
         assert found.shape[0] == rows + 4 and difference(found[:rows], expected) < TOLERANCE
         for ours, theirs in zip(other.memory(), plain.memory(), strict=True):

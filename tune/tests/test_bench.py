@@ -18,13 +18,13 @@ from attnplug_tune.charts import LIMIT, chart_spec, rows_as_svg
 from attnplug_tune.measure import Failed, Job, Timed, run_job
 from attnplug_tune.place import bandwidth
 from attnplug_tune.points import Point, parse_points
+from attnplug_tune.raw_calls import RawScene
 from attnplug_tune.report import report_page
 from attnplug_tune.results import Results, Row, by_point, compare, read_results, row_of, standings
 from torch import Tensor
 from tuning import FakeClock, tasks, toys
 
 from attnplug import UsageError
-from attnplug.tables import RawScene
 from attnplug_testing.plugins import Install
 
 ROW = Row("fast", "mha 4/2 heads of 16", "decode", 1, 64, 1, False, 10.0, 9.8, 10.2, 5.0)

@@ -35,8 +35,10 @@ from attnplug.sparse import Coordinator
 from attnplug_conformance.arithmetic import NAN, as_bytes, kept, poison, tail, tolerance, zero_by_chance_is_nan
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
 from attnplug_conformance.packed import GROUP, packed, unpacked
+from attnplug_conformance.padding import padded
 from attnplug_conformance.reference import Rules, attention, tree_bits
 from attnplug_conformance.subject import Subject
+from attnplug_sparse.pools import latent_format
 
 POISONS = {
     "tail": "rows past the last token of a request, on its last page",
@@ -195,11 +197,23 @@ class Scene:
                     for layer in layers
                 }
                 mla = MLAPool.over(
-                    layers, given, "pages tokens dim", page_size=size, dtype=self.kv_dtype, scales=scales
+                    layers,
+                    given,
+                    "pages tokens dim",
+                    page_size=size,
+                    dtype=self.kv_dtype,
+                    scales=scales,
+                    row_format=latent_format(self.kv_dtype),
                 )
             else:
                 mla = MLAPool(
-                    layers, num_pages=pages, page_size=size, dtype=self.kv_dtype, device=self.device, scales=scales
+                    layers,
+                    num_pages=pages,
+                    page_size=size,
+                    dtype=self.kv_dtype,
+                    device=self.device,
+                    scales=scales,
+                    row_format=latent_format(self.kv_dtype),
                 )
             pools = KVPools(mla=mla)
         else:
@@ -314,7 +328,7 @@ class Scene:
         if case.trees is not None:
             made = replace(made, tree=tree_bits(case.trees, device))
         if case.padded_requests:
-            made = made.padded(made.requests + case.padded_requests)
+            made = padded(made, made.requests + case.padded_requests)
         return made
 
     def batch(self, *, lane: int = 0, slots: Tensor | None = None) -> ForwardBatch:

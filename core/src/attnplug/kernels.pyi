@@ -4,8 +4,10 @@ from attnplug.author.served_layers import output_width as output_width
 from attnplug.contract.geometry import spread as spread
 from attnplug.declare.requirement import import_library as import_library
 from attnplug.declare.requirement import requirement_refusal as requirement_refusal
+from attnplug.kv.buffer import PageCopy as PageCopy
 from attnplug.kv.buffer import PagedBuffer as PagedBuffer
 from attnplug.kv.buffer import copy_pages as copy_pages
+from attnplug.kv.buffer import settle_copies as settle_copies
 from attnplug.kv.buffer import torch_dtype as torch_dtype
 from attnplug.kv.caches import CacheKey as CacheKey
 from attnplug.kv.layers import check_size as check_size
@@ -13,11 +15,8 @@ from attnplug.kv.layers import distinct_layers as distinct_layers
 from attnplug.kv.layers import held_for as held_for
 from attnplug.kv.layout import PageLayout as PageLayout
 from attnplug.kv.layout import split_table as split_table
-from attnplug.kv.page_copy import PageCopy as PageCopy
-from attnplug.kv.page_copy import settle_copies as settle_copies
 from attnplug.kv.row_pool import RowFormat as RowFormat
 from attnplug.kv.row_pool import RowPool as RowPool
-from attnplug.kv.scaled_rows import ScaledRows as ScaledRows
 from attnplug.machine.transfer import on_host as on_host
 from attnplug.machine.transfer import to_device as to_device
 from attnplug.mla.merge import merge_partial as merge_partial

@@ -1,7 +1,7 @@
 from attnplug.contract.backend import RowSelection as RowSelection
-from attnplug.contract.compressed import CompressorInputs as CompressorInputs
-from attnplug.contract.compressed import CompressorWeights as CompressorWeights
 from attnplug.contract.coordinator import Coordinator as Coordinator
+from attnplug.contract.sparse import CompressorInputs as CompressorInputs
+from attnplug.contract.sparse import CompressorWeights as CompressorWeights
 from attnplug.contract.sparse import IndexInputs as IndexInputs
 from attnplug.contract.sparse import SelectedPositions as SelectedPositions
 from attnplug.contract.sparse import SelectedRows as SelectedRows
@@ -9,3 +9,4 @@ from attnplug.contract.sparse import SelectedSlots as SelectedSlots
 from attnplug.contract.sparse import selected_tensor as selected_tensor
 from attnplug.declare.model import CompressedDims as CompressedDims
 from attnplug.declare.model import IndexerDims as IndexerDims
+from attnplug.declare.problem import LATENT_GROUP as LATENT_GROUP

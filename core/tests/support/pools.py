@@ -6,7 +6,7 @@ import torch
 
 from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool
 from attnplug.host import MLADims
-from attnplug.kv import LayoutName
+from attnplug.kv.layout import LayoutName
 from attnplug.linear import LinearDims
 
 LAYOUTS: list[LayoutName] = ["token_major", "head_major"]

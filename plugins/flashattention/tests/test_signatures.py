@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from attnplug_tune.raw_calls import RawScene
 from torch import Tensor
 
 from attnplug import AttentionKind, BackendError, DType, LayerSpec, MHAPool, RaggedCall
 from attnplug.host import KVPools
-from attnplug.tables import RawScene
 from attnplug_flashattention import kernels
 from attnplug_flashattention.kernels import (
     FA2Kernels,

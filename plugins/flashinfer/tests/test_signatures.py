@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from attnplug_tune.raw_calls import RawScene
 from packaging.requirements import Requirement
 
 from attnplug import AttentionKind, BackendContext, DType, ForwardMode, LayerSpec, MHAPool
 from attnplug.host import KVPools
-from attnplug.tables import RawScene
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_flashinfer import kernels
 from attnplug_flashinfer.backend import FlashInferBackend

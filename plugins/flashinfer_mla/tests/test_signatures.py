@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from attnplug_tune.raw_calls import RawScene
 from packaging.requirements import Requirement
 from torch import Tensor
 
 from attnplug import AttentionKind, BackendError, DType, LayerSpec, MLAPool, MLAShape, RaggedCall
 from attnplug.host import KVPools, MLADims
-from attnplug.tables import RawScene
 from attnplug_flashinfer_mla import kernels
 from attnplug_flashinfer_mla.kernels import FlashInferMLAKernels, FlashInferMLALibrary, LatentCache, MLAGraphBuffers
 from attnplug_flashinfer_mla.lengths import CallLengths

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from attnplug_tune.raw_calls import RawScene
 from packaging.requirements import Requirement
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, LayerSpec, MLAPool, PlanError
 from attnplug.host import KVPools, MLADims
-from attnplug.tables import RawScene
 from attnplug_flashmla import kernels, sparse_kernels
 from attnplug_flashmla.kernels import FlashMLACall, FlashMLAKernels, FlashMLALibrary, TileSchedule
 from attnplug_flashmla.raw import calls

@@ -13,7 +13,7 @@ from attnplug import AttentionKind, DType, LayerSpec, MLAPool, PoolError
 from attnplug.host import KVPools, MLADims
 from attnplug.kernels import PageCopy
 from attnplug.sparse import IndexerDims
-from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
+from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool, latent_format
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.writing import WAYS, writing
 
@@ -72,7 +72,7 @@ def test_writes_do_not_synchronise(device: str) -> None:
 @on_every_device
 def test_pages_and_rows_move_in_both_caches(device: str) -> None:
     """A10: copies of pages, and moves after a verify, take keys and scales along."""
-    mla = MLAPool([LAYER], **SIZE, dtype=DType.FP8_DS_MLA, device=device)
+    mla = MLAPool([LAYER], **SIZE, dtype=DType.FP8_DS_MLA, device=device, row_format=latent_format(DType.FP8_DS_MLA))
     pools = KVPools(mla=mla, caches={INDEX_KEYS: index(device)})
     keys, slots = pools.cache(INDEX_KEYS), torch.arange(4, 8, device=device)
     mla.write(2, slots, rows(4, 576, device))

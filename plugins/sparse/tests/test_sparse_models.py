@@ -11,6 +11,7 @@ from attnplug import BackendError, ExtendPath, ForwardMode, PlanError
 from attnplug.host import ExtendPolicy, KVPools, ModelAttention, plan_forward
 from attnplug.mla.weights import MLAWeights
 from attnplug.sparse import IndexInputs
+from attnplug.wrappers.forwarding import limited_by
 from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.arithmetic import tail
@@ -71,7 +72,7 @@ def test_a_split_is_as_sparse_as_the_weaker_of_both():
     """A9"""
     stage = SparseStage(CASES["decode"])
     split = SplitBackend(stage.backend, Hookless())
-    assert "selected" not in split.claims.extras and split.limited_by("extras") == ("hookless",)
+    assert "selected" not in split.claims.extras and limited_by(split, "extras") == ("hookless",)
     batch = stage.batch()
     plan_forward(split, batch)
     with pytest.raises(BackendError, match="needs select of its decode backend hookless, which has none"):

@@ -25,11 +25,14 @@ from attnplug.contract.sparse import IndexInputs
 from attnplug.declare.lengths import TypicalLens
 from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
-from attnplug.kv import CacheKey, KVPools, MHAPool, MLAPool, PagedCache, torch_dtype
+from attnplug.kv.buffer import torch_dtype
+from attnplug.kv.caches import CacheKey, KVPools, PagedCache
+from attnplug.kv.pools import MHAPool, MLAPool
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention
-from attnplug.mla import MLAWeights
+from attnplug.mla.weights import MLAWeights
 from attnplug.wrappers.forwarding import planner_claims
+from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool, latent_format, latent_row_nbytes
 from attnplug_tune.clock import Chain
 from attnplug_tune.shapes import Task
 
@@ -64,7 +67,7 @@ def cache_bytes(task: Task) -> int:
     shape = task.shape
     pages = sum(-(-length // shape.page_size) for length in task.point.lengths)
     if task.layer.mla is not None:
-        row = MLAPool.row_nbytes(task.layer.mla, shape.kv_dtype)
+        row = latent_row_nbytes(task.layer, shape.kv_dtype)
     else:
         row = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * torch_dtype(shape.kv_dtype).itemsize
     if task.layer.indexer is not None:
@@ -146,11 +149,11 @@ class Stage:
         if self.task.layer.mla is None:
             return KVPools(mha=MHAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device))
         if self.task.layer.indexer is not None:
-            from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
-
             keys = IndexKeyPool(self.layers, num_pages=pages, page_size=size, dtype=shape.dtype, device=device)
             caches[INDEX_KEYS] = keys
-        mla = MLAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device)
+        mla = MLAPool(
+            self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device, row_format=latent_format(dtype)
+        )
         return KVPools(mla=mla, caches=caches)
 
     def _fill(self) -> None:
@@ -170,8 +173,6 @@ class Stage:
                 elif self.pools.mla is not None:
                     self.pools.mla.write(layer.layer_id, slots, keys[:count])
                 if index is not None:
-                    from attnplug_sparse.pools import INDEX_KEYS
-
                     self.pools.cache(INDEX_KEYS).write(layer.layer_id, slots, index[:count])
 
     # Batches

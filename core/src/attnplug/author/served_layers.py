@@ -13,7 +13,8 @@ from attnplug.contract.plan import Plan
 from attnplug.contract.sparse import check_entries, check_selected
 from attnplug.declare.errors import BackendError, PlanError, PoolError
 from attnplug.declare.model import LayerSpec, MLADims
-from attnplug.kv import MLAPool, torch_dtype
+from attnplug.kv.buffer import torch_dtype
+from attnplug.kv.pools import MLAPool
 
 NewRows = tuple[Tensor, Tensor | None]
 """(k, v) of the planned rows: ``[rows, kv_heads, dim]`` each, or the latent rows ``[rows, dim]`` and ``None``."""

@@ -10,12 +10,11 @@ from typing import Protocol, get_type_hints, runtime_checkable
 from torch import Tensor
 
 from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.compressed import CompressorInputs
 from attnplug.contract.hooks import Hook, bind_hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
 from attnplug.contract.plan import BackendId, Plan
 from attnplug.contract.ragged import RaggedCall
-from attnplug.contract.sparse import IndexInputs, SelectedRows, first_rows
+from attnplug.contract.sparse import CompressorInputs, IndexInputs, SelectedRows, first_rows
 from attnplug.declare.claims import Claims
 from attnplug.declare.model import LayerSpec
 
@@ -39,11 +38,11 @@ class ForwardExtras:
     """``[tokens, heads, rope]``: rotary part of absorbed MLA queries, for hosts that keep it separate from the latent
     part. q is then ``[tokens, heads, kv_lora_rank]``. Both may have any strides between rows and heads."""
     selected: SelectedRows | None = None
-    """Given for layers with an ``indexer``, and for no others: the rows that each token attends to, and no other row is
-    read. A token without any gives zero, and -inf as its log-sum-exp. For a ``compressed`` layer they are entries, to
-    which each token attends beside the rows of its window."""
+    """Given for layers with an ``indexer``, and for no others: the rows that each token attends to; no other row is
+    read. A token without any has output zero and log-sum-exp -inf. For a ``compressed`` layer they are entries, to
+    which each token attends in addition to the rows of its window."""
     entries: CompressorInputs | None = None
-    """Given for layers that are ``compressed``, and for no others: what the new tokens bring to entries. Entries of
+    """Given for ``compressed`` layers, and for no others: outputs of the compressor for the new tokens. Entries of
     windows that they complete are written with the new rows, before attention; with ``save_kv_cache=False`` it may be
     left out. Rows of the window, entries and the sink are in one softmax."""
 
@@ -165,21 +164,22 @@ class RaggedAttention(Protocol):
 
 
 class RowSelection(Protocol):
-    """Optional: choosing the rows that sparse layers attend to. Needed exactly when ``claims.extras`` has selected."""
+    """Optional: row selection of sparse layers. Required exactly if ``claims.extras`` has ``selected``."""
 
     def select(self, index: IndexInputs, layer: LayerSpec, batch: ForwardBatch) -> SelectedRows:
-        """Write a layer's new index keys to the cache and choose, for each token, the ``topk`` rows of its request with
-        the largest scores among those that it sees; all of them where it sees no more.
+        """Write a layer's new index keys to the cache and select, for each token, the ``topk`` rows of its request with
+        the largest scores among those that it sees; all of them if it sees no more.
 
-        The result is given to ``forward_extend`` or ``forward_decode`` of this layer, and of the layers that share its
-        choice, as ``extras.selected``. Rows of padding have -1 throughout.
+        ``forward_extend`` or ``forward_decode`` of this layer, and of layers that share its selection, receive the
+        result as ``extras.selected``. Rows of padding are -1.
         """
         ...
 
 
 class LinearHooks(Protocol):
-    """Optional: linear attention, which a backend of role ``linear`` has in place of ``forward_extend`` and
-    ``forward_decode``. It reads and writes states at the geometry's ``state_slots``, in the pool it was built with."""
+    """Linear attention, which a backend of role ``linear`` has instead of ``forward_extend`` and ``forward_decode``.
+
+    It reads and writes states at the geometry's ``state_slots``, in the pool it was built with."""
 
     def forward_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool

@@ -11,7 +11,7 @@ from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan, PlanRecord, plan_to_run
 from attnplug.contract.sparse import LayerChoice
-from attnplug.contract.splitting import divide, pad, split_by
+from attnplug.contract.splitting import divide, split_by
 from attnplug.declare.errors import PlanError
 
 
@@ -157,23 +157,6 @@ class ForwardBatch:
         first, second = self.geometry.split(first_requests, lanes, cut=cut)
         halves = divide(self, first_requests, first.rows, cut=cut > 0)
         return type(self)(**{**halves[0], "geometry": first}), type(self)(**{**halves[1], "geometry": second})
-
-    def pad(self, requests: int, tokens: int) -> None:
-        """Append padded requests and input rows, up to a size that data-parallel ranks have in common.
-
-        An earlier plan and its mark stay. They remain valid if only rows were added. If requests were added, a batch
-        marked ``replan_equivalent`` is planned again by the forward path. Any other plan is stale and is refused when
-        it runs.
-        """
-        geometry = self.geometry.padded(requests)
-        if tokens < max(geometry.rows, self.num_tokens):
-            raise PlanError(
-                f"a batch of {self.num_tokens} rows, {geometry.rows} with {requests} requests, cannot be padded to "
-                f"{tokens} rows"
-            )
-        for name, value in pad(self, requests - self.batch_size, tokens - self.num_tokens).items():
-            setattr(self, name, value)
-        self.geometry = geometry
 
 
 _warned = False

@@ -12,7 +12,7 @@ from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.errors import BackendError, PoolError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import DType, Role
-from attnplug.kv import KVPools
+from attnplug.kv.caches import KVPools
 from attnplug.kv.workspace import WorkspaceOwner
 
 Options = TypeVar("Options")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.ragged import RaggedCall
-from attnplug.contract.splitting import divide, pad, padded, split_by
+from attnplug.contract.splitting import divide, split_by
 from attnplug.declare.errors import PlanError
 from attnplug.declare.lengths import TypicalLens
 from attnplug.machine.transfer import to_device
@@ -73,10 +73,10 @@ class Geometry:
     new_lens: Tensor | None = split_by("length", default=None)
     """``[requests]`` int32 on the device: new tokens of each request."""
     host: HostLengths | None = split_by("length", default=None)
-    slots: Tensor | None = split_by("token", pad=-1, default=None)
+    slots: Tensor | None = split_by("token", default=None)
     """``[rows]`` int64: slot mapping of the new rows, -1 for padding. ``None`` if it follows from the page table. Read
     it with ``new_slots()``."""
-    state_slots: Tensor | None = split_by("request", pad=-1, default=None)
+    state_slots: Tensor | None = split_by("request", default=None)
     """``[requests]`` int64: slot of each request's linear-attention state, -1 for padded requests."""
     calls: tuple[RaggedCall, ...] = split_by("reset", default=())
     """Calls of an MLA prefill that runs as MHA, over rows passed as arguments. Empty if it runs absorbed."""
@@ -94,7 +94,7 @@ class Geometry:
     step: int = split_by("shared", default=0)
     """Number of the draft step. It distinguishes captured plans of one shape. Steps run one after the other and share
     their lane's memory, so each is refilled before it runs."""
-    table_rows: Tensor | None = split_by("request", pad=-1, default=None)
+    table_rows: Tensor | None = split_by("request", default=None)
     """``[requests]`` int64 on the device: row of each request in the slot table, constant for its lifetime. A
     coordinator identifies requests by it. Padded requests have rows outside the table."""
     typical: TypicalLens | None = split_by("shared", default=None)
@@ -332,28 +332,6 @@ class Geometry:
             halves[0]["host"] = HostLengths(counts[0], [*totals[:request], totals[request] - later])
             halves[1]["host"] = HostLengths(counts[1], totals[request:])
         return Geometry(**halves[0]), Geometry(**halves[1])
-
-    def padded(self, requests: int) -> Geometry:
-        """Return this geometry with padded requests appended, ``requests`` in total. It has no calls: plan it anew.
-
-        Without exact lengths, a padded request has as many rows as the others, and length 0. With them it has no rows.
-        """
-        more = requests - self.requests
-        if more < 0 or self.captured:
-            what = "captured batch, whose memory is fixed," if self.captured else f"batch of {self.requests} requests"
-            raise PlanError(f"a {what} cannot be padded to {requests} requests")
-        if not more:
-            return self
-        host, rows = self.host, 0
-        if host is None and self.new_lens is None:
-            rows = more * self.max_new
-        made = pad(self, more, rows)
-        if host is not None:
-            none = [0] * more
-            made["host"] = HostLengths([*host.query_lens, *none], [*host.kv_lens, *none])
-            if self.new_lens is None:
-                made["new_lens"] = padded(self.seq_lens.new_full((self.requests,), self.max_new), more)
-        return replace(self, **made, rows=self.rows + rows, calls=())
 
     def live(self) -> Geometry:
         """Return this geometry without padded requests at the end, if the host has exact lengths.

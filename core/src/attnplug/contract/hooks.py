@@ -15,6 +15,7 @@ from typing import Any
 from attnplug.declare.errors import HookError
 
 Hook = Callable[..., Any]
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def bind_hook(target: object, name: str, offered: Sequence[str], may_ignore: Collection[str] = ()) -> Hook | None:
@@ -73,22 +74,15 @@ def _signature(hook: Hook) -> inspect.Signature:
     """
     signature = inspect.signature(hook, follow_wrapped=False)
     wrapped = getattr(hook, "__wrapped__", None)
-    if wrapped is None or not _takes_anything(signature):
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if wrapped is None or kinds != {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}:
         return signature
     inner = _signature(wrapped)
     if inspect.ismethod(hook) and not inspect.ismethod(wrapped):
         parameters = list(inner.parameters.values())
-        positional = parameters and parameters[0].kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        positional = parameters and parameters[0].kind in _POSITIONAL
         inner = inner.replace(parameters=parameters[1:] if positional else parameters)
     return inner
-
-
-def _takes_anything(signature: inspect.Signature) -> bool:
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    return kinds == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
-
-
-_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _arguments(signature: inspect.Signature, offered: Sequence[str], hook: str) -> tuple[list[str], list[str]]:

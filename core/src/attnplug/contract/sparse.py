@@ -1,4 +1,4 @@
-"""What a sparse layer brings to choose its rows, and what was chosen."""
+"""Data types of sparse and compressed layers: inputs of the index and the compressor, and selected rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,77 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from attnplug.contract.compressed import CompressorInputs
 from attnplug.declare.errors import BackendError
 from attnplug.declare.model import LayerSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CompressorWeights:
+    """Weights of a layer's compressor behind its projections. All are float32."""
+
+    bias: Tensor
+    """``[ratio, series * dim]``, added to the gates by the token's position in its window."""
+    norm: Tensor
+    """``[dim]``: the weight of an entry's root-mean-square norm."""
+    eps: float
+    frequencies: Tensor
+    """``[rope / 2]``: an entry's last ``rope`` columns, in pairs ``(2 i, 2 i + 1)``, are rotated by these frequencies
+    times the position of its window's first token."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompressorInputs:
+    """Outputs of a layer's compressor for the new tokens. Rows behind the planned ones are padding.
+
+    An entry of a window, with the weights, in float32::
+
+        weights = softmax(gate + bias)             over the window's tokens, for each column
+        entry = rms_norm(sum(weights * values))    over the window's tokens, then times ``norm``
+        entry = rotated by the position of the window's first token
+
+    With ``overlap`` the columns are two series. An entry takes the first series of the window before it and the second
+    series of its own window, with one softmax over the tokens of both. The first window has none before it.
+    """
+
+    values: Tensor
+    """``[tokens, series * dim]``."""
+    gates: Tensor
+    """``[tokens, series * dim]``."""
+    weights: CompressorWeights
+
+    def first(self, tokens: int) -> CompressorInputs:
+        """Return the inputs of the first ``tokens`` tokens."""
+        return CompressorInputs(self.values[:tokens], self.gates[:tokens], self.weights)
+
+    def check(self, layer: LayerSpec, dim: int, tokens: int) -> None:
+        """Raise BackendError unless these are inputs of a layer's compressor to entries of width ``dim``."""
+        dims, weights = layer.compressed, self.weights
+        assert dims is not None
+        width = dims.series * dim
+        wanted = {"values": (tokens, width), "gates": (tokens, width), "bias": (dims.ratio, width), "norm": (dim,)}
+        found = {"values": self.values, "gates": self.gates, "bias": weights.bias, "norm": weights.norm}
+        for name, shape in wanted.items():
+            if found[name].shape != shape:
+                raise BackendError(
+                    f"layer {layer.layer_id}: the {name} for entries have shape {tuple(found[name].shape)}; give "
+                    f"{shape} for {tokens} tokens, windows of {dims.ratio} and entries of {dim}"
+                )
+        if weights.frequencies.dim() != 1 or 2 * weights.frequencies.shape[0] > dim:
+            raise BackendError(
+                f"layer {layer.layer_id}: the frequencies for entries have shape {tuple(weights.frequencies.shape)}; "
+                f"give one for each pair of up to {dim} columns"
+            )
+        for name in ("bias", "norm", "frequencies"):
+            if getattr(weights, name).dtype is not torch.float32:
+                raise BackendError(
+                    f"layer {layer.layer_id}: the {name} for entries are {getattr(weights, name).dtype}; give "
+                    "torch.float32"
+                )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class IndexInputs:
-    """What a layer's indexer made of the new tokens. Rows past those that were planned are padding.
+    """Outputs of a layer's indexer for the new tokens. Rows behind the planned ones are padding.
 
     The score of a row s for a token t is the sum over heads of ``weights[t, h] * relu(scale * q[t, h] · k[s])``, in
     float32, where ``scale`` is that of ``IndexerDims``. A weight may be negative.
@@ -24,21 +87,20 @@ class IndexInputs:
     q: Tensor
     """``[tokens, heads, head_dim]``, rotated."""
     k: Tensor | None
-    """``[tokens, head_dim]``: the new tokens' index keys, rotated, to be written to the cache; ``None`` where they are
-    in it already."""
+    """``[tokens, head_dim]``: the new tokens' index keys, rotated, to be written to the cache; ``None`` if they are in
+    it already."""
     weights: Tensor
     """``[tokens, heads]`` float32."""
     entries: CompressorInputs | None = None
-    """In place of ``k`` for a layer that is ``compressed``, whose index has a key for each entry: what the new tokens
-    bring to these keys."""
+    """Given instead of ``k`` for a ``compressed`` layer, whose index has a key for each entry."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectedPositions:
-    """Rows by their positions in the token's own request; of a ``compressed`` layer, entries by their numbers.
+    """Selected rows by position in the token's own request; for a ``compressed`` layer, entries by number.
 
-    ``positions`` ``[tokens, width]`` int32 are distinct, in any order, and none is past the token's own. Where fewer
-    were chosen the rest of the row is -1: always after the last position. Rows of padding are -1.
+    ``positions`` ``[tokens, width]`` int32 are distinct, in any order, and none is behind the token's own. If fewer
+    were selected, the rest of the row is -1. Rows of padding are -1.
     """
 
     positions: Tensor
@@ -46,7 +108,7 @@ class SelectedPositions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectedSlots:
-    """The same rows by where they lie in the cache; entries in that of entries.
+    """Selected rows by slot of the cache; entries by slot of the cache of entries.
 
     ``slots`` ``[tokens, width]`` int32 are ``page * page_size + offset``, with -1 as in ``SelectedPositions``.
     """
@@ -55,22 +117,22 @@ class SelectedSlots:
 
 
 SelectedRows: TypeAlias = SelectedPositions | SelectedSlots
-"""What each token attends to. The two are never one tensor with two meanings."""
+"""Rows that each token attends to. Two types, so that a tensor never has two meanings."""
 
 
 def selected_tensor(selected: SelectedRows) -> Tensor:
-    """The tensor ``[tokens, width]`` of either, for what holds of both."""
+    """Return the tensor ``[tokens, width]`` of either type."""
     return selected.positions if isinstance(selected, SelectedPositions) else selected.slots
 
 
 def first_rows(selected: SelectedRows, tokens: int) -> SelectedRows:
-    """What the first so many tokens attend to."""
+    """Return the rows that the first ``tokens`` tokens attend to."""
     return type(selected)(selected_tensor(selected)[:tokens])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerChoice:
-    """What a layer chose in the forward of a batch, for layers that share it."""
+    """Selection of a layer in the forward pass of a batch, for layers that share it."""
 
     layer_id: int
     rows: SelectedRows

@@ -1,25 +1,23 @@
-"""Splitting and padding of dataclasses, field by field, as each field declares (B4)."""
+"""Splitting of dataclasses, field by field, as each field declares (B4)."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Literal
 
-from torch import Tensor
-
 from attnplug.declare.errors import PlanError
 
 SplitBy = Literal["token", "request", "length", "shared", "reset"]
 
 
-def split_by(by: SplitBy, *, pad: int = 0, **arguments: Any) -> Any:
+def split_by(by: SplitBy, **arguments: Any) -> Any:
     """Declare a dataclass field with the way it is split: by ``token`` or ``request``, ``shared`` by both halves, or
     ``reset`` in both.
 
     A ``length`` is split by request. If a request itself is cut, its length differs in both halves, and the caller of
-    ``divide`` sets it. ``pad`` is the field's value for padded tokens or requests.
+    ``divide`` sets it.
     """
-    return dataclasses.field(metadata={"split": by, "pad": pad}, **arguments)
+    return dataclasses.field(metadata={"split": by}, **arguments)
 
 
 def divide(value: Any, requests: int, tokens: int, *, cut: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -32,7 +30,11 @@ def divide(value: Any, requests: int, tokens: int, *, cut: bool = False) -> tupl
     halves: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for field in dataclasses.fields(value):
         found = getattr(value, field.name)
-        by = _declared(value, field, found, "split")
+        by: SplitBy | None = field.metadata.get("split")
+        if by is None and found is not None:
+            raise PlanError(
+                f"field {field.name!r} of {type(value).__name__} has a value, but does not declare how to split it"
+            )
         if by == "length" and cut:
             continue
         if by == "reset" or found is None:
@@ -46,34 +48,3 @@ def divide(value: Any, requests: int, tokens: int, *, cut: bool = False) -> tupl
         for half, part in zip(halves, parts, strict=True):
             half[field.name] = part
     return halves
-
-
-def pad(value: Any, requests: int, tokens: int) -> dict[str, Any]:
-    """Return the tensors of a dataclass by field name, with padded requests and tokens appended.
-
-    Raises PlanError for an undeclared field, like ``divide``.
-    """
-    made: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
-        found = getattr(value, field.name)
-        by = _declared(value, field, found, "pad")
-        count = tokens if by == "token" else requests
-        if count and by in ("token", "request", "length") and isinstance(found, Tensor):
-            made[field.name] = padded(found, count, field.metadata["pad"])
-    return made
-
-
-def padded(tensor: Tensor, rows: int, filler: int = 0) -> Tensor:
-    """Append ``rows`` rows of ``filler`` to a tensor: ``[n, …]`` → ``[n + rows, …]``."""
-    longer = tensor.new_full((tensor.shape[0] + rows, *tensor.shape[1:]), filler)
-    longer[: tensor.shape[0]] = tensor
-    return longer
-
-
-def _declared(owner: Any, field: dataclasses.Field[Any], value: Any, verb: str) -> SplitBy | None:
-    by: SplitBy | None = field.metadata.get("split")
-    if by is None and value is not None:
-        raise PlanError(
-            f"field {field.name!r} of {type(owner).__name__} has a value, but does not declare how to {verb} it"
-        )
-    return by

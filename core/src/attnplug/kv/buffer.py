@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 from attnplug.declare.problem import DType
 from attnplug.kv.layout import PageLayout
-from attnplug.kv.page_copy import PageCopy, settle_copies
 
 _TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FLOAT32: torch.float32,
@@ -246,6 +246,27 @@ def pair_kernel(keys: PagedBuffer, values: PagedBuffer) -> PairKernel | None:
 
     assert isinstance(keys.kernel, RowWriter) and isinstance(values.kernel, RowWriter)
     return PairWriter(keys.kernel, values.kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """A copy of page ``source`` to page ``target``, in every layer."""
+
+    source: int
+    target: int
+
+
+def settle_copies(copies: Iterable[PageCopy]) -> tuple[list[int], list[int]]:
+    """Return sources and targets whose simultaneous copy has the effect of ``copies`` made in order.
+
+    A host orders copies by when requests were extended, so a target can be the source of a later copy (a copied
+    request is forked and extended), and a freed source can be a later target. Every target appears once.
+    """
+    origin: dict[int, int] = {}
+    for copy in copies:
+        origin[copy.target] = origin.get(copy.source, copy.source)
+    moved = [(source, target) for target, source in origin.items() if source != target]
+    return [source for source, _ in moved], [target for _, target in moved]
 
 
 def copy_pages(buffers: Iterable[PagedBuffer], copies: Sequence[PageCopy]) -> None:

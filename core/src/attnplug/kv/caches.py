@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 
 from attnplug.declare.errors import PoolError
-from attnplug.kv.page_copy import PageCopy
+from attnplug.kv.buffer import PageCopy
 from attnplug.kv.pools import LinearStatePool, MHAPool, MLAPool
 
 

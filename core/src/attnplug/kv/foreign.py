@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from attnplug.declare.errors import PoolError
 from attnplug.declare.problem import DType
-from attnplug.kv.buffer import PagedBuffer, torch_dtype
 from attnplug.kv.layers import layer_list
-from attnplug.kv.layout import PageLayout
 
 _ROW = ("pages", "tokens", "heads", "dim")
 _GRAMMAR = (
@@ -92,13 +89,8 @@ def _check(fits: bool, tensor: Tensor, layout: str, what: str, difference: str) 
         raise PoolError(f"{what} of shape {list(tensor.shape)} is not {layout!r} for this layer: {difference}")
 
 
-def foreign_buffer(pages: Tensor, dtype: DType, scale: float, what: str) -> PagedBuffer:
-    """A buffer over a view of a host's memory, which holds ``dtype``; fp8 may come as bytes."""
-    return PagedBuffer(foreign_pages(pages, torch_dtype(dtype), dtype, what), scale)
-
-
 def foreign_pages(pages: Tensor, stored: torch.dtype, dtype: DType, what: str) -> Tensor:
-    """A host's memory in the type that a cache in ``dtype`` stores. A host may call fp8 bytes, or bytes fp8."""
+    """View a host's memory in the type that a cache in ``dtype`` stores. fp8 may come as bytes, and bytes as fp8."""
     if {pages.dtype, stored} == {torch.uint8, torch.float8_e4m3fn}:
         pages = pages.view(stored)
     if pages.dtype != stored:
@@ -114,25 +106,17 @@ def check_tensors(tensors: Iterable[int], layers: Iterable[int], kind: str) -> N
         )
 
 
-class _Held(Protocol):
-    pages: Tensor
-    layout: PageLayout
-
-
-def check_together(buffers: Mapping[str, _Held]) -> None:
-    """Raise PoolError for buffers, by their names in messages, that differ in pages or device, or that overlap."""
-    held = list(buffers.items())
-    (first, one), rest = held[0], held[1:]
-    for name, other in rest:
-        for what, here, there in (
-            ("pages", one.layout.num_pages, other.layout.num_pages),
-            ("device", one.pages.device, other.pages.device),
-        ):
+def check_together(pages: Mapping[str, Tensor]) -> None:
+    """Raise PoolError for caches, by their names in messages, that differ in pages or device, or that overlap."""
+    held = list(pages.items())
+    first, one = held[0]
+    for name, other in held[1:]:
+        for what, here, there in (("pages", one.shape[0], other.shape[0]), ("device", one.device, other.device)):
             if here != there:
                 raise PoolError(f"{first} and {name} differ in {what}: {here} and {there}; one pool has one page table")
-    for index, (name, buffer) in enumerate(held):
+    for index, (name, cache) in enumerate(held):
         for other_name, other in held[:index]:
-            if _overlap(other.pages, buffer.pages):
+            if _overlap(other, cache):
                 raise PoolError(f"{other_name} and {name} overlap in memory; give each its own")
 
 

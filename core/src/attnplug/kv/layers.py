@@ -35,11 +35,12 @@ def check_size(num_pages: int, page_size: int) -> None:
         raise PoolError(f"a pool of {num_pages} pages of {page_size} tokens holds nothing; give 1 or more of each")
 
 
-def check_scales(scales: Collection[int], layers: Collection[int]) -> None:
-    """Raise PoolError for scales of layers that the pool does not have."""
-    unknown = set(scales) - set(layers)
+def layer_scales(scales: Mapping[int, T] | None, layers: Collection[int], default: T) -> dict[int, T]:
+    """Return the scales of all layers. Raises PoolError for scales of layers that the pool does not have."""
+    unknown = set(scales or ()) - set(layers)
     if unknown:
         raise PoolError(f"scales were given for layers {layer_list(unknown)}; the pool has {layer_list(layers)}")
+    return dict.fromkeys(layers, default) | dict(scales or {})
 
 
 def layer_list(layer_ids: Iterable[int]) -> str:

@@ -48,23 +48,15 @@ class PageLayout:
         return cls((a, b, c, d), (e, f, g, h))
 
     @classmethod
-    def token_major(cls, num_pages: int, page_size: int, heads: int, dim: int) -> PageLayout:
-        """Order page, token, head, dim from slow to fast: the heads of a token are contiguous ("NHD")."""
-        return cls((num_pages, page_size, heads, dim), (page_size * heads * dim, heads * dim, dim, 1))
-
-    @classmethod
-    def head_major(cls, num_pages: int, page_size: int, heads: int, dim: int) -> PageLayout:
-        """Order page, head, token, dim from slow to fast: a head's tokens of a page are contiguous ("HND")."""
-        return cls((num_pages, page_size, heads, dim), (heads * page_size * dim, dim, page_size * dim, 1))
-
-    @classmethod
     def named(cls, name: LayoutName, num_pages: int, page_size: int, heads: int, dim: int) -> PageLayout:
-        """Return the contiguous layout with this name."""
-        if name == "token_major":
-            return cls.token_major(num_pages, page_size, heads, dim)
-        if name == "head_major":
-            return cls.head_major(num_pages, page_size, heads, dim)
-        raise PoolError(f"{name!r} is not a cache layout; use token_major or head_major")
+        """Return a layout without gaps.
+
+        From slow to fast, ``token_major`` has page, token, head, dim, and ``head_major`` page, head, token, dim.
+        """
+        strides = {"token_major": (heads * dim, dim), "head_major": (dim, page_size * dim)}
+        if name not in strides:
+            raise PoolError(f"{name!r} is not a cache layout; use token_major or head_major")
+        return cls((num_pages, page_size, heads, dim), (page_size * heads * dim, *strides[name], 1))
 
     @property
     def name(self) -> LayoutName | Literal["strided"]:

@@ -2,68 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from attnplug.declare.errors import PoolError
-from attnplug.declare.model import AttentionKind, LayerSpec, MLADims
+from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import FP8_CACHES, DType
-from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows, pair_kernel, torch_dtype
-from attnplug.kv.foreign import check_tensors, check_together, foreign_buffer, page_views
-from attnplug.kv.layers import check_scales, check_size, distinct_layers, held_for
+from attnplug.kv.buffer import PagedBuffer, PairKernel, pair_kernel, torch_dtype
+from attnplug.kv.layers import distinct_layers, held_for, layer_scales
 from attnplug.kv.layout import LayoutName, PageLayout
-from attnplug.kv.page_copy import PageCopy
-from attnplug.kv.row_pool import RowFormat, RowPool
-from attnplug.kv.scaled_rows import ScaledRows, latent_row_bytes
+from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, Rows
+
+MLARowFormat = Callable[[LayerSpec], RowFormat]
 
 
-def _mha_layers(
-    layers: Sequence[LayerSpec], scales: Mapping[int, tuple[float, float]] | None
-) -> dict[int, tuple[LayerSpec, tuple[float, float]]]:
-    """Return the MHA layers by id, each with its scales."""
+def _mha_formats(
+    layers: Sequence[LayerSpec], dtype: DType, scales: Mapping[int, tuple[float, float]] | None
+) -> dict[int, tuple[RowFormat, RowFormat]]:
+    """Return the formats of keys and values of the MHA layers, by id."""
+    if not dtype.is_element:
+        raise PoolError(f"keys and values of heads cannot be kept as {dtype}, which is a latent row of MLA")
     own = distinct_layers([layer for layer in layers if layer.kind is AttentionKind.MHA], "MHA")
-    scales = scales or {}
-    check_scales(scales, own)
-    return {layer_id: (layer, scales.get(layer_id, (1.0, 1.0))) for layer_id, layer in own.items()}
-
-
-def _mla_layers(layers: Sequence[LayerSpec], scales: Mapping[int, float] | None) -> dict[int, tuple[MLADims, float]]:
-    """Return dimensions and scale of the MLA layers, by id."""
-    own = distinct_layers([layer for layer in layers if layer.mla is not None], "MLA")
-    scales = scales or {}
-    check_scales(scales, own)
-    return {
-        layer_id: (layer.mla, scales.get(layer_id, 1.0)) for layer_id, layer in own.items() if layer.mla is not None
-    }
-
-
-def _mla_formats(layers: Sequence[LayerSpec], dtype: DType, scales: Mapping[int, float] | None) -> dict[int, RowFormat]:
-    """Row formats of the MLA layers, by id."""
     formats = {}
-    for layer_id, (dims, scale) in _mla_layers(layers, scales).items():
-        if dtype is DType.FP8_DS_MLA:
-            _refuse_scale(layer_id, scale)
-            formats[layer_id] = RowFormat(latent_row_bytes(dims), torch.uint8, partial(ScaledRows.latent, dims=dims))
-        else:
-            formats[layer_id] = RowFormat.plain(dims.row_dim, dtype, scale)
+    for layer_id, (key_scale, value_scale) in layer_scales(scales, own, (1.0, 1.0)).items():
+        layer = own[layer_id]
+        formats[layer_id] = (
+            RowFormat.plain(layer.head_dim, dtype, key_scale, layer.num_kv_heads),
+            RowFormat.plain(layer.v_head_dim, dtype, value_scale, layer.num_kv_heads),
+        )
     return formats
 
 
-def _check_heads(dtype: DType) -> None:
-    if not dtype.is_element:
-        raise PoolError(f"keys and values of heads cannot be kept as {dtype}, which is a latent row of MLA")
+def _mla_formats(
+    layers: Sequence[LayerSpec], dtype: DType, scales: Mapping[int, float] | None, row_format: MLARowFormat | None
+) -> dict[int, RowFormat]:
+    """Return the row formats of the MLA layers, by id."""
+    own = distinct_layers([layer for layer in layers if layer.mla is not None], "MLA")
+    if row_format is None and not dtype.is_element:
+        raise PoolError(f"an MLA pool in {dtype} needs the format of its rows; give row_format")
+    formats = {}
+    for layer_id, scale in layer_scales(scales, own, 1.0).items():
+        layer = own[layer_id]
+        assert layer.mla is not None
+        if row_format is None:
+            formats[layer_id] = RowFormat.plain(layer.mla.row_dim, dtype, scale)
+        elif scale == 1.0:
+            formats[layer_id] = row_format(layer)
+        else:
+            raise PoolError(
+                f"layer {layer_id}: a scale of {scale} was given for rows in {dtype}, which have scales of their own; "
+                "leave it out"
+            )
+    return formats
 
 
-class MHAPool:
+class MHAPool(PagedPool):
     """Keys and values of all MHA layers among ``layers``, this rank's layers. Other kinds of layers are ignored.
 
     Each layer has a K cache ``[pages, page_size, kv_heads, head_dim]`` and a V cache ``[pages, page_size, kv_heads,
     v_head_dim]``. The pool allocates their memory, zeroed, or uses the host's (``over``). ``scales`` are the fp8 key
     and value scales by layer id, 1.0 by default.
     """
+
+    kind = "MHA"
+    contents = ("keys", "values")
 
     def __init__(
         self,
@@ -76,18 +80,7 @@ class MHAPool:
         layout: LayoutName = "token_major",
         scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
-        check_size(num_pages, page_size)
-        _check_heads(dtype)
-        buffers = {}
-        for layer_id, (layer, (key_scale, value_scale)) in _mha_layers(layers, scales).items():
-            heads = layer.num_kv_heads
-            key_layout = PageLayout.named(layout, num_pages, page_size, heads, layer.head_dim)
-            value_layout = PageLayout.named(layout, num_pages, page_size, heads, layer.v_head_dim)
-            buffers[layer_id] = (
-                PagedBuffer.allocate(key_layout, dtype=dtype, device=device, scale=key_scale),
-                PagedBuffer.allocate(value_layout, dtype=dtype, device=device, scale=value_scale),
-            )
-        self._hold(buffers, dtype)
+        self._allocate(_mha_formats(layers, dtype, scales), num_pages, page_size, dtype, device, layout)
 
     @classmethod
     def over(
@@ -117,47 +110,17 @@ class MHAPool:
         >>> pool.keys(0).shape
         torch.Size([32, 16, 2, 64])
         """
-        check_size(1, page_size)
-        _check_heads(dtype)
-        own = _mha_layers(layers, scales)
-        check_tensors(tensors, own, "MHA")
-        buffers, named = {}, dict[str, PagedBuffer]()
-        for layer_id, (layer, both_scales) in own.items():
-            given, heads, widths = tensors[layer_id], layer.num_kv_heads, (layer.head_dim, layer.v_head_dim)
-            names = f"the keys of layer {layer_id}", f"the values of layer {layer_id}"
-            if isinstance(given, Tensor):
-                pages = page_views(given, layout, page_size, heads, widths, f"the cache of layer {layer_id}")
-            else:
-                pages = [
-                    page_views(tensor, layout, page_size, heads, (width,), name)[0]
-                    for tensor, width, name in zip(given, widths, names, strict=True)
-                ]
-            keys, values = (
-                foreign_buffer(view, dtype, scale, name)
-                for view, scale, name in zip(pages, both_scales, names, strict=True)
-            )
-            buffers[layer_id] = keys, values
-            named |= {names[0]: keys, names[1]: values}
-        check_together(named)
-        pool = cls.__new__(cls)
-        pool._hold(buffers, dtype)
-        return pool
+        return cls._over(_mha_formats(layers, dtype, scales), tensors, layout, page_size, dtype)
 
-    def _hold(self, buffers: Mapping[int, tuple[PagedBuffer, PagedBuffer]], dtype: DType) -> None:
-        self._keys = {layer_id: keys for layer_id, (keys, _) in buffers.items()}
-        self._values = {layer_id: values for layer_id, (_, values) in buffers.items()}
-        self._buffers = (*self._keys.values(), *self._values.values())
-        self._kernels = {layer_id: pair_kernel(keys, values) for layer_id, (keys, values) in buffers.items()}
-        self.num_pages, self.page_size = self._buffers[0].layout.shape[:2]
-        self.dtype = dtype
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        return tuple(self._keys)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
+    def _hold(self, layers: Mapping[int, tuple[Rows, ...]], dtype: DType) -> None:
+        super()._hold(layers, dtype)
+        self._keys: dict[int, PagedBuffer] = {}
+        self._values: dict[int, PagedBuffer] = {}
+        self._kernels: dict[int, PairKernel | None] = {}
+        for layer_id, (keys, values) in layers.items():
+            assert isinstance(keys, PagedBuffer) and isinstance(values, PagedBuffer)
+            self._keys[layer_id], self._values[layer_id] = keys, values
+            self._kernels[layer_id] = pair_kernel(keys, values)
 
     def keys(self, layer_id: int) -> Tensor:
         """K cache ``[pages, page_size, kv_heads, head_dim]`` as stored: not a copy, with the layout's strides."""
@@ -207,25 +170,17 @@ class MHAPool:
         values = None if keys is None else self._values[layer_id].read_blocks(blocks, blank)
         return None if keys is None or values is None else (keys, values)
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages in every layer, as if one after another."""
-        copy_pages(self._buffers, copies)
-
-    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows in every layer from slots to slots; see ``KVPools.move_rows``."""
-        move_rows(self._buffers, sources, targets)
-
 
 class MLAPool(RowPool):
     """Latent rows of all MLA layers among ``layers``: per layer ``[pages, page_size, 1, row_dim]``.
 
-    A row is ``[kv_lora_rank | qk_rope_head_dim]``. Every rank holds all of it. ``scales`` gives a layer's fp8
-    scale; 1.0 where absent. In ``DType.FP8_DS_MLA`` each row has scales of its own, and what is stored are bytes:
-    ``[pages, page_size, 1, row_nbytes]``.
+    A row is ``[kv_lora_rank | qk_rope_head_dim]``. Every rank holds all of it. ``scales`` are the fp8 scales by layer
+    id, 1.0 by default. ``row_format`` returns the storage format of a layer's rows in a ``dtype`` that is not one of an
+    element, e.g. the bytes of ``DType.FP8_DS_MLA``: ``[pages, page_size, 1, row_nbytes]``.
     """
 
     kind = "MLA"
-    content = "latent rows"
+    contents = ("latent rows",)
 
     def __init__(
         self,
@@ -237,9 +192,11 @@ class MLAPool(RowPool):
         device: torch.device | str,
         scales: Mapping[int, float] | None = None,
         shared: bool = False,
+        row_format: MLARowFormat | None = None,
     ) -> None:
-        """With ``shared``, all layers have one layer's memory, for a subclass that tells their rows apart by slots."""
-        formats = _mla_formats(layers, dtype, scales)
+        """Allocate the pool. With ``shared``, all layers have the first one's memory, for a subclass that distinguishes
+        their rows by slot."""
+        formats = _mla_formats(layers, dtype, scales, row_format)
         super().__init__(formats, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, shared=shared)
 
     @classmethod
@@ -252,18 +209,14 @@ class MLAPool(RowPool):
         page_size: int,
         dtype: DType,
         scales: Mapping[int, float] | None = None,
+        row_format: MLARowFormat | None = None,
     ) -> MLAPool:
         """Make a pool over a host's tensors by layer id, without a copy; see ``MHAPool.over`` for ``layout``.
 
-        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. Rows of ``DType.FP8_DS_MLA`` are
-        bytes, so ``dim`` is ``row_nbytes``.
+        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. ``dim`` is the width of the row
+        format.
         """
-        return cls._over_host(_mla_formats(layers, dtype, scales), tensors, layout, page_size, dtype)
-
-    @staticmethod
-    def row_nbytes(dims: MLADims, dtype: DType) -> int:
-        """Bytes per row."""
-        return latent_row_bytes(dims) if dtype is DType.FP8_DS_MLA else dims.row_dim * torch_dtype(dtype).itemsize
+        return cls._over_host(_mla_formats(layers, dtype, scales, row_format), tensors, layout, page_size, dtype)
 
     def by_slot(self, layer_id: int) -> Tensor | None:
         """A layer's memory by slot, ``[slots, row_dim]``, for callers that store new rows themselves.
@@ -281,14 +234,6 @@ class MLAPool(RowPool):
     def scale(self, layer_id: int) -> float:
         """Factor of stored rows; 1.0 unless the cache is fp8 with one scale per layer."""
         return self._of(layer_id).scale
-
-
-def _refuse_scale(layer_id: int, scale: float) -> None:
-    if scale != 1.0:
-        raise PoolError(
-            f"layer {layer_id}: a scale of {scale} was given for rows in {DType.FP8_DS_MLA}, which have scales of "
-            "their own; leave it out"
-        )
 
 
 class LinearStatePool:
@@ -313,13 +258,11 @@ class LinearStatePool:
         for layer_id, layer in own.items():
             dims = layer.linear
             assert dims is not None
-            state_shape = (num_slots, dims.heads, dims.key_dim, dims.value_dim)
-            conv_shape = (num_slots, dims.conv_channels, dims.conv_width)
-            self._recurrent[layer_id] = (
-                torch.zeros(state_shape, dtype=torch.float32, device=device) if dims.heads else None
-            )
-            conv = torch.zeros(conv_shape, dtype=torch_dtype(dtype), device=device) if dims.conv_width else None
-            self._conv[layer_id] = conv
+            shape = (num_slots, dims.heads, dims.key_dim, dims.value_dim)
+            self._recurrent[layer_id] = torch.zeros(shape, dtype=torch.float32, device=device) if dims.heads else None
+            conv = (num_slots, dims.conv_channels, dims.conv_width)
+            stored = torch_dtype(dtype)
+            self._conv[layer_id] = torch.zeros(conv, dtype=stored, device=device) if dims.conv_width else None
         self._states = [s for s in (*self._recurrent.values(), *self._conv.values()) if s is not None]
 
     @property

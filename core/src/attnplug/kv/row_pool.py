@@ -1,4 +1,4 @@
-"""Base class of row pools, which hold one row per token and layer, e.g. latent rows."""
+"""Base classes of pools with pages, and of those that hold one row per token and layer, e.g. latent rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from attnplug.declare.problem import DType
-from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows, torch_dtype
+from attnplug.kv.buffer import PageCopy, PagedBuffer, copy_pages, move_rows, torch_dtype
 from attnplug.kv.foreign import check_tensors, check_together, foreign_pages, page_views
 from attnplug.kv.layers import check_size, held_for
-from attnplug.kv.layout import PageLayout
-from attnplug.kv.page_copy import PageCopy
+from attnplug.kv.layout import LayoutName, PageLayout
 
 
 class Rows(Protocol):
-    """One layer's rows: a ``PagedBuffer``, or ``ScaledRows``."""
+    """One layer's rows: a ``PagedBuffer``, or buffers that together hold rows with scales of their own."""
 
     pages: Tensor
     layout: PageLayout
@@ -26,10 +25,7 @@ class Rows(Protocol):
     scale: float
 
     @property
-    def parts(self) -> tuple[PagedBuffer, ...]:
-        """Buffers that together hold the rows, and are moved together."""
-        ...
-
+    def parts(self) -> tuple[PagedBuffer, ...]: ...
     def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None: ...
     def check_targets(self, slots: Tensor) -> bool: ...
     def write(self, slots: Tensor, rows: Tensor, *, padded: bool) -> None: ...
@@ -38,41 +34,120 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Storage format of one layer's rows: ``width`` elements of type ``stored`` per token.
+    """Storage format of one layer's rows: ``heads`` times ``width`` elements of type ``stored`` per token.
 
-    ``wrap`` makes the layer's ``Rows`` of memory ``[pages, page_size, 1, width]``.
+    ``wrap`` makes the layer's ``Rows`` from memory ``[pages, page_size, heads, width]``.
     """
 
     width: int
     stored: torch.dtype
     wrap: Callable[[Tensor], Rows]
+    heads: int = 1
 
     @classmethod
-    def plain(cls, width: int, dtype: DType, scale: float = 1.0) -> RowFormat:
-        """Elements of one type, with one fp8 scale for the layer."""
-        return cls(width, torch_dtype(dtype), lambda pages: PagedBuffer(pages, scale))
+    def plain(cls, width: int, dtype: DType, scale: float = 1.0, heads: int = 1) -> RowFormat:
+        """Return the format of elements of one type, with one fp8 scale for the layer."""
+        return cls(width, torch_dtype(dtype), lambda pages: PagedBuffer(pages, scale), heads)
 
 
-class RowPool:
+class PagedPool:
+    """Base class of pools with pages. Each layer has rows of one or several ``contents``, e.g. keys and values."""
+
+    kind: ClassVar[str]
+    """Name of the pool in messages."""
+    contents: ClassVar[tuple[str, ...]]
+    """Names of the rows in messages, in the plural."""
+
+    num_pages: int
+    page_size: int
+    nbytes: int
+    dtype: DType
+
+    def _allocate(
+        self,
+        formats: Mapping[int, tuple[RowFormat, ...]],
+        num_pages: int,
+        page_size: int,
+        dtype: DType,
+        device: torch.device | str,
+        layout: LayoutName = "token_major",
+        shared: bool = False,
+    ) -> None:
+        """Allocate zeroed memory by layer id. With ``shared``, all layers have the first one's."""
+        check_size(num_pages, page_size)
+        layers: dict[int, tuple[Rows, ...]] = {}
+        for layer_id, forms in formats.items():
+            if shared and layers:
+                layers[layer_id] = next(iter(layers.values()))
+                continue
+            layouts = [PageLayout.named(layout, num_pages, page_size, form.heads, form.width) for form in forms]
+            layers[layer_id] = tuple(
+                form.wrap(place.view(torch.zeros(place.elements, dtype=form.stored, device=device)))
+                for form, place in zip(forms, layouts, strict=True)
+            )
+        self._hold(layers, dtype)
+
+    @classmethod
+    def _over(
+        cls,
+        formats: Mapping[int, tuple[RowFormat, ...]],
+        tensors: Mapping[int, Tensor | tuple[Tensor, ...]],
+        layout: str,
+        page_size: int,
+        dtype: DType,
+    ) -> Self:
+        """Make a pool over a host's tensors by layer id, without a copy: one tensor per layer, or one per content."""
+        check_size(1, page_size)
+        check_tensors(tensors, formats, cls.kind)
+        layers: dict[int, tuple[Rows, ...]] = {}
+        pages: dict[str, Tensor] = {}
+        for layer_id, forms in formats.items():
+            given, heads, widths = tensors[layer_id], forms[0].heads, [form.width for form in forms]
+            names = [f"the {content} of layer {layer_id}" for content in cls.contents]
+            if isinstance(given, Tensor):
+                name = names[0] if len(names) == 1 else f"the cache of layer {layer_id}"
+                views = page_views(given, layout, page_size, heads, widths, name)
+            else:
+                views = [
+                    page_views(tensor, layout, page_size, heads, (width,), name)[0]
+                    for tensor, width, name in zip(given, widths, names, strict=True)
+                ]
+            for name, form, view in zip(names, forms, views, strict=True):
+                pages[name] = foreign_pages(view, form.stored, dtype, name)
+            layers[layer_id] = tuple(form.wrap(pages[name]) for name, form in zip(names, forms, strict=True))
+        check_together(pages)
+        pool = cls.__new__(cls)
+        pool._hold(layers, dtype)
+        return pool
+
+    def _hold(self, layers: Mapping[int, tuple[Rows, ...]], dtype: DType) -> None:
+        distinct = list({id(rows): rows for each in layers.values() for rows in each}.values())
+        self._parts = tuple(part for rows in distinct for part in rows.parts)
+        self.layer_ids = tuple(layers)
+        self.nbytes = sum(rows.nbytes for rows in distinct)
+        self.num_pages, self.page_size = distinct[0].layout.shape[:2]
+        self.dtype = dtype
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages in every layer, as if one after another."""
+        copy_pages(self._parts, copies)
+
+    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows in every layer from slots to slots; see ``KVPools.move_rows``."""
+        move_rows(self._parts, sources, targets)
+
+
+class RowPool(PagedPool):
     """Rows of several layers, by layer id: per layer ``[pages, page_size, 1, width]``, zero until written.
 
     With ``shared``, all layers have the first one's memory. A subclass chooses the layers and their formats::
 
         class MeanKeyPool(RowPool):
-            kind, content = "mean key", "mean keys"
+            kind, contents = "mean key", ("mean keys",)
 
             def __init__(self, layers, **sizes):
                 super().__init__({layer.layer_id: RowFormat.plain(64, sizes["dtype"]) for layer in layers}, **sizes)
     """
-
-    kind: ClassVar[str]
-    """Name of the pool in messages."""
-    content: ClassVar[str]
-    """Name of its rows in messages, in the plural."""
-
-    num_pages: int
-    page_size: int
-    dtype: DType
 
     def __init__(
         self,
@@ -84,76 +159,43 @@ class RowPool:
         device: torch.device | str,
         shared: bool = False,
     ) -> None:
-        check_size(num_pages, page_size)
-        layers: dict[int, Rows] = {}
-        for layer_id, form in formats.items():
-            if shared and layers:
-                layers[layer_id] = next(iter(layers.values()))
-                continue
-            shape = (num_pages, page_size, 1, form.width)
-            layers[layer_id] = form.wrap(torch.zeros(shape, dtype=form.stored, device=device))
-        self._hold(layers, dtype)
+        forms = {layer_id: (form,) for layer_id, form in formats.items()}
+        self._allocate(forms, num_pages, page_size, dtype, device, shared=shared)
 
     @classmethod
     def _over_host(
         cls, formats: Mapping[int, RowFormat], tensors: Mapping[int, Tensor], layout: str, page_size: int, dtype: DType
     ) -> Self:
-        """Pool over a host's tensors by layer id, without a copy; ``layout`` names their dimensions."""
-        check_size(1, page_size)
-        check_tensors(tensors, formats, cls.kind)
-        layers: dict[int, Rows] = {}
-        for layer_id, form in formats.items():
-            name = f"the {cls.content} of layer {layer_id}"
-            (pages,) = page_views(tensors[layer_id], layout, page_size, 1, (form.width,), name)
-            layers[layer_id] = form.wrap(foreign_pages(pages, form.stored, dtype, name))
-        check_together({f"the {cls.content} of layer {layer_id}": rows for layer_id, rows in layers.items()})
-        pool = cls.__new__(cls)
-        pool._hold(layers, dtype)
-        return pool
+        """Make a pool over a host's tensors by layer id, without a copy; ``layout`` names their dimensions."""
+        return cls._over({layer_id: (form,) for layer_id, form in formats.items()}, tensors, layout, page_size, dtype)
 
-    def _hold(self, layers: Mapping[int, Rows], dtype: DType) -> None:
-        self._layers = dict(layers)
-        distinct = {id(rows): rows for rows in layers.values()}.values()
-        self._parts = tuple(part for rows in distinct for part in rows.parts)
-        self.nbytes = sum(rows.nbytes for rows in distinct)
-        self.num_pages, self.page_size = next(iter(layers.values())).layout.shape[:2]
-        self.dtype = dtype
+    def _hold(self, layers: Mapping[int, tuple[Rows, ...]], dtype: DType) -> None:
+        super()._hold(layers, dtype)
+        self._rows = {layer_id: rows for layer_id, (rows,) in layers.items()}
 
     def _of(self, layer_id: int) -> Rows:
-        return held_for(self._layers, layer_id, self.kind)
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        return tuple(self._layers)
+        return held_for(self._rows, layer_id, self.kind)
 
     def rows(self, layer_id: int) -> Tensor:
-        """``[pages, page_size, 1, width]`` as stored: the cache itself."""
+        """Return a layer's cache ``[pages, page_size, 1, width]`` as stored: not a copy."""
         return self._of(layer_id).pages
 
     def parts(self, layer_id: int) -> tuple[Tensor, ...]:
-        """Views ``[pages, page_size, 1, …]`` of a layer's memory, each of one type, that hold its rows together: one,
-        or for rows with scales of their own their values, scales and other columns."""
+        """Return views ``[pages, page_size, 1, …]`` of a layer's memory, each of one dtype, that together hold its
+        rows: one view, or those of values, scales and other columns for rows with scales of their own."""
         return tuple(part.pages for part in self._of(layer_id).parts)
 
     def write(self, layer_id: int, slots: Tensor, rows: Tensor) -> None:
         """Store ``rows`` ``[tokens, width]`` or ``[tokens, 1, width]`` at flat ``slots`` ``[tokens]`` int64.
 
-        A row with the slot -1 is padding and is not written. Does not synchronise with the host.
+        A row with the slot -1 is padding and is not written. Does not synchronise with the device.
         """
         held = self._of(layer_id)
         if rows.dim() == 2:
             rows = rows.unsqueeze(1)
-        held.check_rows(slots, rows, self.content)
+        held.check_rows(slots, rows, self.contents[0])
         held.write(slots, rows, padded=held.check_targets(slots))
 
     def read_rows(self, layer_id: int, slots: Tensor) -> Tensor:
-        """``[*slots.shape, width]``: in the stored type, or float32 from fp8."""
+        """Return rows ``[*slots.shape, width]`` in the stored dtype, or in float32 from fp8."""
         return self._of(layer_id).read(slots).squeeze(-2)
-
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages in every layer, as if one after another."""
-        copy_pages(self._parts, copies)
-
-    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows in every layer from slots to slots; see ``KVPools.move_rows``."""
-        move_rows(self._parts, sources, targets)

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug.kv.layout import PageLayout
 
 _LARGEST_BLOCK = 1024
+_STRIDES = ("PAGE_STRIDE", "SLOT_STRIDE", "HEAD_STRIDE", "DIM_STRIDE")
 
 
 @triton.jit
@@ -83,41 +84,6 @@ def _write_pairs(
             )  # fmt: skip
 
 
-@triton.jit
-def _write_scaled(
-    values, scales, rest, slots, rows, token_stride, limit,
-    PAGE_SIZE: tl.constexpr, VALUE_PAGE: tl.constexpr, VALUE_SLOT: tl.constexpr, SCALE_PAGE: tl.constexpr,
-    SCALE_SLOT: tl.constexpr, REST_PAGE: tl.constexpr, REST_SLOT: tl.constexpr, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, REST: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr, SMALLEST: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program per token: ``GROUPS`` groups of ``WIDTH`` values with a scale each, and ``REST`` unscaled values."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    if (slot >= 0) & (slot < limit):
-        page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
-        row = rows + token * token_stride
-        group, column = tl.arange(0, GROUP_BLOCK), tl.arange(0, WIDTH_BLOCK)
-        place = group[:, None] * WIDTH + column[None, :]
-        exists = (group < GROUPS)[:, None] & (column < WIDTH)[None, :]
-        numbers = tl.load(row + place, mask=exists, other=0.0).to(tl.float32)
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(numbers), 1), SMALLEST), 448.0)
-        # Round up to a power of two: any bit of the mantissa raises the exponent.
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
-        scaled = tl.clamp(tl.div_rn(numbers, scale[:, None]), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        target = values + page * VALUE_PAGE + offset * VALUE_SLOT
-        tl.store(target + place, scaled.to(values.dtype.element_ty), mask=exists)
-        tl.store(scales + page * SCALE_PAGE + offset * SCALE_SLOT + group, scale, mask=group < GROUPS)
-        if REST:
-            more = tl.arange(0, REST_BLOCK)
-            kept = tl.load(row + GROUPS * WIDTH + more, mask=more < REST)
-            target = rest + page * REST_PAGE + offset * REST_SLOT + more
-            tl.store(target, kept.to(rest.dtype.element_ty), mask=more < REST)
-
-
 class RowWriter:
     """Writes rows ``[tokens, heads, dim]`` into ``pages``. Constants of the pages are computed once, not per call."""
 
@@ -145,13 +111,9 @@ class PairWriter:
         key_blocks, constants = _blocks_and_constants(keys.pages, keys.layout, wider=values.layout)
         width = values.layout.heads * values.layout.dim
         self._blocks = key_blocks + triton.cdiv(width, constants["BLOCK"])
-        page_stride, slot_stride, head_stride, dim_stride = values.layout.strides
         self._constants = {
             **constants,
-            "VALUE_PAGE_STRIDE": page_stride,
-            "VALUE_SLOT_STRIDE": slot_stride,
-            "VALUE_HEAD_STRIDE": head_stride,
-            "VALUE_DIM_STRIDE": dim_stride,
+            **{f"VALUE_{name}": stride for name, stride in zip(_STRIDES, values.layout.strides, strict=True)},
             "VALUE_DIM": values.layout.dim,
             "KEY_BLOCKS": key_blocks,
             **_early(keys.pages),
@@ -167,36 +129,6 @@ class PairWriter:
         )  # fmt: skip
 
 
-class ScaledWriter:
-    """Writes rows ``[tokens, 1, width]`` with per-row scales, with one launch; see ``ScaledRows``."""
-
-    def __init__(self, values: Tensor, scales: Tensor, rest: Tensor | None, smallest: float) -> None:
-        self._parts = values, scales, scales if rest is None else rest
-        pages, page_size, _, width = values.shape
-        groups, more = scales.shape[-1], 0 if rest is None else rest.shape[-1]
-        self._limit = pages * page_size
-        strides = [stride for part in self._parts for stride in part.stride()[:2]]
-        names = ("VALUE_PAGE", "VALUE_SLOT", "SCALE_PAGE", "SCALE_SLOT", "REST_PAGE", "REST_SLOT")
-        self._constants = {
-            "PAGE_SIZE": page_size,
-            **dict(zip(names, strides, strict=True)),
-            "GROUPS": groups,
-            "WIDTH": width // groups,
-            "REST": more,
-            "GROUP_BLOCK": triton.next_power_of_2(groups),
-            "WIDTH_BLOCK": triton.next_power_of_2(width // groups),
-            "REST_BLOCK": triton.next_power_of_2(max(more, 1)),
-            "SMALLEST": smallest,
-            **_early(values),
-        }
-
-    def write(self, slots: Tensor, rows: Tensor) -> None:
-        if not rows.shape[0]:
-            return
-        slots, rows = _slots(slots), _rows(rows)
-        _write_scaled[(rows.shape[0],)](*self._parts, slots, rows, rows.stride(0), self._limit, **self._constants)
-
-
 def _blocks_and_constants(
     pages: Tensor, layout: PageLayout, wider: PageLayout | None = None
 ) -> tuple[int, dict[str, int]]:
@@ -204,13 +136,9 @@ def _blocks_and_constants(
     width = layout.heads * layout.dim
     widest = width if wider is None else max(width, wider.heads * wider.dim)
     block = min(triton.next_power_of_2(widest), _LARGEST_BLOCK)
-    page_stride, slot_stride, head_stride, dim_stride = layout.strides
     return triton.cdiv(width, block), {
         "PAGE_SIZE": layout.page_size,
-        "PAGE_STRIDE": page_stride,
-        "SLOT_STRIDE": slot_stride,
-        "HEAD_STRIDE": head_stride,
-        "DIM_STRIDE": dim_stride,
+        **dict(zip(_STRIDES, layout.strides, strict=True)),
         "HEADS": layout.heads,
         "DIM": layout.dim,
         "FLOAT8": pages.element_size() == 1,

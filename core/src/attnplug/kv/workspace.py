@@ -63,11 +63,8 @@ class Workspace:
 
     def _check(self, buffer: Tensor, nbytes: int) -> None:
         device = self.buffer.device
-        if (buffer.shape, buffer.dtype, buffer.device) != (
-            (nbytes,),
-            torch.uint8,
-            device,
-        ) or not buffer.is_contiguous():
+        wanted = ((nbytes,), torch.uint8, device)
+        if (buffer.shape, buffer.dtype, buffer.device) != wanted or not buffer.is_contiguous():
             raise WorkspaceError(
                 f"the allocator gave {list(buffer.shape)} {buffer.dtype} on {buffer.device} for {self.kind.name} "
                 f"workspace; it must give contiguous [{nbytes}] torch.uint8 on {device}"

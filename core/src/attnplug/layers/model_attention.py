@@ -19,8 +19,10 @@ from attnplug.contract.sparse import IndexInputs, LayerChoice, SelectedPositions
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import Feature, LayerSpec
 from attnplug.declare.problem import ExtendPath, GraphLevel
-from attnplug.kv import KVPools
-from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, RowPlaces
+from attnplug.kv.caches import KVPools
+from attnplug.mla.attention import MLAAttention, RowPlaces
+from attnplug.mla.policy import ExtendPolicy
+from attnplug.mla.weights import MLAWeights
 
 
 class ModelAttention:

@@ -18,7 +18,7 @@ from attnplug.contract.sparse import SelectedRows
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import ExtendPath
-from attnplug.kv import MLAPool
+from attnplug.kv.pools import MLAPool
 from attnplug.mla.merge import merge_partial
 from attnplug.mla.plan import plan_extend
 from attnplug.mla.policy import ExtendPolicy
@@ -75,7 +75,13 @@ class MLAAttention:
         """Return the path of a batch: the requested one, or the policy's."""
         abilities, mode = self._backend.claims.mla_extend, geometry.mode
         if self._absorbed:
-            return self._only_absorbed(requested or self._policy.forced)
+            forced = requested or self._policy.forced
+            if forced not in (None, ExtendPath.ABSORBED):
+                raise PlanError(
+                    f"the extend path {forced} is asked for, and the model's layers read further caches in place, so "
+                    f"they run {ExtendPath.ABSORBED} only; ask for that one, or for none"
+                )
+            return ExtendPath.ABSORBED
         if mode.is_decode or not geometry.rows:
             return ExtendPath.ABSORBED
         prefers_absorbed = requested is ExtendPath.ABSORBED or (
@@ -84,15 +90,6 @@ class MLAAttention:
         if prefers_absorbed and ExtendPath.ABSORBED in abilities:
             return ExtendPath.ABSORBED  # as the policy would choose, without reading the lengths
         return self._policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, requested)
-
-    @staticmethod
-    def _only_absorbed(asked: ExtendPath | None) -> ExtendPath:
-        if asked not in (None, ExtendPath.ABSORBED):
-            raise PlanError(
-                f"the extend path {asked} is asked for, and the model's layers read further caches in place, so they "
-                f"run {ExtendPath.ABSORBED} only; ask for that one, or for none"
-            )
-        return ExtendPath.ABSORBED
 
     def path_of_halves(self, geometry: Geometry) -> ExtendPath | None:
         """Return the path of the whole batch, which its halves take too; ``None`` if each half follows the policy.

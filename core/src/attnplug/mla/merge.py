@@ -13,7 +13,8 @@ def merge_partial(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> t
     A part without keys has log-sum-exp -inf, or +inf from some kernels. It has weight 0, and its output is ignored even
     if it is NaN. A log-sum-exp of NaN was never filled and gives NaN.
     """
-    lse, part_lse = _without_inf(lse), _without_inf(part_lse)
+    # Some kernels return +inf for a part without keys.
+    lse, part_lse = (torch.where(each == float("inf"), float("-inf"), each) for each in (lse, part_lse))
     largest = torch.maximum(lse, part_lse)
     base = torch.where(largest == float("-inf"), 0.0, largest)  # both empty: exp(-inf - 0) is 0, not NaN
     weight, part_weight = torch.exp(lse - base), torch.exp(part_lse - base)
@@ -21,11 +22,6 @@ def merge_partial(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> t
     merged = _weighted(out, weight) + _weighted(part, part_weight)
     merged = torch.where(total.unsqueeze(-1) == 0, 0.0, merged / total.unsqueeze(-1))
     return merged, base + torch.log(total)
-
-
-def _without_inf(lse: Tensor) -> Tensor:
-    """Replace +inf, which some kernels return for a part without keys, by -inf."""
-    return torch.where(lse == float("inf"), float("-inf"), lse)
 
 
 def _weighted(out: Tensor, weight: Tensor) -> Tensor:

@@ -1,13 +1,57 @@
-"""Planning of an MLA extend as MHA, once per batch: its ragged calls, and the rows each one reads (C2)."""
+"""Planning of an MLA extend as MHA, once per batch: its ragged calls, and the rows each one reads (C2, C3)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeAlias
 
 from attnplug.contract.geometry import Geometry, spread
 from attnplug.contract.ragged import Part, RaggedCall
 from attnplug.declare.problem import ExtendPath
-from attnplug.mla.chunks import Chunk, plan_prefix_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows ``start … start + length - 1`` of one request's prefix; ``length`` is never 0."""
+
+    request: int
+    start: int
+    length: int
+
+
+Chunk: TypeAlias = tuple[Span, ...]
+"""Spans that one kernel call attends to: at most one per request, in the order of requests."""
+
+
+def plan_prefix_chunks(prefix_lens: Sequence[int], capacity: int) -> tuple[Chunk, ...]:
+    """Cover every prefix row exactly once, with as few chunks of at most ``capacity`` rows as possible.
+
+    Chunks are filled one after the other, across requests. Every chunk but the last is full, however skewed the lengths
+    are. (Dividing the capacity evenly among requests would leave most of it unused once the short ones end.)
+    Requests without a prefix appear in no chunk, since kernels return garbage for empty spans.
+    """
+    if capacity < 1:
+        raise ValueError(f"a chunk capacity of {capacity} rows holds nothing; give 1 or more")
+    chunks: list[Chunk] = []
+    spans: list[Span] = []
+    free = capacity
+    for request, prefix_len in enumerate(prefix_lens):
+        if prefix_len < 0:
+            raise ValueError(f"request {request} has a prefix of {prefix_len} rows")
+        start = 0
+        while start < prefix_len:
+            length = min(free, prefix_len - start)
+            spans.append(Span(request, start, length))
+            start += length
+            free -= length
+            if free == 0:
+                chunks.append(tuple(spans))
+                spans, free = [], capacity
+    if spans:
+        chunks.append(tuple(spans))
+    return tuple(chunks)
 
 
 def plan_extend(geometry: Geometry, path: ExtendPath, chunk_capacity: int) -> tuple[Part, ...]:
@@ -29,11 +73,11 @@ def plan_extend(geometry: Geometry, path: ExtendPath, chunk_capacity: int) -> tu
 
 def _chunk_part(geometry: Geometry, index: int, chunk: Chunk, live: list[int]) -> Part:
     """Plan a non-causal call: all queries of a chunk's requests come behind the prefix and attend to the whole span."""
-    requests = [span.request for span in chunk.spans]
+    requests = [span.request for span in chunk]
     queries = [geometry.query_lens[request] for request in requests]
-    lens = [span.length for span in chunk.spans]
+    lens = [span.length for span in chunk]
     call = RaggedCall.of(index, queries, lens, causal=False, device=geometry.device, lane=geometry.lane)
-    slots = geometry.span_slots(requests, [span.start for span in chunk.spans], lens)
+    slots = geometry.span_slots(requests, [span.start for span in chunk], lens)
     rows = None
     if requests != live:
         starts = list(accumulate(geometry.query_lens, initial=0))

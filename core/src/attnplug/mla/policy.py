@@ -47,10 +47,11 @@ class ExtendPolicy:
         """
         if mode.is_decode:
             return ExtendPath.ABSORBED
+        able = ", ".join(sorted(abilities))
         forced = requested or (self.forced if mode is ForwardMode.EXTEND else None)
         if forced is not None:
             if forced not in abilities:
-                raise PlanError(f"the extend path {forced} is asked for, but the backend can run {_able(abilities)}")
+                raise PlanError(f"the extend path {forced} is asked for, but the backend can run {able}")
             return forced
         absorbed = ExtendPath.ABSORBED in abilities
         total, prefix = sum(kv_lens), sum(kv_lens) - sum(query_lens)
@@ -59,7 +60,7 @@ class ExtendPolicy:
         if absorbed and (self.disable_ragged or mode is not ForwardMode.EXTEND or not pays):
             return ExtendPath.ABSORBED
         if self.disable_ragged:
-            raise PlanError(f"ragged attention is disabled, but the backend can only run {_able(abilities)}")
+            raise PlanError(f"ragged attention is disabled, but the backend can only run {able}")
         if total <= self.chunk_capacity and ExtendPath.ONE_SHOT in abilities:
             return ExtendPath.ONE_SHOT
         if ExtendPath.CHUNKED in abilities and (chunks_allowed or not prefix):
@@ -68,7 +69,3 @@ class ExtendPolicy:
             return ExtendPath.ABSORBED
         # More rows than the capacity, or disabled chunks, but the backend supports nothing else.
         return ExtendPath.ONE_SHOT if ExtendPath.ONE_SHOT in abilities else ExtendPath.CHUNKED
-
-
-def _able(abilities: frozenset[ExtendPath]) -> str:
-    return ", ".join(sorted(abilities))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -20,6 +19,9 @@ class MLAWeights:
 
     w_kc: Tensor
     w_vc: Tensor
+    by_head: Callable[[Tensor, Tensor], Tensor | None] | None = None
+    """Kernel of the host: multiplies ``[rows, heads, inputs | others]`` by ``[heads, inputs, outputs]`` to ``[rows,
+    heads, outputs | others]``, copying columns behind the inputs. Returns ``None`` for rows that torch multiplies."""
     w_values: Tensor = field(init=False)
     """``[heads * v_head_dim, kv_lora_rank]``: ``w_vc`` as one contiguous matrix, made once."""
 
@@ -28,10 +30,8 @@ class MLAWeights:
 
     def absorb(self, q: Tensor) -> Tensor:
         """Absorb ``w_kc`` into queries: ``[tokens, heads, nope + rope]`` → ``[tokens, heads, kv_lora_rank + rope]``."""
-        if _by_kernel(q, self.w_kc):
-            from attnplug.mla.triton_heads import multiply_heads
-
-            return multiply_heads(q, self.w_kc)
+        if self.by_head is not None and (product := self.by_head(q, self.w_kc)) is not None:
+            return product
         nope, rank = self.w_kc.shape[1:]
         absorbed = q.new_empty(*q.shape[:2], rank + q.shape[-1] - nope)
         absorbed[..., :rank] = _product(q[..., :nope].transpose(0, 1), self.w_kc).transpose(0, 1)
@@ -40,10 +40,8 @@ class MLAWeights:
 
     def project_back(self, latent: Tensor) -> Tensor:
         """Project attended latents to values: ``[tokens, heads, kv_lora_rank]`` → ``[tokens, heads, v_head_dim]``."""
-        if _by_kernel(latent, self.w_vc):
-            from attnplug.mla.triton_heads import multiply_heads
-
-            return multiply_heads(latent, self.w_vc)
+        if self.by_head is not None and (product := self.by_head(latent, self.w_vc)) is not None:
+            return product
         return _product(latent.transpose(0, 1), self.w_vc).transpose(0, 1)
 
     def up_project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,26 +53,6 @@ class MLAWeights:
         keys[..., :nope] = _product(latent, self.w_kc.flatten(0, 1).T).unflatten(1, (heads, nope))
         keys[..., nope:] = rope.unsqueeze(1)
         return keys, _product(latent, self.w_values.T).unflatten(1, (heads, -1))
-
-
-_MAX_KERNEL_ROWS = 256
-"""With more rows a library's batched product is faster than our kernel, although it requires copies."""
-
-
-def _by_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Return True if our Triton kernel multiplies these rows: few rows, in a short dtype, on a GPU with Triton."""
-    return (
-        rows.is_cuda
-        and 0 < rows.shape[0] <= _MAX_KERNEL_ROWS
-        and rows.dtype in (torch.bfloat16, torch.float16)
-        and weight.dtype == rows.dtype
-        and _has_triton()
-    )
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:

@@ -141,16 +141,6 @@ class ForwardingBackend(ABC):
         )
         return Plan(self.backend_id, mode, parts[0].query_rows, parts[0].kv_rows, parts=parts)
 
-    def plan_alike(self, plan: Plan, batch: ForwardBatch) -> Plan:
-        """See :func:`plan_alike`."""
-        made = {
-            label: plan_alike(child, part, batch)
-            for label, child in self.children.items()
-            for part in plan.parts
-            if part.planner is child.backend_id
-        }
-        return self.plan_of(batch, made, "init_forward_metadata")
-
     def length_ranges(
         self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
     ) -> tuple[LengthRange, ...]:
@@ -159,10 +149,10 @@ class ForwardingBackend(ABC):
             *(length_ranges(child, mode, requests, tokens, ragged) for child in self.children.values())
         )
 
-    def limited_by(self, claim: str) -> tuple[str, ...]:
-        """Return the names of the backends that weakened a claim: children, or their children."""
-        children = [self.children[label] for label in self.limiting_children.get(claim, ())]
-        return tuple(name for child in children for name in limited_by(child, claim) or (child.backend_id.name,))
+    def chunk_plan(self, label: str, batch: ForwardBatch, disable_flashinfer_ragged: bool) -> Plan | None:
+        """Call a child's ``init_mha_chunk_metadata``. Without the hook there is nothing to plan (A6, A8)."""
+        hook = self._calls[label, "init_mha_chunk_metadata"]
+        return None if hook is None else hook(batch, disable_flashinfer_ragged)
 
     def has(self, label: str, name: str) -> bool:
         """Return True if a child has a method or hook."""
@@ -187,7 +177,10 @@ class ForwardingBackend(ABC):
 
 def limited_by(backend: object, claim: str) -> tuple[str, ...]:
     """Return the names of the backends that weakened a claim of a wrapper; empty for other backends."""
-    return backend.limited_by(claim) if isinstance(backend, ForwardingBackend) else ()
+    if not isinstance(backend, ForwardingBackend):
+        return ()
+    children = [backend.children[label] for label in backend.limiting_children.get(claim, ())]
+    return tuple(name for child in children for name in limited_by(child, claim) or (child.backend_id.name,))
 
 
 def captures_extends(backend: AttentionBackend) -> bool:
@@ -198,9 +191,15 @@ def captures_extends(backend: AttentionBackend) -> bool:
 
 def plan_alike(backend: AttentionBackend, plan: Plan, batch: ForwardBatch) -> Plan:
     """Plan an eager batch with the same children that made ``plan``, this backend's plan of another batch."""
-    if isinstance(backend, ForwardingBackend):
-        return backend.plan_alike(plan, batch)
-    return backend.init_forward_metadata(batch)
+    if not isinstance(backend, ForwardingBackend):
+        return backend.init_forward_metadata(batch)
+    made = {
+        label: plan_alike(child, part, batch)
+        for label, child in backend.children.items()
+        for part in plan.parts
+        if part.planner is child.backend_id
+    }
+    return backend.plan_of(batch, made, "init_forward_metadata")
 
 
 def planner_claims(backend: AttentionBackend, plan: Plan) -> Claims:

@@ -67,16 +67,12 @@ class HybridLinearBackend(ForwardingBackend):
     def init_mha_chunk_metadata(
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
     ) -> Plan | None:
-        """Call the full child's hook by its own signature. Without the hook there is nothing to plan (A8)."""
         if FULL not in self.children:
             raise PlanError(
                 f"{self.backend_id.name} was asked to plan the chunks of an MLA prefill, and its model has no "
                 "full-attention layer"
             )
-        if not self.has(FULL, "init_mha_chunk_metadata"):
-            return None
-        plan: Plan | None = self.required(FULL, "init_mha_chunk_metadata")(forward_batch, disable_flashinfer_ragged)
-        return plan
+        return self.chunk_plan(FULL, forward_batch, disable_flashinfer_ragged)
 
     def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
         self.required(LINEAR, "commit_states")(forward_batch, accepted)

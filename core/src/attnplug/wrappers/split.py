@@ -71,13 +71,7 @@ class SplitBackend(ForwardingBackend):
     def init_mha_chunk_metadata(
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
     ) -> Plan | None:
-        """Call the prefill child's hook. Without the hook there is nothing to plan (A6, A8)."""
-        if not self.has(Role.PREFILL, "init_mha_chunk_metadata"):
-            return None
-        plan: Plan | None = self.required(Role.PREFILL, "init_mha_chunk_metadata")(
-            forward_batch, disable_flashinfer_ragged
-        )
-        return plan
+        return self.chunk_plan(Role.PREFILL, forward_batch, disable_flashinfer_ragged)
 
     def length_ranges(
         self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False

@@ -31,7 +31,7 @@ from attnplug.wrappers.forwarding import plan_alike
 from attnplug_engine.graphs.capture import Capture
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_sparse.hisparse import HiSparse
-from attnplug_sparse.pools import INDEX_KEYS
+from attnplug_sparse.pools import INDEX_KEYS, latent_format
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _MAX_PAGES = 64
@@ -264,7 +264,14 @@ class CaptureCheck:
             keys = () if layer.indexer is None else self._pools.cache(INDEX_KEYS).parts(layer.layer_id)
             if self._coordinator is not None:
                 stored = {layer.layer_id: self._coordinator.host_pages(layer.layer_id)}
-                mla = MLAPool.over([layer], stored, "pages tokens heads dim", page_size=mla.page_size, dtype=mla.dtype)
+                mla = MLAPool.over(
+                    [layer],
+                    stored,
+                    "pages tokens heads dim",
+                    page_size=mla.page_size,
+                    dtype=mla.dtype,
+                    row_format=latent_format(mla.dtype),
+                )
             return [*mla.parts(layer.layer_id), *keys]
         if layer.linear is None and mha is not None:
             return [mha.keys(layer.layer_id), mha.values(layer.layer_id)]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attnplug import DType, MLAPool, ModelSpec
+from attnplug import DType, ModelSpec
 from attnplug.kernels import torch_dtype
 from attnplug_sparse.hisparse import HotSizes
-from attnplug_sparse.pools import IndexKeyPool, compressed_page_bytes
+from attnplug_sparse.pools import IndexKeyPool, compressed_page_bytes, latent_row_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def bytes_per_page(
     row = 0
     for layer in spec.full_layers:
         if layer.mla is not None:
-            row += MLAPool.row_nbytes(layer.mla, kv_dtype)
+            row += latent_row_nbytes(layer, kv_dtype)
         else:
             row += layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) * torch_dtype(kv_dtype).itemsize
     for layer in spec.index_layers:
@@ -86,7 +86,7 @@ def own_dtype(dtype: torch.dtype) -> DType:
 
 def host_bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType) -> int:
     """Return the bytes of host memory per page if latent rows are kept there."""
-    return page_size * sum(MLAPool.row_nbytes(layer.mla, kv_dtype) for layer in spec.layers if layer.mla)
+    return page_size * sum(latent_row_nbytes(layer, kv_dtype) for layer in spec.layers if layer.mla)
 
 
 def hot_bytes_per_page(

@@ -11,7 +11,7 @@ from attnplug.kv.caches import PagedCache
 from attnplug.linear import LinearStatePool
 from attnplug_engine.memory.capacity import Capacity, bytes_per_page, bytes_per_state, hot_bytes, own_dtype
 from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool
-from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool
+from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool, latent_format
 
 
 def build_pools(
@@ -81,7 +81,12 @@ def _build_pools(
         )
     elif AttentionKind.MLA in kinds:
         mla = MLAPool(
-            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
+            spec.layers,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            dtype=kv_dtype,
+            device=device,
+            row_format=latent_format(kv_dtype),
         )
     model_dtype = own_dtype(dtype)
     linear = None

@@ -14,11 +14,26 @@ from attnplug.hf.config_keys import Config
 from attnplug.layers.model_attention import active_attention
 from attnplug.mla.weights import MLAWeights
 from attnplug.sparse import SelectedRows
+from attnplug_engine.kernels import usable
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.parallel.collectives import even_part, length, scaled
+
+_MAX_KERNEL_ROWS = 256
+"""With more rows a library's batched product is faster than our kernel, although it requires copies."""
+
+
+def multiply_few(rows: Tensor, weight: Tensor) -> Tensor | None:
+    """Multiply few rows per head with our kernel; see ``MLAWeights.by_head``. ``None`` where it is not the fastest."""
+    if not usable(rows) or not 0 < rows.shape[0] <= _MAX_KERNEL_ROWS:
+        return None
+    if rows.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != rows.dtype:
+        return None
+    from attnplug_engine.kernels.heads import multiply_heads
+
+    return multiply_heads(rows, weight)
 
 
 class LatentAttention(Attention):
@@ -77,7 +92,7 @@ class LatentAttention(Attention):
         )
         keys, values = up.unflatten(0, (own, width)).split((self._nope, layer.v_head_dim), dim=1)
         # Values as [heads, v, latent] in memory, so that core's matrix of them is a view of the same memory.
-        self.weights = MLAWeights(w_kc=keys.contiguous(), w_vc=values.contiguous().transpose(1, 2))
+        self.weights = MLAWeights(keys.contiguous(), values.contiguous().transpose(1, 2), multiply_few)
         value = layer.v_head_dim
         self.out = Linear.row_parallel(
             weights.at(out), layer.num_heads * value, hidden, scaled(heads, value), bias=bias

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from attnplug.tables import RawScene
 from attnplug_flashattention import kernels
+
+if TYPE_CHECKING:  # tune is not a dependency: it loads this module by its entry point
+    from attnplug_tune.raw_calls import RawScene
 
 
 def calls(scene: RawScene) -> RawFlashAttention | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attnplug.tables import RawScene
 from attnplug_flashinfer import kernels
+
+if TYPE_CHECKING:  # tune is not a dependency: it loads this module by its entry point
+    from attnplug_tune.raw_calls import RawScene
 
 SCRATCH_BYTES = 512 << 20
 """Four times FlashInfer's recommendation, which a graph of 256 requests with 48 heads exceeds."""

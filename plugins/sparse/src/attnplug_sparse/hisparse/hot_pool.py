@@ -11,6 +11,7 @@ from attnplug import DType, LayerSpec, MLAPool, PoolError
 from attnplug.kernels import PageCopy
 from attnplug_sparse.hisparse.addresses import DeviceSlots
 from attnplug_sparse.hisparse.sizes import HotSizes
+from attnplug_sparse.pools.scaled_rows import latent_format
 
 
 class HotPool(MLAPool):
@@ -46,7 +47,15 @@ class HotPool(MLAPool):
                 settings=["max_batch", "num_pages", "hisparse_config"],
             )
         num_pages = -(-rows // page_size)
-        super().__init__(layers, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, shared=True)
+        super().__init__(
+            layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            shared=True,
+            row_format=latent_format(dtype),
+        )
         self._numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.cells: Tensor = self.rows(layers[0].layer_id).view(torch.uint8).flatten(0, 2)
         """The whole memory as bytes, ``[rows, row_bytes]`` uint8."""

@@ -1,9 +1,10 @@
-"""Caches that sparse and compressed layers have besides their latent rows, addressed by the same page table."""
+"""Caches of sparse and compressed layers: index keys, entries, and latent rows with scales of their own."""
 
 from __future__ import annotations
 
 from attnplug_sparse.pools.compressed import COMPRESSED, CompressedPool, EntryCache, EntryShape, compressed_page_bytes
 from attnplug_sparse.pools.index_keys import INDEX_KEYS, IndexKeyPool
+from attnplug_sparse.pools.scaled_rows import latent_format, latent_row_nbytes
 
 __all__ = [
     "COMPRESSED",
@@ -13,4 +14,6 @@ __all__ = [
     "EntryShape",
     "IndexKeyPool",
     "compressed_page_bytes",
+    "latent_format",
+    "latent_row_nbytes",
 ]

@@ -82,9 +82,9 @@ class EntryCache:
 
     def __init__(self, shape: EntryShape, num_pages: int, dtype: DType, device: torch.device | str) -> None:
         self.shape = shape
-        layout = PageLayout.token_major(num_pages, shape.entries, 1, shape.dim)
+        layout = PageLayout.named("token_major", num_pages, shape.entries, 1, shape.dim)
         self._entries = PagedBuffer.allocate(layout, dtype=dtype, device=device)
-        layout = PageLayout.token_major(num_pages, shape.kept, 1, 2 * shape.series * shape.dim)
+        layout = PageLayout.named("token_major", num_pages, shape.kept, 1, 2 * shape.series * shape.dim)
         self._tokens = PagedBuffer.allocate(layout, dtype=dtype, device=device)
 
     @property

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attnplug import DType, LayerSpec, PoolError
-from attnplug.kernels import CacheKey, RowFormat, RowPool, ScaledRows, distinct_layers
+from attnplug.kernels import CacheKey, RowFormat, RowPool, distinct_layers
 from attnplug.sparse import IndexerDims
+from attnplug_sparse.pools.scaled_rows import ScaledRows
 
 _SCALE = torch.float32.itemsize
 
@@ -26,7 +27,7 @@ class IndexKeyPool(RowPool):
     """
 
     kind = "index key"
-    content = "index keys"
+    contents = ("index keys",)
 
     def __init__(
         self, layers: Sequence[LayerSpec], *, num_pages: int, page_size: int, dtype: DType, device: torch.device | str

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug.mla import weights as mla_weights
 from attnplug.mla.weights import MLAWeights
+from attnplug_engine.models.latent_attention import multiply_few
 from attnplug_testing.devices import DEVICES, INTERPRETED
 
 BY_KERNEL = [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]]
@@ -27,11 +27,11 @@ def poisoned(rows: int, width: int, device: str) -> torch.Tensor:
 
 
 @pytest.fixture
-def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MLAWeights:
-    monkeypatch.setattr(mla_weights, "_by_kernel", lambda *_: True)
-    device = request.getfixturevalue("device")
+def weights(device: str) -> MLAWeights:
+    from attnplug_engine.kernels.heads import multiply_heads
+
     w_kc = random(HEADS, NOPE, RANK, device=device, seed=1)
-    return MLAWeights(w_kc, random(HEADS, VALUE, RANK, device=device, seed=2).transpose(1, 2))
+    return MLAWeights(w_kc, random(HEADS, VALUE, RANK, device=device, seed=2).transpose(1, 2), multiply_heads)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 40])
@@ -59,7 +59,7 @@ def test_latents_are_projected_back_into_rows_that_lie_together(weights: MLAWeig
 def test_the_kernel_is_for_few_rows_of_short_types(device: str) -> None:
     weight = torch.zeros(2, 4, 4, dtype=torch.bfloat16, device=device)
     rows = torch.zeros(257, 2, 4, dtype=torch.bfloat16, device=device)
-    assert mla_weights._by_kernel(rows[:256], weight)
-    assert not mla_weights._by_kernel(rows, weight)
-    assert not mla_weights._by_kernel(rows[:0], weight)
-    assert not mla_weights._by_kernel(rows[:1].float(), weight.float())
+    assert multiply_few(rows[:256], weight) is not None
+    assert multiply_few(rows, weight) is None
+    assert multiply_few(rows[:0], weight) is None
+    assert multiply_few(rows[:1].float(), weight.float()) is None

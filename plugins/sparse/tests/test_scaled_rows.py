@@ -9,23 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolError
+from attnplug import AttentionKind, DType, LayerSpec, MLAPool, PoolError
 from attnplug.host import KVPools, MLADims
 from attnplug.kernels import PageCopy
+from attnplug_sparse.pools import latent_format, latent_row_nbytes
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.writing import WAYS, writing
-from support.pools import mha_layer
 
 PAGES, PAGE = 5, 4
 DIMS = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
 LAYER = LayerSpec(2, AttentionKind.MLA, 4, 4, 192, 128, 1.0, mla=DIMS)
 SIZE: dict[str, Any] = {"num_pages": PAGES, "page_size": PAGE}
+PACKED: dict[str, Any] = {"dtype": DType.FP8_DS_MLA, "row_format": latent_format(DType.FP8_DS_MLA)}
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 in_every_way = pytest.mark.parametrize("how", WAYS)
 
 
 def latent(device: str = "cpu") -> MLAPool:
-    return MLAPool([LAYER], **SIZE, dtype=DType.FP8_DS_MLA, device=device)
+    return MLAPool([LAYER], **SIZE, **PACKED, device=device)
 
 
 def rows(count: int, width: int, how: str = "cpu") -> Tensor:
@@ -109,14 +110,15 @@ def test_pages_and_rows_move_with_their_scales(device: str) -> None:
 
 
 def test_the_memory_that_they_take_is_what_is_told() -> None:
-    assert MLAPool.row_nbytes(DIMS, DType.FP8_DS_MLA) == 656
+    assert latent_row_nbytes(LAYER, DType.FP8_DS_MLA) == 656
+    assert latent_row_nbytes(LAYER, DType.BFLOAT16) == 1152
     assert latent().nbytes == PAGES * PAGE * 656
 
 
 def test_pools_over_a_hosts_bytes_are_the_same_memory() -> None:
     """As vLLM has them: ``[pages, tokens, 656]``."""
     given, memory = rows(2, 576), torch.zeros(PAGES, PAGE, 656, dtype=torch.uint8)
-    pool = MLAPool.over([LAYER], {2: memory}, "pages tokens dim", page_size=PAGE, dtype=DType.FP8_DS_MLA)
+    pool = MLAPool.over([LAYER], {2: memory}, "pages tokens dim", page_size=PAGE, **PACKED)
     pool.write(2, torch.tensor([0, 6]), given)
     own = latent()
     own.write(2, torch.tensor([0, 6]), given)
@@ -131,13 +133,15 @@ def refused(message: str, make: Any) -> None:
 def test_what_such_rows_cannot_hold_is_refused() -> None:
     size: dict[str, Any] = {**SIZE, "device": "cpu"}
     small = replace(LAYER, mla=MLADims(96, 128, 64))
-    packed = DType.FP8_DS_MLA
-    refused(r"rows of 96 \+ 64 .* a scale for every 128", lambda: MLAPool([small], dtype=packed, **size))
-    refused("a scale of 2.0 was given", lambda: MLAPool([LAYER], dtype=packed, scales={2: 2.0}, **size))
-    refused("cannot be kept as fp8_ds_mla", lambda: MHAPool([mha_layer()], dtype=packed, **size))
+    refused(r"rows of 96 \+ 64 .* a scale for every 128", lambda: MLAPool([small], **PACKED, **size))
+    refused("a scale of 2.0 was given", lambda: MLAPool([LAYER], **PACKED, scales={2: 2.0}, **size))
     refused(r"give \[tokens, 1, 576\]", lambda: latent().write(2, torch.arange(1), torch.zeros(1, 656)))
     floats = {2: torch.zeros(PAGES, PAGE, 656)}
     refused(
         "torch.float32 cannot be a cache in fp8_ds_mla; give torch.uint8",
-        lambda: MLAPool.over([LAYER], floats, "pages tokens dim", page_size=PAGE, dtype=packed),
+        lambda: MLAPool.over([LAYER], floats, "pages tokens dim", page_size=PAGE, **PACKED),
     )
+
+
+def test_such_rows_are_not_read_by_the_callers_of_by_slot() -> None:
+    assert latent().by_slot(2) is None

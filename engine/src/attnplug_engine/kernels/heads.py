@@ -1,15 +1,16 @@
-"""Per-head matrix products in one launch, for absorbed MLA. Imported only on a GPU with Triton.
+"""Per-head matrix products in one launch, for absorbed MLA.
 
 A library's batched product needs heads as the first dimension, which requires copies of queries and results.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug_engine.kernels import launch_options
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -62,7 +63,6 @@ def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
     block_in = triton.next_power_of_2(inputs)
     tile = 8_192 if rows <= block_rows else 16_384
     block_out = min(max(tile // block_in, 16), 128, max(triton.next_power_of_2(outputs), 16))
-    early = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
     _by_head[heads, triton.cdiv(outputs, block_out), triton.cdiv(rows, block_rows)](
         out, x, weight, rows, out.stride(0), out.stride(1), x.stride(0), x.stride(1),
         W_HEAD=weight.stride(0),
@@ -75,7 +75,6 @@ def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
         BLOCK_IN=max(block_in, 16),
         BLOCK_OUT=block_out,
         BLOCK_COPIED=triton.next_power_of_2(max(width - inputs, 1)),
-        EARLY=early,
-        **({"launch_pdl": True} if early else {}),
+        **launch_options(x.device),
     )  # fmt: skip
     return out

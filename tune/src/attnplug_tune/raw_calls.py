@@ -11,8 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from attnplug.declare.model import LayerSpec
-from attnplug.kv import KVPools
+from attnplug import LayerSpec
+from attnplug.host import KVPools
 
 RAW_GROUP = "attnplug.raw"
 
