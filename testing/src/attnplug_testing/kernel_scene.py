@@ -83,12 +83,12 @@ def mla(
     dims: MLADims = DEEPSEEK,
     v_head_dim: int = 128,
     dtype: DType = DType.BFLOAT16,
-    alike: bool = True,
+    layers_alike: bool = True,
     **changes: Any,
 ) -> KernelCase:
     """Return a case of an MLA layer with the dimensions of DeepSeek-V3."""
     return KernelCase(lengths, mode, AttentionKind.MLA, page_size, mla=dims, v_head_dim=v_head_dim, mla_heads=heads,
-                      dtype=dtype, alike=alike, **changes)  # fmt: skip
+                      dtype=dtype, layers_alike=layers_alike, **changes)  # fmt: skip
 
 
 def lengths(count: int, longest: int, new: int, seed: int) -> Lengths:
@@ -138,7 +138,7 @@ class Made(Subject):
             workspace=WorkspaceOwner() if allocate is None else WorkspaceOwner(allocate),
             parallel=Parallel(1, 2),
             serving=self.serving,
-            declared=self.can,
+            declared=self.capabilities,
             options=self.options,
             coordinator=coordinator,
         )
@@ -190,7 +190,7 @@ class KernelScene(Scene):
 
     def written(self) -> int:
         """Count the cache rows that have been written; all tensors of the cache must agree."""
-        full = [~self.numbers(memory).isnan().flatten(2).all(-1) for memory in self.memories(LAYER)]
+        full = [~self.numbers(memory).isnan().flatten(2).all(-1) for memory in self.cache_tensors(LAYER)]
         assert all(torch.equal(each, full[0]) for each in full)
         return int(full[0].sum())
 
