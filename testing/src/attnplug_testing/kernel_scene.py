@@ -161,7 +161,7 @@ class KernelScene(Scene):
             _registered(self.declares), torch.device(device), options=case.options, make=make, serving=case.serving
         )
         super().__init__(self.made, case)
-        self.asked = case.lse
+        self.with_lse = case.lse
 
     @property
     def pool(self) -> MHAPool | MLAPool:
@@ -180,7 +180,7 @@ class KernelScene(Scene):
 
     def results(self, batch: ForwardBatch | None = None, *, save: bool = True) -> tuple[Tensor, Tensor | None]:
         """Plan the batch if necessary and run it; returns output and log-sum-exp, padding rows included."""
-        output = self.run(batch, lse=self.asked, save=save)
+        output = self.run(batch, lse=self.with_lse, save=save)
         return output.out, output.lse
 
     def error(self, batch: ForwardBatch | None = None) -> float:
@@ -223,9 +223,9 @@ def check_stored(stage: KernelScene, most: float) -> KernelScene:
     before = stage.snapshot()
     found = stage.results()
     check_written(stage, before)
-    for mine, wanted in zip(found, stage.wanted(), strict=True):
-        assert mine is not None
-        assert relative_error(mine[: len(wanted)], wanted) <= most
+    for result, wanted in zip(found, stage.wanted(), strict=True):
+        assert result is not None
+        assert relative_error(result[: len(wanted)], wanted) <= most
     return stage
 
 
