@@ -1,11 +1,11 @@
-"""What captured prefills change for a server: requests that come and go, with and without them, in one run.
+"""Effect of captured prefills on a server with arriving requests: with and without graphs, in one run.
 
 python benchmarks/arrivals_h200.py --attention-backend triton_mha --models llama --out arrivals.json
-python benchmarks/arrivals_h200.py --smoke        the same code on a CPU, with a tiny model, where nothing is captured
+python benchmarks/arrivals_h200.py --smoke        the same code on a CPU with a tiny model, without graphs
 
-As many requests run as ``max_batch`` allows; when one ends the next begins, so that most steps are decode steps and
-some have a prefill in them. Two engines take turns, the order reversed each time. Told are tokens/s, and the time from
-the step in which a request could begin to its first token. What was measured is in prefill_graphs_h200.json.
+``max_batch`` requests run at a time; when one ends the next begins, so that most steps are decode steps and some
+contain a prefill. Two engines alternate, in reversed order each time. Reported are tokens/s and TTFT, from the step in
+which a request could begin. Results are in prefill_graphs_h200.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from decode_h200 import machine_of
 from decode_models import MODELS, smaller
-from decode_points import Turns
+from decode_points import DeviceLock
 
 from attnplug_engine import Engine
 from attnplug_engine.request import Request, SamplingParams
@@ -37,11 +37,11 @@ def main() -> None:
     parser.add_argument("--prompts", default="32,128,400", help="tokens of prompts, one measurement each")
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--turns", help="a file, for processes that take turns on one GPU")
+    parser.add_argument("--turns", help="lock file for processes that share a GPU")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out")
     arguments = parser.parse_args()
-    turns = Turns(arguments.turns)
+    lock = DeviceLock(arguments.turns)
     if arguments.smoke:
         arguments.requests, arguments.max_tokens, arguments.max_batch, arguments.prompts = 6, 4, 3, "5,9"
     found: dict[str, Any] = {"machine": machine_of(), "max_batch": arguments.max_batch, "models": {}}
@@ -50,7 +50,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))
             engines = {name: _engine(folder, arguments, eager=name == "eager") for name in ("eager", "captured")}
-            turns.alone()
+            lock.acquire()
             found["models"][model] = _measured(engines, arguments)
             found["models"][model]["graphs"] = {name: str(engine.graphs) for name, engine in engines.items()}
         if arguments.out:
@@ -79,7 +79,7 @@ def _measured(engines: dict[str, Engine], arguments: argparse.Namespace) -> dict
         for number in range(1 + _ROUNDS):
             for name in list(engines)[:: 1 if number % 2 else -1]:
                 run = _served(engines[name], tokens, arguments)
-                if number:  # the first compiles
+                if number:  # the first is a warm-up
                     times[name].append(run)
         point: dict[str, Any] = {"prompt": tokens}
         for name, runs in times.items():
@@ -91,10 +91,10 @@ def _measured(engines: dict[str, Engine], arguments: argparse.Namespace) -> dict
 
 
 def _served(engine: Engine, tokens: int, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Tokens a second, and the median of the seconds from when a request was added to its first token."""
+    """Tokens per second, and the median TTFT in seconds since a request was added."""
     random = np.random.default_rng(0)
     prompts = random.integers(engine.vocab_size, size=(arguments.requests, tokens)).tolist()
-    # Equal lengths would end together, and begin together.
+    # Requests of equal length would end and begin together.
     lengths = random.integers(arguments.max_tokens // 2, arguments.max_tokens * 3 // 2, arguments.requests).tolist()
     left = list(zip(prompts, lengths, strict=True))
     running: list[Request] = []

@@ -1,8 +1,8 @@
-"""Two results of one benchmark, measured on one machine before and after a change, as ratios.
+"""Ratios of two results of a benchmark, measured on one machine before and after a change.
 
     python benchmarks/before_after.py --json out.json before.json=after.json …
 
-Cases are matched by their place. What others' calls took is compared too: it says how far the two runs differ anyway.
+Cases are matched by position. Times of library calls are compared too: they show how far the two runs differ anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def times(case: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:
-    """Every time in microseconds of a case, by its path."""
+    """All times of a case in microseconds, by their paths."""
     for key, value in case.items() if isinstance(case, dict) else ():
         if isinstance(value, dict):
             yield from times(value, (*path, key))

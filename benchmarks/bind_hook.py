@@ -1,7 +1,7 @@
-"""What a bound hook costs over calling the hook directly. Goal: at most 100 ns.
+"""Overhead of a bound hook over a direct call. Goal: at most 100 ns.
 
-The direct call passes exactly what the hook takes; the bound one is given everything that the caller offers. Both are
-timed in turns in one process, and the median of the differences is reported.
+The direct call passes exactly the hook's parameters; the bound one gets everything that the caller offers. Both are
+timed alternately in one process, and the median of the differences is reported.
 """
 
 from __future__ import annotations

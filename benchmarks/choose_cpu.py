@@ -1,8 +1,8 @@
-"""What it costs the host, step by step, that backends share a role by batch. Goal: choosing takes at most 2 µs.
+"""Host overhead per step of choosing a backend per batch. Goal: at most 2 µs.
 
-Choosing is a question to the schedule: by the engine, which graph to replay for a step's entries, or by the wrapper,
-who plans a batch. Beside it, what the wrapper adds to planning a batch and to each layer, over the child that it calls.
-All are timed in turns in one process, and the fastest of the rounds is reported: others may keep the machine busy.
+The schedule is queried by the engine, to choose the graph of a step, or by the wrapper, to choose the planner of a
+batch. Also measured: the wrapper's overhead over its child, for planning a batch and for each layer. All are timed
+alternately in one process. The fastest round is reported, because other processes may keep the machine busy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAYER = LayerSpec(0, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
 
 
 class Idle:
-    """A backend that does nothing, so that only what is around it takes time."""
+    """A backend that does nothing, so that only the code around it takes time."""
 
     def __init__(self, name: str) -> None:
         self.backend_id, self.claims = BackendId(name), Claims(cuda_graph=GraphLevel.DECODE, needs_cpu_seq_lens=False)
@@ -67,7 +67,7 @@ class Idle:
 
 
 def schedule() -> BackendSchedule:
-    """Three backends over a grid as ``attnplug tune`` measures it, each the fastest somewhere at every size."""
+    """Three backends over a grid as ``attnplug tune`` measures it, each the fastest somewhere for every batch."""
     lengths = [64 << step for step in range(12)]
     grid = [(requests, length, 1) for requests in (1, 2, 4, 8, 16, 32, 64, 128, 256) for length in lengths]
     fixed_and_each = {"short": (5.0, 1.0), "middle": (8.0, 0.5), "long": (20.0, 0.3)}  # µs, and µs for 1000 rows
@@ -85,7 +85,7 @@ def entries(lengths: Sequence[int]) -> tuple[StepEntry, ...]:
 
 
 def statements(requests: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What is timed for a step of so many requests: a statement each, with its names."""
+    """Statements to time for a step of ``requests`` requests, with their namespaces."""
     backend = FastestBackend({name: Idle(name) for name in ("short", "middle", "long")}, {Role.DECODE: schedule()})
     lengths = [200 + 37 * number % 5000 for number in range(requests)]
     table = torch.zeros(requests, CONTEXT // 64, dtype=torch.int32)
@@ -127,7 +127,7 @@ def statements(requests: int) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def measure(requests: int) -> dict[str, float]:
-    """Microseconds, the fastest of the rounds."""
+    """Microseconds of the fastest round."""
     timed = statements(requests)
     rounds: dict[str, list[float]] = {what: [] for what in timed}
     for _ in range(ROUNDS):

@@ -1,14 +1,14 @@
-"""Decode of whole models on one GPU: ours against vLLM, transformers, and the bytes that a step must move.
+"""Decode of whole models on one GPU: ours against vLLM, transformers and the memory-bandwidth limit.
 
-python benchmarks/decode_h200.py --engine ours --out ours.json           one engine a process
+python benchmarks/decode_h200.py --engine ours --out ours.json           one engine per process
 python benchmarks/decode_h200.py --engine vllm --out vllm.json
 python benchmarks/decode_h200.py --merge ours.json vllm.json --out benchmarks/results/decode_h200.json
 python benchmarks/decode_h200.py --table benchmarks/results/decode_h200.json
-python benchmarks/decode_h200.py --smoke --engine ours                   the same code on a CPU, with tiny models
+python benchmarks/decode_h200.py --smoke --engine ours                   the same code on a CPU with tiny models
 
-Four models with random weights, made in memory: two dense ones, a mixture of experts, and a hybrid with linear
-attention (decode_models.py). A point is a batch of requests with contexts of one length. Measured is the time from step
-to step while all of them decode; then some steps are traced. A point that fails is recorded with its error.
+Four models with random weights in memory: two dense ones, a mixture of experts, and a hybrid with linear attention
+(decode_models.py). A point is a batch of requests with equal context lengths. The time from step to step is measured
+while all of them decode; then some steps are traced. A point that fails is recorded with its error.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from decode_models import BYTES_A_SECOND, DENSE, MODELS, Config, distinct_experts, limit_us, parameters, smaller
-from decode_points import Clock, Point, Settings, Turns, error_text, points_of
+from decode_models import BYTES_PER_SECOND, DENSE, MODELS, Config, distinct_experts, limit_us, parameters, smaller
+from decode_points import Clock, DeviceLock, Point, Settings, error_text, points_of
 from decode_report import prefill_table, rates_table, steps_table
 
 _PACKAGES = (
@@ -52,8 +52,8 @@ def main() -> None:
         models = arguments.models.split(",")
         if unknown := set(models) - set(MODELS):
             sys.exit(f"unknown models: {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
-        apart = arguments.engine != "ours" and len(models) > 1
-        found = _each_apart(arguments, models) if apart else measured(arguments, models)
+        separate = arguments.engine != "ours" and len(models) > 1
+        found = _in_processes(arguments, models) if separate else measured(arguments, models)
         _save(arguments.out, found)
         print(rates_table(found), steps_table(found), prefill_table(found), sep="\n\n")
     else:
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measured(arguments: argparse.Namespace, models: list[str]) -> dict[str, Any]:
-    """What one engine does, model by model. Each has an equal part of the time that those before it left."""
+    """Results of one engine for all models. The remaining time is shared evenly by the remaining models."""
     batches, contexts = _numbers(arguments.batches), _numbers(arguments.contexts)
     settings = Settings(
         attention_backend=arguments.attention_backend,
@@ -74,8 +74,8 @@ def measured(arguments: argparse.Namespace, models: list[str]) -> dict[str, Any]
     )
     if arguments.smoke:
         batches, contexts = [1, 3], [40, 100]
-        settings = replace(settings, device="cpu", prefill=64, room=100, eager=True)
-    end, turns = time.perf_counter() + arguments.budget, Turns(arguments.turns)
+        settings = replace(settings, device="cpu", prefill=64, max_new_tokens=100, eager=True)
+    end, lock = time.perf_counter() + arguments.budget, DeviceLock(arguments.turns)
     machine = machine_of()
     points: list[Point] = []
     notes: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def measured(arguments: argparse.Namespace, models: list[str]) -> dict[str, Any]
         own = points_of(model, batches, contexts)
         points += own
         left = (end - time.perf_counter()) / (len(models) - number)
-        clock = Clock(left, lambda: _save(arguments.out, found()), turns)
+        clock = Clock(left, lambda: _save(arguments.out, found()), lock)
         clock.notes, clock.prefill = notes, prefills
         is_linear = "layer_types" in config
         with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +107,7 @@ def measured(arguments: argparse.Namespace, models: list[str]) -> dict[str, Any]
 
 
 def _engine(name: str) -> Any:
-    """An engine's ``measure``; only its own libraries are imported."""
+    """Import an engine's ``measure``, and only its own libraries."""
     if name == "ours":
         from decode_ours import measure
     elif name == "vllm":
@@ -117,8 +117,8 @@ def _engine(name: str) -> Any:
     return measure
 
 
-def _each_apart(arguments: argparse.Namespace, models: list[str]) -> dict[str, Any]:
-    """A process for each model: these engines give their memory back with their process alone."""
+def _in_processes(arguments: argparse.Namespace, models: list[str]) -> dict[str, Any]:
+    """Measure each model in its own process: these engines free their memory only when the process ends."""
     end = time.perf_counter() + arguments.budget
     if arguments.engine == "transformers":
         models = [model for model in models if model in DENSE]
@@ -126,12 +126,12 @@ def _each_apart(arguments: argparse.Namespace, models: list[str]) -> dict[str, A
     for number, model in enumerate(models):
         left = (end - time.perf_counter()) / (len(models) - number)
         with tempfile.TemporaryDirectory() as folder:
-            # Beside the result, should this process be killed.
+            # Next to the result, in case this process is killed.
             out = Path(f"{arguments.out}.{model}" if arguments.out else f"{folder}/found.json")
             out.unlink(missing_ok=True)
-            # Of options that are given twice the last counts.
+            # The last of duplicate options counts.
             own = ["--models", model, "--out", str(out), "--budget", f"{left}"]
-            try:  # a start that hangs is ended; what its budget ends by itself comes sooner
+            try:  # ends a start that hangs; the budget itself ends earlier
                 subprocess.run([sys.executable, __file__, *sys.argv[1:], *own], timeout=max(left + 30, 1), check=False)
             except subprocess.TimeoutExpired:
                 print(f"{model}: no answer within {left + 30:.0f} s", flush=True)
@@ -141,7 +141,7 @@ def _each_apart(arguments: argparse.Namespace, models: list[str]) -> dict[str, A
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Results of several processes as one. Of a point that several have, the last one counts that did not fail."""
+    """Merge results of several processes. Of duplicate points the last one that did not fail counts."""
     whole: dict[str, Any] = {"machine": {}, "engines": {}}
     for result in results:
         whole["machine"] |= result["machine"]
@@ -159,7 +159,7 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(point: Point) -> dict[str, Any]:
-    """A point as it is saved: what was found, and what the limit is made of."""
+    """A point as saved: its results, and the terms of its limit."""
     config: Config = MODELS[point.model]
     entry: dict[str, Any] = {"model": point.model, "batch": point.batch, "context": point.context}
     entry["limit_us"] = limit_us(config, point.batch, point.context)
@@ -190,7 +190,7 @@ def machine_of() -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    found["bytes_a_second"] = BYTES_A_SECOND
+    found["bytes_a_second"] = BYTES_PER_SECOND
     found["parameters"] = {name: round(parameters(config)) for name, config in MODELS.items()}
     return found
 
@@ -213,9 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget", type=float, default=600, help="seconds in all; the largest points are left out first"
     )
-    parser.add_argument(
-        "--turns", metavar="FILE", help="processes of one model that name the same file measure one after the other"
-    )
+    parser.add_argument("--turns", metavar="FILE", help="lock file: processes with the same file measure one at a time")
     parser.add_argument("--attention-backend", default="auto", help="ours: the backend to run on")
     parser.add_argument("--prefill-attention-backend", help="ours: the one that prefills, if it is another")
     parser.add_argument("--eager", action="store_true", help="ours and vLLM: no CUDA graphs")

@@ -1,7 +1,8 @@
-"""The models of ``decode_h200.py``, and what a step of theirs must at least move and compute.
+"""Models of ``decode_h200.py``, and lower bounds of the bytes and operations of their steps.
 
-Two dense shapes of 1.1B parameters, and two mixtures: the published layers of DeepSeek-V2-Lite and of Qwen3-Next-80B,
-fewer of them and with fewer experts, so that each has about 3B parameters. All have a vocabulary of 32000.
+Two dense models of 1.1B parameters, and two mixtures of experts: the published layers of DeepSeek-V2-Lite and
+Qwen3-Next-80B, fewer of them and with fewer experts, so that each has about 3B parameters. All have a vocabulary of
+32000.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 Config = Mapping[str, Any]
 
-BYTES_A_SECOND = 4.2e12
-"""What an H200 reads at most; its copies reach 4.26e12, read and written."""
+BYTES_PER_SECOND = 4.2e12
+"""Peak read bandwidth of an H200; copies reach 4.26e12, reads and writes together."""
 TFLOPS = 707
-"""What a plain bf16 product of 8192³ reaches there."""
+"""Rate of a plain bf16 matmul of 8192³ on an H200."""
 _ITEM = 2  # bytes of a bf16 number
 _STATE_ITEM = 4  # recurrent states are float32
 
@@ -54,7 +55,7 @@ MODELS: dict[str, Config] = {
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
     },
-    "mla": {  # no layer has experts; their sizes are there because config classes ask for them
+    "mla": {  # no layer has experts; config classes require their sizes
         **_SHARED,
         **_LATENT,
         "model_type": "deepseek_v3",
@@ -140,7 +141,7 @@ _SMALLER = {
 
 
 def smaller(config: Config) -> Config:
-    """A model of the same kind that runs on a CPU in a blink."""
+    """Tiny model of the same kind for a CPU."""
     layers = 4 if "layer_types" in config else 2
     made = {**config, **{key: value for key, value in _SMALLER.items() if config.get(key) is not None}}
     made["num_hidden_layers"] = layers
@@ -171,12 +172,12 @@ def _attention(config: Config, layer: int) -> int:
         query = hidden * queries if rank is None else rank * (hidden + queries)
         return query + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
     width, groups = config["head_dim"], config["num_key_value_heads"]
-    gated = 2 if "layer_types" in config else 1  # Qwen3-Next's queries bring a gate of their own size
+    gated = 2 if "layer_types" in config else 1  # Qwen3-Next's queries come with a gate of the same size
     return hidden * width * (gated * heads + 2 * groups) + heads * width * hidden
 
 
 def _experts(config: Config, layer: int) -> int:
-    """How many routed experts a layer has; 0 where its MLP is dense."""
+    """Number of routed experts of a layer; 0 if its MLP is dense."""
     if "num_experts" in config:
         return int(config["num_experts"])
     sparse = "n_routed_experts" in config and layer >= config["first_k_dense_replace"]
@@ -184,7 +185,7 @@ def _experts(config: Config, layer: int) -> int:
 
 
 def distinct_experts(experts: int, per_token: int, batch: int) -> float:
-    """How many experts ``batch`` tokens go to together, where each chooses evenly among all."""
+    """Expected number of distinct experts of ``batch`` tokens with uniform routing."""
     return experts * (1 - (1 - per_token / experts) ** batch) if experts else 0.0
 
 
@@ -205,7 +206,7 @@ def _mlp(config: Config, layer: int, batch: int | None) -> float:
 def parameters(config: Config, *, batch: int | None = None, ends: int = 2) -> float:
     """Parameters of a model, or those that a decode step of ``batch`` tokens reads.
 
-    ``ends`` counts embedding and head: a decode step reads the head alone, and a prefill next to nothing of both.
+    ``ends`` counts embedding and head: a decode step reads only the head, a prefill almost nothing of both.
     """
     layers = range(config["num_hidden_layers"])
     inside = sum(_attention(config, layer) + _mlp(config, layer, batch) for layer in layers)
@@ -227,13 +228,13 @@ def cache_bytes(config: Config, batch: int, context: int) -> float:
 
 
 def limit_us(config: Config, batch: int, context: int) -> float:
-    """The least time of a decode step: what it must read, at the rate at which the device reads."""
+    """Lower bound of a decode step's time: bytes to read over the peak bandwidth."""
     moved = _ITEM * parameters(config, batch=batch, ends=1) + cache_bytes(config, batch, context)
-    return 1e6 * moved / BYTES_A_SECOND
+    return 1e6 * moved / BYTES_PER_SECOND
 
 
 def prefill_flops(config: Config, tokens: int) -> float:
-    """Of a dense model's prefill of one prompt: its products, and causal attention. One row goes through the head."""
+    """Operations of a dense model's prefill of one prompt: matmuls and causal attention, one row through the head."""
     if "kv_lora_rank" in config:
         width = config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + config["v_head_dim"]
     else:

@@ -1,8 +1,8 @@
-"""``decode_h200.py`` for attnplug's own engine: steady decode steps, a trace of some, and prefill.
+"""``decode_h200.py`` for attnplug's own engine: steady-state decode steps, a trace of some of them, and prefill.
 
-Contexts are not computed. A request's prompt is put into the prefix cache as pages of its own, filled with random
-numbers, and so are linear states; only its last page is prefilled. Decode steps read what they would read anyway, and
-256 requests of 8192 tokens are ready in seconds. Requests share no page: shared ones would be read from the L2 cache.
+Contexts are not computed. A request's prompt is put into the prefix cache as separate pages with random contents, and
+so are linear states; only its last page is prefilled. Decode steps read as many bytes as with real contexts, and 256
+requests of 8192 tokens are ready in seconds. Requests share no page: shared ones would be read from the L2 cache.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from attnplug_engine.request import Request, SamplingParams
 
 _WARM = 8
 _TRACED_CONTEXT, _TRACED_BATCH = 512, 64
-"""A trace costs more time than all the rest of a point: larger ones are left without."""
+"""Largest traced point: a trace takes longer than the rest of the point."""
 _TRACED = 30
 _PREFILLS = 3
 
 
 def measure(model: str, config: Config, folder: str, points: Sequence[Point], settings: Settings, clock: Clock) -> None:
-    """Measure a model's points, as long as the clock allows."""
+    """Measure a model's points within the time budget."""
     started = time.perf_counter()
     engine = build(folder, points, settings)
     _randomise(engine)
     seconds, page = time.perf_counter() - started, engine.runner.capacity.page_size
     clock.note(model, start_s=seconds, page_size=page, backends=_backends(engine))
-    clock.turns.alone()
+    clock.lock.acquire()
     if model in settings.prefill_models:
         clock.record_prefill(model, settings.prefill, partial(prefill, engine, config, settings.prefill))
     for point in points:
@@ -62,13 +62,13 @@ def build(folder: str, points: Sequence[Point], settings: Settings) -> Engine:
         "role_backends": {} if settings.prefill_backend is None else {Role.PREFILL: settings.prefill_backend},
         "device": settings.device,
         "max_batch": batch,
-        "context_length": max(context, settings.prefill) + settings.room,
+        "context_length": max(context, settings.prefill) + settings.max_new_tokens,
         "chunked_prefill_size": max(8192, batch),
         "ignore_eos": True,
-        # Of a request, of the snapshot that it begins with, and of one at its prompt's end: with fewer, a snapshot that
-        # another still waits for would go.
+        # One for a request, one for its initial snapshot, one at the end of its prompt: with fewer, a snapshot that
+        # another request waits for would be evicted.
         "state_slots": 3 * batch + 2 if linear else None,
-        # Options that an engine before CUDA graphs does not have.
+        # Options that engine versions without CUDA graphs lack.
         "cuda_graph_batch_sizes": None if settings.eager else tuple(sorted({point.batch for point in points})),
         "disable_cuda_graph": settings.eager,
         "overlap": False if settings.no_overlap else None,
@@ -82,7 +82,7 @@ def decode(engine: Engine, point: Point, settings: Settings) -> dict[str, Any]:
         for _ in range(_WARM):
             engine.step()
         guess = _run(engine, _WARM) / _WARM
-        steps = steps_for(guess, settings.room - 4 * _WARM - _TRACED)
+        steps = steps_for(guess, settings.max_new_tokens - 4 * _WARM - _TRACED)
         times = _timed(engine, steps)
         found: dict[str, Any] = {"step_us": 1e6 * sum(times) / steps, "steps": steps, **touched}
         found["distinct_tokens"] = len({request.output[-1] for request in requests})
@@ -97,9 +97,9 @@ def decode(engine: Engine, point: Point, settings: Settings) -> dict[str, Any]:
 
 
 def prefill(engine: Engine, config: Config, tokens: int) -> dict[str, Any]:
-    """Seconds of one prompt's prefill and its first token; the first run, which may compile, is left out.
+    """Seconds of one prompt's prefill and first token; the first run is a warm-up.
 
-    Short ones are traced: what the device is idle in them is the most that CUDA graphs of prefills could gain.
+    Short prefills are traced: the device's idle time is an upper bound of the gain by CUDA graphs.
     """
     best = statistics.median(_prefilled(engine, tokens, 1 + _PREFILLS)[1:])
     found: dict[str, Any] = {"seconds": best, "tflops": prefill_flops(config, tokens) / best / 1e12}
@@ -118,7 +118,7 @@ def _short_prefill(engine: Engine, tokens: int) -> dict[str, Any]:
 
 
 def _prefilled(engine: Engine, tokens: int, count: int) -> list[float]:
-    """Seconds of each of ``count`` prompts, one after the other. None finds anything of another in the cache."""
+    """Seconds of each of ``count`` prompts, one after the other, without cache hits between them."""
     seconds = []
     for number in range(count):
         request = engine.add(_prompt(engine, 10_000 + number, tokens), SamplingParams(max_tokens=1))
@@ -147,7 +147,7 @@ def _run(engine: Engine, steps: int) -> float:
 
 @contextmanager
 def _running(engine: Engine, point: Point, settings: Settings) -> Iterator[tuple[list[Request], dict[str, float]]]:
-    """All of a point's requests, each with its first token; none is left afterwards."""
+    """Start all requests of a point, up to their first tokens; remove them on exit."""
     requests: list[Request] = []
     touched: dict[str, float] = {}
     try:
@@ -155,8 +155,8 @@ def _running(engine: Engine, point: Point, settings: Settings) -> Iterator[tuple
             prompt = _prompt(engine, number, point.context)
             if settings.fill_cache:
                 _cache(engine, prompt)
-            requests.append(engine.add(prompt, SamplingParams(max_tokens=settings.room)))
-        with _experts_seen(engine, point.batch) as seen:
+            requests.append(engine.add(prompt, SamplingParams(max_tokens=settings.max_new_tokens)))
+        with _distinct_experts(engine, point.batch) as seen:
             while not all(request.output or request.finish_reason for request in requests):
                 engine.step()
         if seen:
@@ -170,7 +170,7 @@ def _running(engine: Engine, point: Point, settings: Settings) -> Iterator[tuple
 
 
 def _empty(engine: Engine) -> None:
-    """Steps may still be in flight; then nothing runs, and the cache lets go of all pages."""
+    """Finish the steps in flight, then free all pages of the cache."""
     while engine.step() is not None:
         pass
     if engine.cache is not None:
@@ -183,7 +183,7 @@ def _prompt(engine: Engine, number: int, tokens: int) -> list[int]:
 
 
 def _cache(engine: Engine, prompt: Sequence[int]) -> None:
-    """Make the cache hold all of a prompt but its last page, with what lies in the pool."""
+    """Add all of a prompt but its last page to the prefix cache, with the pool's contents."""
     size, allocator, states = engine.runner.capacity.page_size, engine.runner.allocator, engine.runner.pools.linear
     count = (len(prompt) - 1) // size
     if engine.cache is None or not count:
@@ -211,8 +211,8 @@ def _randomise(engine: Engine) -> None:
 
 
 @contextmanager
-def _experts_seen(engine: Engine, batch: int) -> Iterator[list[int]]:
-    """How many experts of each layer that many tokens of a prefill go to together."""
+def _distinct_experts(engine: Engine, batch: int) -> Iterator[list[int]]:
+    """Yield a list that collects the number of distinct experts per layer of prefills of at least ``batch`` tokens."""
     seen: list[int] = []
 
     def look(_module: object, inputs: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What is measured, for how long, and what becomes of it: shared by the engines of ``decode_h200.py``."""
+"""Points, settings, time budget and records, shared by the engines of ``decode_h200.py``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 _MEASURED_S = 0.4
 _FEWEST, _MOST = 24, 200
 SHORT = (16, 128, 512, 2048)
-"""Tokens of short prefills."""
+"""Prompt lengths of short prefills."""
 
 
 @dataclass(slots=True)
 class Point:
-    """A batch of requests with contexts of one length, and what was found of it."""
+    """A batch of requests with equal context lengths, and its results."""
 
     model: str
     batch: int
@@ -27,7 +27,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How points are measured. ``room`` is how many tokens a request may get."""
+    """Measurement settings. ``max_new_tokens`` limits the new tokens of a request."""
 
     device: str | None = None
     attention_backend: str = "auto"
@@ -38,21 +38,21 @@ class Settings:
     trace: bool = True
     prefill: int = 8192
     prefill_models: tuple[str, ...] = ()
-    room: int = 1000
+    max_new_tokens: int = 1000
     is_linear: bool = False
 
 
-class Turns:
-    """Engines that start side by side, and measure one after the other when all of them have started.
+class DeviceLock:
+    """File lock for engines that start in parallel, then measure one at a time.
 
-    A process that starts shares the lock of a file; one that measures has it alone, until it ends.
+    A starting process holds a shared lock; a measuring process holds an exclusive one until it ends.
     """
 
     def __init__(self, path: str | None) -> None:
-        self._file = open(path, "a") if path else None  # noqa: SIM115 - held until the process ends
+        self._file = open(path, "a") if path else None  # noqa: SIM115 - open until the process ends
         self._lock(fcntl.LOCK_SH)
 
-    def alone(self) -> None:
+    def acquire(self) -> None:
         self._lock(fcntl.LOCK_UN)
         self._lock(fcntl.LOCK_EX)
 
@@ -62,13 +62,13 @@ class Turns:
 
 
 class Clock:
-    """The time that is left, and the records of points: measured, failed, or out of time.
+    """Remaining time budget, and the records of points: measured, failed, or out of time.
 
-    ``after_each`` is called after every record, so that what was found outlives a process that is killed.
+    ``after_each`` is called after every record, so that results survive if the process is killed.
     """
 
-    def __init__(self, budget_s: float, after_each: Callable[[], None], turns: Turns) -> None:
-        self._after_each, self.turns = after_each, turns
+    def __init__(self, budget_s: float, after_each: Callable[[], None], lock: DeviceLock) -> None:
+        self._after_each, self.lock = after_each, lock
         self._end = time.perf_counter() + budget_s
         self.notes: dict[str, dict[str, Any]] = {}
         self.prefill: dict[str, dict[str, Any]] = {}
@@ -78,11 +78,11 @@ class Clock:
         return self._end - time.perf_counter()
 
     def note(self, model: str, **facts: Any) -> None:
-        """Something to know of a model as a whole."""
+        """Record a value of the whole model."""
         self.notes.setdefault(model, {}).update(facts)
 
     def record(self, point: Point, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measure a point, and keep an error with it so that the others go on."""
+        """Measure a point. An error is recorded with it, and the other points go on."""
         name = f"{point.model} {point.batch} × {point.context}"
         self._keep(point.found, name, measure)
         if "step_us" in point.found:
@@ -113,11 +113,11 @@ def error_text(error: BaseException) -> str:
 
 
 def steps_for(step_s: float, most: int) -> int:
-    """How many steps to measure: for some tenths of a second."""
+    """Number of steps to measure: some tenths of a second."""
     return max(1, min(most, max(_FEWEST, min(_MOST, int(_MEASURED_S / max(step_s, 1e-6))))))
 
 
 def points_of(model: str, batches: Sequence[int], contexts: Sequence[int]) -> list[Point]:
-    """All points of a model, the smallest first: what no time is left for is the largest."""
+    """All points of a model, smallest first, so that the largest are left out if time runs out."""
     found = [Point(model, batch, context) for context in contexts for batch in batches]
     return sorted(found, key=lambda point: point.batch * point.context)

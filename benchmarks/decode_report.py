@@ -18,7 +18,7 @@ def by_point(result: Mapping[str, Any], engine: str) -> dict[Key, dict[str, Any]
 
 
 def rate(point: Mapping[str, Any] | None) -> float | None:
-    """Tokens a second of all requests together."""
+    """Tokens per second of all requests together."""
     return None if point is None or "step_us" not in point else 1e6 * point["batch"] / point["step_us"]
 
 
@@ -32,16 +32,16 @@ def rates_table(result: Mapping[str, Any]) -> str:
     for key in _keys(ours, vllm, plain):
         model, batch, context = key
         limit = 1e6 * batch / limit_us(MODELS[model], batch, context)
-        mine, theirs = rate(ours.get(key)), rate(vllm.get(key))
-        share = f"{100 * mine / limit:.0f} %" if mine else ""
-        ahead = f"{mine / theirs:.2f}" if mine and theirs else ""
+        our_rate, vllm_rate = rate(ours.get(key)), rate(vllm.get(key))
+        share = f"{100 * our_rate / limit:.0f} %" if our_rate else ""
+        ahead = f"{our_rate / vllm_rate:.2f}" if our_rate and vllm_rate else ""
         cells = [f"{limit:,.0f}", _cell(ours.get(key)), share, _cell(vllm.get(key)), ahead, _cell(plain.get(key))]
         lines.append(f"| {model}, {batch} × {context} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def engine_table(result: Mapping[str, Any], context: int = 512) -> str:
-    """Tokens/s of decode, a model to a line: ours, vLLM's and the share of the limit, by number of requests."""
+    """Tokens/s of decode, one line per model: ours, vLLM's and the share of the limit, by number of requests."""
     ours, vllm = (by_point(result, engine) for engine in ("ours", "vllm"))
     batches = sorted({batch for _, batch, tokens in ours if tokens == context})
     lines = [
@@ -52,16 +52,16 @@ def engine_table(result: Mapping[str, Any], context: int = 512) -> str:
         cells = []
         for batch in batches:
             key = (model, batch, context)
-            mine, theirs = rate(ours.get(key)), rate(vllm.get(key))
+            our_rate, vllm_rate = rate(ours.get(key)), rate(vllm.get(key))
             limit = 1e6 * batch / limit_us(MODELS[model], batch, context)
-            cell = f"**{mine:,.0f}**, {100 * mine / limit:.0f} % of the limit" if mine else ""
-            cells.append(cell + (f"; vLLM {theirs:,.0f}" if theirs else ""))
+            cell = f"**{our_rate:,.0f}**, {100 * our_rate / limit:.0f} % of the limit" if our_rate else ""
+            cells.append(cell + (f"; vLLM {vllm_rate:,.0f}" if vllm_rate else ""))
         lines.append(f"| `{model}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def steps_table(result: Mapping[str, Any]) -> str:
-    """Where the microseconds of our decode steps go. Parts are of a trace, which is a little slower than a step."""
+    """Breakdown of our decode steps in microseconds. Parts come from a trace, which is slightly slower than a step."""
     groups = ["products", "attention", REST, "sampling", "copies", "idle"]
     assert set(groups) == {*GROUPS, REST, "idle"}
     heads = ["requests × context", "limit", "step", *groups, "between replays", "host", "launches"]
@@ -80,7 +80,7 @@ def steps_table(result: Mapping[str, Any]) -> str:
 
 
 def prefill_table(result: Mapping[str, Any]) -> str:
-    """Prefill of one prompt, in TFLOP/s and as a share of what a plain product reaches."""
+    """Prefill of one prompt, in TFLOP/s and as a share of a plain matmul's rate."""
     lines = ["| prefill | tokens | ours | vLLM |", "|---|---|---|---|"]
     found = {engine: result["engines"].get(engine, {}).get("prefill", {}) for engine in ("ours", "vllm")}
     for model in MODELS:

@@ -1,4 +1,4 @@
-"""Where the time of traced decode steps went: kernels by what they are for, gaps, and the host's waiting."""
+"""Time breakdown of traced decode steps: kernels by purpose, gaps, and host waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUPS = {
     "products": r"gemm|gemv|gemvx|matmul|matvec|linear|product|cutlass|nvjet|xmma|cublas|splitk|split_k|grouped|expert"
     r"|_mm\b|moe|_spread|_gather|_by_head|_score|_choose|_rank|_join|dot_kernel|reduce_1block",
 }
-"""By a pattern in a kernel's name, the first that fits; what fits none is REST."""
+"""Group by pattern of the kernel's name; the first match counts, others are REST."""
 REST = "norms, rope, elementwise"
 _PATTERNS = {group: re.compile(pattern, re.IGNORECASE) for group, pattern in GROUPS.items()}
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -30,7 +30,7 @@ _LISTED = 16
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A kernel or a copy on the device, in microseconds. ``launch`` is that of the call that started it."""
+    """A kernel or a copy on the device, in microseconds. ``launch`` identifies the call that launched it."""
 
     name: str
     start: float
@@ -44,8 +44,10 @@ def group_of(name: str) -> str:
 
 
 def own_times(work: Sequence[Work]) -> list[float]:
-    """The time that each adds to the time in which the device is busy. Kernels overlap where one is launched early and
-    waits for the one before it: the time belongs to that one."""
+    """Time that each kernel adds to the device's busy time.
+
+    If a kernel is launched early and waits for the previous one, the overlap belongs to the previous one.
+    """
     times, busy_until = [], float("-inf")
     for one in work:
         times.append(max(0.0, one.end - max(one.start, busy_until)))
@@ -66,7 +68,7 @@ def gaps_between(work: Sequence[Work], launches: Sequence[int]) -> list[float]:
 
 
 def analyse(events: Sequence[dict[str, Any]], steps: int, wall_us: float) -> dict[str, Any]:
-    """A Chrome trace of ``steps`` steps in ``wall_us`` as microseconds a step."""
+    """A Chrome trace of ``steps`` steps in ``wall_us`` as microseconds per step."""
     spans = [event for event in events if event.get("ph") == "X"]
     work, launches, waited = [], [], 0.0
     for event in spans:
@@ -102,9 +104,11 @@ def analyse(events: Sequence[dict[str, Any]], steps: int, wall_us: float) -> dic
 
 
 def traced(run: Callable[[int], float], steps: int, *, is_cuda: bool) -> dict[str, Any]:
-    """Trace ``run(steps)``, which returns its seconds. On a GPU only the device and CUDA's calls: torch's own operators
-    would cost more than they are."""
-    import torch  # here, for tables are made without it
+    """Trace ``run(steps)``, which returns its seconds.
+
+    On a GPU only device activity and CUDA calls are traced: tracing torch's operators would take longer than they do.
+    """
+    import torch  # not at the top: reports need no torch
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as trace:

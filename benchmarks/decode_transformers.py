@@ -18,7 +18,7 @@ _LARGEST_BATCH = 16
 
 
 class Times:
-    """In the place of a streamer: when each step's tokens came."""
+    """Streamer that records when each step's tokens arrived."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -42,7 +42,7 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
     for point in own:  # compiles
         decode(made, config["vocab_size"], point, device)
     clock.note(model, compiled_s=time.perf_counter() - started)
-    clock.turns.alone()
+    clock.lock.acquire()
     for point in own:
         clock.record(point, partial(decode, made, config["vocab_size"], point, device))
 

@@ -1,7 +1,7 @@
 """``decode_h200.py`` for vLLM, with its defaults, the same config, and random weights like ours.
 
-Its engine is stepped as ``LLM.generate`` steps it. The largest batch of a context is prefilled once; the smaller ones
-are what is left of it after aborts.
+The engine is stepped as in ``LLM.generate``. The largest batch of a context is prefilled once; smaller batches remain
+after aborting requests.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ os.environ.update(
 )
 
 _WARM = 8
-_ROOM = 736
-"""Tokens that a request may get: it decodes while the others prefill, and then through all batches of its context."""
+_MAX_NEW_TOKENS = 736
+"""New tokens of a request: it decodes while the others prefill, and through all batches of its context."""
 _STEPS = 80
-_TOKENS_A_SECOND = 200_000
-"""Of prefill, to guess what fits into the time that is left."""
+_TOKENS_PER_SECOND = 200_000
+"""Prefill rate, to estimate what fits into the remaining time."""
 
 
 def measure(model: str, config: Config, folder: str, points: Sequence[Point], settings: Settings, clock: Clock) -> None:
@@ -41,17 +41,19 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=max(settings.prefill, *(point.context for point in points)) + _ROOM + 32,
+        max_model_len=max(settings.prefill, *(point.context for point in points)) + _MAX_NEW_TOKENS + 32,
         max_num_seqs=max(point.batch for point in points),
         gpu_memory_utilization=0.3,
-        kv_cache_memory_bytes=int(1.25 * max(cache_bytes(config, p.batch, p.context + _ROOM) for p in points)),
+        kv_cache_memory_bytes=int(
+            1.25 * max(cache_bytes(config, p.batch, p.context + _MAX_NEW_TOKENS) for p in points)
+        ),
         enable_prefix_caching=False,
         enforce_eager=settings.eager,
         compilation_config={} if settings.eager else {"cudagraph_capture_sizes": _captured(model, points, settings)},
     )
     randomise(llm, config["initializer_range"])
     clock.note(model, start_s=time.perf_counter() - started, version=vllm.__version__)
-    clock.turns.alone()
+    clock.lock.acquire()
     if model in settings.prefill_models:
         clock.record_prefill(model, settings.prefill, lambda: prefill(llm, config, settings.prefill))
     for context in sorted({point.context for point in points}):
@@ -62,32 +64,32 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
 
 
 def _captured(model: str, points: Sequence[Point], settings: Settings) -> list[int]:
-    """Batches, and the short prefills up to the 512 tokens that its defaults capture."""
+    """Capture sizes: batches, and short prefills up to vLLM's default of 512 tokens."""
     prefills = [tokens for tokens in SHORT if tokens <= 512] if model in settings.prefill_models else []
     return sorted({*prefills, *(point.batch for point in points)})
 
 
 def randomise(llm: Any, std: float) -> None:
-    """Give vLLM weights like ours, in their places: graphs read them.
+    """Set vLLM's weights in place, with our distribution. Graphs keep reading the same addresses.
 
-    Its dummy weights are of ±0.001, those of norms too. Tokens that hardly differ go to the same experts, and a step
-    that goes to few of them reads less.
+    vLLM's dummy weights are within ±0.001, including norms. Tokens would hardly differ and share their experts, and a
+    step would read fewer weights.
     """
     model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
     for module in model.modules():
-        plain = "RMSNorm" in type(module).__name__ and "Gemma" not in type(module).__name__  # Gemma's adds 1 itself
+        plain = "RMSNorm" in type(module).__name__ and "Gemma" not in type(module).__name__  # Gemma's adds 1
         for name, weight in module.named_parameters(recurse=False):
             if weight.dim() > 1:
                 weight.data.normal_(std=std)
             elif plain and name == "weight":
                 weight.data.fill_(1.0)
-        for name in ("W_UK_T", "W_UV"):  # parts of kv_b_proj, made when weights are loaded
+        for name in ("W_UK_T", "W_UV"):  # computed from kv_b_proj when weights are loaded
             if (part := getattr(module, name, None)) is not None:
                 part.normal_(std=std)
 
 
 class Ladder:
-    """Requests of one context, fewer and fewer of them."""
+    """Requests of one context length, in decreasing number."""
 
     def __init__(self, llm: Any, vocabulary: int, context: int) -> None:
         from vllm import SamplingParams
@@ -96,13 +98,13 @@ class Ladder:
         self._engine = llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._vocabulary, self._context = vocabulary, context
-        self._params = SamplingParams(temperature=0.0, max_tokens=_ROOM, ignore_eos=True, detokenize=False)
+        self._params = SamplingParams(temperature=0.0, max_tokens=_MAX_NEW_TOKENS, ignore_eos=True, detokenize=False)
         self._params.output_kind = RequestOutputKind.FINAL_ONLY  # as LLM.generate has it
         self._running: list[str] = []
 
     def measure(self, point: Point, clock: Clock) -> dict[str, Any]:
         if not self._running:
-            needed = point.batch * point.context / _TOKENS_A_SECOND
+            needed = point.batch * point.context / _TOKENS_PER_SECOND
             if needed > 0.7 * clock.left_s:
                 raise TimeoutError(f"a prefill of about {needed:.0f} s, with {clock.left_s:.0f} s left")
         self._bring_to(point.batch)
@@ -133,7 +135,7 @@ class Ladder:
         return len(running) == batch and all(request.num_output_tokens > 0 for request in running)
 
     def _timed(self, steps: int) -> tuple[float, int]:
-        """Seconds and tokens of that many steps."""
+        """Seconds and tokens of ``steps`` steps."""
         before, started = self._tokens(), time.perf_counter()
         for _ in range(steps):
             self._engine.step()

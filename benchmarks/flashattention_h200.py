@@ -2,11 +2,11 @@
 
 GQA decode over a grid of batches: ours eager, ours in CUDA graphs of 20 calls over four layers' caches (as an engine
 would capture it, with a page table for the longest context), and flash-attn-4 and FlashInfer in such graphs. ``parts``
-says into how many parts ours cut each request; if it is 1, ours and flash-attn-4 make the same calls. Prefill without
+is our number of KV splits per request; if it is 1, ours and flash-attn-4 make the same calls. Prefill without
 prefix: GQA with the write to the cache, and MLA as MHA.
 
-Sides take turns. Only ratios within one run count, and ``raw_again`` shows their noise. A case that fails is reported
-with its error. Every result is written as soon as it is there.
+Sides alternate. Only ratios within one run count, and ``raw_again`` shows their noise. A case that fails is reported
+with its error. Results are written as soon as they are available.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Case:
-    """Equally long requests."""
+    """Requests of equal length."""
 
     requests: int
     length: int
@@ -125,7 +125,7 @@ class Ours:
         self.backend = FlashAttentionBackend(self.context)
 
     def batch(self, new: int | None = None) -> ForwardBatch:
-        """Each request's last ``new`` rows extend it; without a number its last row is decoded."""
+        """Batch that extends each request by its last ``new`` rows; by default decodes its last row."""
         requests, length = self.case.requests, self.case.length
         mode = ForwardMode.DECODE if new is None else ForwardMode.EXTEND
         return ForwardBatch(
@@ -133,7 +133,7 @@ class Ours:
         )
 
     def captured(self) -> ForwardBatch:
-        """A decode batch as an engine captures it: its table has room for the longest context."""
+        """Decode batch as an engine captures it: its page table is for the longest context."""
         geometry = self.batch().geometry
         table = torch.zeros(self.case.requests, MAX_CONTEXT // PAGE, dtype=torch.int32, device=self.device)
         table[:, : self.page_table.shape[1]] = self.page_table
@@ -266,7 +266,7 @@ class Prefill:
         self._forward, self._unwritten = self._as_mla() if mla else self._as_gqa()
 
     def _as_gqa(self) -> tuple[Callable[[], Tensor], ...]:
-        """With the writing of the cache, and without."""
+        """GQA prefill, with and without the cache write."""
         ours = Ours(self._case, self._rig.device, 1)
         batch = ours.batch(self._case.length)
         plan_forward(ours.backend, batch)
@@ -274,7 +274,7 @@ class Prefill:
         return forward, partial(forward, save_kv_cache=False)
 
     def _as_mla(self) -> tuple[Callable[[], Tensor], ...]:
-        """Both the same: the engine writes MLA's latent rows."""
+        """MLA prefill. The cache write is the engine's, so both variants are the same."""
         case, device = self._case, self._rig.device
         dims = MLADims(512, case.head_dim - 64, 64)
         layer = LayerSpec(0, AttentionKind.MLA, case.heads, case.heads, case.head_dim, case.v_head_dim,

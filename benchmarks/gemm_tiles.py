@@ -1,11 +1,11 @@
-"""Cuts of the products of an MLA step with few rows, tried one shape after the other in a captured chain.
+"""Tile configurations of the GEMMs of an MLA step with few rows, tried one shape at a time in a captured chain.
 
 python benchmarks/gemm_tiles.py --rows 1 --out benchmarks/results/product_cuts_h200.json
 python benchmarks/gemm_tiles.py --rows 4 --out benchmarks/results/product_tiles_h200.json
 
-A product alone says little: kernels overlap, so what counts is the time of 16 layers of products, each with weights of
-its own. Attention is left out. Every cut that is better by a microsecond stays while the next shape is tried, twice
-over. With more than two rows cuts for tensor cores are tried, and the library. What won is in
+A single GEMM says little, because kernels overlap. So 16 layers of GEMMs are timed, each with its own weights, without
+attention. A configuration that is faster by a microsecond is kept while the next shape is tried, in two passes. With
+more than two rows tensor-core configurations and the library are tried too. The winners are in
 ``attnplug_engine.kernels.gemm_tiles``.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_points import Turns
+from decode_points import DeviceLock
 from gpu_report import describe
 from torch.nn import functional as F
 
@@ -31,7 +31,7 @@ from attnplug_engine.kernels.gemm_tiles import TileConfig, choose_few
 from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
 LAYERS, HIDDEN, RANK = 16, 2048, 1536
-SHAPES = {  # rows and columns of the matrix, and how many blocks of it a program takes
+SHAPES = {  # rows and columns of the matrix, and its blocks per program
     "qkv_a": (2112, 2048, 1),
     "q_b": (3072, 1536, 1),
     "o": (2048, 2048, 1),
@@ -41,7 +41,7 @@ SHAPES = {  # rows and columns of the matrix, and how many blocks of it a progra
 }
 WHOLE = [(1, 1), (1, 2), (2, 2), (2, 4), (4, 2), (4, 4), (4, 8), (8, 4), (8, 8), (16, 8)]  # rows and warps
 TRIED = {name: [TileConfig(rows, 2048, warps) for rows, warps in WHOLE] for name in SHAPES}
-TRIED["gate_up"] = [cut for cut in TRIED["gate_up"] if cut.block_n <= 8]
+TRIED["gate_up"] = [config for config in TRIED["gate_up"] if config.block_n <= 8]
 TRIED["down"] = [TileConfig(1, 8192, 4), TileConfig(1, 8192, 8), TileConfig(2, 8192, 8), TileConfig(4, 8192, 8)]
 TRIED["down"] += [
     TileConfig(2, 4096, 4),
@@ -59,12 +59,12 @@ _SHARED = 220 << 10
 
 def candidates(rows: int) -> dict[str, list[TileConfig | None]]:
     if rows <= gemm_tiles.FEW:
-        return {name: list(cuts) for name, cuts in TRIED.items()}
+        return {name: list(configs) for name, configs in TRIED.items()}
     found: dict[str, list[TileConfig | None]] = {}
     for name, (_, _, tiles) in SHAPES.items():
         found[name] = [LIBRARY]
         if rows <= gemm_tiles.MORE:
-            found[name] += [TileConfig(*cut, tiles=True) for cut in TILES]
+            found[name] += [TileConfig(*config, tiles=True) for config in TILES]
         for lines, columns, warps, stages in STREAMED:
             if (lines + max(rows, 16)) * columns * stages * 2 <= _SHARED:
                 found[name].append(TileConfig(lines // tiles, columns, warps, tiles=True, stages=stages))
@@ -77,19 +77,19 @@ def gains(width: int) -> torch.Tensor:
 
 
 def run(
-    name: str, x: torch.Tensor, weight: torch.Tensor, cut: TileConfig | None, onto: torch.Tensor | None = None
+    name: str, x: torch.Tensor, weight: torch.Tensor, config: TileConfig | None, onto: torch.Tensor | None = None
 ) -> torch.Tensor:
     norm = None if name in ("o", "down", "head") else (gains(x.shape[1]), 1e-6)
-    if cut is LIBRARY:
+    if config is LIBRARY:
         x = x if norm is None else rms_norm(x, *norm)
         out = F.linear(x, weight) if onto is None else torch.addmm(onto, x, weight.t())
         return silu_and_mul(out) if name == "gate_up" else out
-    return skinny_gemm(x, weight, cut, norm=norm, gated=name == "gate_up", onto=onto)
+    return skinny_gemm(x, weight, config, norm=norm, gated=name == "gate_up", onto=onto)
 
 
 def compile_one(job: tuple[str, TileConfig | None, int]) -> None:
-    """Put one cut's kernel into Triton's cache; in a process of its own, since compiling takes most of the time."""
-    name, cut, rows = job
+    """Compile one configuration into Triton's cache; runs in a process pool, since compiling takes most of the time."""
+    name, config, rows = job
     outputs, inputs, _ = SHAPES[name]
     shape: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     onto = torch.zeros(rows, outputs, **shape) if name in ("o", "down") else None
@@ -97,7 +97,7 @@ def compile_one(job: tuple[str, TileConfig | None, int]) -> None:
         name,
         torch.zeros(rows, max(inputs, 3072), **shape)[:, :inputs],
         torch.zeros(outputs, inputs, **shape),
-        cut,
+        config,
         onto,
     )
 
@@ -119,22 +119,22 @@ class Chain:
         numbers = sum(weight.numel() for layer in self.weights for weight in layer.values()) + self.head.numel()
         return numbers * 2 / 4.2e6
 
-    def run(self, cuts: dict[str, TileConfig | None]) -> torch.Tensor:
+    def run(self, configs: dict[str, TileConfig | None]) -> torch.Tensor:
         hidden = self.x
         for weights in self.weights:
-            low = run("qkv_a", hidden, weights["qkv_a"], cuts["qkv_a"])
-            queries = run("q_b", low[:, :RANK], weights["q_b"], cuts["q_b"])
-            hidden = run("o", queries[:, :HIDDEN], weights["o"], cuts["o"], hidden)
-            gated = run("gate_up", hidden, weights["gate_up"], cuts["gate_up"])
-            hidden = run("down", gated, weights["down"], cuts["down"], hidden)
-        return run("head", hidden, self.head, cuts["head"])
+            low = run("qkv_a", hidden, weights["qkv_a"], configs["qkv_a"])
+            queries = run("q_b", low[:, :RANK], weights["q_b"], configs["q_b"])
+            hidden = run("o", queries[:, :HIDDEN], weights["o"], configs["o"], hidden)
+            gated = run("gate_up", hidden, weights["gate_up"], configs["gate_up"])
+            hidden = run("down", gated, weights["down"], configs["down"], hidden)
+        return run("head", hidden, self.head, configs["head"])
 
-    def timed_us(self, cuts: dict[str, TileConfig | None], replays: int = 40) -> float:
-        self.run(cuts)
+    def timed_us(self, configs: dict[str, TileConfig | None], replays: int = 40) -> float:
+        self.run(configs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.run(cuts)
+            self.run(configs)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 6)]
         for event in events:
             event.record()
@@ -144,44 +144,45 @@ class Chain:
         return statistics.median(times) * 1e3
 
 
-def shown(cut: TileConfig | None) -> str | list[int]:
-    if cut is LIBRARY:
+def shown(config: TileConfig | None) -> str | list[int]:
+    if config is LIBRARY:
         return "library"
-    return [cut.block_n, cut.block_k, cut.warps, cut.stages]
+    return [config.block_n, config.block_k, config.warps, config.stages]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--turns", metavar="FILE", help="measure when no other process of this file does")
+    parser.add_argument("--turns", metavar="FILE", help="lock file: processes with the same file measure one at a time")
     parser.add_argument("--compilers", type=int, default=12)
     arguments = parser.parse_args()
-    rows, tried_cuts = arguments.rows, candidates(arguments.rows)
+    rows, tried_configs = arguments.rows, candidates(arguments.rows)
     with multiprocessing.get_context("spawn").Pool(arguments.compilers) as pool:
-        pool.map(compile_one, [(name, cut, rows) for name, cuts in tried_cuts.items() for cut in cuts], chunksize=2)
-    turns = Turns(arguments.turns)  # held until the process ends
-    turns.alone()
+        jobs = [(name, config, rows) for name, configs in tried_configs.items() for config in configs]
+        pool.map(compile_one, jobs, chunksize=2)
+    lock = DeviceLock(arguments.turns)  # held until the process ends
+    lock.acquire()
     chain = Chain(rows)
-    gemm_tiles.FEW_ROW_CONFIGS = {}  # what the rule says, not what was measured before
+    gemm_tiles.FEW_ROW_CONFIGS = {}  # use the rule, not earlier measurements
     ruled: dict[str, TileConfig | None] = dict.fromkeys(SHAPES)
     if rows <= gemm_tiles.FEW:
         ruled = {name: choose_few(outputs // tiles, inputs, tiles) for name, (outputs, inputs, tiles) in SHAPES.items()}
-    cuts, tried = dict(ruled), []
+    configs, tried = dict(ruled), []
     for _ in range(2):
-        for name, own in tried_cuts.items():
-            best = chain.timed_us(cuts)
-            for cut in own:
-                time = chain.timed_us({**cuts, name: cut})
-                tried.append([name, shown(cut), round(time, 1)])
+        for name, own in tried_configs.items():
+            best = chain.timed_us(configs)
+            for config in own:
+                time = chain.timed_us({**configs, name: config})
+                tried.append([name, shown(config), round(time, 1)])
                 if time < best - 1:
-                    best, cuts[name] = time, cut
+                    best, configs[name] = time, config
     result = {
         **describe(f"cuts of products of {rows} rows", ("torch", "triton", "attnplug-engine"), None),
         "limit_us": chain.limit_us(),
         "before_us": chain.timed_us(ruled, 80),
-        "after_us": chain.timed_us(cuts, 80),
-        "cuts": {name: shown(cut) for name, cut in cuts.items()},
+        "after_us": chain.timed_us(configs, 80),
+        "cuts": {name: shown(config) for name, config in configs.items()},
         "tried": tried,
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 Call = Callable[[int], object]
-"""Takes the number of the call, which says which layer's cache is read."""
+"""Function of the call's index, which selects the layer's cache."""
 
 
 def device_us(calls: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], None]) -> dict[str, float]:
-    """Median microseconds of calls on the device. They take turns, back and forth; ``before`` runs untimed."""
+    """Median device microseconds of calls. They alternate in both orders; ``before`` runs untimed."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -35,7 +35,7 @@ def device_us(calls: Mapping[str, Callable[[], object]], rounds: int, before: Ca
 
 
 def host_us(calls: Mapping[str, Call], rounds: int, count: int) -> dict[str, list[float]]:
-    """Host microseconds per call, for each round: ``count`` calls in a row without waiting, in turns."""
+    """Host microseconds per call, for each round: ``count`` calls in a row without synchronization, alternating."""
     for call in calls.values():
         call(0)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -55,7 +55,7 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def while_busy(call: Call, load: Callable[[], None], rounds: int = 10) -> dict[str, Any]:
-    """Host microseconds of a call after queued work, and whether that work was always still running afterwards."""
+    """Host microseconds of a call with queued device work, and True if that work was still running afterwards."""
     call(0)
     times, running = [], []
     for _ in range(rounds):
@@ -71,8 +71,8 @@ def while_busy(call: Call, load: Callable[[], None], rounds: int = 10) -> dict[s
     return {"median_us": statistics.median(times), "max_us": max(times), "device_still_busy": all(running)}
 
 
-def complaint_of_torch(call: Call) -> str | None:
-    """What torch's own check for synchronising operations says about a call; None if it finds none."""
+def sync_error(call: Call) -> str | None:
+    """Error of torch's sync debug mode for a call; None if the call does not synchronize."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         call(0)
@@ -84,8 +84,7 @@ def complaint_of_torch(call: Call) -> str | None:
 
 
 def capture(body: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of ``body`` and its result. ``body`` runs once before, so that nothing is compiled or loaded in the
-    graph."""
+    """Capture ``body``; returns the graph and its result. ``body`` runs once before, to compile and load kernels."""
     body()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,11 +1,11 @@
-"""Faults that only a GPU sees, put into the kernels one at a time: do the tests marked ``gpu`` find each of them?
+"""Mutation tests of GPU-only faults: put one fault at a time into a kernel and run the tests marked ``gpu``.
 
-    python benchmarks/gpu_faults.py --check                      that every fault still fits the source; anywhere
+    python benchmarks/gpu_faults.py --check                      check that every fault still applies; no GPU needed
     python benchmarks/gpu_faults.py [--only NAME …] [--json F]   on a GPU; minutes, less with --only
 
 A fault is a piece of a source file and its replacement. Its package is copied, the copy is changed and put first on
 ``PYTHONPATH``, and a few tests run in a process of their own: the working tree stays as it is. Every selection of tests
-also runs once without a fault, because otherwise a failure with it would prove nothing.
+also runs once without a fault: it must pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Fault:
 
     @property
     def source(self) -> Path:
-        """The folder that is put on ``PYTHONPATH``."""
+        """Folder to put on ``PYTHONPATH``."""
         return ROOT / self.file.partition("/src/")[0] / "src"
 
 
@@ -56,7 +56,7 @@ FLASHATTENTION, FLASHATTENTION_TESTS = _plugin("flashattention")
 TRITON, TRITON_TESTS = _plugin("triton_mla")
 LATENT, LATENT_TESTS = "engine/src/attnplug_engine/kernels/latent.py", "engine/tests/test_latent_rows.py"
 
-# Few tests each, and the same for similar faults: each fault compiles its kernel anew, and no more than that.
+# Few tests each, and the same for similar faults, since each fault recompiles its kernel.
 _ONE = "\n        _write_row("  # in the kernel that writes one cache, not two
 _NO_SLOT = (ROW_TESTS, "-k", "before_or_behind or without_a_slot and float32 and not triton")
 _INDICES = (f"{FLASHINFER_TESTS}/test_planner.py", "-k", "row_by_row or stays_inside")
@@ -70,7 +70,7 @@ _PLAN = (f"{TRITON_TESTS}/test_schedule.py", "-k", "last_of_their_request or pla
 _LOW = (f"{TRITON_TESTS}/test_batches.py", "-k", "TestMatrix and test_decode and 5-16-64")
 _WIDE = (f"{TRITON_TESTS}/test_batches.py", "-k", "TestMatrix and test_decode and 60-128-64")
 _LONG = (f"{TRITON_TESTS}/test_batches.py", "-k", "thousandfold and decode")
-"""Enough steps per program that it looks up a page ahead."""
+"""Enough steps per program for a page lookup ahead."""
 _LAST = (f"{TRITON_TESTS}/test_batches.py", "-k", "ways_to_cut and extend and plain")
 _EARLY = f"{TRITON_TESTS}/test_batches.py"
 _SPARSE = (INDEX_TESTS, "-k", "float64")
@@ -218,7 +218,7 @@ FAULTS = (
     Fault(
         "core: rows are written before they arrived",
         ROWS,
-        "        gdc_wait()  # for whoever made slots and rows\n",
+        "        gdc_wait()  # for the kernels that wrote slots and rows\n",
         "",
         (_EARLY, "-k", "launched_early and low"),
     ),
@@ -290,7 +290,7 @@ FAULTS = (
 
 
 def stale() -> list[str]:
-    """What is wrong with the faults themselves: their text is not found once, or their tests do not exist."""
+    """Problems of the faults themselves: text that does not occur exactly once, tests that do not exist."""
     found = []
     for fault in FAULTS:
         times = (ROOT / fault.file).read_text().count(fault.old)
@@ -303,7 +303,7 @@ def stale() -> list[str]:
 
 
 def run(tests: tuple[str, ...], sources: list[Path], timeout: float) -> dict[str, Any]:
-    """``passed``, ``failed``, ``nothing selected`` or ``timed out``, in how many seconds, and what pytest says."""
+    """``passed``, ``failed``, ``nothing selected`` or ``timed out``, the seconds, and pytest's output."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
     path = os.pathsep.join(map(str, [*sources, os.environ.get("PYTHONPATH", "")]))
     started, outcomes = time.monotonic(), {0: "passed", 1: "failed", 5: "nothing selected"}
@@ -320,10 +320,10 @@ def run(tests: tuple[str, ...], sources: list[Path], timeout: float) -> dict[str
     except subprocess.TimeoutExpired:
         return {"outcome": "timed out", "seconds": round(time.monotonic() - started, 1), "said": f"after {timeout} s"}
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line and not line.startswith("SKIPPED")]
-    # A process that a fault killed, by touching foreign memory, has failed as well.
+    # A process killed by an illegal memory access counts as failed.
     outcome = outcomes.get(done.returncode, f"exit {done.returncode}")
     if outcome == "passed" and not any(" passed" in line for line in lines[-3:]):
-        outcome = "nothing selected"  # all of it was skipped
+        outcome = "nothing selected"  # all tests were skipped
     said = [line[:250] for line in lines if line.startswith(("FAILED", "ERROR"))][:1] + lines[-1:]
     return {"outcome": outcome, "seconds": round(time.monotonic() - started, 1), "said": " | ".join(said)}
 

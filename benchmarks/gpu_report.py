@@ -1,4 +1,4 @@
-"""Reporting that the GPU benchmarks share: where they ran, what failed, and a file that is always complete."""
+"""Reports shared by the GPU benchmarks: environment, errors, and a result file that is always complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 
 @dataclass
 class Report:
-    """Everything found so far; written again with every result."""
+    """All results so far; the file is rewritten with every result."""
 
     path: Path | None
     found: dict[str, Any]
@@ -37,17 +37,17 @@ class Report:
 
 
 def attempt(measure: Callable[[], Any]) -> Any:
-    """What was measured, or the error instead."""
+    """Return the measurement, or its error."""
     try:
         return measure()
-    except Exception as error:  # kernels fail in any way, and the other cases are still worth having
+    except Exception as error:  # a failing kernel may raise anything; go on with the other cases
         trace = traceback.format_exc(limit=-4)
         print(trace, file=sys.stderr, flush=True)
         return {"error": f"{type(error).__name__}: {error}"[:400], "traceback": trace[-4000:]}
 
 
 def describe(what: str, packages: Sequence[str], commit: str | None) -> dict[str, Any]:
-    """What is measured, where and with what."""
+    """Describe a run: subject, device and versions."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in packages:
         try:

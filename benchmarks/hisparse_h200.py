@@ -1,11 +1,11 @@
-"""HiSparse on an H200: a decode step of one sparse layer over rows in host memory, beside one over rows on the device.
+"""HiSparse on an H200: a decode step of one sparse layer over rows in host memory, compared with rows on the device.
 
-128 heads, 2048 of 131072 rows chosen, hot buffers of 4096 rows. A cycle of choices is replayed, of which a part stays
-from step to step and the rest changes. A cycle has more rows than a buffer, so what changes is never found there. This
-sets the hit rate. ``attention`` is the write of the new rows and attention; with HiSparse, swap-in too. ``step`` has
-the index before it: scores and top-k over all rows. What the index chooses is not used, so that the hit rate is known.
+128 heads, 2048 of 131072 rows selected, hot buffers of 4096 rows. A cycle of selections is replayed, of which a part
+stays from step to step and the rest changes. A cycle has more rows than a buffer, so changed rows always miss. This
+sets the hit rate. ``attention`` is the write of the new rows and attention, with HiSparse also swap-in. ``step`` adds
+the index: scores and top-k over all rows. Its selection is not used, so that the hit rate is known.
 
-Both sides take turns in one run, in CUDA graphs if the backend can be captured. Only ratios within one run count.
+Both sides alternate in one run, in CUDA graphs if the backend can be captured. Only ratios within one run count.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Side:
             self.attention.plan(self.batch)
 
     def cycle(self, inputs: Inputs, *, indexed: bool) -> Callable[[], None]:
-        """Runs every choice of the cycle once; replays a graph where there is one."""
+        """Run every selection of the cycle once, by its graph if captured."""
 
         def run() -> None:
             if self.captures:
@@ -149,7 +149,7 @@ class Side:
 
 
 class Inputs:
-    """Queries, new rows, and a cycle of choices of which ``rate`` stays."""
+    """Queries, new rows, and a cycle of selections with hit rate ``rate``."""
 
     def __init__(self, requests: int, rate: float, device: torch.device) -> None:
         made = partial(torch.randn, device=device, dtype=torch.bfloat16)

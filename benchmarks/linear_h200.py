@@ -1,11 +1,11 @@
 """Linear attention on an H200: the fla backend against flash-linear-attention called directly, in the same run.
 
 Gated DeltaNet and Kimi's delta attention with 32 heads and states of 128 x 128: prefill by chunks, and decode. Decode
-reads and writes the states of several layers in place, more than the L2 cache holds. All of it runs inside CUDA graphs
-and is timed on the device; the host's cost of a call is measured too.
+reads and writes the states of several layers in place, more than the L2 cache holds. Everything runs inside CUDA graphs
+and is timed on the device; the host time of a call is measured too.
 
 ``raw`` is the library's public function, which writes new states beside the old ones. ``raw_in_place`` is its inner
-function, which takes slots. They take turns with ours, and ``raw_again`` shows the noise.
+function, which takes slots. They alternate with ours, and ``raw_again`` shows the noise.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Sides:
 
         return call
 
-    # ---- what is measured ----
+    # ---- measurements ----
 
     def in_graphs(self) -> dict[str, Any]:
         calls = {"raw": self.raw(), "ours": self.ours}
@@ -228,7 +228,7 @@ class Sides:
     def difference(self) -> float:
         """‖ours − raw‖ / ‖raw‖ from equal states. raw leaves them as they are; ours does not."""
         self.slots.copy_(torch.arange(self.case.requests, device=self.device))
-        self.plan()  # slots are as the plan found them
+        self.plan()  # the plan reads the slots
         raw = self.raw()(0).float()
         ours = self.ours(0).float()
         found = float((ours - raw).norm() / raw.norm())

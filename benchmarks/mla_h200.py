@@ -1,14 +1,14 @@
 """MLA on an H200: our backends against FlashInfer and FlashMLA, called directly, in the same run.
 
 - Decode over the grid of shapes that the raw kernels were measured with. On the device: eager, and in CUDA graphs of 20
-  calls over four layers' caches. On the host: what a call takes beyond the library's own, and what planning takes, idle
-  and while the device is busy, when a plan that waits shows as milliseconds.
-- triton_mla beside both libraries, in graphs in which every call reads a cache that is not in L2.
+  calls over four layers' caches. On the host: overhead of a call over the library's own, and planning time, idle and
+  while the device is busy, when a plan that synchronizes takes milliseconds.
+- triton_mla and both libraries, in graphs in which every call reads a cache that is not in L2.
 - Prefill as MHA.
 - Memory of a chunked prefill over long prefixes, next to the same prefill in one shot.
 
-Raw and ours take turns. Only ratios within one run count, and ``raw_again`` shows their noise. A case that fails is
-reported with its error. Every result is written as soon as it is there.
+Raw and ours alternate. Only ratios within one run count, and ``raw_again`` shows their noise. A case that fails is
+reported with its error. Results are written as soon as they are available.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_clock import Call, capture, complaint_of_torch, device_us, host_us, medians, while_busy
+from gpu_clock import Call, capture, device_us, host_us, medians, sync_error, while_busy
 from gpu_report import Report, attempt, describe
 from mla_report import errors, print_report
 from mla_sides import (
@@ -122,7 +122,7 @@ class Decode:
         return {"us": us, "ratio": ratios(us), "difference": off}
 
     def host(self) -> dict[str, Any]:
-        """One call on the host, and what ours adds to the library's."""
+        """Host time of one call, and our overhead over the library's."""
         ours = {"ours": self._call(self._batch), "ours_writing": self._call(self._batch, write=True)}
         rounds = host_us({"raw": self._raw.run, **ours}, 20, HOST_CALLS)
         added = {name: [a - b for a, b in zip(rounds[name], rounds["raw"], strict=True)] for name in ours}
@@ -144,7 +144,7 @@ class Decode:
         return {
             "us": medians(host_us(calls, 50, 1)),
             "busy": {name: while_busy(call, self._rig.load) for name, call in calls.items()},
-            "torch_complains": {name: complaint_of_torch(call) for name, call in calls.items()},
+            "torch_complains": {name: sync_error(call) for name, call in calls.items()},
         }
 
     def graphs(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Decode:
 
 
 class Rotating:
-    """One decode case over caches that are not in L2, as in a model with many layers: triton_mla beside both
+    """One decode case over caches that are not in L2, as in a model with many layers: triton_mla and both
     libraries."""
 
     def __init__(self, case: Case, rig: Rig) -> None:
@@ -198,7 +198,7 @@ class Rotating:
     def _side(self, backend: Any, *, writing: bool = False, room: int = 0) -> Callable[[], Tensor]:
         """A step of 20 layers: the kernel that plans, then the calls.
 
-        With ``room``, the page table is for longer requests. With ``writing``, each call stores its new rows first.
+        ``room``: width of the page table in tokens. ``writing``: each call stores its new rows first.
         """
         backend.init_cuda_graph_state(self._case.requests, self._case.requests)
         batch, layers = self._ours.batch(captured=True), self._ours.layers
@@ -309,7 +309,7 @@ class Prefill:
 
 
 class Memory:
-    """One layer's prefill after long prefixes: how much device memory it takes, by chunks and in one shot."""
+    """One layer's prefill after long prefixes: device memory of the chunked and the one-shot path."""
 
     def __init__(self, case: Case, rig: Rig) -> None:
         self._rig, heads, rank = rig, case.heads, DIMS.kv_lora_rank
@@ -343,7 +343,7 @@ class Memory:
         }
 
     def peak(self, path: ExtendPath) -> dict[str, Any]:
-        """Bytes that preparing a batch leaves on the device, and the most that one layer adds while it runs."""
+        """Bytes that preparing a batch leaves on the device, and the peak that one layer adds."""
         policy = ExtendPolicy(chunk_capacity=CAPACITY, forced=path)
         attention = ModelAttention(self._ours.backend, KVPools(mla=self._ours.pool), policy)
         batch = self._ours.batch(NEW)
@@ -355,7 +355,7 @@ class Memory:
         def run() -> Tensor:
             return attention.attend_mla(self._q, self._rows, layer, self._weights, batch)
 
-        run()  # cuBLAS takes its workspace at the first call
+        run()  # cuBLAS allocates its workspace at the first call
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -444,7 +444,7 @@ def main() -> None:
             "flashmla": (partial(Decode, pair=FLASHMLA), () if missing else decode),
             "triton": (Rotating, decode),
             "prefill": (Prefill, prefill),
-            # Last, and the largest at the very end: if it breaks the device, no other case is lost.
+            # Last, in ascending order: if one makes the device unusable, no other case is lost.
             "memory": (Memory, () if arguments.quick else MEMORY),
         }
         for name in SECTIONS:

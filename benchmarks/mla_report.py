@@ -1,4 +1,4 @@
-"""What ``mla_h200.py`` prints about its results: tables, and a summary against the goals."""
+"""Console report of ``mla_h200.py``: tables, and a summary against the goals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mla_sides import NEW, PREFIX, Case
 
 
 def value(row: Mapping[str, Any], path: str, form: str = ".1f") -> str:
-    """A number deep in a row, by its dotted path, or a dash if there is none; ``MiB`` is a form for bytes."""
+    """Format a nested value of a row by its dotted path, or a dash if missing; ``MiB`` formats bytes."""
     found: Any = row
     for key in path.split("."):
         found = found.get(key) if isinstance(found, dict) else None
@@ -180,7 +180,7 @@ def numbers_at(rows: Iterable[Mapping[str, Any]], path: str) -> list[float]:
 
 
 def errors(found: Mapping[str, Any]) -> list[str]:
-    """Every error in a case, one line each, with the part that has it."""
+    """All errors of a case, one line each, with their paths."""
     parts = {f"{name}: ": part for name, part in found.items() if isinstance(part, dict)}
     return [
         prefix + part["error"].partition("\n")[0][:120]

@@ -1,4 +1,4 @@
-"""The sides that ``mla_h200.py`` compares over the same memory: our backends, and their libraries called directly."""
+"""Sides that ``mla_h200.py`` compares over the same memory: our backends, and direct library calls."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ MAX_CONTEXT = 131072
 
 LAYERS = 4
 CALLS = 20
-"""Calls in a graph, over the layers in turn."""
+"""Number of calls in a graph, cycling over the layers."""
 REPLAYS = 30
 HOST_CALLS = 50
-"""Calls between two readings of the clock: too few to fill the launch queue, which would make the host wait."""
+"""Number of calls between two clock readings; too few to fill the launch queue, which would block the host."""
 NEW, PREFIX, CAPACITY = 512, 32768, 16384
 PACKAGES = (
     *("torch", "triton", "flashinfer-python", "sgl-flash-mla"),
@@ -43,7 +43,7 @@ _ROTATING_BYTES = 6 << 30
 
 @dataclass(frozen=True)
 class Case:
-    """Equally long requests."""
+    """Requests of equal length."""
 
     heads: int
     requests: int
@@ -76,7 +76,7 @@ def decode_bytes(case: Case) -> int:
 
 
 def rotating_layers(case: Case) -> int:
-    """Layers, so that every call of a graph reads a cache of its own, as far as memory allows."""
+    """Number of layers, so that every call of a graph reads another cache, as far as memory allows."""
     nbytes = case.requests * case.length * DIMS.row_dim * DTYPE.itemsize
     return min(CALLS, max(LAYERS, _ROTATING_BYTES // nbytes))
 
@@ -95,7 +95,7 @@ def random(*shape: int, device: torch.device) -> Tensor:
 
 
 class Rig:
-    """What all cases share: the device, scratch memory for the raw wrappers, and work that keeps the device busy."""
+    """State shared by all cases: device, scratch memory of the raw wrappers, and work that keeps the device busy."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -105,7 +105,7 @@ class Rig:
         self._product = torch.empty_like(self._left)
 
     def warm(self) -> None:
-        """Keep the device busy for 0.2 ms, so that the host gets ahead: launches then cost the device nothing."""
+        """Keep the device busy for 0.2 ms, so that the host runs ahead and launch latency is hidden."""
         torch.cuda._sleep(400_000)
 
     def cold(self) -> None:
@@ -173,7 +173,7 @@ class Ours:
         return BACKENDS[name](self._host.for_backend(name, declared, roles=roles, options=options))
 
     def batch(self, new: int | None = None, *, captured: bool = False) -> ForwardBatch:
-        """Each request's last ``new`` rows extend it; without a number its last row is decoded.
+        """Batch that extends each request by its last ``new`` rows; by default decodes its last row.
 
         A captured batch has its lengths on the device only.
         """
@@ -203,18 +203,18 @@ FLASHMLA = Pair("flashmla", lambda ours, q, rig, graph: RawFlashMLA(ours.scene(q
 
 
 def missing_flashmla() -> str | None:
-    """Why FlashMLA cannot be measured here; None if it can."""
+    """Reason why FlashMLA cannot be measured; None if it can."""
     from attnplug_flashmla.kernels import load_library
 
     try:
         load_library()
-    except Exception as error:  # it may not be installed, or not load
+    except Exception as error:  # not installed, or fails to load
         return f"FlashMLA is left out: {type(error).__name__}: {error}; pip install sgl-flash-mla --no-deps"
     return None
 
 
 class RawPrefill:
-    """FlashInfer's ragged wrapper, in the same way."""
+    """FlashInfer's ragged prefill wrapper."""
 
     def __init__(self, case: Case, scratch: Tensor) -> None:
         from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper

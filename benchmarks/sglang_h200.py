@@ -1,14 +1,15 @@
-"""Tokens of SGLang with our backends and with its own, on random checkpoints with real weights, judged by transformers.
+"""Tokens of SGLang with our backends and with its own, on random checkpoints, compared with transformers.
 
 python benchmarks/sglang_h200.py OUT.jsonl [SECONDS] [AT_ONCE] [ONLY]
 
-Each configuration is an engine in a process of its own, and three batches of eight prompts: "none" (nothing cached),
+Each configuration is an engine in a separate process, with three batches of eight prompts: "none" (nothing cached),
 "repeated" (the same prompts, from the prefix cache) and "extended" (each prompt with 40 tokens more). Each batch is a
-line of JSON. ONLY are parts of "model backend graphs page chunk", between commas: what has one of them is run.
+line of JSON. ONLY is a comma-separated list of substrings of "model backend graphs page chunk": matching configurations
+run.
 
 A token is right if it is transformers' greedy one in bfloat16 after the same tokens; or a near tie: in float32 its
 logit is below the best by no more than twice the largest error that bfloat16 makes in transformers' own logits of that
-sequence. Every position is judged after SGLang's own tokens before it, so one near tie does not end the comparison.
+sequence. Every position is compared given SGLang's own preceding tokens, so one near tie does not end the comparison.
 
 SGLang starts processes that import this file again, so everything is below the guard.
 """
@@ -65,7 +66,7 @@ def make(name: str) -> Any:
             )
         )
     dims = {"kv_lora_rank": 512, "q_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    # All four experts are chosen: a router's near tie would change a token more than rounding does.
+    # All four experts are selected: a near tie of the router would change tokens more than rounding.
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
     rest = {"moe_intermediate_size": 256, "first_k_dense_replace": 3, "tie_word_embeddings": False}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
@@ -175,7 +176,7 @@ class Reference:
         )
         return out[0, len(prompt) :].tolist()
 
-    def judge(self, prefix: str, tokens: list[list[int]]) -> dict[str, Any]:
+    def check_tokens(self, prefix: str, tokens: list[list[int]]) -> dict[str, Any]:
         torch = self.torch
         ties, wrong, worst, allowed = 0, [], 0.0, 0.0
         for index, (prompt, found) in enumerate(zip(batches()[prefix], tokens, strict=True)):
@@ -272,12 +273,12 @@ def _text(case: dict[str, Any]) -> str:
 
 
 def has_fa3() -> bool:
-    """SGLang's FlashAttention 3 is a part of its own; without it, sgl_kernel has no flash_ops."""
+    """True if SGLang's optional FlashAttention 3 is installed; otherwise sgl_kernel has no flash_ops."""
     return any((Path(entry) / "sgl_kernel" / "flash_ops.abi3.so").is_file() for entry in sys.path)
 
 
 class Running:
-    """One engine in a session of its own, so that all its processes can be found and ended."""
+    """One engine in a separate session, so that all its processes can be found and ended."""
 
     def __init__(self, case: dict[str, Any], folder: Path, work: Path, number: int, limit: float) -> None:
         given = {
@@ -327,7 +328,7 @@ class Running:
         for line in text.splitlines():
             if line.startswith("RESULT "):
                 result = json.loads(line[7:])
-                verdict = reference.judge(result["prefix"], result["tokens"])
+                verdict = reference.check_tokens(result["prefix"], result["tokens"])
                 rows.append(
                     {
                         **shared,

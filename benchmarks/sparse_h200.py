@@ -1,12 +1,12 @@
-"""Sparse MLA on an H200: triton_mla's index, top-k and attention, apart and as a whole layer, beside FlashMLA's sparse
-kernels called directly, and beside triton_mla's own dense decode.
+"""Sparse MLA on an H200: triton_mla's index, top-k and attention, separately and as a whole layer, compared with direct
+calls of FlashMLA's sparse kernels and with triton_mla's own dense decode.
 
-A layer has 128 heads, and an index of 64 heads of 128 that chooses 2048 rows. Everything is captured; calls in a graph
-take turns over as many layers as it takes that none finds its rows in L2. ``step`` is all that a sparse layer adds to
+A layer has 128 heads, and an index of 64 heads of 128 that selects 2048 rows. Everything is captured; calls in a graph
+cycle over enough layers that none finds its rows in L2. ``step`` is all that a sparse layer adds to
 its projections: new rows and keys written, scores, top-k, attention. ``dense`` is the same without an index. FlashMLA
 reads 656-byte fp8 rows (``flash_mla_with_kvcache`` with indices) or the rows of our cache (``flash_mla_sparse_fwd``).
 
-A case that fails is reported with its error. Every result is written as soon as it is there.
+A case that fails is reported with its error. Results are written as soon as they are available.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ INDEX = IndexerDims(64, 128, TOPK)
 QK_DIM = DIMS.qk_nope_head_dim + DIMS.qk_rope_head_dim
 SCALE = QK_DIM**-0.5
 COLD_BYTES = 80 << 20
-"""More than L2 holds: as much lies between two readings of a row."""
+"""Bytes read between two reads of a row; more than L2 holds."""
 MOST_LAYERS, CALLS, ROUNDS = 32, 8, 20
 BYTES_PER_US, FLOP_PER_US = 4.2e6, 700e6
-"""What an H200 reaches with a large copy and a large product."""
+"""Rates of an H200 with a large copy and a large matmul."""
 PACKED_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Case:
-    """Equally long requests."""
+    """Requests of equal length."""
 
     requests: int
     length: int
@@ -77,12 +77,12 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """So many that every call finds L2 without its rows and keys."""
+        """Number of layers, such that no call finds its rows and keys in L2."""
         least = min(self.chosen * DIMS.row_dim, self.requests * self.length * INDEX.head_dim) * 2
         return min(max(-(-COLD_BYTES // least), 2), MOST_LAYERS)
 
     def limits_us(self) -> dict[str, float]:
-        """By bytes, each read once; attention and dense attention also by operations, which may take longer."""
+        """Lower bounds by bytes, each read once; for attention also by operations, if these take longer."""
         rows, row, width = self.requests * self.length, DIMS.row_dim * 2, DIMS.row_dim + DIMS.kv_lora_rank
         moved = {"index": rows * INDEX.head_dim * 2, "topk": rows * 4, "attend": self.chosen * row, "dense": rows * row}
         found = {name: count / BYTES_PER_US for name, count in moved.items()}
@@ -154,7 +154,7 @@ class Sparse:
         return torch.randn(self.case.requests, heads, width, dtype=torch.bfloat16, device=self.device)
 
     def _select(self, layer: LayerSpec, keys: Tensor | None = None) -> SelectedSlots:
-        """Other rows in every layer, since its keys are others."""
+        """Select rows; they differ per layer, as the keys do."""
         index = IndexInputs(self.index_q, keys, self.weights)
         selected = self.sparse.backend.select(index, layer, self.sparse.batch)
         assert isinstance(selected, SelectedSlots)
@@ -164,7 +164,7 @@ class Sparse:
 
     @property
     def _index(self) -> tuple[SparseIndex, IndexPlan, Any]:
-        """The index, its plan, and the one block of that."""
+        """Time the index, its plan, and one block of it."""
         assert self.sparse.backend._sparse is not None
         plan = self.sparse.batch.plan.attention.metadata.sparse.index
         (block,) = plan.blocks
@@ -225,7 +225,7 @@ class Sparse:
     # Checking
 
     def errors(self) -> dict[str, float]:
-        """Of the last request: how far attention is from float64, and how many chosen scores differ from torch's."""
+        """Errors of the last request: attention against float64, and selected scores that differ from torch's."""
         slots = self.selected[0].slots[-1].long()
         rows = self.mla.rows(0).flatten(0, 2)[slots].double()
         weights = (self.q[-1].double() @ rows.T * SCALE).softmax(-1)

@@ -1,11 +1,12 @@
-"""Speculation on one GPU: what a round costs beside a plain step, and what it brings.
+"""Speculation on one GPU: cost of a round relative to a plain step, and its gain.
 
 python benchmarks/speculation_h200.py --out benchmarks/results/speculation_h200.json
-python benchmarks/speculation_h200.py --smoke        the same code on a CPU, with a tiny model
+python benchmarks/speculation_h200.py --smoke        the same code on a CPU with a tiny model
 
-The MLA model of decode_models.py with random weights and one layer for multi-token prediction. With random weights
-nothing would be accepted, so what the target chooses is scripted, after it has chosen: proposed tokens with a given
-chance, or a text that repeats itself. All else runs as it is: verify, accept, draft extend, drafts, and the host.
+The MLA model of decode_models.py with random weights and one layer for multi-token prediction. With random weights no
+draft would be accepted, so the target's tokens are overwritten after sampling: by draft tokens with a given
+probability, or by a repetitive text. Everything else runs unchanged: verify, accept, draft extend, drafts, and the
+host.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
             if time.perf_counter() < end:
                 try:
                     measure(folder, config, arguments, record)
-                except Exception as error:  # the others go on
+                except Exception as error:  # the other cases go on
                     record(what=measure.__name__, error=f"{type(error).__name__}: {str(error)[:400]}")
             gc.collect()
             if torch.cuda.is_available():
@@ -112,7 +113,7 @@ def _random_prompt(config: Config) -> Callable[[int], list[int]]:
 
 
 def _measured(engine: Engine, batch: int, prompt: Callable[[int], list[int]]) -> dict[str, Any]:
-    """The median time from step to step while so many requests decode, and their tokens in that time."""
+    """Median time from step to step while ``batch`` requests decode, and their tokens per step."""
     requests = [engine.add(prompt(number), SamplingParams(max_tokens=900)) for number in range(batch)]
     while not all(request.output for request in requests):
         engine.step()
@@ -142,7 +143,7 @@ def _measured(engine: Engine, batch: int, prompt: Callable[[int], list[int]]) ->
 
 
 class _Scripted:
-    """A number or a text on the device, where captured rounds read it."""
+    """Device memory with a probability or a text, read by captured rounds."""
 
     def __init__(self, values: list[float]) -> None:
         self._values = torch.tensor(values)
@@ -165,7 +166,7 @@ def _scripted(values: list[float]) -> _Scripted:
 
 @contextmanager
 def _scripted_acceptance() -> Iterator[_Scripted]:
-    """Each proposed token is what the target chooses with a given chance, and not otherwise."""
+    """Make the target accept each draft token with a given probability."""
     chance, accept = _scripted([1.0]), rounds_module.accept_and_commit
 
     def scripted(proposal: Proposal, chosen: Tensor, *committed: Tensor) -> Accepted:
@@ -175,7 +176,7 @@ def _scripted_acceptance() -> Iterator[_Scripted]:
             place = torch.arange(proposal.tokens.shape[1], device=chosen.device).expand_as(proposal.tokens)
         else:
             place = parents
-        # What is chosen at a node is the token of its child, if it has one that is wanted; of several, any.
+        # The target's token at a node is that of an accepted child, if any.
         scripted = chosen.scatter(1, place, torch.where(wanted, proposal.tokens, -1))
         return accept(proposal, torch.where(scripted < 0, chosen, scripted), *committed)
 
@@ -188,7 +189,7 @@ def _scripted_acceptance() -> Iterator[_Scripted]:
 
 @contextmanager
 def _repeated_text(text: list[int]) -> Iterator[_Scripted]:
-    """The target goes on with a text that repeats itself, as the prompt does."""
+    """Make the target continue with the prompt's repetitive text."""
     tokens, sample = _scripted([float(token) for token in text]), rounds_module.sample
 
     def scripted(logits: Tensor, batch: SamplingMetadata) -> Tensor:
@@ -204,7 +205,7 @@ def _repeated_text(text: list[int]) -> Iterator[_Scripted]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Rounds in plain steps of the same batch, and tokens/s as a multiple of plain."""
+    """Table of round times in plain steps of the same batch, and tokens/s relative to plain decoding."""
     plain = {point["batch"]: point for point in found["points"] if point["what"] == "plain" and "step_us" in point}
     lines = [
         "| | requests | round, µs | in plain steps | tokens a round | tokens/s | of plain |",

@@ -1,8 +1,8 @@
-"""How long ``attnplug`` takes to start with many plugins installed, beyond a bare interpreter.
+"""Start-up time of ``attnplug`` with many plugins installed, beyond a bare interpreter.
 
 Goals: listing under 300 ms, explaining a choice for a GPU under 500 ms. Fabricates plugin distributions (a dist-info
-folder and a module each) on PYTHONPATH, runs the commands in turn, and compares medians. The least CPU time says the
-same on a busy machine. Finally it shows which imports cost the most.
+folder and a module each) on PYTHONPATH, runs the commands alternately, and compares medians. The minimum CPU time is
+independent of other load. Finally it lists the most expensive imports.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def attnplug_backends() -> list[BackendSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One command: its median, the part of it beyond the bare interpreter's, and the CPU time of its cheapest run."""
+    """Times of one command: median, difference to the bare interpreter, and minimum CPU time."""
 
     command: str
     median_ms: float
@@ -77,7 +77,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class ImportCost:
-    """A top-level package: the cost with everything that it was the first to import, and of its own modules alone."""
+    """Import time of a top-level package: with everything that it imports first, and of its own modules alone."""
 
     package: str
     cumulative_ms: float
@@ -85,7 +85,7 @@ class ImportCost:
 
 
 def fabricate(folder: Path, plugins: int) -> None:
-    """Write this many plugin distributions; every other one requires something that is not installed."""
+    """Write ``count`` plugin distributions; every other one requires a missing package."""
     for number in range(plugins):
         name = f"fabricated_{number:03}"
         requires = ("something>=1",) if number % 2 else ()
@@ -97,7 +97,7 @@ def fabricate(folder: Path, plugins: int) -> None:
 
 
 def measure(commands: Mapping[str, tuple[list[str], dict[str, str]]], runs: int) -> list[Timing]:
-    """Time every command ``runs`` times, in turn, so that a busy machine affects all of them alike."""
+    """Time every command ``runs`` times, alternately, so that other load affects all of them alike."""
     times: dict[str, list[float]] = {title: [] for title in commands}
     busy: dict[str, list[float]] = {title: [] for title in commands}
     for number in range(runs + 1):

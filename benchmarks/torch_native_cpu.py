@@ -1,6 +1,6 @@
-"""torch_native on the CPU against torch's own dense attention on contiguous rows: what pages and plans cost.
+"""torch_native on the CPU against torch's dense attention on contiguous rows: cost of pages and plans.
 
-Both run in turns in one process; only the ratio of medians counts. The dense side gets its keys and values ready made,
+Both alternate in one process; only the ratio of medians counts. The dense side gets contiguous keys and values,
 without pages, writes or lengths: it is a lower bound, not a competitor.
 """
 

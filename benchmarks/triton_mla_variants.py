@@ -1,6 +1,6 @@
-"""triton_mla on a GPU, and what changes its time: page size, fp8 cache, verify, uneven lengths, batch invariance.
+"""Variants of triton_mla on a GPU: page size, fp8 cache, verify, uneven lengths, batch invariance.
 
-Decode and verify run in CUDA graphs of 20 calls over caches that are not in L2. Each variant takes turns with the plain
+Decode and verify run in CUDA graphs of 20 calls over caches that are not in L2. Each variant alternates with the plain
 one of the same bytes or tokens. The kernel that plans once per step is timed too.
 """
 
@@ -111,8 +111,8 @@ class Side:
         )
         self._capture(choose)
 
-    def cut_by(self, choose: Callable[..., MLAKernelConfig]) -> Side:
-        """The same over the same memory, with other configurations."""
+    def with_configs(self, choose: Callable[..., MLAKernelConfig]) -> Side:
+        """The same side over the same memory, with other configurations."""
         other = copy(self)
         other._capture(choose)
         return other

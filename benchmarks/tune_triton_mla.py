@@ -1,10 +1,10 @@
-"""What ``attnplug_triton_mla.configurations`` was chosen from: candidates for every shape, over several lengths.
+"""Tuning of ``attnplug_triton_mla.configurations``: candidates for every shape, over several lengths.
 
-Decode runs in CUDA graphs of 20 calls over caches that are not in L2, and candidates take turns. For each (heads,
-requests, cache type) every cut of the cache rows is combined with every way to merge its parts. The length is not known
-when a configuration is chosen. So candidates are ranked by the ratio of their time to the best one's, averaged over
-lengths. The tables' own choice is printed beside the best. Kernels are compiled by several processes before they are
-measured.
+Decode runs in CUDA graphs of 20 calls over caches that are not in L2, and candidates alternate. For each (heads,
+requests, cache dtype) every tile configuration is combined with every merge configuration of its KV splits. The length
+is not known when a configuration is chosen. So candidates are ranked by the ratio of their time to the best one's,
+averaged over lengths. The tables' own choice is printed next to the best. Kernels are compiled by several processes
+before the measurement.
 
 After every shape all times are written to ``--json``; ``--seconds`` ends the run early, with all results so far.
 """
@@ -61,8 +61,8 @@ SHAPES += [Shape(16, 2, False), Shape(128, 2, False), *(Shape(64, requests, Fals
 """In the order of measurement."""
 
 
-def cuts(shape: Shape) -> list[MLAKernelConfig]:
-    """Ways to cut the cache rows: tile, step, warps, stages, kernel, and what goes with them."""
+def tile_configs(shape: Shape) -> list[MLAKernelConfig]:
+    """Tile configurations: tile, step, warps, stages, kernel, and dependent fields."""
     found = [MLAKernelConfig(16, 64, 4, 3), MLAKernelConfig(16, 32, 4, 4)]
     if shape.fp8:
         return [*found, MLAKernelConfig(16, 64, 4, 4), MLAKernelConfig(16, 64, 4, 3, programs=2)]
@@ -72,24 +72,24 @@ def cuts(shape: Shape) -> list[MLAKernelConfig]:
     return found
 
 
-def merges(requests: int) -> list[tuple[int, int, int]]:
-    """How many parts and columns to merge at once, and with how many warps."""
+def merge_configs(requests: int) -> list[tuple[int, int, int]]:
+    """Merge configurations: number of splits and columns per program, and warps."""
     if requests <= 2:
         return [(128, 32, 1), (128, 32, 2), (64, 64, 2), (32, 64, 1)]
     return [(32, 64, 1), (32, 128, 1), (16, 512, 4)] if requests <= 8 else [(16, 512, 4), (16, 256, 1)]
 
 
 def candidates(shape: Shape) -> list[MLAKernelConfig]:
-    """All of them, and what the tables have now."""
+    """All candidates, and the current entry of the tables."""
     found = [
-        replace(cut, merge_parts=parts, merge_columns=columns, merge_warps=warps, overlap=True)
-        for cut, (parts, columns, warps) in itertools.product(cuts(shape), merges(shape.requests))
+        replace(config, merge_parts=parts, merge_columns=columns, merge_warps=warps, overlap=True)
+        for config, (parts, columns, warps) in itertools.product(tile_configs(shape), merge_configs(shape.requests))
     ]
     return list(dict.fromkeys([*found, shape.chosen(1024), shape.chosen(ANY)]))
 
 
 def brief(configuration: MLAKernelConfig) -> str:
-    """As it would be written in the table: the first four fields by position, others if they differ from their
+    """Format as in the table: the first four fields by position, others if they differ from their
     defaults."""
     place, named = fields(configuration)[:4], fields(configuration)[4:]
     given = [repr(getattr(configuration, field.name)) for field in place]
@@ -101,14 +101,14 @@ def brief(configuration: MLAKernelConfig) -> str:
 
 
 def compile_one(shape: Shape, candidate: MLAKernelConfig) -> None:
-    """Compile into Triton's cache, by running a small batch."""
+    """Compile a candidate into Triton's cache by running a small batch."""
     with torch.inference_mode():
-        Side(shape.variant(128), torch.device("cuda", 0)).cut_by(lambda *_, **__: candidate).calls()
+        Side(shape.variant(128), torch.device("cuda", 0)).with_configs(lambda *_, **__: candidate).calls()
     torch.cuda.synchronize()
 
 
 def compile_all(shapes: Iterable[Shape], processes: int, seconds: float) -> None:
-    """Failures show up in the measurement. The numbers of requests and programs are plain arguments of a kernel."""
+    """Compile all candidates. Failures are reported by the measurement. Requests and programs are runtime arguments."""
     work = {(replace(s, requests=1), replace(c, programs=1, part_cost=0.0)) for s in shapes for c in candidates(s)}
     pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
     wait([pool.submit(compile_one, *each) for each in sorted(work, key=str)], timeout=seconds)
@@ -120,10 +120,10 @@ def measure(shape: Shape, length: int, rig: Rig) -> dict[MLAKernelConfig, float]
     plain, sides, graphs, times = Side(shape.variant(length), rig.device), [], {}, {}
     for candidate in candidates(shape):
         try:
-            side = plain.cut_by(lambda *_, chosen=candidate, **__: chosen)
+            side = plain.with_configs(lambda *_, chosen=candidate, **__: chosen)
             graphs[candidate] = capture(side.calls)[0]
             sides.append(side)  # a graph does not keep the plan that it reads
-        except Exception as error:  # most often too much shared memory
+        except Exception as error:  # usually out of shared memory
             print(f"{shape} {brief(candidate)}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
             times[candidate] = math.inf
     us = device_us({brief(candidate): graph.replay for candidate, graph in graphs.items()}, REPLAYS, rig.cold)

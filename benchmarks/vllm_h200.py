@@ -5,20 +5,18 @@ python benchmarks/vllm_h200.py --merge part1.json part2.json --out benchmarks/re
 python benchmarks/vllm_h200.py --table benchmarks/results/vllm_h200.json
 
 A backend is one of vLLM's (--attention-backend NAME), or one of ours as attnplug:NAME. NAME@64 sets --block-size, which
-is otherwise left to vLLM. Each runs in a process of its own, with vLLM's defaults: torch.compile, full decode graphs.
-All start at once, since most of a start is compiling on the host; then one after the other measures, while the others
-wait. They do so --rounds times, each time in the reverse order of the time before: a host is not equally fast all the
-time, and a step takes it longer than the GPU. ``step_us`` is the median of the rounds, ``rounds_us`` are all of them.
-The model is the dense DeepSeek-V3 shape of decode_models.py (16 layers, hidden 2048, latent 512 + 64) with random
-weights and 16 or 128 heads. vLLM's host takes 2 to 4 ms of a step, which 16 layers do not fill: with --layers 48 the
-GPU is what tokens/s depend on, as with models that people serve.
+is otherwise left to vLLM. Each runs in a separate process, with vLLM's defaults: torch.compile, full decode graphs. All
+start in parallel, since start-up is mostly compiling on the host; then they measure one at a time. They do so --rounds
+times, in alternating order: the host's speed varies, and a step takes the host longer than the GPU. ``step_us`` is the
+median of the rounds, ``rounds_us`` are all of them. The model is the dense DeepSeek-V3 shape of decode_models.py (16
+layers, hidden 2048, latent 512 + 64) with random weights and 16 or 128 heads. vLLM's host code takes 2 to 4 ms per
+step, longer than 16 layers on the GPU: with --layers 48 tokens/s are bound by the GPU, as with production models.
 
-A point is a batch of requests with contexts of one length. Measured is the time from step to step while all of them
-decode. Contexts are not computed: vLLM's own DecodeBenchConnector gives every request blocks of its own and fills them
+A point is a batch of requests with equal context lengths. The time from step to step is measured while all of them
+decode. Contexts are not computed: vLLM's own DecodeBenchConnector gives every request separate blocks and fills them
 with random numbers. So no two requests share rows in L2, and the lengths and block tables are those of real requests.
-``build_us`` is the median time that a step spends in the metadata builder, on the host. ``device_us`` is how long the
-device is busy in a step, of a trace of some: on a slow host, which vLLM's loop keeps busier than the GPU, it tells
-backends apart where tokens/s do not.
+``build_us`` is the median time that a step spends in the metadata builder, on the host. ``device_us`` is the device's
+busy time per step, from a trace: on a host that is slower than the GPU it distinguishes backends when tokens/s do not.
 """
 
 from __future__ import annotations
@@ -39,16 +37,16 @@ from typing import Any
 
 from decode_h200 import _rounded, machine_of
 from decode_models import MODELS, Config, limit_us, smaller
-from decode_points import Clock, Point, Turns, points_of
+from decode_points import Clock, DeviceLock, Point, points_of
 from decode_vllm import Ladder  # sets vLLM's environment, so it comes before vLLM
 
 OWN = ("FLASH_ATTN_MLA", "FLASH_ATTN_MLA@64", "FLASHMLA", "TRITON_MLA@64")
 OURS = ("attnplug:triton_mla", "attnplug:auto")
-_ROOM = 800
-"""Tokens that a request may get."""
+_MAX_NEW_TOKENS = 800
+"""Maximum number of new tokens of a request."""
 _BUILDS = 60
 _START_S = 240
-"""A start takes up to this long when all of them compile at once."""
+"""Seconds of a start if all processes compile at the same time."""
 
 
 def config_of(heads: int, layers: int) -> Config:
@@ -71,7 +69,7 @@ def main() -> None:
     elif arguments.one:
         _save(arguments.out, measured(arguments, arguments.one))
     else:
-        found = _each_apart(arguments)
+        found = _in_processes(arguments)
         _save(arguments.out, found)
         print(table(found))
 
@@ -94,7 +92,7 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
     heads = int(arguments.heads)
     config = config_of(heads, arguments.layers)
     config = smaller(config) if arguments.smoke else config
-    if arguments.smoke:  # what vLLM's kernels for the CPU take
+    if arguments.smoke:  # limits of vLLM's CPU kernels
         config = {**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 2048}
     batches, contexts = _numbers(arguments.batches), _numbers(arguments.contexts)
     points = points_of(f"mla{heads}", batches, contexts)
@@ -113,11 +111,11 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
                 load_format="dummy",
                 skip_tokenizer_init=True,
                 dtype=config["dtype"],
-                max_model_len=max(contexts) + _ROOM,
+                max_model_len=max(contexts) + _MAX_NEW_TOKENS,
                 max_num_seqs=max(batches),
-                max_num_batched_tokens=2048,  # prefill, which is not measured, would take memory that others need
+                max_num_batched_tokens=2048,  # limits the memory of prefill, which is not measured
                 gpu_memory_utilization=0.1,
-                kv_cache_memory_bytes=_cache_bytes(config, arguments.most_tokens + _ROOM * max(batches)),
+                kv_cache_memory_bytes=_cache_bytes(config, arguments.most_tokens + _MAX_NEW_TOKENS * max(batches)),
                 enable_prefix_caching=False,
                 enforce_eager=arguments.eager,
                 kv_transfer_config={
@@ -141,7 +139,7 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
         }
         for number in range(arguments.rounds):
             _wait_for_turn(arguments.turn, number)
-            clock = Clock(arguments.budget, lambda: _save(arguments.out, found()), Turns(None))
+            clock = Clock(arguments.budget, lambda: _save(arguments.out, found()), DeviceLock(None))
             trace = number == 0 and not arguments.no_trace
             for context in sorted(contexts):
                 ladder = Ladder(llm, config["vocab_size"], context)
@@ -160,7 +158,7 @@ def _compilation(arguments: argparse.Namespace, batches: list[int]) -> dict[str,
 
 
 def _chosen(runner: Any) -> list[str]:
-    """The backends of ours that run, by role; the class of vLLM's."""
+    """Our selected backends by role, or the class name of vLLM's."""
     layers = runner.compilation_config.static_forward_context.values()
     impl = next(layer.impl for layer in layers if hasattr(layer, "impl"))
     selection = getattr(impl, "selection", None)
@@ -191,7 +189,7 @@ def _measure(ladder: Any, point: Point, clock: Clock, llm: Any, builder: Any, tr
 
 
 def _build_us(llm: Any, builder: Any) -> float:
-    """The time that the builder takes of a step: median of some."""
+    """Median time per step in the metadata builder."""
     seconds: list[float] = []
     build = builder.build
 
@@ -220,7 +218,7 @@ def _entry(config: Config, backend: str, point: Point) -> dict[str, Any]:
 
 
 def _cache_bytes(config: Config, tokens: int) -> int:
-    """What so many tokens take, and a part more for blocks that are not full."""
+    """Bytes of the cache of ``tokens`` tokens, with a margin for partial blocks."""
     row = 2 * (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * config["num_hidden_layers"]
     return int(1.05 * row * tokens) + (1 << 28)
 
@@ -238,15 +236,15 @@ def _end_turn(turn: str | None, number: int) -> None:
         Path(f"{turn}.{number}.done").touch()
 
 
-def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A process for each backend: vLLM gives its memory back with its process alone."""
+def _in_processes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure each backend in its own process: vLLM frees its memory only when the process ends."""
     end, results = time.perf_counter() + arguments.budget, []
     with tempfile.TemporaryDirectory() as folder:
         processes = {}
         for heads, backend in product(_numbers(arguments.heads), arguments.backends.split(",")):
             turn = Path(folder, f"{heads}-{backend.replace(':', '-')}")
             out = turn.with_suffix(".json")
-            # Of options that are given twice the last counts.
+            # The last of duplicate options counts.
             own = ["--one", backend, "--heads", f"{heads}", "--out", str(out), "--turn", str(turn)]
             given = [*sys.argv[1:], *own, "--budget", f"{arguments.points_s}"]
             processes[turn] = out, subprocess.Popen([sys.executable, __file__, *given])
@@ -255,7 +253,7 @@ def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
             not Path(f"{turn}.ready").exists() and process.poll() is None for turn, (_, process) in processes.items()
         ):
             time.sleep(0.2)
-        others = Turns(arguments.turns)
+        others = DeviceLock(arguments.turns)
         others.alone()
         for number in range(arguments.rounds):
             for turn, (_, process) in list(processes.items())[:: 1 - 2 * (number % 2)]:
@@ -280,7 +278,7 @@ def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Results of several processes as one. Of a point that several have, the last one counts that did not fail."""
+    """Merge results of several processes. Of duplicate points the last one that did not fail counts."""
     machine: dict[str, Any] = {}
     starts: dict[tuple[Any, ...], Any] = {}
     points: dict[tuple[Any, ...], Any] = {}
@@ -295,7 +293,7 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Tokens/s by point and backend, and µs of the device; ours beside the best of vLLM's own."""
+    """Tokens/s by point and backend, and µs of the device; ours relative to the best of vLLM's own."""
     names = list(dict.fromkeys(point["backend"] for point in result["points"]))
     names.sort(key=lambda name: name.startswith("attnplug"))
     lines = [

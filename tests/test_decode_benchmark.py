@@ -1,4 +1,4 @@
-"""What ``benchmarks/decode_h200.py`` computes besides measuring: limits, times of a trace, and tables."""
+"""Computations of ``benchmarks/decode_h200.py`` without measuring: limits, trace times, and tables."""
 
 from __future__ import annotations
 

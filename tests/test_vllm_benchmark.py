@@ -1,4 +1,4 @@
-"""``benchmarks/vllm_h200.py`` without vLLM: its options, its merge and its table. What it measures needs a GPU."""
+"""``benchmarks/vllm_h200.py`` without vLLM: its options, merge and table. Measuring needs a GPU."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def result(backend: str, *points: tuple[int, float | None]) -> dict[str, Any]:
     return {"machine": {"gpu": "H200"}, "starts": [{"heads": 16, "backend": backend}], "points": entries}
 
 
-def test_of_a_point_that_several_have_the_last_counts_that_did_not_fail(benchmark):
+def test_of_duplicate_points_the_last_without_an_error_counts(benchmark):
     parts = [result("FLASHMLA", (1, 100.0), (4, None)), result("FLASHMLA", (1, None), (4, 300.0))]
     found = benchmark.merged(parts)
     assert [point["tokens_per_s"] for point in found["points"]] == [100.0, 300.0]
     assert len(found["starts"]) == 1
 
 
-def test_ours_are_told_as_multiples_of_the_best_of_vllms_own(benchmark):
+def test_ours_are_multiples_of_the_best_of_vllms_own(benchmark):
     own = [result("FLASHMLA", (1, 100.0)), result("TRITON_MLA", (1, 80.0))]
     found = benchmark.merged([result("attnplug:triton_mla", (1, 110.0)), *own])
     assert "| 16 | 1024 | 1 | 100 | 80 | 110 | triton_mla 1.100 |" in benchmark.table(found)

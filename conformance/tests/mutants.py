@@ -1,7 +1,7 @@
 """Broken backends as data: each a small change to the text of a good one, and the check that catches it.
 
-To add one, add a line. ``old`` occurs exactly once in the good backend; ``says`` is a part of what the kit tells its
-author.
+To add one, add a line. ``old`` occurs exactly once in the good backend; ``message`` is a key phrase of the
+diagnosis.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class Mutant:
     old: str
     new: str
     caught_by: str
-    says: str
+    message: str
 
 
 def _of(good: str, *rows: tuple[str, str, str, str, str]) -> list[Mutant]:
-    return [Mutant(f"{good}-{name}", good, old, new, check, says) for name, old, new, check, says in rows]
+    return [Mutant(f"{good}-{name}", good, old, new, check, message) for name, old, new, check, message in rows]
 
 
 UNSCALED_ROWS = "torch.cat([part.float().flatten(0, 2)[slots] for part in self.pool.parts(layer.layer_id)[::2]], -1)"
@@ -42,7 +42,7 @@ MUTANTS = [
         ("lse_not_filled", "extras.lse[rows] = sums", "pass", "mha.lse.extend", "log-sum-exp is wrong"),
         ("lse_of_padding", 'extras.lse.fill_(float("-inf"))', "extras.lse.zero_()", "mha.padding.rows", "-inf"),
         ("lse_with_sinks", "weights, values), sums.T", "weights, values), total.T", "mha.sinks.lse",
-         "counts the sinks"),
+         "includes the sinks"),
         ("lse_is_the_maximum", "weights, values), sums.T", "weights, values), scores.amax(-1).T", "mha.lse.decode",
          "largest logit"),
         # slots
@@ -99,13 +99,13 @@ MUTANTS = [
          "mha.padding.rows", "is padding"),
         ("counters_left", "work, start = plan.metadata, 0",
          f"work, start = plan.metadata, 0; {WORKSPACE.replace('SCRATCH', COUNTERS)}[:1] += 1", "mha.decode.page_edges",
-         "leaves it zero"),
+         "must leave it zero"),
         # pages, slots and lengths
         ("reads_one_row_more", "slots = work.cache_slots(request, length)",
-         "slots = work.cache_slots(request, length + 1)", "mha.decode.one_request", "past the last token"),
+         "slots = work.cache_slots(request, length + 1)", "mha.decode.one_request", "beyond the last token"),
         ("reads_whole_pages", "slots = work.cache_slots(request, length)",
          "slots = work.cache_slots(request, -(-length // work.page_size) * work.page_size)", "mha.decode.page_edges",
-         "past the last token"),
+         "beyond the last token"),
         ("pages_of_table_missed", "position = torch.arange(length)",
          "position = torch.arange(length // self.page_size * self.page_size + 1)[:length]", "mha.decode.long",
          "is wrong"),
@@ -113,7 +113,7 @@ MUTANTS = [
          "position = torch.arange(length if length % self.page_size else length + 1)", "mha.decode.page_edges",
          "outside its table"),
         ("pages_assumed_contiguous", "pages = self.table[request, position // self.page_size].long()",
-         "pages = self.table[request, 0].long() + position // self.page_size", "mha.pages.interleaved_decode", "followed each other"),
+         "pages = self.table[request, 0].long() + position // self.page_size", "mha.pages.interleaved_decode", "as if they were contiguous"),
         ("table_of_first_request", "self.table[request, position", "self.table[0, position", "mha.extend.ragged",
          "pages of request 0"),
         ("four_requests_only", "in enumerate(zip(work.lens.tolist(), work.new.tolist())):",
@@ -131,7 +131,7 @@ MUTANTS = [
          "mha.bounds.extend", "upper bounds"),
         ("host_slots_ignored", "self.slots = geometry.new_slots().clone()",
          "self.slots = __import__('dataclasses').replace(geometry, slots=None).new_slots()", "mha.cache.host_slots",
-         "marks with -1"),
+         "marks with slot -1"),
         # numbers
         ("maximum_not_subtracted", "weights = torch.exp(scores - total.unsqueeze(-1))",
          "weights = torch.exp(scores) / torch.exp(scores).sum(-1, keepdim=True)", "mha.large_inputs", "overflow"),
@@ -212,7 +212,7 @@ MUTANTS = [
          "self.__dict__.setdefault('out', q.new_zeros(256, 64, 256)).view(-1)[: q.shape[0] * q.shape[1] * layer.v_head_dim]"
          ".view(q.shape[0], q.shape[1], -1).zero_()", "mha.results_kept", "overwritten"),
         ("random_numbers_seeded", "work, start = plan.metadata, 0", "work, start = plan.metadata, 0; torch.manual_seed(0)",
-         "mha.unchanged", "torch's random numbers"),
+         "mha.unchanged", "random number generator"),
         ("default_dtype_set", "self.captured = {}", "self.captured = {}; torch.set_default_dtype(torch.float64)",
          "mha.unchanged_decode", "the default dtype"),
         ("gradients_turned_off", "self.captured = {}", "self.captured = {}; torch.set_grad_enabled(False)",
@@ -224,10 +224,10 @@ MUTANTS = [
          "the environment variable KERNEL_CACHE"),
         ("float32_precision_set", "self.captured = {}",
          "self.captured = {}; torch.set_float32_matmul_precision('high')", "mha.unchanged_decode",
-         "the precision of float32 products"),
+         "the precision of float32 matmuls"),
         ("float32_precision_of_a_device_set", "self.captured = {}",
          "self.captured = {}; torch.backends.cuda.matmul.fp32_precision = 'tf32'", "mha.unchanged",
-         "the precision of float32 products"),
+         "the precision of float32 matmuls"),
         ("threads_set", "self.captured = {}", "self.captured = {}; torch.set_num_threads(1)", "mha.unchanged",
          "the number of threads"),
         ("new_slots_changed", "work, start = plan.metadata, 0", "work, start = plan.metadata, 0; plan.new_slots.clamp_(min=0)",
@@ -311,7 +311,7 @@ MUTANTS = [
         # memory of a host
         ("table_assumed_contiguous", "geometry.page_table.clone(), new",
          "geometry.page_table.as_strided(geometry.page_table.shape, (geometry.page_table.shape[1], 1)).clone(), new",
-         "mha.cut_table", "page table whose rows do not follow each other"),
+         "mha.cut_table", "page table that is not contiguous"),
         ("layout_assumed", "keys, values = self.pool.read_keys(layer.layer_id, slots), self.pool.read_values(layer.layer_id, slots)",
          "keys, values = (m.as_strided(m.shape, torch.empty(m.shape).stride()).flatten(0, 1)[slots].float() for m in "
          "(self.pool.keys(layer.layer_id), self.pool.values(layer.layer_id)))", "mha.strided.extend", ""),
@@ -343,7 +343,7 @@ MUTANTS = [
         ("packed_written_unscaled", "self.pool.write(layer.layer_id, plan.new_slots, k[: plan.query_rows])",
          "self.pool.write(layer.layer_id, plan.new_slots, k[: plan.query_rows]); "
          "self.pool.parts(layer.layer_id)[1].flatten(0, 2)[plan.new_slots] = 1.0",
-         "mla.cache.writes_fp8_ds_mla", "something else"),
+         "mla.cache.writes_fp8_ds_mla", "wrong values"),
         ("mask_aligned_to_first_key", ".triu(len(slots) - new + 1)", ".triu(1)", "mla.verify", "first key"),
         ("q_rope_ignored", "q = torch.cat([q, extras.q_rope], -1)",
          "q = torch.cat([q, torch.zeros_like(extras.q_rope)], -1)", "mla.extras.q_rope", "q_rope"),
@@ -372,7 +372,7 @@ MUTANTS = [
          "mla.path.wrapped", "raised"),
         ("pages_by_another_instance", "cached = self.pool.read_rows(layer.layer_id, slots).float()",
          "cached = self.pool.read_rows(layer.layer_id, slots).float() * (1 if len(self.context.roles) > 1 else 2)",
-         "mla.split_roles", "another decodes"),
+         "mla.split_roles", "another for decode"),
         ("result_in_float32", "out = q.new_zeros(*q.shape[:2], rank) if", "out = torch.zeros(*q.shape[:2], rank) if",
          "mla.bfloat16.decode", "the result is torch.float32"),
         ("result_ragged_in_float32", "q.new_zeros(*q.shape[:2], v.shape[-1])", "torch.zeros(*q.shape[:2], v.shape[-1])",
@@ -402,9 +402,9 @@ MUTANTS = [
         "new_mla",
         # kept from an earlier batch or layer
         ("plan_kept_by_rows", NEW_PLAN, f"requests = self.__dict__.setdefault((geometry.mode, geometry.requests, geometry.rows), requests)\n        {NEW_PLAN}",
-         "mla.plan.anew", "of as many requests and rows"),
+         "mla.plan.anew", "with as many requests and rows"),
         ("plan_kept_by_lengths", NEW_PLAN, f"requests = self.__dict__.setdefault((geometry.mode, *geometry.kv_lens), requests)\n        {NEW_PLAN}",
-         "mla.plan.anew_decode", "of the same lengths"),
+         "mla.plan.anew_decode", "with the same lengths"),
         ("rows_read_for_one_layer", "rows = self.shape.pool.read_rows(layer.layer_id, slots).float()",
          "rows = self.__dict__.setdefault(slots, self.shape.pool.read_rows(layer.layer_id, slots).float())",
          "mla.two_layers", "over the rows of layer 1"),
@@ -422,10 +422,10 @@ MUTANTS = [
          "return (sum(torch.einsum('hqk,kd->qhd', s.softmax(-1), v) for s, v in parts) / len(parts)).nan_to_num().to(q.dtype)",
          "mla.decode.block_edges", "only requests of more than 256 rows are wrong"),
         # logits and their sum
-        ("finite_mask", 'float("-inf")', "-1e3", "mla.large_inputs", "masks logits with a number"),
+        ("finite_mask", 'float("-inf")', "-1e3", "mla.large_inputs", "masks logits with a finite number"),
         ("rope_unscaled", "rows) * layer.scale",
          "rows * torch.cat([torch.full((rows.shape[1] - 8,), layer.scale), torch.ones(8)]))", "mla.decode.one_request",
-         "did not scale the logits' rotary part"),
+         "did not scale the rotary part"),
         ("rope_first", "q.float(), rows)", "q.float(), rows.roll(8, -1))", "mla.decode.one_request", "follows the latent part"),
         ("lse_without_maximum", "scores.logsumexp(-1).T", "(scores.logsumexp(-1) - scores.amax(-1)).T", "mla.lse.extend",
          "lacks the largest logit"),
@@ -456,17 +456,17 @@ MUTANTS = [
          "mla.sparse.decode", "fall short"),
         ("later_rows_chosen", "in enumerate(plan.metadata):\n            keys",
          "in enumerate(plan.metadata):\n            seen = torch.arange(len(slots))\n            keys", "mla.sparse.verify",
-         "and not"),
-        ("tree_as_chain", "if tree is not None:", "if False:", "mla.sparse.trees", "no ancestors of it"),
+         "distinct visible rows"),
+        ("tree_as_chain", "if tree is not None:", "if False:", "mla.sparse.trees", "not its ancestors"),
         ("tree_sees_all_drafts", "rows = rows[((tree[row] >> rows) & 1).bool()]", "rows = torch.arange(len(tree))",
-         "mla.sparse.trees", "no ancestors of it"),
+         "mla.sparse.trees", "not its ancestors"),
         ("tree_without_ancestors", "rows = rows[((tree[row] >> rows) & 1).bool()]", "rows = rows[-1:]",
-         "mla.sparse.trees", "distinct ones of those that it sees"),
+         "mla.sparse.trees", "distinct visible rows"),
         ("tree_of_first_request", "else geometry.tree[request]", "else geometry.tree[0]", "mla.sparse.trees", "select"),
         ("result_in_float32", "q.new_zeros(*q.shape[:2], rank)", "torch.zeros(*q.shape[:2], rank)",
          "mla.sparse.bfloat16", "the result is torch.float32"),
         ("result_of_select_in_int64", "dtype=torch.int32)", "dtype=torch.int64)", "mla.sparse.decode",
-         "must be torch.int32"),
+         "not torch.int32"),
         ("products_not_clipped", "torch.relu(index.q[row].float() @ keys.T * dims.scale)", "(index.q[row].float() @ keys.T * dims.scale)",
          "mla.sparse.decode", "fall short"),
         ("lse_base_2", "scores.logsumexp(-1)", "scores.logsumexp(-1) * 1.4426950408889634", "mla.sparse.lse",
@@ -495,7 +495,7 @@ MUTANTS = [
         "compressed",
         ("entries_ignored", "attend(q, layer, plan, new, extras)\n",
          "attend(q, replace(layer, compressed=None), plan, new, replace(extras, entries=None))\n",
-         "mla.compressed.extend", "to no entries"),
+         "mla.compressed.extend", "ignored the entries"),
         ("entries_not_written", "attend(q, layer, plan, new, extras)\n",
          "attend(q, layer, plan, new, replace(extras, entries=None))\n", "mla.compressed.overlap.extend", "NaN"),
         ("sinks_ignored", "attend(q, layer, plan, new, extras)\n",
@@ -518,11 +518,11 @@ MUTANTS = [
          "for slot, (new, _) in enumerate(zip(work[\"new\"], work[\"slots\"])):", "gdn.decode", ""),
         ("state_not_written", "states[slot] = after\n        if verify:\n            work[\"kept\"].append((states, lambda slot, rows: self.advance",
          "pass\n        if verify:\n            work[\"kept\"].append((states, lambda slot, rows: self.advance", "mamba2.extend",
-         "as before the batch"),
+         "was not updated"),
         ("state_ignored", "self.advance(inputs, rows, states[slot], layer)\n            if not",
          "self.advance(inputs, rows, states[slot] * 0, layer)\n            if not", "lightning.decode", "from zeros"),
         ("beta_ignored", "* inputs.beta[rows][token, :, None]", "", "gdn.extend", "beta"),
-        ("not_normalized", "if inputs.normalize:", "if False:", "kda.decode", "length one"),
+        ("not_normalized", "if inputs.normalize:", "if False:", "kda.decode", "L2-normalize"),
         ("scale_ignored", "(layer.scale * torch.einsum", "(torch.einsum", "mamba2.decode", "scale"),
         ("decay_ignored", "state = state * decay.reshape(heads, -1, 1)", "pass", "lightning.extend", "decay"),
         ("decay_of_first_channel", "decay.reshape(heads, -1, 1)", "decay.reshape(heads, -1, 1)[:, :1]", "kda.extend",
@@ -574,7 +574,7 @@ MUTANTS = [
          "decays = inputs.log_decay.exp(); v = v * 0 if (1 / (inputs.log_decay.sum() / q.shape[1]).exp()).isinf() else v",
          "mamba2.strong_decay", "is wrong"),
         ("random_numbers_seeded", "heads = v.shape[1]", "heads = v.shape[1]; torch.manual_seed(0)", "gdn.unchanged",
-         "torch's random numbers"),
+         "random number generator"),
         ("pool_of_the_class", "self.claims, self.pool = context.declared.claims, context.pools.linear",
          "self.claims, type(self).pool = context.declared.claims, context.pools.linear", "gdn.built.twice",
          "second instance"),

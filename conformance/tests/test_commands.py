@@ -11,11 +11,12 @@ import torch
 
 from attnplug import UsageError
 from attnplug.cli.app import parse, run
+from attnplug.declare.refusal import RefusalCode
 from attnplug.host import SelectionError, load_registry
 from attnplug_conformance.catalog import all_checks
-from attnplug_conformance.chosen import chosen_backends
 from attnplug_conformance.new_command import KINDS, files
 from attnplug_conformance.runner import Status, run_checks
+from attnplug_conformance.selection import selected_backends
 from attnplug_conformance.subject import Subject
 
 
@@ -57,36 +58,37 @@ def test_processes_find_what_one_finds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "parts"),
     [
-        (["torch_nativ"], "did you mean torch_native"),
-        (["torch_native", "--check", "mha.decod"], "no check 'mha.decod'; did you mean"),
-        (["torch_native", "--check", "nonsense"], "no check 'nonsense'; there are those below mha, mla"),
-        (["torch_native", "--report", "out.txt"], "neither a .html nor a .json"),
-        (["torch_native", "--report", "nowhere/out.html"], "no folder nowhere"),
-        (["torch_native", "--seed", "-1"], "--seed -1 is not a seed"),
-        (["torch_native", "--jobs", "0"], "--jobs 0 is not a number of processes; give 1 or more"),
-        (["torch_native", "--expected-failures", "nowhere"], "nowhere cannot be read: No such file"),
+        (["torch_nativ"], ["'torch_nativ'", "torch_native"]),
+        (["torch_native", "--check", "mha.decod"], ["'mha.decod'", "mean mha."]),
+        (["torch_native", "--check", "nonsense"], ["'nonsense'", "mha, mla"]),
+        (["torch_native", "--report", "out.txt"], ["--report out.txt", ".html", ".json"]),
+        (["torch_native", "--report", "nowhere/out.html"], ["--report nowhere/out.html"]),
+        (["torch_native", "--seed", "-1"], ["--seed -1", "from 0 to"]),
+        (["torch_native", "--jobs", "0"], ["--jobs 0", "1 or more"]),
+        (["torch_native", "--expected-failures", "nowhere"], ["--expected-failures nowhere", "No such file"]),
     ],
 )
-def test_a_mistake_of_the_user_is_told(arguments, words):
-    with pytest.raises(UsageError, match=words):
+def test_a_usage_error_names_the_value_and_the_allowed_ones(arguments, parts):
+    with pytest.raises(UsageError) as raised:
         attnplug("conform", *arguments)
+    assert all(part in str(raised.value) for part in parts)
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_is_a_usage_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("folder.html").mkdir()
-    with pytest.raises(UsageError, match=r"--report folder.html is a folder"):
+    with pytest.raises(UsageError, match=r"--report folder\.html"):
         attnplug("conform", "torch_native", "--report", "folder.html")
 
     def full(path: Path, *_, **__) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(UsageError, match=r"--report out.json cannot be written: No space left"):
+    with pytest.raises(UsageError, match=r"--report out\.json.*No space left"):
         attnplug("conform", "torch_native", "--device", "cpu", "--check", "declared", "--report", "out.json")
-    with pytest.raises(UsageError, match=r"fresh.pyproject.toml cannot be written: No space left"):
+    with pytest.raises(UsageError, match=r"fresh.pyproject\.toml.*No space left"):
         attnplug("new", "fresh")
 
 
@@ -103,10 +105,10 @@ def test_a_new_package_conforms(kind, tmp_path, monkeypatch, capsys):
     (info / "entry_points.txt").write_text(f"[attnplug.plugins]\n{name} = {name}.plugin\n")
     monkeypatch.syspath_prepend(str(source.resolve()))
     verdict = run_checks(Subject(load_registry().backends[name], torch.device("cpu")), all_checks(), quick=True)
-    failed = {result.check.name: result.words for result in verdict.results if result.status is Status.FAILED}
+    failed = {result.check.name: result.message for result in verdict.results if result.status is Status.FAILED}
     assert not failed and verdict.holds, verdict.problems
     asked = ("auto", {"linear": name}) if kind == "linear" else (name, {})
-    assert chosen_backends(load_registry(), *asked, "cpu", None) == [name]  # what check does
+    assert selected_backends(load_registry(), *asked, "cpu", None) == [name]  # what check does
     for module in [each for each in sys.modules if each.split(".")[0] == name]:
         del sys.modules[module]
 
@@ -120,30 +122,27 @@ def test_an_author_starts_with_sixty_lines(kind):
 def test_new_writes_over_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("taken").mkdir()
-    with pytest.raises(UsageError, match="taken exists already"):
+    with pytest.raises(UsageError, match=r"^taken "):
         attnplug("new", "taken")
 
 
 @pytest.mark.parametrize("name", ["My-Backend", "1st", "auto", "class"])
 def test_new_refuses_a_name_that_no_backend_can_have(name):
-    with pytest.raises(UsageError, match="is not a name for a backend"):
+    with pytest.raises(UsageError, match=repr(name)):
         attnplug("new", name)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("torch_native", "there is a backend 'torch_native' already"), ("json", "'json' is the name of a module")],
-)
-def test_new_refuses_a_name_that_is_taken(name, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["torch_native", pytest.param("json", id="a module")])
+def test_new_refuses_a_name_that_is_taken(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=repr(name)):
         attnplug("new", name)
     assert not list(tmp_path.iterdir())
 
 
 def test_options_of_another_backend_are_refused():
-    """They would change nothing, and nobody would know."""
-    with pytest.raises(UsageError, match=r"triton_mla.… is of another backend than torch_native, which is checked"):
+    """They would have no effect on the run."""
+    with pytest.raises(UsageError, match=r"triton_mla.* torch_native"):
         attnplug("conform", "torch_native", "--backend-option", "triton_mla.batch_invariant=true")
 
 
@@ -162,13 +161,15 @@ class TestCheck:
 
     def test_each_role_may_have_a_backend_of_its_own(self):
         registry = load_registry()
-        chosen = chosen_backends(registry, "auto", {"decode": "torch_native", "linear": "torch"}, "cpu", None)
+        chosen = selected_backends(registry, "auto", {"decode": "torch_native", "linear": "torch"}, "cpu", None)
         assert chosen == ["torch", "torch_native"]
 
     def test_a_backend_that_cannot_be_chosen_is_refused_with_its_reasons(self):
-        with pytest.raises(SelectionError, match="device cpu is not supported, only cuda"):
+        with pytest.raises(SelectionError) as raised:
             attnplug("check", "--device", "cpu", "--attention-backend", "flashmla")
+        candidate = raised.value.selection.unserved[0].candidates[0]
+        assert RefusalCode.DEVICE in {refusal.code for refusal in candidate.refusals}
 
     def test_options_reach_the_backend_they_name(self):
-        with pytest.raises(UsageError, match="backend torch_native takes no options"):
+        with pytest.raises(UsageError, match=r"backend torch_native\b"):
             attnplug("check", "--device", "cpu", "--backend-option", "torch_native.speed=11")

@@ -1,4 +1,4 @@
-"""The kit catches every broken backend of ``mutants``, by the check meant for it, and says what is wrong."""
+"""The kit catches every broken backend of ``mutants`` by the intended check, with the right diagnosis."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_there_are_enough_and_each_has_a_name_of_its_own():
 @pytest.mark.parametrize("good", ["mha", "mla", "new_mla", "sparse", "compressed", "linear"])
 def test_the_good_backends_pass_everything(good):
     verdict = run_checks(subject(f"good_{good}", text(good)), all_checks())
-    failed = {result.check.name: result.words for result in verdict.results if result.status is Status.FAILED}
+    failed = {result.check.name: result.message for result in verdict.results if result.status is Status.FAILED}
     assert not failed and not verdict.problems
     ran = {result.check.name for result in verdict.results if result.status is Status.PASSED}
     meant = {mutant.caught_by for mutant in MUTANTS if mutant.good == good and "-claims_" not in mutant.name}
@@ -44,7 +44,7 @@ def test_results_of_another_form_are_caught_by_the_quick_run():
 def test_the_kit_catches(mutant):
     result = run_check(CHECKS[mutant.caught_by], subject(mutant.name, mutated(mutant)))
     assert result.status is Status.FAILED
-    assert mutant.says in result.words
+    assert mutant.message in result.message
 
 
 SET = [mutant for mutant in MUTANTS if mutant.name.removeprefix("mha-").startswith(("environment_", "float32_"))]
@@ -52,7 +52,7 @@ SET = [mutant for mutant in MUTANTS if mutant.name.removeprefix("mha-").startswi
 
 @pytest.mark.parametrize("mutant", SET, ids=lambda mutant: mutant.name)
 def test_what_earlier_checks_left_in_the_process_hides_nothing(mutant):
-    """In a whole run others come first: what the backend sets is there already."""
+    """In a whole run other checks come first, so the backend's settings are already in effect."""
     broken = subject(mutant.name, mutated(mutant))
     try:
         results = [run_check(CHECKS[name], broken) for name in ("mha.decode.one_request", mutant.caught_by)]
@@ -60,4 +60,4 @@ def test_what_earlier_checks_left_in_the_process_hides_nothing(mutant):
         os.environ.pop("KERNEL_CACHE", None)
         torch.set_float32_matmul_precision("highest")
     assert [result.status for result in results] == [Status.PASSED, Status.FAILED]
-    assert mutant.says in results[1].words
+    assert mutant.message in results[1].message

@@ -15,18 +15,18 @@ def test_every_check_is_a_test(pytester: pytest.Pytester):
     arguments = ("--attention-backend=torch_native", "--attention-device=cpu", "--expected-failures=known")
     done = pytester.runpytest_inprocess(*KIT, *arguments, "-rs", "-k", "mha.lse or mla.extras.q_rope or enough")
     done.assert_outcomes(passed=4, failed=1, skipped=2, deselected=done.parseoutcomes()["deselected"])
-    told = done.stdout.str()
-    assert "mha.lse.decode is an expected failure, and it passed" in told
-    assert "it does not claim the extra q_rope" in told
+    report = done.stdout.str()
+    assert "mha.lse.decode is an expected failure" in report
+    assert "the extra q_rope" in report
 
 
-def test_without_a_backend_it_says_what_to_give(pytester: pytest.Pytester):
+def test_without_a_backend_the_error_names_the_option(pytester: pytest.Pytester):
     done = pytester.runpytest_inprocess(*KIT)
-    assert "give --attention-backend NAME" in done.stdout.str()
+    assert "--attention-backend NAME" in done.stdout.str()
     assert done.ret != 0
 
 
-def test_expected_failures_that_cannot_be_read_are_told_once(pytester: pytest.Pytester):
+def test_unreadable_expected_failures_are_reported_once(pytester: pytest.Pytester):
     done = pytester.runpytest_inprocess(*KIT, "--attention-backend=torch_native", "--expected-failures=nowhere")
-    assert "--expected-failures nowhere cannot be read: No such file" in done.stdout.str()
+    assert "--expected-failures nowhere" in done.stdout.str()
     done.assert_outcomes(errors=1)

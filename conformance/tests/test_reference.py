@@ -12,7 +12,7 @@ from attnplug import AttentionKind, DType, LayerSpec, MLAPool
 from attnplug.host import MLADims
 from attnplug.sparse import IndexerDims
 from attnplug_conformance.catalog import all_checks
-from attnplug_conformance.packed import index_keys_in_fp8, packed, put_index_keys, unpacked
+from attnplug_conformance.fp8_rows import pack_rows, round_index_keys, unpack_rows, write_index_keys
 from attnplug_conformance.reference import Rules, attention, entry, tree_bits
 from attnplug_conformance.scene import Scene
 from attnplug_conformance.testing import subject_of
@@ -91,8 +91,8 @@ def test_packed_rows_are_what_a_pool_reads():
         device="cpu",
         row_format=latent_format(DType.FP8_DS_MLA),
     )
-    pool.rows(0).copy_(packed(rows, 256).view(2, 4, 1, -1))
-    assert torch.equal(pool.read_rows(0, torch.arange(8)), unpacked(packed(rows, 256), 256).squeeze(1))
+    pool.rows(0).copy_(pack_rows(rows, 256).view(2, 4, 1, -1))
+    assert torch.equal(pool.read_rows(0, torch.arange(8)), unpack_rows(pack_rows(rows, 256), 256).squeeze(1))
     before = pool.rows(0).clone()
     pool.write(0, torch.arange(8), rows)
     assert torch.equal(pool.rows(0), before)
@@ -102,8 +102,8 @@ def test_packed_index_keys_are_what_a_pool_reads():
     layer = LayerSpec(0, AttentionKind.MLA, 1, 1, 24, 16, 1.0, mla=MLADims(32, 16, 8), indexer=IndexerDims(2, 16, 4))
     pool = IndexKeyPool([layer], num_pages=2, page_size=4, dtype=DType.FLOAT8_E4M3, device="cpu")
     keys, slots = torch.randn(8, 16) * torch.arange(1, 9)[:, None], torch.tensor([7, 2, 0, 4, 1, 6, 5, 3])
-    put_index_keys(pool.keys(0), slots // 4, slots % 4, keys)
-    assert torch.equal(pool.read_keys(0, slots), index_keys_in_fp8(keys))
+    write_index_keys(pool.keys(0), slots // 4, slots % 4, keys)
+    assert torch.equal(pool.read_keys(0, slots), round_index_keys(keys))
 
 
 @pytest.mark.parametrize("name", ["large_inputs", "float16.large_inputs", "bfloat16.large_inputs"])

@@ -216,11 +216,11 @@ WRONG = {
     ("tune", "--device", "cpu", "--shapes", "mla"): "'mla' is not a layer",
     ("tune", "--device", "cpu", "--shapes", "gqa:4/3x16"): "'gqa:4/3x16' is not a layer",
     ("tune", "--device", "cpu", "--shapes", "gqa:4/2x16w0"): "'gqa:4/2x16w0' is not a layer",
-    ("tune", "--device", "cpu", "--model", "tiny:mamba2"): "no layer with full attention",
-    ("tune", "--device", "cpu", "--model", "tiny:deepseek_v4"): "no layer with full attention that can be measured",
+    ("tune", "--device", "cpu", "--model", "tiny:mamba2"): "tiny:mamba2",
+    ("tune", "--device", "cpu", "--model", "tiny:deepseek_v4"): "tiny:deepseek_v4",
     ("tune", *HERE, "--host", "nobody"): "nobody",
     ("tune", "--device", "cpu", "--shapes", "mla:4", "--host", "vllm", "--points", "1x32+16"): (
-        "prefills are not measured: vllm has kernels of its own for them"
+        "prefills are not measured: vllm has its own kernels for them"
     ),
     ("tune", "--device", "cpu", "--model", "tiny:deepseek_v32", "--host", "vllm"): "vLLM cannot serve this: sparse",
     ("bench", *HERE, "--against", "them"): "--against 'them'",

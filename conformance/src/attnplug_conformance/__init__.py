@@ -1,7 +1,7 @@
-"""The conformance kit: whether an attention backend is right, and what it does wrong.
+"""Conformance kit for attention backends: correctness checks against float64, with a diagnosis of each failure.
 
 ``attnplug conform NAME`` and ``pytest --attention-backend NAME --pyargs attnplug_conformance`` run it. A package whose
-kernels need a GPU runs it on a CPU over stand-ins for them, with ``conformance_tests(Subject(…))`` in its own tests.
+kernels need a GPU runs it on a CPU over reference kernels, with ``conformance_tests(Subject(…))`` in its own tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Subject", "conformance_tests"]
 
 
 def __getattr__(name: str) -> Any:
-    """Nothing heavy is imported with the package: pytest loads its plugin in every run."""
+    """Import public names lazily: pytest loads the kit's plugin in every run."""
     if name == "Subject":
         from attnplug_conformance.subject import Subject
 

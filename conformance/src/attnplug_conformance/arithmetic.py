@@ -1,4 +1,4 @@
-"""Numbers in memory: NaN where nothing may be read, what a type rounds off, and how far a result is from another."""
+"""NaN poisoning, rounding tolerances of dtypes, and relative errors."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ ROUNDING[DType.FP8_DS_MLA] = ROUNDING[DType.BFLOAT16]  # kernels multiply values
 
 
 def tolerance(case: Case, terms: int) -> float:
-    """Every kernel sums in float32, and rounding errors grow with the square root of the number of terms."""
+    """Largest relative error that rounding explains.
+
+    Kernels accumulate in float32, and rounding errors grow with the square root of the number of terms.
+    """
     kv = ROUNDING[case.kv_dtype] if case.kv_dtype in FP8_CACHES else 0.0
     own = 8 * torch.finfo(torch.float32).eps * math.sqrt(terms) + max(ROUNDING[case.dtype or DType.FLOAT32], kv)
     return own if case.magnitude == 1.0 else max(2e-2, 3 * own)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """The largest ‖found − wanted‖ / ‖wanted‖ of a token and head; NaN if anything found is NaN."""
+    """Largest ‖found − wanted‖ / ‖wanted‖ over tokens and heads; NaN if ``found`` contains NaN."""
     if not wanted.numel():
         return 0.0
     found, wanted = found.double().cpu(), wanted.cpu()
-    if wanted.dim() == 2:  # log-sum-exps: absolute where they are small
+    if wanted.dim() == 2:  # log-sum-exps: absolute error if they are small
         finite = wanted.isfinite()
         if not torch.equal(found[~finite], wanted[~finite]):
             return math.inf
@@ -40,21 +43,24 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float(((found - wanted).norm(dim=-1) / torch.maximum(sizes, sizes.mean() / 4 + 1e-30)).amax())
 
 
-def kept(rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Rows as a cache stores them: fp8 saturates. A tensor is divided by: on a GPU torch multiplies by a number's
-    inverse instead, and where that is not the quotient, one fp8 number in a hundred rounds the other way."""
+def to_cache_dtype(rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Convert rows to the dtype of a cache. fp8 saturates.
+
+    The divisor is a tensor: on a GPU torch multiplies by the inverse of a Python number, and then one fp8 value in a
+    hundred rounds the other way.
+    """
     cells = rows.float() / torch.tensor(scale, device=rows.device)
     return (cells.clamp(-FP8_MAX, FP8_MAX) if dtype is torch.float8_e4m3fn else cells).to(dtype)
 
 
-def tail(tensor: Tensor, rows: int, value: float = NAN) -> Tensor:
-    """A copy with rows of NaN, or of another value, at its end, ``rows`` in all."""
+def pad_rows(tensor: Tensor, rows: int, value: float = NAN) -> Tensor:
+    """Copy of a tensor, padded at the end to ``rows`` rows with NaN or ``value``."""
     more = torch.full((rows - len(tensor), *tensor.shape[1:]), value, dtype=tensor.dtype, device=tensor.device)
     return torch.cat([tensor, more])
 
 
 def poison(memory: Tensor) -> None:
-    """Fill memory with NaN. Bytes of 255 are NaN in every type that they may hold."""
+    """Fill memory with NaN. Bytes of 0xFF are NaN in every floating-point dtype stored in uint8."""
     if memory.dtype is torch.uint8:
         memory.fill_(0xFF)
     else:
@@ -62,17 +68,17 @@ def poison(memory: Tensor) -> None:
 
 
 def as_bytes(memory: Tensor) -> Tensor:
-    """The same memory as integers: torch has no index operations for fp8 on a CPU, and NaN is never equal to itself."""
+    """View memory as integers: torch cannot index fp8 on a CPU, and NaN never equals itself."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return memory.view(sizes[memory.element_size()])
 
 
 @contextmanager
-def zero_by_chance_is_nan(device: torch.device) -> Iterator[None]:
-    """Inside, memory that nobody has written holds NaN (or the largest integer) on a CPU, where it is often zero.
+def uninitialized_as_nan(device: torch.device) -> Iterator[None]:
+    """Fill uninitialized CPU memory with NaN (or the largest integer). Otherwise it is often zero.
 
-    Torch does so in its deterministic mode; on a GPU that mode forbids more than it finds. The function that is named
-    after the mode would import all of inductor.
+    This is torch's deterministic mode. It is not used on a GPU, where it rejects too many operations.
+    ``torch.use_deterministic_algorithms`` would import all of inductor.
     """
     if device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
         yield

@@ -1,4 +1,4 @@
-"""One batch on one layer, as data: what a check runs."""
+"""Test cases as data: one batch on one layer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from attnplug_conformance.reference import Parents
 
 FP8_CACHES = frozenset({DType.FLOAT8_E4M3, DType.FP8_DS_MLA})
 FIRST, LAYER, LAST = 1, 3, 5
-"""Ids of the layers: the one before the layer under test, that layer, and one after it."""
+"""Layer ids: the layer before the layer under test, the layer under test, and the one following it."""
 SCALE = 1.3
-"""Factor between a layer's scale and ``head_dim ** -0.5``: backends must not assume that they are equal."""
+"""Ratio of a layer's scale to ``head_dim ** -0.5``. Backends must not assume that they are equal."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One batch. ``lengths`` are (rows in the cache before, new tokens) of each request.
+    """One batch. ``lengths`` has (cached prefix rows, new tokens) of each request.
 
-    ``None`` as ``dims``, ``mla``, ``dtype`` or ``page_size`` leaves it to the backend's claims.
+    If ``dims``, ``mla``, ``dtype`` or ``page_size`` is ``None``, it is chosen from the backend's claims.
     """
 
     lengths: tuple[tuple[int, int], ...]
@@ -31,11 +31,11 @@ class Case:
     page_size: int | None = None
     kv_heads: int = 2
     group: int = 2
-    """Query heads of one KV head."""
+    """Query heads per KV head."""
     dims: tuple[int, int] | None = None
-    """Widths of a key and of a value."""
-    differ: bool = False
-    """True if these widths differ."""
+    """Head dimensions of keys and values."""
+    unequal_dims: bool = False
+    """True if the head dimensions of keys and values must differ."""
     mla: MLADims | None = None
     v_head_dim: int = 16
     """Value head dimension of MLA run as MHA."""
@@ -49,7 +49,7 @@ class Case:
     layout: CacheLayout = CacheLayout.TOKEN_MAJOR
     pages: str = "shuffled"
     padding: int = 0
-    """Rows of q, k and v after those of the requests."""
+    """Padding rows of q, k and v."""
     padded_requests: int = 0
     exact: bool = True
     """True if the host knows exact lengths, False if it knows only upper bounds."""
@@ -58,25 +58,25 @@ class Case:
     extras: frozenset[str] = frozenset()
     """Extras that the backend must claim for this case."""
     ragged: bool = False
-    """MLA as MHA, over rows at hand."""
+    """MLA as MHA, over rows passed as arguments."""
     graph: GraphLevel = GraphLevel.NEVER
-    tight: bool = False
-    """The backend is built for exactly this batch: the limits of its context are reached."""
+    at_limits: bool = False
+    """True if the batch reaches the limits of the backend's context."""
     magnitude: float = 1.0
-    alike: bool = False
-    """All layers have one shape, because the backend asks for it."""
+    layers_alike: bool = False
+    """All layers have the same shape and scale, as the backend requires."""
     plain_first: bool = False
     """The first layer has no window and no logit cap."""
     other_heads: int | None = None
-    """Number of heads, and of KV heads, of the other layers, if it differs from this one's."""
+    """Number of heads and KV heads of the other layers, if different."""
     other_widths: int = 1
-    """Factor by which the heads of the other layers are wider."""
+    """Ratio of the other layers' head dimensions to this layer's."""
     index: IndexerDims | None = None
-    """Indexer of sparse layers, which selects the rows that a token attends to."""
+    """Indexer of sparse layers. It selects the rows that a token attends to."""
     index_dtype: DType | None = None
     """dtype of cached index keys; ``None``: that of the activations."""
     hisparse: bool = False
-    """The rows are on the host, and HiSparse brings in those that are chosen."""
+    """True if the rows are in host memory and HiSparse swaps in the selected ones."""
     compressed: CompressedDims | None = None
     """Dimensions of layers that attend to compressed entries and to a window."""
     linear: LinearDims | None = None
@@ -84,8 +84,8 @@ class Case:
     silu: bool = True
     bias: bool = True
     """True if the convolution has a bias."""
-    only_role: Role | None = None
-    """The role it is built for, if not the one that the mode asks for."""
+    forced_role: Role | None = None
+    """Role that the backend is built for; ``None``: the mode's role."""
     seed: int = 0
 
     @property
@@ -94,8 +94,8 @@ class Case:
 
     @property
     def role(self) -> Role:
-        if self.only_role is not None:
-            return self.only_role
+        if self.forced_role is not None:
+            return self.forced_role
         if self.kind.is_linear:
             return Role.LINEAR
         if self.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
@@ -145,7 +145,7 @@ class Case:
     @property
     def layers(self) -> tuple[LayerSpec, LayerSpec, LayerSpec]:
         layer = self.layer
-        first = replace(layer, layer_id=FIRST, scale=layer.scale if self.alike else 2 * layer.scale)
+        first = replace(layer, layer_id=FIRST, scale=layer.scale if self.layers_alike else 2 * layer.scale)
         if self.plain_first:
             first = replace(first, sliding_window=None, logit_cap=None)
         if self.other_heads is not None:
@@ -159,7 +159,7 @@ class Case:
         return first, layer, last
 
     def problem(self, device: str, sm: int | None) -> Problem:
-        """The problem that a backend must serve for this case."""
+        """Problem that a backend must serve to run this case."""
         tokens = max((new for _, new in self.lengths), default=0)
         return Problem(
             ModelSpec("conformance", "conformance", self.layers, 1 << 20),
@@ -178,8 +178,8 @@ class Case:
             coordinator="hisparse" if self.hisparse else None,
         )
 
-    def told(self) -> str:
-        """The case in a line, for reports."""
+    def describe(self) -> str:
+        """Describe the case in one line, for reports."""
         shape = f"{self.kv_heads * self.group}/{self.kv_heads} heads, dims {self.dims}"
         if self.mla is not None:
             shape = f"{self.mla_heads} heads, latent {self.mla.kv_lora_rank}+{self.mla.qk_rope_head_dim}"
@@ -192,9 +192,9 @@ class Case:
 
 
 Shape = Callable[[int, int], Case]
-"""A case, by the page size and the longest context."""
+"""Function from page size and longest context to a case."""
 
 
 def always(case: Case) -> Shape:
-    """The same case for all of them."""
+    """Return the same case for all page sizes and contexts."""
     return lambda p, longest: case

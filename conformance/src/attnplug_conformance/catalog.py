@@ -22,7 +22,7 @@ MHA, MLA = AttentionKind.MHA, AttentionKind.MLA
 
 @cache
 def all_checks() -> tuple[Check, ...]:
-    """Every check there is. Two of one name are an error."""
+    """Return every check. Duplicate names are an error."""
     checks = [
         check
         for kind in (MHA, MLA)

@@ -1,4 +1,4 @@
-"""A check as data: its name, the claim it belongs to, what must hold, and the case that it runs."""
+"""Checks as data: name, claim, requirement and case."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnplug_conformance.case import Case
-from attnplug_conformance.diagnosis import Wrong, check_output
+from attnplug_conformance.diagnosis import CheckFailure, check_output
 from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Subject
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The error and the time of one call."""
+    """Error and time of one call."""
 
     rows: int
     longest: int
@@ -25,7 +25,7 @@ class Measured:
 
 
 @dataclass
-class Stand:
+class CheckContext:
     """Arguments of a check: the backend, and a case fitted to the backend's claims."""
 
     subject: Subject
@@ -33,14 +33,14 @@ class Stand:
     measured: list[Measured] = field(default_factory=list)
 
     def scene(self, **changes: Any) -> Scene:
-        """A scene of the case; with changes, fitted again."""
+        """Build a scene of the case. A changed case is fitted to the claims again."""
         case = self.case
         if changes:
             case = self.subject.fit(replace(case, **changes))
         return Scene(self.subject, case)
 
     def check_output(self, scene: Scene, output: Output) -> None:
-        """Raise :class:`Wrong` unless the output is float64's."""
+        """Raise :class:`CheckFailure` unless the output agrees with float64."""
         error = check_output(scene, output)
         longest = max(scene.totals, default=0)
         self.measured.append(Measured(sum(scene.new), longest, error, scene.tolerance, output.plan_s, output.run_s))
@@ -54,18 +54,18 @@ class Stand:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must hold of every backend that claims ``claim``.
+    """Requirement on every backend that claims ``claim``.
 
-    ``case`` gives the case for a page size and a longest request; ``None`` where nothing is attended to. ``run`` raises
-    :class:`Wrong`, whose words say what the backend did. ``applies`` says why a backend does not claim this, beyond
-    what the case needs; ``None`` means that it does.
+    ``case`` returns the case for a page size and a longest request; ``None`` if no batch is run. ``run`` raises
+    :class:`CheckFailure` with the diagnosis. ``applies`` returns the reason why a backend does not claim it, beyond
+    the refusals of the case, or ``None`` if it does.
     """
 
     name: str
     claim: str
-    says: str
+    requirement: str
     case: Callable[[int, int], Case] | None
-    run: Callable[[Stand], None]
+    run: Callable[[CheckContext], None]
     quick: bool = False
     applies: Callable[[Subject], str | None] = lambda subject: None
 
@@ -74,10 +74,10 @@ class Check:
         return self.name.partition(".")[0]
 
 
-def refused_with_an_error(call: Callable[[], object], what: str) -> None:
-    """Raise :class:`Wrong` unless a call is refused. Any exception is a refusal: which one is the author's choice."""
+def expect_error(call: Callable[[], object], message: str) -> None:
+    """Raise :class:`CheckFailure` unless a call raises. The type of the exception is the author's choice."""
     try:
         call()
     except Exception:
         return
-    raise Wrong(what)
+    raise CheckFailure(message)

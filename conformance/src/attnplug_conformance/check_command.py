@@ -1,4 +1,4 @@
-"""``attnplug check``: the quick run of the kit, for the backends that a choice leads to."""
+"""``attnplug check``: quick conformance run of the backends that selection chooses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnplug.cli.options import option
 
 
 def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
-    text = "Run the quick checks of the backends that are chosen here, against float64; conform runs all."
+    text = "Run the quick checks of the selected backends against float64; conform runs all."
     parser = add_command(commands, "check", text, _check)
     parser.add_argument("--attention-backend", default="auto", metavar="NAME|auto", help="backend for full attention")
     for role in ("prefill", "decode", "linear"):
@@ -40,22 +40,24 @@ def _check(parsed: argparse.Namespace) -> int:
     registry = load_registry()
     warn_of_plugins(registry)
     roles = {role: getattr(parsed, f"{role}_attention_backend") for role in ("prefill", "decode", "linear")}
-    asked = {role: name for role, name in roles.items() if name is not None}
-    for name in (parsed.attention_backend, *asked.values()):
+    requested = {role: name for role, name in roles.items() if name is not None}
+    for name in (parsed.attention_backend, *requested.values()):
         if name != "auto":
-            registry.get(name)  # one that is not there is told before torch is imported, which takes seconds
+            registry.get(name)  # reports an unknown name before the import of torch, which takes seconds
 
     from attnplug.machine.device import open_device
     from attnplug_conformance.catalog import all_checks
-    from attnplug_conformance.chosen import check_options, chosen_backends
     from attnplug_conformance.report import as_json, lines
     from attnplug_conformance.runner import run_checks
+    from attnplug_conformance.selection import check_options, selected_backends
     from attnplug_conformance.subject import Subject
 
     device, sm = open_device(parsed.device)
     check_options(registry, parsed.backend_option)
     verdicts = []
-    for name in chosen_backends(registry, parsed.attention_backend, asked, device.type, sm, parsed.backend_option):
+    for name in selected_backends(
+        registry, parsed.attention_backend, requested, device.type, sm, parsed.backend_option
+    ):
         subject = Subject.installed(registry.backends[name], device.type, parsed.backend_option)
         verdict = run_checks(subject, all_checks(), quick=True, seed=parsed.seed)
         verdicts.append(verdict)

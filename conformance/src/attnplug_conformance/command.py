@@ -1,4 +1,4 @@
-"""``attnplug conform``: everything that a backend claims, against float64."""
+"""``attnplug conform``: check everything that a backend claims against float64."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from attnplug.cli.app import Commands, add_command
 
 
 def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
-    text = "Prove a backend right: run everything that it claims, compare with float64, and say what is wrong."
+    text = "Check everything that a backend claims against float64, and diagnose what is wrong."
     parser = add_command(commands, "conform", text, _conform)
     parser.add_argument("name", metavar="NAME", help="the backend, as attnplug backends lists it")
     parser.add_argument(
         "--device", metavar="cpu|cuda", help="where to run (default: cuda where there is a GPU, else cpu)"
     )
-    parser.add_argument("--quick", action="store_true", help="the checks that find most mistakes, in seconds")
+    parser.add_argument("--quick", action="store_true", help="only the checks that find most mistakes; takes seconds")
     parser.add_argument(
         "--check",
         action="append",
         default=[],
         metavar="CHECK",
-        help="this check, or all below it; may be repeated",
+        help="a check, or all below a prefix; may be repeated",
     )
-    parser.add_argument("--report", metavar="FILE", help="write a report: out.html, one page of its own, or out.json")
+    parser.add_argument("--report", metavar="FILE", help="write a report: out.html (self-contained) or out.json")
     parser.add_argument(
-        "--expected-failures", metavar="FILE", help="known failures, a line each: CHECK: REASON; one that passes fails"
+        "--expected-failures",
+        metavar="FILE",
+        help="known failures, one line each: CHECK: REASON; a listed check that passes is an error",
     )
     parser.add_argument(
         "--backend-option",
@@ -39,7 +41,11 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
         help="an option of the backend; may be repeated",
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="run checks in N processes: kernels compile at the same time"
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run checks in N processes, so that kernels compile in parallel",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
 
@@ -50,10 +56,10 @@ def _conform(parsed: argparse.Namespace) -> int:
     from attnplug.cli.warn import warn_of_plugins
     from attnplug.host import load_registry, split_settings
     from attnplug_conformance.catalog import all_checks
-    from attnplug_conformance.chosen import check_options
     from attnplug_conformance.processes import in_processes
     from attnplug_conformance.report import as_html, as_json, lines
     from attnplug_conformance.runner import read_expected, run_checks
+    from attnplug_conformance.selection import check_options
     from attnplug_conformance.subject import Subject
 
     registry = load_registry()
@@ -66,13 +72,13 @@ def _conform(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--seed {parsed.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
     checks = all_checks()
     for name in parsed.check:
-        if not any(_below(check.name, name) for check in checks):
+        if not any(_is_below(check.name, name) for check in checks):
             near = difflib.get_close_matches(name, [check.name for check in checks], n=1)
             groups = dict.fromkeys(check.name.split(".")[0] for check in checks)
             hint = f"did you mean {near[0]}?" if near else f"there are those below {', '.join(groups)}"
             raise UsageError(f"there is no check {name!r}; {hint}")
     if parsed.check:
-        checks = tuple(check for check in checks if any(_below(check.name, name) for name in parsed.check))
+        checks = tuple(check for check in checks if any(_is_below(check.name, name) for name in parsed.check))
     expected: dict[str, str] = {}
     if parsed.expected_failures is not None:
         try:
@@ -114,8 +120,8 @@ def _conform(parsed: argparse.Namespace) -> int:
     return 0 if verdict.holds else 1
 
 
-def _below(name: str, asked: str) -> bool:
-    return name == asked or name.startswith(f"{asked}.")
+def _is_below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
 
 
 def _report_path(text: str) -> Path:

@@ -1,6 +1,6 @@
-"""A linear backend on a scene: states in scattered slots of a poisoned pool, and float64 beside them.
+"""Test scenes of linear layers: states in scattered slots of a poisoned pool, and float64 results.
 
-Every slot that belongs to no request is NaN, and must stay so. So are the states of the other layers.
+Slots that belong to no request and the states of other layers are NaN, and must stay NaN.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from attnplug import AttentionBackend, AttentionKind, ForwardBatch, Geometry, La
 from attnplug.host import KVPools, Limits, ModelAttention
 from attnplug.kernels import torch_dtype
 from attnplug.linear import LinearInputs, LinearStatePool
-from attnplug_conformance.arithmetic import NAN, as_bytes, relative_error, tail, tolerance, zero_by_chance_is_nan
+from attnplug_conformance.arithmetic import NAN, as_bytes, pad_rows, relative_error, tolerance, uninitialized_as_nan
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
-from attnplug_conformance.diagnosis import Wrong, check_form
+from attnplug_conformance.diagnosis import CheckFailure, check_tensor
 from attnplug_conformance.reference import convolution, recurrence
 from attnplug_conformance.subject import Subject
 
 DELTA = (AttentionKind.GDN, AttentionKind.KDA)
 PAGE = 16
-Lists = list[list[Tensor]]
 
 
 class LinearScene:
-    """Requests with states of their own, and the inputs of one batch of them."""
+    """Requests with their states, and the inputs of one batch."""
 
     def __init__(self, subject: Subject, case: Case, backend: AttentionBackend | None = None) -> None:
         assert case.linear is not None and case.dtype is not None
@@ -38,7 +37,7 @@ class LinearScene:
         self.new = [new for _, new in case.lengths]
         requests = len(self.new)
         self.pool = LinearStatePool(case.layers, num_slots=requests + 3, dtype=case.dtype, device=self.device)
-        # The last slot is nobody's: whoever takes -1 for an index hits it.
+        # No request has the last slot: indexing with slot -1 would hit it.
         self.slots = torch.randperm(requests + 2, generator=self.random)[:requests].tolist()
         for layer_id in (FIRST, LAYER, LAST):
             for states in self.states(layer_id):
@@ -79,7 +78,7 @@ class LinearScene:
         )
 
     def states(self, layer_id: int) -> tuple[Tensor, ...]:
-        """The states of a layer: recurrent, and of its convolution, if it has them."""
+        """States of a layer: recurrent and convolution, if it has them."""
         both = self.pool.recurrent(layer_id), self.pool.conv(layer_id)
         return tuple(states for states in both if states is not None)
 
@@ -98,9 +97,9 @@ class LinearScene:
         return ModelAttention(self.backend, self.pools)
 
     def run(self, batch: ForwardBatch | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Plan, unless the batch is planned, and run; the output of the convolution and of the recurrence."""
+        """Plan the batch if necessary and run it; returns the outputs of convolution and recurrence."""
         attention, batch = self.attention(), batch or self.batch()
-        with zero_by_chance_is_nan(self.device):
+        with uninitialized_as_nan(self.device):
             if batch.plan is None:
                 attention.plan(batch)
             return self.forward(attention, batch)
@@ -110,13 +109,13 @@ class LinearScene:
     ) -> tuple[Tensor | None, Tensor | None]:
         rows, conv, out, layer = batch.num_tokens, None, None, layer or self.layer
         if self.x is not None:
-            x = tail(self.x, rows)
+            x = pad_rows(self.x, rows)
             conv = attention.convolve(x, self.weight, self.bias, layer, batch, silu=self.case.silu)
         if self.inputs is not None:
             out = attention.attend_linear(padded_inputs(self.inputs, rows), layer, batch)
         return conv, out
 
-    # What is right
+    # Expected results
 
     def spans(self) -> Iterator[tuple[int, slice]]:
         for request, (start, stop) in enumerate(pairwise(accumulate(self.new, initial=0))):
@@ -125,9 +124,9 @@ class LinearScene:
     def wanted(
         self, accepted: list[int] | None = None, mistake: str | None = None
     ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Outputs and states after them, of the recurrence and of the convolution, request by request.
+        """Return outputs and final states of the recurrence and of the convolution, per request.
 
-        States are those after the ``accepted`` rows, or all. ``mistake`` names one of ``MISTAKES``.
+        States follow the ``accepted`` rows, or all rows. ``mistake`` is a key of ``MISTAKES``.
         """
         outs: list[list[Tensor]] = [[], []]
         after: list[list[Tensor]] = [[], []]
@@ -136,7 +135,9 @@ class LinearScene:
             starts = iter(states[request].double() for states in self.before)
             if self.inputs is not None:
                 state = next(starts).cpu() * (0 if mistake == "state" else 1)
-                both = [_changed(tokens_of(self.inputs, part), self.layer.scale, mistake) for part in (rows, kept)]
+                both = [
+                    _apply_mistake(tokens_of(self.inputs, part), self.layer.scale, mistake) for part in (rows, kept)
+                ]
                 out, final = recurrence(both[0][0], state, both[0][1])
                 outs[0].append(out)
                 after[0].append(final if accepted is None else recurrence(both[1][0], state, both[1][1])[1])
@@ -155,20 +156,22 @@ class LinearScene:
         return 4 * tolerance(self.case, self.dims.key_dim + max(self.new, default=1))
 
     def check_results(self, conv: Tensor | None, out: Tensor | None, accepted: list[int] | None = None) -> float:
-        """The largest error; raises :class:`Wrong` if rounding does not explain it, or for states of others."""
+        """Return the largest error; raises :class:`CheckFailure` if it exceeds rounding or if states are wrong."""
         outs, after = self.wanted(accepted)
         worst = 0.0
         for found, right, what in ((out, outs[0], "the recurrence"), (conv, outs[1], "the convolution")):
             if found is None:
                 continue
             shape = (self.rows + self.case.padding, *(right[0] if right else found).shape[1:])
-            check_form(found, shape, self.weight, f"the result of {what}", "rows, then heads and values or channels")
+            check_tensor(
+                found, shape, self.weight, f"the result of {what}", "rows, then heads and value_dim, or channels"
+            )
             wanted = torch.cat(right) if right else found.new_zeros(0, *found.shape[1:]).double()
             error = relative_error(_heads(found[: self.rows]), _heads(wanted))
             if not error <= self.tolerance:
-                raise Wrong(self._explain(what, found, wanted, error))
+                raise CheckFailure(self._explain(what, found, wanted, error))
             if not (found[self.rows :] == 0).all():
-                raise Wrong(f"rows of padding are not zero in the result of {what}")
+                raise CheckFailure(f"padding rows are not zero in the result of {what}")
             worst = max(worst, error)
         self._check_states(after)
         return worst
@@ -182,29 +185,31 @@ class LinearScene:
         for states, right, name in zip(self.states(LAYER), after, names, strict=True):
             others = [slot for slot in range(self.pool.num_slots) if slot not in self.slots]
             if not states[others].isnan().all():
-                raise Wrong(f"it wrote to the {name} state of a slot that no request of the batch has")
+                raise CheckFailure(f"it wrote to the {name} state of a slot that no request of the batch has")
             for request, (slot, wanted) in enumerate(zip(self.slots, right, strict=True)):
                 error = relative_error(states[slot], wanted)
                 if not error <= self.tolerance:
                     old = relative_error(states[slot], self.before[names.index(name)][request].double())
-                    kept = "; it is as before the batch" if old <= self.tolerance else ""
-                    raise Wrong(f"the {name} state of request {request} is wrong by {error:.1e} after the batch{kept}")
+                    kept = "; it was not updated" if old <= self.tolerance else ""
+                    raise CheckFailure(
+                        f"the {name} state of request {request} is wrong by {error:.1e} after the batch{kept}"
+                    )
         for layer_id in (FIRST, LAST):
             if not all(states.isnan().all() for states in self.states(layer_id)):
-                raise Wrong(f"it wrote to the states of layer {layer_id} while it ran layer {LAYER}")
+                raise CheckFailure(f"it wrote to the states of layer {layer_id} while it ran layer {LAYER}")
 
     def _explain(self, what: str, found: Tensor, wanted: Tensor, error: float) -> str:
         part = 0 if what == "the recurrence" else 1
         if error != error:
-            return f"{what} gives NaN: it read a state or a row that is nobody's; states lie at state_slots"
-        for mistake, words in MISTAKES.items():
+            return f"{what} gives NaN: it read a state or row that belongs to no request; states are at state_slots"
+        for mistake, message in MISTAKES.items():
             outs = self.wanted(mistake=mistake)[0][part]
             other = torch.cat(outs)
             if relative_error(_heads(other), _heads(wanted)) <= self.tolerance:
-                continue  # it makes no difference here
+                continue  # this mistake makes no difference in this case
             if relative_error(_heads(found[: self.rows]), _heads(other)) <= self.tolerance:
-                return f"{what}: {words}"
-        return f"{what} is wrong by {error:.1e} where {self.tolerance:.0e} is allowed"
+                return f"{what}: {message}"
+        return f"{what} is wrong by {error:.1e}; {self.tolerance:.0e} is allowed"
 
     def snapshot(self) -> list[Tensor]:
         return [as_bytes(states).clone() for layer in (FIRST, LAYER, LAST) for states in self.states(layer)]
@@ -214,21 +219,21 @@ class LinearScene:
 
 
 MISTAKES = {
-    "state": "it starts from zeros and not from the request's state",
-    "beta": "it ignored beta, the strength of a delta-rule write",
-    "normalize": "it did not bring q and k to length one",
+    "state": "it started from zeros, not from the request's state",
+    "beta": "it ignored beta, the write strength of the delta rule",
+    "normalize": "it did not L2-normalize q and k",
     "scale": "it ignored the layer's scale",
     "decay": "it ignored the decay",
-    "interleaved": "head h goes with key head h * key_heads // heads, and it took h % key_heads",
-    "conv_state": "it ignored the rows of earlier steps, which are in the state",
+    "interleaved": "head h used key head h % key_heads, not h * key_heads // heads",
+    "conv_state": "it ignored the rows of earlier steps in the state",
     "bias": "it ignored the bias",
-    "silu": "it applied SiLU where it was not asked for, or did not where it was",
-    "reversed": "it reversed the weight: its last column meets the newest row",
+    "silu": "it applied SiLU although not requested, or did not although requested",
+    "reversed": "it reversed the weight; its last column applies to the newest row",
 }
 
 
-def _changed(inputs: LinearInputs, scale: float, mistake: str | None) -> tuple[LinearInputs, float]:
-    """The inputs as a mistake takes them."""
+def _apply_mistake(inputs: LinearInputs, scale: float, mistake: str | None) -> tuple[LinearInputs, float]:
+    """Inputs and scale as a mistake changes them."""
     if mistake == "beta" and inputs.beta is not None:
         inputs = replace(inputs, beta=torch.ones_like(inputs.beta))
     if mistake == "normalize":
@@ -243,7 +248,7 @@ def _changed(inputs: LinearInputs, scale: float, mistake: str | None) -> tuple[L
 
 
 def tokens_of(inputs: LinearInputs, rows: slice, device: torch.device | str = "cpu") -> LinearInputs:
-    """Some rows, on the host unless another place is given."""
+    """Inputs of some rows, on the host unless ``device`` is given."""
     decay, beta = inputs.log_decay, inputs.beta
     return LinearInputs(
         inputs.q[rows].to(device),
@@ -256,18 +261,18 @@ def tokens_of(inputs: LinearInputs, rows: slice, device: torch.device | str = "c
 
 
 def padded_inputs(inputs: LinearInputs, rows: int) -> LinearInputs:
-    """A copy with rows of NaN after the last."""
+    """Copy of the inputs, padded with NaN to ``rows`` rows."""
     decay, beta = inputs.log_decay, inputs.beta
     return LinearInputs(
-        tail(inputs.q, rows),
-        tail(inputs.k, rows),
-        tail(inputs.v, rows),
-        decay.clone() if decay.dim() == 1 else tail(decay, rows),
-        None if beta is None else tail(beta, rows),
+        pad_rows(inputs.q, rows),
+        pad_rows(inputs.k, rows),
+        pad_rows(inputs.v, rows),
+        decay.clone() if decay.dim() == 1 else pad_rows(decay, rows),
+        None if beta is None else pad_rows(beta, rows),
         inputs.normalize,
     )
 
 
 def _heads(rows: Tensor) -> Tensor:
-    """``[tokens, heads, width]``, of rows that may have no heads."""
+    """View rows as ``[tokens, heads, dim]``; convolution rows get one head."""
     return rows if rows.dim() == 3 else rows.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""``attnplug new``: a package with a backend that is right, for an author to start from."""
+"""``attnplug new``: create a package with a correct backend for an author to start from."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ line-length = 120
 """
 
 PLUGIN = '''\
-"""What the backend is: data. Nothing heavy is imported here, and not the backend either."""
+"""Declaration of the backend. Imports neither torch nor the backend itself."""
 
 from attnplug import IMPORTS
 
@@ -74,7 +74,7 @@ CLAIMS = {
 }
 
 TEST = '''\
-"""Everything that the backend claims, against float64."""
+"""Conformance tests: everything that the backend claims, against float64."""
 
 from attnplug_conformance.testing import conformance_tests, subject_of
 
@@ -113,10 +113,10 @@ $ attnplug conform PACKAGE
 
 
 def declare_new(commands: Commands[argparse.ArgumentParser]) -> None:
-    text = "Make a package with a backend that is right, with tests and CI, to start from."
+    text = "Create a package with a correct backend, tests and CI to start from."
     parser = add_command(commands, "new", text, _new)
-    parser.add_argument("name", metavar="NAME", help="of the backend and its package, such as my_backend")
-    parser.add_argument("--kind", choices=KINDS, default="mha", help="what it attends to: mha, mla or linear")
+    parser.add_argument("name", metavar="NAME", help="name of the backend and its package, such as my_backend")
+    parser.add_argument("--kind", choices=KINDS, default="mha", help="kind of attention: mha, mla or linear")
 
 
 def _new(parsed: argparse.Namespace) -> int:
@@ -125,7 +125,7 @@ def _new(parsed: argparse.Namespace) -> int:
         raise UsageError(f"{name!r} is not a name for a backend; give lower-case letters, digits and underscores")
     if name in load_registry().backends:
         raise UsageError(f"there is a backend {name!r} already; give another name")
-    if find_spec(name) is not None:  # it would hide that module wherever it is installed
+    if find_spec(name) is not None:  # the package would shadow that module
         raise UsageError(f"{name!r} is the name of a module that is installed here; give another one")
     folder = Path(name)
     if folder.exists():
@@ -153,7 +153,7 @@ def files(name: str, kind: str) -> dict[str, str]:
     imported, claimed, claims = CLAIMS[kind]
     template = (Path(__file__).parent / "templates" / f"{kind}.py").read_text()
     summary = template.partition('"""SUMMARY: ')[2].partition(".")[0]
-    words = {
+    placeholders = {
         "DISTRIBUTION": name.replace("_", "-"),
         "PACKAGE": name,
         "CONTRACT": CONTRACT_VERSION,
@@ -163,7 +163,7 @@ def files(name: str, kind: str) -> dict[str, str]:
     }
 
     def filled(text: str) -> str:
-        for word, value in words.items():
+        for word, value in placeholders.items():
             text = text.replace(word, value)
         return text
 
@@ -182,7 +182,7 @@ def files(name: str, kind: str) -> dict[str, str]:
 
 
 def _authors(template: str) -> str:
-    """A template as an author's file. There attnplug is a library among others, and imports are in their order."""
+    """Convert a template to an author's file, in which attnplug is third-party and imports are sorted accordingly."""
     start, _, rest = template.replace('"""SUMMARY: ', '"""').partition("from torch import Tensor\n\n")
     ours, _, body = rest.partition("\n")
     quoted = start.partition('"""')[2]

@@ -1,5 +1,7 @@
-"""Checks of an installed backend in several processes: its kernels are compiled at the same time, which is most of what
-a run on a GPU does."""
+"""Parallel checks of an installed backend in several processes.
+
+Most of a run on a GPU is spent compiling kernels, which the processes do in parallel.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from attnplug_conformance.check import Check
 from attnplug_conformance.runner import Result, Runner, Status, run_check
 from attnplug_conformance.subject import Subject
 
-_MOST_DEATHS = 3
-"""After so many nothing else is run: each costs the start of processes."""
+_MAX_CRASHES = 3
+"""Number of crashed checks that ends a run: each crash costs the start of new processes."""
 _subject: Subject
 _checks: dict[str, Check]
 
@@ -30,25 +32,25 @@ def in_processes(jobs: int, subject: Subject) -> Runner:
 
 
 def results(pool: Callable[[int], Executor], jobs: int, checks: Sequence[Check], seed: int) -> Iterator[Result]:
-    """Results in the order of the checks, by ``pool(jobs)``.
+    """Yield results in the order of the checks, run by ``pool(jobs)``.
 
-    When a process dies nobody says which check it ran. The first one without a result is then run alone, to see, and
-    those after it by new processes.
+    When a process dies, the check that it ran is unknown. The first check without a result is then run alone, and the
+    checks following it by new processes.
     """
     deaths, left = 0, list(checks)
     while left:
-        for result in _until_one_dies(pool(jobs), left, seed):
+        for result in _results_until_crash(pool(jobs), left, seed):
             yield result
             left = left[1:]
         if left:
             suspect, left = left[0], left[1:]
-            alone = next(_until_one_dies(pool(1), [suspect], seed), None)
+            alone = next(_results_until_crash(pool(1), [suspect], seed), None)
             deaths += alone is None
-            lost = f"the processes of {deaths} checks died" if deaths == _MOST_DEATHS else ""
+            lost = f"the processes of {deaths} checks died" if deaths == _MAX_CRASHES else ""
             yield alone or Result(suspect, Status.FAILED, "the process that ran it died", lost=lost)
 
 
-def _until_one_dies(pool: Executor, checks: Sequence[Check], seed: int) -> Iterator[Result]:
+def _results_until_crash(pool: Executor, checks: Sequence[Check], seed: int) -> Iterator[Result]:
     try:
         waiting = [pool.submit(_run, check.name, seed) for check in checks]
         for check, one in zip(checks, waiting, strict=True):
@@ -66,6 +68,6 @@ def _prepare(name: str, device: str, settings: tuple[str, ...]) -> None:
 
 
 def _run(name: str, seed: int) -> dict[str, Any]:
-    """A result without its check, which holds functions and cannot travel."""
+    """Run a check; returns the result without its check, which holds functions and cannot be pickled."""
     result = run_check(_checks[name], _subject, seed)
     return {field.name: getattr(result, field.name) for field in fields(result) if field.name != "check"}

@@ -9,10 +9,10 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attnplug", "conformance of an attention backend")
-    group.addoption("--attention-backend", metavar="NAME", help="the backend to prove right")
+    group.addoption("--attention-backend", metavar="NAME", help="the backend to check")
     group.addoption("--attention-device", metavar="cpu|cuda", help="where to run (default: cuda if there is a GPU)")
-    group.addoption("--attention-quick", action="store_true", help="the quick checks alone")
-    group.addoption("--expected-failures", metavar="FILE", help="known failures, a line each: CHECK: REASON")
+    group.addoption("--attention-quick", action="store_true", help="only the quick checks")
+    group.addoption("--expected-failures", metavar="FILE", help="known failures, one line each: CHECK: REASON")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -20,12 +20,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     config = metafunc.config
     if config.getoption("--attention-backend") is None:
-        raise pytest.UsageError("give --attention-backend NAME: the backend to prove right")
-    from attnplug_conformance.testing import cases, subject_of
+        raise pytest.UsageError("give --attention-backend NAME: the backend to check")
+    from attnplug_conformance.testing import claimed_checks, subject_of
 
-    _expected(config)  # a mistake in it is told once, before anything runs
+    _expected(config)  # reports a mistake in the file once, before anything runs
     subject = _subject(config, subject_of)
-    found = cases(subject, quick=config.getoption("--attention-quick"))
+    found = claimed_checks(subject, quick=config.getoption("--attention-quick"))
     metafunc.parametrize("attention_check", found, ids=lambda check: check.name)
 
 

@@ -1,7 +1,7 @@
-"""Attention, full and linear, in float64: what a backend's results are compared with.
+"""float64 reference implementations of full and linear attention.
 
-It never sees a cache, a page or a plan, and shares no code with any backend. The rules of a wrong backend can be
-written down too: a diagnosis compares with those.
+They know no cache, page or plan, and share no code with any backend. ``Rules`` can also describe mistakes: a diagnosis
+compares with their results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from attnplug.linear import LinearInputs
 
 Parents = tuple[int, ...]
-"""The parent of each new row of a request, which precedes it; -1 for a row that has none."""
+"""Parent of each new row of a request, an earlier row; -1 for a root."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class Rules:
     aligned: str = "last"
     """``last``: the last query sees the last key. ``first``: the first query sees the first key. ``none``: no mask."""
     hidden: int = 0
-    """The newest keys that each query misses."""
+    """Number of newest keys that each query misses."""
     longest: int | None = None
-    """Keys after the first so many are missed."""
+    """Number of leading keys that are seen; all others are missed."""
     masked: float = float("-inf")
     """Value that the mask writes over logits."""
     interleaved: bool = False
-    """Query head h goes with KV head ``h % kv_heads``."""
+    """Query head h uses KV head ``h % kv_heads``."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The queries of one request over all its rows.
+    """Attention of one request's queries to all its rows.
 
     q ``[queries, heads, dim]``, k ``[rows, kv_heads, dim]``, v ``[rows, kv_heads, v_dim]``; sinks ``[heads]``. Returns
     ``[queries, heads, v_dim]`` and the natural log-sum-exp ``[queries, heads]``, without sinks, both float64.
@@ -72,7 +72,7 @@ def _flat(out: Tensor, rules: Rules) -> Tensor:
 
 
 def _visible(queries: int, rows: int, rules: Rules) -> Tensor:
-    """``[queries, rows]``: whether a query sees a row."""
+    """Boolean mask ``[queries, rows]``: True if the query sees the row."""
     key, query = torch.arange(rows), torch.arange(queries)[:, None]
     before = rows - queries
     if rules.parents is not None:
@@ -99,7 +99,7 @@ def ancestors(parents: Parents, row: int) -> list[int]:
 
 
 def tree_bits(trees: tuple[Parents, ...], device: torch.device) -> Tensor:
-    """``[requests, rows]`` int64, as ``Geometry.tree`` has them; bit 63 is the sign."""
+    """Tree masks as in ``Geometry.tree``: ``[requests, rows]`` int64. Bit 63 is the sign."""
     bits = [[sum(1 << seen for seen in ancestors(tree, row)) for row in range(len(tree))] for tree in trees]
     signed = [[number - (1 << 64) if number >> 63 else number for number in row] for row in bits]
     return torch.tensor(signed, dtype=torch.int64, device=device)
@@ -116,18 +116,18 @@ def entry(
     *,
     overlap: bool,
 ) -> Tensor:
-    """An entry of one request's tokens by the equations of ``CompressorInputs``, ``[dim]`` float64.
+    """Compute one compressed entry of a request by the equations of ``CompressorInputs``; ``[dim]`` float64.
 
-    ``values`` and ``gates`` are of all its tokens, and ``bias`` ``[ratio, series * dim]``.
+    ``values`` and ``gates`` cover all tokens of the request. ``bias`` is ``[ratio, series * dim]``.
     """
     ratio, dim, rope = len(bias), len(norm), 2 * len(frequencies)
-    shares, brought = gates.double(), values.double()
+    all_gates, all_values = gates.double(), values.double()
     own = slice(number * ratio, (number + 1) * ratio)
-    terms, gate = brought[own, -dim:], shares[own, -dim:] + bias[:, -dim:].double()
+    terms, gate = all_values[own, -dim:], all_gates[own, -dim:] + bias[:, -dim:].double()
     if overlap and number:
         before = slice((number - 1) * ratio, number * ratio)
-        terms = torch.cat((terms, brought[before, :dim]))
-        gate = torch.cat((gate, shares[before, :dim] + bias[:, :dim].double()))
+        terms = torch.cat((terms, all_values[before, :dim]))
+        gate = torch.cat((gate, all_gates[before, :dim] + bias[:, :dim].double()))
     pooled = (gate.softmax(0) * terms).sum(0)
     made: Tensor = pooled / (pooled.square().mean() + eps).sqrt() * norm.double()
     angles = number * ratio * frequencies.double()
@@ -138,7 +138,7 @@ def entry(
 
 
 def recurrence(inputs: LinearInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Process one request's tokens in turn, by the equations of ``LinearInputs``.
+    """Process one request's tokens one by one, by the equations of ``LinearInputs``.
 
     ``state`` ``[heads, key_dim, value_dim]`` is the state before them. Returns the output ``[tokens, heads,
     value_dim]`` and the state after them, both float64.

@@ -23,8 +23,8 @@ tr { border-bottom: 1px solid #e3e7ee } code { font-size: .85em }
 """
 
 
-def place(verdict: Verdict) -> str:
-    """The machine, and how the backend ran there."""
+def environment(verdict: Verdict) -> str:
+    """Describe the device, software versions and, if any, the reference kernels of a run."""
     device = verdict.subject.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     seam = "" if verdict.subject.seam is None else f", {verdict.subject.seam}"
@@ -32,20 +32,20 @@ def place(verdict: Verdict) -> str:
 
 
 def lines(verdict: Verdict) -> Iterator[str]:
-    """The report for people, line by line."""
+    """Yield the lines of the console report."""
     subject = verdict.subject
-    yield f"{subject.name} ({subject.registered.source}) on {place(verdict)}"
+    yield f"{subject.name} ({subject.registered.source}) on {environment(verdict)}"
     for claim, counts in verdict.by_claim().items():
-        told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        yield f"  {claim:<16} {told}"
-    refused = Counter(result.words for result in verdict.results if result.status is Status.REFUSED)
+        counted = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        yield f"  {claim:<16} {counted}"
+    refused = Counter(result.message for result in verdict.results if result.status is Status.REFUSED)
     if refused:
         yield "not claimed, by its own refusals:"
-        for words, count in refused.most_common():
-            yield f"  {count:>3} × {words}"
+        for message, count in refused.most_common():
+            yield f"  {count:>3} × {message}"
     for result in verdict.results:
         if result.status is Status.EXPECTED:
-            yield f"expected failure {result.check.name}: {result.words}"
+            yield f"expected failure {result.check.name}: {result.message}"
     for result in verdict.results:
         if result.status is Status.FAILED:
             yield from failure(result, verdict)
@@ -55,8 +55,8 @@ def lines(verdict: Verdict) -> Iterator[str]:
 
 
 def failure(result: Result, verdict: Verdict) -> Iterator[str]:
-    yield f"FAILED {result.check.name}: {result.words}"
-    yield f"  must hold: {result.check.says}"
+    yield f"FAILED {result.check.name}: {result.message}"
+    yield f"  must hold: {result.check.requirement}"
     if result.case:
         yield f"  case:      {result.case}"
     yield f"  repeat:    {result.reproduce(verdict.subject)}"
@@ -64,10 +64,10 @@ def failure(result: Result, verdict: Verdict) -> Iterator[str]:
 
 def summary(verdict: Verdict) -> str:
     counts = Counter(result.status for result in verdict.results)
-    told = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status] or status is Status.FAILED)
+    counted = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status] or status is Status.FAILED)
     quick = " (quick)" if verdict.quick else ""
     outcome = "conforms" if verdict.holds else "does not conform"
-    return f"{verdict.subject.name} {outcome}{quick}: {told}, in {verdict.seconds:.1f} s"
+    return f"{verdict.subject.name} {outcome}{quick}: {counted}, in {verdict.seconds:.1f} s"
 
 
 def as_json(verdict: Verdict) -> dict[str, object]:
@@ -75,7 +75,7 @@ def as_json(verdict: Verdict) -> dict[str, object]:
     return {
         "backend": subject.name,
         "source": str(subject.registered.source),
-        "place": place(verdict),
+        "place": environment(verdict),
         "device": subject.device.type,
         "seam": subject.seam,
         "quick": verdict.quick,
@@ -86,14 +86,14 @@ def as_json(verdict: Verdict) -> dict[str, object]:
             claim: {str(status): count for status, count in counts.items() if count}
             for claim, counts in verdict.by_claim().items()
         },
-        "refused": dict(Counter(result.words for result in verdict.results if result.status is Status.REFUSED)),
+        "refused": dict(Counter(result.message for result in verdict.results if result.status is Status.REFUSED)),
         "results": [
             {
                 "check": result.check.name,
                 "claim": result.check.claim,
-                "says": result.check.says,
+                "says": result.check.requirement,
                 "status": str(result.status),
-                "words": result.words,
+                "words": result.message,
                 "case": result.case,
                 "seconds": round(result.seconds, 4),
                 "error": max((one.error for one in result.measured), default=None),
@@ -121,16 +121,16 @@ def as_html(verdict: Verdict) -> str:
     failures += "".join(f"<pre>{escape(problem)}</pre>" for problem in verdict.problems)
     rows = "".join(
         f"<tr><td><code>{escape(r.check.name)}</code></td><td class={r.status.split()[0]}>{r.status}</td>"
-        f"<td>{escape(r.words or r.check.says)}</td><td>{r.seconds * 1e3:.0f} ms</td></tr>"
+        f"<td>{escape(r.message or r.check.requirement)}</td><td>{r.seconds * 1e3:.0f} ms</td></tr>"
         for r in verdict.results
     )
     measured = [one for result in verdict.results for one in result.measured]
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(subject.name)}</title><style>{_STYLE}</style>"
         f"<h1>{escape(summary(verdict))}</h1>"
-        f"<p>{escape(str(subject.registered.source))} on {escape(place(verdict))}</p>"
+        f"<p>{escape(str(subject.registered.source))} on {escape(environment(verdict))}</p>"
         f"<h2>Claims</h2><table><tr><th>claim</th>{head}</tr>{claims}</table>"
-        + (f"<h2>What is wrong</h2>{failures}" if failures else "")
+        + (f"<h2>Failures</h2>{failures}" if failures else "")
         + f"<h2>Error by length</h2>{_errors(measured)}<h2>Time by rows</h2>{_times(measured)}"
         + f"<h2>Checks</h2><table>{rows}</table></html>"
     )
@@ -140,7 +140,7 @@ def _errors(measured: Iterable[Measured]) -> str:
     """Table of the largest error, relative to the allowed one, by the longest request of a call."""
     found: dict[int, list[float]] = {}
     for one in measured:
-        found.setdefault(_power(one.longest), []).append(one.error / one.tolerance)
+        found.setdefault(_next_power_of_two(one.longest), []).append(one.error / one.tolerance)
     rows = "".join(
         f"<tr><td>up to {n}</td><td>{len(e)}</td><td>{max(e):.3g}</td></tr>" for n, e in sorted(found.items())
     )
@@ -152,13 +152,13 @@ def _times(measured: Iterable[Measured]) -> str:
     found: dict[int, list[float]] = {}
     for one in measured:
         if one.run_s:
-            found.setdefault(_power(one.rows), []).append(1e3 * one.run_s)
+            found.setdefault(_next_power_of_two(one.rows), []).append(1e3 * one.run_s)
     rows = "".join(
         f"<tr><td>up to {n}</td><td>{len(t)}</td><td>{median(t):.3g}</td></tr>" for n, t in sorted(found.items())
     )
     return f"<table><tr><th>new rows</th><th>calls</th><th>median ms</th></tr>{rows}</table>"
 
 
-def _power(count: int) -> int:
+def _next_power_of_two(count: int) -> int:
     """Next power of two."""
     return 1 << max(count - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""Runs everything that a backend claims, and says what held, what did not, and what it refused."""
+"""Run all checks of a backend's claims and collect passes, failures and refusals."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 from attnplug import AttentionKind, DType, ExtendPath, Feature, GraphLevel, Role
 from attnplug.declare.errors import describe_error
 from attnplug_conformance.case import Case
-from attnplug_conformance.check import Check, Measured, Stand
-from attnplug_conformance.diagnosis import Wrong
+from attnplug_conformance.check import Check, CheckContext, Measured
+from attnplug_conformance.diagnosis import CheckFailure
 from attnplug_conformance.subject import Refused, Subject
 
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -33,20 +33,20 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Result:
-    """One check of one backend. ``words`` say what it did wrong, or why it refused."""
+    """Result of one check. ``message`` is the diagnosis of a failure or the reasons of a refusal."""
 
     check: Check
     status: Status
-    words: str = ""
+    message: str = ""
     case: str = ""
     seconds: float = 0.0
     measured: Sequence[Measured] = field(default=())
     lost: str = ""
-    """Why nothing can run after it."""
+    """Reason why no further check can run; empty if the run can go on."""
     seed: int = 0
 
     def reproduce(self, subject: Subject) -> str:
-        """The command that runs this check alone."""
+        """Return the command that repeats this check."""
         if subject.seam is not None:
             return f"pytest -k {self.check.name!r} (it runs {subject.seam})"
         options = [word for setting in subject.settings for word in ("--backend-option", shlex.quote(setting))]
@@ -56,7 +56,7 @@ class Result:
 
 
 def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
-    """Run one check. Nothing that a backend raises escapes."""
+    """Run one check. Exceptions of the backend become failures."""
     with _one_thread(subject.device):
         return _run_check(check, subject, seed)
 
@@ -64,34 +64,36 @@ def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
 def _run_check(check: Check, subject: Subject, seed: int) -> Result:
     started = time.perf_counter()
 
-    def result(status: Status, words: str = "", case: str = "", measured: Sequence[Measured] = ()) -> Result:
+    def result(status: Status, message: str = "", case: str = "", measured: Sequence[Measured] = ()) -> Result:
         lost = ""
         if status is Status.FAILED and _lost(subject.device):
-            lost = f"the GPU is lost after {check.name}: it read or wrote outside of memory"
-        return Result(check, status, words, case, time.perf_counter() - started, tuple(measured), lost, seed)
+            lost = f"the GPU is unusable after {check.name}: illegal memory access"
+        return Result(check, status, message, case, time.perf_counter() - started, tuple(measured), lost, seed)
 
     if (reason := check.applies(subject)) is not None:
         return result(Status.REFUSED, reason)
-    case, told = Case(()), ""
+    case, description = Case(()), ""
     if check.case is not None:
         try:
             case = subject.fit(replace(check.case(subject.page_size, subject.longest), seed=seed))
         except Refused as refused:
             return result(Status.REFUSED, str(refused))
-        told = case.told()
-    stand = Stand(subject, case)
+        description = case.describe()
+    context = CheckContext(subject, case)
     try:
-        check.run(stand)
-    except Wrong as wrong:
-        return result(Status.FAILED, str(wrong), told, stand.measured)
+        check.run(context)
+    except CheckFailure as failure:
+        return result(Status.FAILED, str(failure), description, context.measured)
     except Refused as refused:
-        return result(Status.REFUSED, str(refused), told)
+        return result(Status.REFUSED, str(refused), description)
     except (Exception, SystemExit) as error:
-        return result(Status.FAILED, f"it raised {describe_error(error)}{place(error)}", told, stand.measured)
-    return result(Status.PASSED, "", told, stand.measured)
+        return result(
+            Status.FAILED, f"it raised {describe_error(error)}{location(error)}", description, context.measured
+        )
+    return result(Status.PASSED, "", description, context.measured)
 
 
-def place(error: BaseException) -> str:
+def location(error: BaseException) -> str:
     """Location of an exception: its last frame outside torch, which is usually the author's code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
@@ -100,7 +102,7 @@ def place(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All results of one backend, and what is wrong beyond them."""
+    """All results of one backend, and problems of the run as a whole."""
 
     subject: Subject
     results: tuple[Result, ...]
@@ -138,11 +140,11 @@ FLOORS = {
     "hisparse": 3,
     "compressed": 4,
 }
-"""The fewest checks that must run for a claim, in a full run. A backend of one role runs half of them."""
+"""Minimum number of checks that must run per claim in a full run. A backend with one role needs half of it."""
 
 
 Runner = Callable[[Sequence[Check], int], Iterator[Result]]
-"""Runs checks with a seed: results in their order."""
+"""Function that runs checks with a seed and yields results in order."""
 
 
 def run_checks(
@@ -152,29 +154,29 @@ def run_checks(
     quick: bool = False,
     seed: int = 0,
     expected: Mapping[str, str] | None = None,
-    told: Callable[[Result], None] = lambda result: None,
+    on_result: Callable[[Result], None] = lambda result: None,
     floors: bool = True,
     runner: Runner | None = None,
 ) -> Verdict:
-    """Run checks, in order. ``expected`` are failures that are known, with a reason each: strict."""
+    """Run checks in order. ``expected`` maps known failures to reasons; one that does not fail is a problem."""
     started = time.perf_counter()
     results, problems, known = [], [], dict(expected or {})
-    kinds = {str(kind) for kind in subject.can.kinds} | {"declared"}
+    kinds = {str(kind) for kind in subject.capabilities.kinds} | {"declared"}
     chosen = [check for check in checks if (check.quick or not quick) and check.kind in kinds]
     names = {check.name for check in chosen}
     for name in known:
         if name not in names and not quick:
             problems.append(f"the expected failure {name} names no check")
-    here = (run_check(check, subject, seed) for check in chosen)
-    for result in here if runner is None else runner(chosen, seed):
+    local_results = (run_check(check, subject, seed) for check in chosen)
+    for result in local_results if runner is None else runner(chosen, seed):
         check = result.check
         if check.name in known:
             if result.status is Status.FAILED:
-                result = replace(result, status=Status.EXPECTED, words=f"{known[check.name]} ({result.words})")
+                result = replace(result, status=Status.EXPECTED, message=f"{known[check.name]} ({result.message})")
             else:
-                problems.append(f"{check.name} is an expected failure, and it {result.status}; remove the entry")
+                problems.append(f"{check.name} is an expected failure but {result.status}; remove the entry")
         results.append(result)
-        told(result)
+        on_result(result)
         if result.lost:
             problems.append(f"{result.lost}; nothing else ran")
             floors = False
@@ -196,7 +198,7 @@ def _lost(device: torch.device) -> bool:
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """Run torch on one thread on a CPU: the matrices are small, and more threads wait for each other."""
+    """Run torch on one thread on a CPU: the matrices are too small for more."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -207,7 +209,7 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 
 
 def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> list[str]:
-    """Claims of which too little ran: claiming nothing does not pass."""
+    """Describe claims with too few checks run. A backend that refuses everything does not pass."""
     ran = Counter(
         result.check.claim
         for result in results
@@ -215,38 +217,40 @@ def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> 
     )
     if not ran:
         return [f"nothing ran: backend {subject.name} refused every check on {subject.device.type}"]
-    can, heads = subject.can, AttentionKind.MHA in subject.can.kinds
+    capabilities, heads = subject.capabilities, AttentionKind.MHA in subject.capabilities.kinds
     claimed = {
-        "window": heads and Feature.SLIDING_WINDOW in can.features,
-        "cap": heads and Feature.LOGIT_CAP in can.features,
-        "sinks": heads and Feature.SINKS in can.features,
-        "sparse": Feature.SPARSE in can.features,
-        "mla fp8_ds_mla": AttentionKind.MLA in can.kinds and DType.FP8_DS_MLA in can.kv_dtypes,
-        "fp8 index keys": Feature.SPARSE in can.features and DType.FLOAT8_E4M3 in can.index_dtypes,
-        "hisparse": "hisparse" in can.coordinators,
-        "compressed": Feature.COMPRESSED in can.features,
-        "lse": "lse" in can.extras,
-        "out": "out" in can.extras,
-        "trees": can.trees,
-        "mla as mha": AttentionKind.MLA in can.kinds and bool(can.mla_extend - {ExtendPath.ABSORBED}),
-        "graphs": can.cuda_graph > GraphLevel.NEVER and not quick,  # few of them are quick
+        "window": heads and Feature.SLIDING_WINDOW in capabilities.features,
+        "cap": heads and Feature.LOGIT_CAP in capabilities.features,
+        "sinks": heads and Feature.SINKS in capabilities.features,
+        "sparse": Feature.SPARSE in capabilities.features,
+        "mla fp8_ds_mla": AttentionKind.MLA in capabilities.kinds and DType.FP8_DS_MLA in capabilities.kv_dtypes,
+        "fp8 index keys": Feature.SPARSE in capabilities.features and DType.FLOAT8_E4M3 in capabilities.index_dtypes,
+        "hisparse": "hisparse" in capabilities.coordinators,
+        "compressed": Feature.COMPRESSED in capabilities.features,
+        "lse": "lse" in capabilities.extras,
+        "out": "out" in capabilities.extras,
+        "trees": capabilities.trees,
+        "mla as mha": AttentionKind.MLA in capabilities.kinds and bool(capabilities.mla_extend - {ExtendPath.ABSORBED}),
+        "graphs": capabilities.cuda_graph > GraphLevel.NEVER and not quick,  # the quick run has few of them
     }
     kinds = {result.check.kind for result in results if result.status is not Status.REFUSED}
     problems = [
-        f"nothing of the kind {kind} ran, which it claims; see what it refused"
-        for kind in sorted(map(str, can.kinds))
+        f"no check of kind {kind} ran, which the backend claims; see its refusals"
+        for kind in sorted(map(str, capabilities.kinds))
         if kind not in kinds
     ]
-    share = 4 if quick else 1 if {Role.PREFILL, Role.DECODE} <= can.roles else 2
+    share = 4 if quick else 1 if {Role.PREFILL, Role.DECODE} <= capabilities.roles else 2
     for claim, floor in FLOORS.items():
         fewest = max(1, floor // share)
         if (ran[claim] or claimed.get(claim, False)) and ran[claim] < fewest:
-            problems.append(f"{ran[claim]} checks of the claim {claim} ran, and {fewest} must; see what it refused")
+            problems.append(
+                f"{ran[claim]} checks of the claim {claim} ran, at least {fewest} must; see the backend's refusals"
+            )
     return problems
 
 
 def read_expected(text: str, source: str) -> dict[str, str]:
-    """Expected failures: a line each, ``check: reason``. Raises ``ValueError`` for an entry without a reason."""
+    """Parse expected failures, one line ``check: reason`` each. Raises ``ValueError`` if a reason is missing."""
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.partition("#")[0].strip()
@@ -256,6 +260,6 @@ def read_expected(text: str, source: str) -> dict[str, str]:
         if not reason:
             raise ValueError(f"{source}:{number}: {name} has no reason; write 'check: reason'")
         if name in found:
-            raise ValueError(f"{source}:{number}: {name} is there twice")
+            raise ValueError(f"{source}:{number}: {name} is listed twice")
         found[name] = reason
     return found

@@ -1,8 +1,8 @@
-"""A backend on a scene: scattered pages, NaN in all that must not be read, and the float64 result.
+"""Test scenes: a backend, scattered pages, NaN in all memory that must not be read, and float64 results.
 
-The model has three layers, and the one in the middle is under test. The caches of the others are NaN, and so is every
-row that belongs to no request: whoever reads them shows it. ``healed`` names memory that holds zeros instead, by which
-a diagnosis finds out what was read.
+The model has three layers; the middle one is under test. The caches of the others are NaN, and so are rows of no
+request, so that reading them gives NaN. ``zero_region`` names a region filled with zeros instead: a diagnosis finds the
+region that was read by zeroing one after the other.
 """
 
 from __future__ import annotations
@@ -32,34 +32,42 @@ from attnplug import (
 from attnplug.host import KVPools, Limits, plan_forward
 from attnplug.kernels import torch_dtype
 from attnplug.sparse import Coordinator
-from attnplug_conformance.arithmetic import NAN, as_bytes, kept, poison, tail, tolerance, zero_by_chance_is_nan
+from attnplug_conformance.arithmetic import (
+    NAN,
+    as_bytes,
+    pad_rows,
+    poison,
+    to_cache_dtype,
+    tolerance,
+    uninitialized_as_nan,
+)
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
-from attnplug_conformance.packed import GROUP, packed, unpacked
+from attnplug_conformance.fp8_rows import GROUP, pack_rows, unpack_rows
 from attnplug_conformance.padding import padded
 from attnplug_conformance.reference import Rules, attention, tree_bits
 from attnplug_conformance.subject import Subject
 from attnplug_sparse.pools import latent_format
 
-POISONS = {
-    "tail": "rows past the last token of a request, on its last page",
-    "table": "a page outside its table: entries of the page table after a request's last page",
+POISONED = {
+    "tail": "rows beyond the last token of a request, on its last page",
+    "table": "a page outside its table: page table entries beyond a request's last page",
     "free": "a page that belongs to no request of the batch",
-    "first": f"the cache of layer {FIRST}, while it attends in layer {LAYER}",
-    "last": f"the cache of layer {LAST}, while it attends in layer {LAYER}",
-    "all": "memory that belongs to no request: past the last token, and outside its table",
+    "first": f"the cache of layer {FIRST}, while running layer {LAYER}",
+    "last": f"the cache of layer {LAST}, while running layer {LAYER}",
+    "all": "memory that belongs to no request: beyond the last token, and outside its table",
 }
-"""Memory that must not be read, and the message if a backend does."""
+"""Regions that must not be read, with the message for a backend that reads them."""
 FAR = 1 << 16
-"""Slots before the first page of a scene with far pages."""
-LOWEST_LOGIT = 2000.0
-"""Below zero. FlashInfer masks with -50,000 before logits are scaled, which no model comes near."""
+"""Number of slots before the first page of a scene with far pages."""
+MAX_NEGATIVE_LOGIT = 2000.0
+"""Bound of negative logits. FlashInfer masks with -50,000 before scaling, far below any model's logits."""
 SCRATCH_BYTES = 1 << 20
-"""Number of bytes of a workspace that are inspected: workspaces may be large."""
+"""Number of leading bytes of a workspace that are poisoned and inspected; workspaces may be large."""
 
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """Output of one call: result, log-sum-exp if requested, and seconds of plan and run."""
+    """Output of one call: result, log-sum-exp if requested, seconds of planning and running."""
 
     out: Tensor
     lse: Tensor | None
@@ -68,13 +76,13 @@ class Output:
 
 
 class Scene:
-    """A backend with a poisoned pool that holds the prefixes of the case's requests, and the rows they bring."""
+    """A backend over a poisoned pool with the cached prefixes of a case, and the new rows of its requests."""
 
     def __init__(
         self,
         subject: Subject,
         case: Case,
-        healed: str | None = None,
+        zero_region: str | None = None,
         backend: AttentionBackend | None = None,
         roles: frozenset[Role] | None = None,
     ) -> None:
@@ -85,19 +93,19 @@ class Scene:
         self.packed = self.kv_dtype is DType.FP8_DS_MLA
         self.coordinator: Coordinator | None = None
         self.scratch: list[tuple[ref[Tensor], bool]] = []
-        """Memory of the backend's workspaces while they are in use, and True if it must stay zero."""
+        """Live buffers of the backend's workspaces, and True if the buffer must stay zero."""
         self.random = torch.Generator().manual_seed(case.seed)
         self.new = [new for _, new in case.lengths]
         self.totals = [before + new for before, new in case.lengths]
-        self.page_table, self.num_pages, self.trap = self._page_table()
-        self.pools = self._pools(healed)
+        self.page_table, self.num_pages, self.poisoned_page = self._page_table()
+        self.pools = self._pools(zero_region)
         self.problem = case.problem(self.device.type, subject.sm)
         self.rows = rows = sum(self.new) + case.padding
-        """Tokens of the newest batch, padding included."""
+        """Number of tokens of the newest batch, padding included."""
         requests = len(self.new) + case.padded_requests
         longest = self.page_table.shape[1] * self.page_size
         limits = Limits(max(requests, 1), max(rows + 64, 128), max(longest, 512), case.lanes)
-        if case.tight:
+        if case.at_limits:
             limits = Limits(requests, rows, max(self.totals))
         self.model = ModelSpec("conformance", "conformance", case.layers, 1 << 20)
         self.limits = limits
@@ -106,27 +114,27 @@ class Scene:
         )
         key_dim, value_dim, kv_heads = self.widths
         self.q = self.normal(sum(self.new), self.layer.num_heads, key_dim)
-        if case.mla is not None:  # absorbing spreads a query of head_dim over a whole row; the logits' spread stays
+        if case.mla is not None:  # an absorbed query is wider than head_dim; keep the variance of the logits
             self.q = (self.q.float() * (self.layer.head_dim / key_dim) ** 0.5).to(self.dtype)
         self.keys = [self.normal(total, kv_heads, key_dim) for total in self.totals]
         if self.packed:  # groups whose scales differ
             sizes = torch.tensor([1.0, 0.25, 2.0, 0.5]).repeat_interleave(GROUP).repeat(1 + key_dim // (4 * GROUP))
             self.keys = [(keys * sizes[:key_dim].to(self.device)).to(self.dtype) for keys in self.keys]
         if case.magnitude != 1.0:
-            self._lower()
+            self._lower_first_logits()
         self.values = [self.normal(total, kv_heads, value_dim) for total in self.totals]
         if case.mla is not None:
             self.values = [keys[..., :value_dim] for keys in self.keys]
         self.sinks = self.normal(self.layer.num_heads).float() if case.sinks else None
         self.store(LAYER, [(0, before) for before, _ in case.lengths])
-        if healed == "tail":
-            self._heal_tails()
+        if zero_region == "tail":
+            self._zero_tails()
 
-    # What there is
+    # Memory
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Width of a cached key, of a value, and KV heads."""
+        """Widths of a cached key and of a value, and the number of KV heads."""
         mla = self.case.mla
         if mla is not None:
             return mla.row_dim, mla.kv_lora_rank, 1
@@ -137,35 +145,36 @@ class Scene:
         return made.to(self.dtype).to(self.device)
 
     def _allocate(self, nbytes: int, device: torch.device, zeroed: bool) -> Tensor:
-        """Memory of a workspace. What need not be zero begins with NaN, as if somebody else had used it."""
+        """Allocate a workspace buffer. Scratch memory starts as NaN, as if another backend had used it."""
         buffer = (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
         if not zeroed:
             buffer[:SCRATCH_BYTES] = 0xFF
         self.scratch.append((ref(buffer), zeroed))
         return buffer
 
-    def _lower(self) -> None:
-        """The first query of a request without a prefix has one logit, its own, which is very low. No other query has
-        only logits that are lower still: it is turned around."""
+    def _lower_first_logits(self) -> None:
+        """Give the first query of each request without a prefix, which has a single logit, a very low one.
+
+        Queries whose logits are all lower than ``-MAX_NEGATIVE_LOGIT`` are negated.
+        """
         scale, groups = self.layer.scale, self.layer.num_heads // self.keys[0].shape[1]
         for start, keys, (before, new) in zip(
             accumulate(self.new, initial=0), self.keys, self.case.lengths, strict=False
         ):
             rows = slice(start, start + new)
-            every = keys.repeat_interleave(groups, 1).double()
-            logits = torch.einsum("qhd,khd->qhk", self.q[rows].double(), every) * scale
+            unpacked = keys.repeat_interleave(groups, 1).double()
+            logits = torch.einsum("qhd,khd->qhk", self.q[rows].double(), unpacked) * scale
             hidden = torch.ones(new, before + new, dtype=torch.bool, device=self.device).triu(before + 1)
             highest = logits.masked_fill(hidden[:, None], float("-inf")).amax(-1, keepdim=True)
-            self.q[rows] = torch.where(highest < -LOWEST_LOGIT, -self.q[rows], self.q[rows])
+            self.q[rows] = torch.where(highest < -MAX_NEGATIVE_LOGIT, -self.q[rows], self.q[rows])
             if new and not before:
-                lowest = scale * every[0].square().sum(-1, keepdim=True)
-                self.q[start] = (-every[0] * (LOWEST_LOGIT / lowest).clamp(max=1.0)).to(self.dtype)
+                lowest = scale * unpacked[0].square().sum(-1, keepdim=True)
+                self.q[start] = (-unpacked[0] * (MAX_NEGATIVE_LOGIT / lowest).clamp(max=1.0)).to(self.dtype)
 
     def _page_table(self) -> tuple[Tensor, int, int]:
-        """``[requests, width]`` on the host, how many pages there are, and the page to which entries lead that nobody
-        may follow."""
+        """Return the page table ``[requests, width]`` on the host, the page count, and the page of unused entries."""
         needed = [-(-total // self.page_size) for total in self.totals]
-        requests, width = len(needed), max([*needed, 1]) + (not self.case.tight)
+        requests, width = len(needed), max([*needed, 1]) + (not self.case.at_limits)
         start = -(-FAR // self.page_size) if self.case.pages == "far" else 0
         pages = start + requests * width + 3
         orders = {
@@ -176,13 +185,13 @@ class Scene:
             "descending": lambda: torch.arange(pages - 1).flip(0),
         }
         order = orders[self.case.pages]()
-        trap = pages - 1
+        poisoned_page = pages - 1
         table = order[: requests * width].view(requests, width).int()
         for request, count in enumerate(needed):
-            table[request, count:] = trap
-        return table, pages, trap
+            table[request, count:] = poisoned_page
+        return table, pages, poisoned_page
 
-    def _pools(self, healed: str | None) -> KVPools:
+    def _pools(self, zero_region: str | None) -> KVPools:
         case, layers, pages, size = self.case, self.case.layers, self.num_pages, self.page_size
         key_dim, value_dim, kv_heads = self.widths
         fp8, stored = self.kv_dtype is DType.FLOAT8_E4M3, torch_dtype(self.kv_dtype)
@@ -245,19 +254,21 @@ class Scene:
                 )
             pools = KVPools(mha=mha)
         for layer_id in (FIRST, LAYER, LAST):
-            for memory in self.memories(layer_id, pools):
+            for memory in self.cache_tensors(layer_id, pools):
                 poison(memory)
-                if (healed is not None and healed == {FIRST: "first", LAST: "last"}.get(layer_id)) or healed == "all":
+                if (
+                    zero_region is not None and zero_region == {FIRST: "first", LAST: "last"}.get(layer_id)
+                ) or zero_region == "all":
                     memory.copy_(torch.tensor(0.0))
-                elif layer_id == LAYER and healed == "table":
-                    as_bytes(memory)[self.trap] = 0
-                elif layer_id == LAYER and healed == "free":
+                elif layer_id == LAYER and zero_region == "table":
+                    as_bytes(memory)[self.poisoned_page] = 0
+                elif layer_id == LAYER and zero_region == "free":
                     used = set(self.page_table.flatten().tolist())
                     as_bytes(memory)[[page for page in range(pages) if page not in used]] = 0
         return pools
 
-    def memories(self, layer_id: int, pools: KVPools | None = None) -> tuple[Tensor, ...]:
-        """The cache of a layer itself, ``[pages, page_size, heads, width]``: keys and values, or latent rows."""
+    def cache_tensors(self, layer_id: int, pools: KVPools | None = None) -> tuple[Tensor, ...]:
+        """Cache of a layer, ``[pages, page_size, heads, width]``: keys and values, or latent rows."""
         pools = pools or self.pools
         if pools.mla is not None:
             return (pools.mla.rows(layer_id),)
@@ -265,33 +276,33 @@ class Scene:
         return pools.mha.keys(layer_id), pools.mha.values(layer_id)
 
     def scales(self, layer_id: int) -> tuple[float, ...]:
-        """The fp8 scale of each of a layer's memories; 1 for other types."""
+        """fp8 scale of each of a layer's ``cache_tensors``; 1 for other dtypes."""
         if self.pools.mla is not None:
             return (self.pools.mla.scale(layer_id),)
         assert self.pools.mha is not None
         return self.pools.mha.scales(layer_id)
 
-    def rows_of(self) -> tuple[list[Tensor], ...]:
-        """The rows of every request, as ``memories`` has them."""
+    def cache_rows(self) -> tuple[list[Tensor], ...]:
+        """Rows of every request, in the order of ``cache_tensors``."""
         return (self.keys,) if self.case.mla is not None else (self.keys, self.values)
 
     def store(self, layer_id: int, spans: list[tuple[int, int]]) -> None:
-        """Write rows ``start … stop`` of every request straight into the memory, by the page table."""
+        """Write rows ``start … stop`` of every request directly into the cache, by the page table."""
         scales = self.scales(layer_id)
-        for memory, rows, scale in zip(self.memories(layer_id), self.rows_of(), scales, strict=True):
+        for memory, rows, scale in zip(self.cache_tensors(layer_id), self.cache_rows(), scales, strict=True):
             for request, (start, stop) in enumerate(spans):
                 page, offset = self.places(request, start, stop)
                 cells = as_bytes(self.cells(rows[request][start:stop], scale, memory.dtype))
-                place = memory.device  # HiSparse's is the host
+                place = memory.device  # the host, with HiSparse
                 as_bytes(memory)[page.to(place), offset.to(place)] = cells.to(place)
 
     def cells(self, rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        """Rows as a cache stores them."""
-        return packed(rows, self.widths[1]) if self.packed else kept(rows, scale, dtype)
+        """Convert rows to the cache's dtype or byte layout."""
+        return pack_rows(rows, self.widths[1]) if self.packed else to_cache_dtype(rows, scale, dtype)
 
     def numbers(self, cells: Tensor) -> Tensor:
-        """Contents of cells in float32, before a scale of the whole cache."""
-        return unpacked(cells, self.widths[1]) if self.packed else cells.float()
+        """Convert cache contents to float32, without the scale of the whole cache."""
+        return unpack_rows(cells, self.widths[1]) if self.packed else cells.float()
 
     def places(self, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Pages and offsets of rows of a request."""
@@ -299,21 +310,21 @@ class Scene:
         page = self.page_table[request, position // self.page_size].long()
         return page.to(self.device), (position % self.page_size).to(self.device)
 
-    def _heal_tails(self) -> None:
-        for memory in self.memories(LAYER):
+    def _zero_tails(self) -> None:
+        for memory in self.cache_tensors(LAYER):
             for request, total in enumerate(self.totals):
                 page, offset = self.places(request, total, -(-total // self.page_size) * self.page_size)
                 as_bytes(memory)[page, offset] = 0
 
-    def owner(self, page: int, offset: int) -> str:
-        """Describe the owner of a row."""
+    def describe_row(self, page: int, offset: int) -> str:
+        """Describe a cache row by its request and token."""
         for request, total in enumerate(self.totals):
             pages = self.page_table[request, : -(-total // self.page_size)].tolist()
             if page in pages:
                 token = pages.index(page) * self.page_size + offset
                 if token < total:
                     return f"request {request}, token {token}"
-                return f"page {page}, row {offset}, past the last token of request {request}"
+                return f"page {page}, row {offset}, beyond the last token of request {request}"
         return f"page {page}, row {offset}, which belongs to no request"
 
     # Batches
@@ -340,15 +351,17 @@ class Scene:
         return torch.cat([rows[before:] for rows, (before, _) in zip(of, self.case.lengths, strict=True)])
 
     def inputs(self, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q, k and v of ``rows`` rows: those of the requests, and padding after them. That of k and v is a number: NaN
-        written to poisoned memory would not show."""
+        """q, k and v of ``rows`` rows, padding included.
+
+        Padding of k and v is 5.0: NaN written to poisoned memory would not be detected.
+        """
         k, v = self.new_rows(self.keys), None if self.case.mla is not None else self.new_rows(self.values)
-        return tail(self.q, rows), tail(k, rows, 5.0), None if v is None else tail(v, rows, 5.0)
+        return pad_rows(self.q, rows), pad_rows(k, rows, 5.0), None if v is None else pad_rows(v, rows, 5.0)
 
     # Running
 
     def plan(self, batch: ForwardBatch) -> ForwardBatch:
-        with zero_by_chance_is_nan(self.device):
+        with uninitialized_as_nan(self.device):
             plan_forward(self.backend, batch)
         return batch
 
@@ -361,24 +374,24 @@ class Scene:
         save: bool = True,
         extras: ForwardExtras | None = None,
     ) -> Tensor:
-        """One call of the backend, as it is planned."""
+        """Call the backend with a planned batch."""
         q, k, v = inputs or self.inputs(batch.num_tokens)
         if self.sinks is not None:
             extras = replace(extras or ForwardExtras(), sinks=self.sinks)
         backend = self.backend
         run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
-        with zero_by_chance_is_nan(self.device):
+        with uninitialized_as_nan(self.device):
             return run(q, k, v, layer or self.layer, batch, save_kv_cache=save, extras=extras)
 
     def run(self, batch: ForwardBatch | None = None, *, lse: bool = False, save: bool = True) -> Output:
-        """Plan, unless the batch is planned, and run."""
+        """Plan the batch if necessary and run it."""
         batch = batch or self.batch()
         started = self.now()
         if batch.plan is None:
             self.plan(batch)
         planned = self.now()
         sums = torch.full((batch.num_tokens, self.layer.num_heads), NAN, device=self.device) if lse else None
-        inputs = self.inputs(batch.num_tokens) if save else (tail(self.q, batch.num_tokens), None, None)
+        inputs = self.inputs(batch.num_tokens) if save else (pad_rows(self.q, batch.num_tokens), None, None)
         out = self.forward(batch, inputs, save=save, extras=None if sums is None else ForwardExtras(lse=sums))
         return Output(out, sums, planned - started, self.now() - planned)
 
@@ -387,37 +400,39 @@ class Scene:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    # What is right
+    # Expected results
 
     def rules(self, layer: LayerSpec | None = None) -> Rules:
         layer = layer or self.layer
         return Rules(layer.scale, layer.sliding_window, layer.logit_cap)
 
     def stored(self, request: int, *, scaled: tuple[bool, bool] = (True, True)) -> tuple[Tensor, Tensor]:
-        """Keys and values of a request as a cache holds them, in float64; without its scales, as a mistake reads it."""
+        """Keys and values of a request as cached, in float64. ``scaled=False`` ignores a scale, as a mistake would."""
         memory, found = torch_dtype(self.kv_dtype), []
         scales = self.case.kv_scales if self.case.mla is None else (self.case.kv_scales[0],) * 2
         fp8 = self.kv_dtype is DType.FLOAT8_E4M3
         for rows, scale, used in zip((self.keys, self.values), scales, scaled, strict=True):
             if self.packed:
-                every = unpacked(packed(self.keys[request], self.widths[1]), self.widths[1], scaled=used).double()
-                found.append(every[..., : rows[request].shape[-1]])
+                unpacked = unpack_rows(
+                    pack_rows(self.keys[request], self.widths[1]), self.widths[1], scaled=used
+                ).double()
+                found.append(unpacked[..., : rows[request].shape[-1]])
                 continue
             scale = scale if fp8 else 1.0
-            found.append(kept(rows[request], scale, memory).double() * (scale if used else 1.0))
+            found.append(to_cache_dtype(rows[request], scale, memory).double() * (scale if used else 1.0))
         return found[0], found[1]
 
-    def misread(self, tables: Tensor) -> Tensor:
-        """The output of a backend that reads the cache by other page tables; NaN where that is poison."""
+    def read_by_tables(self, tables: Tensor) -> Tensor:
+        """Output of a backend that reads the cache by other page tables; NaN if poisoned rows are read."""
         outs = []
         for request, q in enumerate(self.q.split(self.new)):
             position = torch.arange(self.totals[request])
             page = tables[request, position // self.page_size].long().clamp(0, self.num_pages - 1).to(self.device)
             offset = (position % self.page_size).to(self.device)
-            memories, fp8 = self.memories(LAYER), self.kv_dtype is DType.FLOAT8_E4M3
+            cache_tensors, fp8 = self.cache_tensors(LAYER), self.kv_dtype is DType.FLOAT8_E4M3
             scales = self.case.kv_scales if fp8 else (1.0, 1.0)
-            cells = [as_bytes(memory)[page, offset].view(memory.dtype) for memory in memories]
-            read = [self.numbers(mine).double() * scale for mine, scale in zip(cells, scales, strict=False)]
+            cells = [as_bytes(memory)[page, offset].view(memory.dtype) for memory in cache_tensors]
+            read = [self.numbers(cell).double() * scale for cell, scale in zip(cells, scales, strict=False)]
             keys, values = read[0], read[-1][..., : self.widths[1]]
             outs.append(attention(q, keys, values, self.rules(), self.sinks)[0])
         return torch.cat(outs)
@@ -425,14 +440,14 @@ class Scene:
     def wanted(
         self, rules: Rules | None = None, *, scaled: tuple[bool, bool] = (True, True), sinks: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of the rows of all requests, by the given rules or the layer's own."""
+        """Expected output and log-sum-exp of all requests, by ``rules`` or the layer's own rules."""
         outs, sums = [], []
         for request, q in enumerate(self.q.split(self.new)):
             keys, values = self.stored(request, scaled=scaled)
-            mine = rules or self.rules()
+            request_rules = rules or self.rules()
             if self.case.trees is not None and rules is None:
-                mine = replace(mine, parents=self.case.trees[request])
-            out, lse = attention(q, keys, values, mine, self.sinks if sinks else None)
+                request_rules = replace(request_rules, parents=self.case.trees[request])
+            out, lse = attention(q, keys, values, request_rules, self.sinks if sinks else None)
             outs.append(out)
             sums.append(lse)
         if not outs:
@@ -441,20 +456,20 @@ class Scene:
 
     @property
     def tolerance(self) -> float:
-        """The largest relative error that rounding explains."""
+        """Largest relative error that rounding explains."""
         return tolerance(self.case, self.widths[0] + max(self.totals, default=1))
 
     def snapshot(self) -> dict[int, list[Tensor]]:
-        """The bytes of the cache of every layer."""
-        return {each: [as_bytes(m).clone() for m in self.memories(each)] for each in (FIRST, LAYER, LAST)}
+        """Copy the cache of every layer, as integers."""
+        return {each: [as_bytes(m).clone() for m in self.cache_tensors(each)] for each in (FIRST, LAYER, LAST)}
 
     def changes(self, before: dict[int, list[Tensor]]) -> Iterator[tuple[int, int, int]]:
-        """Layer, page and row of everything that changed since a snapshot."""
+        """Yield layer, page and offset of every row that changed since a snapshot."""
         for layer_id, copies in before.items():
-            for memory, copy in zip(self.memories(layer_id), copies, strict=True):
+            for memory, copy in zip(self.cache_tensors(layer_id), copies, strict=True):
                 for page, offset in (as_bytes(memory) != copy).flatten(2).any(-1).nonzero().tolist():
                     yield layer_id, page, offset
 
-    def healed(self, what: str) -> Scene:
-        """The same scene with zeros in memory that must not be read."""
-        return Scene(self.subject, self.case, what)
+    def with_zeros(self, region: str) -> Scene:
+        """Same scene with zeros in one ``POISONED`` region instead of NaN."""
+        return Scene(self.subject, self.case, region)

@@ -1,4 +1,4 @@
-"""The backend under test: what it claims, what it refuses, and how it is built."""
+"""Backend under test: its claims and refusals, and how to build it."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ PAGES = (16, 32, 64, 128, 256, 8, 1)
 EQUAL = ((16, 16), (32, 32), (64, 64), (128, 128))
 DIFFERENT = ((32, 16), (64, 32), (128, 64), (192, 128))
 HEADS = (4, 8, 16, 32, 64, 128)
-"""Widths and numbers of heads, the first that is served is taken. A GPU begins with what models have."""
+"""Candidate head dimensions and head counts; the first that is served is used. A GPU tries common sizes first."""
 TYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
 Shape = TypeVar("Shape")
 Allocate = Callable[[int, torch.device, bool], torch.Tensor]
-"""Memory of a workspace: bytes, device, whether it must be zero."""
+"""Allocator of workspace memory: bytes, device, True for zeroed memory."""
 
 
 class Refused(Exception):
-    """The backend does not claim what a check needs; ``reasons`` are its own."""
+    """The backend does not claim what a check needs. ``reasons`` are the backend's refusals."""
 
     def __init__(self, *reasons: str) -> None:
         super().__init__("; ".join(reasons))
@@ -56,21 +56,21 @@ class Refused(Exception):
 class Subject:
     """An installed backend on a device.
 
-    ``seam`` says how it runs where its kernels cannot: the spec's factory then builds it over stand-ins for them.
+    ``seam`` describes the reference kernels if the spec's factory builds the backend over these instead of its own.
     """
 
     registered: Registered
     device: torch.device
     sm: int | None = None
     longest: int = 1100
-    """Rows of the longest request. A GPU takes more."""
+    """Number of rows of the longest request. Larger on a GPU."""
     seam: str | None = None
     options: object = None
     """The backend's own options, parsed; ``None`` for the defaults."""
     settings: tuple[str, ...] = ()
-    """The same as they were given: ``NAME.KEY=VALUE``."""
+    """The options as given on the command line: ``NAME.KEY=VALUE``."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
-    """The process's variables before any check has built the backend."""
+    """Environment variables before any check has built the backend."""
 
     @classmethod
     def installed(cls, registered: Registered, device: str | None, settings: Sequence[str] = ()) -> Subject:
@@ -87,29 +87,33 @@ class Subject:
         return self.registered.spec.name
 
     @property
-    def can(self) -> Capabilities:
+    def capabilities(self) -> Capabilities:
         return self.registered.spec.capabilities
 
     @property
     def page_size(self) -> int:
         """The page size of most cases."""
-        served = (size for size in PAGES if self.can.page_sizes.kernel_size(size) == size)
-        return next(served, max(self.can.page_sizes.kernel or {64}))
+        served = (size for size in PAGES if self.capabilities.page_sizes.kernel_size(size) == size)
+        return next(served, max(self.capabilities.page_sizes.kernel or {64}))
 
     def refusals(self, problem: Problem, role: Role) -> list[str]:
         return [refusal.message for refusal in self.registered.spec.refusals(problem, role, self.options)]
 
     def fit(self, case: Case) -> Case:
         """The case with every choice made that it leaves to the backend; raises :class:`Refused` if none is served."""
-        can = self.can
-        self._need(case)
-        dtype = case.dtype or next((dtype for dtype in TYPES if dtype in can.dtypes), DType.BFLOAT16)
+        capabilities = self.capabilities
+        self._check_claims(case)
+        dtype = case.dtype or next((dtype for dtype in TYPES if dtype in capabilities.dtypes), DType.BFLOAT16)
         kv_dtype = case.kv_dtype
-        if kv_dtype is None and len(can.kv_dtypes) == 1 and can.kv_dtypes <= FP8_CACHES:  # it reads no other cache
-            (kv_dtype,) = can.kv_dtypes
-            case = replace(case, magnitude=min(case.magnitude, 3.0))  # fp8 ends at 448
+        if (
+            kv_dtype is None and len(capabilities.kv_dtypes) == 1 and capabilities.kv_dtypes <= FP8_CACHES
+        ):  # it supports no other cache dtype
+            (kv_dtype,) = capabilities.kv_dtypes
+            case = replace(case, magnitude=min(case.magnitude, 3.0))  # the largest e4m3 value is 448
         page_size = case.page_size or self.page_size
-        filled = replace(case, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype, alike=can.layers_alike)
+        filled = replace(
+            case, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype, layers_alike=capabilities.layers_alike
+        )
         first: list[str] | None = None
         for shaped in self._shapes(filled):
             reasons = self.refusals(shaped.problem(self.device.type, self.sm), shaped.role)
@@ -118,29 +122,33 @@ class Subject:
             first = first or reasons
         raise Refused(*(first or ["no shape of this case is among its dims"]))
 
-    def _need(self, case: Case) -> None:
-        can = self.can
-        if missing := case.extras - can.extras:
+    def _check_claims(self, case: Case) -> None:
+        capabilities = self.capabilities
+        if missing := case.extras - capabilities.extras:
             raise Refused(f"it does not claim the extra {', '.join(sorted(missing))}")
-        if case.role not in can.roles:
-            raise Refused(f"it does not claim the role {case.role}, only {', '.join(sorted(can.roles))}")
+        if case.role not in capabilities.roles:
+            raise Refused(f"it does not claim the role {case.role}, only {', '.join(sorted(capabilities.roles))}")
         if case.is_mla and case.role is Role.PREFILL:
-            absorbed = ExtendPath.ABSORBED in can.mla_extend
+            absorbed = ExtendPath.ABSORBED in capabilities.mla_extend
             if not case.ragged and not absorbed:
-                raise Refused("it does not extend MLA absorbed: " + (", ".join(sorted(can.mla_extend)) or "not at all"))
-            if case.ragged and not can.mla_extend - {ExtendPath.ABSORBED}:
+                raise Refused(
+                    "it does not extend MLA absorbed: " + (", ".join(sorted(capabilities.mla_extend)) or "not at all")
+                )
+            if case.ragged and not capabilities.mla_extend - {ExtendPath.ABSORBED}:
                 raise Refused("it extends MLA absorbed only")
 
     def _shapes(self, case: Case) -> Iterator[Case]:
         if case.is_mla:
             small = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
             dims = [(small, 16)]
-            if self.can.mla_dims is not None:
-                dims = [(MLADims(rank, 128, rope), 128) for rank, rope in sorted(self.can.mla_dims, reverse=True)]
+            if self.capabilities.mla_dims is not None:
+                dims = [
+                    (MLADims(rank, 128, rope), 128) for rank, rope in sorted(self.capabilities.mla_dims, reverse=True)
+                ]
             else:
                 dims.append((MLADims(512, 128, 64), 128))
-                dims = list(self._usual_first(tuple(dims), dims[-1]))
-            counts = self._usual_first(HEADS, 16) if case.mla_heads is None else (case.mla_heads,)
+                dims = list(self._common_first(tuple(dims), dims[-1]))
+            counts = self._common_first(HEADS, 16) if case.mla_heads is None else (case.mla_heads,)
             for (mla, width), heads in product(dims if case.mla is None else [(case.mla, case.v_head_dim)], counts):
                 yield replace(case, mla=mla, v_head_dim=width, mla_heads=heads)
             return
@@ -149,14 +157,14 @@ class Subject:
             for linear in (linear_dims(case.kind, *(64, 64) if wide else (12, 8)), linear_dims(case.kind, 64, 64)):
                 yield replace(case, linear=case.linear or linear)
             return
-        pairs = self._usual_first(DIFFERENT, (192, 128)) if case.differ else self._usual_first(EQUAL, (64, 64))
-        if self.can.head_dims is not None:
-            claimed = sorted(pair for pair in self.can.head_dims if (pair[0] != pair[1]) == case.differ)
+        pairs = self._common_first(DIFFERENT, (192, 128)) if case.unequal_dims else self._common_first(EQUAL, (64, 64))
+        if self.capabilities.head_dims is not None:
+            claimed = sorted(pair for pair in self.capabilities.head_dims if (pair[0] != pair[1]) == case.unequal_dims)
             pairs = tuple(claimed)
         for pair in pairs if case.dims is None else (case.dims,):
             yield replace(case, dims=pair)
 
-    def _usual_first(self, found: tuple[Shape, ...], usual: Shape) -> tuple[Shape, ...]:
+    def _common_first(self, found: tuple[Shape, ...], usual: Shape) -> tuple[Shape, ...]:
         return (usual, *(each for each in found if each != usual)) if self.device.type == "cuda" else found
 
     def build(
@@ -170,7 +178,7 @@ class Subject:
         coordinator: Coordinator | None = None,
         allocate: Allocate | None = None,
     ) -> AttentionBackend:
-        """Build it for a problem, from a context of its own, as a host does. ``allocate`` is for its workspaces."""
+        """Build the backend for a problem from a new context, as a host does. ``allocate`` allocates its workspaces."""
         assert problem.dtype is not None and problem.kv_dtype is not None and problem.page_size is not None
         context = HostContext(
             model=model,
@@ -184,16 +192,18 @@ class Subject:
             coordinator=coordinator,
         )
         if roles is None:
-            served = {Role.PREFILL, Role.DECODE} & self.can.roles if role in (Role.PREFILL, Role.DECODE) else {role}
+            served = (
+                {Role.PREFILL, Role.DECODE} & self.capabilities.roles if role in (Role.PREFILL, Role.DECODE) else {role}
+            )
             roles = frozenset(each for each in served if not self.refusals(problem, each)) | {role}
-        own = context.for_backend(self.name, self.can, roles=roles, options=self.options)
+        own = context.for_backend(self.name, self.capabilities, roles=roles, options=self.options)
         return build_backend(self.registered, own, problem)
 
     def claimed_kinds(self) -> list[AttentionKind]:
-        return sorted(self.can.kinds)
+        return sorted(self.capabilities.kinds)
 
     def serves(self, mode: ForwardMode, kind: AttentionKind) -> bool:
-        """Return True if it attends in this mode (for MLA: absorbed)."""
+        """Return True if the backend serves this mode and kind (for MLA: absorbed)."""
         try:
             self.fit(Case(((3, 1),), mode, kind))
         except Refused:
@@ -202,7 +212,7 @@ class Subject:
 
 
 def linear_dims(kind: AttentionKind, key: int, value: int) -> LinearDims:
-    """Dims of a linear layer with more heads than key heads, if its kind has both."""
+    """Dimensions of a linear layer, with more heads than key heads if its kind allows it."""
     if kind is AttentionKind.SHORT_CONV:
         return LinearDims(0, 0, 0, 0, conv_channels=4 * key, conv_width=3)
     heads, key_heads = {AttentionKind.GDN: (4, 2), AttentionKind.MAMBA2: (4, 1)}.get(kind, (3, 3))

@@ -36,5 +36,5 @@ test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])
 @pytest.mark.parametrize("kernel", OTHERS)
 def test_other_libraries_conform(kernel):
     verdict = run_checks(OTHERS[kernel], all_checks())
-    failed = {result.check.name: result.words for result in verdict.results if result.status is Status.FAILED}
+    failed = {result.check.name: result.message for result in verdict.results if result.status is Status.FAILED}
     assert not failed and not verdict.problems

@@ -88,7 +88,7 @@ def test_both_or_neither(serving, kind, kernel, device, monkeypatch):
 def add_a_token(stage: KernelScene) -> None:
     """Let each request of the scene decode one more, for which its last page has room."""
     stage.case = replace(stage.case, mode=ForwardMode.DECODE, lengths=tuple((total, 1) for total in stage.totals))
-    stage.new, stage.totals, stage.asked = [1] * len(stage.totals), [total + 1 for total in stage.totals], False
+    stage.new, stage.totals, stage.with_lse = [1] * len(stage.totals), [total + 1 for total in stage.totals], False
     stage.q = stage.normal(len(stage.new), stage.layer.num_heads, stage.layer.head_dim)
     stage.keys, stage.values = (
         [torch.cat([rows, stage.normal(1, *rows.shape[1:])]) for rows in every] for every in (stage.keys, stage.values)

@@ -131,7 +131,7 @@ def test_keys_that_are_in_the_cache_already_are_not_written_again():
 
 
 def test_a_batch_in_short_types_chooses_by_float32_scores(monkeypatch):
-    monkeypatch.setattr(SparseStage, "short_of_best", 1e-6)
+    monkeypatch.setattr(SparseStage, "score_tolerance", 1e-6)
     SparseStage(replace(CASES["extend"], dtype=DType.BFLOAT16)).check()
 
 

@@ -14,7 +14,7 @@ from attnplug.sparse import IndexInputs
 from attnplug.wrappers.forwarding import limited_by
 from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug.wrappers.split import SplitBackend
-from attnplug_conformance.arithmetic import tail
+from attnplug_conformance.arithmetic import pad_rows
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.sparse_scene import SparseStage, sparse
 from stubs import Hookless, Linear
@@ -42,7 +42,7 @@ def run(stage: SparseStage, backend=None, policy: ExtendPolicy | None = None) ->
     batch = stage.batch()
     attention.plan(batch)
     tokens = batch.num_tokens
-    q = tail(stage.normal(len(stage.q), stage.layer.num_heads, stage.layer.head_dim), tokens)
+    q = pad_rows(stage.normal(len(stage.q), stage.layer.num_heads, stage.layer.head_dim), tokens)
     rows, outs = stage.inputs(tokens)[1].squeeze(1), []
     for layer, index in ((stage.layer, stage.given()), (stage.shared, None)):
         selected = attention.select(index, layer, batch)

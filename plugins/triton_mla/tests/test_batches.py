@@ -10,7 +10,7 @@ import torch
 
 from attnplug import SCRATCH, DType, ForwardExtras, ForwardMode
 from attnplug.host import MLADims
-from attnplug_conformance.arithmetic import relative_error, tail
+from attnplug_conformance.arithmetic import pad_rows, relative_error
 from attnplug_conformance.case import LAYER
 from attnplug_conformance.diagnosis import check_output
 from attnplug_conformance.scene import Output
@@ -122,7 +122,7 @@ class TestBatches:
         given = lengths(3, 60, new, seed=heads)
         stage = scene(mla(given, mode, heads=heads, kv_dtype=kv_dtype, dtype=DType.FLOAT16, padding=2), device)
         joined, lse = stage.results()
-        rank, q = stage.case.mla.kv_lora_rank, tail(stage.q, len(joined))
+        rank, q = stage.case.mla.kv_lora_rank, pad_rows(stage.q, len(joined))
         latent, rope = q[..., :rank].transpose(0, 1).contiguous().transpose(0, 1), q[..., rank:].contiguous()
         wider = torch.cat([torch.full_like(q[..., :rank], float("nan")), rope], -1)[..., rank:]
         again = torch.full_like(lse, float("nan"))

@@ -28,7 +28,7 @@ from attnplug import (
 )
 from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, plan_forward
 from attnplug.kernels import torch_dtype
-from attnplug_conformance.arithmetic import relative_error, zero_by_chance_is_nan
+from attnplug_conformance.arithmetic import relative_error, uninitialized_as_nan
 from attnplug_conformance.reference import Rules, attention
 from attnplug_testing.batches import capabilities
 from attnplug_testing.devices import DEVICES
@@ -194,7 +194,7 @@ def test_another_engines_tensors_give_float64s_result(host, page_size, mode, dev
     batch, lse = ForwardBatch(geometry), torch.full(step.q.shape[:2], NAN, device=device)
     out = torch.full((*step.q.shape[:2], dims.kv_lora_rank), NAN, dtype=step.q.dtype, device=device)
     forward = backend.forward_decode if mode.is_decode else backend.forward_extend
-    with zero_by_chance_is_nan(torch.device(device)):
+    with uninitialized_as_nan(torch.device(device)):
         plan_forward(backend, batch)
         forward(step.q, step.k, None, layers[LAYER], batch, extras=ForwardExtras(lse=lse, out=out))
 

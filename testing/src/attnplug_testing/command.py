@@ -62,7 +62,7 @@ def attnplug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 def explained(plain_environment: None, attnplug: Attnplug) -> Explained:
     """Return a function that runs ``attnplug explain --json`` without a GPU: exit code, and the answer per role.
 
-    It runs in this process, which has imported the libraries already; a process of its own takes seconds.
+    It runs in this process, which has imported the libraries already; a new process takes seconds.
     """
 
     def ask(*arguments: str) -> tuple[int, Any]:

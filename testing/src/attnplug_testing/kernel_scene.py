@@ -83,12 +83,12 @@ def mla(
     dims: MLADims = DEEPSEEK,
     v_head_dim: int = 128,
     dtype: DType = DType.BFLOAT16,
-    alike: bool = True,
+    layers_alike: bool = True,
     **changes: Any,
 ) -> KernelCase:
     """Return a case of an MLA layer with the dimensions of DeepSeek-V3."""
     return KernelCase(lengths, mode, AttentionKind.MLA, page_size, mla=dims, v_head_dim=v_head_dim, mla_heads=heads,
-                      dtype=dtype, alike=alike, **changes)  # fmt: skip
+                      dtype=dtype, layers_alike=layers_alike, **changes)  # fmt: skip
 
 
 def lengths(count: int, longest: int, new: int, seed: int) -> Lengths:
@@ -138,7 +138,7 @@ class Made(Subject):
             workspace=WorkspaceOwner() if allocate is None else WorkspaceOwner(allocate),
             parallel=Parallel(1, 2),
             serving=self.serving,
-            declared=self.can,
+            declared=self.capabilities,
             options=self.options,
             coordinator=coordinator,
         )
@@ -161,7 +161,7 @@ class KernelScene(Scene):
             _registered(self.declares), torch.device(device), options=case.options, make=make, serving=case.serving
         )
         super().__init__(self.made, case)
-        self.asked = case.lse
+        self.with_lse = case.lse
 
     @property
     def pool(self) -> MHAPool | MLAPool:
@@ -180,7 +180,7 @@ class KernelScene(Scene):
 
     def results(self, batch: ForwardBatch | None = None, *, save: bool = True) -> tuple[Tensor, Tensor | None]:
         """Plan the batch if necessary and run it; returns output and log-sum-exp, padding rows included."""
-        output = self.run(batch, lse=self.asked, save=save)
+        output = self.run(batch, lse=self.with_lse, save=save)
         return output.out, output.lse
 
     def error(self, batch: ForwardBatch | None = None) -> float:
@@ -190,7 +190,7 @@ class KernelScene(Scene):
 
     def written(self) -> int:
         """Count the cache rows that have been written; all tensors of the cache must agree."""
-        full = [~self.numbers(memory).isnan().flatten(2).all(-1) for memory in self.memories(LAYER)]
+        full = [~self.numbers(memory).isnan().flatten(2).all(-1) for memory in self.cache_tensors(LAYER)]
         assert all(torch.equal(each, full[0]) for each in full)
         return int(full[0].sum())
 
@@ -223,9 +223,9 @@ def check_stored(stage: KernelScene, most: float) -> KernelScene:
     before = stage.snapshot()
     found = stage.results()
     check_written(stage, before)
-    for mine, wanted in zip(found, stage.wanted(), strict=True):
-        assert mine is not None
-        assert relative_error(mine[: len(wanted)], wanted) <= most
+    for result, wanted in zip(found, stage.wanted(), strict=True):
+        assert result is not None
+        assert relative_error(result[: len(wanted)], wanted) <= most
     return stage
 
 

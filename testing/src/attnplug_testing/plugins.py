@@ -60,7 +60,7 @@ def module(**members: object) -> ModuleType:
 
 
 def bringing(*specs: BackendSpec) -> ModuleType:
-    """A good plugin with these backends."""
+    """Return a valid plugin with these backends."""
 
     @hookimpl
     def attnplug_backends() -> list[BackendSpec]:
@@ -70,7 +70,7 @@ def bringing(*specs: BackendSpec) -> ModuleType:
 
 
 def also(plugin: ModuleType, **returned: object) -> ModuleType:
-    """The plugin with further hooks, each with what it returns: ``also(plugin, attnplug_tiny_models={})``."""
+    """Add hooks to a plugin, each with its return value: ``also(plugin, attnplug_tiny_models={})``."""
     for hook, result in returned.items():
         setattr(plugin, hook, _returning(hook, result))
     return plugin
@@ -100,7 +100,7 @@ def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Fabricates the entry point of a plugin object."""
+    """Return a function that fabricates the entry point of a plugin object."""
 
     def make(
         plugin: object, name: str = "fast", distribution: str | None = "fast-attention", version: str | None = "1.2.3"
@@ -114,7 +114,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 @pytest.fixture
 def install_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Fabricates the entry point of a module with this source."""
+    """Return a function that fabricates the entry point of a module with given source."""
     monkeypatch.syspath_prepend(tmp_path)
     made: list[str] = []
 

@@ -73,7 +73,7 @@ LIBRARIES = {
     "flashmla": "flash_mla",
     "flashattention": "flash_attn.cute",
 }
-"""The module that each backend needs for its own kernels."""
+"""Library module that each backend requires."""
 
 
 def need_libraries(settings: dict[str, Any]) -> None:
@@ -152,8 +152,10 @@ class RoundedOracle:
             sequence, first = prompt + chosen, len(prompt) - 1
             wanted = self._logits(self._exact, sequence[:-1])[first:]
             rounding = self._logits(self._rounded, sequence[:-1])[first:] - wanted
-            error, theirs = (float(off.norm() / wanted.norm()) for off in (found - wanted, rounding))
-            assert error <= slack * theirs, f"prompt of {len(prompt)}: {error:.4f}, transformers {theirs:.4f}"
+            error, rounding_error = (float(off.norm() / wanted.norm()) for off in (found - wanted, rounding))
+            assert error <= slack * rounding_error, (
+                f"prompt of {len(prompt)}: {error:.4f}, transformers {rounding_error:.4f}"
+            )
             top = wanted.topk(2, -1)
             clear = (top.values[:, 0] - top.values[:, 1] > slack * rounding.abs().amax(-1)).cpu()
             same = top.indices[:, 0].cpu() == torch.tensor(chosen)
@@ -165,7 +167,7 @@ class RoundedOracle:
 
 
 def generate(folder: str, prompts: Sequence[list[int]], **settings: Any) -> tuple[list[list[int]], list[Tensor]]:
-    """The tokens of every prompt, and the logits ``[tokens, vocabulary]`` that they were chosen from."""
+    """Return the tokens of every prompt, and the logits ``[tokens, vocabulary]`` that they were chosen from."""
     engine = Engine(folder, **{"device": "cuda", "num_pages": 64, "max_batch": 4, "ignore_eos": True, **settings})
     with watched_logits() as seen:
         done = engine.generate(list(prompts), SamplingParams(max_tokens=NEW_TOKENS))

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def unpacked(library: str, version: str) -> Path | None:
-    """Return the folder of a version that ``make test`` unpacked beside the installed one, or ``None``."""
+    """Return the folder of a version that ``make test`` unpacked next to the installed one, or ``None``."""
     folder = Path(sys.prefix) / library / version
     return folder if folder.is_dir() else None
 

@@ -12,7 +12,7 @@ from attnplug.host import MLADims
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions, SelectedRows, SelectedSlots
 from attnplug_conformance.arithmetic import NAN
 from attnplug_conformance.case import LAST
-from attnplug_conformance.check import Stand
+from attnplug_conformance.check import CheckContext
 from attnplug_conformance.checks.hisparse import HotScene
 from attnplug_conformance.checks.sparse import SparseCapture, SparseScene, check_selected
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
@@ -94,7 +94,7 @@ class SparseStage(KernelScene, SparseScene):
 
     def check_attends(self, batch: ForwardBatch, selected: SelectedRows, layer: LayerSpec | None = None) -> None:
         """Check that exactly the ``chosen`` rows are attended to, and that padding gives zero."""
-        check_selected(Stand(self.made, self.case), self, *self.attend(batch, selected, layer))
+        check_selected(CheckContext(self.made, self.case), self, *self.attend(batch, selected, layer))
 
     def by_position(self, choices: list[list[int]], columns: int | None = None) -> SelectedPositions:
         """Return chosen positions per token, padded with -1 to ``columns``, as another backend might select them."""
@@ -131,7 +131,7 @@ def check_replays(stage: SparseStage, others: list[SparseStage], *, exact: bool 
         with nothing_waits(other.device.type):
             out = capture.replay()
         other.check_selection(capture.selected)
-        check_selected(Stand(other.made, other.case), other, out)
+        check_selected(CheckContext(other.made, other.case), other, out)
         assert stage.written() == sum(other.totals)
         if exact:
             batch, tokens = other.planned(), len(other.q)

@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: random trees, their bit masks, and tree attention in float64."""
+"""Draft trees: random trees, their bit masks, and tree attention in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Parents = tuple[int, ...]
-"""The parent of each new row, which precedes it; -1 for a root."""
+"""Parent of each new row, an earlier row; -1 for a root."""
 
 
 def chain(rows: int) -> Parents:

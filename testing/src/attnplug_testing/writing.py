@@ -1,4 +1,4 @@
-"""Ways in which a pool writes rows: by torch, and by kernels, which are interpreted where there is no GPU."""
+"""Devices and implementations that write cache rows: torch, and Triton kernels, interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from attnplug_testing.devices import DEVICES, GPU_MARKS, INTERPRETED
 
 @contextmanager
 def writing(how: str) -> Iterator[str]:
-    """The device to write on, ``how`` being one; or ``cuda without triton``, as if it were not installed; or ``cpu by
-    triton``, the kernel in Triton's interpreter."""
+    """Return the device to write on.
+
+    ``how`` is a device, ``cuda without triton`` (as if it were not installed), or ``cpu by triton`` (interpreted).
+    """
     with pytest.MonkeyPatch.context() as patch:
         if how.endswith("without triton"):
             patch.setitem(sys.modules, "attnplug.kv.triton_rows", None)
@@ -30,4 +32,4 @@ def writing(how: str) -> Iterator[str]:
 
 BY_TRITON = pytest.param("cpu by triton", marks=INTERPRETED)
 WAYS = [*DEVICES, BY_TRITON, pytest.param("cuda without triton", marks=GPU_MARKS)]
-"""Ways in which rows are written: by torch on a CPU, by one kernel on a GPU, interpreted, and by torch on a GPU too."""
+"""Parameters of ``writing``: torch on a CPU, a kernel on a GPU, an interpreted kernel, and torch on a GPU."""

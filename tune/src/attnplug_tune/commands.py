@@ -16,11 +16,11 @@ def declare_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     text = "Measure every usable backend for a model here, and keep the times: auto then takes the fastest."
     parser = add_command(commands, "tune", text, call)
     _add_measuring_options(parser)
-    text = "seconds to measure in, beside what compiling kernels takes; the most telling points come first"
+    text = "seconds to measure in, without compiling kernels; the most informative points come first"
     parser.add_argument("--budget", type=float, default=180.0, metavar="SECONDS", help=text)
     text = "the file to add to (default: this device's in the user's cache folder)"
     parser.add_argument("--tables", metavar="FILE", help=text)
-    parser.add_argument("--again", action="store_true", help="measure points again that the file has already")
+    parser.add_argument("--again", action="store_true", help="measure points again that the file already has")
     text = "write tables and interactive plots as one HTML page (needs attnplug-tune[plot])"
     parser.add_argument("--report", metavar="FILE", help=text)
 
@@ -35,7 +35,7 @@ def declare_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(commands, "bench", text, call)
     _add_measuring_options(parser)
     parser.add_argument("--against", metavar="raw", help="measure the backends' libraries too, called directly")
-    parser.add_argument("--out", metavar="FILE", help="write the results as JSON, to be compared")
+    parser.add_argument("--out", metavar="FILE", help="write the results as JSON, for --compare")
     parser.add_argument("--plot", metavar="FILE", help="draw the results as SVG (needs attnplug-tune[plot])")
     text = "compare two results: exits with 1 if something became slower beyond noise"
     parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help=text)
@@ -59,7 +59,9 @@ def _add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add_device_option(parser)
     parser.add_argument("--dtype", metavar="DTYPE", help="element type of activations (default: the model's)")
     add_cache_options(parser)
-    parser.add_argument("--max-batch", type=_count, metavar="N", help="most requests (default: 256, on a CPU 16)")
+    parser.add_argument(
+        "--max-batch", type=_count, metavar="N", help="maximum number of requests (default: 256, on a CPU 16)"
+    )
     text = "most cache rows of a request (default: 65536, on a CPU 1024, or the model's)"
     parser.add_argument("--max-context", type=_count, metavar="TOKENS", help=text)
     text = "tokens that a verify checks at once; none is measured without"

@@ -58,7 +58,7 @@ def print_fastest(rows: Sequence[Row]) -> None:
             cells = [found[side].label if side in found else "" for side in sides]
             share = "" if best.share is None else f" ({best.share:.0%} of the limit)"
             lines.append([str(point), best.side + share, *cells])
-        print(f"\n{role}: {layer}, µs of a call\n{table(['point', 'fastest', *sides], lines)}")
+        print(f"\n{role}: {layer}, µs per call\n{table(['point', 'fastest', *sides], lines)}")
 
 
 def check_file(path: str | None) -> None:

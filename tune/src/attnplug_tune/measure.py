@@ -180,9 +180,9 @@ def _check_output(stage: Stage, side: str) -> None:
     is_result = isinstance(out, torch.Tensor) and out.ndim == 3 and out.shape[:2] == (rows, heads)
     if not is_result and not side.startswith(RAW):  # a library's output may have another shape
         found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-        raise BackendError(f"{side} gave {found}; the result has shape [{rows} tokens, {heads} heads, width]")
+        raise BackendError(f"{side} returned {found}; the result must have shape [{rows} tokens, {heads} heads, width]")
     if isinstance(out, torch.Tensor) and not bool(torch.isfinite(out).all()):
-        raise BackendError(f"{side} gave results that are not finite, over a cache of random rows")
+        raise BackendError(f"{side} returned non-finite results over a cache of random rows")
 
 
 def _gap(stage: Stage, clock: Clock, known: dict[int, float]) -> float:

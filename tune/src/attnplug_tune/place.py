@@ -16,12 +16,14 @@ _BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 
 def commit() -> str | None:
     """Commit of this package's source if it runs from a checkout, with ``+`` if files were changed."""
-    asked = (["rev-parse", "HEAD"], ["ls-files", "--error-unmatch", __file__], ["status", "--porcelain"])
+    commands = (["rev-parse", "HEAD"], ["ls-files", "--error-unmatch", __file__], ["status", "--porcelain"])
     folder = Path(__file__).parent
     try:
         head, _, changes = (
-            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout
-            for words in asked
+            subprocess.run(
+                ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+            ).stdout
+            for arguments in commands
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -111,7 +111,7 @@ def read_results(path: Path) -> Results:
         raise UsageError(f"{path} has schema {found!r}, not {SCHEMA}; measure again with this version's attnplug bench")
     rows, failed = data.pop("rows", None), data.pop("failed", None)
     if not isinstance(rows, list) or not isinstance(failed, list):
-        raise UsageError(f"{path} holds no results of attnplug bench: it lacks rows, or what failed")
+        raise UsageError(f"{path} holds no results of attnplug bench: it lacks rows or failures")
     try:
         read = {row.key: row for row in map(_row, rows)}
     except (KeyError, TypeError, ValueError) as error:

@@ -81,7 +81,7 @@ def layers_to_measure(model: ModelSpec) -> tuple[tuple[LayerSpec, ...], tuple[st
         if layer.linear is not None:
             other = f"{layer.kind} layers"
         elif layer.compressed is not None or (layer.mla is not None and layer.sinks):
-            other = "layers with compressed entries, or beside such layers"
+            other = "layers of models with compressed entries"
         if other is not None:
             left_out[other] = left_out.get(other, 0) + 1
         elif layer.indexer is None or layer.indexer.shares is None:  # others reuse the index of a layer like this one

@@ -28,7 +28,7 @@ from attnplug_tune.workload import Workload, read_workload
 def tune_backends(parsed: argparse.Namespace) -> int:
     """Measure, write tables after every backend, and print the fastest one of each point."""
     if not parsed.budget > 0:
-        raise UsageError(f"--budget {parsed.budget:g} is no time to measure in; give seconds above 0")
+        raise UsageError(f"--budget {parsed.budget:g} is too short; give seconds above 0")
     require_plotting("--report", parsed.report)
     check_file(parsed.report)
     work = read_workload(parsed)
@@ -39,7 +39,7 @@ def tune_backends(parsed: argparse.Namespace) -> int:
     ensure_writable(path)
     have = [] if parsed.again else [table for table in present if table.versions == versions.get(table.backend)]
     jobs = [work.job(name) for name in names]
-    asked = {job.backend: len(job.tasks) for job in jobs}
+    num_tasks = {job.backend: len(job.tasks) for job in jobs}
     jobs = [replace(job, tasks=missing_tasks(job.tasks, job.backend, have)) for job in jobs]
 
     def finished(tuned: Tuned) -> None:
@@ -53,7 +53,7 @@ def tune_backends(parsed: argparse.Namespace) -> int:
             kept = f"the points that were finished are in {path}" if os.path.exists(path) else "no point was finished"
             raise KeyboardInterrupt(f"while measuring; {kept}") from None
     tables = [table for table in _present(path, work.processor) if table.backend in names and _asked_for(table, work)]
-    notes = [*work.notes, *(line for tuned in results for line in _lines(tuned, asked[tuned.backend]))]
+    notes = [*work.notes, *(line for tuned in results for line in _lines(tuned, num_tasks[tuned.backend]))]
     rows = list(rows_of_tables(tables))
     if parsed.report is not None:
         title = f"attnplug tune on {work.processor.name}, {day}"
@@ -75,7 +75,7 @@ def _present(path: Path, processor: Processor) -> tuple[MeasuredTable, ...]:
     try:
         file = read_tables(path)
         if (file.device, file.sm) != (processor.name, processor.sm):
-            raise TableError(f"{path} was measured on {Processor(file.device, file.sm)}, and this is {processor}")
+            raise TableError(f"{path} was measured on {Processor(file.device, file.sm)}, but this is {processor}")
     except TableError as error:
         raise TableError(f"{error.message}; remove it, or name another file with --tables") from error
     return file.tables
@@ -85,15 +85,15 @@ def _asked_for(table: MeasuredTable, work: Workload) -> bool:
     return any(table.shape == task.shape for task in work.job(table.backend).tasks)
 
 
-def _lines(tuned: Tuned, asked: int) -> Iterator[str]:
+def _lines(tuned: Tuned, num_tasks: int) -> Iterator[str]:
     """Summary line of a backend, and a line for each failure."""
-    known = asked - tuned.asked
+    known = num_tasks - tuned.num_tasks
     count = len(tuned.timed)
     parts = [f"{count} point{'s' * (count != 1)} measured in {sum(each.seconds for each in tuned.timed):.1f} s"]
     parts += [f"{known} known before"] * bool(known)
     parts += [f"{len(tuned.skipped)} too large for memory"] * bool(tuned.skipped)
     parts += [f"{tuned.left} not reached within the budget"] * bool(tuned.left)
-    parts += [f"{tuned.compile_s:.0f} s of compiling, beside the budget"] * bool(tuned.compile_s)
+    parts += [f"{tuned.compile_s:.0f} s of compiling, not part of the budget"] * bool(tuned.compile_s)
     yield f"{tuned.backend}: {', '.join(parts)}"
     yield from map(describe_unmeasured, tuned.failed)
 

@@ -23,7 +23,7 @@ class Tuned:
     """Outcomes of one backend."""
 
     backend: str
-    asked: int
+    num_tasks: int
     """Number of its tasks."""
     timed: list[Timed] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Tuned:
         """Number of tasks that the budget did not allow."""
         if self.failed:
             return 0  # tasks skipped because of a failure are reported with it
-        return self.asked - len(self.timed) - len(self.skipped)
+        return self.num_tasks - len(self.timed) - len(self.skipped)
 
     @property
     def broken(self) -> dict[Subject, str]:

@@ -68,15 +68,15 @@ class Workload:
         if names is None:
             if not (found := self.usable()):
                 why = "'attnplug explain' says why for a model"
-                raise UsageError("; ".join(["no installed backend can serve what is to be measured", *self.notes, why]))
+                raise UsageError("; ".join(["no installed backend can serve the workload", *self.notes, why]))
             return found
-        asked = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
-        if AUTO in asked and not auto:
-            raise UsageError(f"--backends {names} names auto, which is a choice and has no times of its own")
-        for name in asked:
+        requested = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
+        if AUTO in requested and not auto:
+            raise UsageError(f"--backends {names} names auto, which has no times of its own; name backends")
+        for name in requested:
             if name != AUTO and not tasks_of(self.registry.get(name), self.problems, self.points):
                 raise UsageError(f"backend {name} cannot be measured here: {self._reasons(name, render)}")
-        return asked
+        return requested
 
     def _reasons(self, name: str, render: Render) -> str:
         spec = self.registry.get(name).spec
@@ -90,7 +90,7 @@ class Workload:
 def read_workload(parsed: argparse.Namespace) -> Workload:
     """Read the workload from a command's options. Raises UsageError for what cannot be measured."""
     if (parsed.model is None) == (parsed.shapes is None):
-        raise UsageError("give one of --model and --shapes: what is to be measured")
+        raise UsageError("give one of --model and --shapes")
     registry = load_registry()
     models = parse_shapes(parsed.shapes) if parsed.model is None else (load_model(parsed.model, registry),)
     warn_of_plugins(registry)
@@ -110,7 +110,7 @@ def read_workload(parsed: argparse.Namespace) -> Workload:
         problems = tuple(_hosted(parsed.host, problem) for problem in problems)
     notes = [f"{model.name}: {what} are not measured" for model in models for what in layers_to_measure(model)[1]]
     if any(problem.prefilled_by_host for problem in problems) and any(point.role is Role.PREFILL for point in points):
-        notes.append(f"prefills are not measured: {parsed.host} has kernels of its own for them")
+        notes.append(f"prefills are not measured: {parsed.host} has its own kernels for them")
     processor = this_processor(device.type) or Processor(torch.cuda.get_device_name(device), sm or 0)
     return Workload(registry, device, processor, problems, points, context, settings, tuple(notes))
 
@@ -120,7 +120,7 @@ def _problem(parsed: argparse.Namespace, model: ModelSpec, device: str, sm: int 
     dtype = default if parsed.dtype is None else DType.parse(parsed.dtype, Setting.DTYPE)
     full = replace(model, layers=model.full_layers)
     if not layers_to_measure(full)[0]:
-        raise UsageError(f"{model.name} has no layer with full attention that can be measured, and no others are")
+        raise UsageError(f"{model.name} has no full-attention layer that can be measured; other kinds are not measured")
     return Problem(
         full,
         device=device,

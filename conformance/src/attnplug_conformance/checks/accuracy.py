@@ -1,4 +1,4 @@
-"""Results against float64: layouts of input, of slots and of memory; shapes, types and features."""
+"""Checks of results against float64: input lengths, page orders, cache layouts, shapes, dtypes and features."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 
 from attnplug import AttentionKind, CacheLayout, DType, ForwardMode
 from attnplug_conformance.case import Case, Shape, always
-from attnplug_conformance.check import Check, Stand
+from attnplug_conformance.check import Check, CheckContext
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
 VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 
-MOST_ROWS = 64
-"""Maximum number of drafted tokens in a verify: ``Geometry.tree`` has one bit for each."""
+MAX_VERIFY_ROWS = 64
+"""Maximum number of draft tokens in a verify: ``Geometry.tree`` has one bit for each."""
 FULL_TILES = ((0, 128), (64, 64), (96, 32), (0, 64), (32, 32))
 
 
-def _accurate(stand: Stand) -> None:
-    stand.accurate()
+def _accurate(context: CheckContext) -> None:
+    context.accurate()
 
 
-def _with_lse(stand: Stand) -> None:
-    stand.accurate(lse=True)
+def _with_lse(context: CheckContext) -> None:
+    context.accurate(lse=True)
 
 
-def _most_rows(stand: Stand) -> None:
-    """Verify as many drafted rows as the backend claims. Trees have rows whose bits lie beyond the first 32."""
-    rows = min(stand.subject.can.max_speculative_tokens, MOST_ROWS)
-    lengths = tuple((before, rows) for before, _ in stand.case.lengths)
+def _max_rows(context: CheckContext) -> None:
+    """Verify as many draft tokens as the backend claims. Tree masks then use bits beyond the first 32."""
+    rows = min(context.subject.capabilities.max_speculative_tokens, MAX_VERIFY_ROWS)
+    lengths = tuple((before, rows) for before, _ in context.case.lengths)
     trees = None
-    if stand.case.trees is not None:
+    if context.case.trees is not None:
         branches = tuple((row - 1) // 2 if row else -1 for row in range(rows))
         trees = (branches, tuple(row - 1 if row % 3 else row // 2 - 1 for row in range(rows)))
-    stand.accurate(stand.scene(lengths=lengths, trees=trees))
+    context.accurate(context.scene(lengths=lengths, trees=trees))
 
 
 def decode(*prefixes: int, **changes: Any) -> Case:
@@ -43,7 +43,7 @@ def decode(*prefixes: int, **changes: Any) -> Case:
 
 INPUTS: dict[str, tuple[str, bool, Shape]] = {
     "decode.page_edges": (
-        "decode is right where a request fills a page exactly, and one row before and after",
+        "decode is right if a request fills a page exactly, or has one row less or more",
         True,
         lambda p, longest: decode(p - 2 if p > 1 else 0, p - 1, p, 2 * p - 1, 7),
     ),
@@ -54,7 +54,7 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         lambda p, longest: decode(0, 1, 2 * p),
     ),
     "decode.many_requests": (
-        "decode is right for more requests than three",
+        "decode is right for 19 requests",
         True,
         lambda p, longest: decode(*(3 + (request * 7) % (2 * p + 5) for request in range(19))),
     ),
@@ -64,7 +64,7 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         lambda p, longest: decode(*(request % 5 for request in range(67))),
     ),
     "decode.block_edges": (
-        "decode is right where a context is a whole number of a kernel's blocks",
+        "decode is right if a context is a multiple of a kernel's block size",
         True,
         lambda p, longest: decode(*(rows - 1 for rows in (512, 256, 128, 64, 32) if rows <= max(longest, 32))),
     ),
@@ -79,7 +79,7 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         lambda p, longest: Case(((0, max(p - 1, 1)), (0, p), (0, p + 1))),
     ),
     "extend.prefix_edges": (
-        "an extend is right after a prefix that ends at, before or after the end of a page",
+        "an extend is right for prefixes that end at, before or beyond a page boundary",
         True,
         lambda p, longest: Case(((p, 2), (max(p - 1, 0), 2), (p // 2, p - p // 2), (2 * p - 1, 1))),
     ),
@@ -89,12 +89,12 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         lambda p, longest: Case(((0, p + 3), (p // 2, 5), (p, 1), (3 * p + 1, 2 * p + 1), (4, 9))),
     ),
     "extend.many_rows": (
-        "an extend is right for requests of more new rows than a tile of a kernel has",
+        "an extend is right for requests with more new rows than a kernel's tile",
         True,
         lambda p, longest: Case(((5, min(longest, 150) - 5), (0, 3))),
     ),
     "extend.block_edges": (
-        "an extend is right where new rows, and all rows, are a whole number of a kernel's tiles",
+        "an extend is right if new rows and all rows are multiples of a kernel's tile size",
         True,
         lambda p, longest: Case(
             tuple((before, new) for before, new in FULL_TILES if before + new <= max(longest, 64)),
@@ -106,52 +106,52 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         lambda p, longest: Case(tuple((request % 4, 1 + request % 3) for request in range(35))),
     ),
     "extend.no_new_rows": (
-        "a request without new rows in an extend disturbs no other",
+        "a request without new rows in an extend does not affect the others",
         False,
         lambda p, longest: Case(((5, 3), (9, 0), (0, 4))),
     ),
     "extend.long": (
-        "an extend is right after a prefix longer than any block of a kernel",
+        "an extend is right with a prefix longer than any block of a kernel",
         True,
         lambda p, longest: Case(((longest - 33, 33), (0, 5))),
     ),
     "decode.at_the_limits": (
-        "decode is right where a batch is as large as the context's limits",
+        "decode is right if a batch reaches the context's limits",
         False,
-        lambda p, longest: decode(3 * p - 1, 3 * p - 1, 2, tight=True),
+        lambda p, longest: decode(3 * p - 1, 3 * p - 1, 2, at_limits=True),
     ),
     "extend.at_the_limits": (
-        "an extend is right where a batch is as large as the context's limits",
+        "an extend is right if a batch reaches the context's limits",
         False,
-        lambda p, longest: Case(((p + 3, 2 * p - 3), (0, 3 * p)), tight=True),
+        lambda p, longest: Case(((p + 3, 2 * p - 3), (0, 3 * p)), at_limits=True),
     ),
     "mixed": (
-        "a mixed batch is right: requests of one new token beside requests of many",
+        "a mixed batch is right: some requests have one new token, others many",
         True,
         lambda p, longest: Case(((20, 1), (0, 9), (p - 1, 1), (5, 3)), MIXED),
     ),
     "verify": (
-        "a target verify is right: each of the drafted rows sees those before it",
+        "a target verify is right: each draft row sees the rows before it",
         True,
         lambda p, longest: Case(((10, 3), (max(p - 2, 1), 3), (0, 3), (longest // 4, 3)), VERIFY),
     ),
     "draft_extend": (
-        "a draft extend is right: the draft catches up with what was accepted",
+        "a draft extend is right: the draft model processes the accepted tokens",
         False,
         lambda p, longest: Case(((9, 4), (p, 4), (0, 4)), DRAFT),
     ),
     "pages.contiguous": (
-        "pages may follow each other",
+        "pages may be contiguous",
         False,
         lambda p, longest: Case(((p + 1, 3), (2 * p, 4)), pages="contiguous"),
     ),
     "pages.interleaved": (
-        "a request's pages need not be neighbours",
+        "a request's pages need not be adjacent",
         False,
         lambda p, longest: Case(((2 * p + 1, 3), (3 * p, 4)), pages="interleaved"),
     ),
     "pages.interleaved_decode": (
-        "a request's pages need not be neighbours",
+        "a request's pages need not be adjacent",
         True,
         lambda p, longest: decode(2 * p + 1, 3 * p, p, pages="interleaved"),
     ),
@@ -161,32 +161,32 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         lambda p, longest: Case(((2 * p + 1, p + 3), (3 * p, 4)), pages="descending"),
     ),
     "pages.far": (
-        "slots may be larger than 16 bits hold",
+        "slots may exceed 16 bits",
         False,
         lambda p, longest: Case(((p + 1, 3), (0, 4)), pages="far"),
     ),
     "pages.far_decode": (
-        "slots may be larger than 16 bits hold",
+        "slots may exceed 16 bits",
         False,
         lambda p, longest: decode(2 * p + 1, p, pages="far"),
     ),
     "large_inputs": (
-        "logits that exp overflows give the right result",
+        "logits that overflow exp give the right result",
         True,
         lambda p, longest: Case(((2 * p + 1, 3), (0, 7)), magnitude=60.0),
     ),
     "large_inputs_decode": (
-        "logits that exp overflows give the right result in a decode",
+        "logits that overflow exp give the right result in a decode",
         False,
         lambda p, longest: decode(2 * p + 1, 5, magnitude=12.0),
     ),
 }
-"""Input layouts, for both kinds: what must hold, whether it is part of the quick run, and the case."""
+"""Input layouts for MHA and MLA: requirement, True if part of the quick run, and the case."""
 
 
 def input_checks(kind: AttentionKind) -> Iterator[Check]:
-    for name, (says, quick, shape) in INPUTS.items():
-        yield Check(f"{kind}.{name}", str(kind), says, _of(kind, shape), _accurate, quick)
+    for name, (requirement, quick, shape) in INPUTS.items():
+        yield Check(f"{kind}.{name}", str(kind), requirement, _of(kind, shape), _accurate, quick)
     for dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16):
         for mode, extend in (("extend", True), ("decode", False)):
             base = (lambda p, longest: Case(((p + 3, 5), (0, 7)))) if extend else (lambda p, longest: decode(p + 3, 4))
@@ -207,7 +207,7 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
             _accurate,
         )
     for size in (1, 16, 32, 64, 128, 256):
-        # One request past the end of a page is enough of large ones: interpreted kernels are slow.
+        # One request beyond a page boundary is enough for large pages: interpreted kernels are slow.
         lengths = ((size + 1, 3), (2 * size - 1, 2)) if size < 128 else ((size - 1, 3),)
         decodes = ((size - 1, 1), (size, 1), (2 * size - 1, 1)) if size < 128 else ((size - 1, 1), (size, 1))
         for mode, case in (
@@ -228,7 +228,7 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
             yield Check(
                 f"{kind}.{layout}.{mode}",
                 f"{kind} {layout}",
-                f"a cache laid out {layout}, as a host has it, is read and written right",
+                f"a cache with layout {layout}, as hosts have it, is read and written right",
                 _of(kind, shape, layout=layout),
                 _accurate,
             )
@@ -239,7 +239,7 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
         yield Check(
             f"{kind}.fp8.{mode}",
             f"{kind} fp8",
-            "an fp8 cache is read and written by its scales, which are not 1",
+            "an fp8 cache is read and written with its scales, which are not 1",
             _of(kind, shape, kv_dtype=DType.FLOAT8_E4M3, kv_scales=(0.4, 1.7)),
             _accurate,
         )
@@ -247,7 +247,7 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
             yield Check(
                 f"mla.fp8_ds_mla.{mode}",
                 "mla fp8_ds_mla",
-                "rows of fp8_ds_mla are read and written by scales of their own, one for every 128 values",
+                "fp8_ds_mla rows are read and written with their own scales, one per 128 values",
                 _of(kind, shape, kv_dtype=DType.FP8_DS_MLA),
                 _accurate,
                 quick=True,
@@ -274,7 +274,7 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
     yield Check(
         f"{kind}.bounds.decode",
         f"{kind} bounds",
-        "a decode is planned right where the host has upper bounds of its lengths only",
+        "a decode is planned right if the host knows only upper bounds of its lengths",
         _of(kind, lambda p, longest: decode(p + 3, 2 * p - 1, 4), exact=False),
         _accurate,
         quick=True,
@@ -282,7 +282,7 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
     yield Check(
         f"{kind}.bounds.extend",
         f"{kind} bounds",
-        "an extend is planned right where the host has upper bounds of its lengths only",
+        "an extend is planned right if the host knows only upper bounds of its lengths",
         _of(kind, lambda p, longest: Case(((p + 3, 5), (0, 9), (2, 1))), exact=False),
         _accurate,
     )
@@ -290,7 +290,7 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
     yield Check(
         f"{kind}.trees",
         "trees",
-        "a row of a drafted tree sees the prefix, itself and its ancestors",
+        "a row of a draft tree sees the prefix, itself and its ancestors",
         _of(kind, lambda p, longest: Case(((p + 1, 6), (4, 6)), VERIFY, trees=trees)),
         _accurate,
         quick=True,
@@ -299,16 +299,16 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
         yield Check(
             f"{kind}.{name}",
             claim,
-            f"a verify is right for as many rows as are claimed, up to {MOST_ROWS}",
+            f"a verify is right for as many rows as claimed, up to {MAX_VERIFY_ROWS}",
             _of(kind, lambda p, longest: Case(((70, 6), (4, 6)), VERIFY), trees=drafted),
-            _most_rows,
+            _max_rows,
         )
 
 
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "window": ("a query sees so many keys as the window says, itself included", {"window": 5}),
+    "window": ("a query sees as many keys as the window allows, itself included", {"window": 5}),
     "cap": ("logits are capped: cap * tanh(logit / cap)", {"cap": 1.5}),
-    "sinks": ("sinks are in the sum of a softmax", {"sinks": True, "extras": frozenset({"sinks"})}),
+    "sinks": ("sinks are in the denominator of the softmax", {"sinks": True, "extras": frozenset({"sinks"})}),
     "window_and_cap": ("a layer may have a window and a logit cap", {"window": 5, "cap": 1.5}),
     "window_and_sinks": (
         "a layer may have a window and sinks",
@@ -319,7 +319,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def head_checks() -> Iterator[Check]:
-    """Numbers of heads of MLA, which kernels cut into tiles."""
+    """Checks of MLA head counts, which kernels divide into tiles."""
     for heads in (1, 5, 16, 24, 64, 128):
         for mode, case in (
             ("extend", Case(((20, 3), (0, 5)), kind=AttentionKind.MLA, mla_heads=heads)),
@@ -328,48 +328,55 @@ def head_checks() -> Iterator[Check]:
             yield Check(
                 f"mla.heads_{heads}.{mode}",
                 "mla heads",
-                f"{heads} heads are attended to right",
+                f"{heads} heads give the right result",
                 always(case),
                 _accurate,
             )
 
 
 def shape_checks() -> Iterator[Check]:
-    """Heads and features of MHA."""
+    """Checks of head counts, head dimensions and features of MHA."""
 
     def small(p: int, longest: int) -> Case:
         return Case(((p + 3, 5), (0, 7)))
 
     shapes: tuple[tuple[str, str, dict[str, object]], ...] = (
-        ("equal_heads", "each query head has a KV head of its own", {"kv_heads": 3, "group": 1}),
-        ("gqa", "neighbouring query heads share a KV head", {"kv_heads": 2, "group": 4}),
+        ("equal_heads", "each query head has its own KV head", {"kv_heads": 3, "group": 1}),
+        ("gqa", "consecutive query heads share a KV head", {"kv_heads": 2, "group": 4}),
         ("gqa_7", "a group of query heads need not be a power of two", {"kv_heads": 2, "group": 7}),
         ("gqa_12", "a group of query heads may be larger than 8", {"kv_heads": 2, "group": 12}),
         ("mqa", "all query heads share one KV head", {"kv_heads": 1, "group": 6}),
-        ("layers.heads", "layers may differ in their numbers of heads", {"other_heads": 5}),
-        ("layers.widths", "layers may differ in their widths", {"other_widths": 2}),
-        ("dims_differ", "keys and values may differ in width", {"differ": True}),
+        ("layers.heads", "layers may differ in head count", {"other_heads": 5}),
+        ("layers.widths", "layers may differ in head dimensions", {"other_widths": 2}),
+        ("dims_differ", "keys and values may differ in head dimension", {"unequal_dims": True}),
     )
-    for name, says, changes in shapes:
+    for name, requirement, changes in shapes:
         for mode, base in (("extend", small), ("decode", lambda p, longest: decode(p + 3, 9))):
             yield Check(
-                f"mha.{name}.{mode}", "mha", says, _of(AttentionKind.MHA, base, **changes), _accurate, name == "gqa"
+                f"mha.{name}.{mode}",
+                "mha",
+                requirement,
+                _of(AttentionKind.MHA, base, **changes),
+                _accurate,
+                name == "gqa",
             )
     for width in (32, 64, 80, 96, 128, 192, 256):
         for mode, base in (("extend", small), ("decode", lambda p, longest: decode(p + 3, 9))):
             case = _of(AttentionKind.MHA, base, dims=(width, width), kv_heads=1, group=2)
-            says = f"heads of {width} are attended to right"
-            yield Check(f"mha.width_{width}.{mode}", "mha widths", says, case, _accurate)
-    for name, (says, changes) in FEATURES.items():
+            requirement = f"heads of {width} give the right result"
+            yield Check(f"mha.width_{width}.{mode}", "mha widths", requirement, case, _accurate)
+    for name, (requirement, changes) in FEATURES.items():
         for mode, base in (
             ("extend", lambda p, longest: Case(((0, 9), (3, 2), (4, 1), (p + 3, 6)))),
             ("decode", lambda p, longest: decode(3, 4, 5, 2 * p + 3, 2 * p + 4)),
             ("verify", lambda p, longest: Case(((3, 3), (p + 3, 3), (20, 3)), VERIFY)),
         ):
             claim = name.partition("_")[0]
-            yield Check(f"mha.{name}.{mode}", claim, says, _of(AttentionKind.MHA, base, **changes), _accurate, True)
+            yield Check(
+                f"mha.{name}.{mode}", claim, requirement, _of(AttentionKind.MHA, base, **changes), _accurate, True
+            )
             case = _of(AttentionKind.MLA, base, **changes)
-            yield Check(f"mla.{name}.{mode}", f"mla {claim}", says, case, _accurate, True)
+            yield Check(f"mla.{name}.{mode}", f"mla {claim}", requirement, case, _accurate, True)
     yield Check(
         "mha.window.wide",
         "window",
@@ -384,7 +391,7 @@ def shape_checks() -> Iterator[Check]:
         yield Check(
             f"mha.window.long{mode}",
             "window",
-            "a window holds where a context is longer than any block of a kernel",
+            "a window is right for contexts longer than any block of a kernel",
             _of(AttentionKind.MHA, base, window=37),
             _accurate,
         )
@@ -393,7 +400,7 @@ def shape_checks() -> Iterator[Check]:
         yield Check(
             f"mha.{name}.some_layers",
             name,
-            f"layers with a {name} stand beside layers without one",
+            f"layers with and without a {name} run in one model",
             _of(AttentionKind.MHA, lambda p, longest: Case(((2 * p, 3), (2, 4)), plain_first=True), **changes),
             _both_layers,
         )
@@ -416,11 +423,11 @@ def shape_checks() -> Iterator[Check]:
     )
 
 
-def _both_layers(stand: Stand) -> None:
-    """The layer under test, and the one before it, by one plan."""
+def _both_layers(context: CheckContext) -> None:
+    """Run the layer under test and the one before it by one plan."""
     from attnplug_conformance.checks.cache import run_first_layer
 
-    run_first_layer(stand, stand.scene())
+    run_first_layer(context, context.scene())
 
 
 def _of(kind: AttentionKind, shape: Shape, **changes: Any) -> Shape:

@@ -14,14 +14,14 @@ from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardM
 from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.arithmetic import FP8_MAX, NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, always
-from attnplug_conformance.check import Check, Stand
+from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.diagnosis import (
-    Wrong,
+    CheckFailure,
     check_output,
     check_padding,
     check_result,
-    keeps_settings,
-    wrong_when,
+    check_settings_unchanged,
+    failure_prefix,
 )
 from attnplug_conformance.scene import Output, Scene
 
@@ -29,7 +29,7 @@ EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 
 
 def check_written(scene: Scene, before: dict[int, list[torch.Tensor]], *, saved: bool = True) -> None:
-    """Raise :class:`Wrong` unless the new rows, and nothing else, were written since a snapshot."""
+    """Raise :class:`CheckFailure` unless exactly the new rows were written since a snapshot."""
     wanted = {}
     for request, (start, _) in enumerate(scene.case.lengths):
         pages, offsets = scene.places(request, start, scene.totals[request])
@@ -37,94 +37,94 @@ def check_written(scene: Scene, before: dict[int, list[torch.Tensor]], *, saved:
             wanted[place] = (request, token)
     for layer_id, page, offset in scene.changes(before):
         if layer_id != LAYER:
-            raise Wrong(f"it wrote to the cache of layer {layer_id} while it ran layer {LAYER}: page {page}")
+            raise CheckFailure(f"it wrote to the cache of layer {layer_id} while it ran layer {LAYER}: page {page}")
         if not saved:
-            raise Wrong(f"it wrote to the cache with save_kv_cache=False: {scene.owner(page, offset)}")
+            raise CheckFailure(f"it wrote to the cache with save_kv_cache=False: {scene.describe_row(page, offset)}")
         if (page, offset) not in wanted:
-            raise Wrong(f"it wrote to a row of the cache that is not new: {scene.owner(page, offset)}")
+            raise CheckFailure(f"it wrote to a row of the cache that is not new: {scene.describe_row(page, offset)}")
     if not saved:
         return
-    for memory, rows, scale in zip(scene.memories(LAYER), scene.rows_of(), scene.case.kv_scales, strict=False):
+    for memory, rows, scale in zip(scene.cache_tensors(LAYER), scene.cache_rows(), scene.case.kv_scales, strict=False):
         for (page, offset), (request, token) in wanted.items():
             found = scene.numbers(memory[page, offset])
             right = scene.numbers(scene.cells(rows[request][token], scale, memory.dtype)).to(found.device)
             if torch.allclose(found, right, rtol=0.13 if memory.element_size() == 1 else 1e-6, atol=1e-2 * scale):
                 continue
-            raise Wrong(_unwritten(scene, found, rows[request][token].float(), request, token, scale))
+            raise CheckFailure(_explain_row(scene, found, rows[request][token].float(), request, token, scale))
 
 
-def _unwritten(scene: Scene, found: torch.Tensor, row: torch.Tensor, request: int, token: int, scale: float) -> str:
+def _explain_row(scene: Scene, found: torch.Tensor, row: torch.Tensor, request: int, token: int, scale: float) -> str:
     place = f"request {request}, token {token}"
     if found.isnan().all():
         return f"it did not write a new row to the cache ({place})"
     if found.isnan().any():
-        return f"it wrote only a part of a new row to the cache ({place})"
+        return f"it wrote only part of a new row to the cache ({place})"
     if scene.kv_dtype is DType.FLOAT8_E4M3 and torch.allclose(found, row, rtol=0.13, atol=1e-2):
         return f"it stored a row without dividing by the fp8 scale, which is {scale} ({place})"
-    return f"it wrote something else than the new row to the cache ({place})"
+    return f"it wrote wrong values for a new row to the cache ({place})"
 
 
-def _writes(stand: Stand) -> None:
-    scene = stand.scene()
+def _writes(context: CheckContext) -> None:
+    scene = context.scene()
     before = scene.snapshot()
     output = scene.run()
     check_written(scene, before)
-    stand.check_output(scene, output)
+    context.check_output(scene, output)
 
 
-def _saturates(stand: Stand) -> None:
-    """A new row that fp8 cannot hold is stored as the largest number that it can."""
-    scene = stand.scene()
+def _saturates(context: CheckContext) -> None:
+    """Values that fp8 cannot represent are stored as its largest value."""
+    scene = context.scene()
     for rows, (start, _) in zip(scene.keys, scene.case.lengths, strict=True):
         rows[start:, ..., :4] = 2 * FP8_MAX * max(scene.case.kv_scales)
     before = scene.snapshot()
     scene.run()
-    with wrong_when("where a new row holds numbers that fp8 does not: clamp them before they are rounded"):
+    with failure_prefix("if a new row has values beyond fp8's range, clamp them before rounding"):
         check_written(scene, before)
 
 
-def _cut_table(stand: Stand) -> None:
-    """The page table of a batch is a part of the host's, which is wider."""
-    scene = stand.scene()
+def _table_view(context: CheckContext) -> None:
+    """The page table of a batch is a view of the host's wider one."""
+    scene = context.scene()
     made = scene.geometry()
     rows, columns = made.page_table.shape
-    whole = torch.full((rows, columns + 5), scene.trap, dtype=torch.int32, device=scene.device)
+    whole = torch.full((rows, columns + 5), scene.poisoned_page, dtype=torch.int32, device=scene.device)
     whole[:, 2 : 2 + columns] = made.page_table
     batch = ForwardBatch(replace(made, page_table=whole[:, 2 : 2 + columns]))
-    with wrong_when("with a page table whose rows do not follow each other; take its strides, or copy it"):
+    with failure_prefix("with a page table that is not contiguous; use its strides, or copy it"):
         check_output(scene, scene.run(scene.plan(batch)))
 
 
-def _split_roles(stand: Stand) -> None:
-    """One instance prefills and another decodes, as one backend."""
-    scene = stand.scene()
-    problem = replace(scene.case, mode=DECODE).problem(scene.device.type, stand.subject.sm)
+def _split_roles(context: CheckContext) -> None:
+    """One instance prefills and another decodes, behind one split backend."""
+    scene = context.scene()
+    problem = replace(scene.case, mode=DECODE).problem(scene.device.type, context.subject.sm)
     role = Role.DECODE
-    decode = stand.subject.build(scene.model, problem, role, scene.pools, scene.limits, frozenset({role}))
+    decode = context.subject.build(scene.model, problem, role, scene.pools, scene.limits, frozenset({role}))
     scene.backend = SplitBackend(scene.backend, decode)
-    with wrong_when("where one instance prefills and another decodes"):
-        _extend_and_decode(stand, scene)
+    with failure_prefix("with one instance for prefill and another for decode"):
+        _extend_and_decode(context, scene)
 
 
-def _round_trip(stand: Stand) -> None:
-    _extend_and_decode(stand, stand.scene())
+def _round_trip(context: CheckContext) -> None:
+    _extend_and_decode(context, context.scene())
 
 
-def _extend_and_decode(stand: Stand, scene: Scene) -> None:
-    """Extend, then decode over what the backend itself wrote."""
-    stand.check_output(scene, scene.run())
+def _extend_and_decode(context: CheckContext, scene: Scene) -> None:
+    """Extend, then decode over the rows that the backend wrote."""
+    context.check_output(scene, scene.run())
     grown = replace(scene.case, lengths=tuple((total, 1) for total in scene.totals), mode=DECODE)
-    later = Scene(stand.subject, grown, backend=scene.backend)
-    later.page_table, later.trap, later.pools = _room(scene), scene.trap, scene.pools
+    later = Scene(context.subject, grown, backend=scene.backend)
+    later.page_table, later.poisoned_page, later.pools = _grown_table(scene), scene.poisoned_page, scene.pools
     later.keys = [torch.cat([old, new[-1:]]) for old, new in zip(scene.keys, later.keys, strict=True)]
     later.values = [torch.cat([old, new[-1:]]) for old, new in zip(scene.values, later.values, strict=True)]
     if scene.case.mla is not None:
         later.values = [keys[..., : scene.widths[1]] for keys in later.keys]
-    stand.check_output(later, later.run())
+    context.check_output(later, later.run())
 
 
-def _room(scene: Scene) -> torch.Tensor:
-    """The page table with one page more for requests whose last page is full."""
+def _grown_table(scene: Scene) -> torch.Tensor:
+    """Page table with an additional page for requests whose last page is full."""
     table = scene.page_table.clone()
     used = set(table.flatten().tolist())
     free = [page for page in range(scene.num_pages) if page not in used]
@@ -134,18 +134,18 @@ def _room(scene: Scene) -> torch.Tensor:
     return table
 
 
-def _not_saved(stand: Stand) -> None:
-    scene = stand.scene()
+def _not_saved(context: CheckContext) -> None:
+    scene = context.scene()
     scene.store(LAYER, [(before, before + new) for before, new in scene.case.lengths])
     before = scene.snapshot()
     output = scene.run(save=False)
     check_written(scene, before, saved=False)
-    stand.check_output(scene, output)
+    context.check_output(scene, output)
 
 
-def _not_saved_with_rows(stand: Stand) -> None:
-    """k and v are given all the same, and must not be written."""
-    scene = stand.scene()
+def _not_saved_with_rows(context: CheckContext) -> None:
+    """k and v are passed, but must not be written."""
+    scene = context.scene()
     scene.store(LAYER, [(before, before + new) for before, new in scene.case.lengths])
     before, batch = scene.snapshot(), scene.plan(scene.batch())
     q, k, v = scene.inputs(batch.num_tokens)
@@ -154,28 +154,28 @@ def _not_saved_with_rows(stand: Stand) -> None:
     check_output(scene, Output(out, None, 0.0, 0.0))
 
 
-def _padding(stand: Stand) -> None:
-    scene = stand.scene()
+def _padding(context: CheckContext) -> None:
+    scene = context.scene()
     before = scene.snapshot()
-    output = scene.run(lse="lse" in stand.subject.can.extras)
+    output = scene.run(lse="lse" in context.subject.capabilities.extras)
     check_written(scene, before)
     if len(output.out) != sum(scene.new) + scene.case.padding:
         check_result(scene, output.out, sum(scene.new) + scene.case.padding)
-    stand.check_output(scene, output)
+    context.check_output(scene, output)
 
 
-def _padded_bounds(stand: Stand) -> None:
+def _padded_bounds(context: CheckContext) -> None:
     """Plan padded requests without exact lengths: they have rows, and length 0."""
-    scene = stand.scene()
+    scene = context.scene()
     before = scene.snapshot()
     output = scene.run()
     check_padding(output.out, sum(scene.new))
     check_written(scene, before)
-    stand.check_output(scene, output)
+    context.check_output(scene, output)
 
 
-def _idle(stand: Stand) -> None:
-    scene = stand.scene()
+def _idle(context: CheckContext) -> None:
+    scene = context.scene()
     table = torch.zeros(0, 1, dtype=torch.int32, device=scene.device)
     before = scene.snapshot()
     for rows in (0, 3):
@@ -190,12 +190,12 @@ def _idle(stand: Stand) -> None:
         check_result(scene, out, rows)
         check_padding(out, 0)
     if any(scene.changes(before)):
-        raise Wrong("it wrote to the cache in an idle batch")
+        raise CheckFailure("it wrote to the cache in an idle batch")
 
 
-def _host_slots(stand: Stand) -> None:
-    """A host marks rows of one request with -1: they are in the cache, and what is given for them is not written."""
-    scene = stand.scene()
+def _host_slots(context: CheckContext) -> None:
+    """A host marks cached rows of one request with slot -1: the k and v passed for them are not written."""
+    scene = context.scene()
     slots = scene.geometry().new_slots().clone()
     first = scene.new[0]
     scene.store(LAYER, [(before, before + new if number == 0 else before) for number, (before, new) in
@@ -207,7 +207,7 @@ def _host_slots(stand: Stand) -> None:
     for given in (k, v):
         if given is not None:
             given[:first] = 7.0
-    for _ in range(2):  # once more by the same plan, as the next layer does
+    for _ in range(2):  # again by the same plan, as for the next layer
         out = scene.forward(batch, (q, k, v))
     marked, *others = (
         {tuple(place) for place in torch.stack(scene.places(request, start, scene.totals[request]), 1).tolist()}
@@ -215,20 +215,20 @@ def _host_slots(stand: Stand) -> None:
     )
     for layer_id, page, offset in scene.changes(before):
         if layer_id != LAYER or not any((page, offset) in places for places in others):
-            of = "a row" if (page, offset) in marked else "elsewhere for a row"
-            raise Wrong(
-                f"it wrote {of} whose slot the host marks with -1 ({scene.owner(page, offset)}): write new rows to "
-                "geometry.new_slots(), which honours the host's slots, and leave them as they are"
+            target = "a row" if (page, offset) in marked else "elsewhere for a row"
+            raise CheckFailure(
+                f"it wrote {target} that the host marks with slot -1 ({scene.describe_row(page, offset)}): write new "
+                "rows to geometry.new_slots(), which honours the host's slots, and do not modify the slots"
             )
     check_output(scene, Output(out, None, 0.0, 0.0))
 
 
-def _inputs_unchanged(stand: Stand) -> None:
-    keeps_settings(stand.subject, lambda: _only_results(stand))
+def _inputs_unchanged(context: CheckContext) -> None:
+    check_settings_unchanged(context.subject, lambda: _only_results(context))
 
 
-def _only_results(stand: Stand) -> None:
-    scene = stand.scene()
+def _only_results(context: CheckContext) -> None:
+    scene = context.scene()
     batch = scene.batch()
     geometry = batch.geometry
     watched = {
@@ -244,50 +244,54 @@ def _only_results(stand: Stand) -> None:
     scene.forward(batch, (q, k, v))
     for name, value in copies.items():
         if not torch.equal(watched[name], value):
-            raise Wrong(f"it changed {name} of the batch's geometry, which is its caller's")
+            raise CheckFailure(f"it changed {name} of the batch's geometry, which the caller owns")
     if batch.geometry is not geometry:
-        raise Wrong("it replaced the batch's geometry")
+        raise CheckFailure("it replaced the batch's geometry")
     for name, value in rows.items():
         if not torch.equal(given[name], value):
-            raise Wrong(f"it changed {name}, which is its caller's")
+            raise CheckFailure(f"it changed {name}, which the caller owns")
 
 
-def _kept_results(stand: Stand) -> None:
-    scene = stand.scene()
+def _results_kept(context: CheckContext) -> None:
+    scene = context.scene()
     batch = scene.plan(scene.batch())
     out = scene.forward(batch)
     copy = out.clone()
     q, k, v = scene.inputs(batch.num_tokens)
     other = scene.forward(batch, (q.flip(0).contiguous() * 0.5, k, v))
     if not torch.equal(out, copy) or (out.numel() and out.data_ptr() == other.data_ptr()):
-        raise Wrong("the output is overwritten by the next call: give each call memory of its own")
+        raise CheckFailure("the output is overwritten by the next call; allocate it per call")
     check_output(scene, Output(copy, None, 0.0, 0.0))
 
 
-def run_first_layer(stand: Stand, scene: Scene) -> None:
-    """Run the layer under test and the one before it by one plan, each with its own rows, and check both."""
+def run_first_layer(context: CheckContext, scene: Scene) -> None:
+    """Run the layer under test and the first layer by one plan, each with its own rows, and check both."""
     batch = scene.plan(scene.batch())
     first = scene.case.layers[0]
     scales = scene.case.kv_scales
-    with _other_rows(scene):
+    with _rows_of_other_layer(scene):
         scene.store(FIRST, [(0, before) for before, _ in scene.case.lengths])
         out_first = scene.forward(batch, layer=first)
         wanted, own = (scene.wanted(rules)[0] for rules in (scene.rules(first), None))
     output = Output(scene.forward(batch), None, 0.0, 0.0)
     check_result(scene, output.out, scene.rows)
     if relative_error(output.out[: len(own)], own) <= scene.tolerance:
-        raise Wrong(f"it ran layer {LAYER} over the rows of layer {FIRST}: keep nothing that was read for a layer")
-    stand.check_output(scene, output)
+        raise CheckFailure(f"it ran layer {LAYER} over the rows of layer {FIRST}; cache no rows between layers")
+    context.check_output(scene, output)
     error = relative_error(out_first[: len(wanted)], wanted)
     if not error <= scene.tolerance and scales == (1.0, 1.0):
         if relative_error(out_first[: len(own)], own) <= scene.tolerance:
-            raise Wrong(f"it ran layer {FIRST} by the rules of layer {LAYER}: take scale and window from the layer")
-        raise Wrong(f"one plan does not serve two layers: layer {FIRST} is wrong by {error:.1e}, layer {LAYER} right")
+            raise CheckFailure(
+                f"it ran layer {FIRST} with the parameters of layer {LAYER}; take scale and window from the layer"
+            )
+        raise CheckFailure(
+            f"one plan does not serve two layers: layer {FIRST} is wrong by {error:.1e}, layer {LAYER} right"
+        )
 
 
 @contextmanager
-def _other_rows(scene: Scene) -> Iterator[None]:
-    """Inside, the requests have other rows: those of another layer."""
+def _rows_of_other_layer(scene: Scene) -> Iterator[None]:
+    """Replace the requests' rows by those of another layer."""
     kept = scene.keys, scene.values
     scene.keys, scene.values = ([rows.flip(-1) for rows in each] for each in kept)
     if scene.case.mla is not None:
@@ -298,34 +302,34 @@ def _other_rows(scene: Scene) -> Iterator[None]:
         scene.keys, scene.values = kept
 
 
-def _two_layers(stand: Stand) -> None:
-    run_first_layer(stand, stand.scene())
+def _two_layers(context: CheckContext) -> None:
+    run_first_layer(context, context.scene())
 
 
-def _split(stand: Stand) -> None:
-    """The same tokens at once and in two parts give the same rows."""
-    whole = stand.scene()
-    stand.check_output(whole, whole.run())
+def _split(context: CheckContext) -> None:
+    """The same tokens give the same rows in one extend and in two."""
+    whole = context.scene()
+    context.check_output(whole, whole.run())
     lengths = whole.case.lengths
     parts = [(before + new // 2, new - new // 2) for before, new in lengths]
-    scene = stand.scene(lengths=tuple(parts))
-    stand.check_output(scene, scene.run())
+    scene = context.scene(lengths=tuple(parts))
+    context.check_output(scene, scene.run())
 
 
-def _out(stand: Stand) -> None:
-    scene = stand.scene()
+def _out(context: CheckContext) -> None:
+    scene = context.scene()
     batch = scene.plan(scene.batch())
     rows = batch.num_tokens
     given = torch.full((rows, scene.layer.num_heads, scene.widths[1]), NAN, dtype=scene.dtype, device=scene.device)
     found = scene.forward(batch, extras=ForwardExtras(out=given))
     if found.data_ptr() != given.data_ptr():
-        raise Wrong("extras.out was given, and the result is in other memory: write it to out, and return out")
+        raise CheckFailure("extras.out was given, but the result is in other memory; write it to out, and return out")
     check_output(scene, Output(given, None, 0.0, 0.0))
 
 
-def _unclaimed_extra(stand: Stand) -> None:
-    scene = stand.scene()
-    batch, claimed = scene.plan(scene.batch()), stand.subject.can.extras
+def _unclaimed_extra(context: CheckContext) -> None:
+    scene = context.scene()
+    batch, claimed = scene.plan(scene.batch()), context.subject.capabilities.extras
     q = scene.inputs(batch.num_tokens)[0]
     offers = {
         "lse": ForwardExtras(lse=torch.zeros(q.shape[:2], device=scene.device)),
@@ -340,38 +344,38 @@ def _unclaimed_extra(stand: Stand) -> None:
             scene.forward(batch, extras=extras)
         except Exception:
             continue
-        raise Wrong(f"it was asked for the extra {name}, which it does not claim, and dropped it silently")
+        raise CheckFailure(f"the extra {name}, which it does not claim, was requested, and it ignored it silently")
 
 
-def _q_rope(stand: Stand) -> None:
-    scene = stand.scene()
+def _q_rope(context: CheckContext) -> None:
+    scene = context.scene()
     assert scene.case.mla is not None
     rank = scene.case.mla.kv_lora_rank
     batch = scene.plan(scene.batch())
     q, k, _ = scene.inputs(batch.num_tokens)
-    apart = q[..., rank:].transpose(0, 1).contiguous().transpose(0, 1)  # strides of its own
+    apart = q[..., rank:].transpose(0, 1).contiguous().transpose(0, 1)  # with different strides
     try:
         out = scene.forward(batch, (q[..., :rank].contiguous(), k, None), extras=ForwardExtras(q_rope=apart))
         check_output(scene, Output(out, None, 0.0, 0.0))
-    except Wrong as wrong:
-        raise Wrong(f"with the rotary part of q apart (extras.q_rope): {wrong}") from None
+    except CheckFailure as failure:
+        raise CheckFailure(f"with a separate rotary part of q (extras.q_rope): {failure}") from None
     except Exception as error:
-        raise Wrong(
-            f"with the rotary part of q apart (extras.q_rope) it raised {type(error).__name__}: {error}; join both, or "
-            "do not claim the extra q_rope"
+        raise CheckFailure(
+            f"with a separate rotary part of q (extras.q_rope) it raised {type(error).__name__}: {error}; concatenate "
+            "both, or do not claim the extra q_rope"
         ) from None
 
 
-def _strided(stand: Stand) -> None:
-    """Queries and new rows as hosts have them: parts of one product, and heads before rows."""
-    scene = stand.scene()
+def _strided(context: CheckContext) -> None:
+    """Queries and new rows as hosts have them: slices of one projection, and heads-first memory."""
+    scene = context.scene()
     batch = scene.plan(scene.batch())
     q, k, v = scene.inputs(batch.num_tokens)
     apart = q.transpose(0, 1).contiguous().transpose(0, 1)
     wide = [torch.cat([each, each + 1], -1)[..., : each.shape[-1]] for each in ([k] if v is None else [k, v])]
     before = scene.snapshot()
     output = Output(scene.forward(batch, (apart, wide[0], None if v is None else wide[1])), None, 0.0, 0.0)
-    with wrong_when("with q, k and v that are not contiguous; take their strides, or copy them"):
+    with failure_prefix("with q, k and v that are not contiguous; use their strides, or copy them"):
         check_output(scene, output)
         check_written(scene, before)
 
@@ -381,42 +385,44 @@ DECODES = ((5, 1), (20, 1), (0, 1), (31, 1))
 
 
 def cache_checks(kind: AttentionKind) -> Iterator[Check]:
-    """Each for an extend, and under a name of its own for a decode; the first of them is part of the quick run."""
+    """Each check for an extend and, with another name, for a decode; the extend is part of the quick run."""
     fp8 = {"kv_dtype": DType.FLOAT8_E4M3, "kv_scales": (0.4, 1.7)}
-    packed = ("cache.writes_fp8_ds_mla", " fp8_ds_mla", "rows are stored with scales of their own", _writes,
+    packed = ("cache.writes_fp8_ds_mla", " fp8_ds_mla", "rows are stored with their own scales", _writes,
               {"kv_dtype": DType.FP8_DS_MLA})  # fmt: skip
-    padding = "rows past the planned ones are padding: zero output, nothing written"
+    padding = "rows beyond the planned ones are padding: zero output, nothing written"
     padded = "padded requests have length 0: nothing is read or written for them"
-    both: list[tuple[str, str, str, Callable[[Stand], None], dict[str, Any]]] = [
-        ("cache.writes", "", "new rows are written, and nothing else", _writes, {}),
-        ("cache.writes_fp8", " fp8", "rows are divided by the fp8 scale when they are stored", _writes, fp8),
-        ("cache.saturates_fp8", " fp8", "numbers beyond fp8's are clamped when they are stored", _saturates, fp8),
+    both: list[tuple[str, str, str, Callable[[CheckContext], None], dict[str, Any]]] = [
+        ("cache.writes", "", "exactly the new rows are written", _writes, {}),
+        ("cache.writes_fp8", " fp8", "rows are divided by the fp8 scale when stored", _writes, fp8),
+        ("cache.saturates_fp8", " fp8", "values beyond fp8's range are clamped when stored", _saturates, fp8),
         *([] if kind is AttentionKind.MHA else [packed]),
         ("cache.not_saved", "", "save_kv_cache=False writes nothing", _not_saved, {}),
-        ("cache.not_saved_rows", "", "save_kv_cache=False writes nothing, even where k and v are given",
+        ("cache.not_saved_rows", "", "save_kv_cache=False writes nothing, even if k and v are passed",
          _not_saved_with_rows, {}),
-        ("cache.host_slots", "", "new rows go to the host's slots, and -1 is not written", _host_slots, {}),
+        ("cache.host_slots", "", "new rows are written to the host's slots; slot -1 is not written", _host_slots, {}),
         ("padding.rows", "", padding, _padding, {"padding": 5}),
         ("padding.requests", "", padded, _padding, {"padded_requests": 3, "padding": 3}),
         ("idle", "", "an idle batch gives zeros and writes nothing", _idle, {}),
-        ("unchanged", "", "q, k, v, the batch and the process's settings are left as they were", _inputs_unchanged, {}),
-        ("cut_table", "", "a page table may be a part of a wider one", _cut_table, {}),
+        ("unchanged", "", "q, k, v, the batch and process settings are not modified", _inputs_unchanged, {}),
+        ("cut_table", "", "a page table may be a view of a wider one", _table_view, {}),
         ("strides", "", "q, k and v may have any strides between rows and heads", _strided, {}),
-        ("results_kept", "", "a result is not overwritten by the next call", _kept_results, {}),
-        ("two_layers", "", "one plan serves all layers, each by its own rules", _two_layers, {}),
+        ("results_kept", "", "a result is not overwritten by the next call", _results_kept, {}),
+        ("two_layers", "", "one plan serves all layers, each with its own parameters", _two_layers, {}),
         ("extras.out", "out", "the result is written to extras.out", _out, {"extras": frozenset({"out"})}),
         ("extras.unclaimed", "", "an extra that is not claimed is an error", _unclaimed_extra, {}),
     ]  # fmt: skip
-    for name, part, says, run, changes in both:
+    for name, part, requirement, run, changes in both:
         claim = part if part == "out" else f"{kind}{part}"
         for suffix, lengths, mode in (("", EXTENDS, EXTEND), ("_decode", DECODES, DECODE)):
             case = Case(lengths, mode, kind, **changes)
             quick = not part and (mode is EXTEND or name == "padding.requests")
-            yield Check(f"{kind}.{name}{suffix}", claim, says, always(case), run, quick or (name == "extras.out"))
+            yield Check(
+                f"{kind}.{name}{suffix}", claim, requirement, always(case), run, quick or (name == "extras.out")
+            )
     yield Check(
         f"{kind}.padding.bounds",
         f"{kind} bounds",
-        "padded requests have rows where the host has bounds only: their output is zero, and nothing is written",
+        "padded requests have rows if the host knows only bounds: their output is zero, and nothing is written",
         always(Case(DECODES, DECODE, kind, padded_requests=2, exact=False)),
         _padded_bounds,
     )
@@ -427,7 +433,7 @@ def cache_checks(kind: AttentionKind) -> Iterator[Check]:
         lambda p, longest: Case(((5, 3), (p - 1, 1), (0, 2 * p)), kind=kind),
         _round_trip,
         True,
-        lambda subject: None if subject.serves(DECODE, kind) else "it does not decode",
+        lambda subject: None if subject.serves(DECODE, kind) else "it does not serve decode",
     )
     yield Check(
         f"{kind}.split_roles",
@@ -436,17 +442,17 @@ def cache_checks(kind: AttentionKind) -> Iterator[Check]:
         lambda p, longest: Case(((5, 3), (p - 1, 1), (0, 2 * p)), kind=kind),
         _split_roles,
         False,
-        lambda subject: None if subject.serves(DECODE, kind) else "it does not decode",
+        lambda subject: None if subject.serves(DECODE, kind) else "it does not serve decode",
     )
     yield Check(
         f"{kind}.split",
         str(kind),
-        "a prompt at once and in two parts gives the same",
+        "a prompt gives the same result in one extend and in two",
         lambda p, longest: Case(((0, 2 * p + 5), (3, p)), kind=kind),
         _split,
     )
     if kind is AttentionKind.MLA:
         for name, lengths, mode in (("q_rope", DECODES, DECODE), ("q_rope_extend", EXTENDS, EXTEND)):
             case = Case(lengths, mode, kind, extras=frozenset({"q_rope"}))
-            says = "the rotary part of q may come apart"
-            yield Check(f"mla.extras.{name}", "q_rope", says, always(case), _q_rope, True)
+            requirement = "the rotary part of q may be a separate tensor"
+            yield Check(f"mla.extras.{name}", "q_rope", requirement, always(case), _q_rope, True)

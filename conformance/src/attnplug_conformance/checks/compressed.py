@@ -1,4 +1,4 @@
-"""Compressed layers: one softmax over the rows of a window, the entries that stand for older tokens, and a sink."""
+"""Checks of compressed layers: one softmax over the window's rows, compressed entries of older tokens, and a sink."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from attnplug.sparse import (
     IndexInputs,
     SelectedPositions,
 )
-from attnplug_conformance.arithmetic import NAN, poison, relative_error, tail, zero_by_chance_is_nan
+from attnplug_conformance.arithmetic import NAN, pad_rows, poison, relative_error, uninitialized_as_nan
 from attnplug_conformance.case import LAYER, Case
-from attnplug_conformance.check import Check, Measured, Stand
+from attnplug_conformance.check import Check, CheckContext, Measured
 from attnplug_conformance.checks.sparse import DECODE, EXTEND
-from attnplug_conformance.diagnosis import Wrong, check_padding, check_result
+from attnplug_conformance.diagnosis import CheckFailure, check_padding, check_result
 from attnplug_conformance.reference import Rules, attention, entry
 from attnplug_conformance.scene import Scene
 from attnplug_sparse.pools import COMPRESSED, CompressedPool
@@ -35,7 +35,7 @@ Lengths = Callable[[int], tuple[tuple[int, int], ...]]
 
 
 class Compressor:
-    """Inputs of one compressor of a layer for every request's tokens, and the entries made of them."""
+    """Inputs of one compressor of a layer for all tokens of all requests, and the resulting entries."""
 
     def __init__(self, scene: Scene, dims: CompressedDims, dim: int) -> None:
         self.scene, self.dims, width = scene, dims, dims.series * dim
@@ -59,7 +59,7 @@ class Compressor:
         return entry(number, *made, overlap=self.dims.overlap)
 
     def store(self, entries: Tensor, tokens: Tensor) -> None:
-        """Fill caches with what the prefixes left: entries of whole windows, and each page's newest tokens."""
+        """Fill the caches as the prefixes leave them: entries of complete windows, and each page's newest tokens."""
         scene, ratio, kept, size = self.scene, self.dims.ratio, tokens.shape[1], self.scene.page_size
         for request, (before, _) in enumerate(scene.case.lengths):
             pages, offsets = (place.tolist() for place in scene.places(request, 0, before))
@@ -74,23 +74,26 @@ class Compressor:
     def inputs(self, rows: int) -> CompressorInputs:
         """Inputs of the new tokens, with NaN for padding."""
         new = self.scene.new_rows
-        return CompressorInputs(tail(new(self.values), rows), tail(new(self.gates), rows), self.weights)
+        return CompressorInputs(pad_rows(new(self.values), rows), pad_rows(new(self.gates), rows), self.weights)
 
 
 class CompressedScene(Scene):
-    """Requests with entries beside their rows, poisoned alike."""
+    """Scene with compressed entries, poisoned like the rows."""
 
-    def _pools(self, healed: str | None) -> KVPools:
-        plain, case = super()._pools(healed), self.case
+    def _pools(self, zero_region: str | None) -> KVPools:
+        plain, case = super()._pools(zero_region), self.case
         assert case.compressed is not None and case.dtype is not None
         self.dims, self.index = case.compressed, case.index
         pool = CompressedPool(
             case.layers, num_pages=self.num_pages, page_size=self.page_size, dtype=case.dtype, device=self.device
         )
         self.own = Compressor(self, self.dims, self.widths[0])
-        self.of_index = None if self.index is None else Compressor(self, self.dims, self.index.head_dim)
+        self.index_compressor = None if self.index is None else Compressor(self, self.dims, self.index.head_dim)
         for layer_id in pool.layer_ids:
-            for compressor, cache in ((self.own, pool.entries(layer_id)), (self.of_index, pool.index(layer_id))):
+            for compressor, cache in (
+                (self.own, pool.entries(layer_id)),
+                (self.index_compressor, pool.index(layer_id)),
+            ):
                 if compressor is not None and cache is not None:
                     poison(cache.entries)
                     poison(cache.tokens)
@@ -107,97 +110,103 @@ class CompressedScene(Scene):
 
     def select(self, batch: ForwardBatch) -> SelectedPositions:
         """Return the entries that the backend selects, after checking their scores."""
-        assert self.index is not None and self.of_index is not None
+        assert self.index is not None and self.index_compressor is not None
         hook = bind_hook(self.backend, "select", optional_hooks()["select"], ())
         if hook is None:
-            raise Wrong("it claims sparse layers, and has no select")
+            raise CheckFailure("it claims sparse layers but has no select")
         rows, tokens = batch.num_tokens, sum(self.new)
         q = self.normal(tokens, self.index.heads, self.index.head_dim)
         weights = self.normal(tokens, self.index.heads).float()
-        inputs = IndexInputs(tail(q, rows), None, tail(weights, rows), self.of_index.inputs(rows))
-        with zero_by_chance_is_nan(self.device):
+        inputs = IndexInputs(pad_rows(q, rows), None, pad_rows(weights, rows), self.index_compressor.inputs(rows))
+        with uninitialized_as_nan(self.device):
             found = hook(inputs, self.layer, batch)
         if not isinstance(found, SelectedPositions):
-            raise Wrong(f"select returned {type(found).__name__} for entries, not SelectedPositions")
+            raise CheckFailure(f"select returned {type(found).__name__} for entries, not SelectedPositions")
         self.chosen = []
         for token, (request, position) in enumerate(self.places_of_tokens()):
-            mine = [number for number in found.positions[token].tolist() if number >= 0]
+            selected = [number for number in found.positions[token].tolist() if number >= 0]
             visible, place = (position + 1) // self.dims.ratio, f"request {request}, token {position}"
             wanted = min(self.index.topk, visible)
-            if len(set(mine)) != wanted or len(mine) != wanted or not all(number < visible for number in mine):
-                right = f"{wanted} distinct ones of the {visible} windows that are whole by then"
-                raise Wrong(f"select chose entries {sorted(mine)} ({place}), and not {right}")
-            if mine:
-                keys = torch.stack(self.of_index.entries[request][:visible])
+            if (
+                len(set(selected)) != wanted
+                or len(selected) != wanted
+                or not all(number < visible for number in selected)
+            ):
+                right = f"{wanted} distinct entries of the {visible} complete windows"
+                raise CheckFailure(f"select chose entries {sorted(selected)} ({place}), not {right}")
+            if selected:
+                keys = torch.stack(self.index_compressor.entries[request][:visible])
                 scores = weights[token].double() @ torch.relu(q[token].double() @ keys.T * self.index.scale)
                 best = scores.sort(descending=True).values[:wanted]
-                short = float((best - scores[mine].sort(descending=True).values).max() / scores.abs().max())
+                short = float((best - scores[selected].sort(descending=True).values).max() / scores.abs().max())
                 if not short <= self.tolerance:
-                    raise Wrong(f"select chose entries whose scores fall short of the best by {short:.1e} ({place})")
-            self.chosen.append(mine)
+                    raise CheckFailure(
+                        f"select chose entries whose scores fall short of the best by {short:.1e} ({place})"
+                    )
+            self.chosen.append(selected)
         return found
 
     def wanted_compressed(
         self, *, entries: bool = True, sinks: bool = True, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, token by token; without a part, or by another window, as a mistake gives it."""
+        """Expected output and log-sum-exp. Parameters other than the defaults give the result of a mistake."""
         found, window = [], window or self.case.window
         assert window is not None
         for token, (request, position) in enumerate(self.places_of_tokens()):
             rows = self.stored(request)[0][max(0, position - window + 1) : position + 1]
             visible = range((position + 1) // self.dims.ratio)
-            mine = self.own.entries[request]
+            request_entries = self.own.entries[request]
             for number in (visible if self.chosen is None else self.chosen[token]) if entries else ():
-                rows = torch.cat((rows, mine[number][None, None]))
+                rows = torch.cat((rows, request_entries[number][None, None]))
             rules = Rules(self.layer.scale, aligned="none")
             found.append(attention(self.q[token][None], rows, rows, rules, self.sinks if sinks else None))
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
-def _compressed(stand: Stand) -> None:
-    scene = CompressedScene(stand.subject, stand.case)
+def _compressed(context: CheckContext) -> None:
+    scene = CompressedScene(context.subject, context.case)
     batch = scene.plan(scene.batch())
     rows = batch.num_tokens
     selected = None if scene.index is None else scene.select(batch)
     lse = None
-    if "lse" in stand.subject.can.extras:
+    if "lse" in context.subject.capabilities.extras:
         lse = torch.full((rows, scene.layer.num_heads), NAN, device=scene.device)
     out = scene.forward(batch, extras=ForwardExtras(selected=selected, lse=lse, entries=scene.own.inputs(rows)))
     check_result(scene, out, rows)
     wanted, wanted_lse = scene.wanted_compressed()
-    allowed, mine = 2 * scene.tolerance, out[: len(wanted)]
-    error = relative_error(mine, wanted)
+    allowed, attended = 2 * scene.tolerance, out[: len(wanted)]
+    error = relative_error(attended, wanted)
     if not error <= allowed:
-        raise Wrong(_explained(scene, mine, error, allowed))
+        raise CheckFailure(_explained(scene, attended, error, allowed))
     check_padding(out, len(wanted))
     if lse is not None and not relative_error(lse[: len(wanted)], wanted_lse) <= max(allowed, 1e-5):
-        raise Wrong("the log-sum-exp is wrong: it is over the rows of the window and the entries, without the sink")
-    stand.measured.append(Measured(len(wanted), max(scene.totals), error, allowed, 0.0, 0.0))
+        raise CheckFailure("the log-sum-exp is wrong; it covers the window's rows and the entries, without the sink")
+    context.measured.append(Measured(len(wanted), max(scene.totals), error, allowed, 0.0, 0.0))
 
 
 def _explained(scene: CompressedScene, out: Tensor, error: float, allowed: float) -> str:
     window = scene.case.window
     assert window is not None
-    for words, (other, _) in (
-        ("it attended to the rows of the window alone, and to no entries", scene.wanted_compressed(entries=False)),
+    for message, (other, _) in (
+        ("it attended only to the window's rows and ignored the entries", scene.wanted_compressed(entries=False)),
         ("it ignored the sinks", scene.wanted_compressed(sinks=False)),
-        ("it ignored the sliding window, which is over rows", scene.wanted_compressed(window=1 << 20)),
+        ("it ignored the sliding window, which limits the rows", scene.wanted_compressed(window=1 << 20)),
         ("its sliding window has one key too many", scene.wanted_compressed(window=window + 1)),
         ("its sliding window has one key too few", scene.wanted_compressed(window=window - 1)),
     ):
         if relative_error(out, other) <= allowed:
-            return words
+            return message
     if error != error:
-        return "the output is NaN: it read an entry, a row or a token that belongs to no whole window of a request"
-    return f"attention to rows, entries and sink is wrong by {error:.1e} where {allowed:.0e} is allowed"
+        return "the output is NaN: it read an entry, row or token that belongs to no complete window of a request"
+    return f"attention to rows, entries and sink is wrong by {error:.1e}; {allowed:.0e} is allowed"
 
 
 def compressed_checks() -> Iterator[Check]:
     plain, overlap = CompressedDims(8), CompressedDims(4, overlap=True)
     index = IndexerDims(heads=8, head_dim=16, topk=3)
-    one = "rows of the window, entries of whole windows and the sink are in one softmax"
-    two = "an entry is made of its own window and of the one before, which an earlier step may have brought"
-    best = "it selects the best entries by its index, and attends to these beside the window"
+    one = "the window's rows, entries of complete windows and the sink are in one softmax"
+    two = "an entry is computed from its own window and the previous one, whose tokens may come from an earlier step"
+    best = "it selects the best entries by its index, and attends to these and the window"
 
     def extend(p: int) -> tuple[tuple[int, int], ...]:
         return (0, 2 * p + 3), (9, 7), (p + 1, 6), (p - 1, 2)
@@ -213,13 +222,13 @@ def compressed_checks() -> Iterator[Check]:
         "index.extend": (best, Case((), EXTEND, compressed=overlap, index=index, padding=2), extend),
         "index.decode": (best, Case((), DECODE, compressed=overlap, index=index), decode),
     }
-    for name, (says, case, lengths) in shapes.items():
+    for name, (requirement, case, lengths) in shapes.items():
         extras = {"entries", "sinks"} | ({"selected"} if case.index is not None else set())
         whole = replace(case, kind=AttentionKind.MLA, window=6, sinks=True, extras=frozenset(extras))
         yield Check(
             f"mla.compressed.{name}",
             "compressed",
-            says,
+            requirement,
             partial(_sized, whole, lengths),
             _compressed,
             name.startswith("index"),
@@ -227,6 +236,6 @@ def compressed_checks() -> Iterator[Check]:
 
 
 def _sized(case: Case, lengths: Lengths, p: int, longest: int) -> Case:
-    """Small where a CPU runs it, and of a model's size where kernels do. A page holds whole windows."""
+    """Set sizes: small on a CPU, a model's on a GPU. A page holds complete windows."""
     dim, size = 512 if longest > 2000 else 16, None if p % 8 == 0 else 16
     return replace(case, lengths=lengths(size or p), page_size=size, mla=MLADims(dim, dim, 0), v_head_dim=dim)

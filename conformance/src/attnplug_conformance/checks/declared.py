@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 
 from attnplug.declare.version import CONTRACT_VERSION
-from attnplug_conformance.check import Check, Stand
-from attnplug_conformance.diagnosis import Wrong
+from attnplug_conformance.check import Check, CheckContext
+from attnplug_conformance.diagnosis import CheckFailure
 from attnplug_conformance.subject import Subject
 
 _PROGRAM = """
@@ -21,35 +21,35 @@ print(json.dumps([NAME in registry.backends, sorted(sys.modules)]))
 """
 
 
-def _light(stand: Stand) -> None:
-    """In a process of its own: loading the plugin imports neither torch nor the module of its factory."""
-    registered = stand.subject.registered
-    program = _PROGRAM.replace("NAME", repr(stand.subject.name))
+def _loads_light(context: CheckContext) -> None:
+    """Load the plugin in a new process: this must import neither torch nor the module of its factory."""
+    registered = context.subject.registered
+    program = _PROGRAM.replace("NAME", repr(context.subject.name))
     environment = os.environ | {"ATTNPLUG_PLUGINS": registered.source.distribution, "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     if done.returncode:
-        raise Wrong(f"its plugin cannot be loaded without a GPU: {done.stderr.strip().splitlines()[-1:]}")
+        raise CheckFailure(f"its plugin cannot be loaded without a GPU: {done.stderr.strip().splitlines()[-1:]}")
     found, modules = json.loads(done.stdout.splitlines()[-1])
     if not found:
-        raise Wrong("its plugin cannot be loaded without a GPU; see attnplug backends --all")
+        raise CheckFailure("its plugin cannot be loaded without a GPU; see attnplug backends --all")
     factory = registered.spec.factory.partition(":")[0]
     for heavy in ("torch", factory):
         if heavy in modules:
-            raise Wrong(f"loading its plugin imports {heavy}; import it where the backend is built")
+            raise CheckFailure(f"loading its plugin imports {heavy}; import it where the backend is built")
 
 
-def _contract(stand: Stand) -> None:
-    spec = stand.subject.registered.spec
+def _contract(context: CheckContext) -> None:
+    spec = context.subject.registered.spec
     if spec.contract != CONTRACT_VERSION:
-        raise Wrong(f"it is written for contract {spec.contract}, and this is {CONTRACT_VERSION}")
+        raise CheckFailure(f"it is written for contract {spec.contract}; the installed contract is {CONTRACT_VERSION}")
 
 
 def _installed(subject: Subject) -> str | None:
     from importlib.metadata import PackageNotFoundError, distribution
 
     if subject.seam is not None:
-        return f"its factory is a stand-in: {subject.seam}"
+        return f"its factory is replaced: {subject.seam}"
     try:
         distribution(subject.registered.source.distribution)
     except PackageNotFoundError:
@@ -64,7 +64,7 @@ def declared_checks() -> Iterator[Check]:
         "declared",
         "loading the plugin imports neither torch nor the backend, and needs no GPU",
         None,
-        _light,
+        _loads_light,
         False,
         _installed,
     )

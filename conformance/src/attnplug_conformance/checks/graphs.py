@@ -1,7 +1,7 @@
-"""CUDA graphs: a batch is captured once and replayed with other lengths and pages.
+"""Checks of CUDA graphs: a batch is captured once and replayed with other lengths and pages.
 
-On a CPU there is no graph. What a graph would contain is run instead, at the same fixed addresses: a test of planning,
-and said so in the report.
+On a CPU the contents of the graph are run eagerly at the same fixed addresses. This tests planning only, and the report
+says so.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from attnplug import AttentionKind, ForwardBatch, ForwardExtras, ForwardMode, Geometry, GraphLevel
 from attnplug.host import ModelAttention
-from attnplug_conformance.arithmetic import as_bytes, poison, relative_error, zero_by_chance_is_nan
+from attnplug_conformance.arithmetic import as_bytes, poison, relative_error, uninitialized_as_nan
 from attnplug_conformance.case import LAYER, Case, Shape
-from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
+from attnplug_conformance.check import Check, CheckContext, Measured, expect_error
 from attnplug_conformance.checks.accuracy import FEATURES
-from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, explain
+from attnplug_conformance.diagnosis import CheckFailure, check_padding, check_result, explain
 from attnplug_conformance.reference import tree_bits
 from attnplug_conformance.scene import Scene
 from attnplug_conformance.subject import Subject
@@ -31,7 +31,7 @@ DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardM
 
 
 class Capture:
-    """A batch at fixed addresses in one lane, captured on a GPU, into which other scenes' batches are copied."""
+    """A batch at fixed addresses in one lane, captured on a GPU. Other scenes' batches are copied into it."""
 
     def __init__(
         self, scene: Scene, lane: int = 0, attention: ModelAttention | None = None, requests: int | None = None
@@ -45,7 +45,7 @@ class Capture:
         self.batch = ForwardBatch(
             Geometry(
                 case.mode,
-                torch.full(shape, scene.trap, dtype=torch.int32, device=device),
+                torch.full(shape, scene.poisoned_page, dtype=torch.int32, device=device),
                 torch.full((count,), self.fill, dtype=torch.int32, device=device),
                 scene.page_size,
                 rows=rows,
@@ -87,27 +87,27 @@ class Capture:
     def run(self) -> None:
         backend = self.scene.backend
         forward = backend.forward_decode if self.batch.forward_mode.is_decode else backend.forward_extend
-        with zero_by_chance_is_nan(self.scene.device):
+        with uninitialized_as_nan(self.scene.device):
             self.attention.refill(self.batch)
             self.out = forward(self.q, self.k, self.v, self.scene.layer, self.batch, extras=self.extras)
 
     def put(self, other: Scene) -> None:
-        """Another scene's batch and cache, of fewer requests perhaps, at the addresses of this one."""
+        """Copy another scene's batch and cache, possibly with fewer requests, to the captured addresses."""
         for target, source in self.copies(other):
             target.copy_(source)
 
     def copies(self, other: Scene) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of target and source tensors on the device: this batch's memory, and the contents to copy there."""
+        """Pairs of target and source tensors on the device: captured memory, and its new contents."""
         geometry, device = self.batch.geometry, other.device
         found = [
             (geometry.seq_lens, filled(geometry.seq_lens, self.fill, torch.tensor(other.totals, device=device))),
-            (geometry.page_table, filled(geometry.page_table, self.scene.trap, other.page_table.to(device))),
+            (geometry.page_table, filled(geometry.page_table, self.scene.poisoned_page, other.page_table.to(device))),
         ]
         if geometry.new_lens is not None:
             found.append((geometry.new_lens, filled(geometry.new_lens, 0, torch.tensor(other.new, device=device))))
         if geometry.tree is not None and other.case.trees is not None:
             found.append((geometry.tree, filled(geometry.tree, -1, tree_bits(other.case.trees, device))))
-        for memory, theirs in zip(self.scene.memories(LAYER), other.memories(LAYER), strict=True):
+        for memory, theirs in zip(self.scene.cache_tensors(LAYER), other.cache_tensors(LAYER), strict=True):
             source = torch.empty_like(memory)
             poison(source)
             as_bytes(source)[: len(theirs)] = as_bytes(theirs)
@@ -124,7 +124,9 @@ class Capture:
         if planned.attention is not self.plan and planned.attention.new_slots is not None:
             before, after = self.plan.new_slots, planned.attention.new_slots
             if before is not None and before.data_ptr() != after.data_ptr():
-                raise Wrong("a replay was planned in other memory than the capture: a graph keeps its addresses")
+                raise CheckFailure(
+                    "a replay was planned in other memory than the capture; a graph needs fixed addresses"
+                )
         if self.graph is None:
             self.run()
         else:
@@ -133,36 +135,36 @@ class Capture:
 
 
 def filled(like: Tensor, value: int, rows: Tensor) -> Tensor:
-    """The first rows and columns as given, and a value everywhere else."""
+    """Copy of ``rows`` in the shape of ``like``, padded with ``value``."""
     made = torch.full_like(like, value)
     made[tuple(slice(size) for size in rows.shape)] = rows.to(made.dtype)
     return made
 
 
-def others(stand: Stand, scene: AnyScene) -> Iterator[AnyScene]:
-    """Batches to replay: long and short, full and with fewer requests."""
+def others(context: CheckContext, scene: AnyScene) -> Iterator[AnyScene]:
+    """Yield scenes to replay: long and short, with all or fewer requests."""
     new, most = scene.case.lengths[0][1], min(before for before, _ in scene.case.lengths)
     for seed, prefixes in enumerate(([most, 5, 17, 31], [1, 16, 2, 0], [most // 2, 15], [15])):
         case = replace(scene.case, lengths=tuple((prefix, new) for prefix in prefixes), seed=seed + 1)
         if case.trees is not None:
             case = replace(case, trees=(case.trees * 2)[seed : seed + len(prefixes)])
-        yield type(scene)(stand.subject, case, backend=scene.backend)
+        yield type(scene)(context.subject, case, backend=scene.backend)
 
 
-def check_replayed(stand: Stand, capture: Capture, other: Scene, out: Tensor) -> None:
+def check_replayed(context: CheckContext, capture: Capture, other: Scene, out: Tensor) -> None:
     wanted = other.wanted()[0]
     check_result(capture.scene, out, capture.batch.geometry.rows)
     error = relative_error(out[: len(wanted)], wanted)
     if not error <= other.tolerance:
         first = "" if error != error else f": {explain(other, out[: len(wanted)], wanted, error)}"
-        raise Wrong(
-            f"a replay with other lengths and pages is wrong{first or ' (NaN)'}; make what changes in "
+        raise CheckFailure(
+            f"a replay with other lengths and pages is wrong{first or ' (NaN)'}; compute what changes in "
             "init_forward_metadata_in_graph, from the lengths and pages on the device"
         )
     check_padding(out, len(wanted))
-    stand.measured.append(Measured(len(wanted), max(other.totals), error, other.tolerance, 0.0, 0.0))
+    context.measured.append(Measured(len(wanted), max(other.totals), error, other.tolerance, 0.0, 0.0))
     written = set()
-    for memory, theirs in zip(capture.scene.memories(LAYER), other.memories(LAYER), strict=True):
+    for memory, theirs in zip(capture.scene.cache_tensors(LAYER), other.cache_tensors(LAYER), strict=True):
         for request, (start, _) in enumerate(other.case.lengths):
             pages, offsets = other.places(request, start, other.totals[request])
             written |= set(zip(pages.tolist(), offsets.tolist(), strict=True))
@@ -170,51 +172,51 @@ def check_replayed(stand: Stand, capture: Capture, other: Scene, out: Tensor) ->
         extra = {tuple(place) for place in changed.nonzero().tolist()} - written
         beyond = ~capture.scene.numbers(memory[len(theirs) :]).isnan()
         if extra or beyond.any():
-            raise Wrong("a replay wrote to a row of the cache that is not new: padded requests write nothing")
+            raise CheckFailure("a replay wrote to a cache row that is not new; padded requests must write nothing")
 
 
-def _replays(stand: Stand) -> None:
-    scene = stand.scene()
+def _replays(context: CheckContext) -> None:
+    scene = context.scene()
     capture = Capture(scene).reserve().capture()
-    for other in others(stand, scene):
+    for other in others(context, scene):
         capture.put(other)
-        check_replayed(stand, capture, other, capture.replay())
+        check_replayed(context, capture, other, capture.replay())
 
 
-def _extends(stand: Stand) -> None:
-    """A captured extend: ``new_lens`` say at each replay which rows are whose."""
-    scene = stand.scene()
+def _extends(context: CheckContext) -> None:
+    """Captured extend: ``new_lens`` on the device assigns rows to requests at each replay."""
+    scene = context.scene()
     capture = Capture(scene).reserve().capture()
     for seed, lengths in enumerate((((5, 3), (0, 7), (20, 1)), ((0, 12),), ((9, 2), (3, 2), (1, 2), (0, 2)))):
-        other = Scene(stand.subject, replace(scene.case, lengths=lengths, seed=seed + 1), backend=scene.backend)
+        other = Scene(context.subject, replace(scene.case, lengths=lengths, seed=seed + 1), backend=scene.backend)
         capture.put(other)
-        check_replayed(stand, capture, other, capture.replay())
+        check_replayed(context, capture, other, capture.replay())
 
 
-def _eager_between(stand: Stand) -> None:
-    """An eager batch between capture and replay leaves the captured one alone."""
-    scene = stand.scene()
+def _eager_between(context: CheckContext) -> None:
+    """An eager batch between capture and replay does not affect the captured one."""
+    scene = context.scene()
     capture = Capture(scene).reserve().capture()
-    other, eager = (next(others(stand, scene)) for _ in range(2))
+    other, eager = (next(others(context, scene)) for _ in range(2))
     capture.put(other)
     capture.attention.capture(capture.batch)
     eager.case = replace(eager.case, mode=scene.case.mode)
     eager.plan(eager.batch())
-    check_replayed(stand, capture, other, capture.replay())
+    check_replayed(context, capture, other, capture.replay())
 
 
-def _lanes(stand: Stand) -> None:
+def _lanes(context: CheckContext) -> None:
     """Two lanes captured; both are refilled before either runs."""
-    scene = stand.scene()
+    scene = context.scene()
     attention = ModelAttention(scene.backend, scene.pools)
     first = Capture(scene, 0, attention).reserve().capture()
     second = Capture(scene, 1, attention).capture()
-    batches = list(others(stand, scene))[:2]
+    batches = list(others(context, scene))[:2]
     for capture, other in zip((first, second), batches, strict=True):
         capture.put(other)
         attention.capture(capture.batch)
         attention.refill(capture.batch)
-    first.put(batches[0])  # the pool is one, and holds the first lane's rows again
+    first.put(batches[0])  # both lanes share the pool: restore the first lane's rows
     if scene.device.type == "cpu":
         backend = scene.backend
         forward = backend.forward_decode if first.batch.forward_mode.is_decode else backend.forward_extend
@@ -224,42 +226,44 @@ def _lanes(stand: Stand) -> None:
     wanted = batches[0].wanted()[0]
     error = relative_error(out[: len(wanted)], wanted)
     if not error <= batches[0].tolerance:
-        raise Wrong(f"captured batches of two lanes share memory: lane 0 is wrong by {error:.1e} after lane 1's refill")
+        raise CheckFailure(
+            f"captured batches of two lanes share memory: lane 0 is wrong by {error:.1e} after lane 1's refill"
+        )
 
 
-def _never_captured(stand: Stand) -> None:
-    scene = stand.scene()
+def _never_captured(context: CheckContext) -> None:
+    scene = context.scene()
     attention = ModelAttention(scene.backend, scene.pools)
-    refused_with_an_error(
+    expect_error(
         lambda: attention.capture(Capture(scene, 0, attention).batch),
         "it planned the replay of a shape that was never captured",
     )
 
 
-def _no_wait(stand: Stand) -> None:
-    scene = stand.scene()
+def _no_sync(context: CheckContext) -> None:
+    scene = context.scene()
     capture = Capture(scene).reserve().capture()
-    for other in others(stand, scene):
+    for other in others(context, scene):
         capture.put(other)
         capture.replay()
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         try:
-            with nothing_waits():
+            with forbid_sync():
                 capture.attention.capture(capture.batch)
                 assert capture.graph is not None
                 capture.graph.replay()
         except RuntimeError as error:
-            raise Wrong(f"planning a replay waits for the device: {error}") from None
+            raise CheckFailure(f"planning a replay synchronizes with the device: {error}") from None
         made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
         if made:
-            raise Wrong(f"planning a replay allocated memory {made} times: reserve it in init_cuda_graph_state")
+            raise CheckFailure(f"planning a replay allocated memory {made} times; reserve it in init_cuda_graph_state")
 
 
 @contextmanager
-def nothing_waits() -> Iterator[None]:
-    """Inside, whatever waits for a GPU raises."""
-    with warnings.catch_warnings(action="ignore"):  # torch calls the mode a prototype at every change
+def forbid_sync() -> Iterator[None]:
+    """Raise if an operation synchronizes with the GPU."""
+    with warnings.catch_warnings(action="ignore"):  # torch warns at every change that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -268,15 +272,15 @@ def nothing_waits() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def graphs_claimed(level: GraphLevel, trees: bool = False, cuda: bool = False) -> Callable[[Subject], str | None]:
+def requires_graphs(level: GraphLevel, trees: bool = False, cuda: bool = False) -> Callable[[Subject], str | None]:
     def applies(subject: Subject) -> str | None:
-        can = subject.can.cuda_graph
-        if can < level:
-            return f"it claims CUDA graphs at level {can.name}, not {level.name}"
-        if trees and not subject.can.trees:
+        capabilities = subject.capabilities.cuda_graph
+        if capabilities < level:
+            return f"it claims CUDA graphs at level {capabilities.name}, not {level.name}"
+        if trees and not subject.capabilities.trees:
             return "it does not claim trees"
         if cuda and subject.device.type != "cuda":
-            return "there is no CUDA graph on a CPU: nothing waits, and no allocation is counted"
+            return "a CPU has no CUDA graphs: synchronization and allocations cannot be counted"
         return None
 
     return applies
@@ -292,20 +296,20 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
     forest = ((-1, 0, 0, 1), (-1, -1, 1, 1), (-1, 0, 1, 2), (-1, 0, 1, 0))
     replayed = "a captured batch is replayed with other lengths and pages, and fewer requests"
     yield Check(
-        f"{kind}.graph.decode", "graphs", replayed, of(DECODE, 1, decode), _replays, True, graphs_claimed(decode)
+        f"{kind}.graph.decode", "graphs", replayed, of(DECODE, 1, decode), _replays, True, requires_graphs(decode)
     )
     yield Check(
-        f"{kind}.graph.verify", "graphs", replayed, of(VERIFY, 3, uniform), _replays, False, graphs_claimed(uniform)
+        f"{kind}.graph.verify", "graphs", replayed, of(VERIFY, 3, uniform), _replays, False, requires_graphs(uniform)
     )
     for name in ("window", "cap", "sinks"):
         yield Check(
             f"{kind}.graph.{name}",
             "graphs",
-            f"a captured batch is replayed with other lengths and pages where layers have a {name.rstrip('s')}",
+            f"a captured batch of layers with a {name.rstrip('s')} is replayed with other lengths and pages",
             of(DECODE, 1, decode, **FEATURES[name][1]),
             _replays,
             False,
-            graphs_claimed(decode),
+            requires_graphs(decode),
         )
     yield Check(
         f"{kind}.graph.trees",
@@ -314,7 +318,7 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
         of(VERIFY, 4, uniform, trees=forest),
         _replays,
         False,
-        graphs_claimed(uniform, trees=True),
+        requires_graphs(uniform, trees=True),
     )
     yield Check(
         f"{kind}.graph.extend",
@@ -323,16 +327,16 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
         of(EXTEND, 3, always),
         _extends,
         False,
-        graphs_claimed(always),
+        requires_graphs(always),
     )
     yield Check(
         f"{kind}.graph.eager_between",
         "graphs",
-        "an eager batch leaves a captured one alone",
+        "an eager batch does not affect a captured one",
         of(DECODE, 1, decode),
         _eager_between,
         False,
-        graphs_claimed(decode),
+        requires_graphs(decode),
     )
     yield Check(
         f"{kind}.graph.lanes",
@@ -341,7 +345,7 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
         of(DECODE, 1, decode, lanes=2),
         _lanes,
         False,
-        graphs_claimed(decode),
+        requires_graphs(decode),
     )
     yield Check(
         f"{kind}.graph.never_captured",
@@ -350,14 +354,14 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
         of(DECODE, 1, decode),
         _never_captured,
         False,
-        graphs_claimed(decode),
+        requires_graphs(decode),
     )
     yield Check(
         f"{kind}.graph.no_wait",
         "graphs",
-        "planning a replay waits for nothing and allocates nothing",
+        "planning a replay neither synchronizes nor allocates",
         of(DECODE, 1, decode),
-        _no_wait,
+        _no_sync,
         False,
-        graphs_claimed(decode, cuda=True),
+        requires_graphs(decode, cuda=True),
     )

@@ -1,4 +1,4 @@
-"""Sparse layers whose rows are in host memory: HiSparse brings in those that were selected, and no others are there."""
+"""Checks of sparse layers with HiSparse: rows are in host memory, and only selected ones are swapped in."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from attnplug import DType, ForwardMode, Geometry
 from attnplug.host import KVPools
-from attnplug_conformance.check import Check, Stand
+from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.checks.cache import check_written
 from attnplug_conformance.checks.sparse import DECODE, EXTEND, VERIFY, SparseScene, check_sparse, sparse_case
-from attnplug_conformance.diagnosis import wrong_when
+from attnplug_conformance.diagnosis import failure_prefix
 from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes
 from attnplug_sparse.pools import INDEX_KEYS
 
 
 class HotScene(SparseScene):
-    """The cache of the scene is the host's. On the device is NaN, and room for what one step selects.
+    """Scene with its cache in host memory. The device has NaN, and space for the rows that one step selects.
 
-    Requests are in other rows of the slot table than in the batch.
+    Requests have different row indices in the slot table than in the batch.
     """
 
-    def _pools(self, healed: str | None) -> KVPools:
-        plain = super()._pools(healed)
+    def _pools(self, zero_region: str | None) -> KVPools:
+        plain = super()._pools(zero_region)
         case, layers = self.case, self.case.layers
         nodes = max(self.new) if case.mode is ForwardMode.TARGET_VERIFY else 1
         longest = self.page_table.shape[1] * self.page_size
@@ -46,24 +46,24 @@ class HotScene(SparseScene):
             row_nbytes=pool.cells.shape[1],
             device=self.device,
         )
-        pool.cells.fill_(0xFF)  # which is NaN in every type
+        pool.cells.fill_(0xFF)  # NaN in every dtype
         host.cells.fill_(0xFF)
         self.coordinator = self.hisparse = HiSparse(pool, host)
         return KVPools(mla=pool, caches={INDEX_KEYS: plain.caches[INDEX_KEYS], HOST_ROWS: host})
 
-    def memories(self, layer_id: int, pools: KVPools | None = None) -> tuple[Tensor, ...]:
-        return super().memories(layer_id, pools) if pools is not None else (self.hisparse.host_pages(layer_id),)
+    def cache_tensors(self, layer_id: int, pools: KVPools | None = None) -> tuple[Tensor, ...]:
+        return super().cache_tensors(layer_id, pools) if pools is not None else (self.hisparse.host_pages(layer_id),)
 
     def geometry(self, *, lane: int = 0, slots: Tensor | None = None) -> Geometry:
         rows = torch.arange(len(self.new), 0, -1, device=self.device)
         return replace(super().geometry(lane=lane, slots=slots), table_rows=rows)
 
 
-def _brought_in(stand: Stand) -> None:
-    scene = HotScene(stand.subject, stand.case)
+def _swapped_in(context: CheckContext) -> None:
+    scene = HotScene(context.subject, context.case)
     before = scene.snapshot()
-    check_sparse(stand, scene)
-    with wrong_when("the cache in host memory"):
+    check_sparse(context, scene)
+    with failure_prefix("the cache in host memory"):
         check_written(scene, before)
 
 
@@ -77,15 +77,15 @@ def hisparse_checks() -> Iterator[Check]:
         yield Check(
             f"mla.hisparse.{name}",
             "hisparse",
-            "it reads the selected rows where HiSparse brings them in, and writes new ones through it",
+            "it reads the selected rows where HiSparse swaps them in, and writes new rows through it",
             sparse_case(lengths, mode, hisparse=True, padding=padding),
-            _brought_in,
+            _swapped_in,
             name != "verify",
         )
     yield Check(
         "mla.hisparse.fp8_ds_mla",
         "hisparse",
-        "rows of fp8_ds_mla that HiSparse brings in are read by scales of their own",
+        "fp8_ds_mla rows that HiSparse swaps in are read with their own scales",
         sparse_case(modes["decode"][0], DECODE, hisparse=True, kv_dtype=DType.FP8_DS_MLA),
-        _brought_in,
+        _swapped_in,
     )

@@ -1,4 +1,4 @@
-"""MLA prefill as MHA: calls over rows at hand, and the three paths of an extend against the model's equations."""
+"""Checks of MLA prefill as MHA: ragged calls, and the three extend paths against the model's equations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from attnplug.contract.hooks import bind_hook
 from attnplug.host import ExtendPolicy, ModelAttention
 from attnplug.mla.weights import MLAWeights
 from attnplug.wrappers.split import SplitBackend
-from attnplug_conformance.arithmetic import NAN, relative_error, tail, zero_by_chance_is_nan
+from attnplug_conformance.arithmetic import NAN, pad_rows, relative_error, uninitialized_as_nan
 from attnplug_conformance.case import FP8_CACHES, Case, always
-from attnplug_conformance.check import Check, Measured, Stand
-from attnplug_conformance.checks.plans import Around
-from attnplug_conformance.diagnosis import Wrong, check_form, wrong_when
+from attnplug_conformance.check import Check, CheckContext, Measured
+from attnplug_conformance.checks.plans import PassThrough
+from attnplug_conformance.diagnosis import CheckFailure, check_tensor, failure_prefix
 from attnplug_conformance.reference import Rules, attention
 from attnplug_conformance.scene import Scene
 from attnplug_conformance.subject import Subject
@@ -29,7 +29,7 @@ MLA = AttentionKind.MLA
 
 
 class Ragged:
-    """Rows at hand for one call of ``forward_ragged``, and its float64 result."""
+    """Arguments of one call of ``forward_ragged``, and its float64 result."""
 
     def __init__(self, scene: Scene, queries: tuple[int, ...], keys: tuple[int, ...], causal: bool, index: int) -> None:
         layer, self.scene = scene.layer, scene
@@ -48,42 +48,42 @@ class Ragged:
         return torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
 
 
-def _ragged(stand: Stand, queries: tuple[int, ...], keys: tuple[int, ...], causal: bool) -> None:
-    scene = stand.scene()
+def _ragged(context: CheckContext, queries: tuple[int, ...], keys: tuple[int, ...], causal: bool) -> None:
+    scene = context.scene()
     hook = bind_hook(scene.backend, "forward_ragged", optional_hooks()["forward_ragged"], ())
     if hook is None:
-        raise Wrong("it claims to extend MLA as MHA, and has no forward_ragged")
-    made = Ragged(scene, queries, keys, causal, 0)
-    plan = _chunk_plan(scene, made.call)
+        raise CheckFailure("it claims to extend MLA as MHA but has no forward_ragged")
+    ragged = Ragged(scene, queries, keys, causal, 0)
+    plan = _chunk_plan(scene, ragged.call)
     before = scene.snapshot()
-    for asked in (False, True):
-        lse = torch.full(made.q.shape[:2], NAN, device=scene.device) if asked else None
-        given = {"q": made.q.clone(), "k": made.k.clone(), "v": made.v.clone()}
-        with zero_by_chance_is_nan(scene.device):
-            out = hook(*given.values(), scene.layer, made.call, plan, lse)
-        _check_ragged(stand, made, out, lse)
+    for with_lse in (False, True):
+        lse = torch.full(ragged.q.shape[:2], NAN, device=scene.device) if with_lse else None
+        given = {"q": ragged.q.clone(), "k": ragged.k.clone(), "v": ragged.v.clone()}
+        with uninitialized_as_nan(scene.device):
+            out = hook(*given.values(), scene.layer, ragged.call, plan, lse)
+        _check_ragged(context, ragged, out, lse)
         for name, rows in given.items():
-            if not torch.equal(rows, getattr(made, name)):
-                raise Wrong(f"forward_ragged changed {name}, which is its caller's: the next call is given the same")
+            if not torch.equal(rows, getattr(ragged, name)):
+                raise CheckFailure(f"forward_ragged changed {name}, which the caller owns and passes to the next call")
     if any(scene.changes(before)):
-        raise Wrong("forward_ragged wrote to the cache; it attends to rows at hand, and touches no cache")
+        raise CheckFailure("forward_ragged wrote to the cache; it must only use the rows passed as arguments")
 
 
-def _two_alive(stand: Stand) -> None:
-    """Calls of two batches are planned, and then that of the first one runs."""
-    scene = stand.scene()
+def _two_alive(context: CheckContext) -> None:
+    """Plan calls of two batches, then run the call of the first."""
+    scene = context.scene()
     hook = bind_hook(scene.backend, "forward_ragged", optional_hooks()["forward_ragged"], ())
     assert hook is not None
     first, second = Ragged(scene, (5, 3), (11, 7), False, 0), Ragged(scene, (3, 5), (9, 9), False, 0)
     plan = _chunk_plan(scene, first.call)
     _chunk_plan(scene, second.call)
-    with wrong_when(
-        "with the calls of two batches planned, that of the first one ran by the second one's lengths: keep what "
+    with failure_prefix(
+        "with the calls of two batches planned, the first ran with the second one's lengths; keep what "
         "init_mha_chunk_metadata plans in the plan that it returns"
     ):
-        with zero_by_chance_is_nan(scene.device):
+        with uninitialized_as_nan(scene.device):
             out = hook(first.q.clone(), first.k.clone(), first.v.clone(), scene.layer, first.call, plan, None)
-        _check_ragged(stand, first, out, None)
+        _check_ragged(context, first, out, None)
 
 
 def _chunk_plan(scene: Scene, call: RaggedCall) -> object:
@@ -101,48 +101,48 @@ def _chunk_plan(scene: Scene, call: RaggedCall) -> object:
     table, lens = geometry.page_table.clone(), geometry.seq_lens.clone()
     plan = hook(batch, False)
     if not torch.equal(geometry.page_table, table) or not torch.equal(geometry.seq_lens, lens):
-        raise Wrong("init_mha_chunk_metadata changed the batch's geometry, which is its caller's")
+        raise CheckFailure("init_mha_chunk_metadata changed the batch's geometry, which the caller owns")
     return plan
 
 
-def _check_ragged(stand: Stand, made: Ragged, out: Tensor, lse: Tensor | None) -> None:
-    scene, (wanted, wanted_lse) = made.scene, made.wanted()
-    check_form(out, tuple(wanted.shape), made.q, "the result of forward_ragged", "query rows, heads, width of a value")
+def _check_ragged(context: CheckContext, ragged: Ragged, out: Tensor, lse: Tensor | None) -> None:
+    scene, (wanted, wanted_lse) = ragged.scene, ragged.wanted()
+    check_tensor(out, tuple(wanted.shape), ragged.q, "the result of forward_ragged", "query rows, heads, v_head_dim")
     error = relative_error(out, wanted)
     if not error <= scene.tolerance:
-        layer, words = scene.layer, f"forward_ragged is wrong by {error:.1e}"
+        layer, message = scene.layer, f"forward_ragged is wrong by {error:.1e}"
         for why, other in (
-            ("it multiplied logits by head_dim ** -0.5", made.wanted(scale=layer.head_dim**-0.5)),
-            ("it applied no causal mask to a causal call", made.wanted(aligned="none")),
-            ("its causal mask is aligned to the first key, not to the last", made.wanted(aligned="first")),
-            ("it applied a causal mask to a call that is not causal", made.wanted(aligned="last")),
+            ("it multiplied logits by head_dim ** -0.5", ragged.wanted(scale=layer.head_dim**-0.5)),
+            ("it applied no causal mask to a causal call", ragged.wanted(aligned="none")),
+            ("its causal mask is aligned to the first key, not to the last", ragged.wanted(aligned="first")),
+            ("it applied a causal mask to a call that is not causal", ragged.wanted(aligned="last")),
         ):
             near = relative_error(out, other[0])
             if near <= 4 * scene.tolerance and near < error / 3:
-                words = f"forward_ragged: {why}"
+                message = f"forward_ragged: {why}"
                 break
-        raise Wrong(words)
+        raise CheckFailure(message)
     if lse is not None:
-        wrong = relative_error(lse, wanted_lse)
-        if not wrong <= max(scene.tolerance, 1e-5):
+        lse_error = relative_error(lse, wanted_lse)
+        if not lse_error <= max(scene.tolerance, 1e-5):
             base2 = relative_error(lse, wanted_lse / torch.tensor(2.0).log().double()) <= 4 * scene.tolerance
-            unfilled = "it was not filled" if lse.isnan().any() else f"it is wrong by {wrong:.1e}"
-            raise Wrong(f"the log-sum-exp of forward_ragged: {'it is base 2' if base2 else unfilled}")
-    stand.measured.append(Measured(len(out), max(made.call.kv_lens), error, scene.tolerance, 0.0, 0.0))
+            unfilled = "it was not filled" if lse.isnan().any() else f"it is wrong by {lse_error:.1e}"
+            raise CheckFailure(f"the log-sum-exp of forward_ragged: {'it is base 2' if base2 else unfilled}")
+    context.measured.append(Measured(len(out), max(ragged.call.kv_lens), error, scene.tolerance, 0.0, 0.0))
 
 
-def _wrapped(stand: Stand) -> None:
+def _wrapped(context: CheckContext) -> None:
     """Extend as MHA through wrappers, which forward the backend's hooks."""
-    scene = stand.scene()
-    scene.backend = SplitBackend(Around(Around(scene.backend)), scene.backend)
-    paths = stand.subject.can.mla_extend
+    scene = context.scene()
+    scene.backend = SplitBackend(PassThrough(PassThrough(scene.backend)), scene.backend)
+    paths = context.subject.capabilities.mla_extend
     path = ExtendPath.CHUNKED if ExtendPath.CHUNKED in paths else ExtendPath.ONE_SHOT
-    with wrong_when("inside wrappers"):
-        _extend(path, stand, scene)
+    with failure_prefix("inside wrappers"):
+        _extend(path, context, scene)
 
 
 class UpProjected:
-    """One layer with random up-projections on a scene: what the three paths of an extend must agree on."""
+    """One layer with random up-projections, on which the three extend paths must agree."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, layer = scene, scene.layer
@@ -156,21 +156,21 @@ class UpProjected:
         self.q = scene.normal(sum(scene.new), layer.num_heads, layer.head_dim)
 
     def run(self, policy: ExtendPolicy, batch: ForwardBatch | None = None) -> Tensor:
-        """Plan by the policy, and attend; the batch is kept, and the seconds of both."""
+        """Plan by the policy and attend. Stores the batch, and the seconds of planning and running."""
         scene = self.scene
         attention, self.batch = ModelAttention(scene.backend, scene.pools, policy), batch or scene.batch()
-        rows = tail(scene.new_rows(scene.keys).squeeze(1), self.batch.num_tokens)
+        rows = pad_rows(scene.new_rows(scene.keys).squeeze(1), self.batch.num_tokens)
         started = scene.now()
-        with zero_by_chance_is_nan(scene.device):
+        with uninitialized_as_nan(scene.device):
             attention.plan(self.batch)
             planned = scene.now()
-            q = tail(self.q, self.batch.num_tokens)
+            q = pad_rows(self.q, self.batch.num_tokens)
             out = attention.attend_mla(q, rows, scene.layer, self.weights, self.batch)
         self.plan_s, self.run_s = planned - started, scene.now() - planned
         return out
 
     def wanted(self) -> Tensor:
-        """By the model's equations: up-project every row, then plain attention."""
+        """Expected output by the model's equations: up-project every row, then plain attention."""
         scene, outs = self.scene, []
         for request, queries in enumerate(self.q.split(scene.new)):
             stored = scene.stored(request)[0].squeeze(1)
@@ -182,18 +182,18 @@ class UpProjected:
         return torch.cat(outs)
 
 
-def _extend(path: ExtendPath, stand: Stand, scene: Scene | None = None) -> None:
-    """One layer with random up-projections, by one of the three paths."""
-    scene = scene or stand.scene()
+def _extend(path: ExtendPath, context: CheckContext, scene: Scene | None = None) -> None:
+    """Check one layer with random up-projections by one of the three extend paths."""
+    scene = scene or context.scene()
     layer = UpProjected(scene)
     out = layer.run(ExtendPolicy(chunk_threshold=0, chunk_capacity=24, forced=path))
     wanted = layer.wanted()
     error, allowed = relative_error(out[: len(wanted)], wanted), 4 * scene.tolerance
     if not error <= allowed:
-        raise Wrong(f"an extend by the path {path} is wrong by {error:.1e} where {allowed:.0e} is allowed")
+        raise CheckFailure(f"an extend by the path {path} is wrong by {error:.1e}; {allowed:.0e} is allowed")
     if not (out[len(wanted) :] == 0).all():
-        raise Wrong(f"an extend by the path {path} gives padding rows that are not zero")
-    stand.measured.append(Measured(len(wanted), max(scene.totals), error, allowed, layer.plan_s, layer.run_s))
+        raise CheckFailure(f"an extend by the path {path} gives padding rows that are not zero")
+    context.measured.append(Measured(len(wanted), max(scene.totals), error, allowed, layer.plan_s, layer.run_s))
 
 
 def path_checks() -> Iterator[Check]:
@@ -212,19 +212,19 @@ def path_checks() -> Iterator[Check]:
         yield Check(
             f"mla.ragged.{name}",
             "mla as mha",
-            "attention over rows at hand, with its natural log-sum-exp",
+            "attention over rows passed as arguments, with its natural log-sum-exp",
             lambda p, longest: some,
             partial(_ragged, queries=queries, keys=keys, causal=causal),
             name not in ("one", "long", "causal_long", "many"),
         )
-    for name, says, case, applies in (
-        ("large_inputs", "logits that exp overflows give the right result", replace(some, magnitude=60.0), _not_in_fp8),
-        ("heads_24", "24 heads are attended to right", replace(some, mla_heads=24), lambda subject: None),
+    for name, requirement, case, applies in (
+        ("large_inputs", "logits that overflow exp give the right result", replace(some, magnitude=60.0), _not_in_fp8),
+        ("heads_24", "24 heads give the right result", replace(some, mla_heads=24), lambda subject: None),
     ):
         yield Check(
             f"mla.ragged.{name}",
             "mla as mha",
-            f"{says} over rows at hand",
+            f"{requirement} over rows passed as arguments",
             always(case),
             partial(_ragged, queries=calls["prefix"][0], keys=calls["prefix"][1], causal=False),
             False,
@@ -233,17 +233,19 @@ def path_checks() -> Iterator[Check]:
     yield Check(
         "mla.ragged.two_alive",
         "mla as mha",
-        "calls of two batches are planned at once",
+        "calls of two batches may be planned at the same time",
         always(some),
         _two_alive,
         True,
-        lambda subject: None if subject.can.mla_extend - {ExtendPath.ABSORBED} else "it extends MLA absorbed only",
+        lambda subject: (
+            None if subject.capabilities.mla_extend - {ExtendPath.ABSORBED} else "it extends MLA absorbed only"
+        ),
     )
     for dtype in (DType.FLOAT16, DType.BFLOAT16):
         yield Check(
             f"mla.ragged.{dtype}",
             "mla as mha",
-            f"attention over rows at hand is right in {dtype}",
+            f"attention over rows passed as arguments is right in {dtype}",
             always(replace(some, dtype=dtype)),
             partial(_ragged, queries=calls["prefix"][0], keys=calls["prefix"][1], causal=False),
             True,
@@ -268,7 +270,7 @@ def path_checks() -> Iterator[Check]:
 
 
 def _not_in_fp8(subject: Subject) -> str | None:
-    return "it attends in fp8, which holds no large numbers" if subject.can.kv_dtypes <= FP8_CACHES else None
+    return "it attends in fp8, which holds no large numbers" if subject.capabilities.kv_dtypes <= FP8_CACHES else None
 
 
 def _path_case(path: ExtendPath, p: int, longest: int) -> Case:
@@ -276,4 +278,4 @@ def _path_case(path: ExtendPath, p: int, longest: int) -> Case:
 
 
 def _extends_by(path: ExtendPath, subject: Subject) -> str | None:
-    return None if path in subject.can.mla_extend else f"it does not extend MLA {path}"
+    return None if path in subject.capabilities.mla_extend else f"it does not extend MLA {path}"

@@ -1,4 +1,4 @@
-"""Plans as values: what they say, which ones are refused, and how many may be alive (B5)."""
+"""Checks of plans as values: contents, refusals, and several plans alive at the same time (B5)."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from attnplug.contract.hooks import bind_hook
 from attnplug.host import ForwardingBackend, plan_forward
 from attnplug_conformance.arithmetic import poison, relative_error
 from attnplug_conformance.case import LAYER, Case, always
-from attnplug_conformance.check import Check, Stand, refused_with_an_error
-from attnplug_conformance.diagnosis import Wrong, wrong_when
+from attnplug_conformance.check import Check, CheckContext, expect_error
+from attnplug_conformance.diagnosis import CheckFailure, failure_prefix
 from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Subject
 
-KEPT = 6
+BATCHES = 6
 """Number of batches that reveals memory kept per batch."""
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 
 
-def _values(stand: Stand) -> None:
-    scene = stand.scene()
+def _values(context: CheckContext) -> None:
+    scene = context.scene()
     batch = scene.batch()
     plan: object = scene.backend.init_forward_metadata(batch)
     if not isinstance(plan, Plan):
-        raise Wrong(f"init_forward_metadata returned {type(plan).__name__}, not a Plan")
+        raise CheckFailure(f"init_forward_metadata returned {type(plan).__name__}, not a Plan")
     geometry, name = batch.geometry, scene.backend.backend_id
     if plan.planner is not name:
-        raise Wrong(f"its plan is stamped by {plan.planner!r}, not with its own backend_id")
+        raise CheckFailure(f"its plan is stamped with {plan.planner!r}, not with its own backend_id")
     if plan.mode is not geometry.mode:
-        raise Wrong(f"its plan is for mode {plan.mode}, and the batch is in mode {geometry.mode}")
+        raise CheckFailure(f"its plan is for mode {plan.mode}, but the batch has mode {geometry.mode}")
     if plan.query_rows != geometry.rows:
-        raise Wrong(f"it planned {plan.query_rows} query rows, and the batch has {geometry.rows}")
+        raise CheckFailure(f"it planned {plan.query_rows} query rows, but the batch has {geometry.rows}")
     if plan.kv_rows is not None and plan.kv_rows != sum(scene.totals):
-        raise Wrong(f"it planned {plan.kv_rows} cache rows, and the batch has {sum(scene.totals)}")
+        raise CheckFailure(f"it planned {plan.kv_rows} cache rows, but the batch has {sum(scene.totals)}")
     if batch.plan is not None or batch.plan_record is not None:
-        raise Wrong("init_forward_metadata changed the batch: the caller publishes the plan")
+        raise CheckFailure("init_forward_metadata changed the batch; the caller publishes the plan")
 
 
 def _run_with(scene: Scene, batch: ForwardBatch, plan: BatchPlan | None) -> None:
@@ -50,102 +50,98 @@ def _run_with(scene: Scene, batch: ForwardBatch, plan: BatchPlan | None) -> None
     scene.forward(batch)
 
 
-def _missing(stand: Stand) -> None:
-    scene = stand.scene()
+def _missing(context: CheckContext) -> None:
+    scene = context.scene()
     batch = scene.batch()
-    refused_with_an_error(lambda: scene.forward(batch), "it ran a batch that has no plan")
+    expect_error(lambda: scene.forward(batch), "it ran a batch that has no plan")
 
 
-def _foreign(stand: Stand) -> None:
-    scene, other = stand.scene(), stand.scene()
+def _foreign(context: CheckContext) -> None:
+    scene, other = context.scene(), context.scene()
     batch, theirs = scene.batch(), other.plan(other.batch())
-    refused_with_an_error(
-        lambda: _run_with(scene, batch, theirs.plan), "it ran by a plan that another instance of it had made"
-    )
+    expect_error(lambda: _run_with(scene, batch, theirs.plan), "it accepted a plan of another instance")
 
 
-def _other_mode(stand: Stand) -> None:
-    scene = stand.scene()
+def _other_mode(context: CheckContext) -> None:
+    scene = context.scene()
     batch = scene.plan(scene.batch())
     planned = batch.plan
     assert planned is not None
-    wrong = replace(planned.attention, mode=ForwardMode.MIXED if scene.case.mode is not ForwardMode.MIXED else EXTEND)
-    refused_with_an_error(
-        lambda: _run_with(scene, batch, replace(planned, attention=wrong)), "it ran by a plan for another mode"
+    other_mode = replace(
+        planned.attention, mode=ForwardMode.MIXED if scene.case.mode is not ForwardMode.MIXED else EXTEND
+    )
+    expect_error(
+        lambda: _run_with(scene, batch, replace(planned, attention=other_mode)), "it accepted a plan for another mode"
     )
 
 
-def _shrunk(stand: Stand) -> None:
-    scene = stand.scene()
+def _shrunk(context: CheckContext) -> None:
+    scene = context.scene()
     batch = scene.plan(scene.batch())
     rows = batch.geometry.rows
     q, k, v = scene.inputs(batch.num_tokens)
     less = (q[: rows - 2], k[: rows - 2], None if v is None else v[: rows - 2])
-    refused_with_an_error(
-        lambda: scene.forward(batch, less), f"it was given {rows - 2} query rows for {rows} planned ones, and ran"
-    )
+    expect_error(lambda: scene.forward(batch, less), f"it accepted {rows - 2} query rows with a plan for {rows}")
 
 
-def _stale(stand: Stand) -> None:
-    scene = stand.scene()
+def _stale(context: CheckContext) -> None:
+    scene = context.scene()
     batch = scene.plan(scene.batch())
     batch.geometry = replace(batch.geometry)
-    refused_with_an_error(
-        lambda: scene.forward(batch), "it ran by a stale plan: the batch's geometry was replaced after it was planned"
+    expect_error(
+        lambda: scene.forward(batch), "it accepted a stale plan: the batch's geometry was replaced after planning"
     )
 
 
-def _two_alive(stand: Stand) -> None:
-    """Plan one batch, then another of other lengths, and run the first: nothing of a batch is on the backend."""
-    scene = stand.scene()
+def _two_alive(context: CheckContext) -> None:
+    """Plan one batch, then another with other lengths, and run the first: the backend keeps no state of a batch."""
+    scene = context.scene()
     new = scene.case.lengths[0][1] if scene.case.mode is not EXTEND else 2
     other = Scene(
-        stand.subject,
+        context.subject,
         replace(scene.case, lengths=tuple((before // 2 + 1, new) for before, _ in scene.case.lengths), seed=7),
         backend=scene.backend,
     )
     first = scene.plan(scene.batch())
     plan_forward(scene.backend, other.batch())
     output = scene.run(first)
-    with wrong_when(
-        "with two plans alive, the first one ran by the second one's lengths: keep nothing of a batch on the backend"
+    with failure_prefix(
+        "with two plans alive, the first batch ran with the second one's lengths; keep no batch state on the backend"
     ):
-        stand.check_output(scene, output)
+        context.check_output(scene, output)
 
 
-def _anew(stand: Stand) -> None:
-    """Batches that look like an earlier one: as many rows and requests of other lengths, and the same lengths on other
-    pages."""
-    scene = stand.scene()
-    stand.check_output(scene, scene.run())
+def _replans(context: CheckContext) -> None:
+    """Batches similar to an earlier one: the same size with other lengths, and the same lengths on other pages."""
+    scene = context.scene()
+    context.check_output(scene, scene.run())
     lengths = scene.case.lengths
     for like, case in (
-        ("of as many requests and rows", replace(scene.case, lengths=lengths[::-1])),
-        ("of the same lengths", replace(scene.case, seed=scene.case.seed + 7)),
+        ("with as many requests and rows", replace(scene.case, lengths=lengths[::-1])),
+        ("with the same lengths", replace(scene.case, seed=scene.case.seed + 7)),
     ):
-        other = Scene(stand.subject, case, backend=scene.backend)
+        other = Scene(context.subject, case, backend=scene.backend)
         other.pools, other.scratch = scene.pools, scene.scratch
-        for memory in other.memories(LAYER):
+        for memory in other.cache_tensors(LAYER):
             poison(memory)
         other.store(LAYER, [(0, before) for before, _ in case.lengths])
-        with wrong_when(
-            f"a batch after another one {like} ran by what was planned for that one: plan each batch from its own "
-            "geometry"
+        with failure_prefix(
+            f"a batch following another one {like} ran by the earlier plan; plan each batch from its own geometry"
         ):
-            stand.check_output(other, other.run())
+            context.check_output(other, other.run())
 
 
-def _let_go(stand: Stand) -> None:
-    """Nothing of a batch stays behind: a server plans millions of them."""
-    scene, counts = stand.scene(), []
+def _releases_batches(context: CheckContext) -> None:
+    """Memory of a batch is released with its plan: a server plans millions of batches."""
+    scene, counts = context.scene(), []
     for _ in range(2):
-        for _ in range(KEPT):
+        for _ in range(BATCHES):
             scene.forward(scene.plan(scene.batch()))
         counts.append(_tensors_alive())
-    if counts[1] - counts[0] >= KEPT:
-        raise Wrong(
-            f"it keeps what it made for earlier batches: {KEPT} batches left {counts[1] - counts[0]} tensors behind; "
-            "what belongs to a batch is in its plan, and goes with it"
+    if counts[1] - counts[0] >= BATCHES:
+        raise CheckFailure(
+            f"it keeps tensors of earlier batches: {BATCHES} batches left {counts[1] - counts[0]} tensors; "
+            "store them in the plan, so that they are freed with it"
         )
 
 
@@ -154,8 +150,8 @@ def _tensors_alive() -> int:
     return sum(type(found) is torch.Tensor for found in gc.get_objects())
 
 
-def _plans_once(stand: Stand) -> None:
-    scene = stand.scene()
+def _plans_once(context: CheckContext) -> None:
+    scene = context.scene()
     batch = scene.plan(scene.batch())
     planned = 0
     own = scene.backend.init_forward_metadata
@@ -165,24 +161,24 @@ def _plans_once(stand: Stand) -> None:
         planned += 1
         return own(batch)
 
-    scene.backend.init_forward_metadata = counted  # type: ignore[method-assign] # for as long as it is counted
+    scene.backend.init_forward_metadata = counted  # type: ignore[method-assign] # counts the calls
     before = batch.plan
     scene.forward(batch)
     if planned or batch.plan is not before:
-        raise Wrong("it planned again inside forward: a batch is planned once, for all its layers")
+        raise CheckFailure("it planned again inside forward; a batch is planned once for all layers")
 
 
-def _again(stand: Stand) -> None:
+def _again(context: CheckContext) -> None:
     """One plan runs any number of times."""
-    scene = stand.scene()
+    scene = context.scene()
     batch = scene.plan(scene.batch())
     for _ in range(3):
         out = scene.forward(batch)
-    stand.check_output(scene, Output(out, None, 0.0, 0.0))
+    context.check_output(scene, Output(out, None, 0.0, 0.0))
 
 
-class Around(ForwardingBackend):
-    """A wrapper with one child."""
+class PassThrough(ForwardingBackend):
+    """Wrapper that forwards everything to one child."""
 
     def __init__(self, child: AttentionBackend) -> None:
         super().__init__("around", {"child": child})
@@ -191,26 +187,26 @@ class Around(ForwardingBackend):
         return ("child",)
 
 
-def _wrapped(stand: Stand) -> None:
-    scene = stand.scene()
-    inner, outer = scene.backend, Around(Around(scene.backend))
+def _wrapped(context: CheckContext) -> None:
+    scene = context.scene()
+    inner, outer = scene.backend, PassThrough(PassThrough(scene.backend))
     for name, offered in optional_hooks().items():
         if (bind_hook(inner, name, offered, offered) is None) != (bind_hook(outer, name, offered, offered) is None):
-            raise Wrong(f"its hook {name} is not the same through a wrapper")
+            raise CheckFailure(f"its hook {name} is not the same through a wrapper")
     scene.backend = outer
     try:
-        stand.check_output(scene, scene.run())
-    except Wrong as wrong:
-        raise Wrong(f"inside a wrapper: {wrong}") from None
+        context.check_output(scene, scene.run())
+    except CheckFailure as failure:
+        raise CheckFailure(f"inside a wrapper: {failure}") from None
     except Exception as error:
-        raise Wrong(
-            f"inside a wrapper it raised {type(error).__name__}: {error}; find the plan by batch.plan_for(…)"
+        raise CheckFailure(
+            f"inside a wrapper it raised {type(error).__name__}: {error}; get the plan from batch.plan_for(…)"
         ) from None
 
 
-def _lanes(stand: Stand) -> None:
-    """Plans of two lanes alive at once, run in turn; on a GPU on two streams."""
-    scene = stand.scene()
+def _lanes(context: CheckContext) -> None:
+    """Run plans of two lanes alternately; on a GPU on two streams."""
+    scene = context.scene()
     half = len(scene.totals) // 2
     rows = sum(scene.new[:half])
     both = scene.batch().split(half, lanes=(0, 1))
@@ -235,48 +231,46 @@ def _lanes(stand: Stand) -> None:
         for out in outs[lane]:
             error = relative_error(out, wanted[span])
             if not error <= scene.tolerance:
-                raise Wrong(
-                    f"two lanes at once: lane {lane} is wrong by {error:.1e}; scratch memory and state are one for "
+                raise CheckFailure(
+                    f"with two lanes, lane {lane} is wrong by {error:.1e}; scratch and state must be separate for "
                     "each lane"
                 )
 
 
-def _built_for(role: Role, stand: Stand) -> None:
-    scene = Scene(stand.subject, stand.case, roles=frozenset({role}))
-    stand.check_output(scene, scene.run())
+def _built_for(role: Role, context: CheckContext) -> None:
+    scene = Scene(context.subject, context.case, roles=frozenset({role}))
+    context.check_output(scene, scene.run())
 
 
-def _built_twice(stand: Stand) -> None:
-    """Two instances in one process share nothing: the first is right after the second was built and run."""
-    first = stand.scene()
-    second = stand.scene(seed=5)
-    stand.check_output(second, second.run())
-    with wrong_when("after a second instance was built in this process, the first is wrong"):
-        stand.check_output(first, first.run())
+def _built_twice(context: CheckContext) -> None:
+    """Two instances in one process share no state: the first is right after the second was built and run."""
+    first = context.scene()
+    second = context.scene(seed=5)
+    context.check_output(second, second.run())
+    with failure_prefix("after a second instance was built in this process, the first is wrong"):
+        context.check_output(first, first.run())
 
 
-def _claims(stand: Stand) -> None:
-    """The built backend claims what its spec does or less, and refuses what it does not claim."""
-    scene = stand.scene()
-    claims, can = scene.backend.claims, stand.subject.can
-    for wider in claims.exceeding(can):
-        raise Wrong(wider)
-    if scene.backend.backend_id.name != stand.subject.name:
-        raise Wrong(f"its backend_id is named {scene.backend.backend_id.name!r}, not {stand.subject.name!r}")
+def _claims(context: CheckContext) -> None:
+    """The built backend claims no more than its spec."""
+    scene = context.scene()
+    claims, capabilities = scene.backend.claims, context.subject.capabilities
+    for wider in claims.exceeding(capabilities):
+        raise CheckFailure(wider)
+    if scene.backend.backend_id.name != context.subject.name:
+        raise CheckFailure(f"its backend_id is named {scene.backend.backend_id.name!r}, not {context.subject.name!r}")
 
 
-def _trees_refused(stand: Stand) -> None:
-    scene = stand.scene()
+def _trees_refused(context: CheckContext) -> None:
+    scene = context.scene()
     geometry = scene.geometry()
     tree = torch.ones(geometry.requests, geometry.max_new, dtype=torch.int64, device=scene.device)
     batch = ForwardBatch(replace(geometry, tree=tree))
-    refused_with_an_error(
-        lambda: scene.backend.init_forward_metadata(batch), "it planned trees of drafts, which it does not claim"
-    )
+    expect_error(lambda: scene.backend.init_forward_metadata(batch), "it planned draft trees, which it does not claim")
 
 
 def _no_trees(subject: Subject) -> str | None:
-    return "it claims trees" if subject.can.trees else None
+    return "it claims trees" if subject.capabilities.trees else None
 
 
 def plan_checks(kind: AttentionKind) -> Iterator[Check]:
@@ -284,20 +278,25 @@ def plan_checks(kind: AttentionKind) -> Iterator[Check]:
     one = tuple((before, 1) for before in (5, 20, 0, 31))
     for mode, lengths, suffix in ((EXTEND, some, ""), (DECODE, one, "_decode")):
         case, extend = Case(lengths, mode, kind), mode is EXTEND
-        for name, says, run, quick in (
-            ("values", "a plan says who planned, for which mode and for how many rows", _values, True),
+        for name, requirement, run, quick in (
+            ("values", "a plan has its planner, mode and number of rows", _values, True),
             ("missing", "a batch without a plan is an error", _missing, extend),
             ("foreign", "a plan of another instance is an error", _foreign, extend),
             ("mode", "a plan for another mode is an error", _other_mode, extend),
             ("shrunk", "fewer rows than planned are an error", _shrunk, extend),
             ("stale", "a plan for another geometry is an error", _stale, extend),
-            ("two_alive", "two plans are alive at once", _two_alive, True),
-            ("anew", "a batch that looks like an earlier one is planned by its own lengths and pages", _anew, extend),
+            ("two_alive", "two plans may be alive at the same time", _two_alive, True),
+            (
+                "anew",
+                "a batch similar to an earlier one is planned by its own lengths and pages",
+                _replans,
+                extend,
+            ),
             ("once", "forward plans nothing", _plans_once, extend),
             ("again", "one plan runs any number of times", _again, False),
-            ("wrapped", "it runs inside wrappers, and its hooks are found there", _wrapped, extend),
+            ("wrapped", "it runs inside wrappers, which expose its hooks", _wrapped, extend),
         ):
-            yield Check(f"{kind}.plan.{name}{suffix}", str(kind), says, always(case), run, quick)
+            yield Check(f"{kind}.plan.{name}{suffix}", str(kind), requirement, always(case), run, quick)
         yield Check(
             f"{kind}.lanes{suffix}",
             str(kind),
@@ -309,25 +308,27 @@ def plan_checks(kind: AttentionKind) -> Iterator[Check]:
     yield Check(
         f"{kind}.plan.let_go",
         str(kind),
-        "nothing of a batch is kept after it",
+        "no memory of a batch is kept",
         always(Case(one, DECODE, kind)),
-        _let_go,
-        applies=lambda subject: None if subject.seam is None else f"what runs {subject.seam} may remember its calls",
+        _releases_batches,
+        applies=lambda subject: (
+            None if subject.seam is None else f"reference kernels ({subject.seam}) may record their calls"
+        ),
     )
     for role in (Role.PREFILL, Role.DECODE, Role.DRAFT):
         case = Case(one, DECODE, kind) if role is not Role.PREFILL else Case(some, EXTEND, kind)
         yield Check(
             f"{kind}.built.{role}",
             f"{kind} {role}",
-            f"it is built for the role {role} alone",
-            always(replace(case, only_role=role)),
+            f"it can be built for the role {role} alone",
+            always(replace(case, forced_role=role)),
             partial(_built_for, role),
         )
     for suffix, case in (("", Case(some, EXTEND, kind)), ("_decode", Case(one, DECODE, kind))):
         yield Check(
             f"{kind}.built.twice{suffix}",
             str(kind),
-            "two instances in one process share nothing",
+            "two instances in one process share no state",
             always(case),
             _built_twice,
             suffix == "",
@@ -335,7 +336,7 @@ def plan_checks(kind: AttentionKind) -> Iterator[Check]:
         yield Check(
             f"{kind}.built.claims{suffix}",
             str(kind),
-            "what is built claims no more than its spec",
+            "a built backend claims no more than its spec",
             always(case),
             _claims,
         )

@@ -1,4 +1,4 @@
-"""Sparse MLA: what a backend selects by its index, and that it attends to what was selected and to nothing else."""
+"""Checks of sparse MLA: the backend's selection by its index, and attention to exactly the selected rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from attnplug.contract.backend import optional_hooks
 from attnplug.contract.hooks import bind_hook
 from attnplug.host import KVPools
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions, SelectedRows, SelectedSlots
-from attnplug_conformance.arithmetic import NAN, as_bytes, poison, relative_error, tail, zero_by_chance_is_nan
+from attnplug_conformance.arithmetic import NAN, as_bytes, pad_rows, poison, relative_error, uninitialized_as_nan
 from attnplug_conformance.case import LAYER, Case
-from attnplug_conformance.check import Check, Measured, Stand
-from attnplug_conformance.checks.graphs import Capture, graphs_claimed, others
-from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, wrong_when
-from attnplug_conformance.packed import index_keys_in_fp8, put_index_keys
+from attnplug_conformance.check import Check, CheckContext, Measured
+from attnplug_conformance.checks.graphs import Capture, others, requires_graphs
+from attnplug_conformance.diagnosis import CheckFailure, check_padding, check_result, failure_prefix
+from attnplug_conformance.fp8_rows import round_index_keys, write_index_keys
 from attnplug_conformance.reference import Rules, ancestors, attention
 from attnplug_conformance.scene import Scene
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
@@ -26,17 +26,17 @@ from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 INDEX = IndexerDims(heads=8, head_dim=16, topk=8)
 FOREST = ((-1, 0, 0, 1, 2, 2), (-1, -1, 1, 1, 0, 3), (-1, 0, 1, 2, 3, 3), (-1, 0, 1, 0, -1, 2))
-"""Trees of drafts. In some, rows see fewer rows than the index chooses, where the prefix is short."""
+"""Draft trees. With a short prefix, some rows see fewer rows than top-k."""
 
 
 class SparseScene(Scene):
-    """Requests with index keys beside their rows, poisoned alike."""
+    """Scene with index keys, poisoned like the rows."""
 
     queries: tuple[Tensor, Tensor] | None = None
-    """Queries of the index, and their weights."""
+    """Index queries and their weights."""
 
-    def _pools(self, healed: str | None) -> KVPools:
-        plain = super()._pools(healed)
+    def _pools(self, zero_region: str | None) -> KVPools:
+        plain = super()._pools(zero_region)
         assert self.case.dtype is not None and self.case.index is not None
         self.index = self.case.index
         pool = IndexKeyPool(
@@ -57,20 +57,20 @@ class SparseScene(Scene):
         for request, (before, _) in enumerate(self.case.lengths):
             page, offset = self.places(request, 0, before)
             if fp8:
-                put_index_keys(pool.keys(LAYER), page, offset, self.index_rows[request][:before])
+                write_index_keys(pool.keys(LAYER), page, offset, self.index_rows[request][:before])
             else:
                 pool.keys(LAYER)[page, offset] = self.index_rows[request][:before]
         return KVPools(mla=plain.mla, caches={**plain.caches, INDEX_KEYS: pool})
 
     @property
-    def short_of_best(self) -> float:
+    def score_tolerance(self) -> float:
         """Tolerance of a selected score. Kernels that read fp8 keys may also round their queries to fp8."""
         return 5e-2 if self.case.index_dtype is DType.FLOAT8_E4M3 else self.tolerance
 
     def hook(self) -> Callable[[IndexInputs, LayerSpec, ForwardBatch], SelectedRows]:
         found = bind_hook(self.backend, "select", optional_hooks()["select"], ())
         if found is None:
-            raise Wrong("it claims sparse layers, and has no select")
+            raise CheckFailure("it claims sparse layers but has no select")
         return found
 
     def index_inputs(self, rows: int) -> IndexInputs:
@@ -78,23 +78,25 @@ class SparseScene(Scene):
         if self.queries is None:
             tokens, heads = sum(self.new), self.index.heads
             q, weights = self.normal(tokens, heads, self.index.head_dim), self.normal(tokens, heads).float()
-            # With weights of one sign larger keys win, and these are larger by their scales.
+            # Non-negative weights favour large keys, so that ignoring the scales changes the selection.
             self.queries = q, weights.abs() if self.case.index_dtype is DType.FLOAT8_E4M3 else weights
         q, weights = self.queries
-        return IndexInputs(tail(q, rows), tail(self.new_rows(self.index_rows), rows), tail(weights, rows))
+        return IndexInputs(pad_rows(q, rows), pad_rows(self.new_rows(self.index_rows), rows), pad_rows(weights, rows))
 
     def select(self, batch: ForwardBatch) -> SelectedRows:
         """Return the backend's selection after checking it."""
         hook = self.hook()
-        with zero_by_chance_is_nan(self.device):
+        with uninitialized_as_nan(self.device):
             found = hook(self.index_inputs(batch.num_tokens), self.layer, batch)
         return self.check_selection(found)
 
     def check_selection(self, found: object) -> SelectedRows:
-        """A selection of as many rows as there should be, and none with a lower score than one that was left out.
-        Scores that differ by rounding alone may change places."""
+        """Check that a selection has the right number of rows and the best scores.
+
+        Rows whose scores differ only by rounding are interchangeable.
+        """
         if not isinstance(found, SelectedPositions | SelectedSlots):
-            raise Wrong(f"select returned {type(found).__name__}, not SelectedPositions or SelectedSlots")
+            raise CheckFailure(f"select returned {type(found).__name__}, not SelectedPositions or SelectedSlots")
         assert self.queries is not None
         self.chosen = self._check_chosen(found, *(each.double().cpu() for each in self.queries))
         return found
@@ -102,61 +104,61 @@ class SparseScene(Scene):
     def _check_chosen(self, found: SelectedRows, q: Tensor, weights: Tensor) -> list[list[int]]:
         tensor = found.positions if isinstance(found, SelectedPositions) else found.slots
         if tensor.dtype is not torch.int32:
-            raise Wrong(f"select gave {tensor.dtype}; it must be torch.int32")
+            raise CheckFailure(f"select returned {tensor.dtype}, not torch.int32")
         if tensor.dim() != 2 or len(tensor) < sum(self.new):
-            raise Wrong(
-                f"select gave shape {tuple(tensor.shape)}; it must be (rows of the batch, rows that are chosen)"
-            )
+            raise CheckFailure(f"select returned shape {tuple(tensor.shape)}, not (rows of the batch, selected rows)")
         if tensor.device != self.q.device:
-            raise Wrong(f"select gave a choice on {tensor.device}, but q is on {self.q.device}")
+            raise CheckFailure(f"select returned a tensor on {tensor.device}, but q is on {self.q.device}")
         if not (tensor[sum(self.new) :] == -1).all():
-            raise Wrong("select chose rows for padding; a row of padding has -1 everywhere")
+            raise CheckFailure("select chose rows for padding; a padding row must be all -1")
         chosen: list[list[int]] = []
         for request, (before, new) in enumerate(self.case.lengths):
             keys = self.index_rows[request].cpu()
-            keys = (index_keys_in_fp8(keys) if self.case.index_dtype is DType.FLOAT8_E4M3 else keys).double()
+            keys = (round_index_keys(keys) if self.case.index_dtype is DType.FLOAT8_E4M3 else keys).double()
             pages, offsets = self.places(request, 0, self.totals[request])
             slots = {slot: row for row, slot in enumerate((pages * self.page_size + offsets).tolist())}
             for position in range(before, before + new):
                 token, place = len(chosen), f"request {request}, token {position}"
                 seen, row = self.seen(request, position), tensor[token].tolist()
                 live = [value for value in row if value >= 0]
-                mine = live if isinstance(found, SelectedPositions) else [slots.get(value, -1) for value in live]
+                selected = live if isinstance(found, SelectedPositions) else [slots.get(value, -1) for value in live]
                 wanted = min(self.index.topk, len(seen))
                 if row[: len(live)] != live:
-                    raise Wrong(f"select put -1 before a row that it chose ({place}); -1 follows the last")
-                if len(set(mine)) != wanted or len(mine) != wanted or not set(mine) <= set(seen):
-                    self._raise_bad_choice(request, position, place, mine, wanted)
+                    raise CheckFailure(f"select put -1 before a selected row ({place}); -1 must follow the last one")
+                if len(set(selected)) != wanted or len(selected) != wanted or not set(selected) <= set(seen):
+                    self._raise_bad_choice(request, position, place, selected, wanted)
                 scores = weights[token] @ torch.relu(q[token] @ keys.T * self.index.scale)
                 best = scores[seen].sort(descending=True).values[:wanted]
-                short = float((best - scores[mine].sort(descending=True).values).max() / scores[seen].abs().max())
-                if not short <= self.short_of_best:
-                    raise Wrong(f"select chose rows whose scores fall short of the best by {short:.1e} ({place})")
-                chosen.append(sorted(mine))
+                short = float((best - scores[selected].sort(descending=True).values).max() / scores[seen].abs().max())
+                if not short <= self.score_tolerance:
+                    raise CheckFailure(
+                        f"select chose rows whose scores fall short of the best by {short:.1e} ({place})"
+                    )
+                chosen.append(sorted(selected))
         return chosen
 
-    def _raise_bad_choice(self, request: int, position: int, place: str, mine: list[int], wanted: int) -> None:
-        """Raise :class:`Wrong` for a choice of too few rows, of one twice, or of one that the token does not see."""
+    def _raise_bad_choice(self, request: int, position: int, place: str, selected: list[int], wanted: int) -> None:
+        """Raise :class:`CheckFailure` for a selection with missing, duplicate or invisible rows."""
         before = self.case.lengths[request][0]
         if self.case.trees is not None:
-            drafted = sorted({row for row in mine if row >= before} - set(self.seen(request, position)))
+            drafted = sorted({row for row in selected if row >= before} - set(self.seen(request, position)))
             if drafted:
-                raise Wrong(
-                    f"select chose rows {drafted} ({place}), drafts that are no ancestors of it: a row of a tree "
-                    f"chooses from the prefix, itself and its ancestors, {self.seen(request, position)[before:]}"
+                raise CheckFailure(
+                    f"select chose rows {drafted} ({place}), draft tokens that are not its ancestors; a tree row "
+                    f"selects from the prefix, itself and its ancestors, {self.seen(request, position)[before:]}"
                 )
-        right = f"{wanted} distinct ones of those that it sees, up to {position}"
-        raise Wrong(f"select chose rows {sorted(mine)} ({place}), and not {right}")
+        right = f"{wanted} distinct visible rows, up to {position}"
+        raise CheckFailure(f"select chose rows {sorted(selected)} ({place}), not {right}")
 
     def seen(self, request: int, position: int) -> list[int]:
-        """The positions that a new token of a request sees, in ascending order."""
+        """Positions that a new token of a request sees, in ascending order."""
         before, trees = self.case.lengths[request][0], self.case.trees
         if trees is None:
             return [*range(position + 1)]
         return [*range(before), *(before + row for row in ancestors(trees[request], position - before))]
 
     def wanted_sparse(self) -> tuple[Tensor, Tensor]:
-        """Attention to the chosen rows alone, and its log-sum-exp."""
+        """Expected attention to the selected rows, and its log-sum-exp."""
         requests = [request for request, new in enumerate(self.new) for _ in range(new)]
         found = []
         for query, request, chosen in zip(self.q, requests, self.chosen, strict=True):
@@ -165,8 +167,8 @@ class SparseScene(Scene):
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
-def check_sparse(stand: Stand, scene: SparseScene, *, lse: bool = False, out: bool = False) -> None:
-    """Plan, select and attend; raises :class:`Wrong` unless the result is float64's over the chosen rows."""
+def check_sparse(context: CheckContext, scene: SparseScene, *, lse: bool = False, out: bool = False) -> None:
+    """Plan, select and attend. Raises :class:`CheckFailure` if the result differs from float64 over these rows."""
     batch = scene.plan(scene.batch())
     selected, rows, heads = scene.select(batch), batch.num_tokens, scene.layer.num_heads
     sums = torch.full((rows, heads), NAN, device=scene.device) if lse else None
@@ -174,43 +176,45 @@ def check_sparse(stand: Stand, scene: SparseScene, *, lse: bool = False, out: bo
     result = scene.forward(batch, extras=ForwardExtras(selected=selected, lse=sums, out=given))
     check_result(scene, result, rows)
     if given is not None and result.data_ptr() != given.data_ptr():
-        raise Wrong("the result is in other memory than extras.out")
-    check_selected(stand, scene, result, sums)
+        raise CheckFailure("the result is not in extras.out")
+    check_selected(context, scene, result, sums)
 
 
-def check_selected(stand: Stand, scene: SparseScene, result: Tensor, sums: Tensor | None = None) -> None:
-    """Raise :class:`Wrong` unless a result is float64's over the rows that were chosen."""
+def check_selected(context: CheckContext, scene: SparseScene, result: Tensor, sums: Tensor | None = None) -> None:
+    """Raise :class:`CheckFailure` unless a result agrees with float64 over the selected rows."""
     wanted, wanted_lse = scene.wanted_sparse()
     error = relative_error(result[: len(wanted)], wanted)
     if not error <= scene.tolerance:
         whole = relative_error(result[: len(wanted)], scene.wanted()[0])
         if whole <= scene.tolerance:
-            raise Wrong("it attended to all rows, and not to those that were selected")
-        raise Wrong(f"attention to the selected rows is wrong by {error:.1e} where {scene.tolerance:.0e} is allowed")
+            raise CheckFailure("it attended to all rows, not to the selected ones")
+        raise CheckFailure(f"attention to the selected rows is wrong by {error:.1e}; {scene.tolerance:.0e} is allowed")
     check_padding(result, len(wanted))
     if sums is not None:
-        wrong = relative_error(sums[: len(wanted)], wanted_lse)
-        if not wrong <= max(scene.tolerance, 1e-5):
-            raise Wrong(f"the log-sum-exp over the selected rows is wrong by {wrong:.1e}; it is natural")
+        lse_error = relative_error(sums[: len(wanted)], wanted_lse)
+        if not lse_error <= max(scene.tolerance, 1e-5):
+            raise CheckFailure(
+                f"the log-sum-exp over the selected rows is wrong by {lse_error:.1e}; it must be natural"
+            )
         if not (sums[len(wanted) :] == float("-inf")).all():
-            raise Wrong("the log-sum-exp of rows of padding is not -inf: such a row sees no key")
-    stand.measured.append(Measured(len(wanted), max(scene.totals), error, scene.tolerance, 0.0, 0.0))
+            raise CheckFailure("the log-sum-exp of padding rows is not -inf; a padding row sees no key")
+    context.measured.append(Measured(len(wanted), max(scene.totals), error, scene.tolerance, 0.0, 0.0))
 
 
-def _sparse(stand: Stand) -> None:
-    check_sparse(stand, SparseScene(stand.subject, stand.case))
+def _sparse(context: CheckContext) -> None:
+    check_sparse(context, SparseScene(context.subject, context.case))
 
 
-def _with_lse(stand: Stand) -> None:
-    check_sparse(stand, SparseScene(stand.subject, stand.case), lse=True)
+def _with_lse(context: CheckContext) -> None:
+    check_sparse(context, SparseScene(context.subject, context.case), lse=True)
 
 
-def _with_out(stand: Stand) -> None:
-    check_sparse(stand, SparseScene(stand.subject, stand.case), out=True)
+def _with_out(context: CheckContext) -> None:
+    check_sparse(context, SparseScene(context.subject, context.case), out=True)
 
 
 class SparseCapture(Capture):
-    """A captured batch that selects and attends."""
+    """A captured batch with selection and attention."""
 
     def __init__(self, scene: SparseScene) -> None:
         super().__init__(scene)
@@ -222,7 +226,7 @@ class SparseCapture(Capture):
     def run(self) -> None:
         scene = self.scene
         forward = scene.backend.forward_decode if scene.case.mode is DECODE else scene.backend.forward_extend
-        with zero_by_chance_is_nan(scene.device):
+        with uninitialized_as_nan(scene.device):
             self.attention.refill(self.batch)
             self.selected = self.select(self.index, scene.layer, self.batch)
             extras = ForwardExtras(selected=self.selected)
@@ -240,45 +244,45 @@ class SparseCapture(Capture):
             target.copy_(source)
 
 
-def _replays(stand: Stand) -> None:
-    scene = SparseScene(stand.subject, stand.case)
+def _replays(context: CheckContext) -> None:
+    scene = SparseScene(context.subject, context.case)
     capture = SparseCapture(scene)
     capture.reserve().capture()
-    for other in others(stand, scene):
+    for other in others(context, scene):
         capture.put(other)
         out = capture.replay()
-        with wrong_when("a replay with other lengths and pages"):
+        with failure_prefix("a replay with other lengths and pages"):
             other.check_selection(capture.selected)
-            check_selected(stand, other, out)
+            check_selected(context, other, out)
 
 
-def _not_given(stand: Stand) -> None:
-    scene = SparseScene(stand.subject, stand.case)
+def _no_selection(context: CheckContext) -> None:
+    scene = SparseScene(context.subject, context.case)
     batch = scene.plan(scene.batch())
     try:
         scene.forward(batch)
     except Exception:
         return
-    raise Wrong("a sparse layer was given no extras.selected, and it attended all the same")
+    raise CheckFailure("it ran a sparse layer without extras.selected")
 
 
 def sparse_checks() -> Iterator[Check]:
-    chosen = "it selects the best rows by its index, and attends to these alone"
-    packed = "the selected rows of fp8_ds_mla are read by scales of their own, one for every 128 values"
-    scaled = "index keys in fp8 are read and written by their scales, one for each key"
+    chosen = "it selects the best rows by its index, and attends only to these"
+    packed = "selected fp8_ds_mla rows are read with their own scales, one per 128 values"
+    scaled = "fp8 index keys are read and written with their scales, one per key"
     plain, mixed = ((7, 2), (30, 3)), ((3, 4), (30, 5), (0, 12))
     decode = ((7, 1), (8, 1), (40, 1), (0, 1))
-    rows: tuple[tuple[str, str, str, Callable[[int, int], Case], Callable[[Stand], None]], ...] = (
+    rows: tuple[tuple[str, str, str, Callable[[int, int], Case], Callable[[CheckContext], None]], ...] = (
         ("extend", "sparse", chosen, sparse_case(mixed, EXTEND), _sparse),
         ("decode", "sparse", chosen, sparse_case(decode, DECODE), _sparse),
         ("verify", "sparse", chosen, sparse_case(((12, 3), (30, 3)), VERIFY), _sparse),
-        ("trees", "trees", "a row of a drafted tree chooses from the prefix, itself and its ancestors",
+        ("trees", "trees", "a row of a draft tree selects from the prefix, itself and its ancestors",
          sparse_case(((3, 6), (1, 6), (30, 6)), VERIFY, trees=FOREST[:3]), _sparse),
         *((str(dtype), "sparse", f"{chosen}, in {dtype}", sparse_case(plain, EXTEND, dtype=dtype), _sparse)
           for dtype in (DType.FLOAT16, DType.BFLOAT16)),
         ("padding", "sparse", chosen, sparse_case(plain, EXTEND, padding=3), _sparse),
         ("not_given", "sparse", "a sparse layer without selected rows is an error", sparse_case(plain, EXTEND),
-         _not_given),
+         _no_selection),
         ("lse", "lse", "the log-sum-exp is over the selected rows", sparse_case(plain, EXTEND, "lse", padding=3),
          _with_lse),
         ("out", "out", "the result is written to the caller's memory", sparse_case(plain, EXTEND, "out"), _with_out),
@@ -294,7 +298,7 @@ def sparse_checks() -> Iterator[Check]:
     yield Check(
         "mla.sparse.bounds",
         "mla bounds",
-        "a sparse decode is planned right where the host has upper bounds of its lengths only",
+        "a sparse decode is planned right if the host knows only upper bounds of its lengths",
         sparse_case(decode, DECODE, exact=False),
         _sparse,
     )
@@ -306,16 +310,16 @@ def sparse_checks() -> Iterator[Check]:
         yield Check(
             f"mla.sparse.graph.{name}",
             "graphs",
-            "a captured batch selects and attends anew at each replay, with other lengths, pages and trees",
+            "each replay of a captured batch selects and attends with its own lengths, pages and trees",
             sparse_case(((60, new),) * 4, mode, graph=level, trees=trees),
             _replays,
-            applies=graphs_claimed(level, trees=trees is not None),
+            applies=requires_graphs(level, trees=trees is not None),
         )
-    for name, claim, says, case, run in rows:
+    for name, claim, requirement, case, run in rows:
         yield Check(
             f"mla.sparse.{name}",
             claim,
-            says,
+            requirement,
             case,
             run,
             claim not in ("lse", "out") and name not in ("verify", "not_given"),
@@ -325,13 +329,13 @@ def sparse_checks() -> Iterator[Check]:
 def sparse_case(
     lengths: tuple[tuple[int, int], ...], mode: ForwardMode, *extras: str, **changes: Any
 ) -> Callable[[int, int], Case]:
-    """Small where a CPU runs it, and of a model's size where kernels do."""
+    """Return a case with small sizes on a CPU and a model's sizes on a GPU."""
 
     def case(p: int, longest: int) -> Case:
         large = longest > 2000
-        mine = tuple((8 * before, new) for before, new in lengths) if large else lengths
+        scaled = tuple((8 * before, new) for before, new in lengths) if large else lengths
         index = IndexerDims(heads=32, head_dim=128, topk=64) if large else INDEX
         needed = frozenset({"selected", *extras})
-        return Case(mine, mode, AttentionKind.MLA, index=index, extras=needed, **changes)
+        return Case(scaled, mode, AttentionKind.MLA, index=index, extras=needed, **changes)
 
     return case

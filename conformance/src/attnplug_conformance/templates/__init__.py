@@ -1,1 +1,1 @@
-"""Backends that ``attnplug new`` starts an author with: small, right, and to be replaced."""
+"""Template backends of ``attnplug new``: small and correct, to be replaced by the author's kernels."""

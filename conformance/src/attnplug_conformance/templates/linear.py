@@ -22,9 +22,9 @@ class MyBackend(PlannedBackend):
         states, out = self.pool.recurrent(layer.layer_id), torch.zeros_like(inputs.v)
         assert states is not None
         q, k, v = inputs.q.float(), inputs.k.float(), inputs.v.float()
-        decay = inputs.log_decay.exp().reshape(-1, 1, 1)  # one for each head
+        decay = inputs.log_decay.exp().reshape(-1, 1, 1)  # one per head
         row = 0
-        for new, slot in plan.metadata:  # a padded request has the slot -1, and no rows
+        for new, slot in plan.metadata:  # a padded request has slot -1 and no rows
             for token in range(row, row + new):
                 states[slot] = states[slot] * decay + torch.einsum("hk,hv->hkv", k[token], v[token])
                 out[token] = (layer.scale * torch.einsum("hk,hkv->hv", q[token], states[slot])).to(out.dtype)

@@ -219,7 +219,7 @@ def fa4_varlen_func(
     return out.unflatten(0, q.shape[:2]), shaped.contiguous() if return_lse else None
 
 
-# ---- FlashAttention 2, in torch and of its own ----
+# ---- FlashAttention 2: torch's and the library's ----
 
 
 def torch_varlen_attn_2_11(

@@ -182,9 +182,9 @@ class ReferenceRagged:
         assert (k.shape[2], v.shape[2]) == self.shape.ragged_dims
         query = row = 0
         for queries, rows in zip(call.query_lens, call.kv_lens, strict=True):
-            mine, theirs = slice(query, query + queries), slice(row, row + rows)
-            attend(q[mine], k[theirs], v[theirs], self.shape.scale, call.causal, out[mine],
-                   None if lse is None else lse[mine])  # fmt: skip
+            queries_slice, keys_slice = slice(query, query + queries), slice(row, row + rows)
+            attend(q[queries_slice], k[keys_slice], v[keys_slice], self.shape.scale, call.causal, out[queries_slice],
+                   None if lse is None else lse[queries_slice])  # fmt: skip
             query, row = query + queries, row + rows
 
 

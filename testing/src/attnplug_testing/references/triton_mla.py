@@ -47,8 +47,8 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
 
 
 def on(case: KernelCase, device: str) -> KernelCase:
-    """The case as it runs on a device: on a CPU narrow, and in float32. The interpreter rounds to bfloat16 toward zero,
-    so nothing is judged in it."""
+    """Return the case as it runs on a device: on a CPU with narrow rows in float32, because the interpreter rounds to
+    bfloat16 toward zero."""
     if device != "cpu":
         return case
     narrow = replace(case, mla=NARROW) if case.mla is DEEPSEEK else case

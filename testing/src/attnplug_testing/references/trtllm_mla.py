@@ -102,7 +102,7 @@ class ReferenceFlashInfer:
         needed = -(-max(requests * heads, PROCESSORS) // 8) * 8 * 4
         assert counters.numel() * counters.element_size() >= needed  # launcher
         assert not counters.any(), "semaphores must be zero when a call begins"  # words
-        assert apart(counters, scratch), "zeroed memory was handed out as scratch"
+        assert disjoint(counters, scratch), "zeroed memory was handed out as scratch"
         partial = PROCESSORS * 256 * (512 + 2) * 4
         stats = 8 * heads * requests * -(-queries // 256) * 256 + (1 << 20) if call["return_lse"] else 0
         assert scratch.numel() * scratch.element_size() >= partial + stats  # launcher
@@ -150,7 +150,7 @@ def check_tables(tables: Tensor, lens: Tensor, longest: int, queries: int, pages
     assert tables.dim() == 2 and tables.dtype is torch.int32 and tables.is_contiguous()
     assert lens.dtype is torch.int32 and lens.is_contiguous() and lens.shape == tables.shape[:1]
     page_size = pages.shape[1]
-    assert tables.shape[1] % (128 // page_size) == 0  # Python, unless TRT-LLM's kernel is asked for by name
+    assert tables.shape[1] % (128 // page_size) == 0  # Python, unless TRT-LLM's kernel is requested by name
     assert int(tables.min()) >= 0 and int(tables.max()) < pages.shape[0], "whole tiles are fetched"
     assert int(lens.min()) >= queries, "a query without a key"
     assert int(lens.max()) <= longest and int(lens.max()) <= tables.shape[1] * page_size
@@ -180,7 +180,7 @@ def check_ragged(
     return queries, keys
 
 
-def apart(one: Tensor, other: Tensor) -> bool:
+def disjoint(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors share no memory."""
     starts = [tensor.data_ptr() for tensor in (one, other)]
     ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in (one, other)]
@@ -210,11 +210,11 @@ def run_ragged(
 ) -> None:  # fmt: skip
     row = key = 0
     for count, width in zip(queries, keys, strict=True):
-        mine, theirs = slice(row, row + count), slice(key, key + width)
+        queries_slice, keys_slice = slice(row, row + count), slice(key, key + width)
         sums = torch.empty(count, q.shape[1]).double()
-        attend(q[mine], k[theirs], v[theirs], scale, causal, out[mine], sums)
+        attend(q[queries_slice], k[keys_slice], v[keys_slice], scale, causal, out[queries_slice], sums)
         if lse is not None:
-            lse[mine] = sums / (torch.tensor(2.0).log() if base_2 else 1.0)
+            lse[queries_slice] = sums / (torch.tensor(2.0).log() if base_2 else 1.0)
         row, key = row + count, key + width
 
 

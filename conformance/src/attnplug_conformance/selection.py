@@ -1,4 +1,4 @@
-"""Which backends a choice leads to, for layers of every kind."""
+"""Backends that a request selects, for layers of every kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _linear_layer(kind: AttentionKind) -> LayerSpec:
 LINEAR = {kind: _linear_layer(kind) for kind in AttentionKind if kind.is_linear}
 
 
-def chosen_backends(
+def selected_backends(
     registry: Registry,
     attention: str,
     roles: Mapping[str, str],
@@ -33,7 +33,7 @@ def chosen_backends(
     sm: int | None,
     settings: Sequence[str] = (),
 ) -> list[str]:
-    """The backends that are chosen, each once. If none is for any kind of layer, the reasons are the error."""
+    """Return the selected backends, without duplicates. Raises SelectionError if no layer kind has one."""
     found: dict[str, None] = {}
     refused: list[SelectionError] = []
     full = {Role(role): name for role, name in roles.items() if role != Role.LINEAR}
@@ -61,12 +61,12 @@ def chosen_backends(
 
 
 def _reasons(error: SelectionError) -> int:
-    """Number of refusals. The layer with the fewest is the one that a backend was made for."""
+    """Number of refusals. The layer with the fewest is closest to what the backend supports."""
     return sum(len(choice.candidates[0].refusals) for choice in error.selection.unserved if choice.candidates)
 
 
 def check_options(registry: Registry, settings: Sequence[str]) -> None:
-    """Refuse options of a backend that is not there, and those that it does not have."""
+    """Raise UsageError for options of unknown backends and for unknown options."""
     for name, values in split_settings(settings).items():
         if name not in registry.backends:
             raise UsageError(f"--backend-option {name}.…: there is no backend {name!r}")
