@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnplug import DType, GraphLevel, RefusalCode, Role
 from attnplug.host import KVPools, ModelAttention
+from attnplug_testing.errors import naming
 from attnplug_testing.measured import measured_twins
 from attnplug_vllm import selection
 from attnplug_vllm.selection import Refused
@@ -97,7 +98,7 @@ def test_a_program_whose_command_line_cannot_be_served_ends_with_one_message(our
 
     asked = ["vllm", "serve", "m", "--attention-backend", "CUSTOM", "--additional-config.attnplug.backend"]
     check([*asked, "torch_native"])
-    with pytest.raises(SystemExit, match="'nobody'"):
+    with pytest.raises(SystemExit, check=naming("nobody")):
         check([*asked, "nobody"])
 
 
