@@ -129,7 +129,7 @@ def test_tokens_that_only_the_config_names_are_tokens(folder, keys):
     ],
     ids=str,
 )
-def test_added_tokens_that_make_no_sense(folder, keys):
+def test_malformed_added_tokens(folder, keys):
     (folder / "tokenizer_config.json").write_text(json.dumps(keys))
     with pytest.raises(UsageError, match=r"tokenizer_config\.json: '.*' has .*; it must be"):
         find_tokenizer(str(folder), 128)
@@ -190,7 +190,7 @@ def test_generation_config_alone_says_where_a_text_ends(tmp_path, spelling, give
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"eos_token_id": ' + "9" * 5000 + "}", '{"eos_token_id": "7"}',
                                      '{"eos_token_id": [7, true]}', '{"eos_token_id": 99999999999999999999}',
                                      '{"eos_token_id": 7.0}', "[]", "{"])  # fmt: skip
-def test_a_generation_config_that_makes_no_sense(tmp_path, content):
+def test_a_malformed_generation_config(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(UsageError, check=naming("generation_config.json")) as caught:
         end_tokens(str(tmp_path), {})

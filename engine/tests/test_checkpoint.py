@@ -209,7 +209,7 @@ def test_a_shard_that_is_not_there(make_oracle):
                                    {"weight_map": {"a": "x\0y"}}, {"weight_map": {"a": "\ud800"}},
                                    {"weight_map": {"a": ""}}, "[" * 100_000,
                                    '{"weight_map": ' + "9" * 5000 + "}"])  # fmt: skip
-def test_an_index_that_makes_no_sense(folder, index):
+def test_a_malformed_index(folder, index):
     (folder / "model.safetensors").unlink()
     text = index if isinstance(index, str) else json.dumps(index)
     (folder / "model.safetensors.index.json").write_text(text)

@@ -65,7 +65,7 @@ def test_json_gives_a_line_a_prompt_with_its_id_and_usage(attnplug: Attnplug, pr
         assert line["embedding"] == embedding.vector.tolist()
 
 
-def test_text_is_a_short_line_and_the_defaults_are_told(attnplug: Attnplug):
+def test_text_is_a_short_line_and_the_defaults_are_printed(attnplug: Attnplug):
     outcome = attnplug("embed", *TINY, "--prompt", "hello")
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("[0] 64 dimensions, length 1.0000: ") and outcome.out.count("\n") == 1
@@ -78,7 +78,7 @@ def test_a_pooling_that_was_asked_for_is_not_called_the_checkpoints(attnplug: At
     assert "pooling: mean, not normalised (by --pooling and --no-normalize; else the default" in outcome.err
 
 
-def test_help_tells_each_default_once(attnplug: Attnplug):
+def test_help_shows_each_default_once(attnplug: Attnplug):
     text = " ".join(attnplug("embed", "--help").out.split())
     assert "(default: 32)" in text and "(default: 32) (default" not in text
 
@@ -89,7 +89,7 @@ def test_prompts_come_from_standard_input(attnplug: Attnplug, monkeypatch):
     assert outcome.code == 0 and json.loads(outcome.out)["id"] == "a"
 
 
-def test_a_standard_input_that_is_closed_is_told(attnplug: Attnplug, monkeypatch):
+def test_a_closed_standard_input_is_an_error(attnplug: Attnplug, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     for ranks in ("1", "2"):
         outcome = attnplug("embed", *TINY, "--prompts", "-", "--tensor-parallel", ranks)

@@ -122,7 +122,7 @@ def test_a_base_model_with_a_tied_head_generates(bare):
     assert completion.token_ids == tokens.tolist()
 
 
-def test_a_backend_is_told_that_nothing_is_decoded_and_how_prompts_run(monkeypatch):
+def test_the_context_says_that_nothing_is_decoded_and_how_prompts_run(monkeypatch):
     """A6: what ``fa_skip_kv_cache`` depends on; only the role prefill is filled."""
     contexts = []
     import attnplug.torch_native.backend as native
@@ -146,7 +146,7 @@ def test_a_backend_is_told_that_nothing_is_decoded_and_how_prompts_run(monkeypat
     [(20, 80, [3] * 9 + [80], [4, 4, 1, 1]), (20, 40, [22, 22, 22], [2, 1]), (10, 40, [16, 16, 16], [2, 1])],
     ids=["number", "tokens", "pages"],
 )
-def test_many_prompts_run_within_the_limits_that_backends_were_told(pages, context, lengths, together, monkeypatch):
+def test_many_prompts_run_within_the_limits_of_the_context(pages, context, lengths, together, monkeypatch):
     """As many at a time as fit, by each of the limits alone; and nothing is held afterwards."""
     page = bytes_per_page(load_model("tiny:qwen3_next"), 4, DType.FLOAT32, torch.float32)
     monkeypatch.setattr("attnplug_engine.embedding.STEP_TOKENS", 64)

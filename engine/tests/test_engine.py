@@ -145,7 +145,7 @@ def test_a_model_may_be_a_path(folder, engine):
     )
 
 
-def test_a_tokenizer_that_is_not_of_the_model_is_told_before_anything_runs(folder):
+def test_a_tokenizer_of_another_model_is_refused_before_anything_runs(folder):
     engine = Engine(folder, device="cpu")
     with pytest.raises(UsageError, check=naming("prompt 1", 129, 127)):
         engine.generate(["t1 t2", "t3 t129 t128"], max_tokens=2)

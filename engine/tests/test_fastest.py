@@ -50,7 +50,7 @@ class TestThirdParties:
         served = one.statistics.backend_usage.by_backend()["decode"]
         assert served.keys() == {"double", "other", NAME} and min(served.values()) >= 3
 
-    def test_the_command_runs_by_a_table_and_tells_how_many_steps_each_served(
+    def test_the_command_runs_by_a_table_and_prints_the_steps_of_each_backend(
         self, attnplug: Attnplug, package: Package, tmp_path, monkeypatch
     ):
         """Third parties take part without doing anything: the user measured them. Without the table, one runs all."""
@@ -66,7 +66,7 @@ class TestThirdParties:
         (line,) = attnplug(*run, "--json").out.splitlines()
         assert json.loads(line)["steps"] == {"decode": {"double": 4, "other": 4}}
 
-    def test_the_command_tells_who_was_left_out(self, attnplug: Attnplug, package: Package, monkeypatch):
+    def test_the_command_names_the_backends_left_out(self, attnplug: Attnplug, package: Package, monkeypatch):
         package("toys", TOYS)
         share(monkeypatch, NAME, "double")
         told = attnplug("run", "--model", DEEPSEEK, "--device", "cpu", "--prompt", "hello", "--max-tokens", "3").err
@@ -90,7 +90,7 @@ class TestThirdParties:
         usage.add(object())  # type: ignore[arg-type] # not looked at
         assert not usage.by_backend()
 
-    def test_one_backend_alone_is_not_told(self, attnplug: Attnplug):
+    def test_a_single_backend_is_not_listed(self, attnplug: Attnplug):
         run = ("run", "--model", LLAMA, "--device", "cpu", "--prompt", "hello", "--max-tokens", "4")
         assert "steps by backend" not in attnplug(*run).err
         assert "steps" not in json.loads(attnplug(*run, "--json").out)

@@ -195,7 +195,7 @@ class TestPhases:
             pass
         assert len(request.output) == 4 and one.runner.backend.planned == planned + prefills
 
-    def test_a_backend_is_told_that_its_batch_is_captured_and_how_long_it_can_become(self, native):
+    def test_a_captured_batch_is_marked_and_has_a_bound_of_its_length(self, native):
         geometry = captured(engine(context_length=10), (1,)).runner.graphs.decode.fitting(1).batch.geometry
         assert geometry.captured and geometry.max_seq_len == 10
 
@@ -225,7 +225,7 @@ class TestPhases:
         with pytest.raises(PlanError, check=naming("claims.needs_cpu_seq_lens")):  # which a captured batch never has
             captured(engine(), SIZES)
 
-    def test_largest_first_and_told(self, native):
+    def test_largest_first_with_progress(self, native):
         told: list[tuple[int, int]] = []
         order: list[int] = []
         one = engine()

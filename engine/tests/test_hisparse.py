@@ -275,7 +275,7 @@ def test_settings_that_do_not_fit_are_refused(settings, named):
         Engine(options.pop("model"), device="cpu", **options)
 
 
-def test_host_memory_that_is_missing_is_told_with_how_much(monkeypatch: pytest.MonkeyPatch):
+def test_too_little_host_memory_is_an_error_with_the_sizes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("attnplug_engine.options.available_memory", lambda: 2**20)
     with pytest.raises(PoolError, check=having(4096, 4, settings=("num_pages", "hisparse_config"))):
         make(num_pages=4096)

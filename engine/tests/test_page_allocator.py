@@ -53,7 +53,7 @@ def test_a_shared_page_is_free_only_after_its_last_release() -> None:
     assert (allocator.references(pages[0]), allocator.free_pages) == (0, 2)
 
 
-def test_shared_pages_are_told_from_the_others() -> None:
+def test_shared_pages_are_distinguished_from_the_others() -> None:
     allocator = PageAllocator(4)
     pages = allocator.allocate(3)
     allocator.share(pages[1:])

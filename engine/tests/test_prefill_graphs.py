@@ -179,7 +179,7 @@ class TestCapture:
 
         assert [fitting(1), fitting(4), fitting(2, 3), fitting(22), fitting(23)] == [4, 4, 9, 22, None]
 
-    def test_prefills_come_first_and_all_are_told(self):
+    def test_prefills_come_first_and_all_count_as_progress(self):
         told: list[tuple[int, int]] = []
         order: list[tuple[str, int]] = []
         one = engine()

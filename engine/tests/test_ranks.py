@@ -170,7 +170,7 @@ def test_a_rank_that_a_signal_ended_is_named(waiting, rank):
         ("mistake", 2, "error: an empty prompt\n"),  # which both find
     ],
 )
-def test_what_ranks_have_to_say_is_told_once(waiting, how, code, told):
+def test_output_of_ranks_is_printed_once(waiting, how, code, told):
     process = subprocess.run(
         [sys.executable, "-m", "attnplug", "fail", how],
         env={**os.environ, "PYTHONPATH": str(waiting)},
@@ -197,7 +197,7 @@ def ended_ranks(*codes: int, told: bytes = b"error: no such prompt\n") -> list[A
 
 
 @pytest.mark.parametrize("told", [b"error: no such prompt\n", b""])
-def test_a_rank_that_torch_aborts_after_the_first_has_told_a_mistake_is_no_news(told):
+def test_an_abort_of_a_rank_following_an_error_is_not_reported(told):
     """Which of them torch still listens to when the first is gone is a matter of time."""
     assert _wait(ended_ranks(2, -signal.SIGABRT, told=told)) == 2
 
@@ -247,7 +247,7 @@ def test_ending_the_command_ends_its_ranks(waiting):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_of_all_processes_is_told_once(waiting):
+def test_an_interrupt_of_all_processes_is_reported_once(waiting):
     """As a terminal does it: Ctrl-C reaches the ranks too."""
     with started("wait", path=waiting) as (process, ranks):
         os.killpg(process.pid, signal.SIGINT)

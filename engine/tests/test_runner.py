@@ -234,7 +234,7 @@ def recorded(package: Package):
 
 
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3"])
-def test_every_rank_tells_its_backend_where_it_is_and_runs_its_part_of_the_heads(recorded, model):
+def test_every_rank_has_its_rank_in_the_context_and_runs_its_part_of_the_heads(recorded, model):
     """Backends size their buffers by this rank's heads: four heads on two ranks are two on each, MLA's too."""
 
     def run(parallel):
@@ -271,7 +271,7 @@ def test_exact_lengths_on_the_host_are_made_only_where_they_are_needed(recorded,
     assert found == [completion.token_ids for completion in native.generate(prompts, max_tokens=4)]
 
 
-def test_a_backend_is_told_how_prompts_run_and_what_is_kept(recorded):
+def test_the_context_says_how_prompts_run_and_what_is_kept(recorded):
     """A3, A6: what a backend builds, or leaves out, for it."""
     serving = recorded().runner.backend.context.serving
     assert serving == Serving(chunked_prefill_size=2048, disable_radix_cache=False)

@@ -440,7 +440,7 @@ def test_a_request_that_asks_for_no_others_gets_the_token_alone_and_without_a_to
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "logprobs"])
-def test_parameters_that_make_no_sense_are_refused_by_name(name: str) -> None:
+def test_invalid_parameters_are_refused_by_name(name: str) -> None:
     """Numbers of hundreds and of thousands of digits too, which Python turns into no float and into no text."""
     for value in (-1, 10**400, 10**5000, float("nan"), "1", True):
         with pytest.raises(UsageError, match=f"^{name}=.* is not allowed; give "):

@@ -103,7 +103,7 @@ def test_a_request_may_be_followed_twice(engine, alone):
     assert tokens(some + list(first)) == [alone[0]]
 
 
-def test_the_follower_of_an_aborted_request_is_told_of_its_end(engine, alone):
+def test_the_follower_of_an_aborted_request_sees_its_end(engine, alone):
     requests = add(engine, [0, 2])
     following = engine.follow(requests)
     some = [next(following) for _ in range(3)]

@@ -341,7 +341,7 @@ class TestRefusals:
             (LLAMA, {"role_backends": {Role.DRAFT: "torch_native"}}, "torch_native is given, but speculation is off"),
         ],
     )
-    def test_what_cannot_speculate_is_told(self, model, settings, told):
+    def test_settings_that_cannot_speculate_are_refused(self, model, settings, told):
         with pytest.raises(UsageError) as caught:
             engine(model, **settings)
         assert told in caught.value.message
@@ -351,7 +351,7 @@ class TestRefusals:
         assert one.draft_selection.chosen(Role.DRAFT).spec.name == "torch_native"
 
 
-def test_run_tells_what_speculation_brought(attnplug: Attnplug, tmp_path):
+def test_run_prints_the_acceptance_rate(attnplug: Attnplug, tmp_path):
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('{"prompt_token_ids": [1, 2, 3]}\n')
     outcome = attnplug(

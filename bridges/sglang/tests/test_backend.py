@@ -186,7 +186,7 @@ def test_a_prefill_as_mha_gives_the_log_sum_exp_beside_the_rows(ours: SimpleName
         backend.forward_extend(q, k, v, as_mha, given)
 
 
-def test_mla_models_are_told_how_a_batch_extends(ours: SimpleNamespace) -> None:
+def test_mla_models_see_how_a_batch_extends(ours: SimpleNamespace) -> None:
     """C1: by SGLang's thresholds; inside a graph of prefill, absorbed."""
     made, _, _ = mla_runner(slots_table([3], PAGE))
     ours.build.build(NAME, made)
@@ -226,7 +226,9 @@ def test_a_rank_has_its_part_of_the_heads(ours: SimpleNamespace) -> None:
     assert model.ranks == 4 and (context.parallel.rank, context.parallel.size) == (2, 4)
 
 
-def test_a_gpu_is_told_by_its_compute_capability(ours: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_problem_has_the_compute_capability_of_the_gpu(
+    ours: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (10, 3))
     made = runner([Radix()], slots_table([3], PAGE), pool(0), device="cuda")
     assert ours.build._problem(made, ours.build._model(made)[1]).sm == 103

@@ -93,7 +93,7 @@ def test_an_option_that_a_backend_does_not_have_is_refused():
         check("m", *ASKED[:2], "--additional-config", '{"attnplug": {"options": {"torch_native": {"x": 1}}}}')
 
 
-def test_a_model_that_lies_here_is_judged_with_every_reason(llama):
+def test_a_local_model_is_checked_with_every_reason(llama):
     check(llama, *ASKED)
     with pytest.raises(UsageError) as raised:
         check(llama, "--attention-backend", "CUSTOM", "--additional-config.attnplug.backend", "triton_mha", sm=75)
@@ -131,12 +131,12 @@ def test_a_float32_checkpoint_is_not_refused_since_vllm_takes_a_smaller_type(tmp
     assert codes(raised.value, "triton_mha") == {RefusalCode.SM}
 
 
-def test_block_sizes_are_judged_too(llama):
+def test_block_sizes_are_checked_too(llama):
     with pytest.raises(UsageError, check=naming(24, 16, "--block-size")):
         check(llama, *ASKED, "--block-size", "24")
 
 
-def test_a_model_that_vllm_is_told_to_see_in_another_way_is_not_judged(llama, monkeypatch):
+def test_a_model_with_overridden_config_is_not_checked(llama, monkeypatch):
     """It is judged when its layers are made."""
     asked = [llama, "--attention-backend", "CUSTOM", "--additional-config.attnplug.backend", "triton_mla"]
     with pytest.raises(UsageError) as raised:

@@ -180,7 +180,7 @@ def test_graphs_over_caches_that_are_gone_are_forgotten_when_others_are_captured
     assert "replay" not in [what for what, _ in (*backend.calls, *other.backend.calls)]
 
 
-def test_batches_of_as_many_requests_are_told_apart_by_their_tokens():
+def test_batches_of_equal_size_are_distinguished_by_their_tokens():
     """vLLM pads all requests that it takes to more tokens than they have, in graphs of several sizes."""
     planner, first = captured(MHARecorder(), metadata([(0, 1)] * 5, padding=(0, 3)))
     second = capture(planner, metadata([(0, 1)] * 5, padding=(0, 11)))
