@@ -24,6 +24,7 @@ from attnplug_engine.checkpoints.safetensors import (
     WrongShape,
 )
 from attnplug_engine.models.architectures import build_model, load_model
+from attnplug_testing.errors import having, naming
 
 NORM = "model.layers.1.input_layernorm.weight"
 
@@ -144,7 +145,7 @@ def test_layers_for_multi_token_prediction_are_left_behind(tmp_path, key):
     folder = saved("deepseek_v3", tmp_path / "model")
     rewrite(folder, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.zeros(8)}))
     set_keys(folder, num_nextn_predict_layers=0, num_mtp_layers=0)
-    with pytest.raises(UnusedTensors, match=r"model\.layers\.3\.eh_proj\.weight"):
+    with pytest.raises(UnusedTensors, check=having(tensors=("model.layers.3.eh_proj.weight",))):
         load(folder)
     for count in (1, 10**9):
         set_keys(folder, **{key: count})
@@ -155,32 +156,32 @@ def test_layers_for_multi_token_prediction_are_left_behind(tmp_path, key):
 
 
 def test_a_folder_that_does_not_exist(tmp_path):
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(UsageError, check=having(source=str(tmp_path / "nowhere"))):
         load(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, check=having(file=str(tmp_path / "nowhere"))):
         Checkpoint.open(tmp_path / "nowhere")
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, check=having(file=str(tmp_path / "file"))):
         Checkpoint.open(tmp_path / "file")
 
 
 def test_a_folder_without_config(folder):
     (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no config\.json; it holds model\.safetensors"):
+    with pytest.raises(CheckpointError, check=having("model.safetensors", file=str(folder / "config.json"))):
         Checkpoint.open(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff", "1" * 5000])
 def test_a_config_that_is_not_a_json_object(folder, text):
     (folder / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"config\.json") as caught:
+    with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(folder)
     assert caught.value.file == str(folder / "config.json")
 
 
 def test_a_folder_without_weights(folder):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .*; it holds config\.json"):
+    with pytest.raises(CheckpointError, check=having("config.json", file=str(folder / "model.safetensors"))):
         load(folder)
 
 
@@ -189,7 +190,7 @@ def test_a_folder_without_weights(folder):
 )
 def test_pickle_is_never_loaded(folder, name):
     (folder / "model.safetensors").rename(folder / name)
-    with pytest.raises(CheckpointError, match=rf"only as pickle \({re.escape(name)}\).*runs code") as caught:
+    with pytest.raises(CheckpointError, check=naming(name)) as caught:
         load(folder)
     assert caught.value.file == str(folder / name)
 
@@ -198,7 +199,7 @@ def test_a_shard_that_is_not_there(make_oracle):
     folder = make_oracle("llama", max_shard_size="50KB").folder
     gone = sorted(folder.glob("model-*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(CheckpointError, match=rf"1 are missing from the folder: {gone.name}") as caught:
+    with pytest.raises(CheckpointError, check=naming(gone.name)) as caught:
         load(folder)
     assert caught.value.file == str(gone)
 
@@ -208,11 +209,11 @@ def test_a_shard_that_is_not_there(make_oracle):
                                    {"weight_map": {"a": "x\0y"}}, {"weight_map": {"a": "\ud800"}},
                                    {"weight_map": {"a": ""}}, "[" * 100_000,
                                    '{"weight_map": ' + "9" * 5000 + "}"])  # fmt: skip
-def test_an_index_that_makes_no_sense(folder, index):
+def test_a_malformed_index(folder, index):
     (folder / "model.safetensors").unlink()
     text = index if isinstance(index, str) else json.dumps(index)
     (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json") as caught:
+    with pytest.raises(CheckpointError) as caught:
         load(folder)
     assert len(str(caught.value)) < 1000
     assert str(caught.value).isprintable() and "folder: ;" not in str(caught.value)
@@ -223,7 +224,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder, name):
     (folder / "model.safetensors").unlink()
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} cannot be read: it is not a regular file"):
+    with pytest.raises(CheckpointError, check=having(file=str(folder / name))):
         Checkpoint.open(folder)
 
 
@@ -259,7 +260,7 @@ def test_an_index_that_promises_what_a_shard_does_not_hold(folder):
     save_file(rewritten, folder / "part.safetensors")
     index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(MissingTensor, match=rf"part\.safetensors has no tensor '{NORM}'.*\[64\]") as caught:
+    with pytest.raises(MissingTensor, check=naming("[64]")) as caught:
         load(folder)
     assert (caught.value.tensor, caught.value.file) == (NORM, str(folder / "part.safetensors"))
 
@@ -287,14 +288,14 @@ def test_a_tensor_that_is_missing(folder):
 
 def test_an_untied_head_must_be_there(folder):
     rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(MissingTensor, match=r"lm_head\.weight.*cannot generate"):
+    with pytest.raises(MissingTensor, check=having(tensor="lm_head.weight")):
         load(folder)
 
 
 def test_a_tensor_of_another_shape(folder):
     name = "model.layers.0.mlp.up_proj.weight"
     rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(95, 64)}))
-    with pytest.raises(WrongShape, match=r"model\.safetensors.*up_proj.*\[95, 64\].*\[96, 64\]") as caught:
+    with pytest.raises(WrongShape) as caught:
         load(folder)
     assert (caught.value.found, caught.value.expected) == ((95, 64), (96, 64))
     assert (caught.value.tensor, caught.value.file) == (name, str(folder / "model.safetensors"))
@@ -304,21 +305,21 @@ def test_a_tensor_of_another_shape(folder):
 def test_a_tensor_of_quantised_codes(folder, dtype, name):
     key = "model.layers.0.mlp.up_proj.weight"
     rewrite(folder, lambda tensors: tensors.update({key: torch.zeros(96, 64).to(dtype)}))
-    with pytest.raises(WrongDtype, match=rf"up_proj.*{name}.*BF16") as caught:
+    with pytest.raises(WrongDtype, check=naming("BF16")) as caught:
         load(folder)
     assert caught.value.found == name
 
 
 def test_a_checkpoint_whose_config_says_that_it_is_quantised(folder):
     set_keys(folder, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ModelConfigError, match="quantization_config"):
+    with pytest.raises(ModelConfigError, check=having(key="quantization_config")):
         load(folder)
 
 
 def test_tensors_that_no_module_takes(folder):
     names = ["model.layers.0.self_attn.q_norm.weight", "model.layers.2.mlp.up_proj.weight"]
     rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(4) for name in names}))
-    with pytest.raises(UnusedTensors, match="2 tensors that no part of the model takes") as caught:
+    with pytest.raises(UnusedTensors) as caught:
         load(folder)
     assert sorted(caught.value.tensors) == names
 
@@ -408,9 +409,9 @@ def test_a_tiny_model_is_the_same_each_time_and_another_with_another_seed():
 
 
 def test_a_tiny_model_that_does_not_exist():
-    with pytest.raises(ModelConfigError, match="tiny:llama"):
+    with pytest.raises(ModelConfigError, check=having("tiny:llama", source="tiny:lama")):
         RandomCheckpoint.tiny("tiny:lama")
-    with pytest.raises(ModelConfigError, match="initializer_range"):
+    with pytest.raises(ModelConfigError, check=naming("initializer_range", "wide")):
         RandomCheckpoint({**TINY_CONFIGS["llama"], "initializer_range": "wide"})
 
 
@@ -419,10 +420,10 @@ def test_a_folder_without_weights_can_have_random_ones(tmp_path):
     found = load_model(str(tmp_path), dtype=torch.float32, device="cpu", seed=5, random_weights=True)
     tiny = parameters(load_model("tiny:llama", dtype=torch.float32, device="cpu", seed=5))
     assert all(torch.equal(value, tiny[name]) for name, value in parameters(found).items())
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
+    with pytest.raises(CheckpointError, check=having(file=str(tmp_path / "model.safetensors"))):
         load_model(str(tmp_path), dtype=torch.float32, device="cpu")
 
 
 def test_random_weights_still_need_a_config(tmp_path):
-    with pytest.raises(UsageError, match="config"):
+    with pytest.raises(UsageError, check=having(source=str(tmp_path))):
         Engine(str(tmp_path), random_weights=True, device="cpu")

@@ -223,7 +223,7 @@ def test_min_p_of_the_command_and_of_a_line(attnplug: Attnplug, prompts):
     outcome = attnplug(*hot, "--prompts", prompts({"prompt": "hello"}, {"prompt": "hello", "min_p": 1}), "--json")
     drawn, likeliest = sorted((json.loads(line) for line in outcome.out.splitlines()), key=lambda line: line["index"])
     assert likeliest["text"] == greedy[:-1] != drawn["text"]
-    assert "min_p=2.0 is not allowed" in attnplug(*RUN, "--prompt", "x", "--min-p", "2").err
+    assert "min_p=2.0" in attnplug(*RUN, "--prompt", "x", "--min-p", "2").err
 
 
 BAD_LINES = [
@@ -239,11 +239,11 @@ BAD_LINES = [
     ({"prompt": "x", "temperature": -1}, "temperature"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "stop_token_ids": [[]]}, "stop_token_ids"),
-    ({"prompt": "x", "stop": 3}, "stop is 3; it must be a list of texts"),
-    ({"prompt": "x", "stop": [""]}, "stop=('',) is not allowed; give texts, none of them empty"),
+    ({"prompt": "x", "stop": 3}, "stop is 3"),
+    ({"prompt": "x", "stop": [""]}, "stop=('',)"),
     ({"prompt": "x", "stop": ""}, "stop=('',)"),
-    ({"prompt": "x", "logprobs": -1}, "logprobs=-1 is not allowed; give how many"),
-    ({"prompt": "x", "id": [1]}, "id is [1]; it must be a string or a number"),
+    ({"prompt": "x", "logprobs": -1}, "logprobs=-1"),
+    ({"prompt": "x", "id": [1]}, "id is [1]"),
     ('{"prompt": "x", "id": 1e400}', "id is inf"),
     ({"prompt": "x", "max_tokens": 10**400}, "max_tokens=1000"),
     ({"prompt": "x", "temperature": 10**400}, "temperature=1000"),
@@ -271,30 +271,30 @@ def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, lin
     ("arguments", "code", "told"),
     [
         (["--model", "tiny:llama", "--prompt", ""], 2, "empty prompt"),
-        (["--model", "nowhere", "--prompt", "x"], 2, "does not exist"),
-        (["--model", "tiny:llama", "--prompt", "x", "--attention-backend", "nope"], 2, "there is no backend 'nope'"),
+        (["--model", "nowhere", "--prompt", "x"], 2, "nowhere"),
+        (["--model", "tiny:llama", "--prompt", "x", "--attention-backend", "nope"], 2, "'nope'"),
         (["--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "0"], 2, "--tensor-parallel 0"),
         (["--model", "tiny:llama", "--prompt", "x", "--mla-extend", "sideways"], 2, "sideways"),
-        (["--model", "tiny:llama", "--prompt", "x", "--mla-extend", "chunked"], 2, "only MLA layers have one"),
+        (["--model", "tiny:llama", "--prompt", "x", "--mla-extend", "chunked"], 2, "--mla-extend"),
         (["--model", "tiny:llama", "--prompt", "x", "--max-tokens", "0"], 2, "max_tokens"),
         (["--model", "tiny:llama", "--prompt", "x", "--page-size", "0"], 2, "--page-size 0"),
-        (["--model", "tiny:llama", "--prompt", "x", "--logprobs", "2"], 2, "give --json too"),
+        (["--model", "tiny:llama", "--prompt", "x", "--logprobs", "2"], 2, "--json"),
         (["--model", "tiny:llama", "--prompt", "x", "--stop", ""], 2, "stop="),
-        (["--model", "tiny:llama", "--prompt", "x", "--max-batch", "0"], 2, "error: --max-batch 0"),
-        (["--model", "tiny:llama", "--prompts", "/no/such/file"], 2, "cannot be read"),
-        (["--model", "tiny:llama", "--prompts", "/dev/null"], 2, "is a device, which may never end"),
+        (["--model", "tiny:llama", "--prompt", "x", "--max-batch", "0"], 2, "--max-batch 0"),
+        (["--model", "tiny:llama", "--prompts", "/no/such/file"], 2, "/no/such/file"),
+        (["--model", "tiny:llama", "--prompts", "/dev/null"], 2, "/dev/null"),
         (["--model", "tiny:llama"], 2, "--prompt"),
         (["--model", "tiny:llama", "--prompt", "x" * 50, "--num-pages", "1", "--page-size", "4"], 1, "pages"),
     ],
 )
-def test_mistakes_are_told_in_one_message(attnplug: Attnplug, arguments, code, told):
+def test_an_invalid_command_gives_one_message(attnplug: Attnplug, arguments, code, told):
     outcome = attnplug("run", *arguments, "--device", "cpu")
     assert outcome.code == code, outcome.err
     assert told in outcome.err and "Traceback" not in outcome.err
 
 
 def test_a_command_line_is_read_without_torch(prompts):
-    """A mistake in it is told at once, and who starts ranks has no use for a second's import and its memory."""
+    """An invalid one is refused at once, and a launcher of ranks does not pay for the import of torch (1 s, memory)."""
     code = """
 import sys
 from attnplug.cli.main import main

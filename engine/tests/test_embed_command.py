@@ -19,6 +19,7 @@ from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.models.architectures import build_model
 from attnplug_engine.models.architectures import load_model as load
 from attnplug_testing.command import Attnplug
+from attnplug_testing.errors import missing_values, naming
 
 TINY = ("--model", "tiny:llama", "--device", "cpu")
 LINES = [{"prompt": "hello", "id": "a"}, {"prompt_token_ids": [1, 2, 3]}, {"prompt": "hello", "id": 7}]
@@ -64,7 +65,7 @@ def test_json_gives_a_line_a_prompt_with_its_id_and_usage(attnplug: Attnplug, pr
         assert line["embedding"] == embedding.vector.tolist()
 
 
-def test_text_is_a_short_line_and_the_defaults_are_told(attnplug: Attnplug):
+def test_text_is_a_short_line_and_the_defaults_are_printed(attnplug: Attnplug):
     outcome = attnplug("embed", *TINY, "--prompt", "hello")
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("[0] 64 dimensions, length 1.0000: ") and outcome.out.count("\n") == 1
@@ -77,7 +78,7 @@ def test_a_pooling_that_was_asked_for_is_not_called_the_checkpoints(attnplug: At
     assert "pooling: mean, not normalised (by --pooling and --no-normalize; else the default" in outcome.err
 
 
-def test_help_tells_each_default_once(attnplug: Attnplug):
+def test_help_shows_each_default_once(attnplug: Attnplug):
     text = " ".join(attnplug("embed", "--help").out.split())
     assert "(default: 32)" in text and "(default: 32) (default" not in text
 
@@ -88,7 +89,7 @@ def test_prompts_come_from_standard_input(attnplug: Attnplug, monkeypatch):
     assert outcome.code == 0 and json.loads(outcome.out)["id"] == "a"
 
 
-def test_a_standard_input_that_is_closed_is_told(attnplug: Attnplug, monkeypatch):
+def test_a_closed_standard_input_is_an_error(attnplug: Attnplug, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     for ranks in ("1", "2"):
         outcome = attnplug("embed", *TINY, "--prompts", "-", "--tensor-parallel", ranks)
@@ -111,7 +112,7 @@ print([name for name in ("torch", "numpy", "rich") if name in sys.modules], code
     arguments = ["embed", *TINY, "--prompts", prompts(*LINES), "--tensor-parallel", "3"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] 1"
-    assert "4 heads cannot be divided" in done.stderr
+    assert not missing_values(done.stderr, "4 heads", "3 ranks")
 
 
 def test_pooling_and_normalisation_are_the_checkpoints_unless_asked_for(attnplug: Attnplug, embedding_model, prompts):
@@ -142,51 +143,51 @@ def test_a_prompt_by_name_goes_before_the_text(embedding_model, tmp_path):
     tokenizer.save(str(embedding_model / "tokenizer.json"))
     named = Embedder(str(embedding_model), device="cpu", pooling="last", prompt_name="query")
     assert named.tokens("hi") == (9,)
-    with pytest.raises(UsageError, match="'query' goes before texts"):
+    with pytest.raises(UsageError, check=naming("query")):
         named.tokens([1])
     assert Embedder(str(embedding_model), device="cpu").tokens("hi") == (10,)
 
 
 MISTAKES = [
-    (["--model", "x" * 300, "--prompt", "x"], "does not exist"),
+    (["--model", "x" * 300, "--prompt", "x"], "x" * 300),
     (["--prompt", ""], "empty prompt"),
-    (["--prompt", "x", "--pooling", "max"], "--pooling 'max' is unknown; use one of last, mean, first"),
-    (["--prompt", "x", "--prompt-name", "query"], "no prompt 'query'"),
+    (["--prompt", "x", "--pooling", "max"], "--pooling 'max'"),
+    (["--prompt", "x", "--prompt-name", "query"], "query"),
     (["--prompt", "x", "--tensor-parallel", "0"], "--tensor-parallel 0"),
     (
         ["--prompt", "x", "--chunked-prefill-size", "0"],
-        "error: --chunked-prefill-size 0 is not allowed",
+        "--chunked-prefill-size 0",
     ),
-    (["--prompt", "x", "--attention-backend", "nope"], "there is no backend 'nope'"),
-    (["--prompts", "/no/such/file"], "cannot be read"),
+    (["--prompt", "x", "--attention-backend", "nope"], "nope"),
+    (["--prompts", "/no/such/file"], "/no/such/file"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "told"), MISTAKES, ids=[told for _, told in MISTAKES])
-def test_mistakes_are_told_in_one_message(attnplug: Attnplug, arguments, told):
+@pytest.mark.parametrize(("arguments", "named"), MISTAKES, ids=[named for _, named in MISTAKES])
+def test_an_invalid_command_gives_one_message(attnplug: Attnplug, arguments, named):
     outcome = attnplug("embed", *TINY, *arguments)
     assert outcome.code == 2, outcome.err
-    assert told in outcome.err and outcome.err.count("error: ") == 1
+    assert named in outcome.err and outcome.err.count("error: ") == 1
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "named"),
     [
-        ({"prompt": "x", "max_tokens": 1}, "unknown keys max_tokens; known are prompt, prompt_token_ids, id"),
-        ({"messages": []}, "unknown keys messages"),
-        ({"prompt_token_ids": [128]}, "token id 128"),
+        ({"prompt": "x", "max_tokens": 1}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"prompt_token_ids": [128]}, "128"),
     ],
 )
-def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, line, told):
+def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, line, named):
     path = prompts(LINES[0], line)
     outcome = attnplug("embed", *TINY, "--prompts", path)
-    assert outcome.code == 2 and f"{path}:2: " in outcome.err and told in outcome.err
+    assert outcome.code == 2 and not missing_values(outcome.err, f"{path}:2", named)
 
 
 def test_a_mean_that_leaves_the_prompt_out_is_refused(attnplug: Attnplug, embedding_model):
     arguments = ("embed", "--model", str(embedding_model), "--device", "cpu", "--prompt", "x", "--prompt-name", "query")
     outcome = attnplug(*arguments)
-    assert outcome.code == 2 and "leaves out the prompt 'Q: '" in outcome.err
+    assert outcome.code == 2 and "'Q: '" in outcome.err
 
 
 def test_what_is_finished_is_written_before_a_later_prompt_fails(attnplug: Attnplug, prompts, monkeypatch):
@@ -211,6 +212,6 @@ def test_hidden_states_that_are_not_finite_are_an_error_of_their_line(attnplug: 
     save_file(weights, embedding_model / "model.safetensors")
     path = prompts({"prompt_token_ids": [1, 9]}, {"prompt_token_ids": [1, 2]})
     outcome = attnplug("embed", "--model", str(embedding_model), "--device", "cpu", "--prompts", path, "--json")
-    assert outcome.code == 1 and f"{path}:1: the hidden states of prompt 0 are not finite" in outcome.err
+    assert outcome.code == 1 and not missing_values(outcome.err, f"{path}:1", "prompt 0")
     bad, good = (json.loads(line) for line in outcome.out.splitlines())
     assert bad["embedding"] is None and "not finite" in bad["error"] and len(good["embedding"]) == 64

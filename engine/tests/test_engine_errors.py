@@ -1,4 +1,4 @@
-"""What the engine says where it cannot go on: mistakes of the caller, numbers that are not finite, broken backends."""
+"""Errors of the engine: invalid calls, logits that are not finite, broken backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from attnplug import BackendContext, BackendError, PageSizes, PoolError, Role, UsageError
+from attnplug import BackendContext, BackendError, PageSizes, PoolError, RefusalCode, Role, UsageError
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.declare.errors import PluginWarning
 from attnplug.declare.registered import Registered, Source
@@ -18,6 +18,7 @@ from attnplug.host import TINY_CONFIGS, ModelConfigError, Registry, SelectionErr
 from attnplug_engine import Engine
 from attnplug_engine.execution.runner import NotFinite
 from attnplug_engine.prepare import check_same_choice
+from attnplug_testing.errors import having, naming, refusing
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def engine() -> Engine:
 class TestErrors:
     @pytest.mark.parametrize("prompts", ["hi", [1, 2, 3]])
     def test_a_prompt_in_place_of_a_list_of_prompts(self, engine, prompts):
-        with pytest.raises(UsageError, match="give a list of prompts"):
+        with pytest.raises(UsageError, check=naming("prompts")):
             engine.generate(prompts, max_tokens=2)
 
     def test_text_that_is_none(self, engine):
@@ -36,79 +37,79 @@ class TestErrors:
             engine.generate(["\ud800"], max_tokens=2)
 
     def test_more_pages_than_memory(self):
-        with pytest.raises(PoolError, match=r"1000000000000 pages .* GiB"):
+        with pytest.raises(PoolError, check=having(10**12, settings=("num_pages",))):
             Engine("tiny:llama", device="cpu", num_pages=1000000000000)
 
     def test_empty_prompt(self, engine):
-        with pytest.raises(UsageError, match=r"prompt 1: .*empty prompt"):
+        with pytest.raises(UsageError, check=naming("prompt 1")):
             engine.generate(["fine", ""], max_tokens=2)
         assert not engine.scheduler.has_work
 
     def test_prompt_longer_than_the_context(self, engine):
         short = Engine("tiny:llama", device="cpu", context_length=8)
-        with pytest.raises(UsageError, match=r"prompt of 20 tokens.*context holds 8"):
+        with pytest.raises(UsageError, check=naming("prompt 0", 20, 8)):
             short.generate([[1] * 20], max_tokens=2)
 
     def test_token_id_out_of_range(self, engine):
-        with pytest.raises(UsageError, match=r"prompt 0: token id 128 .* 0 to 127"):
+        with pytest.raises(UsageError, check=naming("prompt 0", 128, 127)):
             engine.generate([[1, 128]], max_tokens=2)
-        with pytest.raises(UsageError, match=r"token id a number of thousands of digits is not"):
+        with pytest.raises(UsageError, check=naming("prompt 0", 127)):
             engine.generate([[10**5000]], max_tokens=2)
-        with pytest.raises(UsageError, match=r"token id -1"):
+        with pytest.raises(UsageError, check=naming("prompt 0", -1, 127)):
             engine.generate([[-1]], max_tokens=2)
-        with pytest.raises(UsageError, match=r"token id True"):
+        with pytest.raises(UsageError, check=naming("prompt 0", True, 127)):
             engine.generate([[True]], max_tokens=2)
 
     def test_pool_too_small_for_one_request(self):
         small = Engine("tiny:llama", device="cpu", page_size=4, num_pages=3)
-        with pytest.raises(PoolError, match=r"needs 8 pages .* there are 3"):
+        with pytest.raises(PoolError, check=having(8, 3, settings=("num_pages",))):
             small.generate([[1] * 20], max_tokens=12)
 
     def test_model_that_does_not_exist(self):
-        with pytest.raises(ModelConfigError, match="no/such/model"):
+        with pytest.raises(ModelConfigError, check=having(source="no/such/model")):
             Engine("no/such/model")
 
     def test_architecture_that_the_engine_does_not_know(self, tmp_path):
         config = {**TINY_CONFIGS["llama"], "model_type": "phi3"}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(UsageError, match=r"'phi3'.*llama.*deepseek_v3"):
+        with pytest.raises(UsageError, check=having(model_type="phi3")):
             Engine(str(tmp_path), device="cpu")
 
     def test_layers_that_no_backend_serves(self, monkeypatch):
         monkeypatch.setenv("ATTNPLUG_PLUGINS", "")
-        with pytest.raises(SelectionError, match="mamba2"):
+        with pytest.raises(SelectionError, check=refusing("torch_native", RefusalCode.KIND)):
             Engine("tiny:mamba2", device="cpu")
 
     def test_backend_for_full_attention_where_there_is_none(self):
         """D3: nothing is ignored silently."""
-        with pytest.raises(UsageError, match="no backend 'bogus'"):
+        with pytest.raises(UsageError, check=naming("bogus")):
             Engine("tiny:mamba2", attention_backend="bogus", device="cpu")
-        with pytest.raises(UsageError, match=r"no full-attention layer; .* linear_attention_backend"):
+        with pytest.raises(UsageError, check=having(settings=("attention_backend", "linear_attention_backend"))):
             Engine("tiny:mamba2", attention_backend="torch_native", device="cpu")
 
     def test_state_slots_of_a_model_without_states(self):
-        with pytest.raises(UsageError, match=r"state_slots 2 is given, but the model has no linear"):
+        with pytest.raises(UsageError, check=having(2, settings=("state_slots",))):
             Engine("tiny:llama", state_slots=2, device="cpu")
 
     def test_states_that_do_not_fit_say_how_much_they_take(self):
-        with pytest.raises(PoolError, match=r"1000000000000 linear states [0-9.]+ GiB, .* state_slots"):
+        with pytest.raises(PoolError, check=having(10**12, "GiB", settings=("num_pages", "state_slots", "max_batch"))):
             Engine("tiny:mamba2", state_slots=10**12, device="cpu")
 
     def test_backend_that_does_not_exist(self):
-        with pytest.raises(UsageError, match="did you mean torch_native"):
+        with pytest.raises(UsageError, check=naming("torch_nativ", "torch_native")):
             Engine("tiny:llama", attention_backend="torch_nativ", device="cpu")
 
     def test_heads_that_cannot_be_divided(self):
         class Three:
             rank, size = 0, 3
 
-        with pytest.raises(SelectionError, match=r"4 heads cannot be divided among 3 ranks"):
+        with pytest.raises(SelectionError, check=refusing("torch_native", RefusalCode.TENSOR_PARALLEL)):
             Engine("tiny:llama", device="cpu", parallel=Three())
 
     def test_cuda_where_there_is_none(self):
         if torch.cuda.is_available():
             pytest.skip("there is a CUDA device here")
-        with pytest.raises(UsageError, match="sees no CUDA device"):
+        with pytest.raises(UsageError, check=having("cuda", settings=("device",))):
             Engine("tiny:llama", device="cuda")
 
     @pytest.mark.parametrize(
@@ -122,23 +123,21 @@ class TestErrors:
             ("context_length", -1),
         ],
     )
-    def test_settings_that_make_no_sense(self, setting, value):
-        """Whoever reads it wrote Python or a command line: both names are told."""
-        with pytest.raises(UsageError, match=rf"^{setting} '?{value}"):
+    def test_settings_out_of_range(self, setting, value):
+        with pytest.raises(UsageError, check=having(value, settings=(setting,))):
             Engine("tiny:llama", device="cpu", **{setting: value})
 
-    def test_a_dtype_that_there_is_not_is_told_by_its_setting(self):
-        with pytest.raises(UsageError, match="dtype 'int7' is not a data type") as caught:
+    def test_an_unknown_dtype_is_refused_with_its_setting(self):
+        with pytest.raises(UsageError, check=having("int7", settings=("dtype",))):
             Engine("tiny:llama", device="cpu", dtype="int7")
-        assert caught.value.settings == ("dtype",)
 
     def test_a_dtype_that_the_model_asks_for_is_not_blamed_on_an_option(self, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["llama"], "dtype": "int7"}))
-        with pytest.raises(UsageError, match=r"^the model's config asks for dtype 'int7'; choose one of"):
+        with pytest.raises(UsageError, check=having("int7", "config", settings=("dtype",))):
             Engine(tmp_path, device="cpu")
 
     def test_unknown_setting_is_an_error(self):
-        with pytest.raises(TypeError, match="max_batches"):
+        with pytest.raises(TypeError, check=naming("max_batches")):
             Engine("tiny:llama", max_batches=3)
 
 
@@ -194,9 +193,9 @@ def test_checking_layers_names_the_first_that_is_not_finite():
     assert not engine.scheduler.running or engine.scheduler.has_work
 
 
-def test_a_table_that_memory_cannot_hold_is_told(monkeypatch):
+def test_a_table_that_memory_cannot_hold_is_an_error(monkeypatch):
     monkeypatch.setattr("attnplug_engine.scheduling.slot_table.SlotTable", Mock(side_effect=MemoryError))
-    with pytest.raises(PoolError, match=r"2 requests with 1024 pages .* lower max_batch, context_length or num_pages"):
+    with pytest.raises(PoolError, check=having(2, 1024, settings=("max_batch", "context_length", "num_pages"))):
         Engine("tiny:llama", device="cpu", page_size=4, max_batch=2)
 
 
@@ -220,7 +219,7 @@ class TestABackendThatCannotBeBuilt:
         assert fallen_back.runner.capacity.page_size == fallen_back.selection.page_size == 64
         assert fallen_back.generate(["hi"], max_tokens=4) == engine.generate(["hi"], max_tokens=4)
 
-    def test_one_that_cannot_be_imported_is_told_once(
+    def test_one_that_cannot_be_imported_is_reported_once(
         self, installed: Registry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         """Before weights are loaded, and not again when the rest is built."""
@@ -230,12 +229,12 @@ class TestABackendThatCannotBeBuilt:
         unimportable = replace(odd, spec=replace(odd.spec, factory="half_a_library:Backend"))
         registry = replace(installed, backends={**installed.backends, "odd": unimportable})
         monkeypatch.setattr("attnplug_engine.prepare.load_registry", lambda: registry)
-        with pytest.warns(PluginWarning, match=r"odd-dist.*libcudart") as told:
+        with pytest.warns(PluginWarning, match=r"odd-dist.*libcudart") as caught:
             assert Engine("tiny:llama", device="cpu", num_pages=64, max_batch=4).selection.failed.keys() == {"odd"}
-        assert len(told) == 1
+        assert len(caught) == 1
 
     def test_asked_for_it_is_an_error(self) -> None:
-        with pytest.raises(BackendError, match="no kernel image"):
+        with pytest.raises(BackendError, check=naming("odd", "odd-dist", "no kernel image")):
             Engine("tiny:llama", attention_backend="odd", device="cpu")
 
 
@@ -250,21 +249,21 @@ def test_ranks_that_chose_differently_are_an_error(engine: Engine) -> None:
         rank, size = 0, 2
 
         def __init__(self) -> None:
-            self.told: list[torch.Tensor] = []
+            self.gathered: list[torch.Tensor] = []
 
         def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-            self.told = [*self.told, tensor][-2:]
-            return torch.cat(self.told, dim)
+            self.gathered = [*self.gathered, tensor][-2:]
+            return torch.cat(self.gathered, dim)
 
     ranks, cpu, selection = Ranks(), torch.device("cpu"), engine.selection
     for _ in range(2):
         check_same_choice(selection, ranks, cpu)
-    with pytest.raises(BackendError, match="rank 0 runs prefill on torch_native"):
+    with pytest.raises(BackendError, check=having("rank 0", "torch_native", settings=("attention_backend",))):
         check_same_choice(replace(selection, page_size=48), ranks, cpu)
     by_batch = BackendSchedule({"torch_native": {(1, 64, 1): 2.0}})
     scheduled = {role: replace(choice, schedule=by_batch) for role, choice in selection.choices.items()}
-    with pytest.raises(BackendError, match="measured tables"):
+    with pytest.raises(BackendError, check=having("rank 0", "torch_native", settings=("attention_backend",))):
         check_same_choice(replace(selection, choices=scheduled, page_size=48), ranks, cpu)
     without = {role: replace(choice, chosen=None) for role, choice in selection.choices.items()}
-    with pytest.raises(BackendError, match="rank 0 runs prefill on None"):
+    with pytest.raises(BackendError, check=having("rank 0", None, settings=("attention_backend",))):
         check_same_choice(replace(selection, choices=without, page_size=48), ranks, cpu)

@@ -23,6 +23,7 @@ from attnplug_engine.checkpoints.safetensors import MissingTensor
 from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.models.lightning_attention import alibi_slopes
 from attnplug_engine.parallel.collectives import ParallelError
+from attnplug_testing.errors import having, missing_values, naming
 
 DECODED = 6
 TOLERANCE = 1e-4  # of the largest logit: these models amplify rounding, and transformers differs from itself as much
@@ -231,9 +232,8 @@ def test_every_rank_gets_the_logits_of_one_process(name, size, shared_oracle, ma
     ],
 )
 def test_a_model_that_ranks_cannot_divide_is_refused(name, size, what):
-    with pytest.raises(ParallelError, match=f"{size} ranks") as caught:
+    with pytest.raises(ParallelError, check=having(what=what, size=size)):
         load_model(f"tiny:{name}", dtype=torch.float32, device="cpu", parallel=Threads(size).rank(0))
-    assert caught.value.what == what
 
 
 def test_a_rank_holds_its_part_of_the_state():
@@ -284,8 +284,8 @@ def test_a_missing_tensor_is_named_with_its_shape(name, tensor, shape, make_orac
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(MissingTensor) as caught:
         loaded_from(oracle)
-    for part in (tensor, str(shape), "model.safetensors", str(oracle.folder)):
-        assert part in str(caught.value)
+    assert (caught.value.tensor, caught.value.files) == (tensor, ("model.safetensors",))
+    assert not missing_values(str(caught.value), shape, oracle.folder)
 
 
 def test_kimi_loads_from_the_names_and_keys_that_it_was_published_with(make_oracle, make_stage, prompts):
@@ -316,28 +316,28 @@ def test_nemotron_loads_from_the_letters_of_old_configs(make_oracle, make_stage,
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "match"),
+    ("name", "changes", "key"),
     [
-        ("kimi_linear", {"num_experts": 5}, r"'num_experts' is 5; it must be the same as 'n_routed_experts'"),
-        ("kimi_linear", {"mla_use_nope": False}, r"'mla_use_nope' is False"),
-        ("kimi_linear", {"moe_router_activation_func": "softmax"}, r"'moe_router_activation_func' is 'softmax'"),
-        ("mamba2", {"time_step_limit": [1.0]}, r"'time_step_limit' is \[1.0\]"),
-        ("mamba2", {"hidden_act": "relu"}, r"'hidden_act' is 'relu'; it must be 'silu'"),
-        ("nemotron_h", {"mlp_hidden_act": "silu"}, r"'mlp_hidden_act' is 'silu'; it must be 'relu2'"),
-        ("minimax", {"partial_rotary_factor": 0.5}, r"'partial_rotary_factor' is 0.5"),
-        (RING, {"partial_rotary_factor": 1.0}, r"'qk_rope_head_dim' is 8; it must be .* which is 16"),
-        (RING, {"score_function": "softmax"}, r"'score_function' is 'softmax'"),
+        ("kimi_linear", {"num_experts": 5}, "num_experts"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+        ("mamba2", {"time_step_limit": [1.0]}, "time_step_limit"),
+        ("mamba2", {"hidden_act": "relu"}, "hidden_act"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        ("minimax", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (RING, {"partial_rotary_factor": 1.0}, "qk_rope_head_dim"),
+        (RING, {"score_function": "softmax"}, "score_function"),
     ],
 )
-def test_what_the_engine_does_not_compute_is_refused(name, changes, match):
+def test_a_config_that_the_engine_does_not_compute_is_refused(name, changes, key):
     config = {**TINY_CONFIGS[name], **({"n_routed_experts": 4} if "num_experts" in changes else {}), **changes}
     spec = load_model(f"tiny:{name}", dtype=torch.float32, device="cpu").spec
-    with pytest.raises(ModelConfigError, match=match):
+    with pytest.raises(ModelConfigError, check=having(key=key)):
         build_model(RandomCheckpoint(config), spec, dtype=torch.float32, device="cpu")
 
 
 def test_a_linear_layer_without_a_pool_of_states_says_what_is_missing(make_stage, idle):
     stage = make_stage(load_model("tiny:mamba2", dtype=torch.float32, device="cpu"), 1)
     without = ModelAttention(stage.backend, KVPools())
-    with pytest.raises(BackendError, match="without a pool of states"), without.running():
+    with pytest.raises(BackendError, check=naming("layer 0")), without.running():
         stage.module(idle.input_ids, idle.positions, idle)

@@ -126,7 +126,7 @@ def test_memory_is_given_back_when_no_step_reads_or_writes_it_any_more() -> None
     assert waited == [(step, False) for step in range(SLOTS)]
 
 
-def test_after_a_capture_host_and_device_agree_again_on_whose_turn_it_is() -> None:
+def test_host_and_device_agree_on_the_current_slot_following_a_capture() -> None:
     mailbox = make("cpu")[0]
     answer(mailbox, 1)
     mailbox.slot.fill_(1)  # a warm-up more than was answered

@@ -89,7 +89,7 @@ def test_a_rank_holds_half_of_all_that_is_divided():
 )
 def test_a_model_that_ranks_cannot_divide_is_refused(size, changes, what, make_oracle):
     oracle = make_oracle("llama", **{"hidden_size": 96, **changes})
-    with pytest.raises(ParallelError, match=f"{what}.*{size} ranks") as caught:
+    with pytest.raises(ParallelError) as caught:
         load_model(str(oracle.folder), dtype=torch.float32, device="cpu", parallel=Threads(size).rank(0))
     assert (caught.value.what, caught.value.size) == (what, size)
 

@@ -25,6 +25,7 @@ from attnplug_engine.scheduling.step import PENDING
 from attnplug_engine.speculation.batches import EagerBatches
 from attnplug_engine.speculation.plan_stream import PlanStream
 from attnplug_testing.command import Attnplug
+from attnplug_testing.errors import having, missing_values
 
 VERIFY, EXTEND, DECODE = "target_verify", "draft_extend", "decode"
 CHAIN, TREE = standalone(LLAMA) | shaped(3), standalone(LLAMA) | shaped(3, 2, 5)
@@ -454,12 +455,12 @@ class TestStreams:
 
 
 def test_it_is_refused_without_rounds():
-    with pytest.raises(UsageError, match="plan_stream plans rounds ahead, and there are none without"):
+    with pytest.raises(UsageError, check=having(settings=("plan_stream", "speculative_algorithm"))):
         EngineOptions(plan_stream=True)
 
 
 def test_the_option_is_true_or_false():
-    with pytest.raises(UsageError, match="plan_stream 'yes' is not allowed; give True or False"):
+    with pytest.raises(UsageError, check=having("yes", settings=("plan_stream",))):
         EngineOptions(plan_stream="yes", **NGRAM)
 
 
@@ -468,7 +469,7 @@ def test_run_says_why_there_is_none(attnplug: Attnplug, monkeypatch):
     options = ("--device", "cpu", "--max-tokens", "4", "--speculative-algorithm", "ngram", "--enable-plan-stream")
     outcome = attnplug("run", "--model", LLAMA, "--prompt", "hello", *options)
     assert outcome.code == 0
-    assert "plan stream: none, since torch_native plans by lengths on the host" in outcome.err
+    assert not missing_values(outcome.err, "plan stream: none", "torch_native")
 
 
 def test_it_is_off_unless_asked_for():

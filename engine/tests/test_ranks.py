@@ -25,6 +25,7 @@ from attnplug_engine.parallel.collectives import ProcessGroupParallel, RankLost
 from attnplug_engine.parallel.ranks import _Rank, _wait, join_ranks, prompts_for_ranks, prompts_path
 from attnplug_engine.request import SamplingParams
 from attnplug_testing.command import Attnplug
+from attnplug_testing.errors import having, missing_values, naming
 
 LINES = [{"prompt": "hello"}, {"prompt": "hi", "id": "x"}]
 TEXT = "".join(json.dumps(line) + "\n" for line in LINES)
@@ -169,7 +170,7 @@ def test_a_rank_that_a_signal_ended_is_named(waiting, rank):
         ("mistake", 2, "error: an empty prompt\n"),  # which both find
     ],
 )
-def test_what_ranks_have_to_say_is_told_once(waiting, how, code, told):
+def test_output_of_ranks_is_printed_once(waiting, how, code, told):
     process = subprocess.run(
         [sys.executable, "-m", "attnplug", "fail", how],
         env={**os.environ, "PYTHONPATH": str(waiting)},
@@ -196,26 +197,26 @@ def ended_ranks(*codes: int, told: bytes = b"error: no such prompt\n") -> list[A
 
 
 @pytest.mark.parametrize("told", [b"error: no such prompt\n", b""])
-def test_a_rank_that_torch_aborts_after_the_first_has_told_a_mistake_is_no_news(told):
+def test_an_abort_of_a_rank_following_an_error_is_not_reported(told):
     """Which of them torch still listens to when the first is gone is a matter of time."""
     assert _wait(ended_ranks(2, -signal.SIGABRT, told=told)) == 2
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, UsageError), (1, AttnplugError)])
 @pytest.mark.parametrize("first", [69, -signal.SIGABRT])
-def test_a_mistake_keeps_its_exit_code_whichever_rank_lives_to_tell_it(first, code, kind):
-    with pytest.raises(kind, match=r"^rank 1 of 2 failed: no such prompt$") as caught:
+def test_an_error_keeps_its_exit_code_whichever_rank_survives(first, code, kind):
+    with pytest.raises(kind, check=naming("rank 1", "no such prompt")) as caught:
         _wait(ended_ranks(first, code))
     assert caught.value.exit_code == code
 
 
-def test_ranks_that_all_abort_are_told_of():
-    with pytest.raises(AttnplugError, match=r"^rank 0 of 2 was ended by SIGABRT$"):
+def test_ranks_that_all_abort_are_reported():
+    with pytest.raises(AttnplugError, check=naming("rank 0", "SIGABRT")):
         _wait(ended_ranks(-signal.SIGABRT, -signal.SIGABRT))
 
 
-def test_a_rank_that_lost_the_others_leaves_it_to_its_parent_to_tell(monkeypatch):
-    """One that has no such parent, as under torchrun, tells it itself."""
+def test_a_rank_that_lost_the_others_leaves_the_report_to_its_parent(monkeypatch):
+    """Without such a parent, as under torchrun, it raises RankLost."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("Connection closed by peer\nC++ frames")
@@ -227,9 +228,7 @@ def test_a_rank_that_lost_the_others_leaves_it_to_its_parent_to_tell(monkeypatch
     parallel = ProcessGroupParallel()
     for collective in (parallel.all_reduce, lambda tensor: parallel.all_gather(tensor, 0)):
         parallel.exit_code_when_lost = None
-        with pytest.raises(
-            RankLost, match=r"rank 1 lost the others, or one of them failed: Connection closed by peer$"
-        ):
+        with pytest.raises(RankLost, check=having("Connection closed by peer", rank=1)):
             collective(torch.zeros(2))
         parallel.exit_code_when_lost = 69
         with pytest.raises(SystemExit) as caught:
@@ -248,7 +247,7 @@ def test_ending_the_command_ends_its_ranks(waiting):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_of_all_processes_is_told_once(waiting):
+def test_an_interrupt_of_all_processes_is_reported_once(waiting):
     """As a terminal does it: Ctrl-C reaches the ranks too."""
     with started("wait", path=waiting) as (process, ranks):
         os.killpg(process.pid, signal.SIGINT)
@@ -283,28 +282,28 @@ def test_heads_that_ranks_cannot_divide_are_refused_before_any_is_started(attnpl
     arguments = ("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "3", "--device", "cpu")
     outcome = attnplug(command, *arguments)
     assert outcome.code == 1
-    assert "4 heads cannot be divided among 3 ranks" in outcome.err and outcome.err.count("error: ") == 1
+    assert not missing_values(outcome.err, "4 heads", "3 ranks") and outcome.err.count("error: ") == 1
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "named"),
     [
-        ({"RANK": "0"}, "RANK='0' is set without WORLD_SIZE"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a number"),
-        ({"RANK": "²", "WORLD_SIZE": "2"}, "RANK='²' is not a number"),
-        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='999"),
-        ({"RANK": "0", "WORLD_SIZE": "3"}, "3 ranks were started"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not one of WORLD_SIZE=2 ranks"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 is set without MASTER_ADDR"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is not set"),
+        ({"RANK": "0"}, ["RANK='0'", "WORLD_SIZE"]),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, ["RANK='one'"]),
+        ({"RANK": "²", "WORLD_SIZE": "2"}, ["RANK='²'"]),
+        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, ["WORLD_SIZE"]),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, [3, "--tensor-parallel"]),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["RANK=0", "MASTER_ADDR"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, ["MASTER_PORT"]),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000"},
-            "MASTER_PORT='70000' is not a number from 0 to 65535",
+            ["MASTER_PORT='70000'", 65535],
         ),
     ],
 )
-def test_a_place_among_ranks_that_is_not_whole_is_told_in_one_message(
-    attnplug: Attnplug, no_process, monkeypatch, environment, told
+def test_an_incomplete_rank_environment_gives_one_message(
+    attnplug: Attnplug, no_process, monkeypatch, environment, named
 ):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -313,10 +312,10 @@ def test_a_place_among_ranks_that_is_not_whole_is_told_in_one_message(
     monkeypatch.setattr(ProcessGroupParallel, "join", lambda *_: pytest.fail("it waits for other ranks"))
     arguments = ("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "2", "--device", "cpu")
     outcome = attnplug("run", *arguments)
-    assert outcome.code == 2 and told in outcome.err and outcome.err.count("error: ") == 1
+    assert outcome.code == 2 and not missing_values(outcome.err, *named) and outcome.err.count("error: ") == 1
 
 
-def test_ranks_that_do_not_meet_are_told_where(attnplug: Attnplug, monkeypatch):
+def test_ranks_that_do_not_meet_are_an_error_with_the_address(attnplug: Attnplug, monkeypatch):
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -328,7 +327,8 @@ def test_ranks_that_do_not_meet_are_told_where(attnplug: Attnplug, monkeypatch):
     arguments = ("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "2", "--device", "cpu")
     outcome = attnplug("run", *arguments)
     assert outcome.code == 1
-    assert "rank 1 of 2 cannot meet the others at 127.0.0.1:1234: the client socket has timed out\n" in outcome.err
+    assert not missing_values(outcome.err, "rank 1 of 2", "127.0.0.1:1234", "the client socket has timed out")
+    assert "C++" not in outcome.err
 
 
 def test_a_stray_rank_means_nothing_to_one_process(attnplug: Attnplug, monkeypatch):

@@ -14,6 +14,7 @@ from attnplug_engine.request import FinishReason, Request, RequestState, Samplin
 from attnplug_engine.scheduling.step import BAD_LOGITS, PENDING, Step
 from attnplug_engine.speculation.options import Algorithm, Speculation
 from attnplug_engine.speculation.scheduler import RoundScheduler, lookahead_rows
+from attnplug_testing.errors import having
 
 JUNK = -5
 CHAIN = Speculation(Algorithm.MTP, None, 3)
@@ -202,7 +203,7 @@ def test_nobody_is_scheduled_who_may_have_all_tokens_in_flight():
 
 def test_a_pool_without_room_for_what_is_proposed_is_refused_by_value():
     serving = RoundServing(pages=4, page_size=4)
-    with pytest.raises(PoolError, match="needs 6 pages for 3 prompt tokens and up to 9 new ones with room for 11 prop"):
+    with pytest.raises(PoolError, check=having(6, 3, 9, 11, 4, settings=("num_pages",))):
         serving.scheduler.add(request(0, [1, 2, 3], 9))
 
 

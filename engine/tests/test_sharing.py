@@ -9,6 +9,7 @@ import pytest
 
 from attnplug import UsageError
 from attnplug_engine import Engine, Request, SamplingParams, Update
+from attnplug_testing.errors import naming
 
 PROMPTS = ["one", "another prompt", "x", "a third of them", "more"]
 PARAMS = [SamplingParams(max_tokens=tokens) for tokens in (20, 7, 13, 1, 9)]
@@ -102,7 +103,7 @@ def test_a_request_may_be_followed_twice(engine, alone):
     assert tokens(some + list(first)) == [alone[0]]
 
 
-def test_the_follower_of_an_aborted_request_is_told_of_its_end(engine, alone):
+def test_the_follower_of_an_aborted_request_sees_its_end(engine, alone):
     requests = add(engine, [0, 2])
     following = engine.follow(requests)
     some = [next(following) for _ in range(3)]
@@ -125,7 +126,7 @@ def test_an_iterator_that_is_left_aborts_its_own_requests_alone(engine, alone):
 
 def test_a_request_of_another_engine_is_refused(engine, alone):
     (own,) = add(engine, [2])
-    with pytest.raises(UsageError, match="not this engine's"):
+    with pytest.raises(UsageError, check=naming("request 5")):
         next(engine.follow([own, Request(own.id, (1, 2), PARAMS[0])]))
     assert tokens(list(engine.follow([own]))) == [alone[2]]
 

@@ -12,6 +12,7 @@ from attnplug.kernels import PageCopy
 from attnplug_engine.scheduling.page_allocator import OutOfPages, PageAllocator
 from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_testing.devices import DEVICES
+from attnplug_testing.errors import having, naming
 
 
 def make_table(num_pages: int = 8, *, max_requests: int = 4, max_pages: int = 4) -> tuple[PageAllocator, SlotTable]:
@@ -69,14 +70,14 @@ def test_a_prefix_must_have_exactly_the_pages_of_its_tokens(pages: int, length: 
     row = table.admit()
     table.extend(row, 8)
     before = snapshot(allocator, table, row)
-    with pytest.raises(PoolError, match=f"{pages} shared pages do not hold exactly {length} tokens"):
+    with pytest.raises(PoolError, check=naming(pages, length)):
         table.admit(table.pages(row)[:pages], length)
     assert snapshot(allocator, table, row) == before
 
 
 def test_a_prefix_of_free_pages_is_refused_and_takes_no_row() -> None:
     _, table = make_table(max_requests=1)
-    with pytest.raises(PoolError, match="3"):
+    with pytest.raises(PoolError, check=having(pages=(3,))):
         table.admit([3], 4)
     table.admit()
 
@@ -84,7 +85,7 @@ def test_a_prefix_of_free_pages_is_refused_and_takes_no_row() -> None:
 def test_a_prefix_longer_than_a_row_is_refused() -> None:
     allocator, table = make_table()
     pages = allocator.allocate(5)
-    with pytest.raises(PoolError, match="20 tokens need 5 pages, and a row holds 4"):
+    with pytest.raises(PoolError, check=naming(20, 5, 4)):
         table.admit(pages, 20)
     assert [allocator.references(page) for page in pages] == [1] * 5
 
@@ -93,7 +94,7 @@ def test_one_request_too_many_names_the_limit_and_the_option() -> None:
     _, table = make_table(max_requests=2)
     table.admit()
     table.admit()
-    with pytest.raises(PoolError, match=r"request 3 .* holds 2 requests.*raise max_batch"):
+    with pytest.raises(PoolError, check=having("request 3", 2, settings=("max_batch",))):
         table.admit()
 
 
@@ -149,13 +150,13 @@ def test_rows_that_cannot_all_be_extended_stay_as_they_are() -> None:
     allocator.release(taken)
     table.extend(rows[2], 4)
     before = snapshot(allocator, table, *rows)
-    with pytest.raises(PoolError, match="9 tokens need 3 pages, and a row holds 2"):
+    with pytest.raises(PoolError, check=naming(9, 3, 2)):
         table.extend_each(rows)
-    with pytest.raises(PoolError, match="cannot be extended"):
+    with pytest.raises(PoolError, check=naming("[0, 1, 0]")):
         table.extend_each([rows[0], rows[1], rows[0]])
-    with pytest.raises(PoolError, match="row 3 is not in use"):
+    with pytest.raises(PoolError, check=naming("row 3")):
         table.extend_each([rows[0], 3])
-    with pytest.raises(PoolError, match="row -1 is not in use"):
+    with pytest.raises(PoolError, check=naming("row -1")):
         table.extend_each([rows[0], -1])
     assert snapshot(allocator, table, *rows) == before
 
@@ -218,7 +219,7 @@ def test_truncation_beyond_the_row_is_refused(length: int) -> None:
     row = table.admit()
     table.extend(row, 5)
     before = snapshot(allocator, table, row)
-    with pytest.raises(PoolError, match=f"5 tokens cannot be truncated to {length}"):
+    with pytest.raises(PoolError, check=naming("row 0", 5, length)):
         table.truncate(row, length)
     assert snapshot(allocator, table, row) == before
 
@@ -240,7 +241,7 @@ def test_an_extension_past_the_row_changes_nothing() -> None:
     row = table.admit()
     table.extend(row, 15)
     before = snapshot(allocator, table, row)
-    with pytest.raises(PoolError, match=r"17 tokens need 5 pages, and a row holds 4 \(16 tokens\)"):
+    with pytest.raises(PoolError, check=naming(17, 5, 4)):
         table.extend(row, 2)
     assert snapshot(allocator, table, row) == before
 
@@ -248,7 +249,7 @@ def test_an_extension_past_the_row_changes_nothing() -> None:
 def test_a_negative_extension_is_refused() -> None:
     _, table = make_table()
     row = table.admit()
-    with pytest.raises(PoolError, match="truncate"):
+    with pytest.raises(PoolError, check=naming("row 0", -1, "truncate")):
         table.extend(row, -1)
 
 
@@ -268,7 +269,7 @@ USES: dict[str, Callable[[SlotTable, int], object]] = {
 def test_a_row_that_is_not_in_use_is_refused(use: Callable[[SlotTable, int], object], row: int) -> None:
     _, table = make_table()
     table.release(table.admit())
-    with pytest.raises(PoolError, match=f"row {row} is not in use"):
+    with pytest.raises(PoolError, check=naming(f"row {row}")):
         use(table, row)
 
 
@@ -299,7 +300,7 @@ def test_a_batch_narrower_than_its_rows_is_refused() -> None:
     _, table = make_table()
     row = table.admit()
     table.extend(row, 9)
-    with pytest.raises(PoolError, match="width 2 cannot hold a row of 3 pages"):
+    with pytest.raises(PoolError, check=naming(2, 3)):
         table.batch([row], width=2)
 
 
@@ -362,5 +363,5 @@ SIZES = ["page_size", "max_requests", "max_pages"]
 @pytest.mark.parametrize("name", SIZES)
 def test_a_table_that_holds_nothing_is_refused(name: str) -> None:
     page_size, max_requests, max_pages = (0 if name == size else 4 for size in SIZES)
-    with pytest.raises(PoolError, match=f"{name}=0"):
+    with pytest.raises(PoolError, check=naming(f"{name}=0")):
         SlotTable(PageAllocator(8), page_size=page_size, max_requests=max_requests, max_pages=max_pages)

@@ -23,6 +23,7 @@ from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.models.decoder import Block
 from attnplug_sparse.pools import INDEX_KEYS
 from attnplug_testing.command import Attnplug
+from attnplug_testing.errors import having, missing_values
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]
 
@@ -270,18 +271,18 @@ def test_fp8_caches_serve_sparse_layers_and_a_hit_in_the_prefix_cache_gives_the_
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"index_init_tokens": 4}, "'index_init_tokens' is 4; it must be absent or 0"),
-        ({"index_local_tokens": 1}, "'index_local_tokens' is 1"),
-        ({"index_k_norm_type": "rms"}, "'index_k_norm_type' is 'rms'; it must be absent or 'layer'"),
-        ({"q_lora_rank": None}, "'q_lora_rank' is None; it must be a whole number: the indexer reads"),
-        ({"rope_interleave": False}, "'rope_interleave' is False; it must be true for model type 'deepseek_v32'"),
+        {"index_init_tokens": 4},
+        {"index_local_tokens": 1},
+        {"index_k_norm_type": "rms"},
+        {"q_lora_rank": None},
+        {"rope_interleave": False},
     ],
 )
-def test_an_indexer_of_another_kind_is_refused(changes, message, tmp_path):
+def test_an_indexer_of_another_kind_is_refused(changes, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["deepseek_v32"], **changes}))
-    with pytest.raises(ModelConfigError, match=message):
+    with pytest.raises(ModelConfigError, check=having(key=next(iter(changes)))):
         load_model(str(tmp_path), dtype=torch.float32, device="cpu", random_weights=True)
 
 
@@ -290,7 +291,7 @@ def test_an_index_that_the_config_says_is_shared_is_not_left_out_silently(make_o
     path = oracle.folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "indexer_types": ["full", "full", "full", "shared"]}))
-    with pytest.raises(UnusedTensors, match=r"layers\.3\.self_attn\.indexer"):
+    with pytest.raises(UnusedTensors, check=having(tensor="model.layers.3.self_attn.indexer.k_norm.bias")):
         load_model(str(oracle.folder), dtype=torch.float32, device="cpu")
 
 
@@ -300,9 +301,9 @@ def test_run_serves_sparse_models_and_explain_shows_them(name, attnplug: Attnplu
     answer = ("--prompt", "a prompt of many tokens", "--max-tokens", "4", "--index-dtype", "fp8")
     outcome = attnplug("run", *model, *answer)
     assert outcome.code == 0 and "decode: torch_sparse" in outcome.err, outcome.err
-    told = attnplug("explain", *model, "--index-dtype", "fp8")
-    assert told.code == 0 and "+sparse (top 12, index 16×16)" in told.out and "index keys float8_e4m3fn" in told.out
-    assert ("shared index" in told.out) is (name == "glm_moe_dsa")
+    shown = attnplug("explain", *model, "--index-dtype", "fp8")
+    assert shown.code == 0 and "+sparse (top 12, index 16×16)" in shown.out and "index keys float8_e4m3fn" in shown.out
+    assert ("shared index" in shown.out) is (name == "glm_moe_dsa")
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
@@ -311,8 +312,7 @@ def test_an_extend_path_that_sparse_layers_cannot_run_is_refused_before_weights_
     monkeypatch.setattr("attnplug_engine.prepare.load_model", None)
     outcome = attnplug("run", "--model", f"tiny:{name}", "--device", "cpu", "--prompt", "x", "--mla-extend", "chunked")
     assert outcome.code == 2 and outcome.err.count("error: ") == 1 and "Traceback" not in outcome.err
-    assert f"chunked is given, but sparse layers of tiny:{name} run absorbed only" in outcome.err
-    assert "--mla-extend" in outcome.err
+    assert not missing_values(outcome.err, "--mla-extend", "chunked", f"tiny:{name}", "absorbed")
 
 
 def test_a_draft_without_index_keys_of_tokens_is_beside_a_target_that_has_them():

@@ -11,12 +11,13 @@ from attnplug import Role, UsageError
 from attnplug_engine import Engine
 from attnplug_engine.options import EngineOptions
 from attnplug_testing.command import Attnplug
+from attnplug_testing.errors import having, missing_values
 
 ALGORITHM, DRAFT, NODES = "--speculative-algorithm", "--speculative-draft-model", "--speculative-num-draft-tokens"
 
 
-def told(attnplug: Attnplug, *arguments: str) -> str:
-    """What `run` says of a mistake, on one line."""
+def refusal(attnplug: Attnplug, *arguments: str) -> str:
+    """Return the only line of ``run``'s error message."""
     outcome = attnplug("run", "--model", "tiny:llama", "--prompt", "x", "--device", "cpu", *arguments)
     (line,) = outcome.err.splitlines()
     assert outcome.code == 2 and line.startswith("error: ")
@@ -26,52 +27,51 @@ def told(attnplug: Attnplug, *arguments: str) -> str:
 @pytest.mark.parametrize("value", ["-3", "1", "100"])
 def test_a_number_of_rows_is_refused_by_its_own_name(value, attnplug: Attnplug):
     """And not as the number of steps that would follow from it."""
-    assert told(attnplug, ALGORITHM, "ngram", NODES, value).startswith(f"{NODES} {value} is not allowed; give rows to")
+    assert refusal(attnplug, ALGORITHM, "ngram", NODES, value).startswith(f"{NODES} {value} ")
 
 
 def test_rows_that_are_no_number_are_a_mistake_of_the_user():
-    with pytest.raises(UsageError, match="speculative_num_draft_tokens '4' is not allowed"):
+    with pytest.raises(UsageError, check=having("4", settings=("speculative_num_draft_tokens",))):
         EngineOptions(speculative_algorithm="ngram", speculative_num_draft_tokens="4")  # type: ignore[arg-type] # the mistake
 
 
 @pytest.mark.parametrize("algorithm", ["standalone", "eagle", "eagle3", "mtp"])
-def test_a_draft_that_is_not_there_is_told_by_its_option(algorithm, attnplug: Attnplug):
-    line = told(attnplug, ALGORITHM, algorithm, DRAFT, "/nowhere")
+def test_a_draft_that_does_not_exist_names_its_option(algorithm, attnplug: Attnplug):
+    line = refusal(attnplug, ALGORITHM, algorithm, DRAFT, "/nowhere")
     assert "/nowhere" in line and line.endswith(f"({DRAFT})")
 
 
-def test_a_draft_without_weights_is_told_by_its_option(tmp_path, attnplug: Attnplug):
+def test_a_draft_without_weights_names_its_option(tmp_path, attnplug: Attnplug):
     (tmp_path / "config.json").write_text(_CONFIG)
-    line = told(attnplug, ALGORITHM, "standalone", DRAFT, str(tmp_path))
-    assert "has neither model.safetensors nor" in line and line.endswith(f"({DRAFT})")
+    line = refusal(attnplug, ALGORITHM, "standalone", DRAFT, str(tmp_path))
+    assert "model.safetensors" in line and line.endswith(f"({DRAFT})")
 
 
-def test_a_draft_of_another_vocabulary_is_told_by_the_options_that_the_message_names(tmp_path, attnplug: Attnplug):
+def test_a_draft_of_another_vocabulary_names_its_option(tmp_path, attnplug: Attnplug):
     (tmp_path / "config.json").write_text(_CONFIG.replace('"vocab_size": 128', '"vocab_size": 96'))
-    line = told(attnplug, ALGORITHM, "standalone", DRAFT, str(tmp_path), "--random-weights")
-    assert "has a vocabulary of 96, and the target 'tiny:llama' one of 128" in line and line.endswith(DRAFT)
+    line = refusal(attnplug, ALGORITHM, "standalone", DRAFT, str(tmp_path), "--random-weights")
+    assert not missing_values(line, 96, 128, "tiny:llama") and line.endswith(DRAFT)
 
 
-def test_a_backend_for_drafts_without_speculation_is_told_what_turns_it_on(attnplug: Attnplug):
-    line = told(attnplug, "--draft-attention-backend", "torch_native")
+def test_a_backend_for_drafts_without_speculation_names_the_algorithm_option(attnplug: Attnplug):
+    line = refusal(attnplug, "--draft-attention-backend", "torch_native")
     assert line == (
         "--draft-attention-backend torch_native is given, but speculation is off; leave it out, or turn speculation on "
         f"by {ALGORITHM}"
     )
 
 
-def test_too_few_pages_for_what_is_proposed_are_told_by_their_option(attnplug: Attnplug):
+def test_too_few_pages_for_proposed_tokens_name_their_option(attnplug: Attnplug):
     arguments = ("--model", "tiny:llama", "--prompt", "x", "--device", "cpu", "--num-pages", "2", "--page-size", "4")
     outcome = attnplug("run", *arguments, "--max-tokens", "5", ALGORITHM, "ngram")
     assert outcome.code == 1
-    assert "needs 4 pages for 1 prompt tokens and up to 5 new ones with room for 8 proposed" in outcome.err
-    assert outcome.err.rstrip().endswith("lower its max_tokens, or give more --num-pages")
+    assert not missing_values(outcome.err, "4 pages", 1, 5, 8, "max_tokens", "--num-pages")
 
 
 def test_branches_without_tokens_are_refused_by_explain_too(attnplug: Attnplug):
     outcome = attnplug("explain", "--model", "tiny:llama", "--device", "cpu", "--speculative-topk", "2")
     assert outcome.code == 2
-    assert outcome.err.startswith("error: --speculative-topk 2 is given, but speculation is off (--speculative-tokens")
+    assert not missing_values(outcome.err, "--speculative-topk 2", "--speculative-tokens")
 
 
 def test_a_draft_may_be_given_as_a_path(tmp_path):
@@ -82,7 +82,7 @@ def test_a_draft_may_be_given_as_a_path(tmp_path):
 
 
 def test_a_draft_that_is_no_path_is_a_mistake_of_the_user():
-    with pytest.raises(UsageError, match="speculative_draft_model 5 is not allowed; give the folder"):
+    with pytest.raises(UsageError, check=having(5, settings=("speculative_draft_model",))):
         EngineOptions(speculative_algorithm="standalone", speculative_draft_model=5)  # type: ignore[arg-type] # the mistake
 
 

@@ -23,6 +23,7 @@ from attnplug_engine.execution.two_batch import LEAST_SHARE, BatchSplit, TwoBatc
 from attnplug_engine.options import EngineOptions
 from attnplug_sparse.pools import INDEX_KEYS
 from attnplug_testing.command import Package
+from attnplug_testing.errors import having
 from attnplug_testing.trees import tree_bits
 
 EXTEND, DECODE, VERIFY, MIXED = (
@@ -446,7 +447,7 @@ def test_backends_are_built_for_two_lanes_only_if_asked():
 
 
 def test_the_option_is_true_or_false():
-    with pytest.raises(UsageError, match="two_batch_overlap 'yes' is not allowed; give True or False"):
+    with pytest.raises(UsageError, check=having("yes", settings=("two_batch_overlap",))):
         EngineOptions(two_batch_overlap="yes")
 
 

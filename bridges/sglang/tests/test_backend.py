@@ -18,6 +18,7 @@ from attnplug_sglang import plugin
 from attnplug_sglang.host import Refused
 from attnplug_sglang.kv_pools import PageTable
 from attnplug_sglang.layers import Layers
+from attnplug_testing.errors import naming
 from sglang_fakes import Mode, batch, mha_layer, reference, slots_table
 from sglang_stand_in import CHOICES, CHUNKED, HANDLERS, HOOKS, IN_GRAPH, REGISTERED, Method, Radix, sglang
 
@@ -181,11 +182,11 @@ def test_a_prefill_as_mha_gives_the_log_sum_exp_beside_the_rows(ours: SimpleName
     torch.testing.assert_close(lse[0], (q[0] * k[0]).sum(-1) * 0.25)
     given.mha_return_lse = False
     torch.testing.assert_close(backend.forward_extend(q, k, v, as_mha, given, save_kv_cache=False), out.flatten(1))
-    with pytest.raises(BackendError, match="runs as MHA"):
+    with pytest.raises(BackendError, check=naming("layer 0", "MHA")):
         backend.forward_extend(q, k, v, as_mha, given)
 
 
-def test_mla_models_are_told_how_a_batch_extends(ours: SimpleNamespace) -> None:
+def test_mla_models_see_how_a_batch_extends(ours: SimpleNamespace) -> None:
     """C1: by SGLang's thresholds; inside a graph of prefill, absorbed."""
     made, _, _ = mla_runner(slots_table([3], PAGE))
     ours.build.build(NAME, made)
@@ -204,7 +205,7 @@ def test_mla_models_are_told_how_a_batch_extends(ours: SimpleNamespace) -> None:
 
 
 def test_drafts_are_refused(ours: SimpleNamespace) -> None:
-    with pytest.raises(Refused, match="--speculative-draft-attention-backend"):
+    with pytest.raises(Refused, check=naming("--speculative-draft-attention-backend")):
         ours.build.build(NAME, runner([Radix()], slots_table([3], PAGE), pool(0), is_draft_worker=True))
 
 
@@ -225,7 +226,9 @@ def test_a_rank_has_its_part_of_the_heads(ours: SimpleNamespace) -> None:
     assert model.ranks == 4 and (context.parallel.rank, context.parallel.size) == (2, 4)
 
 
-def test_a_gpu_is_told_by_its_compute_capability(ours: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_problem_has_the_compute_capability_of_the_gpu(
+    ours: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (10, 3))
     made = runner([Radix()], slots_table([3], PAGE), pool(0), device="cuda")
     assert ours.build._problem(made, ours.build._model(made)[1]).sm == 103
@@ -312,7 +315,7 @@ def test_another_batchs_plan_is_refused(ours: SimpleNamespace) -> None:
     """B5"""
     backend, _, module, table = recording(ours)
     backend.init_forward_metadata(batch(table, [0, 0], [4, 8]))
-    with pytest.raises(PlanError, match=r"decode .*extend"):
+    with pytest.raises(PlanError, check=naming("decode", "extend")):
         backend.forward_decode(*rows(2), module, batch(table, [4, 8], [1, 1], Mode.DECODE))
 
 
@@ -322,7 +325,7 @@ def test_nothing_is_planned_for_an_idle_batch(ours: SimpleNamespace) -> None:
     backend.init_forward_metadata(decode)
     backend.init_forward_metadata(batch(table, [4], [1], Mode.IDLE))
     assert recorder.told == ["plan"]
-    with pytest.raises(PlanError, match="nothing is planned"):
+    with pytest.raises(PlanError, check=naming("decode")):
         backend.forward_decode(*rows(2), module, decode)
 
 
@@ -332,7 +335,7 @@ def test_sinks_reach_the_backend_in_float32(ours: SimpleNamespace) -> None:
     backend.init_forward_metadata(given)
     backend.forward_decode(*rows(2), module, given, sinks=torch.ones(4, dtype=torch.bfloat16))
     assert recorder.told[-1].sinks.dtype is torch.float32
-    with pytest.raises(BackendError, match=r"layer 0 .*sink"):
+    with pytest.raises(BackendError, check=naming("layer 0", "sink")):
         backend.forward_decode(*rows(2), module, given)
 
 
@@ -341,7 +344,7 @@ def test_what_a_model_gives_beyond_the_contract_is_refused_by_name(ours: SimpleN
     backend, _, module, table = recording(ours)
     given = batch(table, [4, 8], [1, 1], Mode.DECODE)
     backend.init_forward_metadata(given)
-    with pytest.raises(BackendError, match="sink" if name == "sinks" else "q_rope"):
+    with pytest.raises(BackendError, check=naming("sink" if name == "sinks" else "q_rope")):
         backend.forward_decode(*rows(2), module, given, **{name: torch.ones(4)})
 
 
@@ -359,7 +362,7 @@ def test_captures_and_replays_reach_the_backend(ours: SimpleNamespace) -> None:
     """B2: what lengths decide is refilled inside the graph."""
     backend, recorder, _, table = recording(ours)
     given = batch(table, [4, 8], [1, 1], Mode.DECODE)
-    with pytest.raises(PlanError, match="init_cuda_graph_state"):
+    with pytest.raises(PlanError, check=naming("init_cuda_graph_state")):
         backend.init_forward_metadata_out_graph(given)
     backend.init_cuda_graph_state(4, 8)
     backend.init_forward_metadata_out_graph(given, in_capture=True)
@@ -367,7 +370,7 @@ def test_captures_and_replays_reach_the_backend(ours: SimpleNamespace) -> None:
     backend.init_forward_metadata_out_graph(given)
     assert recorder.told == [("reserve", 4, 8), "capture", "refill", "replay"]
     backend.init_cuda_graph_state(4, 8)
-    with pytest.raises(BackendError, match=r"4 requests and 8 rows .*4 and 9"):
+    with pytest.raises(BackendError, check=naming(4, 8, 9)):
         backend.init_cuda_graph_state(4, 9)
 
 

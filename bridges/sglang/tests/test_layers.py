@@ -10,6 +10,7 @@ import pytest
 from attnplug import AttentionKind, BackendError
 from attnplug.host import MLADims
 from attnplug_sglang.layers import Layers, with_sinks
+from attnplug_testing.errors import naming
 from sglang_fakes import Module, module
 
 MLA = MLADims(16, 8, 4)
@@ -51,23 +52,23 @@ def test_an_mla_layer_is_one_spec_with_two_modules() -> None:
     ],
 )
 def test_what_the_contract_lacks_is_refused_by_name(change: dict[str, Any], reason: str) -> None:
-    with pytest.raises(BackendError, match=f"layer 2 .*{reason}"):
+    with pytest.raises(BackendError, check=naming("layer 2", reason)):
         Layers([module(2, **change)], None, 0)
 
 
 def test_two_kinds_of_attention_over_one_cache_are_refused() -> None:
-    with pytest.raises(BackendError, match="layer 0"):
+    with pytest.raises(BackendError, check=naming("layer 0")):
         Layers([module(), module(sliding_window_size=3)], None, 0)
 
 
 def test_an_mla_module_as_mha_without_its_latent_one_is_refused() -> None:
-    with pytest.raises(BackendError, match="layer 2"):
+    with pytest.raises(BackendError, check=naming("layer 2")):
         Layers([module(2)], MLA, 8)
 
 
 def test_a_module_of_another_model_is_refused() -> None:
     layers = Layers([module()], None, 0)
-    with pytest.raises(BackendError, match="layer 5"):
+    with pytest.raises(BackendError, check=naming("layer 5")):
         layers.spec(module(5))
 
 

@@ -15,6 +15,7 @@ from attnplug.kernels import merge_partial
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_sglang.mla_prefill import RaggedPrefill, extend_path
 from attnplug_sglang.planning import Step, mode_of
+from attnplug_testing.errors import naming
 from sglang_fakes import Mode, batch, slots_table
 
 LAYER = LayerSpec(0, AttentionKind.MLA, 2, 2, 12, 8, 12**-0.5, mla=MLADims(16, 8, 4))
@@ -99,7 +100,7 @@ def test_a_captured_prefill_runs_absorbed() -> None:
 
 
 def test_a_captured_prefill_that_cannot_run_absorbed_is_refused() -> None:
-    with pytest.raises(BackendError, match="--disable-cuda-graph"):
+    with pytest.raises(BackendError, check=naming("EXTEND", "one_shot", "--disable-cuda-graph")):
         extend_path(extend([0], [4]), THRESHOLDS, frozenset({ExtendPath.ONE_SHOT}), captured=True)
 
 
@@ -154,7 +155,7 @@ def test_rows_of_padding_give_zero() -> None:
 
 def test_a_backend_without_ragged_calls_is_named() -> None:
     backend = SimpleNamespace(backend_id=BackendId("plain"))
-    with pytest.raises(BackendError, match="plain"):
+    with pytest.raises(BackendError, check=naming("layer 0", "plain")):
         RaggedPrefill(backend).attend(*torch.zeros(3, 1, 1, 1), LAYER, extend([0], [1]), None)  # type: ignore
 
 

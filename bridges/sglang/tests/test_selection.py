@@ -17,6 +17,7 @@ from attnplug.registry.hosts import load_host
 from attnplug_sglang.host import HOST, OPTIONS, Refused, fit, given_options, render
 from attnplug_sglang.selection import choose, decode_graphs, served_roles, unsupported
 from attnplug_sglang.server_args import check_server_args
+from attnplug_testing.errors import having, missing_values, naming
 from attnplug_testing.measured import measured_twins
 from attnplug_testing.specs import GDN, MHA, model
 
@@ -82,17 +83,17 @@ def test_the_problem_is_as_sglang_poses_it() -> None:
 
 def test_refusals_are_in_sglangs_words(folder: str) -> None:
     """D3."""
-    with pytest.raises(ValueError, match=r"--dtype 'float64'"):
+    with pytest.raises(ValueError, check=naming("--dtype", "float64")):
         check_server_args(arguments(folder, dtype="float64"))
     with pytest.raises(Refused) as refused:
         check_server_args(arguments(folder, attention_backend="attnplug:triton_mla"))
     text = str(refused.value)
     assert text.startswith("attnplug:triton_mla: triton_mla")
-    assert "--attention-backend" in text and "change --device" in text
+    assert not missing_values(text, "--attention-backend", "--device")
 
 
 def test_a_wrong_name_is_refused_in_the_front_end(folder: str) -> None:
-    with pytest.raises(ValueError, match="torch_natve"):
+    with pytest.raises(ValueError, check=naming("torch_natve", "torch_native")):
         check_server_args(arguments(folder, attention_backend="attnplug:torch_natve"))
 
 
@@ -104,11 +105,11 @@ def test_other_backends_are_sglangs_own_matter(folder: str) -> None:
 
 def test_a_model_that_is_not_here_is_left_to_the_scheduler() -> None:
     check_server_args(arguments("organisation/model"))
-    with pytest.raises(ValueError, match="nobody"):
+    with pytest.raises(ValueError, check=naming("nobody")):
         check_server_args(arguments("organisation/model", attention_backend="attnplug:nobody"))
 
 
-def test_each_role_is_judged_by_itself(folder: str) -> None:
+def test_each_role_is_checked_by_itself(folder: str) -> None:
     """A backend that only decodes is chosen for decode, and prefill is left to the other one."""
     assert served_roles("a", "a", "b") == (Role.PREFILL,)
     assert served_roles("a", "a", "a") == (Role.PREFILL, Role.DECODE)
@@ -181,9 +182,8 @@ def test_whether_decode_is_captured(config: Any, disabled: bool, captured: bool)
     ],
 )
 def test_what_cannot_be_carried_is_refused_by_name(folder: str, change: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, check=naming(named)):
         check_server_args(arguments(folder, **change))
-    assert named in str(refused.value)
 
 
 CHAIN = {
@@ -197,17 +197,16 @@ CHAIN = {
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"tp_size": 3}, "change --tp-size"),
-        (CHAIN, "change --speculative-num-draft-tokens"),
+        ({"tp_size": 3}, "--tp-size"),
+        (CHAIN, "--speculative-num-draft-tokens"),
         ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype 'fp4_e2m1'"),
         ({"attention_backend": None, "decode_attention_backend": "attnplug:nobody"}, "'nobody'"),
         ({"page_size": 1 << 40}, "--page-size"),
     ],
 )
-def test_what_a_server_is_started_with_is_judged(folder: str, change: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError) as refused:
+def test_arguments_of_the_server_are_checked(folder: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, check=naming(named)):
         check_server_args(arguments(folder, **change))
-    assert named in str(refused.value)
 
 
 def test_heads_are_not_divided_where_attention_is_data_parallel(folder: str) -> None:
@@ -272,12 +271,12 @@ def test_a_version_outside_the_range_is_refused_with_the_range(folder: str, monk
 def test_options_come_from_the_environment(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OPTIONS, "triton_mla.batch_invariant=true a.b=1")
     assert given_options() == {"triton_mla": {"batch_invariant": "true"}, "a": {"b": "1"}}
-    with pytest.raises(ValueError, match="'a'"):
+    with pytest.raises(ValueError, check=naming("'a'")):
         check_server_args(arguments(folder))
     monkeypatch.setenv(OPTIONS, "torch_native.speed=1")
-    with pytest.raises(ValueError, match=rf"torch_native\.speed in {OPTIONS}"):
+    with pytest.raises(ValueError, check=naming("torch_native.speed", OPTIONS)):
         check_server_args(arguments(folder))
-    with pytest.raises(UsageError, match=r"NAME\.KEY=VALUE"):
+    with pytest.raises(UsageError, check=having("nonsense", settings=("backend_option",))):
         given_options({OPTIONS: "nonsense"})
 
 

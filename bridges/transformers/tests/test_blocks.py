@@ -9,6 +9,7 @@ import torch
 
 from attnplug import AttentionKind, LayerSpec
 from attnplug.host import BackendRequest, Limits
+from attnplug_testing.errors import naming
 from attnplug_transformers import BridgeError, paged_attention
 from attnplug_transformers.blocks import LayerGroup, read_gathered
 from attnplug_transformers.paged_attention import Group, PagedBatches, Planned, _check, _geometry
@@ -114,7 +115,7 @@ def test_layers_that_share_blocks_and_differ_are_refused(monkeypatch):
     monkeypatch.setattr(PagedBatches, "_over", built)
     module, q = torch.nn.Identity(), torch.zeros(1, 2, 1, 8)
     module.layer_idx = 0
-    with pytest.raises(BridgeError, match="layer 0"):
+    with pytest.raises(BridgeError, check=naming("layer 0")):
         PagedBatches(request, PageStore(request)).attend(module, q, q, q, None, 0.0, 0.25, {"cache": Hashed(given)})
 
 
@@ -189,12 +190,12 @@ def test_a_step_is_planned_again_for_other_lengths_another_run_and_other_attenti
 
 
 @pytest.mark.parametrize(
-    ("mask", "others", "words"),
+    ("mask", "others", "named"),
     [
         (torch.ones(1), {}, "mask"),
         (None, {"block_table": torch.ones(1)}, "max_blocks_per_request=0"),
     ],
 )
-def test_what_continuous_batching_must_not_give_is_refused(mask, others, words):
-    with pytest.raises(BridgeError, match=words):
+def test_what_continuous_batching_must_not_give_is_refused(mask, others, named):
+    with pytest.raises(BridgeError, check=naming(named)):
         _check(torch.zeros(1), mask, others)

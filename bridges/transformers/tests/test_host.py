@@ -57,7 +57,7 @@ def test_a_version_past_the_range_is_refused():
     assert HOST.version_refusal("5.22.3") is None and HOST.version_refusal("5.23.0") is not None
 
 
-def test_every_setting_is_told_by_an_argument_or_not_at_all():
+def test_every_setting_has_an_argument_or_is_not_shown():
     assert (HOST.render("dtype"), HOST.render("device")) == ("dtype=", "device_map=")
     assert HOST.render("max_batch") is None
     assert HOST.render("triton_mha.splits") == "attnplug_transformers.register(…): option triton_mha.splits"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnplug import DType, GraphLevel, RefusalCode, Role
 from attnplug.host import KVPools, ModelAttention
+from attnplug_testing.errors import naming
 from attnplug_testing.measured import measured_twins
 from attnplug_vllm import selection
 from attnplug_vllm.selection import Refused
@@ -97,7 +98,7 @@ def test_a_program_whose_command_line_cannot_be_served_ends_with_one_message(our
 
     asked = ["vllm", "serve", "m", "--attention-backend", "CUSTOM", "--additional-config.attnplug.backend"]
     check([*asked, "torch_native"])
-    with pytest.raises(SystemExit, match="'nobody'"):
+    with pytest.raises(SystemExit, check=naming("nobody")):
         check([*asked, "nobody"])
 
 
@@ -196,7 +197,7 @@ def test_a_version_that_the_bridge_does_not_know_is_refused_when_layers_are_made
     assert [reason.code for reason in raised.value.refusals] == [RefusalCode.REQUIREMENT]
 
 
-def test_a_gpu_is_told_by_its_compute_capability(ours, monkeypatch):
+def test_the_problem_has_the_compute_capability_of_the_gpu(ours, monkeypatch):
     from attnplug_vllm.specs import Machine
 
     assert Machine.current() == Machine("cpu")
@@ -263,7 +264,7 @@ def test_lengths_are_read_only_where_a_backend_needs_or_is_chosen_by_them(ours, 
         assert builder.build(0, given.replace(seq_lens_cpu_upper_bound=None)).decode.host is None
 
 
-def test_all_that_decode_by_batch_are_told_and_built(ours, monkeypatch, tmp_path):
+def test_all_backends_that_decode_by_batch_are_listed_and_built(ours, monkeypatch, tmp_path):
     """D3: two backends of one KV group, by this machine's table."""
     told: list[str] = []
     monkeypatch.setattr(ours.mla, "logger", SimpleNamespace(info_once=lambda words, *given: told.append(words % given)))

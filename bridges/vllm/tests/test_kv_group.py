@@ -11,6 +11,7 @@ from attnplug import DType, Role
 from attnplug.auto.fastest import FastestBackend
 from attnplug.host import BackendRequest, load_registry, select
 from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug_testing.errors import naming
 from attnplug_vllm import kv_group
 from attnplug_vllm.geometry import GeometryBuilder
 from attnplug_vllm.kv_group import GroupAttention, mha_pools, mla_pools
@@ -119,7 +120,7 @@ def test_it_is_built_when_the_caches_are_there_and_again_when_they_have_moved():
 
 def test_caches_that_do_not_fit_are_refused_in_one_message():
     wrong = caches("NHD", layers=LAYERS, blocks=BLOCKS, heads=KV_HEADS, block_size=8, content=2 * DIM)
-    with pytest.raises(Refused, match="layer 0"):
+    with pytest.raises(Refused, check=naming("layer 0", "[24, 2, 8, 32]", 16)):
         group(wrong).ready()
 
 

@@ -11,6 +11,7 @@ import torch
 
 from attnplug import DType
 from attnplug.host import load_model
+from attnplug_testing.errors import naming
 from attnplug_testing.measured import measured_twins
 from attnplug_vllm import selection
 from engines import AGAIN, PROMPTS, asking, engine, generate, planned, prompts_of, runner, tokens
@@ -116,7 +117,7 @@ def test_what_cannot_be_is_refused_before_weights_are_loaded(deepseek, changes, 
     shutil.copy(f"{deepseek.path('dense')}/config.json", tmp_path)
     if "attention_config" in changes:
         changes = {key: value for key, value in changes.items() if key != "attention_backend"}
-    with pytest.raises(ValueError, match=reason), engine(str(tmp_path), {**OPTIONS["dense"], **changes}):
+    with pytest.raises(ValueError, check=naming(reason)), engine(str(tmp_path), {**OPTIONS["dense"], **changes}):
         pass
 
 
