@@ -17,6 +17,7 @@ from attnplug.declare.errors import TableWarning
 from attnplug.machine.hardware import Processor, _cpu_name
 from attnplug.tables import MeasuredTable
 from attnplug_testing.command import Attnplug, Package
+from attnplug_testing.errors import raises_naming
 from support.board import (
     BOARD,
     CROSSING,
@@ -185,7 +186,7 @@ def test_a_user_without_a_home_has_no_tables_and_runs(monkeypatch: pytest.Monkey
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     assert decode(chosen()) == ["other"]
-    with pytest.raises(TableError, match="set ATTNPLUG_CACHE_DIR"):
+    with raises_naming(TableError, "ATTNPLUG_CACHE_DIR"):
         table_path(BOARD)
 
 

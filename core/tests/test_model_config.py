@@ -27,6 +27,7 @@ from attnplug_testing.configs import (
     refused,
     without,
 )
+from attnplug_testing.errors import raises_naming
 
 
 def test_reading_a_model_imports_no_torch() -> None:
@@ -271,7 +272,7 @@ def test_rope_that_differs_between_layers_is_refused() -> None:
     ],
 )
 def test_sizes_that_nothing_could_hold(config: dict[str, Any], key: str) -> None:
-    with pytest.raises(ModelConfigError, match="columns"):
+    with raises_naming(ModelConfigError, "columns"):
         read({"hidden_size": 1 << 30, **config, "num_key_value_heads": 1, "head_dim": 128} | {key: 1 << 30})
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from attnplug import PageSizes, Problem, Refusal, RefusalCode, Role, UsageError
 from attnplug.host import BackendRequest, SelectionError, explain, select
+from attnplug_testing.errors import raises_naming
 from support.selection import LLAMA, PLAIN, backend, registry
 
 # ---- the page size ----
@@ -93,13 +94,13 @@ def test_options_that_are_empty_are_no_error() -> None:
 
 
 def test_options_for_an_unknown_backend_are_an_error() -> None:
-    with pytest.raises(UsageError, match="no backend 'zzz'"):
+    with raises_naming(UsageError, "'zzz'"):
         select(registry(backend("a")), BackendRequest(options={"zzz": {"x": "1"}}), Problem(LLAMA))
 
 
 def test_a_wrong_option_is_an_error_even_where_the_backend_is_refused() -> None:
     installed = registry(backend("a", replace(PLAIN, kinds={"mla"}), options=Options))
-    with pytest.raises(UsageError, match="split: int"):
+    with raises_naming(UsageError, "split", "int"):
         explain(installed, BackendRequest("a", options={"a": {"splt": "4"}}), Problem(LLAMA))
 
 
