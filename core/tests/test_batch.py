@@ -98,7 +98,7 @@ class PlanningSpy:
 
 
 class TestForwardPath:
-    def test_forward_path_plans_what_nobody_planned(self):
+    def test_forward_path_plans_an_unplanned_batch(self):
         """B1: needs_forward_metadata_init() alone decides."""
         spy, batch = PlanningSpy(), make()
         assert plan_forward(spy, batch) is batch.plan

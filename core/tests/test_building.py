@@ -186,24 +186,24 @@ class TestHooks:
 
 class TestClaims:
     @pytest.mark.parametrize(
-        ("wrong", "said"),
+        ("wrong", "named"),
         [
-            ({"mla_extend": ["absorbed", "choped"]}, "'choped'; known are absorbed, one_shot, chunked"),
-            ({"mla_extend": "absorbed"}, "mla_extend='absorbed' must be a set or list"),
-            ({"cuda_graph": "ALWAYS"}, "cuda_graph='ALWAYS' must be a GraphLevel"),
-            ({"cuda_graph": 3}, "cuda_graph=3 must be a GraphLevel"),
-            ({"needs_cpu_seq_lens": None}, "needs_cpu_seq_lens=None must be True or False"),
-            ({"page_sizes": {64}}, "page_sizes={64} must be PageSizes(), for any"),
-            ({"page_sizes": PageSizes.of("64")}, "page_sizes='64' must be a whole number"),
-            ({"page_sizes": PageSizes.of(0)}, "holds a size below 1"),
+            ({"mla_extend": ["absorbed", "choped"]}, ["'choped'", "absorbed, one_shot, chunked"]),
+            ({"mla_extend": "absorbed"}, ["mla_extend='absorbed'"]),
+            ({"cuda_graph": "ALWAYS"}, ["cuda_graph='ALWAYS'", "GraphLevel"]),
+            ({"cuda_graph": 3}, ["cuda_graph=3", "GraphLevel"]),
+            ({"needs_cpu_seq_lens": None}, ["needs_cpu_seq_lens=None", "True or False"]),
+            ({"page_sizes": {64}}, ["page_sizes={64}", "PageSizes()"]),
+            ({"page_sizes": PageSizes.of("64")}, ["page_sizes='64'"]),
+            ({"page_sizes": PageSizes.of(0)}, ["page_sizes", 1]),
         ],
     )
-    def test_what_cannot_be_read_is_refused_in_words(self, registered, wrong, said):
+    def test_invalid_claims_are_refused_by_name_and_value(self, registered, wrong, named):
         """A9: and with the name of the backend, where one makes them as it is built."""
-        with pytest.raises(PluginError) as error:
+        with raises_naming(PluginError, *named):
             Claims(**wrong)
-        assert said in str(error.value)
-        assert said in refused(registered(lambda context: backend(Claims(**wrong))(context)))
+        with raises_naming(BackendError, "fast", *named):
+            build_backend(registered(lambda context: backend(Claims(**wrong))(context)), context())
 
     def test_a_list_is_read_as_a_set(self):
         """As in Capabilities: what combines claims later need not care."""
@@ -267,28 +267,23 @@ class TestClaims:
         assert build_backend(registered(backend(claims), capabilities=mha), context()).claims is claims
 
     @pytest.mark.parametrize(
-        ("claims", "asked", "said"),
+        ("claims", "asked", "named"),
         [
-            ({}, {"cuda_graph": GraphLevel.UNIFORM}, "level UNIFORM, it supports NEVER"),
-            (
-                {},
-                {"exact_lengths": False},
-                "upper bounds only",
-            ),
-            ({}, {"speculative_topk": 2}, "2 branches are trees"),
-            ({"extras": ["lse"]}, {"model": SINKS}, "extra sinks"),
-            ({"mla_extend": []}, {"model": ModelSpec("m", "test", (MLA,), 4096)}, "mla_extend"),
+            ({}, {"cuda_graph": GraphLevel.UNIFORM}, ["UNIFORM", "NEVER"]),
+            ({}, {"exact_lengths": False}, ["upper bounds"]),
+            ({}, {"speculative_topk": 2}, ["2 branches", "trees"]),
+            ({"extras": ["lse"]}, {"model": SINKS}, ["sinks"]),
+            ({"mla_extend": []}, {"model": ModelSpec("m", "test", (MLA,), 4096)}, ["mla_extend"]),
         ],
         ids=["graphs", "lengths", "trees", "extras", "paths"],
     )
-    def test_claims_that_fall_short_of_the_problem_are_an_error_with_both(self, registered, claims, asked, said):
+    def test_claims_that_fall_short_of_the_problem_are_an_error_with_both(self, registered, claims, asked, named):
         """A9, D3: narrower than the spec is fine, but not where the problem needs what is left out."""
         capabilities = replace(EVERY_PATH, needs_cpu_seq_lens=False, extras={"lse", "sinks"})
         built = registered(backend(Claims(**claims)), capabilities=capabilities)
         build_backend(built, context(), Problem())
-        with pytest.raises(BackendError, match="does not meet the requirements") as error:
+        with raises_naming(BackendError, "fast", *named):
             build_backend(built, context(), Problem(**asked))
-        assert said in str(error.value)
 
     @pytest.mark.parametrize(
         ("claims", "layers", "role"),

@@ -143,7 +143,7 @@ class TestWhoPlans:
         both.init_cuda_graph_state(1, 9)
         assert len(decode.given("init_cuda_graph_state")) == 1
 
-    def test_many_requests_are_judged_by_some_of_them(self) -> None:
+    def test_many_requests_are_estimated_from_a_sample(self) -> None:
         """Choosing costs the same for all."""
         assert self.both.fastest(batch([60] * 500 + [900] * 40).geometry) == "long"
         assert self.both.fastest(batch([60] * 500 + [300] * 40).geometry) == "short"

@@ -240,7 +240,7 @@ class TestHook:
         model.run(forced(ExtendPath.CHUNKED))
         assert given == [model.batch.plan.chunks] * 2 and given[0] is not None
 
-    def test_hook_is_told_that_ragged_attention_is_disabled(self):
+    def test_hook_receives_that_ragged_attention_is_disabled(self):
         """A4, C2: a backend that cannot extend absorbed is asked for chunks all the same."""
         seen: list[bool] = []
         hook = lambda self, forward_batch, disable_flashinfer_ragged=False: seen.append(disable_flashinfer_ragged)  # noqa: E731

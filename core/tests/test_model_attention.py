@@ -154,7 +154,7 @@ def test_accepted_rows_are_committed_where_there_are_states():
     assert not without.backend.calls
 
 
-def test_a_backend_that_cannot_commit_states_is_told_by_name():
+def test_a_backend_that_cannot_commit_states_is_refused_by_name():
     pool = LinearStatePool([linear_layer()], num_slots=1, dtype=DType.FLOAT32, device="cpu")
     backend = Recorder("a")
     backend.commit_states = None

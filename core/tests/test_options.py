@@ -299,13 +299,13 @@ class Plain:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_class_that_cannot_serve_is_told_why(options: object, needs: list[str]) -> None:
+def test_a_class_that_cannot_serve_is_refused_with_the_reason(options: object, needs: list[str]) -> None:
     problems = "; ".join(options_problems(options))
     for text in needs:
         assert text in problems
 
 
-def test_every_wrong_field_is_told() -> None:
+def test_every_wrong_field_is_named() -> None:
     @dataclass(frozen=True)
     class Wrong:
         no_default: int

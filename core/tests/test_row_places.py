@@ -59,7 +59,7 @@ def bits(pool: MLAPool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_that_are_stored_are_attended_to_and_written_by_nobody_else(mode, monkeypatch):
+def test_rows_that_are_stored_are_attended_to_and_written_once(mode, monkeypatch):
     """B5: a step leaves the bytes in the cache that it leaves with rows, nothing for padding, and the same result."""
     given, stored = Model(mode), Model(mode)
     wanted = given.run(ExtendPolicy(forced=ExtendPath.ABSORBED))

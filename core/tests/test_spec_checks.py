@@ -328,11 +328,10 @@ class _OwnRefusal(Refusal):
 @pytest.mark.parametrize(
     "values", [(5, "text"), ("own", None), ("own", "text", None, None, 7)], ids=["code", "message", "option"]
 )
-def test_a_refusal_of_wrong_types_is_told_by_the_check_that_makes_it(values: tuple[Any, ...]) -> None:
+def test_a_refusal_of_wrong_types_fails_the_check_that_makes_it(values: tuple[Any, ...]) -> None:
     """D2: it would fail where it is printed, among the reasons of others."""
     (refusal,) = own(lambda problem, role, options: [Refusal(*values)])
-    assert refusal.code == RefusalCode.CHECK_FAILED
-    assert "must be a string, not" in refusal.message
+    assert (refusal.code, refusal.value) == (RefusalCode.CHECK_FAILED, "PluginError")
 
 
 @pytest.mark.parametrize(
@@ -363,7 +362,7 @@ def test_a_check_without_end_is_a_refusal() -> None:
     """D2"""
     (refusal,) = own(lambda problem, role, options: repeat(Refusal("own", "own")))
     assert refusal.code == RefusalCode.CHECK_FAILED
-    assert "more than 1000" in refusal.message
+    assert "1000" in refusal.message
     assert len(own(lambda problem, role, options: [Refusal("own", "own")] * 1000)) == 1000
 
 
@@ -375,7 +374,7 @@ def test_an_interrupt_names_the_backend_whose_check_was_running() -> None:
         own(check)
 
 
-def test_a_check_that_returns_none_is_told_what_to_return() -> None:
+def test_a_check_that_returns_none_is_refused_with_the_expected_type() -> None:
     """The likeliest mistake: a function that falls off its end where all is well."""
     (refusal,) = own(lambda problem, role, options: None)
     assert "None" in refusal.message

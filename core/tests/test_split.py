@@ -30,7 +30,7 @@ class TestSplit:
         assert plan.planner is self.split.backend_id
         assert [part.planner for part in plan.parts] == [(self.decode if decoding else self.prefill).backend_id]
 
-    def test_verify_goes_where_it_is_told(self):
+    def test_verify_goes_to_the_configured_backend(self):
         """A9: planning, running and committing, eager and in graphs."""
         split = SplitBackend(self.prefill, self.decode, verify=Role.PREFILL)
         batch = batch_in(ForwardMode.TARGET_VERIFY)
@@ -56,7 +56,7 @@ class TestSplit:
             assert len(child.calls) == 3 == len(self.prefill.calls + self.decode.calls)
             child.calls.clear()
 
-    def test_a_call_over_rows_at_hand_is_prefills(self):
+    def test_a_ragged_call_goes_to_the_prefill_backend(self):
         """C1: it has no batch; only an extend makes one."""
         assert self.split.forward_ragged("q", "k", "v", FULL, "call", "plan", "lse") is self.prefill.result
         assert self.decode.calls == []

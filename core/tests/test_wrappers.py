@@ -314,7 +314,7 @@ class TestDefinitions:
             assert built.forward_extend("q", "k", "v", FULL, batch) is not None
             assert built.get_cuda_graph_seq_len_fill_value() == 0
 
-    def test_a_route_to_nobody_names_the_children(self):
+    def test_a_route_to_an_unknown_child_names_the_children(self):
         class Lost(ForwardingBackend):
             def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
                 return ("slow",)
@@ -354,7 +354,7 @@ class TestClaims:
             "needs_cpu_seq_lens": ("decode",),
         }
 
-    def test_a_claim_that_one_child_decides_is_limited_by_nobody(self):
+    def test_a_claim_that_one_child_decides_has_no_limiting_backend(self):
         """A9: how an extend runs is the prefill backend's affair; a decode backend that cannot weakens nothing."""
         every = Claims(mla_extend=frozenset(ExtendPath))
         split = SplitBackend(child("a", every), child("b", Claims(mla_extend=frozenset())))
