@@ -43,7 +43,7 @@ def test_of_duplicate_points_the_last_without_an_error_counts(benchmark):
     assert len(found["starts"]) == 1
 
 
-def test_ours_are_multiples_of_the_best_of_vllms_own(benchmark):
+def test_ours_are_reported_as_multiples_of_the_best_of_vllms_own(benchmark):
     own = [result("FLASHMLA", (1, 100.0)), result("TRITON_MLA", (1, 80.0))]
     found = benchmark.merged([result("attnplug:triton_mla", (1, 110.0)), *own])
     assert "| 16 | 1024 | 1 | 100 | 80 | 110 | triton_mla 1.100 |" in benchmark.table(found)

@@ -279,7 +279,7 @@ class TestInstallAndUninstall:
             "torch_native from attnplug": "usable",
         }
 
-    def test_nobody_takes_the_embedded_backend_s_name(
+    def test_no_plugin_takes_the_embedded_backend_s_name(
         self, wheels: Path, fresh_environment: Callable[..., Environment]
     ) -> None:
         """D2: who claims it is broken, with an error that names both, and the default stays usable."""

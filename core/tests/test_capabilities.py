@@ -320,7 +320,7 @@ def test_the_weaker_claim_is_taken_and_its_child_named() -> None:
     }
 
 
-def test_claims_on_which_all_agree_are_limited_by_nobody() -> None:
+def test_claims_on_which_all_agree_have_no_limiting_backend() -> None:
     """A9"""
     assert weakest({"one": Claims(), "other": Claims()}).limited_by == {}
 

@@ -91,9 +91,9 @@ def test_a_backend_asked_for_and_refused_is_exit_code_1_with_every_reason(attnpl
     package("fast", capabilities='{"devices": ["cuda"], "min_sm": 90, "dtypes": ["bfloat16"]}')
     outcome = attnplug("explain", "--model", "tiny:llama", "--attention-backend", "fast")
     assert outcome.code == 1
-    for text in ("fast was asked for and cannot serve", "--device", "--dtype", "--kv-dtype", "fast-dist 1.2.3"):
+    for text in ("--device", "--dtype", "--kv-dtype", "fast-dist 1.2.3"):
         assert text in outcome.out
-    assert "torch_native (attnplug 0.9.0): usable" in outcome.out
+    assert "torch_native (attnplug 0.9.0)" in outcome.out
 
 
 @pytest.mark.parametrize(
@@ -118,30 +118,36 @@ def test_a_gpu_that_does_not_suit_is_not_an_option_to_change(attnplug: Attnplug,
     """D3: whoever runs a model cannot give another GPU."""
     package("blackwell", capabilities='{"devices": ["cuda"], "min_sm": 100}')
     arguments = ("explain", "--model", "tiny:llama", "--sm", "90", "--attention-backend", "blackwell")
-    assert "    - requires SM 100 or newer; this GPU is SM 90\n" in attnplug(*arguments).out
+    (found,) = (c for c in attnplug(*arguments, "--json").json["prefill"]["candidates"] if c["name"] == "blackwell")
+    assert [(reason["code"], reason["value"], reason["option"]) for reason in found["refusals"]] == [("sm", 90, None)]
 
 
 def test_an_extend_path_that_is_asked_for_is_a_reason(attnplug: Attnplug, package: Package) -> None:
     """C1, D3: as in run."""
     package("absorbs", capabilities='{"kinds": ["mla"]}')
     arguments = ("explain", "--model", "tiny:deepseek_v3", "--mla-extend", "chunked")
-    assert "prefill: torch_native" in (outcome := attnplug(*arguments)).out
-    assert "MLA extend path chunked is not supported, only absorbed (change --mla-extend)" in outcome.out
+    prefill = attnplug(*arguments, "--json").json["prefill"]
+    assert prefill["chosen"] == "torch_native"
+    (found,) = (candidate for candidate in prefill["candidates"] if candidate["name"] == "absorbs")
+    assert [(each["code"], each["value"], each["option"]) for each in found["refusals"]] == [
+        ("feature", "chunked", "--mla-extend")
+    ]
     assert attnplug(*arguments, "--attention-backend", "absorbs").code == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "named"),
     [
-        (["--mla-extend", "sideways"], "--mla-extend 'sideways' is unknown; use one of absorbed, one_shot, chunked"),
-        (["--mla-extend", "chunked"], "--mla-extend chunked is given, but tiny:llama has no MLA layers"),
-        (["--mla-extend", "chunked", "--host", "vllm"], "--mla-extend chunked is for our own engine"),
-        (["--cuda-graph", ""], "--cuda-graph '' is unknown"),
+        (["--mla-extend", "sideways"], ["'sideways'", "absorbed, one_shot, chunked"]),
+        (["--mla-extend", "chunked"], ["tiny:llama", "MLA"]),
+        (["--mla-extend", "chunked", "--host", "vllm"], ["chunked", "engine"]),
+        (["--cuda-graph", ""], ["''"]),
     ],
 )
-def test_usage_errors_of_explain_are_reported(attnplug: Attnplug, arguments: list[str], expected: str) -> None:
+def test_usage_errors_of_explain_are_reported(attnplug: Attnplug, arguments: list[str], named: list[str]) -> None:
     outcome = attnplug("explain", "--model", "tiny:llama", *arguments)
-    assert outcome.code == 2 and expected in outcome.err
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert all(text in outcome.err for text in (arguments[0], *named))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +166,7 @@ def test_an_option_for_a_backend_that_is_not_chosen_says_how_to_ask_for_it(
     taken = ("--prefill-attention-backend", "torch_native", "--decode-attention-backend", "torch_native")
     outcome = attnplug("explain", "--model", "tiny:llama", *taken, "--backend-option", "slow.split=2")
     assert outcome.code == 2
-    assert f"ask for it with {option} slow" in outcome.err
+    assert f"{option} slow" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -185,13 +191,13 @@ def test_an_option_for_a_backend_that_is_not_chosen_says_how_to_ask_for_it(
         (["--attention-backend", ""], ["''", "torch_native"]),
         (["--attention-backend", "é✨"], ["'é✨'", "torch_native"]),
         (["--decode-attention-backend", "x" * 3000], ["xxx", "torch_native"]),
-        (["--linear-attention-backend", "torch_native"], ["--linear-attention-backend", "no linear"]),
+        (["--linear-attention-backend", "torch_native"], ["--linear-attention-backend", "linear"]),
         (["--draft-attention-backend", "torch_native"], ["--draft-attention-backend", "--speculative-tokens"]),
-        (["--backend-option", "torch_native.x=1"], ["torch_native.x", "no options"]),
+        (["--backend-option", "torch_native.x=1"], ["torch_native.x"]),
         (["--backend-option", "="], ["'='", "NAME.KEY=VALUE"]),
         (["--backend-option", ""], ["''", "NAME.KEY=VALUE"]),
         (["--backend-option", "nosuch.x=1"], ["'nosuch'", "torch_native"]),
-        (["--backend-option", "a.x=1", "--backend-option", "a.x=2"], ["a.x", "twice"]),
+        (["--backend-option", "a.x=1", "--backend-option", "a.x=2"], ["a.x", "'1'", "'2'"]),
     ],
 )
 def test_a_wrong_option_is_exit_code_2_with_value_and_allowed(
@@ -227,13 +233,13 @@ def test_what_nothing_serves_is_exit_code_1_with_the_code(attnplug: Attnplug, ar
 @pytest.mark.parametrize(
     ("content", "needs"),
     [
-        (b"", ["not JSON", "line 1"]),
-        (b"{", ["not JSON"]),
-        (b"hidden_size: 64", ["not JSON"]),
-        (b"[1, 2]", ["not an object"]),
-        (bytes(range(256)), ["not UTF-8"]),
-        (b"{}", ["'model_type'", "missing"]),
-        (b'{"model_type": "llama"}', ["missing"]),
+        (b"", ["JSON", "line 1"]),
+        (b"{", ["JSON"]),
+        (b"hidden_size: 64", ["JSON"]),
+        (b"[1, 2]", ["[1, 2]"]),
+        (bytes(range(256)), ["UTF-8"]),
+        (b"{}", ["'model_type'"]),
+        (b'{"model_type": "llama"}', ["'num_attention_heads'"]),
         (b'{"model_type": 7}', ["'model_type'", "7"]),
     ],
 )
@@ -257,7 +263,7 @@ def test_a_key_that_is_missing_is_named(attnplug: Attnplug, tmp_path: Path, key:
     path.write_text(json.dumps(config))
     outcome = attnplug("explain", "--model", str(path))
     assert outcome.code == 2
-    assert f"{key!r} is missing" in outcome.err
+    assert repr(key) in outcome.err
 
 
 @pytest.mark.parametrize("reference", ["", "nosuch/config.json", "tiny:", "tiny:lama", "a\nb", "é✨", "x" * 5000, "\0"])
@@ -313,7 +319,7 @@ def test_asking_for_a_broken_backend_is_exit_code_1(attnplug: Attnplug, package:
     package("odd", "raise RuntimeError('no driver')")
     outcome = attnplug("explain", "--model", "tiny:llama", "--attention-backend", "odd")
     assert outcome.code == 1
-    assert "installed but broken" in outcome.err and "no driver" in outcome.err
+    assert "'odd'" in outcome.err and "no driver" in outcome.err
 
 
 def test_an_option_of_a_backend_reaches_its_class(attnplug: Attnplug, package: Package) -> None:

@@ -48,6 +48,7 @@ from attnplug.wrappers.forwarding import captures_extends, length_ranges, limite
 from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug.wrappers.split import SplitBackend
 from attnplug_testing.batches import capabilities, with_plan
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN as LINEAR
 from support.recorder import Hookless, Recorder
 
@@ -142,7 +143,7 @@ class TestWhoPlans:
         both.init_cuda_graph_state(1, 9)
         assert len(decode.given("init_cuda_graph_state")) == 1
 
-    def test_many_requests_are_judged_by_some_of_them(self) -> None:
+    def test_many_requests_are_estimated_from_a_sample(self) -> None:
         """Choosing costs the same for all."""
         assert self.both.fastest(batch([60] * 500 + [900] * 40).geometry) == "long"
         assert self.both.fastest(batch([60] * 500 + [300] * 40).geometry) == "short"
@@ -231,12 +232,12 @@ class TestWhoRuns:
         serving = {Role.DECODE: by_length("short", "long")}
         one, other = FastestBackend(children, serving), FastestBackend(children, serving)
         q, given = torch.zeros(1, 1, 8), batch([500])
-        with pytest.raises(PlanError, match="long was asked to run a batch that has no plan"):
+        with raises_naming(PlanError, "long", "plan"):
             one.forward_decode(q, None, None, FULL, given)
-        with pytest.raises(PlanError, match="long was given a plan made by stranger"):
+        with raises_naming(PlanError, "long", "stranger"):
             one.forward_decode(q, None, None, FULL, with_plan(given, Hookless("stranger").init_forward_metadata(given)))
         again = FastestBackend({"short": Hookless("short"), "long": Hookless("long")}, serving)
-        with pytest.raises(PlanError, match=r"long was given a plan made by long \(another instance of it\)"):
+        with raises_naming(PlanError, "long", "instance"):
             one.forward_decode(q, None, None, FULL, with_plan(given, again.init_forward_metadata(given)))
         with_plan(given, other.init_forward_metadata(given))
         assert one.forward_decode(q, None, None, FULL, given) is q, "a child's own plan is a plan of the child"
@@ -438,5 +439,5 @@ def reference(q: Tensor, rows: Tensor, width: int, scale: float) -> Tensor:
 
 @pytest.mark.parametrize("lens", [(-1, 4), (5, 4)])
 def test_typical_lengths_that_cannot_be_are_refused(lens: tuple[int, int]) -> None:
-    with pytest.raises(PlanError, match=r"TypicalLens.*: give 0 <= mean <= longest"):
+    with raises_naming(PlanError, TypicalLens(*lens)):
         batch([4], typical=TypicalLens(*lens))

@@ -44,6 +44,7 @@ from attnplug.host import (
 from attnplug.mla.weights import MLAWeights
 from attnplug_conformance.reference import Rules
 from attnplug_conformance.reference import attention as float64
+from attnplug_testing.errors import raises_naming
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 4, 24, 6, 2, 8
 NAN = float("nan")
@@ -249,7 +250,7 @@ def test_a_padded_request_has_length_0_and_is_neither_read_nor_written():
 def test_a_pool_that_is_not_as_the_context_says_is_refused(other):
     """Backends count on one page size and one type of cache; slots of another would lead elsewhere."""
     like = {"page_size": PAGE, "dtype": DType.FLOAT32, **other}
-    with pytest.raises(PoolError, match="the context has pages of 4 in float32, but a pool has"):
+    with raises_naming(PoolError, 4, "float32"):
         attention(GQA, KVPools(mha=MHAPool([GQA], num_pages=PAGES, device="cpu", **like)))
 
 
@@ -261,5 +262,5 @@ def test_bounds_alone_are_refused_before_anything_is_built():
     reasons = refused.value.selection.unserved[0].candidates[0].refusals
     assert [reason.code for reason in reasons] == ["lengths"]
     pool = MHAPool([GQA], num_pages=PAGES, page_size=PAGE, dtype=DType.FLOAT32, device="cpu")
-    with pytest.raises(PlanError, match="needs exact ones"):
+    with raises_naming(PlanError, "exact"):
         attention(GQA, KVPools(mha=pool)).plan(ForwardBatch(Host(EXTEND).geometry(own_slots=True, exact=False)))

@@ -10,6 +10,7 @@ import pytest
 
 from attnplug.contract.hooks import bind_hook
 from attnplug.host import HookError
+from attnplug_testing.errors import raises_naming
 
 OFFERED = ("forward_batch", "disable_flashinfer_ragged")
 OFFER = (OFFERED, ("disable_flashinfer_ragged",))
@@ -153,14 +154,12 @@ def test_required_parameter_that_nobody_offers_is_refused_by_name_when_bound():
         def init_mha_chunk_metadata(self, forward_batch, stream):
             raise AssertionError("never called")
 
-    with pytest.raises(HookError) as refused:
+    with raises_naming(HookError, "ThirdParty", "init_mha_chunk_metadata", "'stream'", *OFFERED):
         bind_hook(ThirdParty(), "init_mha_chunk_metadata", OFFERED)
-    for told in ("ThirdParty", "init_mha_chunk_metadata", "'stream'", *OFFERED):
-        assert told in str(refused.value)
 
 
 def test_keyword_only_required_parameter_that_nobody_offers_is_refused():
-    with pytest.raises(HookError, match="'stream'"):
+    with raises_naming(HookError, "'stream'"):
         call(lambda forward_batch, *, stream: None)
 
 
@@ -172,7 +171,7 @@ def test_what_the_caller_needs_honoured_is_never_dropped(hook):
 
 
 def test_what_cannot_be_called_is_refused():
-    with pytest.raises(HookError, match="42"):
+    with raises_naming(HookError, 42):
         bind_hook(SimpleNamespace(hook=42), "hook", OFFERED)
 
 
@@ -182,7 +181,7 @@ def test_property_that_fails_is_not_taken_for_an_absent_hook():
         def hook(self):
             raise AttributeError("mha_chunk_kv_cache")
 
-    with pytest.raises(AttributeError, match="mha_chunk_kv_cache"):
+    with raises_naming(AttributeError, "mha_chunk_kv_cache"):
         bind_hook(Backend(), "hook", OFFERED)
 
 

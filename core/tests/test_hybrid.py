@@ -29,6 +29,7 @@ from attnplug.linear import LinearDims, LinearInputs, LinearStatePool
 from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug.wrappers.split import SplitBackend
 from attnplug_testing.batches import with_plan
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelScene, mla
 
 FULL = LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
@@ -142,20 +143,20 @@ class TestRouting:
         """A7"""
         hybrid = HybridLinearBackend(Full(), Linear(), MODEL)
         batch = planned(hybrid, ForwardMode.EXTEND)
-        with pytest.raises(BackendError, match="a linear layer was run by forward_extend, which is for full ones"):
+        with raises_naming(BackendError, "linear", "forward_extend", "full"):
             hybrid.forward_extend(ROWS, None, None, LINEAR, batch)
-        with pytest.raises(BackendError, match="a full layer was run by forward_linear, which is for linear ones"):
+        with raises_naming(BackendError, "full", "forward_linear", "linear"):
             hybrid.forward_linear(inputs(), FULL, batch)
 
     def test_a_layer_of_another_model_is_refused(self):
         hybrid = HybridLinearBackend(Full(), Linear(), MODEL)
         stranger = LayerSpec(7, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
-        with pytest.raises(BackendError, match=r"layer 7 is not one of the model .* \[0, 1\]"):
+        with raises_naming(BackendError, "layer 7", [0, 1]):
             hybrid.forward_extend(ROWS, None, None, stranger, planned(hybrid, ForwardMode.EXTEND))
 
     def test_full_layers_need_a_full_backend_when_it_is_built(self):
         """A7: an id that nobody serves is an error at construction."""
-        with pytest.raises(BackendError, match="layer 1 of half is a full-attention layer"):
+        with raises_naming(BackendError, "layer 1", "half"):
             HybridLinearBackend(None, Linear(), MODEL)
 
     def test_a_model_of_linear_layers_alone_runs(self):
@@ -168,11 +169,11 @@ class TestRouting:
 
     def test_a_model_without_states_has_no_linear_layers(self):
         hybrid = HybridLinearBackend(Full(), Linear(), MODEL)
-        with pytest.raises(BackendError, match="layer 0 is linear, but the model was built without a pool of states"):
+        with raises_naming(BackendError, "layer 0", "linear"):
             ModelAttention(hybrid, KVPools()).attend_linear(inputs(), LINEAR, planned(hybrid, ForwardMode.EXTEND))
 
     def test_a_backend_without_linear_attention_says_what_to_choose(self):
-        with pytest.raises(BackendError, match="full has no forward_conv; choose a backend for the role linear"):
+        with raises_naming(BackendError, "full", "forward_conv", "linear"):
             with_states(Full())
 
 
@@ -194,13 +195,13 @@ class TestPlanning:
         hybrid.init_forward_metadata_in_graph(batch)
         assert [call[0] for call in full.calls] == ["plan", "out_graph", "in_graph"]
         assert linear.calls == []
-        with pytest.raises(PlanError, match="linear"):
+        with raises_naming(PlanError, "linear"):
             hybrid.forward_linear(inputs(), LINEAR, batch)
 
     def test_a_drafts_extend_of_linear_layers_alone_is_refused(self):
         """A7: it touches no state."""
         hybrid = HybridLinearBackend(None, Linear(), ModelSpec("all", "test", (LINEAR,), 64))
-        with pytest.raises(PlanError, match="touches no state"):
+        with raises_naming(PlanError, "state"):
             hybrid.init_forward_metadata(batch_in(ForwardMode.DRAFT_EXTEND))
 
     def test_graphs_are_planned_by_both(self):
@@ -274,7 +275,7 @@ class TestChunkHook:
     def test_a_hook_that_wants_more_than_is_offered_is_refused_when_it_is_built(self):
         """A8"""
         demanding = type("Demanding", (Full,), {"init_mha_chunk_metadata": lambda self, batch, cursor: None})()
-        with pytest.raises(HookError, match="cursor"):
+        with raises_naming(HookError, "cursor"):
             HybridLinearBackend(demanding, Linear(), MODEL)
 
     def test_a_linear_child_is_never_asked_for_chunks(self):
@@ -284,7 +285,7 @@ class TestChunkHook:
         batch = batch_in(ForwardMode.EXTEND)
         assert HybridLinearBackend(hookless, linear, MODEL).init_mha_chunk_metadata(batch) is None
         alone = HybridLinearBackend(None, linear, ModelSpec("all", "test", (LINEAR,), 64))
-        with pytest.raises(PlanError, match="no full-attention layer"):
+        with raises_naming(PlanError, "full-attention"):
             alone.init_mha_chunk_metadata(batch)
         assert linear.calls == []
 

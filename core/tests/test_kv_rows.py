@@ -15,6 +15,7 @@ from attnplug.host import MLADims
 from attnplug.kernels import PageCopy, PageLayout, torch_dtype
 from attnplug.kv.layout import LayoutName
 from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.writing import BY_TRITON, WAYS, writing
 from support.pools import ELEMENTS, LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
 
@@ -415,17 +416,17 @@ def test_a_scale_is_one_unless_given() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_scale_that_cannot_be_divided_by_is_refused(scale: float) -> None:
-    with pytest.raises(PoolError, match="scale"):
+    with raises_naming(PoolError, "scale", scale):
         mla_pool(DType.FLOAT8_E4M3, scales={0: scale})
 
 
 def test_a_scale_without_fp8_is_refused() -> None:
-    with pytest.raises(PoolError, match=r"float16 takes no scale, 2\.0"):
+    with raises_naming(PoolError, "float16", "2.0"):
         mla_pool(DType.FLOAT16, scales={0: 2.0})
 
 
 def test_scales_for_layers_of_others_are_refused() -> None:
-    with pytest.raises(PoolError, match="layers 7; the pool has 0"):
+    with raises_naming(PoolError, 7, 0):
         mla_pool(DType.FLOAT8_E4M3, scales={7: 2.0})
 
 

@@ -8,6 +8,7 @@ import torch
 from attnplug import DType, LayerSpec, PoolError
 from attnplug.linear import LinearStatePool
 from attnplug_testing.devices import DEVICES
+from attnplug_testing.errors import raises_naming
 from support.pools import linear_layer
 
 
@@ -76,10 +77,10 @@ def test_a_pool_without_slots_is_refused(slots: int) -> None:
 
 
 def test_a_linear_layer_the_pool_lacks_is_refused() -> None:
-    with pytest.raises(PoolError, match="linear pool has no layer 9; it has 0"):
+    with raises_naming(PoolError, "layer 9", 0):
         linear_pool().recurrent(9)
 
 
 def test_convolution_states_in_fp8_are_refused() -> None:
-    with pytest.raises(PoolError, match="float8_e4m3fn"):
+    with raises_naming(PoolError, "float8_e4m3fn"):
         LinearStatePool([linear_layer()], num_slots=1, dtype=DType.FLOAT8_E4M3, device="cpu")

@@ -17,6 +17,7 @@ from attnplug.declare.errors import TableWarning
 from attnplug.machine.hardware import Processor, _cpu_name
 from attnplug.tables import MeasuredTable
 from attnplug_testing.command import Attnplug, Package
+from attnplug_testing.errors import raises_naming
 from support.board import (
     BOARD,
     CROSSING,
@@ -130,7 +131,7 @@ def test_folders_are_read_only_when_a_ranking_is_made(tmp_path: Path, monkeypatc
     ],
     ids=["corrupt", "another schema", "foreign"],
 )
-def test_a_file_that_cannot_be_used_is_told_once_in_one_line(content: str, line: str) -> None:
+def test_an_unusable_file_is_reported_once_in_one_line(content: str, line: str) -> None:
     """Preference decides then, as if it were not there."""
     table_path(BOARD).parent.mkdir(parents=True)
     table_path(BOARD).write_text(content)
@@ -141,7 +142,7 @@ def test_a_file_that_cannot_be_used_is_told_once_in_one_line(content: str, line:
     assert line in str(warning.message) and "\n" not in str(warning.message)
 
 
-def test_files_of_other_devices_are_nobodys_business() -> None:
+def test_files_of_other_devices_are_ignored() -> None:
     folder = table_path(BOARD).parent
     folder.mkdir(parents=True)
     (folder / "nvidia-b200.json").write_text("{")
@@ -185,11 +186,11 @@ def test_a_user_without_a_home_has_no_tables_and_runs(monkeypatch: pytest.Monkey
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     assert decode(chosen()) == ["other"]
-    with pytest.raises(TableError, match="set ATTNPLUG_CACHE_DIR"):
+    with raises_naming(TableError, "ATTNPLUG_CACHE_DIR"):
         table_path(BOARD)
 
 
-def test_a_folder_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 

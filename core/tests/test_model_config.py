@@ -27,6 +27,7 @@ from attnplug_testing.configs import (
     refused,
     without,
 )
+from attnplug_testing.errors import raises_naming
 
 
 def test_reading_a_model_imports_no_torch() -> None:
@@ -69,13 +70,11 @@ def test_errors_of_a_file_name_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reference", ["/no/such/path", "meta-llama/Meta-Llama-3-8B", "", "nul\0byte", "\ud800"])
 def test_a_path_that_does_not_exist(reference: str) -> None:
     error = unreadable(reference)
-    assert "does not exist" in str(error)
-    assert "nothing is downloaded" in str(error)
-    assert error.source == reference
+    assert (error.source, error.key) == (reference, None)
 
 
 def test_a_folder_without_config_says_what_looks_close(tmp_path: Path) -> None:
-    assert "no config.json; give" in str(unreadable(tmp_path))
+    assert "config.json" in str(unreadable(tmp_path))
     for index in range(9):
         (tmp_path / f"shard-{index}.json").touch()
     (tmp_path / "params.json").touch()
@@ -89,7 +88,7 @@ def test_a_folder_without_config_says_what_looks_close(tmp_path: Path) -> None:
 
 def test_config_json_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
-    assert "cannot be read: Is a directory" in str(unreadable(tmp_path))
+    assert "Is a directory" in str(unreadable(tmp_path))
 
 
 def test_config_json_is_a_pipe_without_a_writer(tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_config_json_is_a_pipe_without_a_writer(tmp_path: Path) -> None:
 
 def test_config_json_is_a_broken_link(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to(tmp_path / "blob")
-    assert "cannot be read: No such file" in str(unreadable(tmp_path))
+    assert "No such file" in str(unreadable(tmp_path))
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,28 +107,28 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     (tmp_path / "config.json").touch()
     monkeypatch.setattr(Path, "open", denied)
-    assert "cannot be read: Permission denied" in str(unreadable(tmp_path))
+    assert "Permission denied" in str(unreadable(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
+    ("content", "named"),
     [
-        (b'{"model_type": "caf\xe9"}', "not UTF-8 text: byte 19"),
-        (b'{\n  "a": 1,\n  "b" 2\n}', "not JSON: Expecting ':' delimiter at line 3, column 7"),
-        (b"", "not JSON: Expecting value at line 1, column 1"),
-        (b"[" * 200_000, "not JSON that can be read"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON that can be read"),
-        (b"[1, 2]", "not an object: it holds [1, 2]"),
-        (b"null", "not an object: it holds None"),
-        (b" " * (17 << 20), "larger than 16777216 bytes"),
+        (b'{"model_type": "caf\xe9"}', "byte 19"),
+        (b'{\n  "a": 1,\n  "b" 2\n}', "line 3, column 7"),
+        (b"", "line 1, column 1"),
+        (b"[" * 200_000, "JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "JSON"),
+        (b"[1, 2]", "[1, 2]"),
+        (b"null", "None"),
+        (b" " * (17 << 20), "16777216"),
     ],
     ids=["latin-1", "no-colon", "empty", "deep", "long-number", "list", "null", "large"],
 )
-def test_files_that_are_no_config(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_files_that_are_no_config(tmp_path: Path, content: bytes, named: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     error = unreadable(path)
-    assert problem in str(error)
+    assert named in str(error)
     assert error.source == str(path)
     assert str(path) in str(error)
 
@@ -173,7 +172,7 @@ def test_the_error_is_a_usage_error_and_survives_a_process_boundary() -> None:
 )
 def test_a_missing_key_is_named_with_the_model_type(config: dict[str, Any], key: str) -> None:
     message = refused(without(config, key), key)
-    assert "is missing" in message
+    assert key in message
     assert key == "model_type" or repr(config["model_type"]) in message
 
 
@@ -181,15 +180,12 @@ def test_a_missing_key_is_named_with_the_model_type(config: dict[str, Any], key:
     "value", ["32", 0, -1, True, 32.0, float("nan"), None, [32], {}, 10**30, pytest.param(10**6000, id="long")]
 )
 def test_a_count_that_is_none(value: object) -> None:
-    assert "it must be a whole number from 1 to" in refused(
-        LLAMA_3_8B, "num_attention_heads", num_attention_heads=value
-    )
+    assert "1 to 1073741824" in refused(LLAMA_3_8B, "num_attention_heads", num_attention_heads=value)
 
 
 @pytest.mark.parametrize("value", ["50", float("nan"), float("inf"), True, 0, -1.0, [], 10**400])
 def test_a_number_that_is_none(value: object) -> None:
-    message = refused(LLAMA_3_8B, "attn_logit_softcapping", attn_logit_softcapping=value)
-    assert "it must be a number from" in message
+    assert "number" in refused(LLAMA_3_8B, "attn_logit_softcapping", attn_logit_softcapping=value)
 
 
 def test_the_value_at_fault_is_shown() -> None:
@@ -203,13 +199,13 @@ def test_the_value_at_fault_is_shown() -> None:
         ("dtype", {"a": 1}, "a string"),
         ("max_position_embeddings", -1, "a whole number"),
         ("num_hidden_layers", 10**9, "from 1 to 4096"),
-        ("num_key_value_heads", 5, "a divisor of num_attention_heads, which is 32"),
-        ("hidden_size", 4097, "a multiple of num_attention_heads (32)"),
+        ("num_key_value_heads", 5, "32"),
+        ("hidden_size", 4097, "32"),
         ("is_encoder_decoder", "no", "true or false"),
         ("use_sliding_window", 1, "true or false"),
         ("sliding_window", 0, "a whole number"),
         ("layer_types", "full_attention", "a list"),
-        ("layer_types", ["full_attention"], "has 1 entries; it must have one for each of the 32 layers"),
+        ("layer_types", ["full_attention"], "32 layers"),
     ],
 )
 def test_values_that_make_no_sense(key: str, value: object, allowed: str) -> None:
@@ -220,12 +216,12 @@ def test_values_that_make_no_sense(key: str, value: object, allowed: str) -> Non
 def test_an_unknown_layer_type_is_named_with_the_known_ones() -> None:
     kinds = ["full_attention"] * 31 + ["chunked_attention"]
     message = refused(LLAMA_3_8B, "layer_types", layer_types=kinds)
-    assert "has 'chunked_attention' at index 31" in message
+    assert "'chunked_attention'" in message and "31" in message
     assert "'full_attention', 'sliding_attention'" in message
 
 
 def test_a_sliding_layer_needs_a_window() -> None:
-    assert "is missing" in refused(LLAMA_3_8B, "sliding_window", layer_types=["sliding_attention"] * 32)
+    refused(LLAMA_3_8B, "sliding_window", layer_types=["sliding_attention"] * 32)
 
 
 def test_an_indexed_layer_needs_a_topk() -> None:
@@ -271,7 +267,7 @@ def test_rope_that_differs_between_layers_is_refused() -> None:
     ],
 )
 def test_sizes_that_nothing_could_hold(config: dict[str, Any], key: str) -> None:
-    with pytest.raises(ModelConfigError, match="columns"):
+    with raises_naming(ModelConfigError, "columns"):
         read({"hidden_size": 1 << 30, **config, "num_key_value_heads": 1, "head_dim": 128} | {key: 1 << 30})
 
 
@@ -289,20 +285,20 @@ def test_attention_types_are_numbers_not_booleans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kda", "full", "key", "problem"),
+    ("kda", "full", "key", "named"),
     [
-        ([1, 2], [2, 3], "full_attn_layers", "without layer 2"),
-        ([1], [3], "kda_layers", "layer 2 of 3 is in neither"),
+        ([1, 2], [2, 3], "full_attn_layers", "layer 2"),
+        ([1], [3], "kda_layers", "layer 2 of 3"),
         ([0, 1, 2], [3], "kda_layers", "from 1 to 3"),
         ([1, 2], [4], "full_attn_layers", "from 1 to 3"),
         ([1, True], [3], "kda_layers", "from 1 to 3"),
         ("12", [3], "kda_layers", "a list"),
     ],
 )
-def test_kimi_lists_must_name_every_layer_once(kda: object, full: object, key: str, problem: str) -> None:
+def test_kimi_lists_must_name_every_layer_once(kda: object, full: object, key: str, named: str) -> None:
     lists = {**KIMI_LINEAR["linear_attn_config"], "kda_layers": kda, "full_attn_layers": full}
     message = refused(KIMI_LINEAR, f"linear_attn_config.{key}", num_hidden_layers=3, linear_attn_config=lists)
-    assert problem in message
+    assert named in message
 
 
 def test_heads_that_do_not_divide_in_linear_layers() -> None:
@@ -336,7 +332,7 @@ def test_encoder_decoder_models_are_refused() -> None:
 )
 def test_attention_that_the_default_reader_does_not_know_is_refused_not_misread(key: str, value: object) -> None:
     message = refused(LLAMA_3_8B, key, model_type="from_next_year", **{key: value})
-    assert "cannot be read for model type 'from_next_year'" in message
+    assert "'from_next_year'" in message
     assert read(LLAMA_3_8B, **{key: None}).layers == read(LLAMA_3_8B).layers
 
 

@@ -30,6 +30,7 @@ from attnplug.kernels import check_lse
 from attnplug.sparse import SelectedPositions
 from attnplug_conformance.arithmetic import NAN
 from attnplug_testing.batches import captured, padded, with_plan
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelCase
 from support.stage import Stage, small
 
@@ -166,21 +167,21 @@ class TestRows:
         on = stage()
         q, k, v = inputs(on)
         given = {"k": (None, v), "v": (k, None), "both": (None, None)}[missing]
-        with pytest.raises(BackendError, match=r"\(mha\) requires k and v, but was given .* save_kv_cache=False"):
+        with raises_naming(BackendError, "mha", "k", "v", "save_kv_cache=False"):
             on.backend.forward_extend(q, *given, on.layer, planned(on))
 
     def test_fewer_rows_of_k_or_v_than_planned(self):
         on = stage()
         q, k, v = inputs(on)
-        with pytest.raises(BackendError, match="4 rows of k and 5 of v for 5 planned ones"):
+        with raises_naming(BackendError, "4 rows of k", "5 of v"):
             on.backend.forward_extend(q, k[:4], v, on.layer, planned(on))
-        with pytest.raises(BackendError, match="5 rows of k and 4 of v for 5 planned ones"):
+        with raises_naming(BackendError, "5 rows of k", "4 of v"):
             on.backend.forward_extend(q, k, v[:4], on.layer, planned(on))
 
     def test_an_mla_layer_brings_no_v(self):
         on = Stage(small(((5, 3),), mla=DIMS), "cpu")
         k = on.new_rows(on.keys)
-        with pytest.raises(BackendError, match=r"\(mla\) requires k and no v, but was given k=.*, v="):
+        with raises_naming(BackendError, "mla", "k", "v"):
             on.backend.forward_extend(on.q, k, k, on.layer, planned(on))
 
     @pytest.mark.parametrize(("dims", "kind"), [(None, "MHA"), (DIMS, "MLA")])
@@ -188,7 +189,7 @@ class TestRows:
         case = small(((5, 3),), mla=dims)
         on = Stage(case, "cpu", lambda context: Sevens(replace(context, pools=KVPools())))
         v = None if dims else on.new_rows(on.values)
-        with pytest.raises(PoolError, match=f"layer 3 is {kind}, but backend under_test has no {kind} pool"):
+        with raises_naming(PoolError, "layer 3", "under_test", kind):
             on.backend.forward_extend(on.q, on.new_rows(on.keys), v, on.layer, planned(on))
 
 
@@ -196,39 +197,39 @@ class TestCalls:
     def test_a_layer_of_another_model(self):
         on = stage()
         q, k, v = inputs(on)
-        with pytest.raises(PoolError, match="layer 2 is not a full-attention layer of the model"):
+        with raises_naming(PoolError, "layer 2"):
             on.backend.forward_extend(q, k, v, replace(on.layer, layer_id=2), planned(on))
 
     @pytest.mark.parametrize("shape", [(5, 8, 16), (5, 4, 15)], ids=["heads", "width"])
     def test_queries_of_another_shape(self, shape):
         """A whole model's heads, where this rank has a part, among others."""
         on = stage()
-        with pytest.raises(BackendError, match=rf"{shape[1:][0]}, {shape[1:][1]}\), but on this rank it has \(4, 16\)"):
+        with raises_naming(BackendError, *shape[1:], (4, 16)):
             on.backend.forward_extend(torch.zeros(shape), None, None, on.layer, planned(on), save_kv_cache=False)
 
     def test_queries_whose_heads_are_not_apart(self):
         on = stage()
         q, k, v = inputs(on)
-        with pytest.raises(BackendError, match=r"q has shape \(5, .*\); give \[rows, heads, width\]"):
+        with raises_naming(BackendError, "[rows, heads, width]"):
             on.backend.forward_extend(q.flatten(1), k, v, on.layer, planned(on))
 
     def test_extras_that_it_does_not_declare(self):
         """Nothing is dropped silently."""
         on = stage()
         selected = SelectedPositions(torch.zeros(5, 1, dtype=torch.int32))
-        with pytest.raises(BackendError, match="was asked for selected; it knows lse, out"):
+        with raises_naming(BackendError, "selected", "lse, out"):
             on.backend.forward_extend(*inputs(on), on.layer, planned(on), extras=ForwardExtras(selected=selected))
 
     def test_sinks_are_given_for_layers_that_have_them_and_for_no_others(self):
         on = stage()
         q, k, v = inputs(on)
-        with pytest.raises(BackendError, match=r"sinks=False, but extras.sinks were given"):
+        with raises_naming(BackendError, "sinks=False", "extras.sinks"):
             on.backend.forward_extend(q, k, v, on.layer, planned(on), extras=ForwardExtras(sinks=torch.zeros(4)))
         with_sinks = replace(on.layer, sinks=True)
         for extras in (None, ForwardExtras(lse=torch.zeros(5, 4))):
-            with pytest.raises(BackendError, match=r"sinks=True, but extras.sinks were not given"):
+            with raises_naming(BackendError, "sinks=True", "extras.sinks"):
                 on.backend.forward_extend(q, k, v, with_sinks, planned(on), extras=extras)
-        with pytest.raises(BackendError, match=r"extras.sinks has shape \(3,\), but q has 4 heads"):
+        with raises_naming(BackendError, "extras.sinks", (3,), 4):
             on.backend.forward_extend(q, k, v, with_sinks, planned(on), extras=ForwardExtras(sinks=torch.zeros(3)))
 
     @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ class TestCalls:
     def test_absorbed_queries_whose_parts_are_not_those_of_the_layer(self, latent, rope, dtype):
         on = stage(small(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32))
         extras = ForwardExtras(q_rope=torch.zeros(rope, dtype=dtype))
-        with pytest.raises(BackendError, match=r"give the latent part \[rows, heads, 32\] and the rotary part .* 8\]"):
+        with raises_naming(BackendError, "[rows, heads, 32]", 8):
             on.backend.forward_extend(
                 torch.zeros(latent), None, None, on.layer, planned(on), save_kv_cache=False, extras=extras
             )
@@ -252,7 +253,7 @@ class TestCalls:
     def test_queries_in_two_parts_are_refused_by_a_backend_that_does_not_claim_them(self):
         on = Stage(small(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32), "cpu", Narrowed)
         extras = ForwardExtras(q_rope=torch.zeros(5, 4, 8))
-        with pytest.raises(BackendError, match="was asked for q_rope; it knows out"):
+        with raises_naming(BackendError, "q_rope", "out"):
             on.backend.forward_extend(
                 torch.zeros(5, 4, 32), None, None, on.layer, planned(on), save_kv_cache=False, extras=extras
             )
@@ -270,7 +271,7 @@ class TestCalls:
     @pytest.mark.parametrize("out", [torch.zeros(5, 4, 15), torch.zeros(5, 4, 16, dtype=torch.float16)])
     def test_memory_that_the_result_does_not_fit(self, out):
         on = stage()
-        with pytest.raises(BackendError, match=r"extras.out is .*; the result is torch.float32 of shape \(5, 4, 16\)"):
+        with raises_naming(BackendError, "extras.out", "torch.float32", (5, 4, 16)):
             on.backend.forward_extend(*inputs(on), on.layer, planned(on), extras=ForwardExtras(out=out))
 
     @pytest.mark.parametrize(
@@ -280,25 +281,25 @@ class TestCalls:
     )
     def test_a_log_sum_exp_that_kernels_would_fill_wrongly_is_refused(self, lse):
         """C4: they take it for a plain block of memory."""
-        with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(2, 4\)"):
+        with raises_naming(BackendError, "lse", "float32", (2, 4)):
             check_lse(lse, torch.zeros(2, 4, 16))
 
     def test_a_call_refuses_such_a_log_sum_exp(self):
         """C4"""
         on = stage()
-        with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(5, 4\)"):
+        with raises_naming(BackendError, "lse", "float32", (5, 4)):
             on.backend.forward_extend(*inputs(on), on.layer, planned(on), extras=ForwardExtras(lse=torch.zeros(4, 5)))
 
     def test_extras_that_narrowed_claims_leave_out(self):
         """What was built may honour less than its spec declares."""
         on = Stage(small(((5, 3),)), "cpu", Narrowed)
-        with pytest.raises(BackendError, match="was asked for lse; it knows out"):
+        with raises_naming(BackendError, "lse", "out"):
             on.results(on.batch())
 
     @pytest.mark.parametrize(("mode", "entry"), [(ForwardMode.DECODE, "extend"), (ForwardMode.EXTEND, "decode")])
     def test_the_wrong_entry(self, mode, entry):
         on = stage(small(((5, 1),), mode))
-        with pytest.raises(PlanError, match=f"forward_{entry} of backend under_test was called"):
+        with raises_naming(PlanError, f"forward_{entry}", "under_test"):
             getattr(on.backend, f"forward_{entry}")(*inputs(on), on.layer, planned(on))
 
 
@@ -322,7 +323,7 @@ class TestGraphs:
     def test_memory_is_for_the_longest_context(self):
         backend = stage().backend
         backend.init_cuda_graph_state(4, 8)
-        with pytest.raises(PlanError, match=r"257 pages per request .* 256 pages"):
+        with raises_naming(PlanError, 257, 256):
             backend.init_forward_metadata_out_graph(self.batch(pages=257), in_capture=True)
 
     def test_a_last_page_that_is_not_full_counts(self):
@@ -336,21 +337,21 @@ class TestGraphs:
         """A replay must not plan what no graph holds."""
         backend = stage().backend
         backend.init_cuda_graph_state(4, 8)
-        with pytest.raises(PlanError, match="never captured in lane 0"):
+        with raises_naming(PlanError, "captured", "lane 0"):
             backend.init_forward_metadata_out_graph(self.batch())
 
     def test_only_modes_of_the_claimed_level_are_captured(self):
         backend = Stage(small(((5, 3),)), "cpu", Narrowed).backend
         backend.init_cuda_graph_state(4, 8)
         verify = captured(ForwardMode.TARGET_VERIFY, 2, 2, pages=4, page_size=16, device=torch.device("cpu"), fill=0)
-        with pytest.raises(PlanError, match="target_verify cannot be captured, only decode"):
+        with raises_naming(PlanError, "target_verify", "decode"):
             backend.init_forward_metadata_out_graph(verify, in_capture=True)
 
     def test_padded_requests_of_a_graph_have_no_rows(self):
         assert stage().backend.get_cuda_graph_seq_len_fill_value() == 0
 
     def test_one_that_claims_none_says_so(self):
-        with pytest.raises(BackendError, match="cannot run inside CUDA graphs"):
+        with raises_naming(BackendError, "CUDA graphs"):
             Stage(small(((5, 3),)), "cpu").backend.init_cuda_graph_state(4, 8)
 
     def test_a_claim_of_graphs_without_the_methods_that_capture_is_refused_at_construction(self):
@@ -358,7 +359,7 @@ class TestGraphs:
             capture = PlannedAttention.capture
             refill = PlannedAttention.refill
 
-        with pytest.raises(BackendError, match=r"cuda_graph UNIFORM, but defines no capture\(.*\) and no refill\("):
+        with raises_naming(BackendError, "cuda_graph", "UNIFORM", "capture(", "refill("):
             Stage(small(((5, 3),)), "cpu", Boasting)
 
     @pytest.mark.parametrize("hook", ["init_forward_metadata", "init_forward_metadata_out_graph"])
@@ -388,7 +389,7 @@ def _two_lanes(context: BackendContext) -> PlannedAttention:
 
 
 def test_an_mla_shape_needs_a_model_and_a_pool_with_such_layers():
-    with pytest.raises(PoolError, match="backend under_test serves MLA layers"):
+    with raises_naming(PoolError, "under_test", "MLA"):
         Stage(small(((1, 1),)), "cpu", MLAShape.of)
 
 
@@ -406,7 +407,7 @@ def test_a_plan_of_somebody_else_is_refused():
     on, other = stage(), stage()
     batch = on.batch()
     with_plan(batch, other.backend.init_forward_metadata(batch))
-    with pytest.raises(PlanError, match="another instance"):
+    with raises_naming(PlanError, "instance"):
         on.backend.forward_extend(*inputs(on), on.layer, batch)
 
 
@@ -415,7 +416,7 @@ def test_a_plan_of_a_geometry_that_was_replaced_is_refused():
     on = stage()
     batch = planned(on)
     batch.geometry = on.batch().geometry
-    with pytest.raises(PlanError, match="a plan of 5 rows for 2 requests, and the batch's geometry was replaced"):
+    with raises_naming(PlanError, 5, 2, "geometry"):
         on.backend.forward_extend(*inputs(on), on.layer, batch)
 
 
@@ -424,7 +425,7 @@ def test_pages_of_another_size_are_refused():
     table = torch.zeros(1, 4, dtype=torch.int32)
     batch = ForwardBatch(Geometry.of_lengths(ForwardMode.EXTEND, table, [3], [3], 2 * on.case.page_size))
     for plan in (on.backend.init_forward_metadata, on.backend.init_forward_metadata_out_graph):
-        with pytest.raises(PlanError, match="page size is 32, but backend under_test was built for 16"):
+        with raises_naming(PlanError, "under_test", 32, 16):
             plan(batch)
 
 
@@ -432,7 +433,7 @@ def test_fewer_input_ids_than_rows_are_the_hosts_mistake():
     on = stage()
     batch = on.batch()
     batch.input_ids = torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(PlanError, match="the batch has 3 input ids for the 5 rows of its geometry"):
+    with raises_naming(PlanError, "input ids", 3, 5):
         plan_forward(on.backend, batch)
 
 
@@ -449,7 +450,7 @@ def test_options_come_with_their_type_and_their_defaults():
     context = Stage(small(((1, 1),)), "cpu").backend.context
     assert context.options_of(Options) == Options()
     assert replace(context, options=Options(5)).options_of(Options).split == 5
-    with pytest.raises(BackendError, match="under_test was given 7 as its options, not Options"):
+    with raises_naming(BackendError, "under_test", 7, "Options"):
         replace(context, options=7).options_of(Options)
 
 
@@ -459,5 +460,5 @@ def test_a_plan_without_slots_for_the_rows_to_write_is_refused():
             return Plan.of(self.backend_id, geometry, "eager")
 
     on = Stage(small(((5, 3), (0, 2))), "cpu", Forgetful)
-    with pytest.raises(PlanError, match=r"new rows of layer 3, but its plan has no new_slots; .*new_slots\(\)"):
+    with raises_naming(PlanError, "layer 3", "new_slots()"):
         on.backend.forward_extend(*inputs(on), on.layer, planned(on))

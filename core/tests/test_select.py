@@ -12,6 +12,7 @@ from attnplug.declare.errors import PluginError
 from attnplug.host import BackendRequest, SelectionError, explain, select
 from attnplug.registry.explanation import explanation
 from attnplug.registry.registry import Broken, Source
+from attnplug_testing.errors import raises_naming
 from support.selection import CPU_FLOAT32, DEEPSEEK, HYBRID, LINEAR, LINEAR_ONLY, LLAMA, PLAIN, backend, names, registry
 
 
@@ -45,7 +46,7 @@ def test_a_wrong_name_is_an_error_before_a_model_is_known() -> None:
     """D3: a host asks where its own plugins are registered, and nothing else is refused for what is not decided."""
     installed = registry(backend("fast"))
     for request in (BackendRequest("fats"), BackendRequest(roles={Role.DECODE: "fats"})):
-        with pytest.raises(UsageError, match="there is no backend 'fats'"):
+        with raises_naming(UsageError, "'fats'"):
             select(installed, request, Problem())
     assert not select(installed, BackendRequest("fast", {Role.DECODE: "fast"}), Problem()).choices
 
@@ -123,7 +124,7 @@ def test_a_host_that_drafts_itself_needs_backends_that_verify() -> None:
     assert {refusal.code for refusal in refusals(caught.value)} == {RefusalCode.SPECULATION}
 
 
-def test_a_draft_is_judged_in_its_role_and_by_what_is_asked_for_all_roles() -> None:
+def test_a_draft_is_checked_in_its_role_and_by_the_requirements_of_all_roles() -> None:
     """D3"""
     drafts = replace(PLAIN, roles={"prefill", "decode", "draft"}, max_speculative_tokens=4)
     installed = registry(backend("drafts", drafts), backend("decodes", replace(drafts, roles={"prefill", "decode"})))
@@ -201,33 +202,32 @@ class TestAnExtendPathThatIsAskedFor:
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest() -> None:
-    with pytest.raises(UsageError, match="did you mean fast"):
+    with raises_naming(UsageError, "'fats'", "fast"):
         explain(registry(backend("fast")), BackendRequest("fats"), Problem(LLAMA))
 
 
 def test_a_broken_name_is_an_error_with_what_is_wrong() -> None:
     broken = Broken("odd", Source("odd", "nowhere", "odd-dist", "3.0"), "ImportError: no kernel")
     installed = replace(registry(backend("fast")), broken=(broken,))
-    with pytest.raises(PluginError, match=r"odd-dist 3\.0.*no kernel"):
+    with raises_naming(PluginError, "odd-dist 3.0", "no kernel"):
         explain(installed, BackendRequest("odd"), Problem(LLAMA))
 
 
 @pytest.mark.parametrize(
-    ("model", "role", "why"),
+    ("model", "role"),
     [
-        (LLAMA, Role.LINEAR, "no linear-attention layer"),
-        (LLAMA, Role.DRAFT, "speculative_tokens turns it on"),
-        (LINEAR_ONLY, Role.PREFILL, "no full-attention layer"),
-        (LINEAR_ONLY, Role.DECODE, "no full-attention layer"),
+        (LLAMA, Role.LINEAR),
+        (LLAMA, Role.DRAFT),
+        (LINEAR_ONLY, Role.PREFILL),
+        (LINEAR_ONLY, Role.DECODE),
     ],
 )
-def test_a_backend_for_a_role_that_is_not_needed_is_an_error(model: ModelSpec, role: Role, why: str) -> None:
+def test_a_backend_for_a_role_that_is_not_needed_is_an_error(model: ModelSpec, role: Role) -> None:
     """Nothing is dropped silently."""
     installed = registry(backend("fast"), backend("lin", LINEAR))
-    with pytest.raises(UsageError) as caught:
+    with raises_naming(UsageError, "fast") as caught:
         explain(installed, BackendRequest(roles={role: "fast"}), Problem(model))
-    for text in (role.setting, "fast", why):
-        assert text in str(caught.value)
+    assert caught.value.settings == (role.setting, *(["speculative_tokens"] if role is Role.DRAFT else []))
 
 
 def test_auto_for_a_role_that_is_not_needed_asks_for_nothing() -> None:
@@ -236,7 +236,7 @@ def test_auto_for_a_role_that_is_not_needed_asks_for_nothing() -> None:
 
 
 def test_an_unknown_name_for_a_role_that_is_not_needed_is_an_error_of_the_name() -> None:
-    with pytest.raises(UsageError, match="no backend 'fats'"):
+    with raises_naming(UsageError, "'fats'"):
         explain(registry(backend("fast")), BackendRequest(roles={Role.LINEAR: "fats"}), Problem(LLAMA))
 
 
@@ -366,7 +366,7 @@ def test_in_strict_mode_every_check_that_raises_is_an_error() -> None:
 
     bad = [backend(name, check=check) for name in ("bad", "worse")]
     installed = replace(registry(*bad, backend("good")), strict=True)
-    with pytest.raises(PluginError, match="ATTNPLUG_STRICT") as caught:
+    with raises_naming(PluginError, "ATTNPLUG_STRICT") as caught:
         explain(installed, BackendRequest(), Problem(LLAMA))
     for name in ("bad", "worse"):
         assert str(caught.value).count(f"{name} ({name}-dist 1.2): its check failed: RuntimeError") == 1

@@ -312,7 +312,7 @@ def test_a_type_that_is_not_claimed_is_one_reason() -> None:
         assert (refusal.code, refusal.allowed) == (lacking, sorted(sixteen_bits))
 
 
-def test_layers_that_differ_are_told_by_what_differs() -> None:
+def test_layers_that_differ_are_described_by_the_difference() -> None:
     """D3: whatever plans may depend on, but not which layers they are; others' layers do not count."""
     alike = claiming(kinds={"mla"}, roles={"decode"}, layers_alike=True, max_heads=16)
     windowed = replace(MLA, sliding_window=128, mla=replace(MLA.mla, qk_nope_head_dim=64))
@@ -354,7 +354,7 @@ def test_layers_of_different_shapes_give_a_reason_each() -> None:
     assert [refusal.value for refusal in found] == [[64, 64], [256, 256]]
 
 
-def test_a_role_is_judged_by_its_own_layers() -> None:
+def test_a_role_is_checked_against_its_own_layers() -> None:
     """D3: full attention by MHA and MLA layers, linear attention by the others."""
     full = claiming(kinds={"mha"}, roles={"prefill", "decode"})
     hybrid = Problem(model(MHA, GDN))
@@ -362,7 +362,7 @@ def test_a_role_is_judged_by_its_own_layers() -> None:
     assert {refusal.code for refusal in full.refusals(hybrid, Role.LINEAR)} == {RefusalCode.ROLE, RefusalCode.KIND}
 
 
-def test_without_a_role_layers_are_not_judged() -> None:
+def test_without_a_role_layers_are_not_checked() -> None:
     assert claiming(kinds={"mha", "gdn"}).refusals(Problem(model(MLA))) == []
 
 

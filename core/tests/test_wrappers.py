@@ -38,6 +38,7 @@ from attnplug.host import ForwardingBackend
 from attnplug.linear import LinearHooks
 from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug.wrappers.split import SplitBackend
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN
 from support.recorder import MEMBERS, PLANNERS, Hookless, Recorder, batch_in
 
@@ -142,7 +143,7 @@ class TestEveryMember:
         careless = Recorder("careless")
         setattr(careless, member, lambda forward_batch, in_capture=False: {"planned": True})
         built = BUILD[wrapper](careless, Recorder("b"))
-        with pytest.raises(PlanError, match=f"{member} of backend careless returned .*, not a Plan"):
+        with raises_naming(PlanError, member, "careless", "Plan"):
             getattr(built, member)(batch_in(ForwardMode.EXTEND))
 
     @each_planner
@@ -229,14 +230,14 @@ class TestLaterHooks:
 
     def test_a_child_without_the_hook_that_is_asked_is_named(self):
         for built in self.wrappers(Hookless(), Later("b")):
-            with pytest.raises(BackendError, match=r"needs warm_up of its .* backend hookless, which has none"):
+            with raises_naming(BackendError, "warm_up", "hookless"):
                 built.warm_up(2)
 
     def test_children_that_answer_differently_are_an_error(self):
         second = Later("b")
         second.warm_up = lambda rounds, *, quietly: "something else"
         for built in self.wrappers(Later("a"), second):
-            with pytest.raises(BackendError, match=r"cannot answer warm_up: .*something else"):
+            with raises_naming(BackendError, "warm_up", "something else"):
                 built.warm_up(2)
 
 
@@ -313,17 +314,17 @@ class TestDefinitions:
             assert built.forward_extend("q", "k", "v", FULL, batch) is not None
             assert built.get_cuda_graph_seq_len_fill_value() == 0
 
-    def test_a_route_to_nobody_names_the_children(self):
+    def test_a_route_to_an_unknown_child_names_the_children(self):
         class Lost(ForwardingBackend):
             def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
                 return ("slow",)
 
-        with pytest.raises(BackendError, match=r"lost routes forward_decode to 'slow', .* labels: fast, exact"):
+        with raises_naming(BackendError, "lost", "forward_decode", "'slow'", "fast, exact"):
             Lost("lost", {"fast": child("a"), "exact": child("b")}).forward_decode(None, None, None, FULL, None)
 
     def test_a_wrapper_without_a_route_cannot_be_built(self):
         """A9"""
-        with pytest.raises(TypeError, match="route"):
+        with raises_naming(TypeError, "route"):
             type("Routeless", (ForwardingBackend,), {})("routeless", {"a": child("a")})
 
 
@@ -353,7 +354,7 @@ class TestClaims:
             "needs_cpu_seq_lens": ("decode",),
         }
 
-    def test_a_claim_that_one_child_decides_is_limited_by_nobody(self):
+    def test_a_claim_that_one_child_decides_has_no_limiting_backend(self):
         """A9: how an extend runs is the prefill backend's affair; a decode backend that cannot weakens nothing."""
         every = Claims(mla_extend=frozenset(ExtendPath))
         split = SplitBackend(child("a", every), child("b", Claims(mla_extend=frozenset())))

@@ -78,7 +78,7 @@ def test_what_is_known_is_not_measured_again_unless_asked_for(
     }  # fmt: skip
 
 
-def test_a_backend_that_cannot_be_built_is_told_and_the_rest_is_measured(
+def test_a_backend_that_cannot_be_built_is_reported_and_the_rest_is_measured(
     attnplug: Attnplug, clock: FakeClock, package: Package, tmp_path: Path
 ) -> None:
     """D2."""
@@ -123,24 +123,24 @@ def test_a_backend_that_ends_its_process_does_not_end_the_command(
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
-    [("{", "is not JSON"), ('{"schema": 4, "device": "Other", "sm": 0, "tables": []}', "was measured on Other")],
+    ("content", "named"),
+    [("{", "JSON"), ('{"schema": 4, "device": "Other", "sm": 0, "tables": []}', "Other")],
 )
-def test_a_file_that_cannot_be_added_to_is_told_before_anything_is_measured(
-    content: str, reason: str, attnplug: Attnplug, clock: FakeClock, tmp_path: Path
+def test_a_file_that_cannot_be_added_to_is_reported_before_anything_is_measured(
+    content: str, named: str, attnplug: Attnplug, clock: FakeClock, tmp_path: Path
 ) -> None:
     (tmp_path / "t.json").write_text(content)
     done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
-    assert done.code == 1 and reason in done.err and "remove it, or name another file" in done.err
+    assert done.code == 1 and named in done.err and str(tmp_path / "t.json") in done.err
     assert not clock.ran and (tmp_path / "t.json").read_text() == content
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+def test_a_folder_that_cannot_be_written_is_reported_before_anything_is_measured(
     attnplug: Attnplug, clock: FakeClock, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
     done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "file" / "t.json"))
-    assert done.code == 1 and "cannot be written" in done.err and not clock.ran
+    assert done.code == 1 and str(tmp_path / "file") in done.err and not clock.ran
 
 
 def test_an_interrupted_benchmark_keeps_what_there_is(
@@ -154,12 +154,13 @@ def test_an_interrupted_benchmark_keeps_what_there_is(
     assert done.code == 130
     assert [row["side"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]] == ["toy"]
     done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
-    assert done.code == 130 and f"the points that were finished are in {tmp_path / 't.json'}" in done.err
+    assert done.code == 130 and str(tmp_path / "t.json") in done.err
     command = ("tune", *HERE, "--points", "1x64", "--backends", "torch_native", "--tables", str(tmp_path / "none.json"))
-    assert "no point was finished" in attnplug(*command).err
+    done = attnplug(*command)
+    assert done.code == 130 and "none.json" not in done.err and not (tmp_path / "none.json").exists()
 
 
-def test_a_tuning_that_is_told_to_end_does_so_and_keeps_what_there_is(
+def test_a_tuning_that_is_terminated_keeps_the_finished_points(
     attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path
 ) -> None:
     def ended(point: object) -> float:
@@ -195,7 +196,7 @@ def test_a_plot_without_its_libraries_is_one_message_before_anything_is_measured
     monkeypatch.setattr("importlib.util.find_spec", {"altair": None}.get)
     for command, option in (("tune", "--report"), ("bench", "--plot")):
         done = attnplug(command, *HERE, "--points", "1x64", option, str(tmp_path / "plot"))
-        assert done.code == 2 and f"{option} needs altair" in done.err and "attnplug-tune[plot]" in done.err
+        assert done.code == 2 and all(text in done.err for text in (option, "altair", "attnplug-tune[plot]"))
     assert not clock.ran
 
 
@@ -204,29 +205,27 @@ WRONG = {
     ("tune", *HERE, "--shapes", "mla:16"): "one of --model and --shapes",
     ("tune", *HERE, "--budget", "0"): "--budget 0",
     ("tune", *HERE, "--backends", "none"): "none",
-    ("tune", *HERE, "--backends", "torch_native, auto"): "names auto",
+    ("tune", *HERE, "--backends", "torch_native, auto"): "auto",
     ("tune", *HERE, "--kv-dtype", "fp8_ds_mla", "--backends", "torch_native"): "change --kv-dtype",
-    ("tune", *HERE, "--points", "99999999999x64"): "more than 1048576 requests",
-    ("tune", *HERE, "--max-batch", "99999999999"): "more than 1048576 requests",
-    ("tune", *HERE, "--report", "/nowhere/r.html"): "there is no folder /nowhere",
-    ("bench", "--compare", "old", "new", "--max-batch", "3"): "--compare measures nothing; leave out --max-batch",
-    ("bench", *HERE, "--out", "/nowhere/r.json"): "there is no folder /nowhere",
-    ("bench", *HERE, "--plot", "/"): "/ cannot be written: Is a directory",
-    ("tune", *HERE, "--max-batch", "none"): "'none' is not a whole number above 0",
-    ("tune", "--device", "cpu", "--shapes", "mla"): "'mla' is not a layer",
-    ("tune", "--device", "cpu", "--shapes", "gqa:4/3x16"): "'gqa:4/3x16' is not a layer",
-    ("tune", "--device", "cpu", "--shapes", "gqa:4/2x16w0"): "'gqa:4/2x16w0' is not a layer",
+    ("tune", *HERE, "--points", "99999999999x64"): "1048576",
+    ("tune", *HERE, "--max-batch", "99999999999"): "1048576",
+    ("tune", *HERE, "--report", "/nowhere/r.html"): "/nowhere",
+    ("bench", "--compare", "old", "new", "--max-batch", "3"): "--max-batch",
+    ("bench", *HERE, "--out", "/nowhere/r.json"): "/nowhere",
+    ("bench", *HERE, "--plot", "/"): "Is a directory",
+    ("tune", *HERE, "--max-batch", "none"): "'none'",
+    ("tune", "--device", "cpu", "--shapes", "mla"): "'mla'",
+    ("tune", "--device", "cpu", "--shapes", "gqa:4/3x16"): "'gqa:4/3x16'",
+    ("tune", "--device", "cpu", "--shapes", "gqa:4/2x16w0"): "'gqa:4/2x16w0'",
     ("tune", "--device", "cpu", "--model", "tiny:mamba2"): "tiny:mamba2",
     ("tune", "--device", "cpu", "--model", "tiny:deepseek_v4"): "tiny:deepseek_v4",
     ("tune", *HERE, "--host", "nobody"): "nobody",
-    ("tune", "--device", "cpu", "--shapes", "mla:4", "--host", "vllm", "--points", "1x32+16"): (
-        "prefills are not measured: vllm has its own kernels for them"
-    ),
-    ("tune", "--device", "cpu", "--model", "tiny:deepseek_v32", "--host", "vllm"): "vLLM cannot serve this: sparse",
+    ("tune", "--device", "cpu", "--shapes", "mla:4", "--host", "vllm", "--points", "1x32+16"): "vllm",
+    ("tune", "--device", "cpu", "--model", "tiny:deepseek_v32", "--host", "vllm"): "sparse",
     ("bench", *HERE, "--against", "them"): "--against 'them'",
     ("bench", "--compare", "no.json", "none.json"): "no.json",
-    ("bench", "--compare", "a.json", "b.json", "--out", "c.json"): "--compare measures nothing; leave out --out",
-    ("bench", "--compare", "a", "b", "--tensor-parallel", "2"): "measures nothing; leave out --tensor-parallel",
+    ("bench", "--compare", "a.json", "b.json", "--out", "c.json"): "--out",
+    ("bench", "--compare", "a", "b", "--tensor-parallel", "2"): "--tensor-parallel",
 }
 
 

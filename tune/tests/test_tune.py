@@ -150,14 +150,14 @@ def test_what_one_backend_leaves_of_the_budget_is_for_the_next(install: Install)
     assert [len(each.timed) for each in tune(jobs, 5, measured_by(clock, registry))] == [1, 4]
 
 
-def test_compiling_is_told_and_is_no_part_of_the_budget(install: Install) -> None:
+def test_compiling_is_reported_and_is_no_part_of_the_budget(install: Install) -> None:
     registry = toys(install, "jit")
     clock = FakeClock({"jit": constant(1)}, seconds=1.0, compile_s=60.0)
     (tuned,) = tune([job(registry, "jit")], 4, measured_by(clock, registry))
     assert len(tuned.timed) == 4 and tuned.compile_s == 60
 
 
-def test_a_broken_backend_is_told_and_left_out_for_that_role_alone(install: Install, monkeypatch) -> None:
+def test_a_broken_backend_is_reported_and_left_out_for_that_role_alone(install: Install, monkeypatch) -> None:
     """D2: it disturbs no other."""
     registry = toys(install, "broken", "good")
     chain = measure.Stage.chain
@@ -194,7 +194,7 @@ def test_what_gives_no_attention_is_a_failure_however_fast_it_is(gives, install:
 
 
 @pytest.mark.parametrize("kind", [SystemExit, BaseException])
-def test_a_backend_that_raises_what_nobody_catches_is_a_failure(kind, install: Install, monkeypatch) -> None:
+def test_a_backend_that_raises_a_base_exception_is_a_failure(kind, install: Install, monkeypatch) -> None:
     def exits(*_: object, **__: object) -> None:
         raise kind("no licence")
 

@@ -8,6 +8,7 @@ import pytest
 from attnplug_tune.points import Point, default_points, parse_points
 
 from attnplug import Role, UsageError
+from attnplug_testing.errors import raises_naming
 
 
 def test_points_are_read_as_users_write_them() -> None:
@@ -23,7 +24,7 @@ def test_points_are_read_as_users_write_them() -> None:
     "text", ["", "64", "0x64", "1x0", "1x2v3", "1x64+0", "64*4096", "1x64,1x64", "1xk", "1x~64", "8x~64+8"]
 )
 def test_a_point_that_cannot_be_is_refused_with_its_text(text: str) -> None:
-    with pytest.raises(UsageError, match="--points"):
+    with raises_naming(UsageError, "--points"):
         parse_points(text)
 
 

@@ -18,6 +18,7 @@ from attnplug_flashattention.planner import SplitHeuristic, split_call
 from attnplug_flashattention.tables import fill_slots, fill_splits
 from attnplug_flashattention.triton_kernels import launch_fill_slots, launch_fill_splits, launch_merge_splits
 from attnplug_testing.devices import DEVICES
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check, mha
 from attnplug_testing.references.flashattention import build, on_cpu, on_devices
 
@@ -136,7 +137,7 @@ class TestMerge:
     @on_every_device
     @pytest.mark.parametrize("merge", [merge_splits, launch_merge_splits])
     @pytest.mark.parametrize(("dim", "count"), [(64, 1), (96, 2), (256, 7), (64, 16), (96, 33)])
-    def test_parts_in_one_go_are_parts_one_by_one(self, dim, count, merge, device):
+    def test_batched_parts_equal_parts_one_by_one(self, dim, count, merge, device):
         """C4: the same as core's merge; empty parts hold NaN, which is not looked at; all of them empty is zero."""
         random = torch.Generator(device).manual_seed(count)
         rows, heads = 4, 3
@@ -198,7 +199,7 @@ def test_a_divided_call_is_as_wide_as_its_longest_part():
 
 
 def test_a_negative_number_of_parts_is_refused():
-    with pytest.raises(ValueError, match="most_parts=-1"):
+    with raises_naming(ValueError, "most_parts=-1"):
         replace(FlashAttentionOptions(), most_parts=-1)
 
 

@@ -14,6 +14,7 @@ from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_testing.devices import DEVICES
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, mha, mla
 from attnplug_testing.references.flashattention import build, on_cpu, on_devices
 
@@ -77,7 +78,7 @@ def test_both_or_neither(serving, kind, kernel, device, monkeypatch):
     assert stage.written() == (0 if skips else sum(stage.totals))
     add_a_token(stage)
     if skips:
-        with pytest.raises(PlanError, match="fa_skip_kv_cache"):
+        with raises_naming(PlanError, "fa_skip_kv_cache"):
             stage.run()
         assert (watch.writes, watch.reads) == (0, 0)
         return
@@ -112,7 +113,7 @@ def test_mla_always_keeps_its_rows(serving, device):
 def test_a_prefix_cannot_be_in_a_cache_that_is_not_used(mode, lengths):
     """A6: a stale row is never read, because a batch that has rows in the cache is not planned."""
     stage = scene(mha(lengths, mode, 16, serving=EMBEDDING), "fa4", "cpu")
-    with pytest.raises(PlanError, match="fa_skip_kv_cache"):
+    with raises_naming(PlanError, "fa_skip_kv_cache"):
         stage.run()
 
 
@@ -122,7 +123,7 @@ def test_without_a_cache_keys_and_values_must_be_given(save):
     stage = scene(mha(PROMPTS, page_size=16, serving=EMBEDDING), "fa4", "cpu")
     batch = stage.batch()
     plan_forward(stage.backend, batch)
-    with pytest.raises(BackendError, match="k=None, v=None"):
+    with raises_naming(BackendError, "k=None, v=None"):
         stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=save)
     out = stage.forward(batch, save=save)
     assert relative_error(out, stage.wanted()[0]) <= stage.tolerance

@@ -12,6 +12,7 @@ from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import LAYER
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.reference import ancestors
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check, mha
 from attnplug_testing.references.flashattention import KERNELS, build, on_cpu, on_devices
 from attnplug_testing.trees import chain, random_trees
@@ -86,7 +87,7 @@ def test_a_second_batch_of_a_captured_shape_needs_the_same_page_table():
     capture.batch.geometry = replace(geometry, tree=geometry.tree.clone(), seq_lens=geometry.seq_lens.clone())
     capture.scene.backend.init_forward_metadata_in_graph(capture.batch)
     capture.batch.geometry = replace(geometry, page_table=geometry.page_table.clone())
-    with pytest.raises(PlanError, match="lane 0"):
+    with raises_naming(PlanError, "lane 0"):
         capture.scene.backend.init_forward_metadata_in_graph(capture.batch)
 
 

@@ -17,6 +17,7 @@ from attnplug_flashinfer.kernels import FlashInferLibrary
 from attnplug_flashinfer.options import FlashInferOptions
 from attnplug_flashinfer.plugin import attnplug_backends
 from attnplug_testing.configs import DEEPSEEK_V3, LLAMA_3_8B, read
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, mha
 
 (SPEC,) = attnplug_backends()
@@ -100,7 +101,7 @@ def test_auto_takes_others_first() -> None:
 
 
 def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match="auto, fa2, fa3"):
+    with raises_naming(UsageError, "auto, fa2, fa3"):
         parse_options("flashinfer", FlashInferOptions, {"kernel": "fa4"})
 
 
@@ -147,7 +148,7 @@ def test_the_kernel_for_prefill_is_chosen_by_gpu_and_cache(made, monkeypatch, ke
 def test_a_kernel_that_does_not_fit_is_refused_when_it_is_built_too(made, monkeypatch, major, kv_dtype, value):
     """The host may not have known the GPU."""
     monkeypatch.setattr(Properties, "major", major)
-    with pytest.raises(BackendError, match=value) as caught:
+    with raises_naming(BackendError, value) as caught:
         FlashInferBackend(context(mha(((3, 1),), kv_dtype=kv_dtype), "fa3"))
     assert caught.value.settings == ("flashinfer.kernel",)
 
@@ -159,7 +160,7 @@ def test_fa3_is_left_alone_where_keys_and_values_have_other_strides(made, monkey
     monkeypatch.setattr(given.pools.mha, "values", lambda layer_id: wide[..., :64])
     FlashInferBackend(given)
     assert set(made) == {"fa2"}
-    with pytest.raises(BackendError, match="strides") as caught:
+    with raises_naming(BackendError, "strides") as caught:
         FlashInferBackend(replace(given, options=FlashInferOptions("fa3")))
     assert caught.value.settings == ("flashinfer.kernel",)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attnplug import ForwardMode, PlanError
+from attnplug_testing.errors import raises_naming
 from linear_capture import Capture, in_every_graph_setting
 from linear_scene import PADDED, random_members, same_bits
 from linear_settings import ON_A_GPU
@@ -60,7 +61,7 @@ def test_graphs_of_one_shape_have_their_slots_in_one_memory(setting) -> None:
     scene = setting.scene(4)
     scene.backend.init_cuda_graph_state(4, 16)
     Capture(scene, DECODE, 3, 1)
-    with pytest.raises(PlanError, match="lane 0"):
+    with raises_naming(PlanError, "lane 0"):
         Capture(scene, DECODE, 3, 1)
 
 
@@ -77,7 +78,7 @@ def test_a_captured_verify_is_committed_after_each_replay(setting) -> None:
         scene.backend.commit_states(step.batch, torch.tensor(accepted, device=setting.device))
         scene.check(step, setting.tolerance, accepted)
         scene.check_states(setting.state_tolerance)
-        with pytest.raises(PlanError, match="target_verify"):
+        with raises_naming(PlanError, "target_verify"):
             scene.backend.commit_states(step.batch, torch.tensor(accepted, device=setting.device))
 
 

@@ -8,6 +8,7 @@ import torch
 from attnplug import ForwardMode, PlanError
 from attnplug_hybrid_linear import torch_backend
 from attnplug_testing.batches import with_plan
+from attnplug_testing.errors import raises_naming
 from linear_capture import Capture, in_every_graph_setting
 from linear_scene import LAYERS, PADDED, LinearScene, Step
 from linear_settings import ON_A_GPU, SETTINGS, TORCH
@@ -169,5 +170,5 @@ def streams() -> list[torch.cuda.Stream]:
 
 @pytest.mark.parametrize("setting", SETTINGS[::2])
 def test_a_lane_that_the_backend_was_not_built_for_is_refused(setting) -> None:
-    with pytest.raises(PlanError, match="lane 2"):
+    with raises_naming(PlanError, "lane 2"):
         setting.scene(2).step(DECODE, [0], [1], lane=2)

@@ -14,6 +14,7 @@ from attnplug import AttentionKind, BackendError, DType, GraphLevel, Problem, Re
 from attnplug_hybrid_linear.plugin import attnplug_backends
 from attnplug_testing.command import Explained
 from attnplug_testing.configs import DEEPSEEK_V3, KIMI_LINEAR, NEMOTRON_H_8B, QWEN3_NEXT, read
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.libraries import install_library
 
 SPECS = {spec.name: spec for spec in attnplug_backends()}
@@ -123,7 +124,5 @@ def test_a_library_in_pieces_is_a_refusal_and_one_that_fails_to_import_fails_wit
     (tmp_path / "fla.py").write_text("raise OSError('libcudart.so.13')")
     importlib.invalidate_caches()
     assert FLA.refusals(ON_A_GPU, Role.LINEAR) == []  # metadata cannot tell
-    with pytest.raises(BackendError) as caught:
+    with raises_naming(BackendError, "fla-core 0.6.9", "OSError: libcudart.so.13", "pip install 'fla-core>=0.6,<0.7'"):
         importlib.import_module(FLA.factory.partition(":")[0])
-    assert "fla-core 0.6.9 cannot be imported: OSError: libcudart.so.13" in str(caught.value)
-    assert "pip install 'fla-core>=0.6,<0.7'" in str(caught.value)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from attnplug import ForwardMode, PlanError
 from attnplug_testing.devices import nothing_waits
+from attnplug_testing.errors import raises_naming
 from linear_scene import LAYERS, PADDED, LinearScene, same_bits
 from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS, TORCH
 
@@ -130,19 +131,19 @@ class TestRefusals:
         scene = setting.scene(2)
         step = scene.run(VERIFY, [1], [4])
         commit(scene, step.batch, [4])
-        with pytest.raises(PlanError, match="target_verify"):
+        with raises_naming(PlanError, "target_verify"):
             commit(scene, step.batch, [4])
 
     @in_every_setting
     @pytest.mark.parametrize("mode", [EXTEND, DECODE])
     def test_a_commit_of_states_that_advanced_already_is_refused(self, mode, setting) -> None:
         scene = setting.scene(2)
-        with pytest.raises(PlanError, match=mode):
+        with raises_naming(PlanError, mode):
             commit(scene, scene.run(mode, [1], [1]).batch, [1])
 
     @in_every_setting
     def test_a_number_for_each_request_is_needed(self, setting) -> None:
         scene = setting.scene(3)
         step = scene.run(VERIFY, [1, 0], [4, 4])
-        with pytest.raises(PlanError, match=r"\(3,\)"):
+        with raises_naming(PlanError, (3,)):
             commit(scene, step.batch, [1, 2, 3])

@@ -25,6 +25,7 @@ from attnplug import (
 from attnplug.host import HostContext, KVPools, Limits, WorkspaceOwner
 from attnplug.sparse import SelectedPositions, SelectedSlots
 from attnplug_sparse.pools import COMPRESSED, CompressedPool, compressed_page_bytes
+from attnplug_testing.errors import raises_naming
 from compressed_scene import DIM, HEADS, LAYER, NAN, CompressedScene, compressed_layer
 
 HEAVY = compressed_layer(8)
@@ -205,22 +206,22 @@ def test_bytes_of_a_page_are_those_of_the_pool():
 
 def test_pages_that_end_inside_a_window_are_refused():
     """D3"""
-    with pytest.raises(PoolError, match=r"pages of 12 tokens .* window of 8, .* layer 2"):
+    with raises_naming(PoolError, 12, 8, "layer 2"):
         CompressedPool([HEAVY], num_pages=4, page_size=12, dtype=DType.FLOAT32, device="cpu")
     model = ModelSpec("m", "test", (HEAVY, replace(SPARSE, layer_id=3)), 4096)
-    with pytest.raises(UsageError, match=r"page_size 12 ends inside a window of 8 tokens"):
+    with raises_naming(UsageError, "page_size 12", 8):
         Problem(model, page_size=12)
     assert Problem(model, page_size=24).page_size == 24
 
 
 def test_rows_cannot_be_moved():
     scene = CompressedScene(HEAVY)
-    with pytest.raises(PoolError, match=r"cannot be moved \(1 .* not trees"):
+    with raises_naming(PoolError, 1, "trees"):
         scene.pools.move_rows(torch.tensor([1]), torch.tensor([0]))
 
 
 def test_fp8_entries_are_refused():
-    with pytest.raises(PoolError, match="entries cannot be kept in float8_e4m3fn"):
+    with raises_naming(PoolError, "float8_e4m3fn"):
         CompressedPool([HEAVY], num_pages=4, page_size=16, dtype=DType.FLOAT8_E4M3, device="cpu")
 
 
@@ -229,7 +230,7 @@ def test_new_rows_without_what_they_bring_to_entries_are_refused():
     scene = CompressedScene(HEAVY)
     scene.table.extend(scene.rows[0], 3)
     q, rows = torch.ones(3, HEADS, DIM), torch.ones(3, 1, DIM)
-    with pytest.raises(BackendError, match=r"layer 2 makes an entry of every 8 tokens, but .* given no extras.entries"):
+    with raises_naming(BackendError, "layer 2", "8 tokens", "extras.entries"):
         scene.forward(scene.batch([3]), q, rows, ForwardExtras(sinks=scene.sinks))
 
 
@@ -240,11 +241,11 @@ def test_what_a_compressor_brings_is_checked():
     entries = scene._inputs((torch.ones(3, DIM), torch.ones(3, 2 * DIM)), scene.weights)
     nothing = SelectedPositions(torch.full((3, 3), -1, dtype=torch.int32))
     batch, extras = scene.batch([3]), ForwardExtras(sinks=scene.sinks, selected=nothing, entries=entries)
-    with pytest.raises(BackendError, match=r"the values for entries have shape \(3, 16\); give \(3, 32\) for 3 tokens"):
+    with raises_naming(BackendError, (3, 16), (3, 32), "3 tokens"):
         scene.forward(batch, q, rows, extras)
     entries = scene._inputs((torch.ones(3, 2 * DIM), torch.ones(3, 2 * DIM)), scene.weights)
     plain, extras = replace(SPARSE, compressed=None), replace(extras, entries=entries)
-    with pytest.raises(BackendError, match=r"layer 2 makes no entries, but extras\.entries were given"):
+    with raises_naming(BackendError, "layer 2", "extras.entries"):
         scene.backend.forward_extend(q, rows, None, plain, batch, extras=extras)
 
 
@@ -253,7 +254,7 @@ def test_a_pool_of_other_pages_than_the_rows_have_is_refused():
     pools = KVPools(
         mla=MLAPool([HEAVY], num_pages=4, **size), caches={COMPRESSED: CompressedPool([HEAVY], num_pages=5, **size)}
     )
-    with pytest.raises(PoolError, match="the compressed entries have 5 pages of 16, and the latent rows 4 of 16"):
+    with raises_naming(PoolError, "5 pages of 16", "4 of 16"):
         HostContext(
             model=ModelSpec("m", "test", (HEAVY,), 4096),
             device=torch.device("cpu"),
@@ -267,7 +268,7 @@ def test_a_pool_of_other_pages_than_the_rows_have_is_refused():
 
 
 def test_a_compressed_layer_has_latent_rows_and_a_window():
-    with pytest.raises(ValueError, match="layer 2: entries are latent rows beside those of a window"):
+    with raises_naming(ValueError, "layer 2", "window"):
         replace(HEAVY, sliding_window=None)
-    with pytest.raises(ValueError, match="so a compressed layer is of kind mla"):
+    with raises_naming(ValueError, "layer 2", "mla"):
         LayerSpec(2, AttentionKind.MHA, 2, 1, 16, 16, 0.25, sliding_window=4, compressed=HEAVY.compressed)

@@ -19,6 +19,7 @@ from attnplug_sparse.index import ScoreInputs, SparseIndex, sparse_index
 from attnplug_sparse.index.tiling import DeviceLimits, choose_tiles
 from attnplug_sparse.refusals import index_refusals
 from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelCase
 from attnplug_testing.sparse_scene import SparseStage, check_replays, sparse
 from attnplug_testing.trees import random_trees
@@ -119,7 +120,7 @@ def test_a_choice_has_as_many_columns_as_are_asked_for(device):
 
 
 @INTERPRETED
-def test_a_coordinator_is_told_positions():
+def test_a_coordinator_receives_positions():
     """A10: rows that it keeps elsewhere are not where the page table says."""
     stage = scene(CASES["extend"])
     batch = stage.planned()
@@ -169,7 +170,7 @@ def test_positions_are_found_where_they_lie_and_slots_are_taken_as_they_are(devi
     wanted = torch.nn.functional.pad(stage.as_slots(chosen).slots, (0, 5), value=-1)
     for selected in (chosen, stage.as_slots(chosen)):
         assert torch.equal(index.slots(plan, selected, 8), wanted)
-    with pytest.raises(BackendError, match=r"has 9 rows for every token, .* 8;"):
+    with raises_naming(BackendError, 9, 8):
         index.slots(plan, SelectedSlots(torch.zeros(8, 9, dtype=torch.int32, device=device)), 8)
 
 
@@ -215,7 +216,7 @@ def test_without_triton_it_is_refused_by_the_backends_name(monkeypatch):
         monkeypatch.delitem(sys.modules, f"attnplug_sparse.index.{name}", raising=False)
         monkeypatch.delattr(f"attnplug_sparse.index.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(BackendError, match=r"backend under_test .* Triton cannot be imported"):
+    with raises_naming(BackendError, "under_test", "Triton"):
         SparseStage(CASES["decode"], make=IndexedBackend)
 
 

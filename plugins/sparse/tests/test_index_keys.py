@@ -15,6 +15,7 @@ from attnplug.kernels import PageCopy
 from attnplug.sparse import IndexerDims
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool, latent_format
 from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.writing import WAYS, writing
 
 PAGES, PAGE = 5, 4
@@ -103,10 +104,10 @@ def test_a_pool_over_a_hosts_bytes_is_the_same_memory() -> None:
 
 def test_types_widths_and_strides_that_cannot_be_kept_are_refused() -> None:
     size: dict[str, Any] = {**SIZE, "device": "cpu"}
-    with pytest.raises(PoolError, match="fp8_ds_mla"):
+    with raises_naming(PoolError, "fp8_ds_mla"):
         IndexKeyPool([LAYER], dtype=DType.FP8_DS_MLA, **size)
-    with pytest.raises(PoolError, match="126"):
+    with raises_naming(PoolError, 126):
         IndexKeyPool([replace(LAYER, indexer=IndexerDims(4, 126, 8))], dtype=DType.FLOAT8_E4M3, **size)
     apart = {2: torch.zeros(PAGES, PAGE, 140, dtype=torch.uint8)[..., :132]}
-    with pytest.raises(PoolError, match="contiguous"):
+    with raises_naming(PoolError, "contiguous"):
         IndexKeyPool.over([LAYER], apart, "pages tokens dim", page_size=PAGE, dtype=DType.FLOAT8_E4M3)

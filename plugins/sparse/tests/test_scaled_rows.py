@@ -12,8 +12,9 @@ from torch import Tensor
 from attnplug import AttentionKind, DType, LayerSpec, MLAPool, PoolError
 from attnplug.host import KVPools, MLADims
 from attnplug.kernels import PageCopy
-from attnplug_sparse.pools import latent_format, latent_row_nbytes
+from attnplug_sparse.pools import latent_format
 from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.writing import WAYS, writing
 
 PAGES, PAGE = 5, 4
@@ -109,9 +110,8 @@ def test_pages_and_rows_move_with_their_scales(device: str) -> None:
     assert mla.read_rows(2, slots).any()
 
 
-def test_the_memory_that_they_take_is_what_is_told() -> None:
-    assert latent_row_nbytes(LAYER, DType.FP8_DS_MLA) == 656
-    assert latent_row_nbytes(LAYER, DType.BFLOAT16) == 1152
+def test_rows_take_656_bytes() -> None:
+    assert MLAPool.row_nbytes(DIMS, DType.FP8_DS_MLA) == 656
     assert latent().nbytes == PAGES * PAGE * 656
 
 
@@ -125,21 +125,23 @@ def test_pools_over_a_hosts_bytes_are_the_same_memory() -> None:
     assert torch.equal(memory, own.rows(2).squeeze(2))
 
 
-def refused(message: str, make: Any) -> None:
-    with pytest.raises(PoolError, match=message):
+def refused(make: Any, *named: object) -> None:
+    with raises_naming(PoolError, *named):
         make()
 
 
 def test_what_such_rows_cannot_hold_is_refused() -> None:
     size: dict[str, Any] = {**SIZE, "device": "cpu"}
     small = replace(LAYER, mla=MLADims(96, 128, 64))
-    refused(r"rows of 96 \+ 64 .* a scale for every 128", lambda: MLAPool([small], **PACKED, **size))
-    refused("a scale of 2.0 was given", lambda: MLAPool([LAYER], **PACKED, scales={2: 2.0}, **size))
-    refused(r"give \[tokens, 1, 576\]", lambda: latent().write(2, torch.arange(1), torch.zeros(1, 656)))
+    refused(lambda: MLAPool([small], **PACKED, **size), 96, 64, 128)
+    refused(lambda: MLAPool([LAYER], **PACKED, scales={2: 2.0}, **size), "2.0")
+    refused(lambda: latent().write(2, torch.arange(1), torch.zeros(1, 656)), "[tokens, 1, 576]")
     floats = {2: torch.zeros(PAGES, PAGE, 656)}
     refused(
-        "torch.float32 cannot be a cache in fp8_ds_mla; give torch.uint8",
         lambda: MLAPool.over([LAYER], floats, "pages tokens dim", page_size=PAGE, **PACKED),
+        "torch.float32",
+        "fp8_ds_mla",
+        "torch.uint8",
     )
 
 

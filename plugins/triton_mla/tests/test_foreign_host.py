@@ -32,6 +32,7 @@ from attnplug_conformance.arithmetic import relative_error, uninitialized_as_nan
 from attnplug_conformance.reference import Rules, attention
 from attnplug_testing.batches import capabilities
 from attnplug_testing.devices import DEVICES
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import DEEPSEEK
 from attnplug_testing.references.triton_mla import NARROW, build
 
@@ -234,7 +235,7 @@ def test_which_kernels_can_read_a_hosts_rows(dtype, rows, copied):
     cache = rows(torch.zeros(64, 64, dtype=torch_dtype(dtype))).unsqueeze(1)
     pool = MLAPool.over([layer], {0: cache}, "slots heads dim", page_size=16, dtype=dtype)
     if copied is None:
-        with pytest.raises(PoolError, match="layer 0"):
+        with raises_naming(PoolError, "layer 0"):
             LatentLayerCache.of(pool, 0, 32)
     else:
         assert LatentLayerCache.of(pool, 0, 32).copied is copied

@@ -11,6 +11,7 @@ from attnplug import SCRATCH, ForwardMode, PlanError
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER
 from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import mla
 from attnplug_testing.references.triton_mla import scene
 from attnplug_triton_mla.options import TritonMLAOptions
@@ -135,6 +136,6 @@ class TestWrongUse:
         batch = stage.batch()
         table = torch.zeros(2, 1 << 18, dtype=torch.int32)
         batch.geometry = replace(batch.geometry, page_table=table, rows=1 << 20)
-        with pytest.raises(PlanError, match="1048576") as caught:
+        with raises_naming(PlanError, 1048576) as caught:
             stage.backend.init_forward_metadata(batch)
         assert caught.value.settings == ("chunked_prefill_size",)

@@ -11,6 +11,7 @@ from attnplug.host import Limits
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.plugin import CAPABILITIES
 from attnplug_testing.batches import declaring
+from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelScene, mla
 from attnplug_testing.references.blackwell import pretend
 from attnplug_trtllm_mla import build as plugin
@@ -112,7 +113,7 @@ def test_on_another_gpu_nothing_is_built(monkeypatch, sm):
         owners.append(context.workspace)
         return trtllm_mla(context)
 
-    with pytest.raises(BackendError, match=f"SM {sm}") as caught:
+    with raises_naming(BackendError, f"SM {sm}") as caught:
         KernelScene(CASE, "cpu", build)
     assert caught.value.settings == ("attention_backend",)
     assert not given and owners[0].report() == ()
@@ -127,6 +128,6 @@ def test_too_little_scratch_is_refused_with_what_is_enough(monkeypatch, mib, tok
         limits = Limits(1, tokens, context.limits.max_context)
         return trtllm_mla(replace(context, limits=limits, options=TRTLLMMLAOptions(mib)))
 
-    with pytest.raises(BackendError, match=str(least)) as caught:
+    with raises_naming(BackendError, least) as caught:
         KernelScene(CASE, "cpu", build)
     assert caught.value.settings == ("under_test.workspace_mib",)

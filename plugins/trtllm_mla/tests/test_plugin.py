@@ -14,6 +14,7 @@ from attnplug.declare.options import parse_options
 from attnplug.host import load_registry
 from attnplug_testing.command import Explained
 from attnplug_testing.configs import DEEPSEEK_V3, KIMI_LINEAR, read
+from attnplug_testing.errors import raises_naming
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 from attnplug_trtllm_mla.plugin import attnplug_backends
 
@@ -105,7 +106,7 @@ def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
 def test_options_are_typed() -> None:
     assert parse_options(SPEC.name, SPEC.options, {}) == TRTLLMMLAOptions(128)
     assert parse_options(SPEC.name, SPEC.options, {"workspace_mib": "256"}) == TRTLLMMLAOptions(256)
-    with pytest.raises(UsageError, match="workspace_mib=0"):
+    with raises_naming(UsageError, "workspace_mib=0"):
         parse_options(SPEC.name, SPEC.options, {"workspace_mib": "0"})
 
 

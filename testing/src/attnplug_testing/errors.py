@@ -3,13 +3,15 @@
 They survive a rewording of the message::
 
     with pytest.raises(UsageError, check=having(settings=("max_batch",))): ...
-    with pytest.raises(PoolError, check=naming(17, 16)): ...
+    with raises_naming(PoolError, 17, 16): ...
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+
+import pytest
 
 from attnplug.host import SelectionError
 
@@ -18,7 +20,14 @@ Check = Callable[[BaseException], bool]
 
 def missing_values(text: str, *values: object) -> list[object]:
     """Return the values that ``text`` does not contain as whole words. The order of values is not checked."""
-    return [value for value in values if not re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", text)]
+    return [value for value in values if not _contains(text, str(value))]
+
+
+def _contains(text: str, value: str) -> bool:
+    """Return True if ``value`` occurs in ``text`` and is not part of a longer word or number."""
+    before = r"(?<!\w)" if value[:1].isalnum() else ""
+    after = r"(?!\w)" if value[-1:].isalnum() else ""
+    return re.search(before + re.escape(value) + after, text) is not None
 
 
 def naming(*values: object) -> Check:
@@ -30,6 +39,13 @@ def naming(*values: object) -> Check:
         return True
 
     return check
+
+
+def raises_naming(
+    error: type[BaseException] | tuple[type[BaseException], ...], *values: object
+) -> pytest.RaisesExc[BaseException]:
+    """Expect ``error`` with a message that contains each of ``values``, as :func:`naming` checks it."""
+    return pytest.raises(error, check=naming(*values))
 
 
 def having(*values: object, **attributes: object) -> Check:
