@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from attnplug.cli import output
+from attnplug.cli.app import make_parser
 from attnplug.declare.problem import DType, GraphLevel
 
 _VALUES = {
@@ -44,12 +45,9 @@ class Command:
     """Values of its positional arguments."""
 
 
-def print_script(shell: str, parser: argparse.ArgumentParser, *, json: bool) -> int:
-    script = "\n".join(SHELLS[shell](read_commands(parser)))
-    if json:
-        output.write_json({"shell": shell, "script": script})
-    else:
-        print(script)
+def run(parsed: argparse.Namespace) -> int:
+    script = "\n".join(SHELLS[parsed.shell](read_commands(make_parser())))
+    output.write({"shell": parsed.shell, "script": script}, script, json=parsed.json)
     return 0
 
 

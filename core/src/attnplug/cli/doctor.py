@@ -6,6 +6,7 @@ their own; all probes run at the same time; the report always prints, and the co
 
 from __future__ import annotations
 
+import argparse
 import os
 import pkgutil
 import platform
@@ -49,7 +50,8 @@ _VARIABLES = (
 _THREADS = 9  # one per section, and one for the plugin probe
 
 
-def report(*, json: bool) -> int:
+def run(parsed: argparse.Namespace) -> int:
+    json = parsed.json
     probes = Probes(sys.stderr if sys.stderr.isatty() and not json else None)
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
         plugins = pool.submit(_probe_plugins, probes)
