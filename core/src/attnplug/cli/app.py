@@ -111,18 +111,15 @@ def add_command(
 
 def _backends_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
-    parser.add_argument(
-        "--names", action="store_true", help="print only the names of selectable backends, one per line"
-    )
+    text = "print only the names of selectable backends, one per line"
+    parser.add_argument("--names", action="store_true", help=text)
 
 
 def _explain_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="CONFIG", help="a config.json, a folder that contains one, or tiny:NAME"
-    )
-    parser.add_argument(
-        "--host", metavar="NAME", help="engine of a bridge: vllm, sglang or transformers (default: ours)"
-    )
+    text = "a config.json, a folder that contains one, or tiny:NAME"
+    parser.add_argument("--model", required=True, metavar="CONFIG", help=text)
+    text = "engine of a bridge: vllm, sglang or transformers (default: ours)"
+    parser.add_argument("--host", metavar="NAME", help=text)
     add_backend_options(parser)
     for role in Role:
         otherwise = "auto" if role is Role.LINEAR else "as --attention-backend"
@@ -158,27 +155,17 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--device``."""
-    parser.add_argument(
-        "--device", metavar="cpu|cuda", help="device to run on (default: cuda if there is a GPU, otherwise cpu)"
-    )
+    text = "device to run on (default: cuda if there is a GPU, otherwise cpu)"
+    parser.add_argument("--device", metavar="cpu|cuda", help=text)
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the KV cache and of single backends."""
     parser.add_argument("--kv-dtype", metavar="DTYPE", help="element type of the KV cache (default: as --dtype)")
-    parser.add_argument(
-        "--page-size",
-        type=int,
-        metavar="TOKENS",
-        help="tokens per cache page (default: a size that all backends support)",
-    )
-    parser.add_argument(
-        "--backend-option",
-        action="append",
-        default=[],
-        metavar="NAME.KEY=VALUE",
-        help="option of one backend; may be repeated",
-    )
+    text = "tokens per cache page (default: a size that all backends support)"
+    parser.add_argument("--page-size", type=int, metavar="TOKENS", help=text)
+    text = "option of one backend; may be repeated"
+    parser.add_argument("--backend-option", action="append", default=[], metavar="NAME.KEY=VALUE", help=text)
 
 
 OWN: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | None]] = {
