@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from attnplug.auto.table_files import read_tables, write_tables
+from attnplug_tune.table_writing import write_tables
+
+from attnplug.auto.table_files import read_tables
 from attnplug.host import load_registry
 
 

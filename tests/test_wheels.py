@@ -170,6 +170,10 @@ def refused_politely(done: CompletedProcess[str], exit_code: int) -> str:
     ("package", "data"),
     [
         ("core", "attnplug/py.typed"),
+        ("core", "attnplug/cli/completion.bash"),
+        ("core", "attnplug/cli/completion.zsh"),
+        ("core", "attnplug/hf/class_defaults.json"),
+        ("core", "attnplug/hf/tiny.json"),
         ("tune", "attnplug_tune/report.html.jinja"),
         ("plugins/flashinfer_mla", "attnplug_flashinfer_mla/tables/nvidia-h200.json"),
     ],

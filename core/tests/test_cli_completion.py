@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnplug.cli.app import _parser
+from attnplug.cli.app import make_parser
 from attnplug.cli.completion import SHELLS, read_commands
 from attnplug_testing.command import Attnplug, Package
 
@@ -23,7 +23,7 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="there is n
 def test_a_script_knows_every_command_and_option(attnplug: Attnplug, shell: str) -> None:
     outcome = attnplug("completion", shell)
     assert (outcome.code, outcome.err) == (0, "")
-    for command in read_commands(_parser([])):
+    for command in read_commands(make_parser()):
         assert command.name in outcome.out
         for option in command.options:
             assert (f"-l {option.name[2:]} " if shell == "fish" else option.name) in outcome.out

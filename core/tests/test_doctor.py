@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -326,7 +327,7 @@ def test_a_report_that_cannot_be_written_waits_for_no_probe(monkeypatch: pytest.
         monkeypatch.setattr(doctor, name, lambda probes: NO_PLUGINS)
     monkeypatch.setattr(doctor, "Probes", Watched)
     with pytest.raises(BrokenPipeError):
-        doctor.report(json=False)
+        doctor.run(Namespace(json=False))
     assert stopped == [True]
 
 

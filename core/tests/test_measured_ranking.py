@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attnplug_tune.table_writing import write_tables
 
 from attnplug import DType, Feature, GraphLevel, Problem, RefusalCode, Role
 from attnplug.auto.measured_ranking import default_ranking
-from attnplug.auto.table_files import write_tables
 from attnplug.auto.table_store import table_path
 from attnplug.declare.errors import TableWarning
 from attnplug.host import BackendRequest, select

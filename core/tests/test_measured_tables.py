@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attnplug_tune import table_writing
+from attnplug_tune.table_writing import versions_of, write_tables
 
 from attnplug import DType, Role
 from attnplug.auto import table_store as store
 from attnplug.auto.measured_ranking import _warned
-from attnplug.auto.table_files import TableError, read_tables, write_tables
-from attnplug.auto.table_store import file_states, load_tables, table_files, table_path, versions_of
+from attnplug.auto.table_files import TableError, read_tables
+from attnplug.auto.table_store import file_states, load_tables, table_files, table_path
 from attnplug.declare.errors import TableWarning
 from attnplug.machine.hardware import Processor, _cpu_name
 from attnplug.tables import MeasuredTable
@@ -82,7 +84,8 @@ def test_a_library_that_a_backend_takes_where_it_is_there_counts(
     """Such as flash-attn-4, without which ``flashattention`` runs on another kernel."""
     installed = registry(backend("late", uses=("extra",)))
     for version in (before, after):
-        monkeypatch.setattr(store, "installed_version", {"extra": version, "torch": "2.11"}.get)
+        for module in (store, table_writing):
+            monkeypatch.setattr(module, "installed_version", {"extra": version, "torch": "2.11"}.get)
         versions = versions_of(installed.get("late"), BOARD)
         if version is before:
             write_tables(table_path(BOARD), [table("late", CROSSING["late"], versions=versions)])

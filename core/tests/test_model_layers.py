@@ -5,7 +5,6 @@ Expected numbers are worked out by hand from the published configs; no formula i
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -402,6 +401,5 @@ def test_tiny_models(name: str) -> None:
     assert " ".join(layer.kind for layer in spec.layers) == TINY_KINDS[name]
 
 
-def test_tiny_configs_are_json() -> None:
-    assert json.loads(json.dumps(TINY_CONFIGS)) == TINY_CONFIGS
+def test_every_tiny_model_is_checked() -> None:
     assert set(TINY_CONFIGS) == set(TINY_KINDS)

@@ -135,7 +135,7 @@ def test_an_equal_declaration_of_plain_scratch_is_no_conflict(install: Install) 
         (KINDS, WorkspaceKind("acme"), "one WorkspaceKind"),
         (KINDS, ["acme"], "'acme' (str) at position 0, not a WorkspaceKind"),
         (TABLES, {"fast": HERE}, "return a list of folders"),
-        (TABLES, HERE, "return a list of folders"),
+        (TABLES, HERE, "return a list"),
         (TABLES, [table()], "not a Path"),
         (TABLES, [HERE / "nothing"], "nothing, which is not a folder"),
         (MODELS, None, "return a dict of configs by name"),

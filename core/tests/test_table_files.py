@@ -1,113 +1,30 @@
-"""Files of measured tables: written by several processes at once, and read strictly."""
+"""Files of measured tables are read strictly."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from attnplug_tune.table_writing import write_tables
 
 from attnplug import AttentionKind, DType, Role
-from attnplug.auto import table_files as files
-from attnplug.auto.table_files import TableError, read_tables, write_tables
-from attnplug.declare.errors import TableWarning
+from attnplug.auto.table_files import TableError, read_tables
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 from attnplug_testing.errors import raises_naming
 
 SHAPE = MeasuredShape(AttentionKind.MLA, 16, 1, 576, 512, DType.BFLOAT16, DType.FLOAT8_E4M3, 64)
-
-
-def row(requests: int, microseconds: float = 7.0) -> Measurement:
-    return Measurement(requests, 4096, 1, False, microseconds, microseconds - 0.5, microseconds + 0.25)
-
-
-def table(**changes: Any) -> MeasuredTable:
-    made = MeasuredTable("NVIDIA H200", 90, "fast", Role.DECODE, SHAPE, (row(1),), {"torch": "2.11.0"}, "2026-11-16")
-    return replace(made, **changes)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "made" / "nvidia-h200.json"
-
-
-def test_what_is_written_is_read_again(path: Path) -> None:
-    tables = (table(), table(backend="slow", rows=(row(1, 8.5), row(64, 133.0))))
-    write_tables(path, tables)
-    read = read_tables(path)
-    assert (read.device, read.sm, read.tables) == ("NVIDIA H200", 90, tables)
-    assert json.loads(path.read_text())["schema"] == 4
-
-
-def test_rows_are_added_and_replaced(path: Path) -> None:
-    write_tables(path, [table(rows=(row(1), row(2)))])
-    write_tables(path, [table(rows=(row(2, 9.0), row(4)), measured="2026-11-17")])
-    assert read_tables(path).tables == (table(rows=(row(1), row(2, 9.0), row(4)), measured="2026-11-17"),)
-
-
-def test_times_of_other_versions_are_not_mixed(path: Path) -> None:
-    write_tables(path, [table(rows=(row(1), row(2)))])
-    newer = table(versions={"torch": "2.12.0"})
-    write_tables(path, [newer])
-    assert read_tables(path).tables == (newer,)
-
-
-def test_a_failure_takes_the_place_of_times_and_times_that_of_a_failure(path: Path) -> None:
-    for after in (table(rows=(), failed="at 1 × 64, ValueError: no"), table()):
-        write_tables(path, [table(rows=(row(2),))] if after.failed else [after])
-        write_tables(path, [after])
-        assert read_tables(path).tables == (after,)
-
-
-def test_writers_at_once_lose_nothing_of_each_other(path: Path) -> None:
-    """Every write reads the file, adds to it and replaces it, under a lock that threads take like processes."""
-
-    def write(requests: int) -> None:
-        write_tables(path, [table(rows=(row(requests),)), table(backend=f"b{requests}")])
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(write, range(1, 17)))
-    tables = {each.backend: each for each in read_tables(path).tables}
-    assert [each.requests for each in tables["fast"].rows] == [*range(1, 17)]
-    assert len(tables) == 17
-
-
-def test_a_writer_that_does_not_end_is_waited_for_a_while(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_tables(path, [table()])
-    monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with raises_naming(TableError, f"{path}.lock", "0.05"):
-            write_tables(path, [table(backend="slow")])
-    write_tables(path, [table(backend="slow")])
-    assert len(read_tables(path).tables) == 2
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with raises_naming(TableError, tmp_path / "file" / "x.json"):
-        write_tables(tmp_path / "file" / "x.json", [table()])
-
-
-def test_a_file_is_of_one_device(path: Path) -> None:
-    with raises_naming(TableError, 2, "devices"):
-        write_tables(path, [table(), table(device="NVIDIA B200")])
-    write_tables(path, [table()])
-    with raises_naming(TableError, "NVIDIA H200 (SM 90)", "NVIDIA B200 (SM 100)"):
-        write_tables(path, [table(device="NVIDIA B200", sm=100)])
-
-
-def test_an_unreadable_file_is_put_aside_when_it_is_written(path: Path) -> None:
-    path.parent.mkdir()
-    path.write_text("{")
-    with pytest.warns(TableWarning, match=r"is not JSON.*it is kept as nvidia-h200.unreadable"):
-        write_tables(path, [table()])
-    assert read_tables(path).tables == (table(),)
-    assert path.with_suffix(".unreadable").read_text() == "{"
+TABLE = MeasuredTable(
+    "NVIDIA H200",
+    90,
+    "fast",
+    Role.DECODE,
+    SHAPE,
+    (Measurement(1, 4096, 1, False, 7.0, 6.5, 7.25),),
+    {"torch": "2.11.0"},
+    "2026-11-16",
+)
 
 
 def _changed(change: Any) -> Any:
@@ -154,8 +71,9 @@ def _changed(change: Any) -> Any:
         (_changed(lambda c: c["tables"][0]["shape"].update(num_heads=10**400)), ["num_heads"]),
     ],
 )
-def test_a_damaged_file_is_refused_in_one_line(path: Path, damage: Any, named: list[object]) -> None:
-    write_tables(path, [table()])
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, damage: Any, named: list[object]) -> None:
+    path = tmp_path / "nvidia-h200.json"
+    write_tables(path, [TABLE])
     path.write_text(json.dumps(damage(json.loads(path.read_text()))))
     with raises_naming(TableError, path, *named) as error:
         read_tables(path)

@@ -14,9 +14,9 @@ import torch
 
 from attnplug import GraphLevel, Serving, UsageError
 from attnplug.host import ForwardingBackend, Selection
-from attnplug.machine import interrupt
 from attnplug.wrappers.forwarding import captures_extends, limited_by
 from attnplug_engine.completion import Completion, Statistics, Usage
+from attnplug_engine.execution import signals
 from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.graphs.capture import GraphCapture
 from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
@@ -231,7 +231,7 @@ class Engine:
             special = self.tokenizer.special_tokens
             named = {special[text] for text in params.stop if text in special}
             params = replace(params, stop_token_ids=params.stop_token_ids | named)
-        with self._queue_lock, self._lock, interrupt.deferred():
+        with self._queue_lock, self._lock, signals.deferred():
             request = Request(self._next_id, tokens, params, transcript=transcript)
             self.scheduler.add(request)
             self._next_id += 1
@@ -241,7 +241,7 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now; it keeps the tokens that it has."""
-        with self._lock, interrupt.deferred():
+        with self._lock, signals.deferred():
             self._leaving.append(request)
             if not self._stepping:  # true if an iterator is garbage collected within a step
                 self._abort_leaving()
@@ -254,7 +254,7 @@ class Engine:
         with an error; the others are not affected. If a step fails, all steps in flight are rolled back and its error
         is raised; their requests may continue. An interrupt is raised after the step.
         """
-        with self._lock, interrupt.deferred():
+        with self._lock, signals.deferred():
             self._stepping = True
             try:
                 return self._step()
@@ -373,7 +373,7 @@ class Engine:
                 unfinished -= update.token is None
                 yield update
         finally:
-            with self._lock, interrupt.deferred():
+            with self._lock, signals.deferred():
                 for request, follower in zip(requests, followers, strict=True):
                     if follower in request.followers:
                         request.followers.remove(follower)

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnplug import AttentionKind, DType, LayerSpec, MLAPool, PoolError
 from attnplug.host import KVPools, MLADims
 from attnplug.kernels import PageCopy
-from attnplug_sparse.pools import latent_format
+from attnplug_sparse.pools import latent_format, latent_row_nbytes
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.writing import WAYS, writing
@@ -111,7 +111,7 @@ def test_pages_and_rows_move_with_their_scales(device: str) -> None:
 
 
 def test_rows_take_656_bytes() -> None:
-    assert MLAPool.row_nbytes(DIMS, DType.FP8_DS_MLA) == 656
+    assert latent_row_nbytes(LAYER, DType.FP8_DS_MLA) == 656
     assert latent().nbytes == PAGES * PAGE * 656
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from attnplug_tune.table_writing import versions_of, write_tables
 
 from attnplug import DType, LayerSpec, Role
-from attnplug.auto.table_files import write_tables
-from attnplug.auto.table_store import table_path, versions_of
+from attnplug.auto.table_store import table_path
 from attnplug.host import Registry, load_registry
 from attnplug.machine.hardware import this_processor
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from attnplug_tune.table_writing import versions_of, write_tables
 
 from attnplug import AttentionBackend, DType, Role
 from attnplug.auto.schedule import BackendSchedule, BatchPoint
-from attnplug.auto.table_files import write_tables
-from attnplug.auto.table_store import table_path, versions_of
+from attnplug.auto.table_store import table_path
 from attnplug.declare.options import parse_options
 from attnplug.host import HostContext, Selection, build_selection, load_model, load_registry
 from attnplug.machine.hardware import this_processor

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from attnplug.auto.table_store import versions_of
 from attnplug.cli import output
 from attnplug.cli.options import option
 from attnplug.declare.errors import UsageError
@@ -23,6 +22,7 @@ from attnplug_tune.measure import Failed, Timed
 from attnplug_tune.place import bandwidth, commit
 from attnplug_tune.process import in_own_process
 from attnplug_tune.results import Comparison, Results, compare, read_results, row_of, standings
+from attnplug_tune.table_writing import versions_of
 from attnplug_tune.workload import Workload, read_workload
 
 _MEASURING_OPTIONS = (

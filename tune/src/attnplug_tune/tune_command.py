@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from attnplug.auto.measurement import MeasuredTable
-from attnplug.auto.table_files import TableError, ensure_writable, read_tables, write_tables
-from attnplug.auto.table_store import table_path, versions_of
+from attnplug.auto.table_files import TableError, read_tables
+from attnplug.auto.table_store import table_path
 from attnplug.cli import output
 from attnplug.declare.errors import UsageError
 from attnplug.machine.hardware import Processor
@@ -21,6 +21,7 @@ from attnplug_tune.console import check_file, describe_unmeasured, print_fastest
 from attnplug_tune.process import in_own_process
 from attnplug_tune.report import report_page
 from attnplug_tune.results import row_of, rows_of_tables
+from attnplug_tune.table_writing import ensure_writable, versions_of, write_tables
 from attnplug_tune.tuning import Tuned, missing_tasks, tables_of, tune
 from attnplug_tune.workload import Workload, read_workload
 

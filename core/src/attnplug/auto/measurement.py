@@ -55,35 +55,19 @@ class MeasuredShape:
         cls, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int, *, mla_by_host: bool = False
     ) -> MeasuredShape:
         """Shape of a layer as one rank has it (``LayerSpec.for_rank``)."""
-        if layer.mla is not None:
-            heads, head_dim, value_dim = 1, layer.mla.row_dim, layer.mla.kv_lora_rank
-        else:
-            heads, head_dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
-        topk = 0 if layer.indexer is None else layer.indexer.topk
-        return cls(
-            layer.kind,
-            layer.num_heads,
-            heads,
-            head_dim,
-            value_dim,
-            dtype,
-            kv_dtype,
-            page_size,
-            window=layer.sliding_window or 0,
-            topk=topk,
-            hosted=mla_by_host and layer.mla is not None,
-        )
+        mla, topk = layer.mla, 0 if layer.indexer is None else layer.indexer.topk
+        row = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
+        if mla is not None:
+            row = 1, mla.row_dim, mla.kv_lora_rank
+        types, hosted = (dtype, kv_dtype), mla_by_host and mla is not None
+        return cls(layer.kind, layer.num_heads, *row, *types, page_size, layer.sliding_window or 0, topk, hosted)
 
     def __str__(self) -> str:
-        heads = (
-            f"{self.num_heads} heads"
-            if self.kind is AttentionKind.MLA
-            else f"{self.num_heads}/{self.num_kv_heads} heads"
-        )
+        heads = f"{self.num_heads}" if self.kind is AttentionKind.MLA else f"{self.num_heads}/{self.num_kv_heads}"
         more = f", window {self.window}" * bool(self.window) + f", {self.topk} rows chosen" * bool(self.topk)
         more += ", absorbed by a host" * self.hosted
         types = self.dtype if self.dtype is self.kv_dtype else f"{self.dtype}, cache {self.kv_dtype}"
-        return f"{self.kind} {heads} of {self.head_dim}, {types}, pages of {self.page_size}{more}"
+        return f"{self.kind} {heads} heads of {self.head_dim}, {types}, pages of {self.page_size}{more}"
 
 
 class Measurement(NamedTuple):

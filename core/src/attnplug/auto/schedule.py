@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 
@@ -99,9 +98,8 @@ def time_at(times: Mapping[BatchPoint, float], near: Sequence[tuple[BatchPoint, 
     return math.exp(sum(part * math.log(times[point]) for point, part in near))
 
 
-@dataclass(frozen=True)
 class BackendSchedule:
-    """Fastest backend of one role for each batch shape.
+    """Fastest backend of one role for each batch shape. Immutable.
 
     ``times`` maps each backend to its microseconds by point; the first backend is the best overall. Interpolation is
     linear in the logarithms of time, requests, length and tokens. Outside the grid, times are those at its border. A
@@ -112,23 +110,17 @@ class BackendSchedule:
     ['a', 'b']
     """
 
-    times: Mapping[str, Mapping[BatchPoint, float]]
-    _points: Grid = field(init=False, repr=False, compare=False)
-    _counts: frozenset[int] = field(init=False, repr=False, compare=False)
-    _filled: Mapping[str, Mapping[BatchPoint, float]] = field(init=False, repr=False, compare=False)
-    _ranges: dict[tuple[int, int, bool], tuple[tuple[int, ...], tuple[str, ...]]] = field(
-        init=False, repr=False, compare=False, default_factory=dict
-    )
-    _overall: dict[tuple[int, int, int], str] = field(init=False, repr=False, compare=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        assert self.times and all(self.times.values()), "a schedule needs measured backends"
-        own = {name: {BatchPoint(*point): time for point, time in times.items()} for name, times in self.times.items()}
-        points = sorted({point for times in own.values() for point in times})
-        object.__setattr__(self, "times", own)
-        object.__setattr__(self, "_points", Grid(points))
-        object.__setattr__(self, "_counts", frozenset(n for point in points for n in (point.requests, point.tokens)))
-        object.__setattr__(self, "_filled", {name: filled(times, points) for name, times in own.items()})
+    def __init__(self, times: Mapping[str, Mapping[Any, float]]) -> None:
+        assert times and all(times.values()), "a schedule needs measured backends"
+        self.times: Mapping[str, Mapping[BatchPoint, float]] = {
+            name: {BatchPoint(*point): time for point, time in of_backend.items()} for name, of_backend in times.items()
+        }
+        points = sorted({point for of_backend in self.times.values() for point in of_backend})
+        self._points = Grid(points)
+        self._counts = frozenset(count for point in points for count in (point.requests, point.tokens))
+        self._filled = {name: filled(of_backend, points) for name, of_backend in self.times.items()}
+        self._ranges: dict[tuple[int, int, bool], tuple[tuple[int, ...], tuple[str, ...]]] = {}
+        self._overall: dict[tuple[int, int, int], str] = {}
 
     @property
     def candidates(self) -> tuple[str, ...]:

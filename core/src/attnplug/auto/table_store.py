@@ -108,19 +108,6 @@ def _named_after(processor: Processor, folder: Path) -> Iterator[Path]:
     yield from (folder / each for each in found)
 
 
-def versions_of(backend: Registered, processor: Processor) -> dict[str, str]:
-    """Installed versions that a backend's times depend on: its plugin, the libraries that it requires or uses, torch
-    and the driver."""
-    from packaging.requirements import Requirement  # here to keep start-up fast
-
-    required = [each if isinstance(each, str) else each[0] for each in backend.spec.requires]
-    names = [*(Requirement(each).name for each in required), *backend.spec.uses, "torch"]
-    found = {name: installed_version(name) for name in names}
-    driver = {DRIVER: processor.driver} if processor.driver else {}
-    known = {name: version for name, version in found.items() if version is not None}
-    return {backend.source.distribution: backend.source.version, **known, **driver}
-
-
 def load_tables(plugins: Plugins, processor: Processor) -> Tables:
     """Read the tables of installed backends that apply to a processor.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from importlib import import_module
 
 from attnplug.cli import foreign, output
 from attnplug.cli.foreign import Commands as Commands
@@ -43,7 +43,7 @@ class _Version(argparse.Action):
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line. ``render`` of the result formats a setting as an option of the command, if it has one."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    return _parser(arguments).parse_args(arguments)
+    return make_parser(arguments).parse_args(arguments)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -55,20 +55,33 @@ def run(parsed: argparse.Namespace) -> int:
         return command(parsed)
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of a command line. Commands of other packages are loaded only if it needs them."""
     parser = argparse.ArgumentParser(
         prog="attnplug", description="Attention backends for LLM inference as plugins.", epilog=EPILOG
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of attnplug and of its contract")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for declare in _OWN.values():
-        declare(commands)
+    for own, (text, add_options) in OWN.items():
+        declared = add_command(commands, own, text, _imported(own))
+        if add_options is not None:
+            add_options(declared)
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name is None and "--version" not in arguments:
-        foreign.add_all(commands, _OWN)
-    elif name is not None and name not in _OWN:  # load other packages only if needed
-        foreign.add(commands, name, _OWN)
+        foreign.add_all(commands, OWN)
+    elif name is not None and name not in OWN:
+        foreign.add(commands, name, OWN)
     return parser
+
+
+def _imported(name: str) -> Callable[[argparse.Namespace], int]:
+    """Return a function that imports a command's module when it is called, and runs the command."""
+
+    def call(parsed: argparse.Namespace) -> int:
+        code: int = import_module(f"attnplug.cli.{name}").run(parsed)
+        return code
+
+    return call
 
 
 def add_command(
@@ -96,47 +109,17 @@ def add_command(
     return parser
 
 
-def _declare_backends(commands: Commands[argparse.ArgumentParser]) -> None:
-    def call(parsed: argparse.Namespace) -> int:
-        from attnplug.cli.backends import list_backends, list_names
-
-        return list_names(json=parsed.json) if parsed.names else list_backends(json=parsed.json, every=parsed.all)
-
-    text = "List the installed backends: what each supports, and whether it is usable here."
-    parser = add_command(commands, "backends", text, call)
+def _backends_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
-    parser.add_argument(
-        "--names", action="store_true", help="print only the names of selectable backends, one per line"
-    )
+    text = "print only the names of selectable backends, one per line"
+    parser.add_argument("--names", action="store_true", help=text)
 
 
-def _declare_plugins(commands: Commands[argparse.ArgumentParser]) -> None:
-    def call(parsed: argparse.Namespace) -> int:
-        from attnplug.cli.plugins import list_plugins
-
-        return list_plugins(_OWN, json=parsed.json)
-
-    text = "List the installed packages that provide backends, commands and hosts."
-    add_command(commands, "plugins", text, call)
-
-
-def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
-    def call(parsed: argparse.Namespace) -> int:
-        from attnplug.cli.explain import ExplainOptions, explain_choice
-
-        roles = {role: name for role in Role if (name := getattr(parsed, f"{role}_attention_backend")) is not None}
-        others = {field.name: getattr(parsed, field.name) for field in fields(ExplainOptions) if field.name != "roles"}
-        options = ExplainOptions(roles=roles, **others)
-        return explain_choice(options, parsed.render, json=parsed.json)
-
-    text = "Show the backend that each role gets for a model, and every reason against every candidate."
-    parser = add_command(commands, "explain", text, call)
-    parser.add_argument(
-        "--model", required=True, metavar="CONFIG", help="a config.json, a folder that contains one, or tiny:NAME"
-    )
-    parser.add_argument(
-        "--host", metavar="NAME", help="engine of a bridge: vllm, sglang or transformers (default: ours)"
-    )
+def _explain_options(parser: argparse.ArgumentParser) -> None:
+    text = "a config.json, a folder that contains one, or tiny:NAME"
+    parser.add_argument("--model", required=True, metavar="CONFIG", help=text)
+    text = "engine of a bridge: vllm, sglang or transformers (default: ours)"
+    parser.add_argument("--host", metavar="NAME", help=text)
     add_backend_options(parser)
     for role in Role:
         otherwise = "auto" if role is Role.LINEAR else "as --attention-backend"
@@ -159,23 +142,7 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--cuda-graph", metavar="LEVEL", help=text)
 
 
-def _declare_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
-    def call(parsed: argparse.Namespace) -> int:
-        from attnplug.cli.doctor import report
-
-        return report(json=parsed.json)
-
-    text = "Report on Python, torch, GPUs, kernel libraries, plugins and caches. Always prints, never fails."
-    add_command(commands, "doctor", text, call)
-
-
-def _declare_completion(commands: Commands[argparse.ArgumentParser]) -> None:
-    def call(parsed: argparse.Namespace) -> int:
-        from attnplug.cli.completion import print_script
-
-        return print_script(parsed.shell, _parser([]), json=parsed.json)
-
-    parser = add_command(commands, "completion", "Print a completion script for a shell.", call)
+def _completion_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
 
 
@@ -188,33 +155,30 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--device``."""
-    parser.add_argument(
-        "--device", metavar="cpu|cuda", help="device to run on (default: cuda if there is a GPU, otherwise cpu)"
-    )
+    text = "device to run on (default: cuda if there is a GPU, otherwise cpu)"
+    parser.add_argument("--device", metavar="cpu|cuda", help=text)
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the KV cache and of single backends."""
     parser.add_argument("--kv-dtype", metavar="DTYPE", help="element type of the KV cache (default: as --dtype)")
-    parser.add_argument(
-        "--page-size",
-        type=int,
-        metavar="TOKENS",
-        help="tokens per cache page (default: a size that all backends support)",
-    )
-    parser.add_argument(
-        "--backend-option",
-        action="append",
-        default=[],
-        metavar="NAME.KEY=VALUE",
-        help="option of one backend; may be repeated",
-    )
+    text = "tokens per cache page (default: a size that all backends support)"
+    parser.add_argument("--page-size", type=int, metavar="TOKENS", help=text)
+    text = "option of one backend; may be repeated"
+    parser.add_argument("--backend-option", action="append", default=[], metavar="NAME.KEY=VALUE", help=text)
 
 
-_OWN: dict[str, Callable[[Commands[argparse.ArgumentParser]], None]] = {
-    "backends": _declare_backends,
-    "plugins": _declare_plugins,
-    "explain": _declare_explain,
-    "doctor": _declare_doctor,
-    "completion": _declare_completion,
+OWN: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | None]] = {
+    "backends": ("List the installed backends: what each supports, and whether it is usable here.", _backends_options),
+    "plugins": ("List the installed packages that provide backends, commands and hosts.", None),
+    "explain": (
+        "Show the backend that each role gets for a model, and every reason against every candidate.",
+        _explain_options,
+    ),
+    "doctor": (
+        "Report on Python, torch, GPUs, kernel libraries, plugins and caches. Always prints, never fails.",
+        None,
+    ),
+    "completion": ("Print a completion script for a shell.", _completion_options),
 }
+"""Core's own commands: the help text, and a function that adds the options. Module ``NAME`` has ``run(parsed)``."""

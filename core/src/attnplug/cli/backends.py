@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,10 +56,13 @@ def _no_option(setting: str) -> None:
     """Render no setting: ``backends`` has no options to change one."""
 
 
-def list_backends(*, json: bool, every: bool) -> int:
-    registry = load_registry()
+def run(parsed: argparse.Namespace) -> int:
+    registry, every = load_registry(), parsed.all
+    if parsed.names:  # of all selectable backends, usable here or not; fast enough for shell completion
+        output.write(list(registry.backends), "\n".join(registry.backends), json=parsed.json)
+        return 0
     rows = list(listing(registry, every))
-    if json:
+    if parsed.json:
         output.write_json([row.as_json() for row in rows])
     else:
         columns = ("name", "distribution", "contract", "supports", "status")
@@ -69,16 +73,6 @@ def list_backends(*, json: bool, every: bool) -> int:
     if counts:
         print(f"{counts} not shown; 'attnplug backends --all' shows them", file=sys.stderr)
     warn_of_slow_and_unmatched(registry)
-    return 0
-
-
-def list_names(*, json: bool) -> int:
-    """Print the names of all selectable backends, usable here or not. Fast enough for shell completion."""
-    names = list(load_registry().backends)
-    if json:
-        output.write_json(names)
-    else:
-        print("\n".join(names))
     return 0
 
 

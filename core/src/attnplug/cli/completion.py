@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from attnplug.cli import output
+from attnplug.cli.app import make_parser
 from attnplug.declare.problem import DType, GraphLevel
 
 _VALUES = {
@@ -44,12 +46,9 @@ class Command:
     """Values of its positional arguments."""
 
 
-def print_script(shell: str, parser: argparse.ArgumentParser, *, json: bool) -> int:
-    script = "\n".join(SHELLS[shell](read_commands(parser)))
-    if json:
-        output.write_json({"shell": shell, "script": script})
-    else:
-        print(script)
+def run(parsed: argparse.Namespace) -> int:
+    script = SHELLS[parsed.shell](read_commands(make_parser()))
+    output.write({"shell": parsed.shell, "script": script}, script, json=parsed.json)
     return 0
 
 
@@ -72,26 +71,25 @@ def _read(parser: argparse.ArgumentParser) -> tuple[tuple[Option, ...], tuple[st
     return tuple(options), tuple(words)
 
 
-def bash(commands: list[Command]) -> Iterator[str]:
-    yield '# attnplug for bash: eval "$(attnplug completion bash)"'
-    yield "_attnplug() {"
-    yield "    local words= last=$COMP_CWORD current=${COMP_WORDS[COMP_CWORD]}"
-    yield "    COMPREPLY=()"
-    yield "    # bash makes three words of --option=value"
-    yield '    [[ $current == "=" ]] && current= && ((last++))'
-    yield '    [[ ${COMP_WORDS[last - 1]} == "=" ]] && ((last--))'
-    yield '    case "${COMP_WORDS[last - 1]}" in'
-    for words, names in _by_words(commands).items():
-        yield f"        {' | '.join(names)}) " + ("return ;;" if words is None else f'words="{words}" ;;')
-    yield '        *) case "${COMP_WORDS[1]}" in'
-    for command in commands:
-        yield f'            {command.name}) words="{" ".join([*command.words, *(o.name for o in command.options)])}" ;;'
-    yield "        esac ;;"
-    yield "    esac"
-    yield f'    ((COMP_CWORD == 1)) && words="{" ".join(c.name for c in commands)} --help --version"'
-    yield '    COMPREPLY=($(compgen -W "$words" -- "$current"))'
-    yield "}"
-    yield "complete -o default -F _attnplug attnplug"
+def _filled(shell: str, **parts: str) -> str:
+    """Return the script of a shell with each ``@PART@`` replaced."""
+    script = Path(__file__).with_name(f"completion.{shell}").read_text("utf-8").removesuffix("\n")
+    for name, text in parts.items():
+        script = script.replace(f"@{name}@", text)
+    return script
+
+
+def bash(commands: list[Command]) -> str:
+    values = (
+        f"        {' | '.join(names)}) " + ("return ;;" if words is None else f'words="{words}" ;;')
+        for words, names in _by_words(commands).items()
+    )
+    own = (
+        f'            {command.name}) words="{" ".join([*command.words, *(o.name for o in command.options)])}" ;;'
+        for command in commands
+    )
+    names = " ".join(command.name for command in commands)
+    return _filled("bash", VALUES="\n".join(values), COMMANDS="\n".join(own), NAMES=names)
 
 
 def _by_words(commands: list[Command]) -> Mapping[str | None, list[str]]:
@@ -104,20 +102,8 @@ def _by_words(commands: list[Command]) -> Mapping[str | None, list[str]]:
     return found
 
 
-def zsh(commands: list[Command]) -> Iterator[str]:
-    yield "#compdef attnplug"
-    yield '# attnplug for zsh, after compinit: eval "$(attnplug completion zsh)"'
-    yield "_attnplug() {"
-    yield "    local -a commands"
-    yield "    if (( CURRENT == 2 )); then"
-    yield f"        commands=({' '.join(_quoted(f'{c.name}:{c.help}') for c in commands)})"
-    yield "        _describe command commands"
-    yield "        return"
-    yield "    fi"
-    yield "    local command=$words[2]"
-    yield "    shift words"
-    yield "    (( CURRENT-- ))"
-    yield '    case "$command" in'
+def zsh(commands: list[Command]) -> str:
+    lines = []
     for command in commands:
         parts = [_quoted(f"*:what:({' '.join(command.words)})")] if command.words else []
         for option in command.options:
@@ -126,16 +112,19 @@ def zsh(commands: list[Command]) -> Iterator[str]:
                 action = "_files" if option.words is None else f"({option.words})"
                 text += f":{option.value.replace(':', ' ')}:{action}"
             parts.append(_quoted(text))
-        yield f"        {command.name}) _arguments {' '.join(parts)} ;;"
-    yield "    esac"
-    yield "}"
-    yield "compdef _attnplug attnplug"
+        lines.append(f"        {command.name}) _arguments {' '.join(parts)} ;;")
+    names = " ".join(_quoted(f"{command.name}:{command.help}") for command in commands)
+    return _filled("zsh", NAMES=names, COMMANDS="\n".join(lines))
 
 
 _NO_BRACKETS = str.maketrans("[]:", "() ")
 
 
-def fish(commands: list[Command]) -> Iterator[str]:
+def fish(commands: list[Command]) -> str:
+    return "\n".join(_fish_lines(commands))
+
+
+def _fish_lines(commands: list[Command]) -> Iterator[str]:
     yield "# attnplug for fish: attnplug completion fish | source"
     yield "complete -c attnplug -f"
     for command in commands:
@@ -155,4 +144,4 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "’") + "'"
 
 
-SHELLS: dict[str, Callable[[list[Command]], Iterator[str]]] = {"bash": bash, "zsh": zsh, "fish": fish}
+SHELLS: dict[str, Callable[[list[Command]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}

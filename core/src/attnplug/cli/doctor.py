@@ -6,6 +6,7 @@ their own; all probes run at the same time; the report always prints, and the co
 
 from __future__ import annotations
 
+import argparse
 import os
 import pkgutil
 import platform
@@ -36,20 +37,13 @@ if TYPE_CHECKING:
 _FOR_TESTS = {"test", "tests", "dev"}
 """Extras that no backend needs at run time."""
 
-_VARIABLES = (
-    ALLOW_VARIABLE,
-    STRICT_VARIABLE,
-    CACHE_VARIABLE,
-    TABLES_VARIABLE,
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_HOME",
-    "TRITON_CACHE_DIR",
-    "HF_HOME",
-)
+_OWN_VARIABLES = (ALLOW_VARIABLE, STRICT_VARIABLE, CACHE_VARIABLE, TABLES_VARIABLE)
+_VARIABLES = (*_OWN_VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR", "HF_HOME")
 _THREADS = 9  # one per section, and one for the plugin probe
 
 
-def report(*, json: bool) -> int:
+def run(parsed: argparse.Namespace) -> int:
+    json = parsed.json
     probes = Probes(sys.stderr if sys.stderr.isatty() and not json else None)
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
         plugins = pool.submit(_probe_plugins, probes)
@@ -243,12 +237,11 @@ def _variables() -> Findings:
 
 
 def _caches() -> Findings:
-    home = Path.home()
-    flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", str(home))) / ".cache" / "flashinfer"
+    home, variable = Path.home(), os.environ.get
     folders = {
-        "flashinfer": flashinfer,
-        "triton": Path(os.environ.get("TRITON_CACHE_DIR", str(home / ".triton" / "cache"))),
-        "hugging face": Path(os.environ.get("HF_HOME", str(home / ".cache" / "huggingface"))),
+        "flashinfer": Path(variable("FLASHINFER_WORKSPACE_BASE", home)) / ".cache" / "flashinfer",
+        "triton": Path(variable("TRITON_CACHE_DIR", home / ".triton" / "cache")),
+        "hugging face": Path(variable("HF_HOME", home / ".cache" / "huggingface")),
     }
     return {name: f"{folder} ({_folder_state(folder)})" for name, folder in folders.items()}
 

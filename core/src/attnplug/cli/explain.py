@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
 
 from attnplug.auto.measured_ranking import default_ranking
 from attnplug.cli import output
@@ -21,61 +22,40 @@ from attnplug.registry.hosts import load_host
 from attnplug.registry.models import load_model
 from attnplug.registry.registry import Registry, load_registry
 from attnplug.registry.select import explain
-from attnplug.registry.selection import AUTO, BackendRequest, RoleChoice, Selection
+from attnplug.registry.selection import BackendRequest, RoleChoice, Selection
 
 
-@dataclass(frozen=True, slots=True)
-class ExplainOptions:
-    """Command-line options of ``explain``, as argparse names them; ``roles`` holds those of single roles."""
+def request_of(parsed: argparse.Namespace) -> BackendRequest:
+    roles = {role: name for role in Role if (name := getattr(parsed, f"{role}_attention_backend")) is not None}
+    return BackendRequest(parsed.attention_backend, roles, split_settings(parsed.backend_option))
 
-    model: str
-    attention_backend: str = AUTO
-    roles: Mapping[Role, str] = field(default_factory=dict)
-    device: str | None = None
-    sm: int | None = None
-    dtype: str | None = None
-    kv_dtype: str | None = None
-    index_dtype: str | None = None
-    page_size: int | None = None
-    speculative_tokens: int = 0
-    speculative_topk: int = 1
-    enable_hisparse: bool = False
-    tensor_parallel: int = 1
-    mla_extend: str | None = None
-    cuda_graph: str | None = None
-    """Required graph level; None for the highest that the chosen backends support."""
-    backend_option: Sequence[str] = ()
-    host: str | None = None
-    """Engine of a bridge; None for ours."""
 
-    def request(self) -> BackendRequest:
-        return BackendRequest(self.attention_backend, self.roles, split_settings(self.backend_option))
-
-    def problem(self, model: ModelSpec) -> Problem:
-        device, sm = target_device(self.device, self.sm)
-        dtype = DType.parse(self.dtype, Setting.DTYPE) if self.dtype is not None else model_dtype(model)
-        if self.speculative_topk > 1 and not self.speculative_tokens:
-            raise UsageError(
-                f"--speculative-topk {self.speculative_topk} is given, but speculation is off (--speculative-tokens "
-                "turns it on); leave it out"
-            )
-        return Problem(
-            model=model,
-            device=device,
-            sm=sm,
-            dtype=dtype,
-            kv_dtype=DType.parse(self.kv_dtype, Setting.KV_DTYPE) if self.kv_dtype is not None else dtype,
-            index_dtype=None if self.index_dtype is None else DType.parse(self.index_dtype, Setting.INDEX_DTYPE),
-            page_size=self.page_size,
-            cuda_graph=GraphLevel.NEVER if self.cuda_graph is None else graph_level(self.cuda_graph),
-            wants_graphs=device == "cuda" and self.cuda_graph is None,
-            wants_prefill_graphs=not self.speculative_tokens and not self.enable_hisparse,
-            speculative_tokens=self.speculative_tokens,
-            speculative_topk=self.speculative_topk,
-            coordinator="hisparse" if self.enable_hisparse else None,
-            tensor_parallel=self.tensor_parallel,
-            mla_extend=None if self.mla_extend is None else ExtendPath.parse(self.mla_extend),
+def problem_of(parsed: argparse.Namespace, model: ModelSpec) -> Problem:
+    """Return the problem that the options describe. Without ``--cuda-graph``, backends run in graphs if they can."""
+    device, sm = target_device(parsed.device, parsed.sm)
+    dtype = DType.parse(parsed.dtype, Setting.DTYPE) if parsed.dtype is not None else model_dtype(model)
+    if parsed.speculative_topk > 1 and not parsed.speculative_tokens:
+        raise UsageError(
+            f"--speculative-topk {parsed.speculative_topk} is given, but speculation is off (--speculative-tokens "
+            "turns it on); leave it out"
         )
+    return Problem(
+        model=model,
+        device=device,
+        sm=sm,
+        dtype=dtype,
+        kv_dtype=DType.parse(parsed.kv_dtype, Setting.KV_DTYPE) if parsed.kv_dtype is not None else dtype,
+        index_dtype=None if parsed.index_dtype is None else DType.parse(parsed.index_dtype, Setting.INDEX_DTYPE),
+        page_size=parsed.page_size,
+        cuda_graph=GraphLevel.NEVER if parsed.cuda_graph is None else graph_level(parsed.cuda_graph),
+        wants_graphs=device == "cuda" and parsed.cuda_graph is None,
+        wants_prefill_graphs=not parsed.speculative_tokens and not parsed.enable_hisparse,
+        speculative_tokens=parsed.speculative_tokens,
+        speculative_topk=parsed.speculative_topk,
+        coordinator="hisparse" if parsed.enable_hisparse else None,
+        tensor_parallel=parsed.tensor_parallel,
+        mla_extend=None if parsed.mla_extend is None else ExtendPath.parse(parsed.mla_extend),
+    )
 
 
 def target_device(device: str | None, sm: int | None) -> tuple[str, int | None]:
@@ -107,19 +87,19 @@ def graph_level(text: str) -> GraphLevel:
         raise UsageError(f"--cuda-graph {text!r} is unknown; use one of {known}") from None
 
 
-def explain_choice(options: ExplainOptions, render: Render, *, json: bool) -> int:
-    if options.host is not None and options.mla_extend is not None:
+def run(parsed: argparse.Namespace) -> int:
+    if parsed.host is not None and parsed.mla_extend is not None:
         raise UsageError(
-            f"--mla-extend {options.mla_extend} is for our own engine, but {options.host} decides itself how MLA "
+            f"--mla-extend {parsed.mla_extend} is for our own engine, but {parsed.host} decides itself how MLA "
             "prefills; leave one of them out"
         )
-    registry = load_registry()
-    problem = options.problem(load_model(options.model, registry))
+    registry, request = load_registry(), request_of(parsed)
+    problem = problem_of(parsed, load_model(parsed.model, registry))
     warn_of_plugins(registry)
-    if options.host is not None:
-        return _explain_in_host(registry, options.host, options.request(), problem, json=json)
+    if parsed.host is not None:
+        return _explain_in_host(registry, parsed.host, request, problem, json=parsed.json)
     ranking = default_ranking(registry, problem, per_batch=True)
-    return _show(explain(registry, options.request(), problem, ranking=ranking), render, json=json)
+    return _show(explain(registry, request, problem, ranking=ranking), parsed.render, json=parsed.json)
 
 
 def _show(selection: Selection, render: Render, *, json: bool, host: Mapping[str, object] | None = None) -> int:

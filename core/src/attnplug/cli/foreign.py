@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 
 from importlib_metadata import EntryPoint
 
-from attnplug.declare.errors import PluginError, UsageError, describe_error
+from attnplug.declare.errors import PluginError, UsageError
 from attnplug.declare.registered import Source
-from attnplug.registry.loading import Broken, find_entry_points, guarded, load_entry_point
+from attnplug.registry.loading import Broken, attributed, find_entry_points, guarded, load_entry_point
 
 DOCS = "https://github.com/attnplug/attnplug/blob/main/docs/commands.md"
 GROUP = "attnplug.commands"
@@ -70,8 +70,7 @@ def _add(
     if taken is not None:
         raise PluginError(taken)
     (point,) = points
-    source = Source.of(point)
-    try:
+    with attributed("command", point):
         with guarded():
             load_entry_point(point)(commands)
         declared = commands.choices.get(name)
@@ -79,8 +78,3 @@ def _add(
             raise PluginError("it adds no command of that name")
         if declared.get_default("command") is None or declared.get_default("json") is None:
             raise PluginError("it does not add its command with attnplug.host.add_command")
-    except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"while loading command {name} ({source})") from error
-    except BaseException as error:  # packages raise anything on import, SystemExit too
-        reason = describe_error(error)
-        raise PluginError(f"command {name!r} ({source}, {point.value}) cannot be loaded: {reason}") from error

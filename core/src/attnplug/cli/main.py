@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
+
+from importlib_metadata import EntryPoint
 
 from attnplug.cli import output
 from attnplug.cli.app import parse, run
-from attnplug.cli.blame import plugin_fault
 from attnplug.cli.options import option
-from attnplug.declare.errors import AttnplugError
+from attnplug.declare.errors import AttnplugError, PluginError, describe_error
+from attnplug.declare.registered import Source
 from attnplug.declare.settings import Render
 from attnplug.machine import interrupt
+from attnplug.registry.loading import find_plugins
 
 
 def main() -> None:
@@ -47,7 +51,7 @@ def _run(parsed: argparse.Namespace) -> int:
     except (AttnplugError, KeyboardInterrupt, interrupt.Terminated):
         raise
     except BaseException as error:
-        fault = plugin_fault(error)
+        fault = _plugin_fault(error)
         if fault is None:
             raise
         raise fault from error
@@ -56,3 +60,23 @@ def _run(parsed: argparse.Namespace) -> int:
 def _discard_output() -> None:
     """Redirect standard output to null, because Python flushes it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _plugin_fault(error: BaseException) -> PluginError | None:
+    """Return a PluginError that names the plugin whose code raised ``error``, or None if none did."""
+    packages = {package: Source.of(point) for point in find_plugins()[0] for package in _packages(point)}
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        source = packages.get(str(frame.f_globals.get("__name__")).partition(".")[0])
+        if source is not None and not source.embedded:
+            place = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
+            return PluginError(f"plugin {source.entry_point} ({source}) failed at {place}: {describe_error(error)}")
+    return None
+
+
+def _packages(point: EntryPoint) -> set[str]:
+    """Return the top-level packages and modules of a plugin's target and of its distribution."""
+    try:
+        files = point.dist.files or [] if point.dist is not None else []
+        return {point.module.partition(".")[0], *(file.parts[0].removesuffix(".py") for file in files)}
+    except Exception:  # a damaged installation
+        return set()

@@ -75,6 +75,14 @@ def write_json(value: object) -> None:
     write_line(json.dumps(value, indent=2))
 
 
+def write(value: object, text: str, *, json: bool) -> None:
+    """Write the result of a command as JSON or as text."""
+    if json:
+        write_json(value)
+    else:
+        print(text)
+
+
 def write_line(text: str) -> None:
     """Write one line of a JSON Lines result, unbuffered. A file gets the whole line or nothing."""
     assert _results is not None, "call reserve_for_json first"

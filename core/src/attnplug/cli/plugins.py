@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attnplug.cli import output
+from attnplug.cli.app import OWN
 from attnplug.cli.backends import Row, listing
 from attnplug.cli.foreign import claims, conflict
 from attnplug.cli.text import table
@@ -31,16 +33,16 @@ class Item:
         return {"kind": self.kind, "name": self.name, "status": self.status, "text": self.text}
 
 
-def list_plugins(own_commands: Collection[str], *, json: bool) -> int:
+def run(parsed: argparse.Namespace) -> int:
     registry = load_registry()
     items = [_backend(row) for row in listing(registry, every=True)]
-    items += _commands(own_commands)
+    items += _commands()
     items += _hosts()
     items += _other(registry)
     items.sort(
         key=lambda item: (item.source.distribution != "attnplug", item.source.distribution, item.kind, item.name)
     )
-    if json:
+    if parsed.json:
         output.write_json({"installed": _by_package(items)})
     else:
         cells = [(str(item.source), f"{item.kind} {item.name}", item.text) for item in items]
@@ -54,11 +56,11 @@ def _backend(row: Row) -> Item:
     return Item(row.source, kind, row.name, row.status, row.text)
 
 
-def _commands(own: Collection[str]) -> Iterator[Item]:
+def _commands() -> Iterator[Item]:
     """Yield commands from metadata. None is loaded, so one that fails to load is not listed as broken."""
     found, _ = claims()  # unreadable installations are listed as broken plugins
     for name, points in found.items():
-        taken = conflict(name, points, own)
+        taken = conflict(name, points, OWN)
         for source in map(Source.of, points):
             status = "installed" if taken is None else "broken"
             yield Item(source, "command", name, status, taken or "installed")

@@ -10,17 +10,6 @@ from attnplug.hf.config_keys import Config
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
-DEFAULTS: Mapping[str, object] = {
-    "num_attention_heads": 64,
-    "head_dim": 512,
-    "sliding_window": 128,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 512,
-    "max_position_embeddings": 1048576,
-}
-"""Defaults of transformers' config class."""
-
 _RATIOS = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 _BY_NAME: Mapping[str | int, str] = {name: name for name in (SLIDING, SPARSE, HEAVY)}
 _BY_RATIO: Mapping[str | int, str] = {0: SLIDING, 4: SPARSE, 128: HEAVY}

@@ -7,6 +7,7 @@ attention. Nothing is downloaded, and no weights are read.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,11 +17,14 @@ from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.hf.config_keys import Config, ModelConfigError
 from attnplug.hf.json_files import read_json_object
-from attnplug.hf.model_layers import CLASS_DEFAULTS, read_layers
+from attnplug.hf.model_layers import read_layers
 from attnplug.hf.tiny import TINY, TINY_CONFIGS
 
 UNBOUNDED_CONTEXT = 1 << 20
 """Context length of a model whose config sets no limit (Mamba-2 has no positions)."""
+_CLASS_DEFAULTS = json.loads(Path(__file__).with_name("class_defaults.json").read_text("utf-8"))
+"""Defaults of transformers' config classes by model type, for keys that published configs omit (gemma-3-4b-it has no
+num_attention_heads). ``sliding_window_pattern`` is the distance in layers from one full layer to the next."""
 
 
 def read_model(reference: str) -> ModelSpec:
@@ -108,4 +112,4 @@ def _typed(config: Config, outer_type: str | None) -> Config:
     model_type = config.optional_text("model_type") or outer_type
     if not model_type:
         raise config.error("is missing; it determines how the other keys are read", "model_type")
-    return replace(config, values={**CLASS_DEFAULTS.get(model_type, {}), **config.values}, model_type=model_type)
+    return replace(config, values={**_CLASS_DEFAULTS.get(model_type, {}), **config.values}, model_type=model_type)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from attnplug.declare.model import AttentionKind, IndexerDims, LayerSpec, LinearDims, MLADims
-from attnplug.hf.compressed_layers import DEFAULTS as V4_DEFAULTS
 from attnplug.hf.compressed_layers import compressed_layers
 from attnplug.hf.config_keys import Config, ModelConfigError
 from attnplug.hf.rope_keys import rope_section, rope_type
@@ -22,35 +21,6 @@ MAX_COLUMNS = 1 << 24
 
 Layers = Sequence[LayerSpec | None]
 Reader = Callable[[Config], Layers]
-
-# Defaults of transformers' config classes, for keys that published configs omit (gemma-3-4b-it has no
-# num_attention_heads). sliding_window_pattern is the distance in layers from one full layer to the next.
-CLASS_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "mistral": {"sliding_window": 4096},
-    "qwen3": {"head_dim": 128},
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
-    "gemma3_text": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "max_position_embeddings": 131072,
-    },
-    "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
-    "exaone4": {"sliding_window": 4096, "sliding_window_pattern": 4},
-    "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
-    "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
-    "qwen3_next": {"head_dim": 256},
-    "qwen3_5_text": {"head_dim": 256},
-    "qwen3_5_moe_text": {"head_dim": 256},
-    "nemotron_h": {"head_dim": 128},
-    "deepseek_v32": {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
-    "glm_moe_dsa": {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128},
-    "deepseek_v4": V4_DEFAULTS,
-}
 
 
 # ---- softmax attention ----
@@ -353,15 +323,8 @@ READERS: Mapping[str, Reader] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _latent_layers),
     "deepseek_v4": compressed_layers,
     "kimi_linear": _kimi_linear,
-    "qwen3_next": _gdn_hybrid,
-    "qwen3_5_text": _gdn_hybrid,
-    "qwen3_5_moe_text": _gdn_hybrid,
-    "qwen3_5": _gdn_hybrid,
-    "qwen3_5_moe": _gdn_hybrid,
-    "minimax": _minimax,
-    "minimax_m1": _minimax,
-    "minimax_m2": _minimax,
-    "minimax_text_01": _minimax,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"), _gdn_hybrid),
+    **dict.fromkeys(("minimax", "minimax_m1", "minimax_m2", "minimax_text_01"), _minimax),
     "ring_linear": _ring,
     "mamba2": _mamba2,
     "nemotron_h": _nemotron_h,

@@ -162,15 +162,11 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
             problems = list(claim_problems(backend, spec.capabilities, context.page_size))
             if (name := backend.backend_id.name) != context.name:  # error messages use the id
                 problems.append(f"its backend_id is named {name!r}; use the context's name, which is {context.name!r}")
+    fault = "did not return a valid backend"
+    if not problems and problem is not None:
+        fault = "returned a backend that does not meet the requirements"
+        problems = list(missing_claims(backend.claims, problem, context.roles))
     if problems:
-        raise BackendError(
-            f"{_label(registered)}: {spec.factory} did not return a valid backend:\n"
-            + "\n".join(f"  {p}" for p in problems)
-        )
-    missing = [] if problem is None else list(missing_claims(backend.claims, problem, context.roles))
-    if missing:
-        raise BackendError(
-            f"{_label(registered)}: {spec.factory} returned a backend that does not meet the requirements:\n"
-            + "\n".join(f"  {p}" for p in missing)
-        )
+        lines = "\n".join(f"  {each}" for each in problems)
+        raise BackendError(f"{_label(registered)}: {spec.factory} {fault}:\n{lines}")
     return backend

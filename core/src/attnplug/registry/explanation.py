@@ -61,7 +61,10 @@ def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
         yield from _role_lines(choice, selection.problem, render)
     if selection.problem.wants_graphs and not selection.unserved:
         yield ""
-        extenders = selection.graph_extenders(_extend_levels(selection))
+        specs = [backend.spec for role in selection.choices for backend in selection.serving(role)]
+        extenders = selection.graph_extenders(
+            {spec.name: _declared_level(selection, spec, Role.PREFILL)[0] for spec in specs}
+        )
         yield f"CUDA graphs: {_graph_level(selection)}" + (f"; short prefills by {extenders[0]}" if extenders else "")
 
 
@@ -83,12 +86,6 @@ def _graph_level(selection: Selection) -> str:
     return f"{lowest.name}, {limiting}"
 
 
-def _extend_levels(selection: Selection) -> dict[str, GraphLevel]:
-    """Return the graph level that each serving backend declares for prefills."""
-    serving = [backend.spec for role in selection.choices for backend in selection.serving(role)]
-    return {spec.name: _declared_level(selection, spec, Role.PREFILL)[0] for spec in serving}
-
-
 def _declared_level(selection: Selection, spec: BackendSpec, role: Role) -> tuple[GraphLevel, str]:
     """Return the highest graph level that a backend allows in a role, and the reason against the next one, if any."""
     allowed = GraphLevel.NEVER
@@ -104,14 +101,13 @@ def _declared_level(selection: Selection, spec: BackendSpec, role: Role) -> tupl
 
 def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterator[str]:
     """Yield the outcome for one role and every candidate. Unrelated candidates are only named."""
-    if choice.chosen_name is not None:
-        yield f"{choice.role}: {' or '.join(b.spec.name for b in choice.serving)} ({choice.why(render)})"
+    if choice.chosen is not None:
+        outcome = f"{' or '.join(b.spec.name for b in choice.serving)} ({choice.why(render)})"
     elif choice.requested != AUTO:
-        yield f"{choice.role}: {choice.requested} was asked for and cannot serve"
-    elif choice.candidates:
-        yield f"{choice.role}: no installed backend can serve"
+        outcome = f"{choice.requested} was asked for and cannot serve"
     else:
-        yield f"{choice.role}: no backend is installed"
+        outcome = "no installed backend can serve" if choice.candidates else "no backend is installed"
+    yield f"{choice.role}: {outcome}"
     if choice.schedule is not None:
         for requests, tokens in _SHOWN_BATCHES[choice.role]:
             size = f"{requests} × {tokens} new tokens" if tokens > 1 else f"{requests} request{'s' * (requests > 1)}"
@@ -126,11 +122,8 @@ def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterato
     for candidate in choice.candidates:
         if candidate in unrelated:
             continue
-        spec = candidate.backend.spec
-        if not candidate.refusals:
-            yield f"  {spec.name} ({candidate.backend.source}): usable"
-            continue
-        yield f"  {spec.name} ({candidate.backend.source}): refused"
+        backend, status = candidate.backend, "refused" if candidate.refusals else "usable"
+        yield f"  {backend.spec.name} ({backend.source}): {status}"
         for refusal in candidate.refusals:
             yield f"    - {refusal.format(render)}"
     if unrelated:
@@ -166,20 +159,14 @@ def _inputs(selection: Selection) -> Iterator[str]:
     yield f"dtype      {problem.dtype or 'any'}, KV cache {problem.kv_dtype or 'any'}{index}"
     page_size = problem.page_size if problem.page_size is not None else f"{selection.page_size} (chosen)"
     yield f"page size  {page_size if selection.page_size is not None else 'any'}"
-    extras = []
-    if problem.speculative_tokens:
-        extras.append(f"{problem.speculative_tokens} speculative tokens")
-    if problem.speculative_topk > 1:
-        extras.append(f"trees of drafts with {problem.speculative_topk} branches")
-    if problem.tensor_parallel > 1:
-        extras.append(f"{problem.tensor_parallel} tensor-parallel ranks")
-    if problem.is_embedding:
-        extras.append("embedding: no decode")
-    if problem.layout is not None:
-        extras.append(f"cache layout: {problem.layout}")
-    if not problem.exact_lengths:
-        extras.append("upper bounds of lengths only")
-    if problem.cuda_graph:
-        extras.append(f"CUDA graphs: {problem.cuda_graph.name}")
-    if extras:
-        yield f"also       {', '.join(extras)}"
+    extras = {
+        f"{problem.speculative_tokens} speculative tokens": problem.speculative_tokens,
+        f"trees of drafts with {problem.speculative_topk} branches": problem.speculative_topk > 1,
+        f"{problem.tensor_parallel} tensor-parallel ranks": problem.tensor_parallel > 1,
+        "embedding: no decode": problem.is_embedding,
+        f"cache layout: {problem.layout}": problem.layout is not None,
+        "upper bounds of lengths only": not problem.exact_lengths,
+        f"CUDA graphs: {problem.cuda_graph.name}": problem.cuda_graph,
+    }
+    if any(extras.values()):
+        yield f"also       {', '.join(text for text, applies in extras.items() if applies)}"

@@ -10,13 +10,13 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from attnplug.declare.errors import PluginError, UsageError, describe_error
+from attnplug.declare.errors import PluginError, UsageError
 from attnplug.declare.installed import installed_version
 from attnplug.declare.problem import Problem
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Source
 from attnplug.declare.settings import Render
-from attnplug.registry.loading import find_entry_points, guarded, load_entry_point
+from attnplug.registry.loading import attributed, find_entry_points, guarded, load_entry_point
 
 GROUP = "attnplug.hosts"
 """Entry-point group in which a bridge declares its host: name = the host's name, target = a :class:`HostSpec`."""
@@ -82,29 +82,17 @@ def load_host(name: str) -> tuple[HostSpec, Source]:
     points, _ = find_entry_points(GROUP)
     named = [point for point in points if point.name == name]
     if not named:
-        hint = _hint(name, sorted({point.name for point in points}))
+        known = sorted({point.name for point in points})
+        installed = f"installed: bridges to {', '.join(known)}" if known else "no bridge is installed"
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"{installed}; {DOCS} lists the available ones"
         raise UsageError(f"no installed package provides a bridge to host {name!r}; {hint}")
-    sources = [Source.of(point) for point in named]
     if len(named) > 1:
-        claimants = " and ".join(f"{source} ({source.target})" for source in sources)
+        claimants = " and ".join(f"{Source.of(point)} ({point.value})" for point in named)
         raise PluginError(f"host {name!r} is claimed by {claimants}, so neither is used; uninstall one")
-    try:
+    with attributed("host", named[0]):
         with guarded():
             spec = load_entry_point(named[0])
         if not isinstance(spec, HostSpec):
             raise PluginError(f"it is {spec!r}, not a HostSpec")
-    except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"while loading host {name} ({sources[0]})") from error
-    except BaseException as error:  # packages raise anything on import
-        raise PluginError(
-            f"host {name!r} ({sources[0]}, {sources[0].target}) cannot be loaded: {describe_error(error)}"
-        ) from error
-    return spec, sources[0]
-
-
-def _hint(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    installed = f"installed: bridges to {', '.join(known)}" if known else "no bridge is installed"
-    return f"{installed}; {DOCS} lists the available ones"
+    return spec, Source.of(named[0])

@@ -124,6 +124,19 @@ def load_entry_point(point: EntryPoint) -> Any:
 
 
 @contextlib.contextmanager
+def attributed(kind: str, point: EntryPoint) -> Iterator[None]:
+    """Raise any error of another package's entry point as a PluginError that names it. Packages raise anything."""
+    source = Source.of(point)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"while loading {kind} {point.name} ({source})") from error
+    except BaseException as error:
+        text = f"{kind} {point.name!r} ({source}, {point.value}) cannot be loaded: {describe_error(error)}"
+        raise PluginError(text) from error
+
+
+@contextlib.contextmanager
 def guarded() -> Iterator[None]:
     """Isolate the process from code of other packages. Exceptions propagate.
 
@@ -207,13 +220,13 @@ def _call(hook: str, function: Callable[[], Any]) -> Any:
         raise PluginError(f"{_signature(function)}: {describe_error(error)}{hint}") from error
 
 
-def _items(item: type[Item], result: Any) -> list[Item]:
-    """Validate the result of a hook that returns a list."""
-    name = item.__name__
+def _items(item: type[Item], result: Any, wanted: str = "") -> list[Item]:
+    """Validate the result of a hook that returns a list. ``wanted`` describes its items, by default their class."""
+    name = "Path" if issubclass(item, Path) else item.__name__  # its class depends on the platform
     if isinstance(result, item):
         raise PluginError(f"returned one {name}; return a list, even of one")
     if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
-        raise PluginError(f"returned {_brief(result)}; return a list of {name}")
+        raise PluginError(f"returned {_brief(result)}; return a list of {wanted or name}")
     items = list(islice(result, MAX_ITEMS + 1))
     if len(items) > MAX_ITEMS:
         raise PluginError(f"returned more than {MAX_ITEMS} items; the generator may be endless")
@@ -225,15 +238,10 @@ def _items(item: type[Item], result: Any) -> list[Item]:
 
 def _folders(result: Any) -> list[Path]:
     """Validate the result of ``attnplug_rankings``."""
-    wanted = "return a list of folders: [Path(__file__).parent / 'tables']"
-    if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
-        raise PluginError(f"it returned {_brief(result)}; {wanted}")
-    folders = list(islice(result, MAX_ITEMS))
-    for position, folder in enumerate(folders):
-        if type(folder) is not type(Path()):  # a subclass's own code would run unguarded
-            raise PluginError(f"it returned {_brief(folder)} at position {position}, not a Path; {wanted}")
+    folders = _items(type(Path()), result, "folders: [Path(__file__).parent / 'tables']")
+    for folder in folders:
         if not folder.is_dir():
-            raise PluginError(f"it returned {folder}, which is not a folder; {wanted}")
+            raise PluginError(f"returned {folder}, which is not a folder")
     return folders
 
 

@@ -18,13 +18,7 @@ from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Provided, Registered, Source
 from attnplug.declare.version import CONTRACT_VERSION, contract_problem
 from attnplug.declare.workspace_kind import WorkspaceKind
-from attnplug.registry.loading import (
-    Broken,
-    Loaded,
-    canonical_name,
-    find_plugins,
-    load_plugin,
-)
+from attnplug.registry.loading import Broken, Loaded, canonical_name, find_plugins, load_plugin
 
 Claim = TypeVar("Claim", bound=Registered | Provided[Any])
 

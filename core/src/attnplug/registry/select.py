@@ -142,9 +142,8 @@ class _Chooser:
         problem = self.problem
         if not problem.wants_graphs or problem.device != "cuda" or role not in _CAPTURED:
             return usable
-        captured = replace(
-            problem, cuda_graph=GraphLevel.DECODE
-        )  # a higher level would be a requirement, which all usable ones meet
+        # A higher level would be a requirement, which all usable ones meet.
+        captured = replace(problem, cuda_graph=GraphLevel.DECODE)
         return [b for b in usable if not b.spec.refusals(captured, role, self.options.get(b.spec.name))]
 
     def _with_captured_verify(self, choice: RoleChoice) -> RoleChoice:
@@ -161,7 +160,8 @@ class _Chooser:
     def _refusals(self, backend: Registered, role: Role) -> Iterator[Refusal]:
         spec = backend.spec
         for refusal in spec.refusals(self.problem, role, self.options.get(spec.name)):
-            yield _with_setting(self.request, role, refusal)
+            by_role = refusal.setting == role.setting  # which may have been decided by the setting for all roles
+            yield replace(refusal, setting=self.request.setting_for(role)) if by_role else refusal
         if spec.name in self.failed:
             yield self.failed[spec.name]
 
@@ -171,19 +171,14 @@ def _with_failure(candidate: Candidate, failing: Mapping[str, Refusal]) -> Candi
     return candidate if found is None else replace(candidate, refusals=(*candidate.refusals, found))
 
 
-def _with_setting(request: BackendRequest, role: Role, refusal: Refusal) -> Refusal:
-    """Return the refusal with the setting that decided the role, which may be the one for all roles."""
-    return replace(refusal, setting=request.setting_for(role)) if refusal.setting == role.setting else refusal
-
-
 def _why_unneeded(role: Role, problem: Problem) -> str:
     if role is Role.DECODE and problem.is_embedding:
         return "an embedding decodes nothing"
-    if role is Role.LINEAR:
-        return "the model has no linear-attention layer"
-    if role is Role.DRAFT:
-        return f"speculation is off (`{Setting.SPECULATIVE_TOKENS}` turns it on)"
-    return "the model has no full-attention layer"
+    reasons = {
+        Role.LINEAR: "the model has no linear-attention layer",
+        Role.DRAFT: f"speculation is off (`{Setting.SPECULATIVE_TOKENS}` turns it on)",
+    }
+    return reasons.get(role, "the model has no full-attention layer")
 
 
 def _page_size(problem: Problem, chosen: list[Registered]) -> int | None:

@@ -6,10 +6,10 @@ import argparse
 
 from attnplug import Role
 from attnplug.cli.app import Commands, add_command
-from attnplug.machine import interrupt
 from attnplug_engine.checkpoints.pooling import Pooling
 from attnplug_engine.cli.arguments import add_model_and_prompts, add_serving_options, on_each_rank
 from attnplug_engine.cli.prompts import PromptLine, read_prompts
+from attnplug_engine.execution import signals
 from attnplug_engine.request import SamplingParams
 
 _NOTHING = SamplingParams(max_tokens=1)
@@ -41,7 +41,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _embed(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
-    with interrupt.exit_immediately():
+    with signals.exit_immediately():
         from attnplug_engine.cli.embed_prompts import embed
 
     return embed(parsed, lines)

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from attnplug.cli import output
-from attnplug.machine import interrupt
 from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.completion import Completion
+from attnplug_engine.execution import signals
 from attnplug_engine.execution.backend_usage import BackendUsage
 from attnplug_engine.request import LikelyToken
 
@@ -43,7 +43,7 @@ class CompletionWriter:
             self._write(_text_line(self._waiting.pop(min(self._waiting))))
 
     def _write(self, line: str) -> None:
-        with interrupt.deferred():  # users tend to interrupt when they have seen a line
+        with signals.deferred():  # users tend to interrupt when they have seen a line
             if self._json:
                 output.write_line(line)
             else:

@@ -6,9 +6,9 @@ import argparse
 
 from attnplug import ExtendPath, Role, UsageError
 from attnplug.cli.app import Commands, add_command
-from attnplug.machine import interrupt
 from attnplug_engine.cli.arguments import add_model_and_prompts, add_serving_options, on_each_rank
 from attnplug_engine.cli.prompts import PromptLine, read_prompts
+from attnplug_engine.execution import signals
 from attnplug_engine.request import DEFAULT_MAX_TOKENS, SamplingParams
 from attnplug_engine.speculation.options import DEFAULT_STEPS, Algorithm
 from attnplug_engine.text.chat import Chat
@@ -140,7 +140,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
-    with interrupt.exit_immediately():
+    with signals.exit_immediately():
         from attnplug_engine.cli.generate import generate
 
     return generate(parsed, lines)

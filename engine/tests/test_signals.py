@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from attnplug.machine import interrupt
+from attnplug_engine.execution.signals import deferred
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def interruptible() -> Iterator[None]:
 
 
 def held(*signals: signal.Signals, done: list[str]) -> None:
-    with interrupt.deferred():
+    with deferred():
         for number in signals:
             signal.raise_signal(number)
             done.append(number.name)
@@ -41,7 +42,7 @@ def test_a_block_inside_another_holds_for_both() -> None:
     done: list[str] = []
 
     def twice() -> None:
-        with interrupt.deferred():
+        with deferred():
             held(signal.SIGINT, done=done)
             done.append("whole")
 
@@ -63,13 +64,13 @@ def test_a_termination_is_held_where_it_raises() -> None:
     with interrupt.raise_on_sigterm(), pytest.raises(SystemExit):
         held(signal.SIGTERM, done=done)
     assert done == ["SIGTERM"]
-    with interrupt.deferred():
+    with deferred():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_an_interrupt_that_is_ignored_stays_so() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interrupt.deferred():
+    with deferred():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
@@ -79,7 +80,7 @@ def test_other_threads_may_hold_too() -> None:
     done = []
 
     def run() -> None:
-        with interrupt.deferred():
+        with deferred():
             done.append("whole")
 
     thread = threading.Thread(target=run)
