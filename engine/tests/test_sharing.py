@@ -126,7 +126,7 @@ def test_an_iterator_that_is_left_aborts_its_own_requests_alone(engine, alone):
 
 def test_a_request_of_another_engine_is_refused(engine, alone):
     (own,) = add(engine, [2])
-    with pytest.raises(UsageError, check=naming("request 5")):
+    with pytest.raises(UsageError, check=naming(f"request {own.id}")):
         next(engine.follow([own, Request(own.id, (1, 2), PARAMS[0])]))
     assert tokens(list(engine.follow([own]))) == [alone[2]]
 

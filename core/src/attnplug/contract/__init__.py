@@ -1,1 +1,1 @@
-"""What backends and hosts agree on: the protocol, its context, the batch, its geometry and its plan."""
+"""Contract between backends and hosts: the protocol, its context, the batch, its geometry and its plan."""

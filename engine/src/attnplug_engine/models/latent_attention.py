@@ -22,7 +22,7 @@ from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.parallel.collectives import even_part, length, scaled
 
 _MAX_KERNEL_ROWS = 256
-"""With more rows a library's batched product is faster than our kernel, although it requires copies."""
+"""Beyond this a library's batched product is faster than our kernel, although it requires copies."""
 
 
 def multiply_few(rows: Tensor, weight: Tensor) -> Tensor | None:
