@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnplug import AttentionKind, BackendContext, DType, ForwardMode, LayerSpec, MLAPool
 from attnplug_flashmla.sparse_backend import SparseFlashMLABackend
+from attnplug_sparse.pools import latent_format
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import DEEPSEEK, KernelCase, Lengths
 from attnplug_testing.sparse_scene import sparse
@@ -65,7 +66,14 @@ class ReferenceSparse:
         assert schedule.shape in (None, shape), "a schedule for another shape"
         schedule.shape = shape
         layer = LayerSpec(0, AttentionKind.MLA, 1, 1, 192, 128, 1.0, mla=DEEPSEEK)
-        pool = MLAPool.over([layer], {0: cache.squeeze(2)}, "pages tokens dim", page_size=64, dtype=PACKED)
+        pool = MLAPool.over(
+            [layer],
+            {0: cache.squeeze(2)},
+            "pages tokens dim",
+            page_size=64,
+            dtype=PACKED,
+            row_format=latent_format(PACKED),
+        )
         return self._attend(q, slots, scale, pages * 64, lambda where: pool.read_rows(0, where))
 
     def attend_rows(self, q: Tensor, cache: Tensor, slots: Tensor, scale: float) -> tuple[Tensor, Tensor]:

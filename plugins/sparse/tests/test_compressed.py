@@ -268,7 +268,7 @@ def test_a_pool_of_other_pages_than_the_rows_have_is_refused():
 
 
 def test_a_compressed_layer_has_latent_rows_and_a_window():
-    with raises_naming(ValueError, "layer 2", "window"):
+    with raises_naming(ValueError, "layer 2", "sliding_window"):
         replace(HEAVY, sliding_window=None)
     with raises_naming(ValueError, "layer 2", "mla"):
         LayerSpec(2, AttentionKind.MHA, 2, 1, 16, 16, 0.25, sliding_window=4, compressed=HEAVY.compressed)
