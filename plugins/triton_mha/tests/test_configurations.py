@@ -117,6 +117,7 @@ def test_what_is_chosen_has_room_by_our_own_count(fp8, sm, dim):
             assert found == wanted, "the table is for this GPU"
 
 
+@pytest.mark.cross_compile
 def test_it_compiles_for_gpus_and_fits_them() -> None:
     """Every kernel by Triton's compiler, which needs no GPU. Whether it is right or fast there is not said.
 

@@ -111,6 +111,7 @@ def test_trees_are_for_the_triton_kernel():
         assert found.tile <= min(entry.tile, 32) and (entry.kernel != "triton" or found is entry)
 
 
+@pytest.mark.cross_compile
 def test_it_compiles_for_gpus_and_fits_them() -> None:
     """Every kernel by Triton's compiler, which needs no GPU: Triton's own for every SM, others for the SM they are for.
 
