@@ -94,15 +94,14 @@ def pip_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def build_wheels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Build the wheels of attnplug, of its conformance kit and of some projects into one folder."""
+    """Build the wheels of attnplug, of its conformance kit, which requires attnplug-sparse, and of some projects."""
 
     def build(*projects: Path) -> Path:
         wheels = tmp_path_factory.mktemp("wheels")
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
         offline = ["--no-index", "--no-deps", "--no-build-isolation"]
-        _run(
-            [*pip, "wheel", *offline, "--wheel-dir", wheels, ROOT / "core", ROOT / "conformance", *projects], wheels, {}
-        )
+        own = (ROOT / "core", ROOT / "plugins" / "sparse", ROOT / "conformance")
+        _run([*pip, "wheel", *offline, "--wheel-dir", wheels, *own, *projects], wheels, {})
         return wheels
 
     return build
@@ -112,7 +111,10 @@ def build_wheels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 def fresh_environment(
     tmp_path_factory: pytest.TempPathFactory, dependencies: Path, pip_alone: Path
 ) -> Callable[..., Environment]:
-    """Make an environment with attnplug, its kit and the distributions named, from a folder of wheels."""
+    """Make an environment with attnplug, its kit and the distributions named, from a folder of wheels.
+
+    The kit's commands need attnplug-sparse too, which a test that runs them names.
+    """
 
     def make(wheels: Path, *distributions: str) -> Environment:
         folder = tmp_path_factory.mktemp("environment")

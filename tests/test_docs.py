@@ -80,7 +80,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(
     project: Path, build_wheels: Callable[..., Path], fresh_environment: Callable[..., Environment]
 ) -> Environment:
-    return fresh_environment(build_wheels(project), "my-attention")
+    return fresh_environment(build_wheels(project), "attnplug-sparse", "my-attention")
 
 
 def test_the_guides_plugin_is_selectable_once_pip_has_installed_it(installed: Environment) -> None:

@@ -13,7 +13,10 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = [ROOT / "tests", *(path for pattern in ("*", "*/*") for path in sorted(ROOT.glob(f"{pattern}/tests")))]
+FOLDERS = [
+    ROOT / "tests",
+    *(path for pattern in ("[!.]*", "[!.]*/*") for path in sorted(ROOT.glob(f"{pattern}/tests"))),
+]
 
 
 def project(package: Path) -> dict[str, Any]:

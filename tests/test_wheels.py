@@ -188,7 +188,7 @@ def test_a_wheel_has_the_data_beside_its_modules(package: str, data: str, wheels
 def test_tune_measures_once_installed_and_is_no_command_once_uninstalled(
     wheels: Path, fresh_environment: Callable[..., Environment]
 ) -> None:
-    environment = fresh_environment(wheels, "attnplug-tune")
+    environment = fresh_environment(wheels, "attnplug-tune", "attnplug-sparse")
     command = ("tune", "--model", "tiny:llama", "--device", "cpu", "--points", "1x64", "--json")
     done = environment.attnplug(*command)
     assert done.returncode == 0, done.stderr
@@ -196,6 +196,22 @@ def test_tune_measures_once_installed_and_is_no_command_once_uninstalled(
     assert measured["backend"] == "torch_native" and len(measured["rows"]) == 1
     environment.uninstall("attnplug-tune")
     assert "there is no command 'tune'" in refused_politely(environment.attnplug(*command), 2)
+
+
+def test_sparse_models_are_served_while_attnplug_sparse_is_installed(
+    wheels: Path, fresh_environment: Callable[..., Environment]
+) -> None:
+    """D1, A10"""
+    environment = fresh_environment(wheels, "attnplug-sparse")
+    command = ("explain", "--model", "tiny:deepseek_v32", "--device", "cpu", "--json")
+    chosen = json.loads(environment.attnplug(*command).stdout)
+    assert chosen["decode"]["chosen"] == "torch_sparse"
+    environment.uninstall("attnplug-sparse")
+    refused = environment.attnplug(*command)
+    assert refused.returncode == 1
+    (candidate,) = json.loads(refused.stdout)["decode"]["candidates"]
+    assert candidate["name"] == "torch_native"
+    assert [reason["code"] for reason in candidate["refusals"]] == ["feature"]
 
 
 class TestInstallAndUninstall:
@@ -299,10 +315,12 @@ class TestInstallAndUninstall:
 
 
 class TestGoodBackend:
-    def test_it_passes_the_check_for_what_it_claims_and_refuses_the_rest(self, crowd: Environment) -> None:
+    def test_it_passes_the_check_for_what_it_claims_and_refuses_the_rest(
+        self, wheels: Path, fresh_environment: Callable[..., Environment]
+    ) -> None:
         """D1: an installed third-party backend runs through the real command; D3: what it does not claim is refused."""
         arguments = ("--attention-backend", "acme", "--device", "cpu", "--backend-option", "acme.accumulate=float64")
-        done = crowd.attnplug("check", *arguments, "--json")
+        done = fresh_environment(wheels, GOOD, "attnplug-sparse").attnplug("check", *arguments, "--json")
         assert done.returncode == 0, done.stderr
         (verdict,) = json.loads(done.stdout)
         results = {row["check"]: row for row in verdict["results"]}

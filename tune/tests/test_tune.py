@@ -180,7 +180,7 @@ def test_results_that_are_not_finite_are_a_failure(install: Install, monkeypatch
     registry = toys(install, "wild")
     monkeypatch.setattr(torch, "randn", lambda *dims, **kw: torch.full(dims, float("nan"), **kw))
     outcomes = list(run_job(job(registry, "wild", FEW[0]), registry, FakeClock({"wild": constant(1)}, runs=True)))
-    assert isinstance(outcomes[0], Failed) and "not finite" in outcomes[0].reason
+    assert isinstance(outcomes[0], Failed) and "finite" in outcomes[0].reason
 
 
 @pytest.mark.parametrize("gives", [lambda q: None, lambda q: q[:1], lambda q: q.flatten(1)])
@@ -190,7 +190,7 @@ def test_what_gives_no_attention_is_a_failure_however_fast_it_is(gives, install:
     (failed,) = run_job(
         job(registry, "toy", Point(Role.DECODE, 4, 64)), registry, FakeClock({"toy": constant(1)}, runs=True)
     )
-    assert isinstance(failed, Failed) and "the result has shape [4 tokens, 4 heads, width]" in failed.reason
+    assert isinstance(failed, Failed) and "[4 tokens, 4 heads, width]" in failed.reason
 
 
 @pytest.mark.parametrize("kind", [SystemExit, BaseException])
