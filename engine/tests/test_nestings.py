@@ -18,8 +18,7 @@ from attnplug import AttentionBackend, Role
 from attnplug.auto.fastest import FastestBackend
 from attnplug.host import HostContext, Selection
 from attnplug.registry.building import build_backend
-from attnplug.wrappers.hybrid import HybridLinearBackend
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_engine import Engine
 from attnplug_testing.sharing import taking_turns
 

@@ -30,11 +30,9 @@ class Ranking(Protocol):
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
         """Order all of ``usable``."""
-        ...
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
         """Reasons of backends known to fail here, by name. These are ranked only if there are no others."""
-        ...
 
 
 class PreferenceRanking:

@@ -20,8 +20,7 @@ from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import ExtendPath
 from attnplug.kv.pools import MLAPool
 from attnplug.mla.merge import merge_partial
-from attnplug.mla.plan import plan_extend
-from attnplug.mla.policy import ExtendPolicy
+from attnplug.mla.plan import ExtendPolicy, plan_extend
 from attnplug.mla.weights import MLAWeights
 
 
