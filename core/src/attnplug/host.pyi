@@ -1,4 +1,4 @@
-from attnplug.auto.measured_ranking import default_ranking as default_ranking
+from attnplug.auto.ranking import default_ranking as default_ranking
 from attnplug.contract.backend import bind_optional_hook as bind_optional_hook
 from attnplug.contract.context import HostContext as HostContext
 from attnplug.contract.context import Limits as Limits

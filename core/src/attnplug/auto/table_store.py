@@ -20,7 +20,7 @@ from attnplug.declare.errors import AttnplugError, PluginError
 from attnplug.declare.installed import installed_version
 from attnplug.declare.reading import integer, of_type
 from attnplug.declare.registered import Provided, Registered
-from attnplug.hf.json_files import read_json_object
+from attnplug.hf.config_keys import read_json_object
 from attnplug.machine.hardware import Processor
 
 SCHEMA = 4
