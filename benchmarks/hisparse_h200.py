@@ -46,7 +46,7 @@ from attnplug.host import (
     WorkspaceOwner,
     load_registry,
 )
-from attnplug.registry.building import build_backend
+from attnplug.registry.assembly import build_backend
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions
 from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool

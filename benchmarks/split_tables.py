@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attnplug_tune.table_writing import write_tables
 
-from attnplug.auto.table_files import read_tables
+from attnplug.auto.table_store import read_tables
 from attnplug.host import load_registry
 
 

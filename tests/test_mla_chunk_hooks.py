@@ -12,8 +12,8 @@ from attnplug import BackendContext, ExtendPath, ForwardBatch, ForwardMode, Plan
 from attnplug.contract.backend import bind_optional_hook
 from attnplug.host import ExtendPolicy, load_registry
 from attnplug.mla.plan import plan_extend
-from attnplug.registry.building import backend_problems, claim_problems
-from attnplug.wrappers.hybrid import HybridLinearBackend
+from attnplug.registry.assembly import backend_problems, claim_problems
+from attnplug.wrappers.split import HybridLinearBackend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.errors import raises_naming

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from attnplug import BackendSpec, Problem, Role
-from attnplug.auto.table_files import read_tables
-from attnplug.auto.table_store import table_files
+from attnplug.auto.table_store import read_tables, table_files
 from attnplug.host import load_registry
 from attnplug.machine.hardware import Processor
 from attnplug_testing.command import Explained

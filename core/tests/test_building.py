@@ -30,9 +30,8 @@ from attnplug.contract.backend import MAY_IGNORE, hook_signatures
 from attnplug.declare.errors import PluginError
 from attnplug.declare.registered import Registered, Source
 from attnplug.host import BackendRequest, KVPools, Limits, Registry, WorkspaceOwner, build_selection, select
-from attnplug.registry.building import build_backend
-from attnplug.wrappers.hybrid import HybridLinearBackend
-from attnplug.wrappers.split import SplitBackend
+from attnplug.registry.assembly import build_backend
+from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import EVERYTHING, GDN, MLA, spec
 from support.recorder import MEMBERS, Recorder

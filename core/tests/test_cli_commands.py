@@ -103,7 +103,7 @@ def test_entry_points_that_cannot_be_read_are_named(attnplug: Attnplug, bring: B
 
 
 def test_the_version_needs_no_entry_points(attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnplug.cli.foreign.find_entry_points", lambda group: pytest.fail("looked for"))
+    monkeypatch.setattr("attnplug.cli.app.find_entry_points", lambda group: pytest.fail("looked for"))
     assert attnplug("--version").code == 0
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from attnplug import DType, ExtendPath, GraphLevel, Problem, Role
-from attnplug.cli.app import parse
+from attnplug.cli.app import option, parse
 from attnplug.cli.explain import problem_of, request_of
-from attnplug.cli.options import option
 from attnplug.host import load_model
 
 ROLES = {Role.PREFILL: "two", Role.DECODE: "three", Role.LINEAR: "four", Role.DRAFT: "five"}

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("plain_environment")
 @pytest.fixture(autouse=True)
 def no_commands_or_hosts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine and bridges may be installed beside core."""
-    monkeypatch.setattr("attnplug.cli.plugins.claims", lambda: ({}, []))
+    monkeypatch.setattr("attnplug.cli.plugins.command_claims", lambda: ({}, []))
     monkeypatch.setattr("attnplug.cli.plugins._hosts", lambda: [])
 
 

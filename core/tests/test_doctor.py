@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from attnplug.cli import doctor, probe
+from attnplug.cli import doctor
 from attnplug.cli.main import main
 
 Report = Callable[[], dict[str, dict[str, str]]]
@@ -191,7 +191,7 @@ def test_a_library_that_prints_garbage_does_not_spoil_the_report(report: Report,
 
 
 def test_a_library_that_hangs_is_reported(report: Report, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(doctor, "TIMEOUT_SECONDS", 0.5)
     library("fla", "import time; time.sleep(60)")
     assert "no answer within 0.5 s" in libraries(report)["fla"]
 
@@ -257,7 +257,7 @@ def test_sections_are_found_out_at_the_same_time_and_given_in_order(
 ) -> None:
     meeting = threading.Barrier(3)
 
-    def meet(probes: probe.Probes) -> dict[str, str]:
+    def meet(probes: doctor.Probes) -> dict[str, str]:
         meeting.wait(timeout=60)  # one after the other they would wait in vain
         return NO_PLUGINS
 
@@ -272,7 +272,7 @@ def test_sections_are_found_out_at_the_same_time_and_given_in_order(
 def test_a_terminal_shows_the_running_probes(capsys: pytest.CaptureFixture[str]) -> None:
     """In one line, which a part of the report takes the place of."""
     terminal = io.StringIO()
-    probes = probe.Probes(terminal)
+    probes = doctor.Probes(terminal)
     assert probes.run("flashinfer", "answer = {'a': 1}") == {"a": 1}
     probes.print("report")
     assert terminal.getvalue().split("\r\x1b[K") == ["", "probing flashinfer … 0/1", "", "", ""]
@@ -285,7 +285,7 @@ def test_progress_is_for_people_at_a_terminal(
 ) -> None:
     shown: list[object] = []
 
-    class Watched(probe.Probes):
+    class Watched(doctor.Probes):
         def __init__(self, terminal: Any) -> None:
             shown.extend([] if terminal is None else [terminal])
             super().__init__(None)
@@ -301,7 +301,7 @@ def test_progress_is_for_people_at_a_terminal(
 
 def test_stop_kills_running_probes(tmp_path: Path) -> None:
     """An interrupt must not wait for a library that hangs."""
-    probes, started = probe.Probes(None), tmp_path / "started"
+    probes, started = doctor.Probes(None), tmp_path / "started"
     code = f"open({str(started)!r}, 'w'); import time; time.sleep(1000)"
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(probes.run, "flashinfer", code)
@@ -316,7 +316,7 @@ def test_a_report_that_cannot_be_written_waits_for_no_probe(monkeypatch: pytest.
     """An interrupt, or a reader that is gone: what runs is ended, so that the command ends at once."""
     stopped = []
 
-    class Watched(probe.Probes):
+    class Watched(doctor.Probes):
         def print(self, text: str) -> None:
             raise BrokenPipeError
 
@@ -351,7 +351,7 @@ def test_a_factory_that_takes_the_process_down_costs_its_own_backend_only(
     (tmp_path / "crashing_factory.py").write_text("import os; os.abort()")
     monkeypatch.syspath_prepend(tmp_path)
     factories = {"good": "json:dumps", "gone": "nowhere:build", "less": "json:nothing", "crash": "crashing_factory:x"}
-    found = doctor._factory_failures(probe.Probes(None), factories)
+    found = doctor._factory_failures(doctor.Probes(None), factories)
     assert list(found) == ["gone", "less", "crash"]
     for name, text in (("gone", "ModuleNotFoundError"), ("less", "nothing"), ("crash", "signal 6")):
         assert text in found[name]

@@ -45,8 +45,7 @@ from attnplug.host import (
 )
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug.wrappers.forwarding import captures_extends, length_ranges, limited_by, merge_length_ranges, plan_alike
-from attnplug.wrappers.hybrid import HybridLinearBackend
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_testing.batches import capabilities, with_plan
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN as LINEAR

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnplug import BackendError, ForwardMode, Geometry, GraphLevel, GraphLimits, Plan, PlanError
-from attnplug.author.graphs import Captures
+from attnplug.author.attention import Captures
 from attnplug.contract.plan import BackendId
 from attnplug_testing.errors import raises_naming
 

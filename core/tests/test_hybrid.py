@@ -26,8 +26,7 @@ from attnplug.contract.plan import BackendId
 from attnplug.host import ExtendPolicy, HookError, KVPools, ModelAttention
 from attnplug.layers.model_attention import active_attention
 from attnplug.linear import LinearDims, LinearInputs, LinearStatePool
-from attnplug.wrappers.hybrid import HybridLinearBackend
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_testing.batches import with_plan
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelScene, mla

@@ -10,11 +10,11 @@ import pytest
 from attnplug_tune.table_writing import write_tables
 
 from attnplug import DType, Feature, GraphLevel, Problem, RefusalCode, Role
-from attnplug.auto.measured_ranking import default_ranking
+from attnplug.auto.ranking import default_ranking
 from attnplug.auto.table_store import table_path
 from attnplug.declare.errors import TableWarning
 from attnplug.host import BackendRequest, select
-from attnplug.registry.explanation import explanation
+from attnplug.registry.selection import explanation
 from attnplug.tables import MeasuredShape
 from support.board import (
     BOARD,

@@ -12,9 +12,8 @@ from attnplug_tune.table_writing import versions_of, write_tables
 
 from attnplug import DType, Role
 from attnplug.auto import table_store as store
-from attnplug.auto.measured_ranking import _warned
-from attnplug.auto.table_files import TableError, read_tables
-from attnplug.auto.table_store import file_states, load_tables, table_files, table_path
+from attnplug.auto.ranking import _warned
+from attnplug.auto.table_store import TableError, file_states, load_tables, read_tables, table_files, table_path
 from attnplug.declare.errors import TableWarning
 from attnplug.machine.hardware import Processor, _cpu_name
 from attnplug.tables import MeasuredTable

@@ -10,8 +10,8 @@ import pytest
 from attnplug import DType, ExtendPath, GraphLevel, ModelSpec, Problem, Refusal, RefusalCode, Role, UsageError
 from attnplug.declare.errors import PluginError
 from attnplug.host import BackendRequest, SelectionError, explain, select
-from attnplug.registry.explanation import explanation
 from attnplug.registry.registry import Broken, Source
+from attnplug.registry.selection import explanation
 from attnplug_testing.errors import raises_naming
 from support.selection import CPU_FLOAT32, DEEPSEEK, HYBRID, LINEAR, LINEAR_ONLY, LLAMA, PLAIN, backend, names, registry
 

@@ -13,7 +13,7 @@ from attnplug.auto.ranking import Ranked
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.declare.registered import Registered
 from attnplug.host import BackendRequest, explain, select
-from attnplug.registry.explanation import explanation
+from attnplug.registry.selection import explanation
 from support.selection import HYBRID, LINEAR, LLAMA, PLAIN, backend, names, registry
 
 

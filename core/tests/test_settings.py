@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from attnplug import Role, Setting, UsageError
-from attnplug.cli.options import option, options_of
+from attnplug.cli.app import option, options_of
 from attnplug.host import AttnplugError
 
 

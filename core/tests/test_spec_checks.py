@@ -17,7 +17,7 @@ import pytest
 
 from attnplug import BackendError, DType, Problem, Refusal, RefusalCode, Role, Setting
 from attnplug.declare.errors import PluginError
-from attnplug.declare.factory import factory_refusal
+from attnplug.declare.installed import factory_refusal
 from attnplug.kernels import import_library, requirement_refusal
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.libraries import install_library
@@ -68,14 +68,14 @@ def test_a_requirement_that_is_met_or_not_meant_is_none(requirement: str) -> Non
 
 
 def test_a_prerelease_that_is_installed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnplug.declare.requirement.installed_version", lambda name: "0.7.0rc1")
+    monkeypatch.setattr("attnplug.declare.installed.installed_version", lambda name: "0.7.0rc1")
     assert requirement_refusal("flashinfer-python>=0.6") is None
 
 
 @pytest.mark.parametrize("version", ["not-a-version", "1.0-custom_build_x!", ""])
 def test_an_installed_version_that_is_none_is_a_refusal(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """D2: local builds of kernel libraries carry such versions; one must not take all candidates with it."""
-    monkeypatch.setattr("attnplug.declare.requirement.installed_version", lambda name: version)
+    monkeypatch.setattr("attnplug.declare.installed.installed_version", lambda name: version)
     (refusal,) = spec(requires=["flash-attn>=2.8"]).refusals(Problem())
     assert (refusal.code, refusal.value) == (RefusalCode.REQUIREMENT, version)
 
@@ -137,7 +137,7 @@ def test_a_factory_that_another_thread_imports_right_now_is_no_refusal(
 ) -> None:
     """Its module is there already, and not yet what it will have."""
     (tmp_path / "slow_module_of_a_test.py").write_text(
-        "from attnplug.declare.factory import factory_refusal\n"
+        "from attnplug.declare.installed import factory_refusal\n"
         "seen = factory_refusal(__name__ + ':build')\n"
         "def build(): ...\n"
     )

@@ -10,7 +10,7 @@ import pytest
 from attnplug_tune.table_writing import write_tables
 
 from attnplug import AttentionKind, DType, Role
-from attnplug.auto.table_files import TableError, read_tables
+from attnplug.auto.table_store import TableError, read_tables
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 from attnplug_testing.errors import raises_naming
 

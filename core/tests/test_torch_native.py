@@ -132,11 +132,11 @@ def test_one_query_on_the_cpu_sees_its_own_keys_whatever_else_its_group_holds():
 
 def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
     """NaN in every page that is not the batch's, and after each request's last row."""
-    from attnplug.torch_native import in_place
+    from attnplug.torch_native import backend
 
-    monkeypatch.setattr(in_place, "_MIN_SHARE", 0.0)
-    monkeypatch.setattr(in_place, "_MIN_PAGE_SIZE", 1)
-    monkeypatch.setattr(in_place, "_MIN_ROWS", 0)
+    monkeypatch.setattr(backend, "_MIN_SHARE", 0.0)
+    monkeypatch.setattr(backend, "_MIN_PAGE_SIZE", 1)
+    monkeypatch.setattr(backend, "_MIN_ROWS", 0)
     lengths = ((0, 1), (70, 1), (15, 1), (16, 1), (31, 1), (200, 1))
     for layout in ("token_major", "head_major"):
         for pages in ("shuffled", "interleaved", "descending"):
@@ -224,16 +224,16 @@ def test_blocks_past_the_pool_are_refused_as_rows_are():
 def test_pages_that_are_few_among_others_or_shared_are_copied(monkeypatch):
     """The gaps between a batch's pages would be attended to for nothing; a page in place has one request's query."""
     from attnplug import Geometry
-    from attnplug.torch_native import in_place
+    from attnplug.torch_native import backend
 
     def plan(table, new=(1, 1), length=130):
         mode = ForwardMode.DECODE if new == (1, 1) else ForwardMode.EXTEND
-        return in_place.PagesInPlace.of(
+        return backend.PagesInPlace.of(
             Geometry.of_lengths(mode, torch.tensor(table).int(), list(new), [length, length], 64)
         )
 
     assert plan([[4, 5, 6], [7, 8, 99]]) is None, "256 rows are sooner copied than merged"
-    monkeypatch.setattr(in_place, "_MIN_ROWS", 256)
+    monkeypatch.setattr(backend, "_MIN_ROWS", 256)
     assert plan([[4, 5, 6], [7, 8, 99]]) is not None, "last pages are copied, wherever they are"
     assert plan([[4, 5, 6], [7, 80, 9]]) is None
     assert plan([[4, 5, 6], [4, 7, 8]]) is None

@@ -36,8 +36,7 @@ from attnplug.contract.backend import (
 from attnplug.declare.claims import weakest
 from attnplug.host import ForwardingBackend
 from attnplug.linear import LinearHooks
-from attnplug.wrappers.hybrid import HybridLinearBackend
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN
 from support.recorder import MEMBERS, PLANNERS, Hookless, Recorder, batch_in

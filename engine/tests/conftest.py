@@ -33,12 +33,12 @@ from attnplug import (
     Refusal,
     Role,
 )
-from attnplug.declare.factory import missing_module
+from attnplug.declare.installed import missing_module
 from attnplug.host import TINY_CONFIGS, HostContext, KVPools, Limits, ModelAttention, Registry, WorkspaceOwner
 from attnplug.kernels import requirement_refusal, torch_dtype
 from attnplug.linear import LinearStatePool
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.hybrid import HybridLinearBackend
+from attnplug.wrappers.split import HybridLinearBackend
 from attnplug_engine import kernels, prepare
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.scheduling.page_allocator import PageAllocator
@@ -256,7 +256,7 @@ def _installed_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         return _missing(module, *sys.path)
 
     monkeypatch.setattr("attnplug.declare.spec.requirement_refusal", refused)
-    monkeypatch.setattr("attnplug.declare.factory.missing_module", missing)
+    monkeypatch.setattr("attnplug.declare.installed.missing_module", missing)
 
 
 @pytest.fixture(scope="session")

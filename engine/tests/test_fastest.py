@@ -15,7 +15,7 @@ from thread_ranks import in_ranks
 from attnplug import AttentionBackend, BackendError, ForwardMode, GraphLevel, Problem, Role
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.schedule import BackendSchedule
-from attnplug.auto.table_files import read_tables
+from attnplug.auto.table_store import read_tables
 from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 from attnplug.host import BackendRequest, HostContext, Selection, TypicalLens, load_model, load_registry, select
 from attnplug_engine import Engine, SamplingParams

@@ -17,9 +17,8 @@ from thread_ranks import in_ranks
 from attnplug import AttentionBackend, Role
 from attnplug.auto.fastest import FastestBackend
 from attnplug.host import HostContext, Selection
-from attnplug.registry.building import build_backend
-from attnplug.wrappers.hybrid import HybridLinearBackend
-from attnplug.wrappers.split import SplitBackend
+from attnplug.registry.assembly import build_backend
+from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_engine import Engine
 from attnplug_testing.sharing import taking_turns
 

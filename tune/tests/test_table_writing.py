@@ -14,7 +14,7 @@ from attnplug_tune import table_writing
 from attnplug_tune.table_writing import write_tables
 
 from attnplug import AttentionKind, DType, Role
-from attnplug.auto.table_files import TableError, read_tables
+from attnplug.auto.table_store import TableError, read_tables
 from attnplug.declare.errors import TableWarning
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 

@@ -6,8 +6,7 @@ import argparse
 import sys
 
 from attnplug import UsageError
-from attnplug.cli.app import Commands, add_command
-from attnplug.cli.options import option
+from attnplug.cli.app import Commands, add_command, option
 
 
 def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -32,7 +31,7 @@ def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _check(parsed: argparse.Namespace) -> int:
     from attnplug.cli import output
-    from attnplug.cli.warn import warn_of_plugins
+    from attnplug.cli.text import warn_of_plugins
     from attnplug.host import load_registry
 
     if not 0 <= parsed.seed < 1 << 63:

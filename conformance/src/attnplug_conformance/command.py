@@ -53,7 +53,7 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
 def _conform(parsed: argparse.Namespace) -> int:
     report = None if parsed.report is None else _report_path(parsed.report)
     from attnplug.cli import output
-    from attnplug.cli.warn import warn_of_plugins
+    from attnplug.cli.text import warn_of_plugins
     from attnplug.host import load_registry, split_settings
     from attnplug_conformance.catalog import all_checks
     from attnplug_conformance.processes import in_processes

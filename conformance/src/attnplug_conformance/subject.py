@@ -27,7 +27,7 @@ from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner,
 from attnplug.kernels import torch_dtype
 from attnplug.linear import LinearDims
 from attnplug.machine.device import open_device
-from attnplug.registry.building import build_backend
+from attnplug.registry.assembly import build_backend
 from attnplug.sparse import Coordinator
 from attnplug_conformance.case import FP8_CACHES, Case
 

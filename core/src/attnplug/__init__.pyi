@@ -1,5 +1,5 @@
+from attnplug.author.attention import GraphLimits as GraphLimits
 from attnplug.author.attention import PlannedAttention as PlannedAttention
-from attnplug.author.graphs import GraphLimits as GraphLimits
 from attnplug.author.served_layers import MLAShape as MLAShape
 from attnplug.author.served_layers import NewRows as NewRows
 from attnplug.contract.backend import AttentionBackend as AttentionBackend

@@ -1,4 +1,4 @@
-from attnplug.author.planned import PlannedBackend as PlannedBackend
+from attnplug.author.attention import PlannedBackend as PlannedBackend
 from attnplug.contract.backend import LinearHooks as LinearHooks
 from attnplug.contract.linear import DeltaInputs as DeltaInputs
 from attnplug.contract.linear import DeltaWeights as DeltaWeights

@@ -1,5 +1,5 @@
 from attnplug.contract.backend import RowSelection as RowSelection
-from attnplug.contract.coordinator import Coordinator as Coordinator
+from attnplug.contract.context import Coordinator as Coordinator
 from attnplug.contract.sparse import CompressorInputs as CompressorInputs
 from attnplug.contract.sparse import CompressorWeights as CompressorWeights
 from attnplug.contract.sparse import IndexInputs as IndexInputs

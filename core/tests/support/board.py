@@ -13,7 +13,7 @@ from attnplug_tune.table_writing import write_tables
 
 from attnplug import AttentionKind, DType, Problem, Role
 from attnplug.auto import table_store as store
-from attnplug.auto.measured_ranking import default_ranking
+from attnplug.auto.ranking import default_ranking
 from attnplug.auto.table_store import table_path
 from attnplug.declare.installed import installed_version
 from attnplug.declare.registered import Provided, Source

@@ -24,8 +24,7 @@ from attnplug.contract.hooks import bind_hook
 from attnplug.contract.plan import BackendId
 from attnplug.host import ExtendPolicy
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.hybrid import HybridLinearBackend
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.errors import raises_naming

@@ -46,7 +46,7 @@ def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             return None
         return installed_version(name)
 
-    monkeypatch.setattr("attnplug.declare.requirement.installed_version", version)
+    monkeypatch.setattr("attnplug.declare.installed.installed_version", version)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 

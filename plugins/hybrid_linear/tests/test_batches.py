@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnplug import ForwardMode, PlanError, PoolError
 from attnplug.host import KVPools
-from attnplug.registry.building import backend_problems
+from attnplug.registry.assembly import backend_problems
 from attnplug_hybrid_linear.fla_backend import MAX_RECURRENT_TOKENS
 from attnplug_testing.batches import with_plan
 from attnplug_testing.devices import nothing_waits

@@ -12,8 +12,7 @@ from attnplug.host import ExtendPolicy, KVPools, ModelAttention, plan_forward
 from attnplug.mla.weights import MLAWeights
 from attnplug.sparse import IndexInputs
 from attnplug.wrappers.forwarding import limited_by
-from attnplug.wrappers.hybrid import HybridLinearBackend
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_conformance.arithmetic import pad_rows
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.errors import raises_naming

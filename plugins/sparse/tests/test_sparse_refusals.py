@@ -24,7 +24,7 @@ from attnplug.host import (
     ModelAttention,
     plan_forward,
 )
-from attnplug.registry.building import claim_problems, missing_claims
+from attnplug.registry.assembly import claim_problems, missing_claims
 from attnplug.sparse import SelectedPositions, SelectedSlots
 from attnplug_conformance.case import LAST, LAYER
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from attnplug.cli import output
-from attnplug.cli.options import option
+from attnplug.cli.app import option
 from attnplug.declare.errors import UsageError
 from attnplug.machine.interrupt import raise_on_sigterm
 from attnplug.registry.selection import AUTO

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnplug.auto.measured_ranking import default_ranking
 from attnplug.auto.measurement import Measurement
+from attnplug.auto.ranking import default_ranking
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.context import HostContext
 from attnplug.declare.errors import BackendError, describe_error
@@ -20,8 +20,7 @@ from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import Problem
 from attnplug.machine.interrupt import Terminated
-from attnplug.registry.assembly import build_selection
-from attnplug.registry.building import build_backend
+from attnplug.registry.assembly import build_backend, build_selection
 from attnplug.registry.registry import Registry
 from attnplug.registry.select import select
 from attnplug.registry.selection import AUTO, BackendRequest

@@ -10,7 +10,7 @@ from pathlib import Path
 from attnplug.auto.measurement import MeasuredTable
 from attnplug.declare.errors import UsageError
 from attnplug.declare.problem import Role
-from attnplug.hf.json_files import read_json_object
+from attnplug.hf.config_keys import read_json_object
 from attnplug_tune.measure import Timed
 from attnplug_tune.points import Point
 from attnplug_tune.raw import RAW

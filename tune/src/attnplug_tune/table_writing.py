@@ -1,4 +1,4 @@
-"""Writing of measured tables, safe across processes. Core reads them (``attnplug.auto.table_files``)."""
+"""Writing of measured tables, safe across processes. Core reads them (``attnplug.auto.table_store``)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from attnplug.auto.measurement import MeasuredTable
-from attnplug.auto.table_files import SCHEMA, TableError, read_tables
-from attnplug.auto.table_store import DRIVER
+from attnplug.auto.table_store import DRIVER, SCHEMA, TableError, read_tables
 from attnplug.declare.errors import TableWarning
 from attnplug.declare.installed import installed_version
 from attnplug.declare.registered import Registered

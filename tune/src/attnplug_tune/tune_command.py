@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from attnplug.auto.measurement import MeasuredTable
-from attnplug.auto.table_files import TableError, read_tables
-from attnplug.auto.table_store import table_path
+from attnplug.auto.table_store import TableError, read_tables, table_path
 from attnplug.cli import output
 from attnplug.declare.errors import UsageError
 from attnplug.machine.hardware import Processor

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
-from attnplug.wrappers.hybrid import HybridLinearBackend
+from attnplug.wrappers.split import HybridLinearBackend
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, Shape, always
 from attnplug_conformance.check import Check, CheckContext, Measured, expect_error

@@ -1,15 +1,23 @@
-"""Order in which ``auto`` prefers usable backends."""
+"""Order in which ``auto`` prefers usable backends: by measured times, per role or per batch, or by preference."""
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Protocol
 
-from attnplug.auto.schedule import BackendSchedule
-from attnplug.declare.problem import Problem, Role
-from attnplug.declare.refusal import Refusal
+from attnplug.auto.measurement import MeasuredShape
+from attnplug.auto.schedule import BackendSchedule, BatchPoint, filled
+from attnplug.auto.table_store import FoundTable, Plugins, load_tables
+from attnplug.declare.errors import TableWarning, UsageError
+from attnplug.declare.problem import DEFAULT_PAGE_SIZE, Problem, Role, model_dtype
+from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
+from attnplug.machine.hardware import this_processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +38,9 @@ class Ranking(Protocol):
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
         """Order all of ``usable``."""
-        ...
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
         """Reasons of backends known to fail here, by name. These are ranked only if there are no others."""
-        ...
 
 
 class PreferenceRanking:
@@ -42,7 +48,7 @@ class PreferenceRanking:
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
         ordered = tuple(sorted(usable, key=by_preference))
-        return Ranked(ordered, _why(ordered[0], ordered[1:]))
+        return Ranked(ordered, _why_preferred(ordered[0], ordered[1:]))
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
         return {}
@@ -56,7 +62,7 @@ def by_preference(backend: Registered) -> tuple[bool, int, str]:
     return backend.source.embedded, -backend.spec.preference, backend.spec.name
 
 
-def _why(chosen: Registered, others: Sequence[Registered]) -> str:
+def _why_preferred(chosen: Registered, others: Sequence[Registered]) -> str:
     preference = chosen.spec.preference
     equal = [b for b in others if b.spec.preference == preference and b.source.embedded == chosen.source.embedded]
     passed_over = [b for b in others if b not in equal and b.spec.preference >= preference]  # embedded ones
@@ -76,3 +82,239 @@ def _why(chosen: Registered, others: Sequence[Registered]) -> str:
 
 def _names(backends: Iterable[Registered]) -> str:
     return ", ".join(backend.spec.name for backend in backends)
+
+
+MOST_OCTAVES = 3.0
+"""Largest distance between a layer's shape and a measured one: factors of two, summed over heads, widths, window and
+top-k."""
+HOSTED_OCTAVES = 0.5
+"""Distance between MLA absorbed by its host and the same layers in our engine. Most of a call is the same."""
+TOLERANCE = 1.01
+"""A backend joins a schedule only if some batch would take longer than the best time by this factor without it."""
+NOT_MEASURED = 2.0
+"""Slowness of a backend at a point where it was not measured."""
+_SHOWN = BatchPoint(1, 4096, 1)
+"""Batch whose times are shown, or the nearest measured one."""
+_MEASURED_AS = {Role.DRAFT: Role.DECODE}
+_AGAIN = "measure it again by 'attnplug tune', or ask for it by name"
+_BY_BATCH = (Role.PREFILL, Role.DECODE)
+
+_warned: set[str] = set()
+"""Faults that this process has reported. A host asks for a ranking at several places."""
+
+Times = Mapping[str, Mapping[BatchPoint, float]]
+
+
+def default_ranking(registry: Plugins, problem: Problem, *, per_batch: bool = False) -> Ranking:
+    """Ranking of ``auto``: by measured tables that apply to this machine, or by preference if there are none.
+
+    ``per_batch``: the host plans each batch with the backend that its role's schedule names. Otherwise roles get no
+    schedule, and one backend serves all batches. The prefill of MLA that a host chunks and merges itself never gets a
+    schedule. Each table that cannot be used is reported by a :class:`TableWarning`, once per process.
+    """
+    processor = this_processor(problem.device, problem.sm)
+    if processor is None:
+        return BY_PREFERENCE
+    tables = load_tables(registry, processor)
+    for fault in tables.faults:
+        if fault not in _warned:
+            _warned.add(fault)
+            warnings.warn(fault, TableWarning, stacklevel=2)
+    return MeasuredRanking(tables.found, per_batch=per_batch) if tables.found else BY_PREFERENCE
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Tables by backend for one shape of a model's layers, and the number of layers with that shape."""
+
+    count: int
+    tables: Mapping[str, FoundTable]
+    nearest: MeasuredShape | None
+    """Measured shape, if it differs from the layers'."""
+
+
+class MeasuredRanking:
+    """Ranking by the geometric mean, over all points, of a backend's time divided by the best time.
+
+    A model's time is the sum over its layers. Backends are compared at one shape: the model's own, or the nearest one
+    at which two of them were measured. It has the same attention kind and dtypes; page sizes may differ. Backends
+    without a table follow those with one, by preference. If only one backend, or only embedded ones, were measured,
+    there is nothing to compare and preference decides. A backend that failed on this machine comes last.
+    """
+
+    def __init__(self, tables: Sequence[FoundTable], *, per_batch: bool = False) -> None:
+        self._tables = tuple(found for found in tables if not found.table.failed)
+        self._failed = tuple(found.table for found in tables if found.table.failed)
+        self._per_batch = per_batch
+
+    def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
+        preferred = BY_PREFERENCE.rank(usable, role, problem)
+        fits = self._fits(usable, role, problem)
+        present = [b.spec.name for b in usable if fits and all(b.spec.name in fit.tables for fit in fits)]
+        times = {name: found for name in present if (found := _model_times(name, fits))}
+        names = list(times)
+        others = [b for b in preferred.backends if b.spec.name not in names]
+        beside_others = len(names) > 1 and not all(b.source.embedded for b in usable if b.spec.name in names)
+        if not names or len(usable) == 1 or (others and not beside_others):
+            return preferred
+        points = _served({point for of_backend in times.values() for point in of_backend}, role, problem)
+        slowness = _slowness({name: filled(of_backend, points) for name, of_backend in times.items()}, points)
+        score = {name: math.fsum(map(math.log, slow)) / len(points) for name, slow in slowness.items()}
+        by_name = {backend.spec.name: backend for backend in usable}
+        order = sorted(names, key=lambda name: (score[name], name))
+        backends = (*(by_name[name] for name in order), *others)
+        schedule = None
+        by_batch = self._per_batch and role in _BY_BATCH and not (role is Role.PREFILL and problem.prefilled_by_host)
+        if by_batch and len(sharing := _sharing(slowness, order)) > 1:
+            schedule = BackendSchedule({name: times[name] for name in sharing})
+        return Ranked(backends, _why(order, points, times, fits, others, schedule), schedule)
+
+    def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
+        """Backends that failed at a shape of the model's layers, on this machine and with the installed versions.
+
+        Failures at other shapes or page sizes do not count.
+        """
+        names, shapes = {backend.spec.name for backend in usable}, set(_shapes(role, problem))
+        found: dict[str, Refusal] = {}
+        for table in self._failed:
+            pages = problem.page_size or table.shape.page_size
+            if (
+                table.backend in names
+                and table.role is _MEASURED_AS.get(role, role)
+                and table.shape in {replace(shape, page_size=pages) for shape in shapes}
+            ):
+                message = f"it failed when it was measured on this machine, on {table.measured}: {table.failed}"
+                found[table.backend] = Refusal(RefusalCode.MEASURED, message, value=table.backend, advice=_AGAIN)
+        return found
+
+    def _fits(self, usable: Sequence[Registered], role: Role, problem: Problem) -> list[_Fit]:
+        """Tables for each shape of the model's layers; empty if some shape has none."""
+        names = {backend.spec.name for backend in usable}
+        tables = [
+            found
+            for found in self._tables
+            if found.table.backend in names and found.table.role is _MEASURED_AS.get(role, role)
+        ]
+        fits = [_fit(shape, count, tables, len(usable)) for shape, count in _shapes(role, problem).items()]
+        found = [fit for fit in fits if fit is not None]
+        return found if len(found) == len(fits) else []
+
+
+def _served(points: Iterable[BatchPoint], role: Role, problem: Problem) -> list[BatchPoint]:
+    """Points like the problem's batches, or all points if there are none: lengths within the model's context, and one
+    new token per request unless requests are prefilled or verified."""
+    found = sorted(points)
+    longest = math.inf if problem.model is None else problem.model.context_length
+    one = role is Role.DRAFT or (role is Role.DECODE and not problem.speculative_tokens)
+    return [p for p in found if p.length <= longest and (p.tokens == 1 or not one)] or found
+
+
+def _shapes(role: Role, problem: Problem) -> Counter[MeasuredShape]:
+    """Number of layers of each shape that a role serves, per tensor-parallel rank."""
+    model = problem.model
+    if model is None or (dtype := problem.dtype or model_dtype(model)) is None:
+        return Counter()
+    try:
+        model = model.for_rank(problem.tensor_parallel) if problem.tensor_parallel > 1 else model
+    except UsageError:  # heads that cannot be divided are reported elsewhere
+        return Counter()
+    layers = model.linear_layers if role is Role.LINEAR else model.full_layers
+    page_size = problem.page_size or math.lcm(DEFAULT_PAGE_SIZE, model.page_multiple)
+    kv_dtype, by_host = problem.kv_dtype or dtype, problem.mla_by_host
+    return Counter(MeasuredShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=by_host) for layer in layers)
+
+
+def _fit(shape: MeasuredShape, count: int, tables: Sequence[FoundTable], usable: int) -> _Fit | None:
+    """Tables of the nearest measured shape, preferably one at which two backends were measured."""
+    groups: dict[MeasuredShape, dict[str, FoundTable]] = {}
+    for found in sorted(
+        tables, key=lambda each: (_octaves(each.table.shape.page_size, shape.page_size), each.table.title)
+    ):
+        if _distance(found.table.shape, shape) <= MOST_OCTAVES:
+            group = groups.setdefault(replace(found.table.shape, page_size=shape.page_size), {})
+            group.setdefault(found.table.backend, found)
+    if not groups:
+        return None
+    compared = min(usable, 2)
+    best = min(groups, key=lambda near: (len(groups[near]) < compared, _distance(near, shape), str(near)))
+    return _Fit(count, groups[best], None if best == shape else best)
+
+
+def _distance(measured: MeasuredShape, shape: MeasuredShape) -> float:
+    """Distance of two shapes in factors of two, page sizes aside; infinite if their times are not comparable."""
+    for name in ("kind", "dtype", "kv_dtype"):
+        if getattr(measured, name) is not getattr(shape, name):
+            return math.inf
+    if bool(measured.window) != bool(shape.window) or bool(measured.topk) != bool(shape.topk):
+        return math.inf
+    widths = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "window", "topk")
+    apart = HOSTED_OCTAVES * (measured.hosted is not shape.hosted)
+    return apart + sum(_octaves(getattr(measured, name), getattr(shape, name)) for name in widths)
+
+
+def _octaves(one: int, other: int) -> float:
+    return abs(math.log2(max(one, 1) / max(other, 1)))
+
+
+def _model_times(name: str, fits: Iterable[_Fit]) -> dict[BatchPoint, float]:
+    """Mean microseconds of a layer by point, at points where all shapes of the model's layers were measured."""
+    rows = [
+        (fit.count, {BatchPoint(*row[:4]): row.microseconds for row in fit.tables[name].table.rows}) for fit in fits
+    ]
+    points = sorted({point for _, times in rows for point in times})
+    layers = sum(count for count, _ in rows)
+    parts = [(count, filled(times, points)) for count, times in rows]
+    sums = {point: sum(count * times[point] for count, times in parts) / layers for point in points}
+    return {point: time for point, time in sums.items() if math.isfinite(time)}
+
+
+def _slowness(times: Times, points: Sequence[BatchPoint]) -> dict[str, list[float]]:
+    """Time of each backend divided by the best time, point by point."""
+    best = {point: min(of_backend[point] for of_backend in times.values()) for point in points}
+    return {
+        name: [of_backend[p] / best[p] if math.isfinite(of_backend[p]) else NOT_MEASURED for p in points]
+        for name, of_backend in times.items()
+    }
+
+
+def _sharing(slowness: Mapping[str, Sequence[float]], order: Sequence[str]) -> tuple[str, ...]:
+    """Smallest set of backends that serves every point within ``TOLERANCE`` of the best; of several, the fastest."""
+    for size in range(1, len(order) + 1):
+        found = []
+        for names in combinations(order, size):
+            least = [min(at_point) for at_point in zip(*(slowness[name] for name in names), strict=True)]
+            if max(least) <= TOLERANCE:
+                found.append((math.fsum(map(math.log, least)), names))
+        if found:
+            return min(found)[1]
+    raise AssertionError("all backends together are as fast as the best")
+
+
+def _why(
+    order: Sequence[str],
+    points: Sequence[BatchPoint],
+    times: Times,
+    fits: Sequence[_Fit],
+    others: Sequence[Registered],
+    schedule: BackendSchedule | None,
+) -> str:
+    """One line: times at one point, the origin of the tables, and backends that were not measured."""
+    common = [point for point in points if all(point in times[name] for name in order)]
+    shown = min(common or points, key=lambda point: (sum(map(_octaves, point, _SHOWN)), point))
+    figures = [f"{name} {times[name][shown]:.1f}" for name in order if shown in times[name]]
+    figures[0] += " µs"
+    new = f" ({shown.tokens} new)" if shown.tokens > 1 else ""
+    used = [fit.tables[name] for fit in fits for name in order]
+    origins = sorted({f"{each.table.measured}, {each.origin.words}" for each in used}, reverse=True)
+    nearest = sorted({str(fit.nearest) for fit in fits if fit.nearest is not None})
+    best = "the fastest" if schedule is None else f"{' and '.join(schedule.candidates)} by batch, the fastest"
+    parts = [
+        f"{best} of {len(order)} at {len(points)} point{'s' * (len(points) > 1)}",
+        f"{', '.join(figures)} at {shown.requests} × {shown.length}{new}",
+        f"table of {' and of '.join(origins)}",
+        *(f"nearest shape: {each}" for each in nearest),
+    ]
+    if others:
+        listed = ", ".join(backend.spec.name for backend in sorted(others, key=by_preference))
+        parts.append(f"not measured: {listed} ('attnplug tune' measures)")
+    return "; ".join(parts)

@@ -1,23 +1,113 @@
 """Subcommands and their options. Each command's implementation is in its own module, imported when it runs.
 
-Uses argparse instead of a friendlier library: ``attnplug backends`` must answer within 0.3 s with 50 plugins installed,
-and importing typer with its dependencies would take a third of that.
+Commands of other packages are found by entry points. A broken one is an error only for its own users. Uses argparse
+instead of a friendlier library: ``attnplug backends`` must answer within 0.3 s with 50 plugins installed, and importing
+typer with its dependencies would take a third of that.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 
-from attnplug.cli import foreign, output
-from attnplug.cli.foreign import Commands as Commands
-from attnplug.cli.options import option, options_of
-from attnplug.cli.warn import shown_as_lines
+from importlib_metadata import EntryPoint
+
+from attnplug.cli import output
+from attnplug.cli.text import shown_as_lines
+from attnplug.declare.errors import PluginError, UsageError
 from attnplug.declare.problem import ExtendPath, Role
+from attnplug.declare.refusal import Refusal
+from attnplug.declare.registered import Source
+from attnplug.declare.settings import Render
+from attnplug.registry.loading import Broken, attributed, find_entry_points, guarded, load_entry_point
 
 EPILOG = "Exit codes: 0 success, 1 a refusal or a failed check, 2 a usage error."
+DOCS = "https://github.com/attnplug/attnplug/blob/main/docs/commands.md"
+COMMANDS_GROUP = "attnplug.commands"
+"""Entry-point group of commands: name = the command's name, target = a function ``declare(commands)``."""
+
+Commands = argparse._SubParsersAction  # argparse's class of subcommands, private but returned by add_subparsers
+
+
+def option(setting: str) -> str:
+    """Return ``--page-size`` for ``page_size``, or ``--backend-option NAME.KEY=…`` for an option of a backend."""
+    return f"--backend-option {setting}=…" if "." in setting else f"--{setting.replace('_', '-')}"
+
+
+def options_of(parser: argparse.ArgumentParser) -> Render:
+    """Return a function that formats settings as options of one command, or as None if it has no such option."""
+
+    def render(setting: str) -> str | None:
+        text = option(setting)
+        return text if text.partition(" ")[0] in parser._option_string_actions else None
+
+    return render
+
+
+def refusal_as_json(refusal: Refusal, render: Render) -> dict[str, object]:
+    """Return a refusal as JSON, with its setting as a key and as a command-line option."""
+    return {**refusal.as_json(), "option": None if refusal.setting is None else render(refusal.setting)}
+
+
+def _add_all(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add every command that can be loaded. Print one line to standard error for each that cannot."""
+    found, broken = command_claims()
+    for fault in broken:
+        print(f"warning: {fault.source}: {fault.error}", file=sys.stderr)
+    for name, points in found.items():
+        try:
+            _add_loaded(commands, name, points)
+        except PluginError as error:
+            print(f"warning: {error}", file=sys.stderr)
+
+
+def _add_named(commands: Commands[argparse.ArgumentParser], name: str) -> None:
+    """Add one command without loading the others. Raises UsageError if no package provides it."""
+    found, broken = command_claims()
+    if name not in found:
+        known = [*OWN, *found]
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(known)}; packages add more, see {DOCS}"
+        unreadable = "".join(f"\n  {fault.source}: {fault.error}" for fault in broken)
+        raise UsageError(f"there is no command {name!r}; {hint}{unreadable}")
+    _add_loaded(commands, name, found[name])
+
+
+def command_claims() -> tuple[Mapping[str, list[EntryPoint]], list[Broken]]:
+    """Return the entry points of every command by name, and installations that cannot be read."""
+    points, broken = find_entry_points(COMMANDS_GROUP)
+    found: dict[str, list[EntryPoint]] = {}
+    for point in sorted(points, key=lambda point: point.name):
+        found.setdefault(point.name, []).append(point)
+    return found, broken
+
+
+def command_conflict(name: str, points: Collection[EntryPoint]) -> str | None:
+    """Return an error if several packages claim a command's name or attnplug itself has it; otherwise None."""
+    claimants = " and ".join(f"{Source.of(point)} ({point.value})" for point in points)
+    if name in OWN:
+        return f"command {name!r} of {claimants} is not used: attnplug has a command of that name"
+    if len(points) > 1:
+        return f"command {name!r} is claimed by {claimants}, so neither is used; uninstall one"
+    return None
+
+
+def _add_loaded(commands: Commands[argparse.ArgumentParser], name: str, points: list[EntryPoint]) -> None:
+    taken = command_conflict(name, points)
+    if taken is not None:
+        raise PluginError(taken)
+    (point,) = points
+    with attributed("command", point):
+        with guarded():
+            load_entry_point(point)(commands)
+        declared = commands.choices.get(name)
+        if declared is None:
+            raise PluginError("it adds no command of that name")
+        if declared.get_default("command") is None or declared.get_default("json") is None:
+            raise PluginError("it does not add its command with attnplug.host.add_command")
 
 
 class _Help(argparse.HelpFormatter):
@@ -68,9 +158,9 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
             add_options(declared)
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name is None and "--version" not in arguments:
-        foreign.add_all(commands, OWN)
+        _add_all(commands)
     elif name is not None and name not in OWN:
-        foreign.add(commands, name, OWN)
+        _add_named(commands, name)
     return parser
 
 

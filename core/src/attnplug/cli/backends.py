@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attnplug.cli import output
-from attnplug.cli.options import option, refusal_as_json
-from attnplug.cli.text import table
-from attnplug.cli.warn import warn_of_slow_and_unmatched
+from attnplug.cli.app import option, refusal_as_json
+from attnplug.cli.text import table, warn_of_slow_and_unmatched
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.problem import GraphLevel, Problem
 from attnplug.declare.refusal import Refusal

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from attnplug.auto.measured_ranking import default_ranking
+from attnplug.auto.ranking import default_ranking
 from attnplug.cli import output
-from attnplug.cli.options import refusal_as_json
-from attnplug.cli.warn import warn_of_plugins
+from attnplug.cli.app import refusal_as_json
+from attnplug.cli.text import warn_of_plugins
 from attnplug.declare.capabilities import DEVICES
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
@@ -17,12 +17,11 @@ from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role, model_dtype
 from attnplug.declare.settings import Render, Setting
 from attnplug.machine.hardware import visible_gpus
-from attnplug.registry.explanation import explanation, unrelated_candidates
 from attnplug.registry.hosts import load_host
 from attnplug.registry.models import load_model
 from attnplug.registry.registry import Registry, load_registry
 from attnplug.registry.select import explain
-from attnplug.registry.selection import BackendRequest, RoleChoice, Selection
+from attnplug.registry.selection import BackendRequest, RoleChoice, Selection, explanation, unrelated_candidates
 
 
 def request_of(parsed: argparse.Namespace) -> BackendRequest:

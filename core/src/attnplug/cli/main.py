@@ -10,8 +10,7 @@ import traceback
 from importlib_metadata import EntryPoint
 
 from attnplug.cli import output
-from attnplug.cli.app import parse, run
-from attnplug.cli.options import option
+from attnplug.cli.app import option, parse, run
 from attnplug.declare.errors import AttnplugError, PluginError, describe_error
 from attnplug.declare.registered import Source
 from attnplug.declare.settings import Render

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attnplug.cli import output
-from attnplug.cli.app import OWN
+from attnplug.cli.app import command_claims, command_conflict
 from attnplug.cli.backends import Row, listing
-from attnplug.cli.foreign import claims, conflict
-from attnplug.cli.text import table
-from attnplug.cli.warn import warn_of_slow_and_unmatched
+from attnplug.cli.text import table, warn_of_slow_and_unmatched
 from attnplug.declare.registered import Source
 from attnplug.hf.tiny import TINY
 from attnplug.registry.hosts import GROUP
@@ -58,9 +56,9 @@ def _backend(row: Row) -> Item:
 
 def _commands() -> Iterator[Item]:
     """Yield commands from metadata. None is loaded, so one that fails to load is not listed as broken."""
-    found, _ = claims()  # unreadable installations are listed as broken plugins
+    found, _ = command_claims()  # unreadable installations are listed as broken plugins
     for name, points in found.items():
-        taken = conflict(name, points, OWN)
+        taken = command_conflict(name, points)
         for source in map(Source.of, points):
             status = "installed" if taken is None else "broken"
             yield Item(source, "command", name, status, taken or "installed")

@@ -1,12 +1,22 @@
-"""Plain-text tables for commands that must start quickly. Importing rich would take a third of their time budget."""
+"""Plain text of commands: tables, and warnings about plugins that are left out.
+
+Not by rich: importing it would take a third of the time budget of a command that must start quickly.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from attnplug.declare.errors import PluginWarning, TableWarning
+from attnplug.registry.registry import ALLOW_VARIABLE, Registry
+
+_CATEGORIES = (PluginWarning, TableWarning)
 _DEFAULT_WIDTH = 160
 _MIN_COLUMN_WIDTH = 12
 """Minimum width of a column. If columns do not fit, cells are written below each other."""
@@ -57,3 +67,39 @@ def _wrap(text: str, width: int, indent: str = "") -> list[str]:
         max(width, 1), initial_indent=indent, subsequent_indent=2 * indent, break_on_hyphens=False
     )
     return wrapper.wrap(text)
+
+
+def warn_of_plugins(registry: Registry) -> None:
+    """Print one line to standard error per broken, slow or unmatched plugin.
+
+    Otherwise a backend of a broken plugin would look like a misspelled name.
+    """
+    for broken in registry.broken:
+        print(f"warning: plugin {broken}", file=sys.stderr)
+    warn_of_slow_and_unmatched(registry)
+
+
+def warn_of_slow_and_unmatched(registry: Registry) -> None:
+    """Print one line per plugin that is slow to load, and per name in the allow-list that matches no plugin."""
+    for source, seconds in registry.slow.items():
+        print(f"warning: plugin {source.entry_point} ({source}) took {seconds:.1f} s to load", file=sys.stderr)
+    for name in registry.unmatched:
+        print(f"warning: {ALLOW_VARIABLE} lists {name!r}, which matches no installed plugin", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def shown_as_lines() -> Iterator[None]:
+    """Print our own warnings as one line each, without a source location."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_line(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+            if issubclass(category, _CATEGORIES):
+                print(f"warning: {message}", file=sys.stderr)
+            else:
+                show(message, category, *rest, **named)
+
+        for category in _CATEGORIES:
+            warnings.simplefilter("default", category)  # each once, regardless of -W
+        warnings.showwarning = show_line
+        yield

@@ -81,7 +81,6 @@ class AttentionBackend(Protocol):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         """Plan a batch from its geometry alone. The caller publishes the plan; the batch is not changed here."""
-        ...
 
     def forward_extend(
         self,
@@ -104,7 +103,6 @@ class AttentionBackend(Protocol):
         memory, which is not the workspace's. Process-wide torch state (random number generators, default dtype) stays
         unchanged.
         """
-        ...
 
     def forward_decode(
         self,
@@ -118,7 +116,6 @@ class AttentionBackend(Protocol):
         extras: ForwardExtras | None = None,
     ) -> Tensor:
         """Same as ``forward_extend``, for batches with one new token per request."""
-        ...
 
 
 class LinearBackend(Protocol):
@@ -137,7 +134,6 @@ class ChunkPlanning(Protocol):
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
     ) -> Plan | None:
         """Plan ``forward_batch.geometry.calls`` once, before the first layer. Every call receives the plan."""
-        ...
 
 
 class RaggedAttention(Protocol):
@@ -160,7 +156,6 @@ class RaggedAttention(Protocol):
         returns ``[query rows, heads, v_head_dim]`` and fills ``lse`` ``[query rows, heads]`` if given.
         ``plan`` is the result of ``init_mha_chunk_metadata`` for the batch of this call.
         """
-        ...
 
 
 class RowSelection(Protocol):
@@ -173,7 +168,6 @@ class RowSelection(Protocol):
         ``forward_extend`` or ``forward_decode`` of this layer, and of layers that share its selection, receive the
         result as ``extras.selected``. Rows of padding are -1.
         """
-        ...
 
 
 class LinearHooks(Protocol):
@@ -191,14 +185,12 @@ class LinearHooks(Protocol):
         ``[tokens, conv_channels]``, with SiLU applied if ``silu``. Padding rows give zero. x may have any stride
         between rows.
         """
-        ...
 
     def forward_linear(self, inputs: LinearInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
         """Run the recurrence over each request's rows and update its state.
 
         Returns ``[tokens, heads, value_dim]`` in v's dtype; padding rows give zero.
         """
-        ...
 
     def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
         """Advance each request's state by the first ``accepted`` ``[requests]`` of its rows, in all layers.
@@ -206,7 +198,6 @@ class LinearHooks(Protocol):
         Called after a target verify of ``forward_batch``, which leaves all states unchanged. Rejected rows have no
         effect.
         """
-        ...
 
 
 class DeltaDecoding(Protocol):
@@ -219,7 +210,6 @@ class DeltaDecoding(Protocol):
         and does nothing if the caller is to run this batch in parts: ``forward_conv``, ``forward_linear`` and its own
         gates.
         """
-        ...
 
 
 class GraphPlanning(Protocol):
@@ -228,7 +218,6 @@ class GraphPlanning(Protocol):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the memory that captured kernels read. Its addresses never change afterwards."""
-        ...
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         """Plan on the host, before a capture or a replay.
@@ -236,11 +225,9 @@ class GraphPlanning(Protocol):
         The graph itself may update lengths, page table and state slots. Everything that depends on them is computed in
         ``init_forward_metadata_in_graph``.
         """
-        ...
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Run the captured part of planning, which comes first in the graph."""
-        ...
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of padded requests in a captured batch.
@@ -248,7 +235,6 @@ class GraphPlanning(Protocol):
         With 0, nothing is read or written for them. With more, their rows of the page table refer to pages that no
         other request uses.
         """
-        ...
 
 
 MAY_IGNORE: dict[str, frozenset[str]] = {

@@ -18,12 +18,11 @@ from typing import Any
 
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.errors import PluginError, describe_error
-from attnplug.declare.factory import DOTTED, factory_refusal
+from attnplug.declare.installed import DOTTED, factory_refusal, requirement_problem, requirement_refusal
 from attnplug.declare.model import AttentionKind, Feature, LayerSpec
 from attnplug.declare.options import options_problems
 from attnplug.declare.problem import FP8_CACHES, LATENT_GROUP, DType, ExtendPath, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.requirement import requirement_problem, requirement_refusal
 from attnplug.declare.settings import Setting
 
 LARGEST_PREFERENCE = 10**9

@@ -1,10 +1,17 @@
-"""Typed, bounds-checked access to the keys of a model's config. Every invalid key raises the same kind of error."""
+"""Config files: guarded reading of JSON and text, and typed, bounds-checked access to the keys of a model's config.
+
+Every unreadable file and every invalid key raises the same kind of error, which names it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import reprlib
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from attnplug.declare.errors import UsageError
@@ -133,3 +140,80 @@ def show(value: object) -> str:
     except ValueError:  # Python does not format integers of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= 120 else text[:120] + "…"
+
+
+def rope_section(config: Config) -> Config:
+    """Return the rope section, or an empty one. As in transformers, ``rope_scaling`` has priority if both exist."""
+    for key in ("rope_scaling", "rope_parameters"):
+        section = config.section(key)
+        if section is not None and section.values:
+            nested = next((name for name, value in section.values.items() if isinstance(value, Mapping)), None)
+            if nested is not None:
+                raise section.error("is an object: rope must be the same in all layers", nested[:80])
+            return section
+    return Config({}, config.source, config.model_type, config.path)
+
+
+def rope_type_key(section: Config) -> str:
+    """Return the key of the rope type: ``rope_type``, or ``type`` in older configs."""
+    return "type" if "rope_type" not in section.values and "type" in section.values else "rope_type"
+
+
+def rope_type(section: Config) -> str:
+    """Return the rope type, known or not, or ``"default"`` if the section has none."""
+    key = rope_type_key(section)
+    if key not in section.values:
+        return "default"
+    value = section.optional_text(key)
+    if value is None:
+        raise section.wrong(key, "the name of a rope type; leave the key out for 'default'")
+    return value
+
+
+MOST_BYTES = 16 << 20
+"""Size limit of a config. Users may pass the file with the weights by mistake."""
+
+
+def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, object]:
+    """Read a JSON object. Raises only UsageError, which names the file."""
+    text = read_text(path, most_bytes)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise UsageError(f"{path} is not JSON: {error.msg} at {where}") from error
+    except RecursionError as error:
+        raise UsageError(f"{path} is not JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise UsageError(f"{path} is not JSON that can be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} is JSON, but not an object: it holds {show(value)}")
+    return value
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """Read a UTF-8 text file. Raises only UsageError, which names the file."""
+    regular_size(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise UsageError(f"{path} is larger than {most_bytes} bytes, the limit for such a file")
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+
+
+def regular_size(path: Path) -> int:
+    """Return the size of a file in bytes. Raises UsageError unless it is a regular file: reading a pipe would block."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if stat.S_ISDIR(status.st_mode):
+        raise UsageError(f"{path} cannot be read: Is a directory")
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"{path} cannot be read: it is not a regular file, but a pipe, a socket or a device")
+    return status.st_size

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
-from attnplug.hf.config_keys import Config, ModelConfigError
-from attnplug.hf.json_files import read_json_object
+from attnplug.hf.config_keys import Config, ModelConfigError, read_json_object
 from attnplug.hf.model_layers import read_layers
 from attnplug.hf.tiny import TINY, TINY_CONFIGS
 

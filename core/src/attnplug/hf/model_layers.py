@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from attnplug.declare.model import AttentionKind, IndexerDims, LayerSpec, LinearDims, MLADims
 from attnplug.hf.compressed_layers import compressed_layers
-from attnplug.hf.config_keys import Config, ModelConfigError
-from attnplug.hf.rope_keys import rope_section, rope_type
+from attnplug.hf.config_keys import Config, ModelConfigError, rope_section, rope_type
 
 MAX_COLUMNS = 1 << 24
 """Maximum width of a layer's queries, values, cache row or convolution. Real ones are below a hundredth of it."""

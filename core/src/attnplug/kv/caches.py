@@ -25,18 +25,15 @@ class PagedCache(Protocol):
     @property
     def page_size(self) -> int:
         """Tokens per page of the page table."""
-        ...
 
     @property
     def nbytes(self) -> int: ...
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy pages in every layer, as if one after another."""
-        ...
 
     def move_rows(self, sources: Tensor, targets: Tensor) -> None:
         """Copy rows in every layer; see ``KVPools.move_rows``."""
-        ...
 
 
 C = TypeVar("C", bound=PagedCache)

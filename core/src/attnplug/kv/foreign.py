@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from attnplug.declare.errors import PoolError
 from attnplug.declare.problem import DType
-from attnplug.kv.layers import layer_list
 
 _ROW = ("pages", "tokens", "heads", "dim")
 _GRAMMAR = (
@@ -96,14 +95,6 @@ def foreign_pages(pages: Tensor, stored: torch.dtype, dtype: DType, what: str) -
     if pages.dtype != stored:
         raise PoolError(f"{what} of type {pages.dtype} cannot be a cache in {dtype}; give {stored}")
     return pages
-
-
-def check_tensors(tensors: Iterable[int], layers: Iterable[int], kind: str) -> None:
-    """Raise PoolError unless every layer of the pool has a tensor, and no other layer has."""
-    if set(tensors) != set(layers):
-        raise PoolError(
-            f"tensors were given for layers {layer_list(tensors)}; the {kind} pool's layers are {layer_list(layers)}"
-        )
 
 
 def check_together(pages: Mapping[str, Tensor]) -> None:

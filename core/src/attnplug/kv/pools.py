@@ -11,9 +11,8 @@ from attnplug.declare.errors import PoolError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import FP8_CACHES, DType
 from attnplug.kv.buffer import PagedBuffer, PairKernel, pair_kernel, torch_dtype
-from attnplug.kv.layers import distinct_layers, held_for, layer_scales
 from attnplug.kv.layout import LayoutName, PageLayout
-from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, Rows
+from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, Rows, distinct_layers, held_for, layer_scales
 
 MLARowFormat = Callable[[LayerSpec], RowFormat]
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from importlib_metadata import EntryPoint
 
 from attnplug.declare.errors import PluginError, UsageError
-from attnplug.declare.factory import factory_refusal
+from attnplug.declare.installed import factory_refusal
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Provided, Registered, Source
 from attnplug.declare.version import CONTRACT_VERSION, contract_problem

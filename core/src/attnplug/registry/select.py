@@ -20,9 +20,8 @@ from attnplug.declare.problem import DEFAULT_PAGE_SIZE, GraphLevel, Problem, Rol
 from attnplug.declare.refusal import Refusal
 from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Render, Setting
-from attnplug.registry.explanation import refusal_lines
 from attnplug.registry.registry import Registry
-from attnplug.registry.selection import AUTO, BackendRequest, Candidate, RoleChoice, Selection
+from attnplug.registry.selection import AUTO, BackendRequest, Candidate, RoleChoice, Selection, refusal_lines
 
 _CAPTURED = (Role.DECODE, Role.LINEAR, Role.DRAFT)
 """Roles that take part in a captured decode step."""

@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from attnplug import UsageError
-from attnplug.hf.config_keys import show
-from attnplug.hf.json_files import MOST_BYTES, read_json_object, regular_size
+from attnplug.hf.config_keys import MOST_BYTES, read_json_object, regular_size, show
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

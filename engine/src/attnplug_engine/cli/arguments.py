@@ -12,8 +12,7 @@ from typing import Any
 
 from attnplug import DType, Role, Setting, UsageError
 from attnplug.cli import output
-from attnplug.cli.app import add_backend_options
-from attnplug.cli.options import option
+from attnplug.cli.app import add_backend_options, option
 from attnplug.host import BackendRequest, split_settings
 from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.parallel.ranks import check_division, prompts_for_ranks, run_ranks, started_as_rank

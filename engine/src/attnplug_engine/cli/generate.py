@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from attnplug import DType, ExtendPath, Setting, UsageError
 from attnplug.cli import output
-from attnplug.cli.warn import warn_of_plugins
+from attnplug.cli.text import warn_of_plugins
 from attnplug.declare.settings import Render
 from attnplug.host import ExtendPolicy, ForwardingBackend
 from attnplug.machine import interrupt

@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnplug.hf.config_keys import Config
-from attnplug.hf.rope_keys import rope_section, rope_type, rope_type_key
+from attnplug.hf.config_keys import Config, rope_section, rope_type, rope_type_key
 from attnplug.mla.attention import RowPlaces
 from attnplug.mla.weights import MLAWeights
 from attnplug_engine import kernels

@@ -24,8 +24,7 @@ from jinja2.utils import Namespace
 
 from attnplug import UsageError
 from attnplug.declare.errors import describe_error
-from attnplug.hf.config_keys import show
-from attnplug.hf.json_files import read_json_object, read_text
+from attnplug.hf.config_keys import read_json_object, read_text, show
 from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.checkpoints.safetensors import checkpoint_folder
 from attnplug_engine.text.chat import Chat

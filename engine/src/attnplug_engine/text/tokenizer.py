@@ -10,8 +10,7 @@ from typing import Protocol
 from tokenizers import Tokenizer as Implementation
 
 from attnplug import UsageError
-from attnplug.hf.config_keys import show
-from attnplug.hf.json_files import read_json_object, regular_size
+from attnplug.hf.config_keys import read_json_object, regular_size, show
 from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.checkpoints.safetensors import checkpoint_folder
 from attnplug_engine.text.tokenizer_config import TokenizerConfig

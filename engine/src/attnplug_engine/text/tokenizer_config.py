@@ -9,8 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 
 from attnplug import UsageError
-from attnplug.hf.config_keys import show
-from attnplug.hf.json_files import read_json_object
+from attnplug.hf.config_keys import read_json_object, show
 
 _NAME = "tokenizer_config.json"
 _DECODER = "added_tokens_decoder"
