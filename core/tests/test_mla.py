@@ -17,7 +17,7 @@ from attnplug.contract.plan import BackendId
 from attnplug.host import ExtendPolicy, HookError, MLADims, ModelAttention
 from attnplug.kernels import merge_partial
 from attnplug.mla.attention import MLAAttention
-from attnplug.mla.plan import plan_extend
+from attnplug.mla.extend_plan import plan_extend
 from attnplug.mla.weights import MLAWeights
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.devices import DEVICES

@@ -19,7 +19,7 @@ from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import ExtendPath
 from attnplug.kv.pools import MLAPool
-from attnplug.mla.plan import ExtendPolicy, plan_extend
+from attnplug.mla.extend_plan import ExtendPolicy, plan_extend
 from attnplug.mla.weights import MLAWeights
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug_sparse.index.plan import IndexPlan
+from attnplug_sparse.index.index_plan import IndexPlan
 from attnplug_sparse.index.sparse_index import ScoreInputs, ScoreKernel, SparseIndex
 
 __all__ = ["IndexPlan", "ScoreInputs", "ScoreKernel", "SparseIndex"]

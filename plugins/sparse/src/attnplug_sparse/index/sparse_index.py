@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from attnplug import SCRATCH, BackendContext, BackendError, ForwardMode, Geometry, LayerSpec
 from attnplug.sparse import IndexInputs, SelectedPositions, SelectedRows, SelectedSlots, selected_tensor
-from attnplug_sparse.index.plan import IndexBlock, IndexMemory, IndexPlan
+from attnplug_sparse.index.index_plan import IndexBlock, IndexMemory, IndexPlan
 from attnplug_sparse.index.tiling import START_STEPS, DeviceLimits, choose_tiles
 from attnplug_sparse.pools import INDEX_KEYS
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_sparse.index.plan import UNIT as _UNIT
+from attnplug_sparse.index.index_plan import UNIT as _UNIT
 from attnplug_sparse.index.tiling import TileConfig
 from attnplug_sparse.index.triton_schedule import HEADER, RECORD, begin_stretch, next_tile, rows_of_part
 
