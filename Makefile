@@ -79,10 +79,10 @@ compile-test: $(VENV)/installed-dev
 	$(BIN)/pytest -q -m cross_compile engine/tests plugins
 
 vllm-test: $(VENV)-vllm/installed
-	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -q -W default bridges/vllm/tests/hosted
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -q -W default -p no:attnplug_testing bridges/vllm/tests/hosted
 
 sglang-test: $(VENV)-sglang/installed # takes longer than CI has: Triton's interpreter runs some of SGLang's kernels
-	OMP_NUM_THREADS=1 $(VENV)-sglang/bin/python -m pytest -q -W default bridges/sglang/tests/hosted
+	OMP_NUM_THREADS=1 $(VENV)-sglang/bin/python -m pytest -q -W default -p no:attnplug_testing bridges/sglang/tests/hosted
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/bind_hook.py

@@ -23,6 +23,14 @@ from attnplug.declare.registered import Provided, Registered
 from attnplug.hf.config_keys import read_json_object
 from attnplug.machine.hardware import Processor
 
+CACHE_VARIABLE = "ATTNPLUG_CACHE_DIR"
+TABLES_VARIABLE = "ATTNPLUG_TABLES"
+"""``off`` disables all measured tables."""
+DRIVER = "driver"
+"""Key of the GPU driver in a table's versions. The other keys are distributions."""
+_PLATFORM = ("torch", "triton")
+"""Distributions whose releases rarely change the order of backends, like those of the backend's own package. Shipped
+tables apply until their major version changes. The user's own tables apply to exactly what was measured."""
 SCHEMA = 4
 _KEYS = ("schema", "device", "sm", "tables")
 _TABLE_KEYS = ("backend", "role", "shape", "measured", "versions")
@@ -78,16 +86,6 @@ def _values(value: object, names: Iterable[str], title: str) -> list[Any]:
         wrong = f"lacks {', '.join(sorted(missing))}" if missing else f"has unknown keys {', '.join(sorted(unknown))}"
         raise PluginError(f"{title} {wrong}")
     return [found[name] for name in names]
-
-
-CACHE_VARIABLE = "ATTNPLUG_CACHE_DIR"
-TABLES_VARIABLE = "ATTNPLUG_TABLES"
-"""``off`` disables all measured tables."""
-DRIVER = "driver"
-"""Key of the GPU driver in a table's versions. The other keys are distributions."""
-_PLATFORM = ("torch", "triton")
-"""Distributions whose releases rarely change the order of backends, like those of the backend's own package. Shipped
-tables apply until their major version changes. The user's own tables apply to exactly what was measured."""
 
 
 class Plugins(Protocol):
@@ -236,17 +234,14 @@ def _outdated(table: MeasuredTable, origin: Origin, backend: Registered, here: M
             return f"measured with {name} {measured or 'missing'}, and it is {found or 'missing'} here"
     if not all(here.values()):
         return ""
-    loosely = () if origin.own else (DRIVER, backend.source.distribution, *_PLATFORM)
+    loosely = () if origin.own else (backend.source.distribution, *_PLATFORM)
     for name, measured in table.versions.items():
-        if not _equal(name, measured, str(here[name]), name in loosely):
+        if name == DRIVER and not origin.own:
+            continue
+        parts = 1 if name in loosely else None  # of the version: its major one, or all
+        if measured.split(".")[:parts] != str(here[name]).split(".")[:parts]:
             return f"measured with {name} {measured}, and {here[name]} is here"
     return None
-
-
-def _equal(name: str, measured: str, here: str, loosely: bool) -> bool:
-    if not loosely:
-        return measured == here
-    return name == DRIVER or measured.partition(".")[0] == here.partition(".")[0]
 
 
 def _file_name(processor: Processor) -> str:

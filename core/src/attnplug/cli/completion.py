@@ -7,7 +7,7 @@ up on each completion.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,22 +121,18 @@ _NO_BRACKETS = str.maketrans("[]:", "() ")
 
 
 def fish(commands: list[Command]) -> str:
-    return "\n".join(_fish_lines(commands))
-
-
-def _fish_lines(commands: list[Command]) -> Iterator[str]:
-    yield "# attnplug for fish: attnplug completion fish | source"
-    yield "complete -c attnplug -f"
+    lines = ["# attnplug for fish: attnplug completion fish | source", "complete -c attnplug -f"]
     for command in commands:
-        yield f"complete -c attnplug -n __fish_use_subcommand -a {command.name} -d {_quoted(command.help)}"
+        lines.append(f"complete -c attnplug -n __fish_use_subcommand -a {command.name} -d {_quoted(command.help)}")
         base = f"complete -c attnplug -n '__fish_seen_subcommand_from {command.name}'"
         if command.words:
-            yield f"{base} -a {_quoted(' '.join(command.words))}"
+            lines.append(f"{base} -a {_quoted(' '.join(command.words))}")
         for option in command.options:
             takes = ""
             if option.value is not None:
                 takes = " -r -F" if option.words is None else f" -x -a {_quoted(option.words.replace('$(', '('))}"
-            yield f"{base} -l {option.name.removeprefix('--')}{takes} -d {_quoted(option.help)}"
+            lines.append(f"{base} -l {option.name.removeprefix('--')}{takes} -d {_quoted(option.help)}")
+    return "\n".join(lines)
 
 
 def _quoted(text: str) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import le
-from typing import Never
 
 import numpy as np
 import torch
@@ -153,7 +152,10 @@ class Geometry:
             self.page_table.dtype is self.seq_lens.dtype is torch.int32
             and (new_lens is None or new_lens.dtype is torch.int32)
         ):
-            self._refuse_types()
+            given = {"page_table": self.page_table, "seq_lens": self.seq_lens, "new_lens": new_lens}
+            types = {name: tensor.dtype for name, tensor in given.items() if tensor is not None}
+            name = next(name for name, dtype in types.items() if dtype is not torch.int32)
+            raise PlanError(f"{name} is {types[name]}; give torch.int32, which kernels read")
         if self.rows < 0 or self.max_new < 0 or self.max_seq_len < 0 or self.lane < 0 or self.step < 0:
             raise PlanError(
                 f"rows={self.rows}, max_new={self.max_new}, max_seq_len={self.max_seq_len}, step={self.step} and "
@@ -188,7 +190,14 @@ class Geometry:
                 "on the host"
             )
         if min(query_lens, default=0) < 0 or not all(map(le, query_lens, kv_lens)):
-            self._refuse_lengths(host)
+            lens = enumerate(zip(query_lens, kv_lens, strict=True))
+            request, new, total = next((number, *pair) for number, pair in lens if not 0 <= pair[0] <= pair[1])
+            raise PlanError(
+                f"request {request} has {new} new tokens but only {total} rows in all; its length counts the new "
+                "tokens too"
+                + "; with exact lengths, a padded request has no new tokens and follows all others"
+                * (not total)
+            )
         if self.rows != sum(query_lens):
             raise PlanError(f"the batch has {self.rows} rows for {sum(query_lens)} new tokens")
         longest, most = max(kv_lens, default=0), max(query_lens, default=0)
@@ -197,20 +206,6 @@ class Geometry:
                 f"a request has {longest} rows and one {most} new tokens, over the bounds of {self.max_seq_len} and "
                 f"{self.max_new}"
             )
-
-    def _refuse_types(self) -> Never:
-        given = {"page_table": self.page_table, "seq_lens": self.seq_lens, "new_lens": self.new_lens}
-        types = {name: tensor.dtype for name, tensor in given.items() if tensor is not None}
-        name = next(name for name, dtype in types.items() if dtype is not torch.int32)
-        raise PlanError(f"{name} is {types[name]}; give torch.int32, which kernels read")
-
-    def _refuse_lengths(self, host: HostLengths) -> Never:
-        lens = enumerate(zip(host.query_lens, host.kv_lens, strict=True))
-        request, new, total = next((number, *pair) for number, pair in lens if not 0 <= pair[0] <= pair[1])
-        raise PlanError(
-            f"request {request} has {new} new tokens but only {total} rows in all; its length counts the new tokens too"
-            + "; with exact lengths, a padded request has no new tokens and follows all others" * (not total)
-        )
 
     @property
     def requests(self) -> int:

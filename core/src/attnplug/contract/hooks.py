@@ -1,9 +1,4 @@
-"""Binding of a backend's optional hooks by their own signatures (A8).
-
-:func:`bind_hook` looks up and inspects a hook once. It returns a plain function of everything that the caller offers,
-which passes on what the hook accepts. It leaves out only what the hook may ignore. ``hasattr`` on a backend appears
-nowhere.
-"""
+"""Binding of a backend's optional hooks, once, by their own signatures (A8). Nothing uses ``hasattr`` on a backend."""
 
 from __future__ import annotations
 

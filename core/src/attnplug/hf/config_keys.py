@@ -37,10 +37,7 @@ class Config:
     """Typed view of a config. ``path`` is the prefix of a nested section, such as ``"text_config."``.
 
     Exception contract: whatever the values are, methods raise only ModelConfigError. Methods without ``optional`` in
-    their name raise it for an absent key. Example::
-
-        config = Config({"num_hidden_layers": 2}, source="config.json", model_type="llama")
-        config.integer("num_hidden_layers"), config.optional_integer("head_dim")  # 2, None
+    their name raise it for an absent key.
     """
 
     values: Mapping[str, object]

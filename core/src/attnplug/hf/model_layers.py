@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from attnplug.declare.model import AttentionKind, IndexerDims, LayerSpec, LinearDims, MLADims
-from attnplug.hf.compressed_layers import compressed_layers
+from attnplug.declare.model import AttentionKind, CompressedDims, IndexerDims, LayerSpec, LinearDims, MLADims
 from attnplug.hf.config_keys import Config, ModelConfigError, rope_section, rope_type
 
 MAX_COLUMNS = 1 << 24
@@ -74,17 +73,8 @@ def _softmax(config: Config) -> LayerSpec:
     scale = config.optional_number("attention_multiplier")
     if scale is None:
         scale = (config.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5
-    return LayerSpec(
-        layer_id=0,
-        kind=AttentionKind.MHA,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim,
-        scale=scale,
-        logit_cap=config.optional_number("attn_logit_softcapping"),
-        sinks=config.model_type == "gpt_oss",
-    )
+    cap, sinks = config.optional_number("attn_logit_softcapping"), config.model_type == "gpt_oss"
+    return LayerSpec(0, AttentionKind.MHA, heads, kv_heads, head_dim, head_dim, scale, logit_cap=cap, sinks=sinks)
 
 
 def _slides(config: Config, count: int) -> list[bool]:
@@ -163,17 +153,9 @@ def _latent(config: Config, mscale: float = 1.0) -> LayerSpec:
     dims = MLADims(
         config.integer("kv_lora_rank"), config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
     )
-    head_dim = dims.qk_nope_head_dim + dims.qk_rope_head_dim
-    return LayerSpec(
-        layer_id=0,
-        kind=AttentionKind.MLA,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=head_dim,
-        v_head_dim=config.integer("v_head_dim"),
-        scale=head_dim**-0.5 * mscale * mscale,
-        mla=dims,
-    )
+    head_dim, v_head_dim = dims.qk_nope_head_dim + dims.qk_rope_head_dim, config.integer("v_head_dim")
+    scale = head_dim**-0.5 * mscale * mscale
+    return LayerSpec(0, AttentionKind.MLA, heads, heads, head_dim, v_head_dim, scale, mla=dims)
 
 
 def _yarn_mscale(config: Config) -> float:
@@ -197,16 +179,7 @@ def _yarn_mscale(config: Config) -> float:
 
 def _linear(kind: AttentionKind, dims: LinearDims, scale: float) -> LayerSpec:
     """Return a linear layer. Queries and keys have width ``key_dim``, values ``value_dim``."""
-    return LayerSpec(
-        layer_id=0,
-        kind=kind,
-        num_heads=dims.heads,
-        num_kv_heads=dims.key_heads,
-        head_dim=dims.key_dim,
-        v_head_dim=dims.value_dim,
-        scale=scale,
-        linear=dims,
-    )
+    return LayerSpec(0, kind, dims.heads, dims.key_heads, dims.key_dim, dims.value_dim, scale, linear=dims)
 
 
 def _kimi_linear(config: Config) -> Layers:
@@ -318,9 +291,62 @@ def _nemotron_h(config: Config) -> Layers:
     return listed
 
 
+# ---- sliding-window layers, some of which also attend to compressed entries ----
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+_RATIOS = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
+_BY_NAME: Mapping[str | int, str] = {name: name for name in (SLIDING, SPARSE, HEAVY)}
+_BY_RATIO: Mapping[str | int, str] = {0: SLIDING, 4: SPARSE, 128: HEAVY}
+
+
+def _compressed_layers(config: Config) -> list[LayerSpec]:
+    """Read DeepSeek-V4. A layer caches one latent row per token, used as key and value, and has sinks and a window."""
+    heads, width = config.integer("num_attention_heads"), config.integer("head_dim")
+    if (config.optional_integer("num_key_value_heads") or 1) != 1:
+        raise config.wrong("num_key_value_heads", "1, because all query heads share one row")
+    index = IndexerDims(config.integer("index_n_heads"), config.integer("index_head_dim"), config.integer("index_topk"))
+    dims = MLADims(kv_lora_rank=width, qk_nope_head_dim=width, qk_rope_head_dim=0)
+    window = config.integer("sliding_window")
+    sliding = LayerSpec(
+        0, AttentionKind.MLA, heads, heads, width, width, width**-0.5, sliding_window=window, sinks=True, mla=dims
+    )
+    known = {
+        SLIDING: sliding,
+        SPARSE: replace(sliding, compressed=CompressedDims(_ratio(config, SPARSE), overlap=True), indexer=index),
+        HEAVY: replace(sliding, compressed=CompressedDims(_ratio(config, HEAVY))),
+    }
+    types = _types(config)
+    if set(types) == {SLIDING}:
+        raise config.error(
+            "makes every layer a sliding one; models without compressed layers are not supported", "layer_types"
+        )
+    return [known[each] for each in types]
+
+
+def _types(config: Config) -> list[str]:
+    """Return the type of each layer. Entries beyond the layer count are multi-token prediction layers, left out."""
+    count = config.layer_count()
+    for key, known in (("layer_types", _BY_NAME), ("compress_ratios", _BY_RATIO)):
+        listed = config.choices(key, known)
+        if listed is None:
+            continue
+        if len(listed) < count:
+            raise config.error(f"has {len(listed)} entries; it must have one for each of the {count} layers", key)
+        return listed[:count]
+    return [HEAVY if index < 2 or index % 2 == 0 else SPARSE for index in range(count)]
+
+
+def _ratio(config: Config, kind: str) -> int:
+    """Return the number of tokens per entry. As in transformers, the older key has priority."""
+    older, default = _RATIOS[kind]
+    section = config.section("compress_rates")
+    named = None if section is None else section.optional_integer(kind)
+    return config.optional_integer(older) or named or default
+
+
 READERS: Mapping[str, Reader] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _latent_layers),
-    "deepseek_v4": compressed_layers,
+    "deepseek_v4": _compressed_layers,
     "kimi_linear": _kimi_linear,
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"), _gdn_hybrid),
     **dict.fromkeys(("minimax", "minimax_m1", "minimax_m2", "minimax_text_01"), _minimax),

@@ -222,7 +222,9 @@ def build_chosen(
             return selection, build(selection)
         except BuildError as error:
             name = error.backend.spec.name
-            if registry.strict or request.options.get(name) or _requested_by_name(selection, error.backend):
+            choices = selection.choices.values()
+            by_name = any(choice.chosen is error.backend and choice.requested != AUTO for choice in choices)
+            if registry.strict or request.options.get(name) or by_name:
                 raise
             left_out[name] = Refusal(RefusalCode.FACTORY, str(error), value=name)
             warnings.warn(f"{error}; auto goes on without it", PluginWarning, stacklevel=2)
@@ -242,10 +244,6 @@ def _import_chosen(selection: Selection) -> None:
     for role in selection.choices:
         for registered in selection.serving(role):
             _attributed(import_factory, registered)
-
-
-def _requested_by_name(selection: Selection, backend: Registered) -> bool:
-    return any(choice.chosen is backend and choice.requested != AUTO for choice in selection.choices.values())
 
 
 def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:

@@ -189,9 +189,7 @@ def _refused_by_name(choices: Sequence[RoleChoice], render: Render) -> Iterator[
 def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
     """Yield the inputs of a selection, then every role with every candidate and every refusal, as lines.
 
-    ``render`` spells settings as the host's users know them. Example::
-
-        print("\\n".join(explanation(explain(registry, BackendRequest(), problem))))
+    ``render`` spells settings as the host's users know them.
     """
     yield from _inputs(selection)
     for choice in selection.choices.values():

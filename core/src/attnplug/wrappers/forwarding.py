@@ -8,11 +8,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from attnplug.contract.backend import (
     AttentionBackend,
-    ForwardExtras,
     bind_optional_hook,
     hook_signatures,
     protocol_methods,
@@ -52,22 +49,9 @@ class ForwardingBackend(ABC):
     """Label of the child that runs captured extends, if not all children can be captured."""
 
     if TYPE_CHECKING:  # it is a backend for type checkers; methods are generated below
-
-        def init_forward_metadata(self, batch: ForwardBatch) -> Plan: ...
-
-        def forward_extend(
-            self,
-            q: Tensor,
-            k: Tensor | None,
-            v: Tensor | None,
-            layer: LayerSpec,
-            batch: ForwardBatch,
-            *,
-            save_kv_cache: bool = True,
-            extras: ForwardExtras | None = None,
-        ) -> Tensor: ...
-
-        forward_decode = forward_extend
+        init_forward_metadata = AttentionBackend.init_forward_metadata
+        forward_extend = AttentionBackend.forward_extend
+        forward_decode = AttentionBackend.forward_decode
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
