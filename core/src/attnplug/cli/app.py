@@ -107,7 +107,7 @@ def _add_loaded(commands: Commands[argparse.ArgumentParser], name: str, points: 
         if declared is None:
             raise PluginError("it adds no command of that name")
         if declared.get_default("command") is None or declared.get_default("json") is None:
-            raise PluginError("it does not add its command with attnplug.host.add_command")
+            raise PluginError("it does not add its command with attnplug.cli.app.add_command")
 
 
 class _Help(argparse.HelpFormatter):
