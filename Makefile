@@ -41,7 +41,7 @@ run: $(VENV)/installed
 
 # Two jobs at a time, the longest first. Workers of pytest-xdist would each collect all 13,000 tests, which takes each
 # of them most of a minute.
-SUITES := tests-engine tests-core tests-plugins tests-others
+SUITES := tests-engine tests-plugins tests-core tests-workspace tests-others
 IN_PARALLEL := @$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync
 test: $(VENV)/installed-dev
 	$(IN_PARALLEL) $(SUITES) types lint
@@ -61,7 +61,8 @@ types: $(VENV)/installed-dev
 tests-engine: PATHS := engine/tests
 tests-core: PATHS := core/tests
 tests-plugins: PATHS := plugins
-tests-others: PATHS := tests bridges $(filter-out core/tests engine/tests,$(wildcard */tests))
+tests-workspace: PATHS := tests
+tests-others: PATHS := bridges $(filter-out core/tests engine/tests,$(wildcard */tests))
 $(SUITES): $(VENV)/installed-dev
 	$(BIN)/pytest -q -m "not cross_compile" $(PATHS)
 
