@@ -33,6 +33,7 @@ from attnplug.layers.model_attention import ModelAttention
 from attnplug.mla.weights import MLAWeights
 from attnplug.wrappers.forwarding import planner_claims
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool, latent_format, latent_row_nbytes
+from attnplug_sparse.selection import select_rows
 from attnplug_tune.clock import Chain
 from attnplug_tune.shapes import Task
 
@@ -306,4 +307,4 @@ class Stage:
             self._random(rows, indexer.head_dim),
             torch.rand(rows, indexer.heads, device=self.device),
         )
-        return lambda each: ForwardExtras(selected=self.attention.select(index, each, batch))
+        return lambda each: ForwardExtras(selected=select_rows(self.attention, index, each, batch))

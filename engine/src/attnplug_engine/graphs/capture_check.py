@@ -32,6 +32,7 @@ from attnplug_engine.graphs.capture import Capture
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_sparse.hisparse import HiSparse
 from attnplug_sparse.pools import INDEX_KEYS, latent_format
+from attnplug_sparse.selection import select_rows
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _MAX_PAGES = 64
@@ -126,7 +127,8 @@ class CaptureCheck:
             asked = extras
             if index is not None:
                 limited = IndexInputs(index.q[:n], None if index.k is None else index.k[:n], index.weights[:n])
-                asked = replace(extras or ForwardExtras(), selected=self._attention.select(limited, layer, batch))
+                selected = select_rows(self._attention, limited, layer, batch)
+                asked = replace(extras or ForwardExtras(), selected=selected)
             return run(q[:n], k[:n], new, layer, batch, extras=asked).flatten(1)
 
         return full
