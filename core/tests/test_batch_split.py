@@ -38,7 +38,7 @@ DIVIDED = {
     **dict.fromkeys(("mode", "page_size", "max_seq_len", "max_new", "captured", "step", "typical"), "shared"),
     **dict.fromkeys(("input_ids", "positions", "slots"), "token"),
     **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host", "tree", "table_rows"), "request"),
-    **dict.fromkeys(("plan", "plan_record", "choice", "_checked"), "reset"),
+    **dict.fromkeys(("plan", "plan_record", "passed_on", "_checked"), "reset"),
 }
 
 

@@ -47,12 +47,9 @@ class Row:
         if self.status == "usable":
             return "usable here"
         if self.status == "refused":
-            return "refused here: " + "; ".join(reason.format(_no_option) for reason in self.reasons)
+            # The command has no options that change a setting.
+            return "refused here: " + "; ".join(reason.format(lambda setting: None) for reason in self.reasons)
         return f"{self.status}: {self.error}"
-
-
-def _no_option(setting: str) -> None:
-    """Render no setting: ``backends`` has no options to change one."""
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol, get_type_hints, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -243,11 +243,6 @@ MAY_IGNORE: dict[str, frozenset[str]] = {
 }
 """Hints that a hook may omit from its signature. It must accept all other parameters, because callers rely on them: an
 ``lse`` that is not filled, or a ``silu`` that is not applied, gives a wrong result."""
-
-
-def protocol_attributes() -> dict[str, type]:
-    """Return the protocol's data members with their types."""
-    return get_type_hints(AttentionBackend)
 
 
 def protocol_methods() -> dict[str, inspect.Signature]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from attnplug.declare.errors import PluginError
@@ -64,14 +64,7 @@ class Refusal:
                 raise PluginError(f"a Refusal's {name} must be a string, not {text!r}")
 
     def as_json(self) -> Mapping[str, object]:
-        return {
-            "code": str(self.code),
-            "message": self.message,
-            "value": _plain(self.value),
-            "allowed": _plain(self.allowed),
-            "setting": self.setting,
-            "advice": self.advice,
-        }
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
     def format(self, render: Render) -> str:
         """Return the message and the remedy, with the setting as ``render`` spells it."""
@@ -85,7 +78,7 @@ class Refusal:
 
 def _plain(value: object) -> object:
     """Convert any value of a plugin's check to JSON data."""
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

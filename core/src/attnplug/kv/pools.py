@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,9 +11,12 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import FP8_CACHES, DType
-from attnplug.kv.buffer import PagedBuffer, PairKernel, pair_kernel, torch_dtype
+from attnplug.kv.buffer import PagedBuffer, pair_kernel, torch_dtype
 from attnplug.kv.layout import LayoutName, PageLayout
 from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, Rows, distinct_layers, held_for, layer_scales
+
+if TYPE_CHECKING:
+    from attnplug.kv.triton_rows import PairWriter
 
 MLARowFormat = Callable[[LayerSpec], RowFormat]
 
@@ -115,7 +119,7 @@ class MHAPool(PagedPool):
         super()._hold(layers, dtype)
         self._keys: dict[int, PagedBuffer] = {}
         self._values: dict[int, PagedBuffer] = {}
-        self._kernels: dict[int, PairKernel | None] = {}
+        self._kernels: dict[int, PairWriter | None] = {}
         for layer_id, (keys, values) in layers.items():
             assert isinstance(keys, PagedBuffer) and isinstance(values, PagedBuffer)
             self._keys[layer_id], self._values[layer_id] = keys, values
