@@ -34,6 +34,7 @@ from attnplug.host import (
     KVPools,
     Limits,
     MLADims,
+    MLAWeights,
     ModelAttention,
     SelectionError,
     WorkspaceOwner,
@@ -41,7 +42,6 @@ from attnplug.host import (
     load_registry,
     select,
 )
-from attnplug.mla.weights import MLAWeights
 from attnplug_conformance.reference import Rules
 from attnplug_conformance.reference import attention as float64
 from attnplug_testing.errors import raises_naming

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from attnplug import BackendError, Claims, DType, ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError, RaggedCall
 from attnplug.contract.plan import BackendId
-from attnplug.host import ExtendPolicy, HookError, MLADims, ModelAttention
+from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention
 from attnplug.kernels import merge_partial
 from attnplug.mla.attention import MLAAttention
 from attnplug.mla.extend_plan import plan_extend
-from attnplug.mla.weights import MLAWeights
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.errors import raises_naming

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from attnplug import BackendError, ExtendPath, ForwardMode, PlanError
-from attnplug.host import ExtendPolicy, KVPools, ModelAttention, plan_forward
-from attnplug.mla.weights import MLAWeights
+from attnplug.host import ExtendPolicy, KVPools, MLAWeights, ModelAttention, plan_forward
 from attnplug.sparse import IndexInputs
 from attnplug.wrappers.forwarding import limited_by
 from attnplug.wrappers.split import HybridLinearBackend, SplitBackend

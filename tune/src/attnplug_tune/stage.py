@@ -25,12 +25,12 @@ from attnplug.contract.sparse import IndexInputs
 from attnplug.declare.lengths import TypicalLens
 from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
+from attnplug.host import MLAWeights
 from attnplug.kv.buffer import torch_dtype
 from attnplug.kv.caches import CacheKey, KVPools, PagedCache
 from attnplug.kv.pools import MHAPool, MLAPool
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention
-from attnplug.mla.weights import MLAWeights
 from attnplug.wrappers.forwarding import planner_claims
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool, latent_format, latent_row_nbytes
 from attnplug_sparse.selection import select_rows

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from attnplug import ForwardBatch, ForwardExtras, LayerSpec
 from attnplug.hf.config_keys import Config
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import active_attention
 from attnplug.sparse import CompressorInputs, CompressorWeights, IndexerDims, IndexInputs
 from attnplug_engine.models.decoder import Attention, norm_eps
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen

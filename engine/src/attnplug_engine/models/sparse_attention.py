@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from attnplug import ForwardBatch, LayerSpec
 from attnplug.hf.config_keys import Config
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import active_attention
 from attnplug.sparse import IndexerDims, IndexInputs
 from attnplug_engine.models.latent_attention import LatentAttention, evens_then_odds
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
