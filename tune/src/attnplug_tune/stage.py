@@ -27,7 +27,7 @@ from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
 from attnplug.host import MLAWeights
 from attnplug.kv.buffer import torch_dtype
-from attnplug.kv.caches import CacheKey, KVPools, PagedCache
+from attnplug.kv.caches import CacheKey, KeyedCache, KVPools
 from attnplug.kv.pools import MHAPool, MLAPool
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention
@@ -146,7 +146,7 @@ class Stage:
 
     def _pools(self) -> KVPools:
         shape, device, pages, size = self.task.shape, self.device, self._pages, self.page_size
-        dtype, caches = shape.kv_dtype, dict[CacheKey[PagedCache], PagedCache]()
+        dtype, caches = shape.kv_dtype, dict[CacheKey[KeyedCache], KeyedCache]()
         if self.task.layer.mla is None:
             return KVPools(mha=MHAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device))
         if self.task.layer.indexer is not None:

@@ -28,7 +28,7 @@ from attnplug.host import HostLengths, KVPools, ModelAttention, planner_claims
 from attnplug.linear import DeltaInputs, DeltaWeights, LinearDims, LinearInputs
 from attnplug.sparse import IndexerDims, IndexInputs
 from attnplug.wrappers.forwarding import plan_alike
-from attnplug_engine.graphs.capture import Capture
+from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_sparse.hisparse import HiSparse
 from attnplug_sparse.pools import INDEX_KEYS, latent_format
@@ -64,7 +64,7 @@ class CaptureCheck:
         self._dtype, self._device, self._coordinator = dtype, device, coordinator
         self._random = torch.Generator(device=device).manual_seed(17)
 
-    def run(self, batch: ForwardBatch, capture: Capture) -> None:
+    def run(self, batch: ForwardBatch, capture: CaptureFunction) -> None:
         """Check the captured ``batch``, which holds padding before and after. Raises BackendError."""
         for layer in self._layers:
             outs: list[Tensor] = []
