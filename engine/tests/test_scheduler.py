@@ -11,7 +11,7 @@ from attnplug_engine.scheduling.prefix_cache import PrefixCache
 from attnplug_engine.scheduling.scheduler import Scheduler, StepError
 from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.step import Step
-from attnplug_testing.errors import having, naming
+from attnplug_testing.errors import having, naming, raises_naming
 
 
 class Pool:
@@ -363,7 +363,7 @@ def test_a_row_of_the_table_limits_the_context_too() -> None:
 
 def test_a_request_that_never_fits_is_refused_with_the_pages_it_needs() -> None:
     scheduler = Pool(pages=3).scheduler()
-    with pytest.raises(PoolError, match="needs 4 pages for 5 prompt tokens and up to 9 new ones, and there are 3"):
+    with raises_naming(PoolError, "4 pages", 5, 9, 3):
         scheduler.add(request(0, length=5, max_tokens=9))
     assert not scheduler.has_work
     scheduler.add(request(0, length=5, max_tokens=8))  # its last token is never computed

@@ -22,7 +22,7 @@ from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.parallel.collectives import ParallelError
 from attnplug_sparse.pools import COMPRESSED
 from attnplug_testing.command import Attnplug
-from attnplug_testing.errors import having, missing_values
+from attnplug_testing.errors import having, missing_values, refusing
 
 NAME, MODEL = "deepseek_v4", "tiny:deepseek_v4"
 REAL = {
@@ -236,7 +236,7 @@ def test_pages_that_end_inside_a_window_are_refused(attnplug: Attnplug):
 
 def test_trees_of_drafts_are_refused():
     more = {"speculative_num_steps": 3, "speculative_topk": 2, "speculative_num_draft_tokens": 6}
-    with pytest.raises(SelectionError, match="trees are not supported with the feature sliding_window"):
+    with pytest.raises(SelectionError, check=refusing("torch_sparse", "feature")):
         Engine(MODEL, device="cpu", speculative_algorithm="standalone", speculative_draft_model="tiny:llama", **more)
 
 

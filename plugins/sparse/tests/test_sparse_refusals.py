@@ -43,7 +43,7 @@ def test_a_sparse_layer_without_selected_rows_is_an_error():
     batch = stage.planned()
     for call in (lambda: stage.attend(batch, None), lambda: stage.backend.forward_decode(
         stage.q, None, None, stage.layer, batch, save_kv_cache=False)):  # fmt: skip
-        with pytest.raises(BackendError, match="layer 3 attends to rows that an index chooses, but backend under_test"):
+        with raises_naming(BackendError, "layer 3", "under_test", "extras.selected"):
             call()
 
 
