@@ -29,7 +29,7 @@ def uncaptured(**changes: object) -> ForwardBatch:
 
 
 def two_requests() -> Geometry:
-    """Of 3 new tokens each, after 2."""
+    """Two requests with 3 new tokens each behind 2 cached rows."""
     table = torch.arange(4, dtype=torch.int32).view(2, 2)
     return Geometry.of_lengths(ForwardMode.EXTEND, table, [3, 3], [5, 5], 4)
 

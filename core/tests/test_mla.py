@@ -41,7 +41,7 @@ class Model(UpProjected):
 
     @property
     def path(self) -> ExtendPath:
-        """How the last batch ran, by its calls: those over a prefix are not causal, and read rows of the cache."""
+        """Path of the last batch, by its calls: those over a prefix are not causal, and read rows of the cache."""
         calls = self.batch.geometry.calls
         if not calls:
             return ExtendPath.ABSORBED
@@ -53,7 +53,7 @@ def forced(path: ExtendPath, capacity: int = 1 << 17) -> ExtendPolicy:
 
 
 def plan_of(batch: ForwardBatch, mode: ForwardMode = ForwardMode.EXTEND, rows: int = 9) -> Plan:
-    """What a chunk hook returns."""
+    """Return the plan that a chunk hook makes."""
     return Plan(BackendId("chunks"), mode, rows, None)
 
 

@@ -73,7 +73,7 @@ each_planner = pytest.mark.parametrize("member", ["init_forward_metadata", "init
 
 
 def arguments_for(member: str, signature: inspect.Signature) -> dict[str, Any]:
-    """One value a parameter of the protocol, told apart by identity; real ones only where a wrapper looks at them."""
+    """One value per parameter of the protocol, compared by identity; real ones only where a wrapper reads them."""
     batch = batch_in(ForwardMode.DECODE if member == "forward_decode" else ForwardMode.EXTEND)
     layer = LINEAR if member in ("forward_conv", "forward_linear", "forward_delta") else FULL
     real = {"batch": batch, "forward_batch": batch, "layer": layer}

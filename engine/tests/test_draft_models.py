@@ -126,7 +126,7 @@ def shapes_of_eagle3(name="midlayer", *, embedding=False):
 
 
 def eagle3_tensors(name="midlayer", *, embedding=False):
-    """With maps between the vocabularies: the draft has every third token."""
+    """Tensors with maps between the vocabularies: the draft has every third token."""
     offsets = 2 * torch.arange(DRAFTED)
     known = torch.zeros(VOCAB, dtype=torch.bool)
     known[3 * torch.arange(DRAFTED)] = True

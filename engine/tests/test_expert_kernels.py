@@ -31,7 +31,7 @@ def kernels(name: str) -> ModuleType:
 
 @dataclass
 class Layer:
-    """Random experts and tokens; sizes that no tile divides unless told."""
+    """Random experts and tokens; by default, sizes that no tile divides."""
 
     gated: bool = True
     experts: int = 5

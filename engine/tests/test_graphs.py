@@ -113,17 +113,17 @@ class TestTokens:
         assert caches[0].tolist() == [count + touched for count in caches[1].tolist()]
 
     @pytest.mark.parametrize(
-        ("settings", "told"),
+        ("settings", "fragment"),
         [
             ({"num_pages": 2}, "take 2 of 2 free pages, and none is left for others; give `num_pages` of 3 or more"),
             ({"context_length": 5}, "have 6 tokens, and the context holds 5; give a `context_length` of 6 or more"),
         ],
     )
-    def test_padding_that_does_not_fit_is_refused(self, settings, told, native):
+    def test_padding_that_does_not_fit_is_refused(self, settings, fragment, native):
         native(partial(RefilledNative, fill=6))
         with pytest.raises(PoolError) as caught:
             captured(engine(**settings), (4,))
-        assert told in caught.value.message and caught.value.settings == (*settings, "disable_cuda_graph")
+        assert fragment in caught.value.message and caught.value.settings == (*settings, "disable_cuda_graph")
 
     def test_log_probabilities_come_from_the_replayed_logits(self, native):
         asked = params(6, logprobs=2)
@@ -227,7 +227,7 @@ class TestPhases:
             captured(engine(), SIZES)
 
     def test_largest_first_with_progress(self, native):
-        told: list[tuple[int, int]] = []
+        events: list[tuple[int, int]] = []
         order: list[int] = []
         one = engine()
         original = one.runner.backend.capture
@@ -237,8 +237,8 @@ class TestPhases:
             return original(geometry, memory)
 
         one.runner.backend.capture = capture
-        capture_steps(one.runner, SIZES, Recorded(), lambda done, total: told.append((done, total)))
-        assert order == [4, 2, 1] and told == [(1, 3), (2, 3), (3, 3)]
+        capture_steps(one.runner, SIZES, Recorded(), lambda done, total: events.append((done, total)))
+        assert order == [4, 2, 1] and events == [(1, 3), (2, 3), (3, 3)]
         assert one.runner.graphs.decode.sizes == (1, 2, 4)
 
     def test_a_graph_that_does_not_fit_is_named_with_those_before_it_and_what_to_lower(self, native, monkeypatch):
@@ -489,5 +489,5 @@ class TestSizes:
             "attnplug_engine.graphs.step_graphs.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None)
         )
         one.runner.device = device
-        told, rest = ", ".join(map(str, sizes)), "no prefill: some cannot capture it"
-        assert str(one._capture(None)) == f"decode with {told} requests, 7 MiB (level UNIFORM, by some); {rest}"
+        printed, rest = ", ".join(map(str, sizes)), "no prefill: some cannot capture it"
+        assert str(one._capture(None)) == f"decode with {printed} requests, 7 MiB (level UNIFORM, by some); {rest}"

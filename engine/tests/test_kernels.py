@@ -397,7 +397,7 @@ def test_a_model_by_kernels_is_as_near_to_float64_as_by_torch(
 @INTERPRETED
 @pytest.mark.usefixtures("pretend", "everywhere")
 def test_a_layer_takes_five_launches_beside_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one row: norms, gate and residuals are parts of products. Once a step there are angles and the last norm."""
+    """For one row, norms, gate and residuals are parts of products. Angles and the last norm run once per step."""
     from triton.runtime.interpreter import InterpretedFunction
 
     launched: list[str] = []

@@ -41,7 +41,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestPlanning:
-    """How often each backend plans, in each mode: each batch once, by whoever made it (B1, B2)."""
+    """Each batch is planned once, in every mode, by the code that made it (B1, B2)."""
 
     @pytest.mark.parametrize(
         ("model", "settings", "draft"),

@@ -70,11 +70,11 @@ def test_a_file_that_holds_no_results_is_refused_by_name(text: str, tmp_path: Pa
 )
 def test_a_row_that_cannot_be_is_refused(changes: dict[str, object] | None, tmp_path: Path) -> None:
     """``None``: one that is there twice."""
-    told = results(ROW, ROW).as_json()
+    printed = results(ROW, ROW).as_json()
     if changes is not None:
-        told["rows"] = [{**told["rows"][0], **changes}]  # type: ignore[index] # a list
+        printed["rows"] = [{**printed["rows"][0], **changes}]  # type: ignore[index] # a list
     path = tmp_path / "odd.json"
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(printed))
     with raises_naming(UsageError, path):
         read_results(path)
 

@@ -88,7 +88,7 @@ def test_a_writer_that_does_not_end_is_waited_for_a_while(path: Path, monkeypatc
     assert len(read_tables(path).tables) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with raises_naming(TableError, "file/x.json"):
         write_tables(tmp_path / "file" / "x.json", [table()])

@@ -170,16 +170,16 @@ class Recorder:
     """Attention that records what graphs ask of it."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.events: list[Any] = []
 
     def reserve(self, requests: int, rows: int) -> None:
-        self.told.append(("reserve", requests, rows))
+        self.events.append(("reserve", requests, rows))
 
     def capture(self, batch: Any, *, in_capture: bool = False) -> None:
-        self.told.append(("plan", in_capture, batch.geometry))
+        self.events.append(("plan", in_capture, batch.geometry))
 
     def refill(self, batch: Any) -> None:
-        self.told.append(("refill", batch.geometry.seq_lens.tolist()))
+        self.events.append(("refill", batch.geometry.seq_lens.tolist()))
 
 
 def captured(table: torch.Tensor, translate: Any = None) -> tuple[CapturedGroups, Recorder]:
@@ -201,9 +201,9 @@ def test_a_replay_reads_the_tensors_that_were_captured() -> None:
     assert geometry.page_table[:, :3].tolist()[0] == [int(table[1, place]) // 4 for place in (0, 4, 8)]
     static.seq_lens.copy_(torch.tensor([9, 3]))
     steps.refill(step, static)
-    assert recorder.told[0] == ("reserve", 4, 12)
-    assert [entry[:2] for entry in recorder.told[1:3]] == [("plan", True), ("plan", False)]
-    assert recorder.told[-1] == ("refill", [9, 3])
+    assert recorder.events[0] == ("reserve", 4, 12)
+    assert [entry[:2] for entry in recorder.events[1:3]] == [("plan", True), ("plan", False)]
+    assert recorder.events[-1] == ("refill", [9, 3])
 
 
 def test_a_captured_verify_adds_its_tokens_inside_the_graph() -> None:
@@ -211,7 +211,7 @@ def test_a_captured_verify_adds_its_tokens_inside_the_graph() -> None:
     steps, recorder = captured(table)
     static = batch(table, [6, 3], [3, 3], Mode.TARGET_VERIFY)
     steps.refill(steps.capture(static), static)
-    assert recorder.told[-1] == ("refill", [9, 6])
+    assert recorder.events[-1] == ("refill", [9, 6])
 
 
 def test_slots_of_a_window_pool_are_translated_before_the_graph() -> None:

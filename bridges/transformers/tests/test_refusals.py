@@ -146,9 +146,9 @@ def test_a_backend_that_does_not_fit_is_refused_with_every_reason_in_transformer
     llama.set_attn_implementation("attnplug:triton_mha")
     with pytest.raises(BridgeError) as refused:
         llama(torch.ones(1, 4, dtype=torch.long))
-    told = str(refused.value)
-    assert "attnplug-triton-mha" in told and 'attn_implementation="attnplug:…"' in told
-    assert "cpu" in told and "float32" in told and "torch_native" in told
+    printed = str(refused.value)
+    assert "attnplug-triton-mha" in printed and 'attn_implementation="attnplug:…"' in printed
+    assert "cpu" in printed and "float32" in printed and "torch_native" in printed
 
 
 def test_sinks_reach_a_backend_as_the_model_passes_them():
@@ -248,7 +248,7 @@ def test_rows_of_padding_and_unwritten_rows_are_never_read():
 
 @pytest.mark.parametrize("padding", [True, False])
 def test_a_step_whose_start_only_a_gpu_knows_is_planned_alike(padding):
-    """With a static cache on a GPU, the start is a tensor there; no run on a CPU has one."""
+    """A static cache on a GPU has a tensor as its start; no run on a CPU has one."""
     request, module = BackendRequest("torch_native"), torch.nn.Identity()
     q, k, v = (torch.randn(2, heads, length, 16) for heads, length in ((4, 3), (2, 90), (2, 90)))
     k[:, :, 70:], v[:, :, 70:] = torch.nan, torch.nan  # not written yet
@@ -304,9 +304,9 @@ def test_explain_and_the_run_refuse_alike(tmp_path):
     read = load_model(str(tmp_path))
     problem = problem_of(read, torch.device("cpu"), torch.float32, None, CacheLayout.TOKEN_MAJOR)
     choices = explain(load_registry(), BackendRequest("triton_mha"), HOST.fit(problem)).choices.values()
-    told = {refusal.format(HOST.render) for choice in choices for refusal in choice.candidates[0].refusals}
+    printed = {refusal.format(HOST.render) for choice in choices for refusal in choice.candidates[0].refusals}
     made = model("llama")
     made.set_attn_implementation("attnplug:triton_mha")
     with pytest.raises(BridgeError) as refused:
         made(torch.ones(1, 4, dtype=torch.long))
-    assert told and all(reason in str(refused.value) for reason in told)
+    assert printed and all(reason in str(refused.value) for reason in printed)

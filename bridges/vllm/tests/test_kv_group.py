@@ -97,10 +97,10 @@ def test_who_was_left_out_when_it_was_built_is_logged_with_the_reason(monkeypatc
         )
 
     monkeypatch.setattr(kv_group, "build_selection", build)
-    told = []
-    monkeypatch.setattr(kv_group.logger, "info", lambda message, *values: told.append(message % values))
+    events = []
+    monkeypatch.setattr(kv_group.logger, "info", lambda message, *values: events.append(message % values))
     group(memory_of("NHD")).ready()
-    assert told == ["attnplug: without other: it cannot be captured"]
+    assert events == ["attnplug: without other: it cannot be captured"]
 
 
 def test_it_is_built_when_the_caches_are_there_and_again_when_they_have_moved():

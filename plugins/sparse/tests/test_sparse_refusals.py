@@ -1,4 +1,4 @@
-"""What sparse layers are refused: rows without a choice, choices of another shape, pools that do not fit (A10)."""
+"""Refusals of sparse layers: missing selections, selections of another shape, pools that do not fit (A10)."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("others", [[], [3, 900, 64]])
 def test_an_invariant_cut_depends_on_the_length_alone(others, device):
-    """Parts of as many steps, at most so many, whatever else is there."""
+    """Parts have equally many steps, up to the maximum, whatever else is in the batch."""
     cut = MLAKernelConfig(16, 16, 4, 2, least_steps=2)
     for length in (0, 33, 5000):
         lens = [*others, length]
