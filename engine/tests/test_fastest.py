@@ -74,7 +74,7 @@ class TestThirdParties:
         assert "without double: it cannot extend MLA by chunked or one_shot, so it does not share prefill" in printed
 
     def test_tables_are_read_once_while_an_engine_starts(self, package: Package, tmp_path, monkeypatch):
-        """With a draft's model and its backend, too. What is built is what was found to serve."""
+        """The same holds for a draft's model and its backend. The backends built are those selected."""
         monkeypatch.setenv("ATTNPLUG_CACHE_DIR", str(tmp_path / "cache"))
         package("toys", TOYS)
         tune(LLAMA, "double", "other")

@@ -170,7 +170,7 @@ def test_differences_tell_where_tokens_part():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 @pytest.mark.parametrize("more", [{}, {"speculative_algorithm": "ngram", "speculative_num_steps": 2}])
 def test_a_gpu_reads_and_writes_the_rows_on_the_host(more, expected):
-    """Where it does not, the failure tells with which settings it does, and how often rows were read and copied."""
+    """A failure names the settings with which it does, and how often rows were read and copied."""
     options = {"device": "cuda", "dtype": "float32", "attention_backend": "torch_sparse", **more}
     wanted = tokens(make(hot=None, **options))
     printed = {}

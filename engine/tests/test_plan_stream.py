@@ -148,7 +148,7 @@ def stepped(one: Engine, new: int = 40, prompts: int = 1) -> list[list[str]]:
 
 
 class TestPlanning:
-    """With a plan stream, each backend plans each batch once, and ahead (B1, B2)."""
+    """Each backend plans each batch once, and ahead, if there is a plan stream (B1, B2)."""
 
     @pytest.mark.parametrize(
         ("settings", "draft"),

@@ -234,7 +234,7 @@ class TestServing:
         assert (mine.token_ids, mine.finish_reason) == (theirs.token_ids, "stop")
 
     def test_a_request_ends_at_a_stop_text_inside_a_round(self):
-        """With its log probabilities; what came after it in the round is nobody's."""
+        """Its log probabilities end there too; later tokens of the round are dropped."""
         other = engine()
         text = other.tokenizer.decode(other.generate(PROMPTS[:1], SamplingParams(8))[0].token_ids[2:4])
         asked = SamplingParams(20, stop=(text,), logprobs=0)

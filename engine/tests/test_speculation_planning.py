@@ -1,5 +1,4 @@
-"""Who plans the batches of rounds and how often, what mistakes in it are found, and rounds by a capture that runs the
-same calls again."""
+"""Planning of rounds: planners and counts, detected mistakes, and rounds by a capture that repeats the same calls."""
 
 from __future__ import annotations
 

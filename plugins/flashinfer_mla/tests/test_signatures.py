@@ -215,7 +215,7 @@ def test_a_paged_run_is_taken(library: FlashInferMLALibrary, kv_dtype: torch.dty
 
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_a_run_asks_for_the_log_sum_exp_that_its_plan_announced(library: FlashInferMLALibrary, with_lse: bool) -> None:
-    """Where the plan says what will be asked for, each run asks for that; elsewhere only where it is wanted."""
+    """A plan that announces it makes every run ask for it; other runs ask only if it is wanted."""
     kernel = make().paged(decode=True)
     kernel.plan(paged_call(causal=False))
     q, out, lse = queries(2)

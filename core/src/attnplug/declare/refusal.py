@@ -46,8 +46,7 @@ class Refusal:
     ``Refusal("page_size", "page size 24 is not supported", value=24, allowed=[32, 64], setting="page_size")``
 
     ``value`` and ``allowed`` are plain data (strings, numbers, lists of them), written as JSON. ``setting`` is the key
-    to change: a ``Setting``, or ``NAME.KEY`` for an option of backend ``NAME``. ``advice`` is a command that helps,
-    such as ``pip install …``.
+    to change: a ``Setting``, or ``NAME.KEY`` for an option of backend ``NAME``. ``advice`` is a command that helps.
     """
 
     code: str

@@ -44,8 +44,7 @@ C_co = TypeVar("C_co", bound=KeyedCache, covariant=True)
 class CacheKey(Generic[C_co]):
     """Typed key of a cache in ``KVPools``: ``pools.cache(CacheKey("mean keys", MeanKeys))`` returns a ``MeanKeys``.
 
-    ``name`` is a plural noun for messages. ``hook`` names the optional hook that a backend needs to serve layers with
-    this cache, if there is any.
+    ``name`` is a plural noun for messages. ``hook`` is the optional hook that layers with this cache require, if any.
     """
 
     name: str

@@ -197,8 +197,8 @@ class MLAPool(RowPool):
         shared: bool = False,
         row_format: MLARowFormat | None = None,
     ) -> None:
-        """Allocate the pool. With ``shared``, all layers have the first one's memory, for a subclass that distinguishes
-        their rows by slot."""
+        """Allocate the pool. With ``shared``, layers share one memory, for a subclass that distinguishes rows by
+        slot."""
         formats = _mla_formats(layers, dtype, scales, row_format)
         super().__init__(formats, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, shared=shared)
 
@@ -216,8 +216,7 @@ class MLAPool(RowPool):
     ) -> MLAPool:
         """Make a pool over a host's tensors by layer id, without a copy; see ``MHAPool.over`` for ``layout``.
 
-        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. ``dim`` is the width of the row
-        format.
+        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. ``dim`` is the row format's width.
         """
         return cls._over_host(_mla_formats(layers, dtype, scales, row_format), tensors, layout, page_size, dtype)
 
