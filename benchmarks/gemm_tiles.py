@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from attnplug_engine.kernels import gemm_tiles
 from attnplug_engine.kernels.elementwise import rms_norm, silu_and_mul
-from attnplug_engine.kernels.gemm_tiles import TileConfig, choose_few
+from attnplug_engine.kernels.gemm_tiles import GemmConfig, choose_few
 from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
 LAYERS, HIDDEN, RANK = 16, 2048, 1536
@@ -40,15 +40,15 @@ SHAPES = {  # rows and columns of the matrix, and its blocks per program
     "head": (32000, 2048, 1),
 }
 WHOLE = [(1, 1), (1, 2), (2, 2), (2, 4), (4, 2), (4, 4), (4, 8), (8, 4), (8, 8), (16, 8)]  # rows and warps
-TRIED = {name: [TileConfig(rows, 2048, warps) for rows, warps in WHOLE] for name in SHAPES}
+TRIED = {name: [GemmConfig(rows, 2048, warps) for rows, warps in WHOLE] for name in SHAPES}
 TRIED["gate_up"] = [config for config in TRIED["gate_up"] if config.block_n <= 8]
-TRIED["down"] = [TileConfig(1, 8192, 4), TileConfig(1, 8192, 8), TileConfig(2, 8192, 8), TileConfig(4, 8192, 8)]
+TRIED["down"] = [GemmConfig(1, 8192, 4), GemmConfig(1, 8192, 8), GemmConfig(2, 8192, 8), GemmConfig(4, 8192, 8)]
 TRIED["down"] += [
-    TileConfig(2, 4096, 4),
-    TileConfig(4, 4096, 4),
-    TileConfig(4, 4096, 8),
-    TileConfig(8, 4096, 8),
-    TileConfig(4, 2048, 4),
+    GemmConfig(2, 4096, 4),
+    GemmConfig(4, 4096, 4),
+    GemmConfig(4, 4096, 8),
+    GemmConfig(8, 4096, 8),
+    GemmConfig(4, 2048, 4),
 ]
 LIBRARY = None
 TILES = [(16, 2048, 8), (16, 1024, 8), (16, 1024, 4), (16, 512, 4), (16, 512, 8), (32, 512, 8), (32, 256, 4)]
@@ -57,17 +57,17 @@ STREAMED += [(128, 64, 8, 6), (128, 128, 8, 3), (128, 128, 8, 4)]  # rows of the
 _SHARED = 220 << 10
 
 
-def candidates(rows: int) -> dict[str, list[TileConfig | None]]:
+def candidates(rows: int) -> dict[str, list[GemmConfig | None]]:
     if rows <= gemm_tiles.FEW:
         return {name: list(configs) for name, configs in TRIED.items()}
-    found: dict[str, list[TileConfig | None]] = {}
+    found: dict[str, list[GemmConfig | None]] = {}
     for name, (_, _, tiles) in SHAPES.items():
         found[name] = [LIBRARY]
         if rows <= gemm_tiles.MORE:
-            found[name] += [TileConfig(*config, tiles=True) for config in TILES]
+            found[name] += [GemmConfig(*config, tiles=True) for config in TILES]
         for lines, columns, warps, stages in STREAMED:
             if (lines + max(rows, 16)) * columns * stages * 2 <= _SHARED:
-                found[name].append(TileConfig(lines // tiles, columns, warps, tiles=True, stages=stages))
+                found[name].append(GemmConfig(lines // tiles, columns, warps, tiles=True, stages=stages))
     return found
 
 
@@ -77,7 +77,7 @@ def gains(width: int) -> torch.Tensor:
 
 
 def run(
-    name: str, x: torch.Tensor, weight: torch.Tensor, config: TileConfig | None, onto: torch.Tensor | None = None
+    name: str, x: torch.Tensor, weight: torch.Tensor, config: GemmConfig | None, onto: torch.Tensor | None = None
 ) -> torch.Tensor:
     norm = None if name in ("o", "down", "head") else (gains(x.shape[1]), 1e-6)
     if config is LIBRARY:
@@ -87,7 +87,7 @@ def run(
     return skinny_gemm(x, weight, config, norm=norm, gated=name == "gate_up", onto=onto)
 
 
-def compile_one(job: tuple[str, TileConfig | None, int]) -> None:
+def compile_one(job: tuple[str, GemmConfig | None, int]) -> None:
     """Compile one configuration into Triton's cache; runs in a process pool, since compiling takes most of the time."""
     name, config, rows = job
     outputs, inputs, _ = SHAPES[name]
@@ -119,7 +119,7 @@ class Chain:
         numbers = sum(weight.numel() for layer in self.weights for weight in layer.values()) + self.head.numel()
         return numbers * 2 / 4.2e6
 
-    def run(self, configs: dict[str, TileConfig | None]) -> torch.Tensor:
+    def run(self, configs: dict[str, GemmConfig | None]) -> torch.Tensor:
         hidden = self.x
         for weights in self.weights:
             low = run("qkv_a", hidden, weights["qkv_a"], configs["qkv_a"])
@@ -129,7 +129,7 @@ class Chain:
             hidden = run("down", gated, weights["down"], configs["down"], hidden)
         return run("head", hidden, self.head, configs["head"])
 
-    def timed_us(self, configs: dict[str, TileConfig | None], replays: int = 40) -> float:
+    def timed_us(self, configs: dict[str, GemmConfig | None], replays: int = 40) -> float:
         self.run(configs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -144,7 +144,7 @@ class Chain:
         return statistics.median(times) * 1e3
 
 
-def shown(config: TileConfig | None) -> str | list[int]:
+def shown(config: GemmConfig | None) -> str | list[int]:
     if config is LIBRARY:
         return "library"
     return [config.block_n, config.block_k, config.warps, config.stages]
@@ -165,7 +165,7 @@ def main() -> None:
     lock.acquire()
     chain = Chain(rows)
     gemm_tiles.FEW_ROW_CONFIGS = {}  # use the rule, not earlier measurements
-    ruled: dict[str, TileConfig | None] = dict.fromkeys(SHAPES)
+    ruled: dict[str, GemmConfig | None] = dict.fromkeys(SHAPES)
     if rows <= gemm_tiles.FEW:
         ruled = {name: choose_few(outputs // tiles, inputs, tiles) for name, (outputs, inputs, tiles) in SHAPES.items()}
     configs, tried = dict(ruled), []

@@ -50,6 +50,7 @@ from attnplug.registry.assembly import build_backend
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions
 from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
+from attnplug_sparse.selection import select_rows
 
 WHAT = "one sparse layer's decode step over rows in host memory, against rows on the device"
 PACKAGES = ("torch", "triton", "attnplug", "attnplug-triton-mla")
@@ -134,7 +135,7 @@ class Side:
                 self.attention.refill(self.batch)
             for chosen in inputs.choices:
                 if indexed:
-                    self.attention.select(inputs.index, LAYER, self.batch)
+                    select_rows(self.attention, inputs.index, LAYER, self.batch)
                 extras = ForwardExtras(selected=chosen)
                 self.backend.forward_decode(inputs.q, inputs.rows, None, LAYER, self.batch, extras=extras)
 

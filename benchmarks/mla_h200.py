@@ -66,8 +66,7 @@ from torch.nn.functional import pad
 
 from attnplug import ExtendPath, ForwardBatch
 from attnplug.contract.batch import BatchPlan
-from attnplug.host import ExtendPolicy, KVPools, ModelAttention
-from attnplug.mla.weights import MLAWeights
+from attnplug.host import ExtendPolicy, KVPools, MLAWeights, ModelAttention
 from attnplug_triton_mla.options import TritonMLAOptions
 
 WHAT = (

@@ -42,7 +42,7 @@ class Environment:
         return self.run("attnplug", *arguments, **variables)
 
     def backends(self, *flags: str, **variables: str) -> list[dict[str, Any]]:
-        """What ``attnplug backends --json`` lists; it must exit with 0 and print nothing but JSON."""
+        """Rows of ``attnplug backends --json``, which must exit with 0 and print nothing but JSON."""
         done = self.attnplug("backends", "--json", *flags, **variables)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""What the documentation shows works as it stands there."""
+"""Examples of the documentation, run as they are written."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_the_tours_python_runs(capsys, block, printed):
 
 @pytest.fixture(scope="module")
 def hosted() -> dict[str, Any]:
-    """What the code of the hosts' page made."""
+    """Names defined by the code of the hosts' page."""
     (block,) = blocks(HOSTING, "python")
     names: dict[str, Any] = {}
     exec(compile(block, "docs/hosting.md", "exec"), names)
@@ -249,7 +249,7 @@ CURRENT = [
 
 
 def spans(page: Path) -> list[str]:
-    """What a page has between backticks, apart from blocks."""
+    """Texts between backticks on a page, apart from blocks."""
     return CODE_SPAN.findall(FENCED.sub("", page.read_text()))
 
 
@@ -343,7 +343,7 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_long_output_is_in_docs():
-    """What a reader scrolls past does not belong on the project's first page."""
+    """Output that a reader scrolls past does not belong on the project's first page."""
     assert all(len(block.splitlines()) <= 15 for block in blocks(README, "console"))
 
 

@@ -118,7 +118,7 @@ def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles)
     ("model", "backend"), [("llama", "triton_mha"), ("deepseek_v3", "triton_mla")], ids=["MHA", "MLA"]
 )
 def test_a_replayed_prefill_neither_waits_nor_allocates(oracles, model, backend):
-    """What it returns is read at once: only its own inputs are sent, by a copy that nobody waits for."""
+    """Its result is read at once: only its own inputs are sent, by a copy that nothing waits for."""
     settings = {"max_batch": 4, "ignore_eos": True, "prefix_cache": False, "cuda_graph_prefill_sizes": (32, 96)}
     engine = Engine(oracles(model).folder, device="cuda", attention_backend=backend, **settings)
     texts = [[*range(1, 20)], [*range(20, 27)], [*range(30, 95)]]
@@ -176,7 +176,7 @@ def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracl
 
 
 def test_a_prefill_is_captured_only_where_the_host_takes_longer_than_the_gpu(tmp_path):
-    """Of a wide model long prefills keep the GPU busy for longer than the host needs to launch them."""
+    """Long prefills of a wide model keep the GPU busy for longer than the host needs to launch them."""
     wide = {**MODELS["llama"], "hidden_size": 8192, "intermediate_size": 24576, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps({**wide, "model_type": "llama", "dtype": "bfloat16"}))
     common = {"device": "cuda", "attention_backend": "triton_mha", "max_batch": 4, "random_weights": True}
@@ -240,7 +240,7 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
     [("llama", ("triton_mha", "flashattention")), ("deepseek_v3", ("triton_mla", "flashinfer_mla"))],
     ids=["MHA", "MLA"],
 )
-def test_backends_that_take_turns_replay_graphs_of_their_own(oracles, model, names, monkeypatch):
+def test_alternating_backends_replay_graphs_of_their_own(oracles, model, names, monkeypatch):
     """Another one at nearly every step, over one cache; each size is captured for both."""
     need_libraries({"role_backends": dict(enumerate(names))})
     share(monkeypatch, *names, longest=512)

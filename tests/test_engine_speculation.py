@@ -174,7 +174,7 @@ def _eagle3(folder: Path) -> str:
 
 
 def _llama_layer(config: dict[str, Any], name: str, inputs: int) -> dict[str, tuple[int, ...]]:
-    """Attention over so many states side by side; ``fc`` joins two."""
+    """Attention over ``n`` states side by side; ``fc`` joins two."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = (config["head_dim"] * config[f"num_{of}_heads"] for of in ("attention", "key_value"))
     return {

@@ -31,14 +31,14 @@ SERVING = [
 every_plugin = pytest.mark.parametrize("name", PLUGINS)
 
 
-def told(serving: object) -> str | None:
+def serving_id(serving: object) -> str | None:
     if not isinstance(serving, Serving):
         return None
     draft, unchunked = "-draft" * serving.skip_prefill, "-unchunked" * serving.disable_chunked_prefix_cache
     return f"{serving.disaggregation_mode}{draft}{unchunked}"
 
 
-every_serving = pytest.mark.parametrize("serving", SERVING, ids=told)
+every_serving = pytest.mark.parametrize("serving", SERVING, ids=serving_id)
 # Said once by torch on a CPU that has no bfloat16 instructions.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -68,13 +68,13 @@ class Stage:
 
 
 def path_of(batch: ForwardBatch) -> ExtendPath:
-    """How a planned batch with a prefix runs."""
+    """Path of a planned batch with a prefix."""
     paths = {0: ExtendPath.ABSORBED, 1: ExtendPath.ONE_SHOT}
     return paths.get(len(batch.geometry.calls), ExtendPath.CHUNKED)
 
 
 def answer(hook, batch: ForwardBatch, flag: bool) -> int | None:
-    """How many calls a hook plans; ``None`` for a refusal in words. Any other exception is a failure."""
+    """Number of calls that a hook plans; ``None`` for a refusal. Any other exception is a failure."""
     if hook is None:
         return 0
     try:
@@ -134,7 +134,7 @@ def test_it_plans_when_and_only_when_it_must(name, serving):
         # Who extends in latent space only, or not at all, has no path to choose.
         if number < 2 or (number in (4, 6) if not (plugin.as_mha and plugin.prefills) else not captured)
     ],
-    ids=told,
+    ids=serving_id,
 )
 def test_what_the_policy_chooses_runs_right(name, serving, captured):
     """C1, C2, A4: with a prefix, by the abilities that the backend claims in this way of serving."""

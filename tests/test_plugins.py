@@ -1,4 +1,4 @@
-"""What holds for every plugin of this repository: it is found, costs nothing to list, and fails before it is built."""
+"""Properties of every plugin of this repository: found, cheap to list, and refused before it is built."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIBRARY_CODES = {"requirement", "import"}
 
 
 def answer(code: str) -> Any:
-    """What a process of its own prints as JSON: here, the modules that it looks for may be imported already."""
+    """JSON printed by a separate process: in this one, the modules in question may be imported already."""
     program = f"import json, sys\nfrom importlib import import_module\nfolders, heavy = {FOLDERS!r}, {HEAVY!r}\n{code}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -44,7 +44,7 @@ def answer(code: str) -> Any:
 
 
 def own_codes(spec: BackendSpec, problem: Problem, role: Role | None) -> set[str]:
-    """What is refused, libraries aside: they are there or not."""
+    """Codes of refusals other than missing libraries."""
     return {reason.code for reason in spec.refusals(problem, role)} - LIBRARY_CODES
 
 
@@ -90,7 +90,7 @@ print(json.dumps(imported))
 
 @pytest.fixture(scope="module")
 def raised() -> dict[str, str | None]:
-    """What the import of each backend's factory raises where no library can be imported but torch."""
+    """Errors of importing each backend's factory where no library but torch can be imported."""
     code = """
 sys.modules.update(dict.fromkeys(set(heavy) - {"torch", "numpy"}))
 raised = {}

@@ -144,7 +144,7 @@ def crowd(wheels: Path, fresh_environment: Callable[..., Environment]) -> Enviro
 
 @pytest.fixture(scope="module")
 def listed(crowd: Environment) -> dict[str, dict[str, Any]]:
-    """What ``backends --all --json`` says in the crowd, by name."""
+    """Rows of ``backends --all --json`` in the crowd, by name."""
     rows = crowd.backends("--all")
     assert len({row["name"] for row in rows}) == len(rows)
     return {row["name"]: row for row in rows}

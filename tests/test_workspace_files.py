@@ -1,4 +1,4 @@
-"""What holds across the packages of the workspace."""
+"""Properties that hold across the packages of the workspace."""
 
 from __future__ import annotations
 

@@ -332,7 +332,7 @@ class TestShared:
             assert set(choose_importable(installed, BackendRequest(), PROBLEM, Turns()).failed) == {"b"}
 
     @pytest.mark.parametrize(
-        ("problem", "weaker", "told"),
+        ("problem", "weaker", "fragment"),
         [
             (replace(PROBLEM, device="cuda", wants_graphs=True), {"cuda_graph": GraphLevel.NEVER}, "level NEVER"),
             (replace(PROBLEM, speculative_tokens=4), {"needs_cpu_seq_lens": True}, "every round would wait"),
@@ -345,14 +345,14 @@ class TestShared:
         ids=["graphs", "lengths", "paths of an extend"],
     )
     def test_one_that_would_take_something_from_the_chosen_one_is_left_out_with_the_reason(
-        self, built: dict[str, list[BackendContext]], problem: Problem, weaker: dict[str, Any], told: str
+        self, built: dict[str, list[BackendContext]], problem: Problem, weaker: dict[str, Any], fragment: str
     ) -> None:
         can = Claims(cuda_graph=GraphLevel.UNIFORM, needs_cpu_seq_lens=False, mla_extend=frozenset(ExtendPath))
         declared = {name: getattr(can, name) for name in ("cuda_graph", "needs_cpu_seq_lens", "mla_extend")}
         chosen = self.choose(problem, "a", "b", "c", **declared)
         self.claims = {"a": can, "b": replace(can, **weaker), "c": can}
         whole = build_selection(chosen, CONTEXT)
-        assert isinstance(whole, FastestBackend) and list(whole.left_out) == ["b"] and told in whole.left_out["b"]
+        assert isinstance(whole, FastestBackend) and list(whole.left_out) == ["b"] and fragment in whole.left_out["b"]
         assert ("b" in whole.children) is ("needs_cpu_seq_lens" not in weaker), "it may have its other role"
         self.claims = {"a": replace(can, **weaker), "b": can, "c": can}
         assert build_selection(chosen, CONTEXT).left_out == {}, "the chosen one has nothing to lose"

@@ -27,7 +27,7 @@ def make(requests: int = 2, tokens: int | None = None, mode: ForwardMode = Forwa
 
 
 def reshape(batch: ForwardBatch, requests: int, tokens: int) -> None:
-    """What data-parallel padding does."""
+    """Change a batch's shape as data-parallel padding does."""
     other = make(requests, tokens, batch.forward_mode)
     batch.geometry, batch.input_ids = other.geometry, other.input_ids
 

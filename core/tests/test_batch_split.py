@@ -29,7 +29,7 @@ def uncaptured(**changes: object) -> ForwardBatch:
 
 
 def two_requests() -> Geometry:
-    """Of 3 new tokens each, after 2."""
+    """Two requests with 3 new tokens each behind 2 cached rows."""
     table = torch.arange(4, dtype=torch.int32).view(2, 2)
     return Geometry.of_lengths(ForwardMode.EXTEND, table, [3, 3], [5, 5], 4)
 
@@ -38,7 +38,7 @@ DIVIDED = {
     **dict.fromkeys(("mode", "page_size", "max_seq_len", "max_new", "captured", "step", "typical"), "shared"),
     **dict.fromkeys(("input_ids", "positions", "slots"), "token"),
     **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host", "tree", "table_rows"), "request"),
-    **dict.fromkeys(("plan", "plan_record", "choice", "_checked"), "reset"),
+    **dict.fromkeys(("plan", "plan_record", "passed_on", "_checked"), "reset"),
 }
 
 

@@ -227,7 +227,7 @@ class TestClaims:
         ids=["graphs", "paths", "extras", "lengths", "any page", "pages", "page in use"],
     )  # fmt: skip
     def test_claims_wider_than_the_spec_are_refused(self, registered, declared, claims, said):
-        """A9, D3: selection judged by the spec."""
+        """A9, D3: selection uses the spec."""
         capabilities = replace(EVERYTHING, **declared)
         assert said in refused(registered(backend(Claims(**claims)), capabilities=capabilities))
 

@@ -1,4 +1,4 @@
-"""What a spec and its capabilities must be: types, contradictions, and the claims that come of them."""
+"""Validation of specs and capabilities: types, contradictions, and the resulting claims."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_a_full_disk_under_json_is_one_message(tmp_path: Path, file: str, room: 
 
 
 @pytest.mark.parametrize("mode", ["w", "a"])
-def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path, mode: str) -> None:
+def test_a_line_truncated_by_a_full_disk_is_removed(tmp_path: Path, mode: str) -> None:
     """JSON lines are whole or not there, also where others were in the file before."""
     code = """
 import resource

@@ -114,7 +114,7 @@ def test_a_host_that_is_not_there(attnplug: Attnplug, bridge: Bridge) -> None:
 def test_an_unknown_host_is_answered_with_the_installed_ones(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     """D1: what could be installed is in the documentation, not in a list of names."""
     bridge()
-    with pytest.raises(UsageError, match=r"host 'ENGINE'; did you mean engine\?"):
+    with raises_naming(UsageError, "'ENGINE'", "engine?"):
         load_host("ENGINE")
     with raises_naming(UsageError, "engine", "hosts.md"):
         load_host("qqq")

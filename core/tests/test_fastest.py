@@ -254,7 +254,7 @@ class TestWhoRuns:
                 assert claims == children[who].claims
 
     def test_a_plan_for_another_batch_can_be_made_by_the_same_children(self) -> None:
-        """What was captured is compared with eager attention of the same backend, whatever the lengths are."""
+        """A captured batch is compared with eager attention of the same backend, whatever the lengths are."""
         model = ModelSpec("m", "test", (LINEAR, FULL), 64)
         outer = HybridLinearBackend(SplitBackend(Recorder("p"), self.both), Recorder("linear"), model)
         plan = outer.init_forward_metadata(batch([500]))
@@ -336,7 +336,7 @@ class TestTogether:
         assert all(len(child.calls) <= 1 for child in children.values())
         assert shared.get_cuda_graph_seq_len_fill_value() == (2 if level is GraphLevel.DECODE else 9)
 
-    def test_turns_say_who_plans_along_the_lengths_whatever_it_is_nested_in(self) -> None:
+    def test_length_ranges_name_the_planners_at_any_nesting(self) -> None:
         model = ModelSpec("m", "test", (LINEAR, FULL), 64)
         both = FastestBackend(
             {"a": Recorder("a"), "b": Recorder("b")}, {Role.PREFILL: "b", Role.DECODE: by_length("a", "b")}
@@ -350,7 +350,7 @@ class TestTogether:
         )
         assert length_ranges(nested, EXTEND, 1, 1) == (LengthRange(EVERY_LENGTH, ("p", "linear")),)
 
-    def test_turns_of_several_are_those_of_one(self) -> None:
+    def test_length_ranges_of_several_are_those_of_one(self) -> None:
         one, other = (LengthRange(4, ("a",)), LengthRange(9, ("b",))), (LengthRange(6, ("c",)), LengthRange(9, ("d",)))
         assert merge_length_ranges(one, other) == (
             LengthRange(4, ("a", "c")),
@@ -368,7 +368,7 @@ MHA = LayerSpec(0, AttentionKind.MHA, 4, 2, 16, 16, 0.3)
 
 
 @pytest.mark.parametrize("layer", [MHA, MLA], ids=["MHA", "MLA"])
-def test_steps_of_one_cache_by_turns_equal_float64(layer: LayerSpec) -> None:
+def test_alternating_steps_over_one_cache_equal_float64(layer: LayerSpec) -> None:
     """A9, B5: another backend extends and decodes at every step, each over the rows that the others wrote."""
     page_size, counts = 4, [(5, 2, 9), *[(1, 1, 1)] * 6, (3, 3, 3), *[(1, 1, 1)] * 5]
     sizes: dict[str, Any] = {"num_pages": 32, "page_size": page_size, "dtype": DType.FLOAT32, "device": "cpu"}

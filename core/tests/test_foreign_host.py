@@ -34,6 +34,7 @@ from attnplug.host import (
     KVPools,
     Limits,
     MLADims,
+    MLAWeights,
     ModelAttention,
     SelectionError,
     WorkspaceOwner,
@@ -41,7 +42,6 @@ from attnplug.host import (
     load_registry,
     select,
 )
-from attnplug.mla.weights import MLAWeights
 from attnplug_conformance.reference import Rules
 from attnplug_conformance.reference import attention as float64
 from attnplug_testing.errors import raises_naming
@@ -58,7 +58,7 @@ DECODE = ((9, 1), (3, 1), (16, 1), (-1, 1))
 
 @dataclass(frozen=True)
 class Cache:
-    """How a host lays a cache out: its tensors, their dimensions' names, and a way to row (page, offset)."""
+    """A host's cache layout: its tensors, their dimensions' names, and a function that returns row (page, offset)."""
 
     layout: str
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ VLLM_AND_SGLANG = {
 
 
 def host_rows(tensors: Any, cache: Cache, page: int, offset: int) -> tuple[Tensor, Tensor]:
-    """Where a token's keys and values lie, ``[heads, dim]`` each, by the host's own arithmetic."""
+    """Return a token's keys and values, ``[heads, dim]`` each, by the host's own arithmetic."""
     if cache.pair:
         return tensors[0][page * PAGE + offset], tensors[1][page * PAGE + offset]
     if cache.layout.startswith("kv"):
@@ -227,7 +227,7 @@ def test_mla_over_a_hosts_cache(layout, shape, lengths):
 
 
 def test_a_padded_request_has_length_0_and_is_neither_read_nor_written():
-    """What vLLM's graphs bring in decode: a row of q, no row of the cache, a slot of -1."""
+    """vLLM's decode graphs have such requests: a row of q, no row of the cache, a slot of -1."""
     host, cache = Host(DECODE), VLLM_AND_SGLANG["vllm [2, blocks], NHD"]
     tensors = cache.tensors()
     pool = MHAPool.over([GQA], {5: tensors}, cache.layout, page_size=PAGE, dtype=DType.FLOAT32)

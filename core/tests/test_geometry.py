@@ -70,7 +70,7 @@ def test_numbers_on_a_device_are_a_copy(device: str) -> None:
 
 
 class TestNewSlots:
-    """Where new rows go: said by the host, or found by the page table, with or without lengths on the host."""
+    """Slot mapping of new rows: given by the host, or from the page table, with or without lengths on the host."""
 
     @pytest.mark.parametrize("device", DEVICES)
     @settings(max_examples=40, deadline=None)
@@ -177,7 +177,7 @@ class TestLengths:
 
     @pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 3)])
     def test_padded_requests_at_the_end_have_no_exact_lengths(self, mode, new):
-        """What a host that pads its decode batches brings: the rest is as uniform as before."""
+        """A host that pads its decode batches makes such requests: the others are as uniform as before."""
         table, slots = torch.zeros(4, 3, dtype=torch.int32), torch.arange(4 * new)
         lens = torch.tensor([6, 4, 0, 0], dtype=torch.int32)
         made = Geometry(mode, table, lens, 4, rows=4 * new, max_seq_len=12, max_new=new, slots=slots, state_slots=lens)

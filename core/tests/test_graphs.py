@@ -1,4 +1,4 @@
-"""What every backend that captures refuses, and what it keeps of a captured shape (B2's ground)."""
+"""Refusals of captured batches, and plans kept per captured shape (B2)."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ from attnplug import (
     PlanError,
 )
 from attnplug.contract.plan import BackendId
-from attnplug.host import ExtendPolicy, HookError, KVPools, ModelAttention
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import ExtendPolicy, HookError, KVPools, ModelAttention, active_attention
 from attnplug.linear import LinearDims, LinearInputs, LinearStatePool
 from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_testing.batches import with_plan

@@ -154,7 +154,7 @@ class Host:
                         self.expected[layer_id, part, slot] = row
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """What the expectation does at a move: all is read before anything is written."""
+        """Move rows of the expectation: all are read before any is written."""
         old = dict(self.expected)
         for source, target in zip(sources, targets, strict=True):
             for layer_id in (3, 6):
@@ -315,7 +315,7 @@ def test_a_pool_over_memory_says_what_it_has() -> None:
     ],
 )
 def test_a_layout_of_the_host_has_a_name(name: str, keys: str) -> None:
-    """What a backend that reads only some layouts asks."""
+    """A backend that reads only some layouts compares this name."""
     pool = Host(MHA[name], DType.FLOAT32, "cpu").pool
     assert isinstance(pool, MHAPool)
     assert pool.layout(3)[0].name == keys
@@ -422,7 +422,7 @@ def test_overlap_is_found_exactly(offset: int) -> None:
 
 
 def test_an_overlap_of_a_part_of_an_element_is_found() -> None:
-    """Of memory that a host carves from bytes."""
+    """A host may carve its caches from bytes."""
     memory = bytearray(2 * 5 * 4 * 3 * 4)
     tensors = {
         layer_id: torch.frombuffer(memory, dtype=torch.float32, count=60, offset=offset).view(5, 4, 3)

@@ -80,7 +80,7 @@ def test_a_layout_has_a_name_by_where_its_places_lie(layout: PageLayout, name: s
 def test_a_tensor_tells_its_layout() -> None:
     pages = torch.zeros(3, 2, 4, 5).transpose(1, 2)
     assert PageLayout.of(pages) == PageLayout.named("head_major", 3, 4, 2, 5)
-    with pytest.raises(PoolError, match=r"\[3, 4\]: give \[pages, page_size, heads, dim\]"):
+    with raises_naming(PoolError, "[3, 4]", "[pages, page_size, heads, dim]"):
         PageLayout.of(torch.zeros(3, 4))
 
 

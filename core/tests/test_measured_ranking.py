@@ -1,4 +1,4 @@
-"""What ``auto`` takes by measured times, and what it says about it."""
+"""Choice of ``auto`` by measured times, and its explanation."""
 
 from __future__ import annotations
 

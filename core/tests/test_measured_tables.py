@@ -1,4 +1,4 @@
-"""Which measured tables hold on a machine: whose, of which versions, and what is said of the others."""
+"""Measured tables that apply to a machine, by origin and versions, and the faults reported for others."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ def test_an_unusable_file_is_reported_once_in_one_line(content: str, line: str) 
     """Preference decides then, as if it were not there."""
     table_path(BOARD).parent.mkdir(parents=True)
     table_path(BOARD).write_text(content)
-    with pytest.warns(TableWarning) as told:
+    with pytest.warns(TableWarning) as caught:
         assert decode(chosen()) == ["other"]
-    (warning,) = told
+    (warning,) = caught
     assert decode(chosen()) == ["other"]  # a second warning would be an error
     assert line in str(warning.message) and "\n" not in str(warning.message)
 

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from attnplug import BackendError, Claims, DType, ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError, RaggedCall
 from attnplug.contract.plan import BackendId
-from attnplug.host import ExtendPolicy, HookError, MLADims, ModelAttention
+from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention
 from attnplug.kernels import merge_partial
 from attnplug.mla.attention import MLAAttention
 from attnplug.mla.extend_plan import plan_extend
-from attnplug.mla.weights import MLAWeights
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.errors import raises_naming
@@ -42,7 +41,7 @@ class Model(UpProjected):
 
     @property
     def path(self) -> ExtendPath:
-        """How the last batch ran, by its calls: those over a prefix are not causal, and read rows of the cache."""
+        """Path of the last batch, by its calls: those over a prefix are not causal, and read rows of the cache."""
         calls = self.batch.geometry.calls
         if not calls:
             return ExtendPath.ABSORBED
@@ -54,7 +53,7 @@ def forced(path: ExtendPath, capacity: int = 1 << 17) -> ExtendPolicy:
 
 
 def plan_of(batch: ForwardBatch, mode: ForwardMode = ForwardMode.EXTEND, rows: int = 9) -> Plan:
-    """What a chunk hook returns."""
+    """Return the plan that a chunk hook makes."""
     return Plan(BackendId("chunks"), mode, rows, None)
 
 

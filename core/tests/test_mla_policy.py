@@ -1,4 +1,4 @@
-"""Which way an MLA extend runs (C1), and the merge of partial results (C4)."""
+"""Paths of an MLA extend (C1), and the merge of partial results (C4)."""
 
 from __future__ import annotations
 

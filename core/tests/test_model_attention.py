@@ -8,8 +8,7 @@ import warnings
 import pytest
 
 from attnplug import BackendError, DType, ForwardExtras, ForwardMode, GraphLevel, PlanError
-from attnplug.host import KVPools, ModelAttention
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import KVPools, ModelAttention, active_attention
 from attnplug.linear import LinearStatePool
 from attnplug_testing.errors import raises_naming
 from support.pools import linear_layer, mha_layer, mla_layer

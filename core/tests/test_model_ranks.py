@@ -42,7 +42,7 @@ def test_a_convolution_without_heads_is_divided_by_channels() -> None:
 @pytest.mark.parametrize("ranks", [3, 6])
 def test_ranks_that_cannot_share_the_kv_heads_are_refused(ranks: int) -> None:
     layer = LayerSpec(7, AttentionKind.MHA, 12, 4, 8, 8, 1.0)
-    with pytest.raises(UsageError, match=f"layer 7: 4 KV heads .* over {ranks} ranks.* divides 4 or is a multiple"):
+    with raises_naming(UsageError, "layer 7", "4 KV heads", f"{ranks} ranks", "multiple"):
         layer.for_rank(ranks)
 
 

@@ -1,4 +1,4 @@
-"""Typed options: what a class must be, how each type is read from text, and what a person is told of a mistake."""
+"""Typed options: validation of the class, parsing of each type, and messages about mistakes."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_options_that_cannot_be_set_are_not_listed() -> None:
 
 
 def test_a_default_is_listed_as_it_is_written() -> None:
-    """What the listing shows must be what a person can type."""
+    """A person can type what the listing shows."""
     assert "layout: one of nhd, hnd = nhd" in describe_options(Options).replace("'", "")
 
 

@@ -15,7 +15,7 @@ from attnplug.host import TINY_CONFIGS, ModelConfigError, Registry, load_model, 
 from attnplug.registry.loading import Broken
 from attnplug.registry.models import tiny_config
 from attnplug.tables import MeasuredShape, MeasuredTable
-from attnplug_testing.errors import raises_naming
+from attnplug_testing.errors import having, raises_naming
 from attnplug_testing.plugins import EMBEDDED, Install, also, bringing, module, spec
 
 KINDS, TABLES, MODELS = "attnplug_workspace_kinds", "attnplug_rankings", "attnplug_tiny_models"
@@ -210,7 +210,7 @@ def test_a_plugins_tiny_model_is_a_model(with_acme: Registry) -> None:
 
 
 def test_an_unknown_tiny_model_lists_those_of_plugins(with_acme: Registry) -> None:
-    with pytest.raises(ModelConfigError, match=r"did you mean tiny:acme\?.*known:.*tiny:acme.*tiny:llama"):
+    with pytest.raises(ModelConfigError, check=having("tiny:acme", "tiny:llama", source="tiny:acne")):
         load_model("tiny:acne", with_acme)
 
 

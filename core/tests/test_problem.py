@@ -1,4 +1,4 @@
-"""What a user asks for: numbers in range, the roles its layers need, and data types as people spell them."""
+"""Problems: numbers in range, the roles that layers need, and spellings of data types."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Model(UpProjected):
         return self.attention.row_places(self.layer, batch, batch.num_tokens if tokens is None else tokens, dtype)
 
     def attended(self) -> torch.Tensor:
-        """With rows where ``row_places`` says and without giving them, and queries that are absorbed."""
+        """Attend with absorbed queries and rows that are stored where ``row_places`` says."""
         batch = self.planned_batch
         self.attention.plan(batch)
         places = self.places()

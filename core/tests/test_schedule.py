@@ -1,4 +1,4 @@
-"""Which backend is the fastest for which batch."""
+"""Per-batch schedules: the fastest backend for each batch shape."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_length_ranges_agree_with_expected_times_everywhere(
 def test_the_best_over_all_lengths_has_the_smallest_mean_slowness(
     lengths: list[int], times: list[tuple[float, float, float]], longest: int
 ) -> None:
-    """Of equal and of ragged requests, up to the longest; or at the shortest that was measured."""
+    """Over uniform and ragged requests, up to the longest; or at the shortest measured length."""
     points = [BatchPoint(8, length, 1, ragged) for length in lengths for ragged in (False, True)]
     at = dict(zip(points, times, strict=False))
     schedule = BackendSchedule({name: {point: row[n] for point, row in at.items()} for n, name in enumerate("abc")})
@@ -141,7 +141,7 @@ def test_where_only_one_kind_was_measured_it_stands_for_both() -> None:
 
 @given(st.integers(0, 1 << 20), st.booleans())
 def test_typical_lengths_around_a_mean_are_distinguished(mean: int, ragged: bool) -> None:
-    """What is captured for one kind is planned as that kind."""
+    """A graph captured for one kind is planned as that kind."""
     assert is_ragged(*TypicalLens.around(mean, ragged=ragged)) is (ragged and mean > 0)
     assert not is_ragged(*TypicalLens.of([])) and TypicalLens.of([4, 8]) == (6, 8)
 

@@ -69,7 +69,7 @@ def test_explain_says_who_takes_short_prefills_in_graphs() -> None:
     anything = backend("anything", replace(PLAIN, devices={"cuda"}, cuda_graph=GraphLevel.ALWAYS))
     wants = Problem(LLAMA, "cuda", 90, wants_graphs=True, wants_prefill_graphs=True)
     asked = BackendRequest(roles={Role.PREFILL: "eager"})
-    for installed, request, problem, told in (
+    for installed, request, problem, printed in (
         (registry(EAGER, anything), BackendRequest(), wants, "DECODE, by eager (no more is declared)"),
         (registry(EAGER, anything), asked, wants, ""),
         (registry(EAGER, anything), BackendRequest(), replace(wants, wants_prefill_graphs=False), ""),
@@ -77,8 +77,8 @@ def test_explain_says_who_takes_short_prefills_in_graphs() -> None:
         (registry(anything), BackendRequest(), wants, ""),
     ):
         line = list(explanation(select(installed, request, problem)))[-1]
-        if told:
-            assert line == f"CUDA graphs: {told}; short prefills by anything"
+        if printed:
+            assert line == f"CUDA graphs: {printed}; short prefills by anything"
         else:
             assert line.startswith("CUDA graphs: ") and "short prefills" not in line
 
@@ -226,10 +226,10 @@ def test_backends_of_a_schedule_share_the_pages_of_the_chosen_one() -> None:
     """D3: those that cannot read them are left out, unless the host decided on pages that all can read."""
     paged = replace(PLAIN, page_sizes=PageSizes.of(128))
     installed = registry(backend("odd", paged), backend("even"), backend("fast", preference=100))
-    for size, wanted, told in ((None, ["fast", "even"], True), (128, ["fast", "even", "odd"], False)):
+    for size, wanted, printed in ((None, ["fast", "even"], True), (128, ["fast", "even", "odd"], False)):
         selection = select(installed, BackendRequest(), Problem(LLAMA, page_size=size), ranking=_Scheduled())
         assert [each.spec.name for each in selection.serving(Role.DECODE)] == wanted
-        assert ("; without odd, for pages of 64" in selection.choices[Role.DECODE].why()) is told
+        assert ("; without odd, for pages of 64" in selection.choices[Role.DECODE].why()) is printed
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_a_backend_of_a_schedule_takes_no_graphs_from_the_chosen_one(
     problem = Problem(LLAMA, "cuda", 90, speculative_tokens=tokens, wants_graphs=True)
     selection = select(installed, BackendRequest(verify=verify), problem, ranking=_Scheduled())
     assert [each.spec.name for each in selection.serving(Role.DECODE)] == wanted
-    told = "; without single, for CUDA graphs that verify drafts" in selection.choices[Role.DECODE].why()
-    assert told is ("single" not in wanted)
+    printed = "; without single, for CUDA graphs that verify drafts" in selection.choices[Role.DECODE].why()
+    assert printed is ("single" not in wanted)
 
 
 def test_graphs_are_those_of_all_that_share_a_role() -> None:

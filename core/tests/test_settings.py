@@ -18,7 +18,7 @@ def test_an_error_names_settings_by_their_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "fragment"),
     [
         ("`page_size` 0 is wrong", "block_size 0 is wrong"),
         ("raise `page_size` or `max_batch`", "raise block_size or max_batch"),
@@ -26,10 +26,10 @@ def test_an_error_names_settings_by_their_keys() -> None:
         ("`other` is nobody's", "`other` is nobody's (block_size)"),
     ],
 )
-def test_a_host_spells_the_settings_of_an_error(message: str, told: str) -> None:
+def test_a_host_spells_the_settings_of_an_error(message: str, fragment: str) -> None:
     """One that it cannot spell keeps its key where the message speaks of it, and is left out otherwise."""
     error = AttnplugError(message, settings=["page_size", "max_batch"])
-    assert error.format({"page_size": "block_size"}.get) == told
+    assert error.format({"page_size": "block_size"}.get) == fragment
 
 
 def test_every_role_has_a_setting() -> None:

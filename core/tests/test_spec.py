@@ -1,4 +1,4 @@
-"""What a spec refuses because of what it claims: every code, every reason at once, and never an exception."""
+"""Refusals of a spec by its claims: every code, every reason at once, and never an exception."""
 
 from __future__ import annotations
 
@@ -317,8 +317,8 @@ def test_layers_that_differ_are_described_by_the_difference() -> None:
     alike = claiming(kinds={"mla"}, roles={"decode"}, layers_alike=True, max_heads=16)
     windowed = replace(MLA, sliding_window=128, mla=replace(MLA.mla, qk_nope_head_dim=64))
     (refusal,) = alike.refusals(Problem(model(MLA, windowed)), Role.DECODE)
-    told = "one plan serves all layers, but they differ: sliding_window None, 128; qk_nope_head_dim 128, 64"
-    assert refusal.message == told
+    printed = "one plan serves all layers, but they differ: sliding_window None, 128; qk_nope_head_dim 128, 64"
+    assert refusal.message == printed
     with_others = Problem(model(MLA, GDN, replace(MHA, num_heads=32), MLA))
     assert {refusal.code for refusal in alike.refusals(with_others, Role.DECODE)} == {RefusalCode.KIND}
 

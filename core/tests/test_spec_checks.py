@@ -1,4 +1,4 @@
-"""What a spec refuses beyond its claims: a library that is missing, and whatever the plugin's own check does."""
+"""Refusals of a spec beyond its claims: missing libraries, and the plugin's own check, whatever it does."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_installed_version_that_is_none_is_a_refusal(monkeypatch: pytest.Monk
 
 
 def test_the_advice_keeps_the_extras() -> None:
-    """What it says to install must be what is asked for."""
+    """The command installs the requirement as declared."""
     refusal = requirement_refusal("no-such-one[cu13]>=2")
     assert refusal is not None
     assert refusal.advice == "pip install 'no-such-one[cu13]>=2'"
@@ -148,7 +148,7 @@ def test_a_factory_that_another_thread_imports_right_now_is_no_refusal(
 
 
 def test_a_finder_that_fails_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be told before it is tried is not refused."""
+    """A module that only an import can find is not refused."""
 
     class Finder:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:

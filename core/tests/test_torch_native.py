@@ -107,7 +107,7 @@ def test_skewed_decode_batch_falls_into_groups(device):
 
 
 def test_decode_on_the_cpu_reads_few_rows_at_a_time(monkeypatch):
-    """What a group copies stays in a core's cache; the groups cover the batch in its own order."""
+    """A group's copies fit into a core's cache; the groups cover the batch in its own order."""
     from attnplug.torch_native import planner
 
     monkeypatch.setattr(planner, "_CACHED_READ", 1000)

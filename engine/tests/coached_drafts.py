@@ -1,4 +1,4 @@
-"""Drafts that are told what the target will choose, so that much of what they propose is accepted, and what they saw.
+"""Drafts that know the target's choices, so that most proposals are accepted, with a record of their inputs.
 
 Random drafts are accepted almost never. A coached one computes its logits as ever. They are recorded, and then the
 token is proposed that an engine without speculation gave for the same place, or at some places a wrong one.
@@ -24,7 +24,7 @@ FIRST_SEED = 100
 
 @dataclass
 class Choice:
-    """What one step of a draft chose for one request, after the target's row at ``position``."""
+    """Token that one step of a draft chose for one request, behind the target's row at ``position``."""
 
     position: int
     token: int

@@ -27,7 +27,7 @@ def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, o
     return ahead.compiled(kernel, sm, kinds, constants, options, ("x_row", "onto_row", "shared_row"))
 
 
-def tiled(sm: int, spread: experts.Tile, gather: experts.Tile, gated: bool, dtype: str = "bf16"):
+def tiled(sm: int, spread: experts.ExpertTile, gather: experts.ExpertTile, gated: bool, dtype: str = "bf16"):
     early = {"EARLY": sm >= 90}
     adds = {"SHARED": True, "ONTO": True}
     for tile, names in ((spread, ("_up_projection", "_up_one")), (gather, ("_down_projection", "_down_one"))):

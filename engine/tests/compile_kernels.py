@@ -6,7 +6,7 @@ from typing import Any
 
 from attnplug.kv.triton_rows import _write_pairs
 from attnplug_engine.kernels.elementwise import _rms_norm, _silu_and_mul
-from attnplug_engine.kernels.gemm_tiles import STREAMED, STREAMED_GATED, TileConfig
+from attnplug_engine.kernels.gemm_tiles import STREAMED, STREAMED_GATED, GemmConfig
 from attnplug_engine.kernels.heads import _by_head
 from attnplug_engine.kernels.latent import _absorb, _latent_rows
 from attnplug_engine.kernels.rotary import _angles, _rotate_heads
@@ -39,7 +39,7 @@ def product(rows: int, inputs: int, block_n: int, block_k: int, *, gated: bool, 
     return {**shape, "BFLOAT16": True, "GATED": gated, "NORM": norm, "BIAS": False, "ONTO": onto}
 
 
-def streamed(cut: TileConfig, rows: int, *, gated: bool) -> dict:
+def streamed(cut: GemmConfig, rows: int, *, gated: bool) -> dict:
     shape = {"K": 2048, "ROWS": rows, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "STAGES": cut.stages}
     return {**shape, "GATED": gated, "BIAS": False, "ONTO": not gated}
 

@@ -1,4 +1,4 @@
-"""What begins and ends a captured step, compiled for a GPU that need not be there."""
+"""First and last kernels of a captured step, compiled for a GPU that may be absent."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ END = {"SLOTS": SLOTS, "BLOCK": 256, "EARLY": True}
 
 
 def facts() -> Iterator[dict[str, object]]:
-    """How many of the loads of each go past the caches, to the host's memory."""
+    """Number of each kernel's loads that bypass the caches and read host memory."""
     for kernel, constants, options in ((step_io._begin, BEGIN, {}), (step_io._end, END, {"launch_pdl": True})):
         ptx = compiled(kernel, 90, TYPES, constants, {"num_warps": 4, **options}).asm["ptx"]
         yield {"kernel": kernel.__name__, "uncached": ptx.count("ld.global.cv"), "waits": "griddepcontrol.wait" in ptx}

@@ -1,4 +1,4 @@
-"""What the engine's tests of models share: transformers as the oracle, and a stage on which a model runs by hand."""
+"""Fixtures of the engine's model tests: transformers as the oracle, and a stage that runs a model by hand."""
 
 from __future__ import annotations
 

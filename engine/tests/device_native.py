@@ -19,7 +19,7 @@ from attnplug.torch_native.backend import TorchNativeBackend
 
 
 class Read:
-    """What a planner read on the device."""
+    """Record of a planner's reads on the device."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = replace(geometry, page_table=geometry.page_table.clone(), seq_lens=geometry.seq_lens.clone())

@@ -44,7 +44,7 @@ SPARSE = "torch_sparse"
 
 
 class Refilled:
-    """What a replay's plan is made of."""
+    """Tensors of a replay's plan."""
 
     groups = ()
     rows = 0

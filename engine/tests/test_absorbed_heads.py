@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug.mla.weights import MLAWeights
+from attnplug.host import MLAWeights
 from attnplug_engine.models.latent_attention import multiply_few
 from attnplug_testing.devices import DEVICES, INTERPRETED
 

@@ -246,7 +246,7 @@ def test_a_template_of_an_older_processor(folder):
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "fragment"),
     [
         ("ok\n{% for %}", "wrong in line 2"),
         ("{{ " + "(" * 3000, "cannot be compiled"),
@@ -266,15 +266,15 @@ def test_a_template_of_an_older_processor(folder):
     ],
     ids=lambda value: value[:30],
 )
-def test_a_template_that_fails_gives_one_message(folder, template, told):
+def test_a_template_that_fails_gives_one_message(folder, template, fragment):
     (folder / "tokenizer_config.json").write_text(json.dumps({**CONFIG, "chat_template": template}))
     message = refusal(folder)
-    assert told in message
+    assert fragment in message
     assert "tokenizer_config.json" in message
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "fragment"),
     [
         ({}, "has no chat template"),
         ({"chat_template": 3}, "it must be a text"),
@@ -284,10 +284,10 @@ def test_a_template_that_fails_gives_one_message(folder, template, told):
         ('{"a": ' + "9" * 5000 + "}", "not JSON that can be read"),
     ],
 )
-def test_a_config_without_a_usable_template(folder, content, told):
+def test_a_config_without_a_usable_template(folder, content, fragment):
     text = content if isinstance(content, str) else json.dumps(content)
     (folder / "tokenizer_config.json").write_text(text)
-    assert told in refusal(folder)
+    assert fragment in refusal(folder)
 
 
 def test_a_built_in_model_has_no_template():

@@ -42,8 +42,8 @@ def test_one_prompt_streams_text_and_ends_with_figures(attnplug: Attnplug):
     outcome = attnplug("run", "--model", "tiny:llama", "--prompt", "hello", "--max-tokens", "8", "--device", "cpu")
     assert outcome.code == 0, outcome.err
     assert outcome.out.strip("\n")
-    for told in ("prefill: torch_native", "decode: torch_native", "tokens/s", "prefix cache:"):
-        assert told in outcome.err
+    for printed in ("prefill: torch_native", "decode: torch_native", "tokens/s", "prefix cache:"):
+        assert printed in outcome.err
 
 
 def test_json_gives_one_line_a_prompt_as_they_finish_and_nothing_else(attnplug: Attnplug, prompts):
@@ -119,16 +119,16 @@ class TestAnswers:
 
     @pytest.mark.parametrize("json", [True, False])
     @pytest.mark.parametrize(
-        ("error", "code", "told"),
+        ("error", "code", "fragment"),
         [
             (KeyboardInterrupt(), 130, "interrupted: 2 of 3 prompts were finished"),
             (AttnplugError("the device is gone"), 1, "stopped: 2 of 3 prompts were finished"),
         ],
     )
-    def test_what_is_finished_is_written(self, attnplug: Attnplug, uneven, end_with, json, error, code, told):
+    def test_what_is_finished_is_written(self, attnplug: Attnplug, uneven, end_with, json, error, code, fragment):
         end_with(error)
         outcome = attnplug(*RUN, "--prompts", uneven, *(["--json"] if json else []))
-        assert outcome.code == code and told in outcome.err and str(error) in outcome.err
+        assert outcome.code == code and fragment in outcome.err and str(error) in outcome.err
         indices = [int(line.split('"index": ' if json else "[")[1][0]) for line in outcome.out.splitlines()]
         assert indices == [1, 2]
 
@@ -156,10 +156,10 @@ class TestAnswers:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
             first = started.stdout.readline()
             started.send_signal(signal.SIGINT)
-            rest, told = started.communicate()
+            rest, printed = started.communicate()
         lines = [json.loads(line) for line in (first + rest).splitlines()]
-        assert started.returncode == 130 and "Traceback" not in told
-        assert f"interrupted: {len(lines)} of 400 prompts were finished" in told
+        assert started.returncode == 130 and "Traceback" not in printed
+        assert f"interrupted: {len(lines)} of 400 prompts were finished" in printed
         assert 0 < len(lines) < 400 and len({line["index"] for line in lines}) == len(lines)
 
     @pytest.mark.usefixtures("interruptible")
@@ -259,16 +259,16 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "told"), BAD_LINES, ids=[str(told) for _, told in BAD_LINES])
-def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, line, told):
+@pytest.mark.parametrize(("line", "fragment"), BAD_LINES, ids=[str(fragment) for _, fragment in BAD_LINES])
+def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, line, fragment):
     path = prompts({"prompt": "fine"}, line)
     outcome = attnplug("run", "--model", "tiny:llama", "--prompts", path, "--device", "cpu")
     assert outcome.code == 2
-    assert f"{path}:2" in outcome.err and told in outcome.err and "Traceback" not in outcome.err
+    assert f"{path}:2" in outcome.err and fragment in outcome.err and "Traceback" not in outcome.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "fragment"),
     [
         (["--model", "tiny:llama", "--prompt", ""], 2, "empty prompt"),
         (["--model", "nowhere", "--prompt", "x"], 2, "nowhere"),
@@ -287,10 +287,10 @@ def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, lin
         (["--model", "tiny:llama", "--prompt", "x" * 50, "--num-pages", "1", "--page-size", "4"], 1, "pages"),
     ],
 )
-def test_an_invalid_command_gives_one_message(attnplug: Attnplug, arguments, code, told):
+def test_an_invalid_command_gives_one_message(attnplug: Attnplug, arguments, code, fragment):
     outcome = attnplug("run", *arguments, "--device", "cpu")
     assert outcome.code == code, outcome.err
-    assert told in outcome.err and "Traceback" not in outcome.err
+    assert fragment in outcome.err and "Traceback" not in outcome.err
 
 
 def test_a_command_line_is_read_without_torch(prompts):

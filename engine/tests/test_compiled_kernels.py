@@ -17,7 +17,7 @@ WITH_WEIGHTS = {"product", "absorb", "by_head", "rms_norm", "angles"}
 
 @pytest.fixture(scope="module")
 def facts() -> Facts:
-    """What ``compile_all.py`` says of the kernels, by what they are for."""
+    """Facts about the compiled kernels from ``compile_all.py``, by purpose."""
     pytest.importorskip("triton")
     return compiled_by(Path(__file__).with_name("compile_all.py"))
 

@@ -1,4 +1,4 @@
-"""What a calling process sets as torch's default type changes nothing here."""
+"""A calling process may set torch's default dtype; nothing here depends on it."""
 
 from __future__ import annotations
 

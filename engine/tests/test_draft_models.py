@@ -26,7 +26,7 @@ from attnplug_testing.draft_checkpoints import (
     shapes_of_grouped_attention,
     shapes_of_llama_mlp,
 )
-from attnplug_testing.errors import having
+from attnplug_testing.errors import having, raises_naming
 
 DECODED = 8
 DRAFTED = 40
@@ -126,7 +126,7 @@ def shapes_of_eagle3(name="midlayer", *, embedding=False):
 
 
 def eagle3_tensors(name="midlayer", *, embedding=False):
-    """With maps between the vocabularies: the draft has every third token."""
+    """Tensors with maps between the vocabularies: the draft has every third token."""
     offsets = 2 * torch.arange(DRAFTED)
     known = torch.zeros(VOCAB, dtype=torch.bool)
     known[3 * torch.arange(DRAFTED)] = True
@@ -319,7 +319,7 @@ def test_a_draft_model_that_does_not_exist(tmp_path):
 @pytest.mark.parametrize("algorithm", ["standalone", "eagle", "eagle3"])
 def test_vocabularies_that_differ(algorithm, tmp_path):
     save(tmp_path, {**EAGLE, "vocab_size": 131}, {})
-    with pytest.raises(DraftError, match="has a vocabulary of 131, and the target 'tiny:qwen3' one of 128; they must"):
+    with raises_naming(DraftError, 131, "tiny:qwen3", 128):
         loaded(algorithm, tmp_path, random_weights=True)
 
 

@@ -77,7 +77,7 @@ def test_only_as_many_layers_are_read_as_there_are_steps(tmp_path):
 
 
 def test_the_embedding_and_the_head_are_the_targets_memory(tmp_path):
-    """Whether they are not stored, or are stored once more with the same numbers."""
+    """They may be absent from the checkpoint, or stored again with the same numbers."""
     folder, tensors = saved_deepseek(tmp_path)
     for extra in ({}, {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}):
         more = {f"model.layers.3.{name}.weight": tensors[stored].clone() for name, stored in extra.items()}

@@ -1,4 +1,4 @@
-"""What a draft proposes with the sampler's noise: the target's choices, where the draft is like the target."""
+"""Proposals of a draft with the sampler's noise: the target's choices if the draft equals the target."""
 
 from __future__ import annotations
 

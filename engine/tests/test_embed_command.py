@@ -97,7 +97,7 @@ def test_a_closed_standard_input_is_an_error(attnplug: Attnplug, monkeypatch):
 
 
 def test_a_command_line_is_read_without_torch(prompts):
-    """A mistake in it is told at once, and so are heads that ranks cannot divide."""
+    """A mistake in it is reported at once, and so are heads that ranks cannot divide."""
     code = """
 import sys
 from attnplug.cli.main import main

@@ -46,7 +46,7 @@ def test_token_ids_may_be_any_whole_numbers_and_bytes_are_none(engine):
 
 
 def test_a_special_token_as_a_stop_text_ends_a_request(folder, tmp_path):
-    """Texts are told without special tokens, so that no text ever holds one."""
+    """Texts leave out special tokens."""
     (free,) = Engine(folder, device="cpu").generate([[5, 6]], max_tokens=8)
     last = free.token_ids[3]
     copy = shutil.copytree(folder, tmp_path / "model")
@@ -109,7 +109,7 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(engine):
 
 
 def test_prompts_in_one_piece_are_not_cut_beside_requests_that_decode():
-    """A6: what backends are told by ``chunked_prefill_size=-1`` is so."""
+    """A6: ``chunked_prefill_size=-1`` holds for every prompt."""
     whole = Engine("tiny:llama", device="cpu", page_size=4, max_batch=3, context_length=32, chunked_prefill_size=-1)
     decoding = [whole.add(text, SamplingParams(max_tokens=9)) for text in ("hi", "ho")]
     whole.step()
@@ -153,10 +153,10 @@ def test_a_tokenizer_of_another_model_is_refused_before_anything_runs(folder):
 
 
 def test_reading_a_checkpoint_reports_its_progress(folder):
-    told: list[tuple[int, int]] = []
-    Engine(folder, device="cpu", progress=lambda done, total: told.append((done, total)))
-    total = told[0][1]
-    assert [done for done, _ in told] == list(range(1, total + 1)) and {of for _, of in told} == {total}
+    events: list[tuple[int, int]] = []
+    Engine(folder, device="cpu", progress=lambda done, total: events.append((done, total)))
+    total = events[0][1]
+    assert [done for done, _ in events] == list(range(1, total + 1)) and {of for _, of in events} == {total}
 
 
 def test_usage_counts_the_tokens_of_each_prompt():
@@ -181,7 +181,7 @@ class TestStopTexts:
         assert (stopped.text, stopped.finish_reason) == (free.text[:-3], "stop")
 
     def test_one_that_is_complete_with_the_last_token_ends_its_request_once(self, engine):
-        """Who follows several would take a second end for another's."""
+        """A caller that follows several requests would take a second end for another request's."""
         (free,) = engine.generate(["hello"], max_tokens=4)
         params = [SamplingParams(4, stop=(free.text[-3:],)), SamplingParams(9)]
         assert [len(found.token_ids) for found in engine.generate(["hello", "another"], params)] == [4, 9]
@@ -226,11 +226,11 @@ def test_logprobs_are_those_of_the_model(make_oracle):
     assert silent.logprobs is None and len(asking.logprobs) == 6
     logits = oracle.logits(prompt + asking.token_ids)[len(prompt) - 1 : -1].double()
     expected = torch.log_softmax(logits, dim=-1)
-    for place, (token, told) in enumerate(zip(asking.token_ids, asking.logprobs, strict=True)):
-        assert told.token_id == token and told.logprob == pytest.approx(float(expected[place, token]), abs=1e-4)
+    for place, (token, printed) in enumerate(zip(asking.token_ids, asking.logprobs, strict=True)):
+        assert printed.token_id == token and printed.logprob == pytest.approx(float(expected[place, token]), abs=1e-4)
         best = expected[place].topk(4)
-        assert [likely.token_id for likely in told.top] == best.indices.tolist()
-        assert [likely.logprob for likely in told.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [likely.token_id for likely in printed.top] == best.indices.tolist()
+        assert [likely.logprob for likely in printed.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])

@@ -31,7 +31,7 @@ def kernels(name: str) -> ModuleType:
 
 @dataclass
 class Layer:
-    """Random experts and tokens; sizes that no tile divides unless told."""
+    """Random experts and tokens; by default, sizes that no tile divides."""
 
     gated: bool = True
     experts: int = 5
@@ -71,7 +71,7 @@ class Layer:
 
     def fused_experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, chosen_tiles=None, **options) -> Tensor:
         experts = kernels("experts")
-        chosen_tiles = chosen_tiles and tuple(experts.Tile(*one) for one in chosen_tiles)
+        chosen_tiles = chosen_tiles and tuple(experts.ExpertTile(*one) for one in chosen_tiles)
         return experts.fused_experts(
             x, topk_ids, topk_weights, self.gate_up, self.down, gated=self.gated, chosen_tiles=chosen_tiles, **options
         )

@@ -1,4 +1,4 @@
-"""Engines on several backends that take turns: another one plans at every step, over one cache."""
+"""Engines on several backends that alternate: another one plans at every step, over one cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from attnplug_engine.request import Request
 from attnplug_engine.scheduling.step import StepEntry
 from attnplug_testing.command import Attnplug, Package
 from attnplug_testing.errors import having
-from attnplug_testing.sharing import LONGEST, TOYS, share, shared, taking_turns, tune
+from attnplug_testing.sharing import LONGEST, TOYS, alternating, share, shared, tune
 
 PROMPTS = [[5, 9, 2, 77, 31, 4, 8], [1], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]]
 
@@ -36,7 +36,7 @@ class TestThirdParties:
     """Backends of a plugin that knows nothing of schedules, beside the embedded one."""
 
     @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
-    def test_steps_by_turns_give_the_tokens_of_transformers(
+    def test_alternating_steps_give_the_tokens_of_transformers(
         self, model_type, make_oracle, package: Package, monkeypatch
     ):
         """A9, B5: the tokens change by nothing but the arithmetic of the backends, one of which runs in float64."""
@@ -69,12 +69,12 @@ class TestThirdParties:
     def test_the_command_names_the_backends_left_out(self, attnplug: Attnplug, package: Package, monkeypatch):
         package("toys", TOYS)
         share(monkeypatch, NAME, "double")
-        told = attnplug("run", "--model", DEEPSEEK, "--device", "cpu", "--prompt", "hello", "--max-tokens", "3").err
-        told = " ".join(told.split())  # it is wrapped
-        assert "without double: it cannot extend MLA by chunked or one_shot, so it does not share prefill" in told
+        printed = attnplug("run", "--model", DEEPSEEK, "--device", "cpu", "--prompt", "hello", "--max-tokens", "3").err
+        printed = " ".join(printed.split())  # it is wrapped
+        assert "without double: it cannot extend MLA by chunked or one_shot, so it does not share prefill" in printed
 
     def test_tables_are_read_once_while_an_engine_starts(self, package: Package, tmp_path, monkeypatch):
-        """With a draft's model and its backend, too. What is built is what was found to serve."""
+        """The same holds for a draft's model and its backend. The backends built are those selected."""
         monkeypatch.setenv("ATTNPLUG_CACHE_DIR", str(tmp_path / "cache"))
         package("toys", TOYS)
         tune(LLAMA, "double", "other")
@@ -98,13 +98,13 @@ class TestThirdParties:
 
 @pytest.fixture
 def refilled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every engine runs on two backends that take turns and can be "captured" here."""
+    """Every engine runs on two alternating backends that can be "captured" here."""
 
     def build(selection: Selection, context: HostContext) -> AttentionBackend:
         role = Role.DRAFT if selection.problem.is_draft else Role.DECODE
         can, roles = selection.chosen(role).spec.capabilities, frozenset({role, Role.PREFILL})
         children = {name: RefilledNative(context.for_backend(name, can, roles=roles)) for name in ("odd", "even")}
-        return FastestBackend(children, {role: taking_turns("even", "odd")})
+        return FastestBackend(children, {role: alternating("even", "odd")})
 
     for module in ("execution.runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)
@@ -119,7 +119,7 @@ class TestCaptured:
         makers = [step.batch.plan.attention.planner_names() for step in found]
         assert makers == [["odd"], ["even"], ["even"], ["odd"]]
 
-    def test_replayed_steps_by_turns_give_the_tokens_of_eager_ones(self, refilled):
+    def test_alternating_replayed_steps_give_the_tokens_of_eager_ones(self, refilled):
         """B2: the step that is replayed is planned by the backend that is the fastest for its requests' lengths."""
         each = [SamplingParams(12), SamplingParams(9), SamplingParams(5)]
         expected = [done.token_ids for done in engine().generate(PROMPTS, each)]
@@ -148,7 +148,7 @@ class TestCaptured:
             assert [done.token_ids for done in one.generate(prompts, max_tokens=steps + 1)] == expected
         assert one.statistics.backend_usage.by_backend()["decode"] == {"apart": 6, "alike": 4}
 
-    def test_replayed_rounds_by_turns_give_the_tokens_of_plain_steps(self, refilled):
+    def test_alternating_replayed_rounds_give_the_tokens_of_plain_steps(self, refilled):
         """B2: verify and the draft's own batches, each by the backend that is the fastest for it."""
         for draft in (NGRAM | shaped(2), {"speculative_algorithm": "standalone", "speculative_draft_model": LLAMA}):
             expected = [done.token_ids for done in engine().generate(PROMPTS, max_tokens=12)]
@@ -175,7 +175,7 @@ class TestCaptured:
                     name: each(context.for_backend(name, can, roles=roles))
                     for name, each in (("odd", RefilledNative), ("even", kind))
                 }
-                return FastestBackend(children, {Role.DECODE: taking_turns("even", "odd")})
+                return FastestBackend(children, {Role.DECODE: alternating("even", "odd")})
 
             monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build)
 
@@ -187,12 +187,12 @@ class TestCaptured:
 
     def test_the_report_says_which_sizes_were_captured_for_whom(self):
         report = GraphReport(GraphLevel.UNIFORM, (), (1, 4), 3 << 20, backends={("a",): (1, 4), ("b", "fla"): (4,)})
-        told = "decode with 1, 4 requests, 3 MiB (level UNIFORM); 3 graphs: a with 1, 4; b and fla with 4"
-        assert str(report) == told
+        printed = "decode with 1, 4 requests, 3 MiB (level UNIFORM); 3 graphs: a with 1, 4; b and fla with 4"
+        assert str(report) == printed
 
 
 def entries(*lengths: int) -> list[StepEntry]:
-    """Of requests that decode, with so many cache rows, the new one included."""
+    """Entries of decoding requests with these numbers of cache rows, the new one included."""
     return [StepEntry(Request(0, (1,), SamplingParams(4)), length - 1, (7,), True) for length in lengths]
 
 
@@ -234,7 +234,7 @@ class TestByLength:
     def test_ranges_beyond_the_context_are_not_captured(self):
         assert [len(self.captured(context)[1]) for context in (4, 5, 30, 31)] == [1, 2, 2, 3]
 
-    def test_where_one_serves_all_lengths_it_is_told_none(self):
+    def test_one_backend_for_all_lengths_gets_no_typical_lengths(self):
         assert self.captured(4)[1] == [None]
 
     def test_the_mean_length_decides(self):
@@ -253,7 +253,7 @@ class TestRanks:
         package("toys", TOYS)
         alike, other = self.selection("double", "other"), self.selection("double", "other")
         choice = other.choices[Role.DECODE]
-        times = {**taking_turns("double", "other").times, "double": {(1, 5, 1): 3.0}}
+        times = {**alternating("double", "other").times, "double": {(1, 5, 1): 3.0}}
         other.choices[Role.DECODE] = replace(choice, schedule=type(choice.schedule)(times))
         cpu = torch.device("cpu")
         in_ranks(2, lambda parallel: check_same_choice(alike, parallel, cpu))

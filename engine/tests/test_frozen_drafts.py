@@ -72,7 +72,7 @@ def drafting(model: str, folder, **settings: Any) -> Engine:
 
 @cache
 def longer(model: str) -> list[list[int]]:
-    """What the target gives without a draft, greedy, and past the end of what is asked for in the tests."""
+    """The target's greedy tokens without a draft, more than the tests request."""
     return tokens(engine(model), PROMPTS, params(PROMPTS, 24 + STEPS + 1))
 
 
@@ -97,7 +97,7 @@ def plain(model: str) -> list[list[int]]:
     ids=str,
 )
 def test_tokens_are_those_of_an_engine_without_a_draft(model, settings, assistants, monkeypatch):
-    """By a random assistant, and by one that is told what will be accepted."""
+    """By a random assistant, and by one that knows the accepted tokens."""
     folder, _ = assistants(model)
     assert tokens(drafting(model, folder, **settings), PROMPTS, params(PROMPTS, 24)) == plain(model)
     Coach(monkeypatch, PROMPTS, longer(model))

@@ -133,7 +133,7 @@ def test_same_tokens_when_a_tiny_pool_forces_preemption(oracles, name, prefix_ca
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_page_with_another_holder_is_copied_before_the_next_token_is_written(oracles, name):
-    """What others hold stays as it is, and the request reads its own earlier rows from the copy."""
+    """Pages of other holders stay unchanged, and the request reads its own earlier rows from the copy."""
     oracle = oracles(name)
     engine = Engine(oracle.folder, EngineOptions(device="cpu", page_size=16, prefix_cache=False, ignore_eos=True))
     requests = [engine.add(prompt, SamplingParams(max_tokens=NEW_TOKENS)) for prompt in prompts()]

@@ -32,7 +32,7 @@ def prompts() -> list[list[int]]:
 
 
 def make(model: str = SPARSE[1], *, hot: int | None = TOPK + 1, **settings: Any) -> Engine:
-    """An engine with hot buffers of so many rows; ``None``: without HiSparse. All its memory is NaN."""
+    """An engine with hot buffers of ``hot`` rows; ``None``: without HiSparse. All its memory is NaN."""
     options = {"page_size": 4, "chunked_prefill_size": 40, "max_batch": 3, "context_length": 64, "ignore_eos": True}
     if hot is not None:
         options |= {"enable_hisparse": True, "hisparse_config": {"device_buffer_size": hot}}
@@ -75,7 +75,7 @@ def expected() -> Callable[[str], list[list[int]]]:
 
 @pytest.mark.parametrize(("model", "hot"), [(SPARSE[0], 2 * TOPK), (SPARSE[1], TOPK)])
 def test_tokens_are_those_without_it(model, hot, expected):
-    """With prefix hits, and prefills in chunks beside requests that decode."""
+    """Includes prefix hits, and chunked prefills beside decoding requests."""
     engine = make(model, hot=hot)
     assert tokens(engine) == expected(model)
     assert engine.cache_statistics.hits
@@ -151,13 +151,13 @@ def test_kernels_serve_the_engines_batches(expected, monkeypatch):
 
 
 def differences(found: list[list[int]], wanted: list[list[int]]) -> str:
-    """Of which prompts tokens differ, and from which place on."""
-    told = []
+    """Prompts whose tokens differ, and the first place where they do."""
+    events = []
     for number, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         if mine != theirs:
             alike = [a == b for a, b in zip(mine, theirs, strict=False)]
-            told.append(f"prompt {number} from token {[*alike, False].index(False)} on")
-    return ", ".join(told) or "none"
+            events.append(f"prompt {number} from token {[*alike, False].index(False)} on")
+    return ", ".join(events) or "none"
 
 
 def test_differences_tell_where_tokens_part():
@@ -170,21 +170,21 @@ def test_differences_tell_where_tokens_part():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 @pytest.mark.parametrize("more", [{}, {"speculative_algorithm": "ngram", "speculative_num_steps": 2}])
 def test_a_gpu_reads_and_writes_the_rows_on_the_host(more, expected):
-    """Where it does not, the failure tells with which settings it does, and how often rows were read and copied."""
+    """A failure names the settings with which it does, and how often rows were read and copied."""
     options = {"device": "cuda", "dtype": "float32", "attention_backend": "torch_sparse", **more}
     wanted = tokens(make(hot=None, **options))
-    told = {}
+    printed = {}
     for changed in ({}, {"overlap": False}, {"num_pages": 48}, {"prefix_cache": False}, {"chunked_prefill_size": -1}):
         hot = make(hot=3 * TOPK, **{"num_pages": 24, **options, **changed})
-        told[str(changed)] = differences(tokens(hot), wanted), str(hot.runner.coordinator.statistics())
-        if told["{}"][0] == "none":
+        printed[str(changed)] = differences(tokens(hot), wanted), str(hot.runner.coordinator.statistics())
+        if printed["{}"][0] == "none":
             break
-    assert told["{}"][0] == "none", f"{told}; without HiSparse a CPU differs in {differences(expected(), wanted)}"
+    assert printed["{}"][0] == "none", f"{printed}; without HiSparse a CPU differs in {differences(expected(), wanted)}"
     check_nothing_left(hot)
 
 
 def test_a_context_is_longer_than_what_the_device_holds(expected):
-    """Of each layer the device has a hot buffer, and one place for the layer that runs."""
+    """The device has a hot buffer for each layer, and one place for the layer that runs."""
     prompt = torch.randint(0, 128, (500,), generator=torch.Generator().manual_seed(1)).tolist()
     options = {"context_length": 512, "max_batch": 1, "page_size": 16, "chunked_prefill_size": 100}
     wanted, found = (

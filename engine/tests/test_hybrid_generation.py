@@ -102,7 +102,7 @@ def test_hits_at_and_between_checkpoints_are_exact(oracle):
 
 @pytest.mark.parametrize("oracle", ["kimi_linear"], indirect=True)
 def test_the_type_of_the_kv_cache_does_not_touch_the_states(oracle):
-    """What a convolution remembers has the model's own type."""
+    """A convolution state has the model's own dtype."""
     running = engine(oracle, kv_dtype=DType.BFLOAT16)
     assert running.runner.pools.linear.dtype is DType.FLOAT32
 

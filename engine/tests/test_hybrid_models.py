@@ -199,7 +199,7 @@ def test_slopes_of_heads_that_are_no_power_of_two():
 
 @pytest.mark.parametrize("name", [*NAMES, RING])
 def test_a_state_that_is_lost_changes_the_logits(name, make_stage, prompts):
-    """That the tests above can fail: the linear layers' states reach far enough back to matter."""
+    """Shows that the tests above can fail: the linear layers' states reach far enough back to matter."""
     loaded = load_model(f"tiny:{name}", dtype=torch.float32, device="cpu")
     kept, lost = make_stage(loaded, 1), make_stage(loaded, 1)
     for stage in (kept, lost):
@@ -305,7 +305,7 @@ def test_kimi_loads_from_the_names_and_keys_that_it_was_published_with(make_orac
     assert torch.equal(make_stage(loaded_from(oracle), 1).step(prompts[:1])[0], wanted)
 
 
-def test_nemotron_loads_from_the_letters_of_old_configs(make_oracle, make_stage, prompts):
+def test_nemotron_loads_from_the_pattern_of_old_configs(make_oracle, make_stage, prompts):
     oracle = make_oracle("nemotron_h")
     wanted = make_stage(loaded_from(oracle), 1).step(prompts[:1])[0]
     path = oracle.folder / "config.json"

@@ -81,7 +81,7 @@ def test_a_product_of_few_rows_is_float64s(
     rows: int, inputs: int, outputs: int, block_k: int, gated: bool, norm: bool, device: str
 ) -> None:
     """Whatever does not divide evenly, with every prologue and epilogue; nothing around the rows is read."""
-    from attnplug_engine.kernels.gemm_tiles import TileConfig
+    from attnplug_engine.kernels.gemm_tiles import GemmConfig
     from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
     x = poisoned_rows(rows, inputs, device)
@@ -96,10 +96,10 @@ def test_a_product_of_few_rows_is_float64s(
         wanted = F.silu(gate) * up
     wanted = wanted + onto.double()
     tiled = (
-        TileConfig(16, max(block_k, 64), 2, tiles=True),
-        TileConfig(32 if gated else 64, block_k, 4, tiles=True, stages=3),
+        GemmConfig(16, max(block_k, 64), 2, tiles=True),
+        GemmConfig(32 if gated else 64, block_k, 4, tiles=True, stages=3),
     )
-    for cut in (TileConfig(4, block_k, 4), *tiled):
+    for cut in (GemmConfig(4, block_k, 4), *tiled):
         pair = (gain, 1e-3) if norm else None
         found = skinny_gemm(x, weight, cut, bias=bias, norm=pair, gated=gated, onto=onto)
         assert found.dtype is x.dtype
@@ -111,10 +111,10 @@ def test_a_product_of_few_rows_is_float64s(
 @pytest.mark.parametrize("stages", [0, 3])
 def test_a_row_does_not_depend_on_the_others(stages: int, device: str) -> None:
     """Padding rows of a captured step hold whatever was there: not a bit of the others is to change."""
-    from attnplug_engine.kernels.gemm_tiles import TileConfig
+    from attnplug_engine.kernels.gemm_tiles import GemmConfig
     from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
-    cut = TileConfig(64, 64, 4, tiles=True, stages=stages) if stages else TileConfig(16, 256, 4, tiles=True)
+    cut = GemmConfig(64, 64, 4, tiles=True, stages=stages) if stages else GemmConfig(16, 256, 4, tiles=True)
     weight, norm = random(24, 64, device=device, seed=1), (random(64, device=device, seed=3), 1e-6)
     x = random(4, 64, device=device)
     first = skinny_gemm(x, weight, cut, norm=norm)[:3]
@@ -126,10 +126,10 @@ def test_a_row_does_not_depend_on_the_others(stages: int, device: str) -> None:
 @pytest.mark.parametrize("device", BY_KERNEL)
 def test_rows_may_begin_at_any_place(device: str) -> None:
     """Numbers are loaded in pairs, and these begin in the middle of one."""
-    from attnplug_engine.kernels.gemm_tiles import TileConfig
+    from attnplug_engine.kernels.gemm_tiles import GemmConfig
     from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
-    wide, weight, cut = random(3, 65, device=device), random(24, 64, device=device, seed=1), TileConfig(4, 64, 4)
+    wide, weight, cut = random(3, 65, device=device), random(24, 64, device=device, seed=1), GemmConfig(4, 64, 4)
     assert torch.equal(skinny_gemm(wide[:, 1:], weight, cut), skinny_gemm(wide[:, 1:].contiguous(), weight, cut))
 
 
@@ -397,7 +397,7 @@ def test_a_model_by_kernels_is_as_near_to_float64_as_by_torch(
 @INTERPRETED
 @pytest.mark.usefixtures("pretend", "everywhere")
 def test_a_layer_takes_five_launches_beside_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one row: norms, gate and residuals are parts of products. Once a step there are angles and the last norm."""
+    """For one row, norms, gate and residuals are parts of products. Angles and the last norm run once per step."""
     from triton.runtime.interpreter import InterpretedFunction
 
     launched: list[str] = []

@@ -27,10 +27,9 @@ from test_kernels import (
 from torch import Tensor
 
 from attnplug import DType, ExtendPath, ForwardMode, MLAPool
-from attnplug.host import ExtendPolicy, ModelAttention
+from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention
 from attnplug.kernels import PageLayout
 from attnplug.mla.attention import RowPlaces
-from attnplug.mla.weights import MLAWeights
 from attnplug_conformance.padding import pad_batch
 from attnplug_engine import kernels
 from attnplug_testing.devices import DEVICES, INTERPRETED

@@ -85,7 +85,7 @@ def test_a_step_ends_for_any_number_of_requests(device: str) -> None:
 
 
 def answer(mailbox: Mailbox[Any], *tokens: int) -> Any:
-    """What a step does that is answered with these tokens."""
+    """Do what a step does that samples these tokens."""
     turn = int(mailbox.slot)
     mailbox.output_slots[turn, : len(tokens)] = torch.tensor(tokens)
     mailbox.slot.fill_((turn + 1) % SLOTS)

@@ -59,7 +59,7 @@ def test_a_step_reduces_twice_per_layer_and_gathers_once(name, make_stage, seque
 
 
 def test_the_layers_that_run_are_those_of_the_ranks_model():
-    """What a layer gives to its backend is what the backend was built for."""
+    """A layer passes its backend the layer spec that the backend was built for."""
     for name in TINY_CONFIGS:
         loaded = load_model(f"tiny:{name}", dtype=torch.float32, device="cpu", parallel=Threads(2).rank(1))
         own = [block.attention.layer for block in loaded.module.layers if hasattr(block.attention, "layer")]
@@ -103,7 +103,7 @@ def test_parts_are_neighbours_and_leave_nothing_out():
 
 
 def test_a_group_is_joined_where_the_caller_says_and_ends_with_its_owner(tmp_path):
-    """Of one rank; the command's own test has two, each a process."""
+    """A group of one rank; the command's own test has two, each a process."""
     parallel = ProcessGroupParallel.join("cpu", rank=0, size=1, init_method=f"file://{tmp_path / 'meeting'}")
     given = ProcessGroupParallel(dist.group.WORLD)
     assert (parallel.rank, parallel.size) == (given.rank, given.size) == (0, 1)

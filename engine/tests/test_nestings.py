@@ -20,7 +20,7 @@ from attnplug.host import HostContext, Selection
 from attnplug.registry.assembly import build_backend
 from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_engine import Engine
-from attnplug_testing.sharing import taking_turns
+from attnplug_testing.sharing import alternating
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -67,7 +67,7 @@ class Nesting:
         can = selection.chosen(roles[0]).spec.capabilities
         names = (f"{name}-odd", f"{name}-even") if self.shared else (name,)
         built = {each: DeviceNative(context.for_backend(each, can, roles=frozenset(roles))) for each in names}
-        return FastestBackend(built, {roles[0]: taking_turns(*names)}) if self.shared else built[name]
+        return FastestBackend(built, {roles[0]: alternating(*names)}) if self.shared else built[name]
 
     def _joined(self, full: AttentionBackend, selection: Selection, context: HostContext) -> AttentionBackend:
         registered = selection.chosen(Role.LINEAR)
@@ -104,7 +104,7 @@ def nestings() -> list[Nesting]:
 
 
 def tokens(one: Engine) -> list[list[int]]:
-    """Of four requests that end one after the other; two of them draw."""
+    """Tokens of four requests that end one after the other; two of them sample."""
     each = [replace(one, max_tokens=most) for one, most in zip(params(), (12, 8, 4, 2), strict=False)]
     return [done.token_ids for done in one.generate(PROMPTS[1:5], each)]
 

@@ -17,7 +17,7 @@ CONTEXT = 64
 
 
 def filled(texts: Sequence[Sequence[int]], device: str, context: int = CONTEXT) -> History:
-    """Of these texts; past each of them lies poison."""
+    """A table of these texts; poison lies behind each."""
     history = History(len(texts), context, torch.device(device))
     history.tokens.fill_(POISON)
     for row, text in enumerate(texts):

@@ -75,8 +75,8 @@ def test_same_tokens_as_without_overlap(model: str, settings: dict[str, Any]) ->
     for without, with_overlap in zip(*found, strict=True):
         assert [one.token_ids for one in with_overlap] == [one.token_ids for one in without]
         assert [one.finish_reason for one in with_overlap] == [one.finish_reason for one in without]
-        told = [[one.logprob for one in each[4].logprobs] for each in (with_overlap, without)]
-        assert told[0] == pytest.approx(told[1], abs=1e-4)
+        printed = [[one.logprob for one in each[4].logprobs] for each in (with_overlap, without)]
+        assert printed[0] == pytest.approx(printed[1], abs=1e-4)
 
 
 def test_a_step_is_launched_before_the_one_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_ranks_with_more_memory_than_others_run_the_same_schedule() -> None:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", ["admit", "extend", "release"])
 def test_an_interrupt_in_the_middle_of_a_schedule_leaves_it_whole(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it has changed one thing and not yet the next. It comes when the step is over."""
+    """The interrupt comes between two changes. It is raised when the step is over."""
     engine = make(chunked_prefill_size=16)
     expected = [one.token_ids for one in engine.generate(prompts()[1:4], max_tokens=7)]
     table = engine.runner.table

@@ -37,14 +37,14 @@ def device_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ahead(model: str = LLAMA, **settings: Any) -> Engine:
-    """With pages of many rounds, so that most verifies can be planned ahead."""
+    """Pages hold many rounds, so that most verifies can be planned ahead."""
     one = engine(model, **{"page_size": 64, "plan_stream": True, **settings})
     assert one.rounds is not None and one.rounds.plan_stream is not None
     return one
 
 
 class Watch:
-    """What was planned ahead and what was made of it, by mode."""
+    """Batches planned ahead, and those used, by mode."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.planned: list[str] = []
@@ -148,7 +148,7 @@ def stepped(one: Engine, new: int = 40, prompts: int = 1) -> list[list[str]]:
 
 
 class TestPlanning:
-    """How often each backend plans with a plan stream: each batch once, and ahead (B1, B2)."""
+    """Each backend plans each batch once, and ahead, if there is a plan stream (B1, B2)."""
 
     @pytest.mark.parametrize(
         ("settings", "draft"),
@@ -285,7 +285,7 @@ class TestStale:
         "change", [None, "request", "order", "rows", "slots", "pages", "bound", "newest token told", "told elsewhere"]
     )
     def test_one_difference_is_enough(self, change):
-        """Of a round whose newest tokens the device alone has, unless that is what changes."""
+        """The newest tokens of the round are on the device only, unless that is the change."""
         one = ahead(overlap=True, **CHAIN)
         stepped(one, prompts=2)
         keeps, (step, running) = one.rounds._next_verify, one._in_flight[-1]
@@ -333,20 +333,20 @@ class Streams:
     """CUDA streams that only tell what happens, in a list."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: list[str] = []
+        self.log: list[str] = []
         self.current = "main"
-        main = SimpleNamespace(wait_event=lambda event: self.told.append(f"main waits for {event.number}"))
-        self.side = SimpleNamespace(wait_stream=lambda other: self.told.append("side waits for main"))
+        main = SimpleNamespace(wait_event=lambda event: self.log.append(f"main waits for {event.number}"))
+        self.side = SimpleNamespace(wait_stream=lambda other: self.log.append("side waits for main"))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
         monkeypatch.setattr(torch.cuda, "stream", self._on_side)
-        told, events = self.told, itertools.count(1)
+        log, events = self.log, itertools.count(1)
 
         class Event:
             def __init__(self) -> None:
                 self.number = next(events)
 
             def record(self, stream: object) -> None:
-                told.append(f"side ends {self.number}")
+                log.append(f"side ends {self.number}")
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
 
@@ -370,12 +370,12 @@ class TestStreams:
         one = ahead(overlap=False, **CHAIN)
         one.rounds.plan_stream._stream = streams.side
         stepped(one)
-        told = streams.told
+        log = streams.log
         for who, backend in (("target", one.runner.backend), ("draft", one.rounds.draft.backend)):
             plan = backend.plan
 
             def planned(geometry, who=who, plan=plan):
-                told.append(f"{streams.current} plans {who} {geometry.mode}")
+                log.append(f"{streams.current} plans {who} {geometry.mode}")
                 return plan(geometry)
 
             monkeypatch.setattr(backend, "plan", planned)
@@ -384,18 +384,18 @@ class TestStreams:
 
             def run(*args, who=who, forward=forward):
                 mode = next(arg.forward_mode for arg in args if hasattr(arg, "forward_mode"))
-                told.append(f"{streams.current} runs {who} {mode}")
+                log.append(f"{streams.current} runs {who} {mode}")
                 return forward(*args)
 
             monkeypatch.setattr(model, "forward", run)
-        told.clear()
+        log.clear()
         return one
 
     def test_plans_are_made_beside_what_runs_before_and_waited_for_where_they_are_used(self, one, streams):
         one.step()
-        last = streams.told[0].split()[-1]
+        last = streams.log[0].split()[-1]
         extend, steps, verify = (str(int(last) + number) for number in (1, 2, 3))
-        assert streams.told == [
+        assert streams.log == [
             f"main waits for {last}",  # this round's verify, planned in the one before
             "side waits for main",
             "side plans draft draft_extend",
@@ -416,7 +416,7 @@ class TestStreams:
         ]
 
     def test_after_an_error_the_next_step_waits_for_what_was_left(self, one, streams, monkeypatch):
-        """What the side stream may still read is held until then."""
+        """Tensors that the side stream may still read are held until then."""
         with monkeypatch.context() as broken:
             broken.setattr(one.runner.model, "forward", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -424,10 +424,10 @@ class TestStreams:
         (left,) = one.rounds.plan_stream._sections
         lengths, members = left.read
         assert isinstance(lengths, torch.Tensor) and members.page_table is not None
-        streams.told.clear()
+        streams.log.clear()
         one.step()
-        assert streams.told[0] == f"main waits for {left.done.number}" and left.read == ()
-        assert "main plans target target_verify" in streams.told
+        assert streams.log[0] == f"main waits for {left.done.number}" and left.read == ()
+        assert "main plans target target_verify" in streams.log
 
     def test_a_section_that_fails_ends_and_is_waited_for(self, streams):
         stream = PlanStream(torch.device("cpu"))
@@ -437,7 +437,7 @@ class TestStreams:
         assert streams.current == "main"
         stream.join()
         stream.join()
-        assert streams.told == ["side waits for main", "side ends 1", "main waits for 1"]
+        assert streams.log == ["side waits for main", "side ends 1", "main waits for 1"]
 
     def test_a_later_section_is_waited_for_once_for_all_before_it(self, streams):
         stream = PlanStream(torch.device("cpu"))
@@ -446,12 +446,12 @@ class TestStreams:
         for number in range(3):
             with stream.section(number) as section:
                 sections.append(section)
-        streams.told.clear()
+        streams.log.clear()
         stream.wait(sections[1])
         stream.wait(sections[0])
         assert [section.read for section in sections] == [(), (), (2,)]
         stream.join()
-        assert streams.told == ["main waits for 2", "main waits for 3"]
+        assert streams.log == ["main waits for 2", "main waits for 3"]
 
 
 def test_it_is_refused_without_rounds():

@@ -1,4 +1,4 @@
-"""What sentence-transformers' files say of a checkpoint's embeddings, and what of it is served."""
+"""Embedding rules in sentence-transformers' files of a checkpoint: supported ones and refusals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_without_files_it_is_the_last_token_normalised(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("modules", "pooling", "told"),
+    ("modules", "pooling", "fragment"),
     [
         ([TRANSFORMER, POOLING], flags("max_tokens"), r"1_Pooling.config\.json asks for the pooling max,.*--pooling"),
         ([TRANSFORMER, POOLING], {"pooling_mode": ["mean", "max"]}, "the pooling mean and max"),
@@ -82,8 +82,8 @@ def test_without_files_it_is_the_last_token_normalised(tmp_path):
         ([3], {}, "not a list of modules"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(saved, modules, pooling, told):
-    with pytest.raises(UsageError, match=told):
+def test_what_is_not_served_is_refused_by_name(saved, modules, pooling, fragment):
+    with pytest.raises(UsageError, match=fragment):
         read_rules(saved(modules, pooling))
 
 

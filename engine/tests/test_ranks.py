@@ -162,7 +162,7 @@ def test_a_rank_that_a_signal_ended_is_named(waiting, rank):
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "told"),
+    ("how", "code", "fragment"),
     [
         ("refuse", 1, "error: rank 1 of 2 failed: the second rank refuses\nfor a reason\n"),
         ("break", 1, "error: rank 1 of 2 failed: RuntimeError: the second rank breaks\n"),
@@ -170,7 +170,7 @@ def test_a_rank_that_a_signal_ended_is_named(waiting, rank):
         ("mistake", 2, "error: an empty prompt\n"),  # which both find
     ],
 )
-def test_output_of_ranks_is_printed_once(waiting, how, code, told):
+def test_output_of_ranks_is_printed_once(waiting, how, code, fragment):
     process = subprocess.run(
         [sys.executable, "-m", "attnplug", "fail", how],
         env={**os.environ, "PYTHONPATH": str(waiting)},
@@ -179,7 +179,7 @@ def test_output_of_ranks_is_printed_once(waiting, how, code, told):
         check=False,
         timeout=120,
     )
-    assert (process.returncode, process.stderr) == (code, told)
+    assert (process.returncode, process.stderr) == (code, fragment)
 
 
 class Ended:
@@ -192,14 +192,14 @@ class Ended:
         return self.code
 
 
-def ended_ranks(*codes: int, told: bytes = b"error: no such prompt\n") -> list[Any]:
-    return [_Rank(number, Ended(code), io.BytesIO(told) if number else None) for number, code in enumerate(codes)]
+def ended_ranks(*codes: int, fragment: bytes = b"error: no such prompt\n") -> list[Any]:
+    return [_Rank(number, Ended(code), io.BytesIO(fragment) if number else None) for number, code in enumerate(codes)]
 
 
-@pytest.mark.parametrize("told", [b"error: no such prompt\n", b""])
-def test_an_abort_of_a_rank_following_an_error_is_not_reported(told):
-    """Which of them torch still listens to when the first is gone is a matter of time."""
-    assert _wait(ended_ranks(2, -signal.SIGABRT, told=told)) == 2
+@pytest.mark.parametrize("fragment", [b"error: no such prompt\n", b""])
+def test_an_abort_of_a_rank_following_an_error_is_not_reported(fragment):
+    """Timing decides which of them torch still listens to when the first is gone."""
+    assert _wait(ended_ranks(2, -signal.SIGABRT, fragment=fragment)) == 2
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, UsageError), (1, AttnplugError)])
@@ -342,7 +342,7 @@ def test_a_stray_rank_means_nothing_to_one_process(attnplug: Attnplug, monkeypat
 
 @pytest.fixture(params=["-", "a named pipe"])
 def read_once(request, tmp_path, monkeypatch) -> Iterator[str]:
-    """What a user gives for prompts that come through a pipe."""
+    """Prompts that a user passes through a pipe, which can be read once."""
     if request.param == "-":
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
         yield "-"

@@ -172,7 +172,7 @@ def test_a_backend_cannot_be_built_before_the_pools(engine):
 
 @pytest.mark.parametrize("model", ["tiny:kimi_linear", "tiny:qwen3_next", "tiny:mamba2", "tiny:minimax"])
 def test_bytes_of_a_linear_state_are_those_of_its_pool(model):
-    """What is set aside for states is what they take."""
+    """The bytes reserved for states equal the bytes that they take."""
     spec = load_spec(model)
     capacity, cpu = Capacity(4, 4, 2, 8, 64, 5), torch.device("cpu")
     pools = build_pools(spec, capacity, torch.float16, DType.FLOAT8_E4M3, cpu)

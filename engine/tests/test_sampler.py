@@ -48,7 +48,7 @@ def request(number: int, made: int = 0, seed: int | None = None, **params: Any) 
 
 
 def by_kernel(logits: Tensor, batch: SamplingMetadata) -> Tensor:
-    """What ``sample`` does on a GPU; without one, interpreted."""
+    """Sample as ``sample`` does on a GPU; without one, interpreted."""
     settle_triton()
     from attnplug_engine.kernels.sample import launch_sample
 
@@ -362,7 +362,7 @@ def test_shapes_are_checked() -> None:
 
 
 def test_rows_of_a_buffer_beyond_the_requests_are_greedy() -> None:
-    """What padding reads is valid, whatever was there before."""
+    """Parameters that padding reads are valid, whatever was there before."""
     memory = np.full(SamplingArrays.ROW_BYTES * 4, 255, np.uint8)
     requests = [request(0, 9, 2**63 - 1, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125), request(1)]
     SamplingArrays.over(memory, 4).fill(requests, lambda one: 2**64 - 1 - one.id, [7, 8])
@@ -375,7 +375,7 @@ def test_rows_of_a_buffer_beyond_the_requests_are_greedy() -> None:
 
 
 def test_no_noise_is_infinite() -> None:
-    """Of a hash that is 1 in float32, one in 33 million: without a bound a token that is alone could not be chosen."""
+    """One hash in 33 million is 1 in float32: without a bound, the only allowed token could not be chosen."""
     noise = gumbel(614_579, 614_580, torch.tensor([0]), torch.tensor([16], dtype=torch.int32))
     assert noise.isfinite().all() and noise < -2.8
 

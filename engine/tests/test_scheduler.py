@@ -1,4 +1,4 @@
-"""What the scheduler decides, step by step; test_scheduler_tokens.py shows that tokens never depend on it."""
+"""Decisions of the scheduler, step by step; test_scheduler_tokens.py shows that tokens never depend on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnplug_engine.scheduling.prefix_cache import PrefixCache
 from attnplug_engine.scheduling.scheduler import Scheduler, StepError
 from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.step import Step
-from attnplug_testing.errors import having, naming
+from attnplug_testing.errors import having, naming, raises_naming
 
 
 class Pool:
@@ -121,7 +121,7 @@ def test_a_decoding_request_runs_in_every_step_of_a_long_prefill() -> None:
 
 
 def test_whole_prompts_are_never_cut_beside_decoding_requests_nor_beside_each_other() -> None:
-    """A6: backends are told that prompts come in one piece, and rely on it."""
+    """A6: backends rely on prompts that are never chunked."""
     scheduler = Pool().scheduler(max_batch=3, max_step_tokens=18, context_length=16, whole_prompts=True)
     for number, length in enumerate((5, 15, 15)):
         scheduler.add(request(number, length=length))
@@ -165,7 +165,7 @@ def test_a_request_that_does_not_fit_waits_and_nobody_overtakes_it() -> None:
 
 @pytest.mark.parametrize(("length", "admitted"), [(12, [0, 1]), (13, [0])])
 def test_admission_leaves_a_page_for_each_request_that_runs(length: int, admitted: list[int]) -> None:
-    """Of 6 pages the first holds 2: who needs 3 comes in, who needs all 4 waits."""
+    """The first request holds 2 of 6 pages: one that needs 3 is admitted, one that needs all 4 waits."""
     scheduler = Pool(pages=6).scheduler(max_step_tokens=64)
     scheduler.add(request(0, length=7))
     finish(scheduler, start(scheduler))
@@ -363,7 +363,7 @@ def test_a_row_of_the_table_limits_the_context_too() -> None:
 
 def test_a_request_that_never_fits_is_refused_with_the_pages_it_needs() -> None:
     scheduler = Pool(pages=3).scheduler()
-    with pytest.raises(PoolError, match="needs 4 pages for 5 prompt tokens and up to 9 new ones, and there are 3"):
+    with raises_naming(PoolError, "4 pages", 5, 9, 3):
         scheduler.add(request(0, length=5, max_tokens=9))
     assert not scheduler.has_work
     scheduler.add(request(0, length=5, max_tokens=8))  # its last token is never computed

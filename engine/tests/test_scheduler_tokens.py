@@ -236,7 +236,7 @@ class TestLinearStates:
         serving.check_all_returned()
 
     def test_a_request_that_needs_the_slot_of_a_snapshot_in_flight_comes_in_when_that_is_finished(self) -> None:
-        """Of 3 slots one is the first request's, one the snapshot's that is to be copied, one that of a snapshot."""
+        """Three slots: the first request's, one for the snapshot to be copied, and one of an older snapshot."""
         serving = Serving(pages=64, page_size=4, max_batch=2, slots=3, checkpoint=8, chunk=64, depth=2)
         run_all(serving, [Request(0, prompt(9), SamplingParams(1))])
         serving.scheduler.add(Request(1, prompt(9, 1), SamplingParams(6)))

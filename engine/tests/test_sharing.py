@@ -23,7 +23,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> list[list[int]]:
-    """What each prompt gives when nobody else uses the engine."""
+    """Tokens of each prompt on an engine without other users."""
     return [engine.generate([prompt], params)[0].token_ids for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
@@ -58,7 +58,7 @@ def tokens(updates: Sequence[Update]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("turns", ["ab", "aab", "abbbbb", "b" * 20 + "a", "abc", "cccba", "acab"])
-def test_iterators_that_take_turns_lose_nothing(engine, alone, turns):
+def test_alternating_iterators_lose_nothing(engine, alone, turns):
     numbers = {"a": [0, 1], "b": [2], "c": [3, 4, 0]}
     streams = {name: stream(engine, numbers[name]) for name in numbers if name in turns}
     got: dict[str, list[Update]] = {name: [] for name in streams}

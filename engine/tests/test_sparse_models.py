@@ -124,7 +124,7 @@ def halves(x: Tensor, position: int) -> Tensor:
 
 
 def hidden_states(module: torch.nn.Module) -> list[Tensor]:
-    """What goes into each block's attention, and what the attention adds to it, from the next forward on."""
+    """Inputs and outputs of each block's attention, recorded from the next forward on."""
     seen: list[Tensor] = []
 
     def note(block: Block, given: tuple[Tensor, ...]) -> None:
@@ -330,8 +330,8 @@ def test_every_backend_without_sparse_attention_is_refused_by_name_with_the_reas
         and Role.DECODE in registered.spec.capabilities.roles
     ]
     assert "flashinfer_mla" in dense and "torch_sparse" not in dense
-    told = attnplug("explain", "--model", "tiny:glm_moe_dsa", "--device", "cuda", "--sm", "90", "--json")
-    candidates = {each["name"]: each["refusals"] for each in json.loads(told.out)["decode"]["candidates"]}
+    printed = attnplug("explain", "--model", "tiny:glm_moe_dsa", "--device", "cuda", "--sm", "90", "--json")
+    candidates = {each["name"]: each["refusals"] for each in json.loads(printed.out)["decode"]["candidates"]}
     for name in dense:
         (reason,) = [refusal for refusal in candidates[name] if refusal["value"] == "sparse"]
         assert reason["code"] == "feature" and "12 rows that an index" in reason["message"]

@@ -100,7 +100,7 @@ class TestAcceptance:
 
 
 class TestProposals:
-    """What is proposed after rounds is what is proposed after one prefill of the same tokens."""
+    """Proposals after rounds equal those after one prefill of the same tokens."""
 
     @pytest.mark.parametrize(
         ("model", "settings"),
@@ -174,7 +174,7 @@ class TestServing:
         ],
     )
     def test_requests_come_end_and_lose_their_pages(self, model, settings, overlap):
-        """With chunks, a prefix cache, too few pages, aborts, and steps that fail."""
+        """Includes chunks, a prefix cache, too few pages, aborts, and steps that fail."""
         random = Random(7)
         stem = [random.randrange(128) for _ in range(12)]
         prompts = [
@@ -234,7 +234,7 @@ class TestServing:
         assert (mine.token_ids, mine.finish_reason) == (theirs.token_ids, "stop")
 
     def test_a_request_ends_at_a_stop_text_inside_a_round(self):
-        """With its log probabilities; what came after it in the round is nobody's."""
+        """Its log probabilities end there too; later tokens of the round are dropped."""
         other = engine()
         text = other.tokenizer.decode(other.generate(PROMPTS[:1], SamplingParams(8))[0].token_ids[2:4])
         asked = SamplingParams(20, stop=(text,), logprobs=0)
@@ -328,7 +328,7 @@ class TestRefusals:
         assert [choice.role for choice in caught.value.selection.unserved] == [Role.DRAFT]
 
     @pytest.mark.parametrize(
-        ("model", "settings", "told"),
+        ("model", "settings", "fragment"),
         [
             (HYBRID, NGRAM | {"speculative_topk": 2}, "tiny:qwen3_next has linear-attention layers, whose states"),
             (LLAMA, standalone(HYBRID), "the draft tiny:qwen3_next has linear-attention layers, whose states"),
@@ -341,10 +341,10 @@ class TestRefusals:
             (LLAMA, {"role_backends": {Role.DRAFT: "torch_native"}}, "torch_native is given, but speculation is off"),
         ],
     )
-    def test_settings_that_cannot_speculate_are_refused(self, model, settings, told):
+    def test_settings_that_cannot_speculate_are_refused(self, model, settings, fragment):
         with pytest.raises(UsageError) as caught:
             engine(model, **settings)
-        assert told in caught.value.message
+        assert fragment in caught.value.message
 
     def test_options_of_the_drafts_backend_are_the_drafts(self):
         one = engine(**standalone(LLAMA), role_backends={Role.DRAFT: "torch_native"}, attention_backend="torch_native")

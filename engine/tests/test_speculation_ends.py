@@ -1,4 +1,4 @@
-"""How requests end where rounds bring several tokens at once: as they do without speculation."""
+"""Ends of requests in rounds with several tokens at once: the same as without speculation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT = [1, 2, 3]
 
 
 def both(asked: SamplingParams) -> tuple[Completion, Completion]:
-    """What an engine answers that speculates, and one that does not."""
+    """Completions of an engine that speculates, and of one that does not."""
 
     def answer(**settings: Any) -> Completion:
         return Engine(LLAMA, device="cpu", ignore_eos=True, **settings).generate([PROMPT], asked)[0]

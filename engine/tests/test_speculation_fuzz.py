@@ -34,7 +34,7 @@ VOCAB = 128
 
 
 class StepFailed(Exception):
-    """What a play has some steps fail by."""
+    """Error by which some steps of a play fail."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Play:
     sizes: tuple[int, ...] = ()
     """Captured ones."""
     ranks: int = 1
-    told: float = 0.0
+    known: float = 0.0
     """How many of the proposed tokens are what the target will choose, beside those that are anyway."""
     prompts: list[list[int]] = field(default_factory=list)
     each: list[SamplingParams] = field(default_factory=list)
@@ -87,7 +87,7 @@ def draw(seed: int) -> Play:
         play.ranks = 2
     elif random.random() < 0.4 and model in (LLAMA, DEEPSEEK):
         play.sizes = random.choice(((1,), (2, 4), (1, 3, 7), (7,)))
-    play.told = random.choice((0.0, 0.5, 0.8, 1.0))
+    play.known = random.choice((0.0, 0.5, 0.8, 1.0))
     _load(random, play)
     if topk == 1 and random.random() < 0.5:
         _give_checkpoint(play)
@@ -212,7 +212,7 @@ class Telling:
                 depths.append(depths[parent] + 1)
                 place = int(state.lengths[row]) + depths[-1]
                 chance = Random(f"{self._play.seed} {number} {place} {node}").random()
-                if place < len(whole) and chance < self._play.told:
+                if place < len(whole) and chance < self._play.known:
                     state.proposed.tokens[row, node] = whole[place]
 
 
@@ -237,7 +237,7 @@ def serve(play: Play, outputs: list[list[int]], parallel: TensorParallel = SINGL
         return launched
 
     one.rounds.launch = failing
-    told = 0
+    received = 0
     for count in range(3000):
         for number, arrival in enumerate(play.arrivals):
             if number not in requests and arrival <= count:
@@ -246,12 +246,12 @@ def serve(play: Play, outputs: list[list[int]], parallel: TensorParallel = SINGL
                 one.abort(requests[number])
         with suppress(StepFailed):
             result = one.step()
-            told += 0 if result is None else sum(map(len, result.tokens.values()))
+            received += 0 if result is None else sum(map(len, result.tokens.values()))
         if len(requests) == len(play.prompts) and not one.scheduler.has_work:
             break
     assert count < 2900, "it does not come to an end"
     assert not one._in_flight and not one.scheduler.in_flight and one.step() is None
-    assert told == sum(len(request.output) for request in requests.values())
+    assert received == sum(len(request.output) for request in requests.values())
     _check_statistics(one, requests.values())
     if one.cache is not None:
         one.cache.clear()

@@ -1,4 +1,4 @@
-"""What is told to those who ask of speculation what cannot be: one message, by the name of the option at fault."""
+"""Invalid requests for speculation: one message each, which names the option at fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may ask of speculation, and what is said where it does not fit together."""
+"""Options of speculation, and messages about combinations that do not fit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_round_has_room_for_all_that_its_draft_writes():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "fragment"),
     [
         ({"num_steps": 2}, "`speculative_num_steps` 2 is given without `speculative_algorithm`"),
         ({"algorithm": "magic"}, "'magic' is unknown; use one of mtp, eagle, eagle3, standalone, ngram"),
@@ -60,10 +60,10 @@ def test_a_round_has_room_for_all_that_its_draft_writes():
         ({"algorithm": "mtp", "num_steps": True}, "`speculative_num_steps` True is not allowed"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_by_value(given, told):
+def test_what_does_not_fit_together_is_refused_by_value(given, fragment):
     with pytest.raises(UsageError) as caught:
         asked(**given)
-    assert told in caught.value.message
+    assert fragment in caught.value.message
     assert {f"speculative_{name}" for name in given} & set(caught.value.settings)
 
 

@@ -1,5 +1,4 @@
-"""Who plans the batches of rounds and how often, what mistakes in it are found, and rounds by a capture that runs the
-same calls again."""
+"""Planning of rounds: planners and counts, detected mistakes, and rounds by a capture that repeats the same calls."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestPlanning:
-    """How often each backend plans, in each mode: each batch once, by whoever made it (B1, B2)."""
+    """Each batch is planned once, in every mode, by the code that made it (B1, B2)."""
 
     @pytest.mark.parametrize(
         ("model", "settings", "draft"),

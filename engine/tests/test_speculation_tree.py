@@ -26,7 +26,7 @@ SIZES = [1, 2, 3, 8, 17, 64]
 
 
 def random_parents(chance: random.Random, requests: int, nodes: int) -> list[list[int]]:
-    """Of bushy trees, of long ones, and of some between."""
+    """Parents of bushy trees, of long ones, and of some between."""
     lean = [chance.choice([0.0, 0.5, 0.9]) for _ in range(requests)]
     return [
         [node - 1 if chance.random() < lean[request] else chance.randrange(node) for node in range(1, nodes)]
@@ -118,7 +118,7 @@ def checked(accepted: Accepted, paths: Sequence[Sequence[int]], chosen: Sequence
 @pytest.mark.parametrize("nodes", SIZES)
 @pytest.mark.parametrize("tree", [False, True])
 def test_what_was_chosen_is_accepted(kernel_device: str, nodes: int, tree: bool) -> None:
-    """With few tokens: siblings are often equal, and some nodes are missing or have bad logits."""
+    """The vocabulary is small: siblings are often equal, and some nodes are missing or have bad logits."""
     chance, requests = random.Random(nodes), 24
     chain = [list(range(nodes - 1))] * requests
     parents = random_parents(chance, requests, nodes) if tree else chain

@@ -1,4 +1,4 @@
-"""What captured steps read: requests, padding and sampling parameters, at fixed addresses."""
+"""Inputs of captured steps: requests, padding and sampling parameters, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5]]
 
 
 class TestInputs:
-    """What one copy sends: each stage is used again after another."""
+    """Inputs sent by one copy: the staging slots alternate."""
 
     @staticmethod
     def filled(

@@ -316,19 +316,19 @@ def test_a_padded_batch_gives_what_it_gives_without_padding(model, halves):
 # ---- how halves run ----
 
 
-def test_both_halves_are_planned_before_the_first_layer_and_layers_take_turns():
+def test_both_halves_are_planned_before_the_first_layer_and_layers_alternate():
     """B2: a cut request's second half finds what its first half wrote in every layer."""
     driver = Driver("tiny:llama", page_size=4, two_batch_overlap=True)
-    told: list[str] = []
+    events: list[str] = []
     plan = driver.runner.backend.init_forward_metadata
-    driver.runner.backend.init_forward_metadata = lambda batch: told.append("plan") or plan(batch)
+    driver.runner.backend.init_forward_metadata = lambda batch: events.append("plan") or plan(batch)
     for number, layer in enumerate(driver.runner.model.layers):
         layer.register_forward_hook(
-            lambda _m, given, _o, number=number: told.append(f"{number}:{given[2].geometry.lane}")
+            lambda _m, given, _o, number=number: events.append(f"{number}:{given[2].geometry.lane}")
         )
     driver.runner.forward(driver.batch(EXTEND, [40, 0, 0]))
     layers = range(len(driver.runner.model.layers))
-    assert told == ["plan", "plan", *(f"{number}:{lane}" for number in layers for lane in (0, 1))]
+    assert events == ["plan", "plan", *(f"{number}:{lane}" for number in layers for lane in (0, 1))]
 
 
 def test_a_batch_that_was_planned_as_a_whole_runs_as_a_whole():
@@ -354,10 +354,10 @@ class Streams:
     """CUDA streams that only tell what happens, in a list."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.current = "main"
-        main = SimpleNamespace(wait_stream=lambda other: self.told.append("main waits for side"))
-        self.side = SimpleNamespace(wait_stream=lambda other: self.told.append("side waits for main"))
+        main = SimpleNamespace(wait_stream=lambda other: self.events.append("main waits for side"))
+        self.side = SimpleNamespace(wait_stream=lambda other: self.events.append("side waits for main"))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
         monkeypatch.setattr(torch.cuda, "stream", self._on_side)
 
@@ -376,7 +376,7 @@ def on_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, Streams]:
     driver, streams = Driver("tiny:llama", page_size=4, two_batch_overlap=True), Streams(monkeypatch)
     driver.runner._two_batch._stream = streams.side
     for number, layer in enumerate(driver.runner.model.layers):
-        layer.register_forward_pre_hook(lambda *_, number=number: streams.told.append(f"{streams.current} {number}"))
+        layer.register_forward_pre_hook(lambda *_, number=number: streams.events.append(f"{streams.current} {number}"))
     return driver, streams
 
 
@@ -386,16 +386,16 @@ def test_on_two_streams_a_layer_of_the_second_half_waits_for_that_of_the_first(o
     driver.runner.forward(driver.batch(EXTEND, [40, 0, 0]))
     layers = range(len(driver.runner.model.layers))
     turns = [word for layer in layers for word in (f"main {layer}", "side waits for main", f"side {layer}")]
-    assert streams.told == ["side waits for main", *turns, "main waits for side"]
+    assert streams.events == ["side waits for main", *turns, "main waits for side"]
 
 
 def test_after_an_error_the_streams_are_joined(on_streams):
-    """What the second half still reads is not given to others before it is done."""
+    """Memory that the second half still reads is not reused before it is done."""
     driver, streams = on_streams
     driver.runner.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         driver.runner.forward(driver.batch(EXTEND, [40, 0, 0]))
-    assert streams.told[-1] == "main waits for side"
+    assert streams.events[-1] == "main waits for side"
 
 
 # ---- the engine ----

@@ -22,7 +22,7 @@ from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.parallel.collectives import ParallelError
 from attnplug_sparse.pools import COMPRESSED
 from attnplug_testing.command import Attnplug
-from attnplug_testing.errors import having, missing_values
+from attnplug_testing.errors import having, missing_values, refusing
 
 NAME, MODEL = "deepseek_v4", "tiny:deepseek_v4"
 REAL = {
@@ -236,7 +236,7 @@ def test_pages_that_end_inside_a_window_are_refused(attnplug: Attnplug):
 
 def test_trees_of_drafts_are_refused():
     more = {"speculative_num_steps": 3, "speculative_topk": 2, "speculative_num_draft_tokens": 6}
-    with pytest.raises(SelectionError, match="trees are not supported with the feature sliding_window"):
+    with pytest.raises(SelectionError, check=refusing("torch_sparse", "feature")):
         Engine(MODEL, device="cpu", speculative_algorithm="standalone", speculative_draft_model="tiny:llama", **more)
 
 
@@ -280,9 +280,9 @@ def test_run_serves_it_and_explain_shows_it(attnplug: Attnplug):
     model = ("--model", MODEL, "--device", "cpu")
     outcome = attnplug("run", *model, "--prompt", "a prompt of many tokens", "--max-tokens", "4")
     assert outcome.code == 0 and "decode: torch_sparse" in outcome.err, outcome.err
-    told = attnplug("explain", *model)
-    assert told.code == 0 and "(an entry for 8 tokens, window 8)" in told.out
-    assert "page size  64 (chosen)" in told.out
+    printed = attnplug("explain", *model)
+    assert printed.code == 0 and "(an entry for 8 tokens, window 8)" in printed.out
+    assert "page size  64 (chosen)" in printed.out
 
 
 def test_every_backend_without_compressed_layers_is_refused_by_name_with_the_reason(attnplug: Attnplug):
@@ -294,8 +294,8 @@ def test_every_backend_without_compressed_layers_is_refused_by_name_with_the_rea
         and Role.DECODE in registered.spec.capabilities.roles
     ]
     assert "triton_mla" in others and "torch_sparse" not in others
-    told = attnplug("explain", "--model", MODEL, "--device", "cuda", "--sm", "90", "--json")
-    candidates = {each["name"]: each["refusals"] for each in json.loads(told.out)["decode"]["candidates"]}
+    printed = attnplug("explain", "--model", MODEL, "--device", "cuda", "--sm", "90", "--json")
+    candidates = {each["name"]: each["refusals"] for each in json.loads(printed.out)["decode"]["candidates"]}
     for name in others:
         reasons = [refusal["message"] for refusal in candidates[name] if refusal["value"] == "compressed"]
         assert len(reasons) == 2 and "entries of 4 tokens each" in reasons[0]

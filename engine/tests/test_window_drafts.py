@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def longer(saved):
-    """What the target gives without a draft, greedy, and past the end of what is asked for in other tests."""
+    """The target's greedy tokens without a draft, more than other tests request."""
     return tokens(engine(saved[0]), PROMPTS, params(PROMPTS, 24 + STEPS + 1))
 
 
@@ -152,7 +152,7 @@ def test_each_layers_logits_are_those_of_float64_over_its_own_rows(settings, sav
 
 
 def _owner(coach: Coach, start: int, ids: list[int]) -> int:
-    """Which request's tokens these are, after position ``start``."""
+    """Request whose tokens these are, behind position ``start``."""
     whole = [coach.sequence(number) for number in range(len(coach.prompts))]
     (owner,) = [number for number, one in enumerate(whole) if one[start + 1 : start + 1 + len(ids)] == ids]
     return owner

@@ -47,7 +47,7 @@ class ThreadRank:
 
 
 def in_ranks(size: int, run: Callable[[ThreadRank], _T]) -> list[_T]:
-    """What ``run(parallel)`` returns on each of ``size`` ranks. When one fails the others do not wait for it."""
+    """Results of ``run(parallel)`` on each of ``size`` ranks. When one fails, the others do not wait for it."""
     threads = Threads(size)
 
     def run_one(rank: int) -> _T:

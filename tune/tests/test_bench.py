@@ -20,7 +20,7 @@ from attnplug_tune.place import bandwidth
 from attnplug_tune.points import Point, parse_points
 from attnplug_tune.raw_calls import RawScene
 from attnplug_tune.report import report_page
-from attnplug_tune.results import Results, Row, by_point, compare, read_results, row_of, standings
+from attnplug_tune.results import BenchRow, Results, by_point, compare, read_results, row_of, standings
 from torch import Tensor
 from tuning import FakeClock, tasks, toys
 
@@ -28,11 +28,11 @@ from attnplug import UsageError
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.plugins import Install
 
-ROW = Row("fast", "mha 4/2 heads of 16", "decode", 1, 64, 1, False, 10.0, 9.8, 10.2, 5.0)
+ROW = BenchRow("fast", "mha 4/2 heads of 16", "decode", 1, 64, 1, False, 10.0, 9.8, 10.2, 5.0)
 HEADER = {"device": "a GPU", "versions": {"torch": "2.11"}, "commit": "abc"}
 
 
-def results(*rows: Row, **header: object) -> Results:
+def results(*rows: BenchRow, **header: object) -> Results:
     return Results({**HEADER, **header}, rows)
 
 
@@ -70,11 +70,11 @@ def test_a_file_that_holds_no_results_is_refused_by_name(text: str, tmp_path: Pa
 )
 def test_a_row_that_cannot_be_is_refused(changes: dict[str, object] | None, tmp_path: Path) -> None:
     """``None``: one that is there twice."""
-    told = results(ROW, ROW).as_json()
+    printed = results(ROW, ROW).as_json()
     if changes is not None:
-        told["rows"] = [{**told["rows"][0], **changes}]  # type: ignore[index] # a list
+        printed["rows"] = [{**printed["rows"][0], **changes}]  # type: ignore[index] # a list
     path = tmp_path / "odd.json"
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(printed))
     with raises_naming(UsageError, path):
         read_results(path)
 
@@ -176,7 +176,7 @@ def test_the_limit_of_a_decode_is_its_bytes_at_the_bandwidth(install: Install) -
     assert row_of(timed, 1e9).limit_us == pytest.approx(4 * (rows + queries + new) / 1e3)
 
 
-def grid(side: str, us: Callable[[int], float]) -> list[Row]:
+def grid(side: str, us: Callable[[int], float]) -> list[BenchRow]:
     return [replace(ROW, side=side, length=n, us=us(n), low=us(n), high=us(n), limit_us=n / 99) for n in (64, 128, 256)]
 
 

@@ -72,8 +72,8 @@ def test_what_is_known_is_not_measured_again_unless_asked_for(
     assert len(clock.ran) == 4 and "2 known before" in again.out
     attnplug(*command, "--again")
     assert len(clock.ran) == 8
-    told = attnplug(*command, "--json").json
-    assert told["backends"][0] == {
+    printed = attnplug(*command, "--json").json
+    assert printed["backends"][0] == {
         "backend": "toy", "rows": [], "left": 0, "compile_s": 0, "skipped": [], "failed": []
     }  # fmt: skip
 
@@ -98,9 +98,9 @@ def test_what_failed_is_not_taken_until_it_is_measured_again(
     attnplug("tune", *HERE, "--points", "1x64")
     times = clock.times_us.pop("toy")  # so that measuring it raises
     assert "toy: left out for decode" in attnplug("tune", *HERE, "--points", "1x64,1x128").out
-    told = attnplug("explain", *HERE).out
-    assert "decode: torch_native (auto: the only usable one; 1 refused)" in told and "prefill: toy" in told
-    assert "it failed when it was measured on this machine" in told and "at 1 × 128, KeyError: 'toy'" in told
+    printed = attnplug("explain", *HERE).out
+    assert "decode: torch_native (auto: the only usable one; 1 refused)" in printed and "prefill: toy" in printed
+    assert "it failed when it was measured on this machine" in printed and "at 1 × 128, KeyError: 'toy'" in printed
     assert "decode: toy (asked for" in attnplug("explain", *HERE, "--attention-backend", "toy").out
     clock.times_us["toy"] = times
     attnplug("tune", *HERE, "--points", "1x64")
@@ -178,9 +178,9 @@ def test_bench_writes_results_that_compare(attnplug: Attnplug, clock: FakeClock,
     command = ("bench", "--device", "cpu", "--shapes", "gqa:4/2x16", "--points", "1x64", "--backends", "toy,auto")
     first = attnplug(*command, "--out", str(old), "--plot", str(plot))
     assert first.code == 0, first.err
-    told = json.loads(old.read_text())
-    assert {"device", "driver", "versions", "commit", "bandwidth_gb_per_s", "rows"} <= set(told)
-    assert [row["side"] for row in told["rows"]] == ["toy", "auto"] and "xmlns" in plot.read_text()
+    printed = json.loads(old.read_text())
+    assert {"device", "driver", "versions", "commit", "bandwidth_gb_per_s", "rows"} <= set(printed)
+    assert [row["side"] for row in printed["rows"]] == ["toy", "auto"] and "xmlns" in plot.read_text()
     clock.times_us = {**clock.times_us, "toy": lambda point: 50.0}
     attnplug(*command, "--out", str(new))
     assert attnplug("bench", "--compare", str(old), str(old)).code == 0

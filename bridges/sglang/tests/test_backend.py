@@ -272,32 +272,32 @@ class Recorder:
         )
     )
     fill: int = 0
-    told: list[Any] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.backend_id = BackendId("recorder")
 
     def init_forward_metadata(self, given: ForwardBatch) -> Plan:
-        self.told.append("plan")
+        self.events.append("plan")
         return Plan.of(self.backend_id, given.geometry)
 
     def forward_extend(
         self, q: Tensor, k: Any, v: Any, layer: Any, given: Any, *, save_kv_cache: bool = True, extras: Any = None
     ) -> Tensor:
-        self.told.append(extras)
+        self.events.append(extras)
         return q
 
     forward_decode = forward_extend
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.told.append(("reserve", max_bs, max_num_tokens))
+        self.events.append(("reserve", max_bs, max_num_tokens))
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        self.told.append("capture" if in_capture else "replay")
+        self.events.append("capture" if in_capture else "replay")
         return Plan.of(self.backend_id, forward_batch.geometry)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        self.told.append("refill")
+        self.events.append("refill")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.fill
@@ -324,7 +324,7 @@ def test_nothing_is_planned_for_an_idle_batch(ours: SimpleNamespace) -> None:
     decode = batch(table, [4, 8], [1, 1], Mode.DECODE)
     backend.init_forward_metadata(decode)
     backend.init_forward_metadata(batch(table, [4], [1], Mode.IDLE))
-    assert recorder.told == ["plan"]
+    assert recorder.events == ["plan"]
     with pytest.raises(PlanError, check=naming("decode")):
         backend.forward_decode(*rows(2), module, decode)
 
@@ -334,7 +334,7 @@ def test_sinks_reach_the_backend_in_float32(ours: SimpleNamespace) -> None:
     given = batch(table, [4, 8], [1, 1], Mode.DECODE)
     backend.init_forward_metadata(given)
     backend.forward_decode(*rows(2), module, given, sinks=torch.ones(4, dtype=torch.bfloat16))
-    assert recorder.told[-1].sinks.dtype is torch.float32
+    assert recorder.events[-1].sinks.dtype is torch.float32
     with pytest.raises(BackendError, check=naming("layer 0", "sink")):
         backend.forward_decode(*rows(2), module, given)
 
@@ -368,7 +368,7 @@ def test_captures_and_replays_reach_the_backend(ours: SimpleNamespace) -> None:
     backend.init_forward_metadata_out_graph(given, in_capture=True)
     backend.init_forward_metadata_in_graph(given)
     backend.init_forward_metadata_out_graph(given)
-    assert recorder.told == [("reserve", 4, 8), "capture", "refill", "replay"]
+    assert recorder.events == [("reserve", 4, 8), "capture", "refill", "replay"]
     backend.init_cuda_graph_state(4, 8)
     with pytest.raises(BackendError, check=naming(4, 8, 9)):
         backend.init_cuda_graph_state(4, 9)

@@ -13,7 +13,7 @@ import torch
 from attnplug import AttentionKind, LayerSpec
 from attnplug.host import ModelAttention, load_registry
 from attnplug_sglang.kv_pools import PageTable
-from attnplug_sglang.planning import CapturedSteps, Group
+from attnplug_sglang.planning import CapturedGroups, PlannedGroup
 from sglang_fakes import Mode, batch, caches, reference, slots_table
 
 LAYER = LayerSpec(0, AttentionKind.MHA, 4, 2, 16, 16, 0.25)
@@ -40,7 +40,7 @@ def test_a_replay_attends_to_the_requests_of_its_own_step(mode: Mode, new: int) 
     torch.manual_seed(0)
     ours, cache = triton_attention()
     table = slots_table([13, 6, 22], PAGE)
-    steps = CapturedSteps([Group(ours, PageTable(table, PAGE))], 4, 4 * new, 64)
+    steps = CapturedGroups([PlannedGroup(ours, PageTable(table, PAGE))], 4, 4 * new, 64)
     rows = 3 * new
     static = batch(
         table,

@@ -14,7 +14,7 @@ from attnplug.host import MLADims
 from attnplug.kernels import merge_partial
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_sglang.mla_prefill import RaggedPrefill, extend_path
-from attnplug_sglang.planning import Step, mode_of
+from attnplug_sglang.planning import GroupedStep, mode_of
 from attnplug_testing.errors import naming
 from sglang_fakes import Mode, batch, slots_table
 
@@ -51,13 +51,13 @@ def extend(prefixes: list[int], new: list[int], **changes: Any) -> Any:
     return batch(slots_table(lengths, 1), prefixes, new, **{**more, **changes})
 
 
-def planned(given: Any) -> Step:
+def planned(given: Any) -> GroupedStep:
     lengths = [
         before + more for before, more in zip(given.extend_prefix_lens_cpu, given.extend_seq_lens_cpu, strict=True)
     ]
     table = torch.zeros(len(lengths), 64, dtype=torch.int32)
     geometry = Geometry.of_lengths(mode_of(given), table, given.extend_seq_lens_cpu, lengths, 1)
-    return Step(geometry.mode, (ForwardBatch(geometry),))
+    return GroupedStep(geometry.mode, (ForwardBatch(geometry),))
 
 
 def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

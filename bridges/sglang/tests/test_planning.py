@@ -10,7 +10,7 @@ import torch
 
 from attnplug import BackendError, ForwardMode, PlanError
 from attnplug_sglang.kv_pools import KVGroup, PageTable, kv_groups, pools_over
-from attnplug_sglang.planning import CapturedSteps, Group, eager_step, lengths_of, mode_of
+from attnplug_sglang.planning import CapturedGroups, PlannedGroup, eager_step, lengths_of, mode_of
 from attnplug_testing.errors import having, naming
 from sglang_fakes import Mode, attention, batch, mha_layer, reference, slots_table
 
@@ -32,7 +32,7 @@ def test_every_batch_attends_to_its_own_rows(page_size: int, mode: Mode, prefixe
     lengths = [before + more for before, more in zip(prefixes, new, strict=True)]
     table, layer = slots_table(lengths, page_size), mha_layer()
     ours, caches = attention((layer,), PAGES, page_size)
-    step = eager_step(batch(table, prefixes, new, mode), [Group(ours, PageTable(table, page_size))], 64)
+    step = eager_step(batch(table, prefixes, new, mode), [PlannedGroup(ours, PageTable(table, page_size))], 64)
     rows = sum(new)
     q, k, v = torch.randn(rows, 4, 8), torch.randn(rows, 2, 8), torch.randn(rows, 2, 8)
     out = ours.attend(q, k, v, layer, step.batches[0])
@@ -51,7 +51,7 @@ def test_rows_past_the_planned_ones_are_padding() -> None:
     ours, caches = attention((layer,), PAGES, 1)
     given = batch(table, [2], [4])
     given.out_cache_loc = torch.cat([given.out_cache_loc, torch.zeros(3, dtype=torch.int64)])
-    step = eager_step(given, [Group(ours, PageTable(table, 1))], 64)
+    step = eager_step(given, [PlannedGroup(ours, PageTable(table, 1))], 64)
     before = caches[0][0][0].clone()
     out = ours.attend(torch.randn(7, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8), layer, step.batches[0])
     assert not out[4:].any()
@@ -62,14 +62,14 @@ def test_fewer_rows_than_planned_are_an_error() -> None:
     """B5."""
     table, layer = slots_table([6], 1), mha_layer()
     ours, _ = attention((layer,), PAGES, 1)
-    step = eager_step(batch(table, [2], [4]), [Group(ours, PageTable(table, 1))], 64)
+    step = eager_step(batch(table, [2], [4]), [PlannedGroup(ours, PageTable(table, 1))], 64)
     with pytest.raises(PlanError, check=naming(3, 4)):
         ours.attend(torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8), layer, step.batches[0])
 
 
 def test_a_verify_counts_its_new_tokens_which_sglang_leaves_out() -> None:
     table = slots_table([8, 15], 4)
-    group = Group(attention((mha_layer(),), PAGES, 4)[0], PageTable(table, 4))
+    group = PlannedGroup(attention((mha_layer(),), PAGES, 4)[0], PageTable(table, 4))
     step = eager_step(batch(table, [5, 12], [3, 3], Mode.TARGET_VERIFY), [group], 64)
     geometry = step.batches[0].geometry
     assert geometry.seq_lens.tolist() == [8, 15]
@@ -81,7 +81,7 @@ def test_a_decode_without_lengths_on_the_host_plans_by_the_context() -> None:
     given = batch(table, [7, 14], [1, 1], Mode.DECODE, seq_lens_cpu=None)
     planned = lengths_of(given, ForwardMode.DECODE, 64, exact=False)
     assert (planned.max_seq_len, planned.host) == (64, None)
-    group = Group(attention((mha_layer(),), PAGES, 4)[0], PageTable(table, 4))
+    group = PlannedGroup(attention((mha_layer(),), PAGES, 4)[0], PageTable(table, 4))
     (ours,) = eager_step(given, [group], 64).batches
     assert ours.geometry.host is not None and list(ours.geometry.kv_lens) == [8, 15], "torch_native needs them"
 
@@ -170,21 +170,21 @@ class Recorder:
     """Attention that records what graphs ask of it."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.events: list[Any] = []
 
     def reserve(self, requests: int, rows: int) -> None:
-        self.told.append(("reserve", requests, rows))
+        self.events.append(("reserve", requests, rows))
 
     def capture(self, batch: Any, *, in_capture: bool = False) -> None:
-        self.told.append(("plan", in_capture, batch.geometry))
+        self.events.append(("plan", in_capture, batch.geometry))
 
     def refill(self, batch: Any) -> None:
-        self.told.append(("refill", batch.geometry.seq_lens.tolist()))
+        self.events.append(("refill", batch.geometry.seq_lens.tolist()))
 
 
-def captured(table: torch.Tensor, translate: Any = None) -> tuple[CapturedSteps, Recorder]:
+def captured(table: torch.Tensor, translate: Any = None) -> tuple[CapturedGroups, Recorder]:
     recorder = Recorder()
-    return CapturedSteps([Group(recorder, PageTable(table, 4, translate))], 4, 12, 64), recorder  # type: ignore[arg-type]
+    return CapturedGroups([PlannedGroup(recorder, PageTable(table, 4, translate))], 4, 12, 64), recorder  # type: ignore[arg-type]
 
 
 def test_a_replay_reads_the_tensors_that_were_captured() -> None:
@@ -201,9 +201,9 @@ def test_a_replay_reads_the_tensors_that_were_captured() -> None:
     assert geometry.page_table[:, :3].tolist()[0] == [int(table[1, place]) // 4 for place in (0, 4, 8)]
     static.seq_lens.copy_(torch.tensor([9, 3]))
     steps.refill(step, static)
-    assert recorder.told[0] == ("reserve", 4, 12)
-    assert [entry[:2] for entry in recorder.told[1:3]] == [("plan", True), ("plan", False)]
-    assert recorder.told[-1] == ("refill", [9, 3])
+    assert recorder.events[0] == ("reserve", 4, 12)
+    assert [entry[:2] for entry in recorder.events[1:3]] == [("plan", True), ("plan", False)]
+    assert recorder.events[-1] == ("refill", [9, 3])
 
 
 def test_a_captured_verify_adds_its_tokens_inside_the_graph() -> None:
@@ -211,7 +211,7 @@ def test_a_captured_verify_adds_its_tokens_inside_the_graph() -> None:
     steps, recorder = captured(table)
     static = batch(table, [6, 3], [3, 3], Mode.TARGET_VERIFY)
     steps.refill(steps.capture(static), static)
-    assert recorder.told[-1] == ("refill", [9, 6])
+    assert recorder.events[-1] == ("refill", [9, 6])
 
 
 def test_slots_of_a_window_pool_are_translated_before_the_graph() -> None:

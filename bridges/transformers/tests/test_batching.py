@@ -80,8 +80,8 @@ def test_each_step_is_planned_once_for_each_kind_of_layer(monkeypatch):
 
 
 def test_a_backend_that_does_not_fit_fails_requests_with_every_reason():
-    for told in batched("llama", "attnplug:triton_mha"):
-        assert "attnplug-triton-mha" in told and 'attn_implementation="attnplug:…"' in told
+    for printed in batched("llama", "attnplug:triton_mha"):
+        assert "attnplug-triton-mha" in printed and 'attn_implementation="attnplug:…"' in printed
 
 
 def test_a_model_with_another_implementation_is_refused():

@@ -12,7 +12,7 @@ from attnplug.host import BackendRequest, Limits
 from attnplug_testing.errors import naming
 from attnplug_transformers import BridgeError, paged_attention
 from attnplug_transformers.blocks import LayerGroup, read_gathered
-from attnplug_transformers.paged_attention import Group, PagedBatches, Planned, _check, _geometry
+from attnplug_transformers.paged_attention import PagedBatches, PagedGroup, PlannedLayers, _check, _geometry
 from attnplug_transformers.pages import PageStore, choose
 
 PAGE = 4
@@ -101,7 +101,7 @@ def test_backends_are_chosen_for_the_memory_and_the_batches_that_there_are(monke
     if not dense:
         given.key_cache = [torch.zeros(3 * PAGE, 2, 16)[..., :8] for _ in given.key_cache]
     layer = LayerSpec(0, AttentionKind.MHA, 4, 2, 8, 8, 0.25)
-    PagedBatches(request, PageStore(request))._over(given, Group(LayerGroup.of(given, 0)), layer, torch.zeros(1))
+    PagedBatches(request, PageStore(request))._over(given, PagedGroup(LayerGroup.of(given, 0)), layer, torch.zeros(1))
     assert [problem.layout for problem in problems] == [layout] and limits == [Limits(7, 7, 3 * PAGE)]
 
 
@@ -176,11 +176,11 @@ def test_gathered_rows_that_belong_to_no_request_are_left_out():
 
 
 def test_a_step_is_planned_again_for_other_lengths_another_run_and_other_attention():
-    group, plans = Group(LayerGroup.of(cache([]), 0)), []
+    group, plans = PagedGroup(LayerGroup.of(cache([]), 0)), []
 
-    def plan(attention: object) -> Planned:
+    def plan(attention: object) -> PlannedLayers:
         plans.append(attention)
-        return Planned(attention, None)
+        return PlannedLayers(attention, None)
 
     first, second, ours, others = object(), object(), object(), object()
     asked = [(0, first, ours), (2, first, ours), (0, first, ours), (2, second, ours), (0, second, others)]

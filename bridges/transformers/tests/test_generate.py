@@ -141,7 +141,7 @@ def test_a_quantized_cache_is_read_as_transformers_hands_it_over():
 
 
 def test_a_paged_cache_refuses_a_model_with_another_implementation():
-    """That would attend to the new tokens alone."""
+    """Such a model would attend to the new tokens alone."""
     with pytest.raises(BridgeError, check=naming("layer 0")):
         generated("llama", "sdpa", padded([5]), max_new_tokens=3, past_key_values=PagedCache(CONFIGS["llama"]))
 

@@ -25,13 +25,13 @@ from attnplug import CacheLayout, Role
 from attnplug.host import BackendRequest, Limits, explain, load_model, load_registry
 from attnplug_testing.errors import naming
 from attnplug_transformers import BridgeError, registration
-from attnplug_transformers.attention import Attention
+from attnplug_transformers.attention import AttentionFunction
 from attnplug_transformers.blocks import LayerGroup
 from attnplug_transformers.layer_call import read_call
 from attnplug_transformers.masks import mask_window, step_mask
-from attnplug_transformers.paged_attention import Group, PagedBatches, Planned
+from attnplug_transformers.paged_attention import PagedBatches, PagedGroup, PlannedLayers
 from attnplug_transformers.pages import PageStore, fits, problem_of
-from attnplug_transformers.step import Step
+from attnplug_transformers.step import PaddedStep
 from attnplug_transformers_host import HOST
 from tiny_models import CONFIGS, NATIVE, model
 
@@ -52,7 +52,7 @@ def test_weights_are_refused(llama):
     module = llama.model.layers[0].self_attn
     q = torch.zeros(1, 8, 1, 16)
     with pytest.raises(BridgeError, check=naming("output_attentions", "eager")):
-        Attention(BackendRequest("torch_native"))(
+        AttentionFunction(BackendRequest("torch_native"))(
             module, q, q[:, :2], q[:, :2], step_mask(1, 1, 1), output_attentions=True
         )
 
@@ -128,7 +128,7 @@ def test_a_layer_that_cannot_be_served_is_refused_by_name(module, change, named)
 
 
 def test_a_layer_with_other_columns_than_its_step_is_refused():
-    attention, q = Attention(BackendRequest("torch_native")), torch.zeros(1, 2, 1, 16)
+    attention, q = AttentionFunction(BackendRequest("torch_native")), torch.zeros(1, 2, 1, 16)
     with pytest.raises(BridgeError, check=naming("1 × 1", 5, 6)):
         attention(torch.nn.Identity(), q, *[torch.zeros(1, 2, 5, 16)] * 2, step_mask(1, 1, 6, 5))
 
@@ -146,9 +146,9 @@ def test_a_backend_that_does_not_fit_is_refused_with_every_reason_in_transformer
     llama.set_attn_implementation("attnplug:triton_mha")
     with pytest.raises(BridgeError) as refused:
         llama(torch.ones(1, 4, dtype=torch.long))
-    told = str(refused.value)
-    assert "attnplug-triton-mha" in told and 'attn_implementation="attnplug:…"' in told
-    assert "cpu" in told and "float32" in told and "torch_native" in told
+    printed = str(refused.value)
+    assert "attnplug-triton-mha" in printed and 'attn_implementation="attnplug:…"' in printed
+    assert "cpu" in printed and "float32" in printed and "torch_native" in printed
 
 
 def test_sinks_reach_a_backend_as_the_model_passes_them():
@@ -162,7 +162,7 @@ def test_sinks_reach_a_backend_as_the_model_passes_them():
 def test_sinks_are_given_to_the_backend(monkeypatch):
     """In both ways: over pages of our own, and over those of continuous batching."""
     asked: list[object] = []
-    native = Attention(BackendRequest("torch_native"))
+    native = AttentionFunction(BackendRequest("torch_native"))
     q, sinks = torch.zeros(1, 4, 1, 16), torch.arange(4.0)
     plain, with_sinks = torch.nn.Identity(), {"s_aux": sinks}
     pages = native._store.pages(read_call(plain, q, q, q, 0.0, None, None, {}).layer, q, Limits(1, 1, 64))
@@ -173,14 +173,16 @@ def test_sinks_are_given_to_the_backend(monkeypatch):
     )
     monkeypatch.setattr(PageStore, "pages", lambda *_: replace(pages, attention=over))
     native(plain, q, q, q, step_mask(1, 1, 1), **with_sinks)
-    monkeypatch.setattr(PagedBatches, "_group", lambda *_: Group(LayerGroup(0, "full_attention", (0,), 64, 64, None)))
+    monkeypatch.setattr(
+        PagedBatches, "_group", lambda *_: PagedGroup(LayerGroup(0, "full_attention", (0,), 64, 64, None))
+    )
 
     def built(self, cache, group, layer, query):
         group.layers = {0: layer}
         return over
 
     monkeypatch.setattr(PagedBatches, "_over", built)
-    monkeypatch.setattr(Group, "of_step", lambda *_: Planned(over, None))
+    monkeypatch.setattr(PagedGroup, "of_step", lambda *_: PlannedLayers(over, None))
     plain.layer_idx = 0
     native(plain, q, q, q, None, cache=object(), cu_seq_lens_q=None, **with_sinks)
     assert [extras.sinks.tolist() for extras in asked] == [[0.0, 1.0, 2.0, 3.0]] * 2
@@ -220,7 +222,7 @@ def test_another_version_of_transformers_is_refused(monkeypatch):
 
 def test_rows_of_padding_and_unwritten_rows_are_never_read():
     """NaN in each of them, and in every page that is used later."""
-    attention = Attention(BackendRequest("torch_native"))
+    attention = AttentionFunction(BackendRequest("torch_native"))
     module = torch.nn.Identity()
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, heads, length, 16, generator=generator) for heads, length in ((4, 3), (2, 90), (2, 90)))
@@ -246,13 +248,16 @@ def test_rows_of_padding_and_unwritten_rows_are_never_read():
 
 @pytest.mark.parametrize("padding", [True, False])
 def test_a_step_whose_start_only_a_gpu_knows_is_planned_alike(padding):
-    """With a static cache on a GPU, the start is a tensor there; no run on a CPU has one."""
+    """A static cache on a GPU has a tensor as its start; no run on a CPU has one."""
     request, module = BackendRequest("torch_native"), torch.nn.Identity()
     q, k, v = (torch.randn(2, heads, length, 16) for heads, length in ((4, 3), (2, 90), (2, 90)))
     k[:, :, 70:], v[:, :, 70:] = torch.nan, torch.nan  # not written yet
     valid = torch.arange(90) < 70
     valid = torch.stack([valid, valid & (torch.arange(90) >= 11)]) if padding else None
-    found = [Attention(request)(module, q, k, v, Step(2, 3, 90, n, None, valid))[0] for n in (67, torch.tensor(67))]
+    found = [
+        AttentionFunction(request)(module, q, k, v, PaddedStep(2, 3, 90, n, None, valid))[0]
+        for n in (67, torch.tensor(67))
+    ]
     assert torch.equal(*found)
 
 
@@ -263,7 +268,7 @@ def test_pages_are_made_for_all_tokens_of_a_step():
 
 
 def test_tensors_of_another_type_have_pages_of_their_own():
-    attention = Attention(BackendRequest("torch_native"))
+    attention = AttentionFunction(BackendRequest("torch_native"))
     for dtype in (torch.float32, torch.bfloat16):
         q = torch.zeros(1, 2, 1, 16, dtype=dtype)
         attention(torch.nn.Identity(), q, q, q, step_mask(1, 1, 1))
@@ -299,9 +304,9 @@ def test_explain_and_the_run_refuse_alike(tmp_path):
     read = load_model(str(tmp_path))
     problem = problem_of(read, torch.device("cpu"), torch.float32, None, CacheLayout.TOKEN_MAJOR)
     choices = explain(load_registry(), BackendRequest("triton_mha"), HOST.fit(problem)).choices.values()
-    told = {refusal.format(HOST.render) for choice in choices for refusal in choice.candidates[0].refusals}
+    printed = {refusal.format(HOST.render) for choice in choices for refusal in choice.candidates[0].refusals}
     made = model("llama")
     made.set_attn_implementation("attnplug:triton_mha")
     with pytest.raises(BridgeError) as refused:
         made(torch.ones(1, 4, dtype=torch.long))
-    assert told and all(reason in str(refused.value) for reason in told)
+    assert printed and all(reason in str(refused.value) for reason in printed)

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from attnplug.host import BackendRequest
 from attnplug_testing.signatures import installed, unpacked
-from attnplug_transformers.attention import Attention
+from attnplug_transformers.attention import AttentionFunction
 from attnplug_transformers.cache import PagedCache, PagedLayer
 from attnplug_transformers.layer_call import _IGNORED
 from attnplug_transformers.masks import step_mask
@@ -91,7 +91,7 @@ def test_causal_masks_and_windows_are_made_of_the_same_functions(folder):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_layers_call_attention_as_ours_is_called(folder, name):
     (call,) = calls(folder / f"models/{name}/modeling_{name}.py", "attention_interface")
-    signature = inspect.signature(Attention(BackendRequest()).__call__)
+    signature = inspect.signature(AttentionFunction(BackendRequest()).__call__)
     named = {keyword.arg: ... for keyword in call.keywords if keyword.arg is not None}
     bound = signature.bind(*call.args, **named).arguments
     assert set(bound) >= {"module", "query", "key", "value", "attention_mask", "dropout", "scaling"}

@@ -266,16 +266,18 @@ def test_lengths_are_read_only_where_a_backend_needs_or_is_chosen_by_them(ours, 
 
 def test_all_backends_that_decode_by_batch_are_listed_and_built(ours, monkeypatch, tmp_path):
     """D3: two backends of one KV group, by this machine's table."""
-    told: list[str] = []
-    monkeypatch.setattr(ours.mla, "logger", SimpleNamespace(info_once=lambda words, *given: told.append(words % given)))
+    events: list[str] = []
+    monkeypatch.setattr(
+        ours.mla, "logger", SimpleNamespace(info_once=lambda words, *given: events.append(words % given))
+    )
     Host.config.additional_config = {}
     (layer,) = ours.mla.model_of(Host.config, [mla(ours).spec]).layers
-    told.clear()
+    events.clear()
     twins = measured_twins(monkeypatch, tmp_path, layer, DType.FLOAT32)
     monkeypatch.setattr(selection, "registry", lambda: twins)
     selection.forget()
     builder = mla_builder(ours)
-    assert told == [
+    assert events == [
         "attnplug: beta or alpha by batch decodes, vLLM's own MLA prefill backend prefills; "
         "--additional-config.attnplug.prefill names another one"
     ]

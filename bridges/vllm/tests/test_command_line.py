@@ -137,7 +137,7 @@ def test_block_sizes_are_checked_too(llama):
 
 
 def test_a_model_with_overridden_config_is_not_checked(llama, monkeypatch):
-    """It is judged when its layers are made."""
+    """It is checked when its layers are made."""
     asked = [llama, "--attention-backend", "CUSTOM", "--additional-config.attnplug.backend", "triton_mla"]
     with pytest.raises(UsageError) as raised:
         check(*asked)

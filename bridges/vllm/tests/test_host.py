@@ -76,8 +76,8 @@ def test_versions_outside_the_range_are_refused_by_number(version, known):
     reason = HOST.version_refusal(version)
     assert (reason is None) is known
     if reason is not None:
-        told = reason.format(render)
-        assert version in told and HOST.versions in told and "pip install" in told
+        printed = reason.format(render)
+        assert version in printed and HOST.versions in printed and "pip install" in printed
 
 
 def test_it_is_read_without_torch_and_without_vllm():

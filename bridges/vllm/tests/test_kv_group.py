@@ -15,7 +15,7 @@ from attnplug_testing.errors import naming
 from attnplug_vllm import kv_group
 from attnplug_vllm.geometry import GeometryBuilder
 from attnplug_vllm.kv_group import GroupAttention, mha_pools, mla_pools
-from attnplug_vllm.mha_step import LayerCall, Step
+from attnplug_vllm.mha_step import EagerMHAStep, LayerCall
 from attnplug_vllm.planner import GroupPlanner
 from attnplug_vllm.selection import Refused
 from attnplug_vllm.specs import Machine, mha_layer, mla_layer, model_of, problem_of
@@ -49,7 +49,7 @@ def memory_of(layout: str, block_size: int = BLOCK_SIZE) -> list[torch.Tensor]:
 def run(attention: GroupAttention, lengths: list[tuple[int, int]], seed: int, rows: int | None = None) -> torch.Tensor:
     batch = metadata(lengths, block_size=attention.page_size)
     geometries = GeometryBuilder(attention.page_size, 16, exact=True)
-    step, random = Step(GroupPlanner(attention, 8, 8), geometries, batch), torch.Generator().manual_seed(seed)
+    step, random = EagerMHAStep(GroupPlanner(attention, 8, 8), geometries, batch), torch.Generator().manual_seed(seed)
     tokens, results = batch.num_actual_tokens if rows is None else rows, []
     for spec in attention.model.layers:
         q, k, v = (torch.randn(tokens, h, DIM, generator=random) for h in (HEADS, KV_HEADS, KV_HEADS))
@@ -97,10 +97,10 @@ def test_who_was_left_out_when_it_was_built_is_logged_with_the_reason(monkeypatc
         )
 
     monkeypatch.setattr(kv_group, "build_selection", build)
-    told = []
-    monkeypatch.setattr(kv_group.logger, "info", lambda message, *values: told.append(message % values))
+    events = []
+    monkeypatch.setattr(kv_group.logger, "info", lambda message, *values: events.append(message % values))
     group(memory_of("NHD")).ready()
-    assert told == ["attnplug: without other: it cannot be captured"]
+    assert events == ["attnplug: without other: it cannot be captured"]
 
 
 def test_it_is_built_when_the_caches_are_there_and_again_when_they_have_moved():
@@ -165,7 +165,7 @@ def test_scratch_is_zero_where_a_backend_asks_for_that(monkeypatch):
 def test_a_layer_that_shares_a_cache_writes_nothing():
     tensors = memory_of("NHD")
     attention = group(tensors)
-    step = Step(GroupPlanner(attention, 8, 8), GeometryBuilder(BLOCK_SIZE, 16, exact=True), metadata([(4, 1)]))
+    step = EagerMHAStep(GroupPlanner(attention, 8, 8), GeometryBuilder(BLOCK_SIZE, 16, exact=True), metadata([(4, 1)]))
     q = torch.randn(1, HEADS, DIM)
     step.attend(LayerCall(attention.model.layers[0], q, None, None, torch.empty_like(q), False))
     assert not tensors[0].any()

@@ -14,7 +14,7 @@ from attnplug.host import KVPools, ModelAttention
 from attnplug.wrappers.split import SplitBackend
 from attnplug_testing.errors import naming
 from attnplug_vllm.geometry import GeometryBuilder
-from attnplug_vllm.mha_step import CapturedStep, LayerCall, Step, capture_key
+from attnplug_vllm.mha_step import CapturedMHAStep, EagerMHAStep, LayerCall, capture_key
 from attnplug_vllm.planner import GroupPlanner
 from attnplug_vllm.specs import mha_layer
 from vllm_recorders import MHARecorder
@@ -52,7 +52,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch, inside: bool) -> Iterator[None]:
 
 def test_a_step_is_planned_once_and_only_if_a_layer_runs():
     backend = MHARecorder()
-    step = Step(planner_of(backend), GEOMETRIES, metadata([(20, 1), (3, 1)]))
+    step = EagerMHAStep(planner_of(backend), GEOMETRIES, metadata([(20, 1), (3, 1)]))
     assert not backend.calls
     for _ in range(3):
         step.attend(call(2))
@@ -62,20 +62,22 @@ def test_a_step_is_planned_once_and_only_if_a_layer_runs():
 def test_rows_past_those_of_requests_are_not_given_to_the_backend():
     backend = MHARecorder()
     given = call(8)
-    Step(planner_of(backend), GEOMETRIES, metadata([(20, 1), (3, 1)], padding=(0, 6))).attend(given)
+    EagerMHAStep(planner_of(backend), GEOMETRIES, metadata([(20, 1), (3, 1)], padding=(0, 6))).attend(given)
     assert backend.calls[-1] == ("run", 2) and not given.out[2:].any()
 
 
 def test_a_backend_without_out_has_its_result_copied():
     backend = MHARecorder(claims=Claims(needs_cpu_seq_lens=False))
     given = call(2)
-    Step(planner_of(backend), GEOMETRIES, metadata([(20, 1), (3, 1)])).attend(given)
+    EagerMHAStep(planner_of(backend), GEOMETRIES, metadata([(20, 1), (3, 1)])).attend(given)
     assert (given.out == 2.0).all()
 
 
 def test_two_backends_each_get_their_part_of_a_mixed_batch():
     prefill, decode = MHARecorder("prefill"), MHARecorder("decode")
-    step = Step(planner_of(SplitBackend(prefill, decode)), GEOMETRIES, metadata([(20, 1), (9, 1), (0, 5), (2, 7)]), 1)
+    step = EagerMHAStep(
+        planner_of(SplitBackend(prefill, decode)), GEOMETRIES, metadata([(20, 1), (9, 1), (0, 5), (2, 7)]), 1
+    )
     given = call(14)
     step.attend(given)
     assert decode.calls == [("plan", ForwardMode.DECODE), ("run", 2)]
@@ -85,14 +87,16 @@ def test_two_backends_each_get_their_part_of_a_mixed_batch():
 
 def test_a_batch_without_decodes_is_one_part():
     prefill, decode = MHARecorder("prefill"), MHARecorder("decode")
-    Step(planner_of(SplitBackend(prefill, decode)), GEOMETRIES, metadata([(0, 5), (2, 7)]), 1).attend(call(12))
+    EagerMHAStep(planner_of(SplitBackend(prefill, decode)), GEOMETRIES, metadata([(0, 5), (2, 7)]), 1).attend(call(12))
     assert not decode.calls and prefill.calls[-1] == ("run", 12)
 
 
 def test_verifies_go_with_the_decodes():
     prefill, decode = MHARecorder("prefill"), MHARecorder("decode")
     geometries = GeometryBuilder(page_size=16, pages=16, verify=3)
-    Step(planner_of(SplitBackend(prefill, decode)), geometries, metadata([(20, 3), (9, 3), (0, 8)]), 3).attend(call(14))
+    EagerMHAStep(planner_of(SplitBackend(prefill, decode)), geometries, metadata([(20, 3), (9, 3), (0, 8)]), 3).attend(
+        call(14)
+    )
     assert decode.calls == [("plan", ForwardMode.TARGET_VERIFY), ("run", 6)]
     assert prefill.calls == [("plan", ForwardMode.EXTEND), ("run", 8)]
 
@@ -104,20 +108,20 @@ def test_sinks_go_with_every_part_of_a_batch(extras):
     planner.group.attention.attend = lambda q, *_, extras=None, **__: (asked.append(extras), q)[1]
     given = call(6)
     given.sinks = torch.ones(4)
-    Step(planner, GEOMETRIES, metadata([(20, 1), (0, 5)]), 1).attend(given)
+    EagerMHAStep(planner, GEOMETRIES, metadata([(20, 1), (0, 5)]), 1).attend(given)
     assert [extra.sinks is given.sinks for extra in asked] == [True, True]
     assert all((extra.out is not None) is ("out" in extras) for extra in asked)
 
 
-def capture(planner: GroupPlanner, batch: Metadata) -> CapturedStep:
-    return CapturedStep(planner.capture(capture_key(batch), GEOMETRIES.captured(batch)))
+def capture(planner: GroupPlanner, batch: Metadata) -> CapturedMHAStep:
+    return CapturedMHAStep(planner.capture(capture_key(batch), GEOMETRIES.captured(batch)))
 
 
 def replay(planner: GroupPlanner, batch: Metadata) -> None:
     planner.replay(capture_key(batch), batch.seq_lens, batch.block_table_tensor, batch.slot_mapping)
 
 
-def captured(backend: MHARecorder, batch: Metadata) -> tuple[GroupPlanner, CapturedStep]:
+def captured(backend: MHARecorder, batch: Metadata) -> tuple[GroupPlanner, CapturedMHAStep]:
     planner = planner_of(backend)
     return planner, capture(planner, batch)
 

@@ -19,7 +19,7 @@ from attnplug.declare.errors import describe_error
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext, Measured
 from attnplug_conformance.diagnosis import CheckFailure
-from attnplug_conformance.subject import Refused, Subject
+from attnplug_conformance.subject import Subject, Unclaimed
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 
@@ -76,7 +76,7 @@ def _run_check(check: Check, subject: Subject, seed: int) -> Result:
     if check.case is not None:
         try:
             case = subject.fit(replace(check.case(subject.page_size, subject.longest), seed=seed))
-        except Refused as refused:
+        except Unclaimed as refused:
             return result(Status.REFUSED, str(refused))
         description = case.describe()
     context = CheckContext(subject, case)
@@ -84,7 +84,7 @@ def _run_check(check: Check, subject: Subject, seed: int) -> Result:
         check.run(context)
     except CheckFailure as failure:
         return result(Status.FAILED, str(failure), description, context.measured)
-    except Refused as refused:
+    except Unclaimed as refused:
         return result(Status.REFUSED, str(refused), description)
     except (Exception, SystemExit) as error:
         return result(

@@ -44,7 +44,7 @@ Allocate = Callable[[int, torch.device, bool], torch.Tensor]
 """Allocator of workspace memory: bytes, device, True for zeroed memory."""
 
 
-class Refused(Exception):
+class Unclaimed(Exception):
     """The backend does not claim what a check needs. ``reasons`` are the backend's refusals."""
 
     def __init__(self, *reasons: str) -> None:
@@ -100,7 +100,7 @@ class Subject:
         return [refusal.message for refusal in self.registered.spec.refusals(problem, role, self.options)]
 
     def fit(self, case: Case) -> Case:
-        """The case with every choice made that it leaves to the backend; raises :class:`Refused` if none is served."""
+        """Return the case with every choice made that it leaves open; raises :class:`Unclaimed` if none is served."""
         capabilities = self.capabilities
         self._check_claims(case)
         dtype = case.dtype or next((dtype for dtype in TYPES if dtype in capabilities.dtypes), DType.BFLOAT16)
@@ -120,22 +120,22 @@ class Subject:
             if not reasons:
                 return shaped
             first = first or reasons
-        raise Refused(*(first or ["no shape of this case is among its dims"]))
+        raise Unclaimed(*(first or ["no shape of this case is among its dims"]))
 
     def _check_claims(self, case: Case) -> None:
         capabilities = self.capabilities
         if missing := case.extras - capabilities.extras:
-            raise Refused(f"it does not claim the extra {', '.join(sorted(missing))}")
+            raise Unclaimed(f"it does not claim the extra {', '.join(sorted(missing))}")
         if case.role not in capabilities.roles:
-            raise Refused(f"it does not claim the role {case.role}, only {', '.join(sorted(capabilities.roles))}")
+            raise Unclaimed(f"it does not claim the role {case.role}, only {', '.join(sorted(capabilities.roles))}")
         if case.is_mla and case.role is Role.PREFILL:
             absorbed = ExtendPath.ABSORBED in capabilities.mla_extend
             if not case.ragged and not absorbed:
-                raise Refused(
+                raise Unclaimed(
                     "it does not extend MLA absorbed: " + (", ".join(sorted(capabilities.mla_extend)) or "not at all")
                 )
             if case.ragged and not capabilities.mla_extend - {ExtendPath.ABSORBED}:
-                raise Refused("it extends MLA absorbed only")
+                raise Unclaimed("it extends MLA absorbed only")
 
     def _shapes(self, case: Case) -> Iterator[Case]:
         if case.is_mla:
@@ -206,7 +206,7 @@ class Subject:
         """Return True if the backend serves this mode and kind (for MLA: absorbed)."""
         try:
             self.fit(Case(((3, 1),), mode, kind))
-        except Refused:
+        except Unclaimed:
             return False
         return True
 

@@ -11,7 +11,7 @@ from attnplug.host import load_registry
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.check import Check
 from attnplug_conformance.runner import Result, Status, floor_problems, run_check
-from attnplug_conformance.subject import Refused, Subject
+from attnplug_conformance.subject import Subject, Unclaimed
 
 
 def subject_of(name: str, device: str | None = None) -> Subject:
@@ -65,7 +65,7 @@ def _status_if_run(check: Check, subject: Subject) -> Status:
         return Status.PASSED
     try:
         subject.fit(check.case(subject.page_size, subject.longest))
-    except Refused:
+    except Unclaimed:
         return Status.REFUSED
     return Status.PASSED
 

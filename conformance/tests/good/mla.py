@@ -1,4 +1,7 @@
-"""A good MLA backend in plain torch: absorbed, and as MHA over rows at hand. Mutants are small changes of its text."""
+"""A good MLA backend in plain torch: absorbed, and as MHA over rows passed as arguments.
+
+Mutants are small changes of its text.
+"""
 
 from __future__ import annotations
 

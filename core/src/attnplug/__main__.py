@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 
 def main() -> None:
     """Run the command. An interrupt ends it with one word, even while modules are still being imported."""
-    from attnplug.machine import interrupt
+    from attnplug.machine.interrupt import end_on_interrupt
 
-    interrupt.end_quietly()
+    sys.excepthook = end_on_interrupt
     from attnplug.cli.main import main as run
 
     run()

@@ -1,8 +1,7 @@
 """Lazy exports of the public modules.
 
 A public module has a stub, ``name.pyi``, that imports its names from the modules that define them. Type checkers read
-the stub; at run time a name is imported when it is first used. So a plugin's entry point, and ``attnplug backends``,
-load without torch.
+the stub; at run time a name is imported when it is first used. So plugins load without torch.
 """
 
 from __future__ import annotations

@@ -9,9 +9,7 @@ import torch
 from attnplug import ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
 from attnplug.contract.batch import BatchPlan, _CheckedPlans
 from attnplug.contract.plan import BackendId, PlanRecord
-from attnplug.contract.sparse import LayerChoice
 from attnplug.host import HostLengths, TypicalLens
-from attnplug.sparse import SelectedPositions
 
 
 def value_of(field: dataclasses.Field) -> object:
@@ -38,9 +36,7 @@ def value_of(field: dataclasses.Field) -> object:
     if field.name == "_checked":
         plan = BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
         return _CheckedPlans(plan, extend_geometry(), decode=False)
-    if field.name == "choice":
-        return LayerChoice(0, SelectedPositions(torch.zeros(tokens, 2, dtype=torch.int32)))
-    more = {"PlanRecord | None": PlanRecord(3, 6, False), "TypicalLens | None": TypicalLens(8, 9)}
+    more = {"PlanRecord | None": PlanRecord(3, 6, False), "TypicalLens | None": TypicalLens(8, 9), "object": "rows"}
     return {"int": 9, "int | None": 9, "bool": True, **more}[field.type]
 
 

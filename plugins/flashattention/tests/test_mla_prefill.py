@@ -1,4 +1,4 @@
-"""MLA prefilled as MHA: over rows at hand, in one shot or by chunks, alone and inside of every wrapper."""
+"""MLA prefilled as MHA: over rows passed as arguments, one-shot or chunked, alone and inside every wrapper."""
 
 from __future__ import annotations
 

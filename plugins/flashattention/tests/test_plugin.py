@@ -1,4 +1,4 @@
-"""What the plugin says before anything is built: what it serves, and every reason why not."""
+"""Specs of the plugin: supported problems, and every refusal, before anything is built."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def function(path: Path, name: str) -> ast.FunctionDef:
 
 
 def signature(path: Path, name: str) -> inspect.Signature:
-    """Of a function that cannot be imported."""
+    """Signature of a function that cannot be imported."""
     bare = ast.FunctionDef(name, function(path, name).args, [ast.Pass()], [], type_params=[])
     for argument in [*bare.args.args, *bare.args.kwonlyargs]:
         argument.annotation = None
@@ -279,7 +279,7 @@ class TestFlashAttention4:
 
 
 class TestChoice:
-    """Which kernels are built, with what is installed."""
+    """Choice of kernels by the installed libraries."""
 
     @pytest.fixture(autouse=True)
     def fresh_import(self):
@@ -357,7 +357,7 @@ class TestChoice:
 
 
 def test_a_raw_call_is_one_that_the_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``attnplug bench --against raw`` measures."""
+    """``attnplug bench --against raw`` measures such calls."""
     recorder = Recorder("fa4")
     monkeypatch.setattr(kernels, "load_fa4", lambda: recorder)
     pool = MHAPool([LAYER], num_pages=4, page_size=64, dtype=DType.BFLOAT16, device="cpu")

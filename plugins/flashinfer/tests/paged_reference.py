@@ -78,7 +78,7 @@ class Event:
 
 
 class Wrapper:
-    """What both wrappers have. Every call is bound to the real signature first."""
+    """Base class of both wrappers. Every call is bound to the real signature first."""
 
     path: str
     plan_method = "plan"
@@ -184,7 +184,7 @@ class Prefill(Wrapper):
             self.check_scratch((new * (self.heads // self.kv_heads)).tolist(), pages.tolist())
 
     def check_scratch(self, packed: list[int], pages: list[int]) -> None:
-        """What the parts of a divided batch take; the library raises where there is less."""
+        """Check that the parts of a divided batch fit; the library raises otherwise."""
         dim = self.planned["head_dim_qk"]
         tile = tile_of(sum(packed) // len(packed), dim)
         tiles = [-(-rows // tile) for rows in packed]

@@ -1,4 +1,4 @@
-"""The spec: what it accepts and what it refuses, judged where there is no GPU."""
+"""Refusals of the spec, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def context(case: KernelCase, kernel: str = "auto") -> BackendContext:
-    """What a host gives the backend for a model of two shapes of layers."""
+    """Context of the backend for a model with two layer shapes."""
     (given,) = KernelScene(case, "cpu", lambda context: context).made.contexts
     return replace(given, declared=SPEC.capabilities, options=FlashInferOptions(kernel))
 

@@ -67,7 +67,7 @@ def test_captured_calls_are_taken(home: Path, mode: ForwardMode, new: int) -> No
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_raw_calls_are_taken(home: Path, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``attnplug bench --against raw`` measures."""
+    """``attnplug bench --against raw`` measures such calls."""
     given: dict[str, dict[str, Any]] = {}
 
     class Bound:

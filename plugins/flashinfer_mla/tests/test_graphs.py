@@ -47,7 +47,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, he
 @on_every_device
 @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4)])
 def test_one_capture_serves_an_fp8_cache_too(mode, new, device):
-    """Of padding nothing is written there either. The library rounds the scale to bfloat16, which holds this one."""
+    """Padding writes nothing there either. The library rounds the scale to bfloat16, which holds this one."""
     stage, others = scenes(mode, new, device, kv_dtype=DType.FLOAT8_E4M3, kv_scales=(0.375, 0.375))
     capture = Capture(stage).reserve().capture()
     for other in others:

@@ -1,4 +1,4 @@
-"""What the plugin says before anything is built: what it serves, and every reason why not."""
+"""Specs of the plugin: supported problems, and every refusal, before anything is built."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def uneven(model: ModelSpec) -> ModelSpec:
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFT])
 def test_it_serves_deepseek_v3_on_an_h200(role: Role, page_size: int, kv_dtype: DType) -> None:
-    """D3: judged by what is installed, which takes no GPU."""
+    """D3: decided by installed packages, without a GPU."""
     assert refusals(role, page_size=page_size, kv_dtype=kv_dtype) == []
 
 

@@ -100,7 +100,7 @@ class Recorder:
 
 
 class Wrapper:
-    """What a recorder makes, with the members that a planned wrapper of FlashInfer has."""
+    """Wrapper made by a recorder, with the members of a planned wrapper of FlashInfer."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -215,7 +215,7 @@ def test_a_paged_run_is_taken(library: FlashInferMLALibrary, kv_dtype: torch.dty
 
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_a_run_asks_for_the_log_sum_exp_that_its_plan_announced(library: FlashInferMLALibrary, with_lse: bool) -> None:
-    """Where the plan says what will be asked for, each run asks for that; elsewhere only where it is wanted."""
+    """A plan that announces it makes every run ask for it; other runs ask only if it is wanted."""
     kernel = make().paged(decode=True)
     kernel.plan(paged_call(causal=False))
     q, out, lse = queries(2)
@@ -322,7 +322,7 @@ def scheduler() -> str:
 
 
 def array_sizes() -> dict[str, int]:
-    """How many numbers each array of the work list has room for, in the order in which they lie."""
+    """Capacity of each array of the work list, in memory order."""
     allocation = r"plan_info\.(\w+) =\s+int_allocator\.aligned_alloc_offset\(\s*sizeof\(IdType\) \* (\w+), 16, \"mla_"
     counts = {"max_total_num_works": MAX_WORK_ITEMS, "num_sm": PROCESSORS}
     return {name: counts[count] for name, count in re.findall(allocation, scheduler())}
@@ -503,7 +503,7 @@ def test_other_versions_take_the_same_calls(version: str) -> None:
 
 
 def test_a_raw_call_is_one_that_the_library_takes(library: FlashInferMLALibrary) -> None:
-    """What ``attnplug bench --against raw`` measures."""
+    """``attnplug bench --against raw`` measures such calls."""
     layer = LayerSpec(0, AttentionKind.MLA, 128, 128, 192, 128, SHAPE.scale, mla=SHAPE.dims)
     pool = MLAPool([layer], num_pages=4, page_size=64, dtype=DType.BFLOAT16, device="cpu")
     table = torch.tensor([[3, 1], [2, -1]], dtype=torch.int32)

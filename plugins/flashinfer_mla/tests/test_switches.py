@@ -1,4 +1,4 @@
-"""Which wrappers exist, and what the chunk hook does, under every combination of the switches (A1, A3)."""
+"""Wrappers and the chunk hook under every combination of the switches (A1, A3)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ UNTOUCHED = -7
 
 
 def interpreted(pages: DecodePages, page_table: Tensor, seq_lens: Tensor, page_size: int) -> None:
-    """What ``DecodePages.fill`` does on a GPU."""
+    """Fill as ``DecodePages.fill`` does on a GPU."""
     launch_fill_pages(page_table, seq_lens, page_size, pages.queries, pages.kv_lens, pages.table, pages.slots)
 
 

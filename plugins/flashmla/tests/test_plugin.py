@@ -1,4 +1,4 @@
-"""The spec: what it accepts and what it refuses, judged where there is no GPU."""
+"""Refusals of the spec, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_sparse_layers_are_not_for_the_dense_backend(sparse_model: ModelSpec) ->
 
 
 def build(installed: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> Any:
-    """What the spec's factory leads to, with a library of that source."""
+    """Build by the spec's factory with a library of that source."""
     (installed / "flash_mla.py").write_text(source)
     module, _, name = SPEC.factory.partition(":")
     monkeypatch.delitem(sys.modules, module, raising=False)

@@ -47,7 +47,7 @@ def functions(package: Path) -> dict[str, ast.FunctionDef]:
 
 
 class Schedmeta:
-    """What the library's own class for a schedule holds; a name that it lacks cannot be set."""
+    """Attributes of the library's own class for a schedule; others cannot be set."""
 
     __slots__ = ("config", "have_initialized", "num_splits", "tile_scheduler_metadata")
 
@@ -240,7 +240,7 @@ def test_what_is_unpacked_is_what_is_claimed_and_pinned() -> None:
 
 @pytest.mark.parametrize("tokens", [1, QUERIES])
 def test_a_raw_call_is_one_that_the_library_takes(recorder: Recorder, tokens: int) -> None:
-    """What ``attnplug bench --against raw`` measures."""
+    """``attnplug bench --against raw`` measures such calls."""
     dims = MLADims(512, 128, 64)
     layer = LayerSpec(0, AttentionKind.MLA, HEADS, HEADS, 192, 128, 192**-0.5, mla=dims)
     pool = MLAPool([layer], num_pages=4, page_size=64, dtype=DType.BFLOAT16, device="cpu")

@@ -183,7 +183,7 @@ class LinearScene:
 
     @staticmethod
     def rows(step: Step) -> list[slice]:
-        """Where each member's rows lie."""
+        """Row range of each member."""
         return [slice(start, stop) for start, stop in pairwise(accumulate(step.new, initial=0))]
 
     def check(self, step: Step, tolerance: float, accepted: Sequence[int] | None = None) -> None:
@@ -192,7 +192,7 @@ class LinearScene:
         self.accept(step, step.new if accepted is None else accepted)
 
     def check_outputs(self, step: Step, tolerance: float) -> None:
-        """What float64 says, and zero for padded requests and after the last one."""
+        """Compare with float64, and with zero for padded requests and behind the last one."""
         for results, run in ((step.out, self._recurrence), (step.conv_out, self._convolution)):
             for layer_id, out in results.items():
                 assert out.dtype is self.dtype

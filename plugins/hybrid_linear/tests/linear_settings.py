@@ -27,7 +27,7 @@ from linear_scene import LinearScene
 
 
 class ReferenceChunks:
-    """What the library's chunk kernels compute, and all that they insist on."""
+    """Reference of the library's chunk kernels, with all of their checks."""
 
     def chunked(self, inputs: LinearInputs, scale: float, chunks: FlaChunks, states: Tensor) -> tuple[Tensor, Tensor]:
         cu_seqlens = chunks.cu_seqlens.tolist()

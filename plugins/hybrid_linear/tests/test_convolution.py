@@ -45,7 +45,7 @@ def test_a_request_may_be_cut_into_any_steps(tokens, channels, width, bias, silu
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_request_ends_where_its_own_rows_do(device) -> None:
-    """What lies after a request's rows reaches neither them nor its state."""
+    """Rows behind a request's own reach neither its rows nor its state."""
     lens = [0, 1, 2, 3, 4, 7]
     x = torch.randn(len(lens), 7, 5, generator=torch.Generator().manual_seed(0))
     state = torch.randn(len(lens), 5, 4, generator=torch.Generator().manual_seed(1))

@@ -30,7 +30,7 @@ def commit(scene: LinearScene, step: Step, accepted: list[int]) -> None:
 
 @in_every_setting
 @pytest.mark.parametrize(("mode", "new"), [(DECODE, [1, 1]), (EXTEND, [5, 20])])
-def test_eager_batches_in_turns(mode, new, setting) -> None:
+def test_eager_batches_alternate(mode, new, setting) -> None:
     """B5: what a backend knows of a batch is in its plan."""
     scene = setting.scene(4)
     first, second = scene.step(mode, [0, 2], new), scene.step(mode, [3, 1], new, lane=1)

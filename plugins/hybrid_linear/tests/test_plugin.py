@@ -1,4 +1,4 @@
-"""What the plugin says before anything is built: what it serves, and every reason why not."""
+"""Specs of the plugin: supported problems, and every refusal, before anything is built."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ON_A_GPU = replace(ON_A_CPU, device="cuda", sm=90, dtype=DType.BFLOAT16, kv_dtyp
 
 
 def _without_library(reasons: list[Refusal]) -> list[Refusal]:
-    """What does not depend on what is installed here."""
+    """Refusals that do not depend on installed libraries."""
     return [reason for reason in reasons if reason.code not in (RefusalCode.REQUIREMENT, "import")]
 
 

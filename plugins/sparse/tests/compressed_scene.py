@@ -66,7 +66,7 @@ def compressed_layer(ratio: int, *, overlap: bool = False, topk: int | None = No
 
 @dataclass
 class Tokens:
-    """What the tokens of a request brought so far, in float64."""
+    """Inputs of a request's tokens so far, in float64."""
 
     rows: Tensor
     entries: tuple[Tensor, Tensor]
@@ -160,7 +160,7 @@ class CompressedScene:
     def step(
         self, counts: Sequence[int], mode: ForwardMode = ForwardMode.EXTEND, *, padding: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Give each request so many new tokens; output and log-sum-exp, compared with float64 before they return."""
+        """Give each request ``new`` tokens; output and log-sum-exp, compared with float64 before they return."""
         counts = list(counts)
         for row, count in zip(self.rows, counts, strict=True):
             self.pools.copy_pages(self.table.extend(row, count))
@@ -236,7 +236,7 @@ class CompressedScene:
         return entry
 
     def chosen(self, index: IndexInputs, selected: SelectedRows, counts: Sequence[int]) -> list[list[int]]:
-        """What each token was given, after a look at the scores: none left out is better than one that was chosen."""
+        """Entries of each token, after a check that no omitted entry scores higher than a selected one."""
         assert isinstance(selected, SelectedPositions) and self.layer.indexer is not None
         dims, found, token = self.layer.indexer, [], 0
         for request, count in enumerate(counts):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from attnplug import BackendError, ExtendPath, ForwardMode, PlanError
-from attnplug.host import ExtendPolicy, KVPools, ModelAttention, plan_forward
-from attnplug.mla.weights import MLAWeights
+from attnplug.host import ExtendPolicy, KVPools, MLAWeights, ModelAttention, plan_forward
 from attnplug.sparse import IndexInputs
 from attnplug.wrappers.forwarding import limited_by
 from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_conformance.arithmetic import pad_rows
+from attnplug_sparse.selection import select_rows
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.sparse_scene import SparseStage, sparse
@@ -45,7 +45,7 @@ def run(stage: SparseStage, backend=None, policy: ExtendPolicy | None = None) ->
     q = pad_rows(stage.normal(len(stage.q), stage.layer.num_heads, stage.layer.head_dim), tokens)
     rows, outs = stage.inputs(tokens)[1].squeeze(1), []
     for layer, index in ((stage.layer, stage.given()), (stage.shared, None)):
-        selected = attention.select(index, layer, batch)
+        selected = select_rows(attention, index, layer, batch)
         outs.append(attention.attend_mla(q, rows, layer, up, batch, selected=selected))
     return outs
 
@@ -101,7 +101,7 @@ def test_halves_of_a_batch_keep_their_own_choices():
         parts = []
         for half, part in zip(halves, (slice(0, 10), slice(10, 18)), strict=True):
             given = IndexInputs(index.q[part], index.k[part], index.weights[part]) if layer is stage.layer else None
-            selected = attention.select(given, layer, half)
+            selected = select_rows(attention, given, layer, half)
             parts.append(attention.attend_mla(q[part], rows[part], layer, up, half, selected=selected))
         outs.append(torch.cat(parts))
     for found, wanted in zip(outs, whole, strict=True):

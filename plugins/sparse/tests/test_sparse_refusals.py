@@ -1,4 +1,4 @@
-"""What sparse layers are refused: rows without a choice, choices of another shape, pools that do not fit (A10)."""
+"""Refusals of sparse layers: missing selections, selections of another shape, pools that do not fit (A10)."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from attnplug.registry.assembly import claim_problems, missing_claims
 from attnplug.sparse import SelectedPositions, SelectedSlots
 from attnplug_conformance.case import LAST, LAYER
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
+from attnplug_sparse.selection import select_rows
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.sparse_scene import SparseStage, sparse
@@ -42,7 +43,7 @@ def test_a_sparse_layer_without_selected_rows_is_an_error():
     batch = stage.planned()
     for call in (lambda: stage.attend(batch, None), lambda: stage.backend.forward_decode(
         stage.q, None, None, stage.layer, batch, save_kv_cache=False)):  # fmt: skip
-        with pytest.raises(BackendError, match="layer 3 attends to rows that an index chooses, but backend under_test"):
+        with raises_naming(BackendError, "layer 3", "under_test", "extras.selected"):
             call()
 
 
@@ -113,7 +114,7 @@ def test_a_selection_for_a_layer_without_an_index_of_its_own_is_an_error():
         (dense, stage.given(), ["all rows"]),
     ):
         with raises_naming(BackendError, f"layer {layer.layer_id}", *named):
-            attention.select(index, layer, batch)
+            select_rows(attention, index, layer, batch)
 
 
 def test_a_layer_shares_only_what_was_chosen_in_its_own_batch():
@@ -121,10 +122,10 @@ def test_a_layer_shares_only_what_was_chosen_in_its_own_batch():
     stage = SparseStage(CASE)
     batch, attention = stage.planned(), ModelAttention(stage.backend, stage.pools)
     with raises_naming(BackendError, f"layer {stage.shared.layer_id}", "layer 3", "none"):
-        attention.select(None, stage.shared, batch)
-    attention.select(replace(stage.given(), k=None), replace(stage.layer, layer_id=1), batch)
+        select_rows(attention, None, stage.shared, batch)
+    select_rows(attention, replace(stage.given(), k=None), replace(stage.layer, layer_id=1), batch)
     with raises_naming(BackendError, f"layer {stage.shared.layer_id}", "layer 3", "layer 1"):
-        attention.select(None, stage.shared, batch)
+        select_rows(attention, None, stage.shared, batch)
 
 
 def test_pools_without_index_keys_are_refused_for_a_sparse_model():

@@ -198,7 +198,7 @@ class TestOnAGPU:
 
 
 def test_the_imaginary_gpu_divides():
-    """What the tests above rely on: a long request is cut, and short ones are not."""
+    """The tests above rely on this: a long request is split, and short ones are not."""
     for prefix, cut in ((150, True), (3, False)):
         stage = scene(mha(((prefix, 1), (3, 1)), DECODE, heads=4, head_dim=32), "cpu", small)
         ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()

@@ -34,7 +34,7 @@ def test_every_shape_finds_its_entry(fp8):
 @INTERPRETED
 @pytest.mark.parametrize(("kv_heads", "multiprocessors"), [(8, 132), (1, 132), (128, 20)])
 def test_no_plan_asks_for_more_partial_results_than_were_reserved(kv_heads, multiprocessors):
-    """What is reserved when a backend is built is all that it ever takes: graphs freeze the workspace."""
+    """A backend takes no more than it reserved when built: graphs freeze the workspace."""
     from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape
 
     for requests, new in ((1, 1), (64, 1), (256, 1), (4, 4), (4, 16), (2, 2000)):
@@ -48,7 +48,7 @@ def test_no_plan_asks_for_more_partial_results_than_were_reserved(kv_heads, mult
 
 
 def a_schedule(heads: tuple[int, int, int], requests: int, new: int, window: int = 0, differ: bool = False):
-    """Of a batch on an H200: (KV heads, query heads of each, columns), new tokens of each request."""
+    """Schedule of a batch on an H200: (KV heads, query heads of each, columns), new tokens of each request."""
     from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape
 
     kv_heads, group, dim = heads

@@ -29,7 +29,7 @@ def built(name: str, context: HostContext) -> AttentionBackend:
 
 
 def last_result(task: Task, device: str, make: Build) -> tuple[Tensor, bool]:
-    """What the last call of a chain gives, and whether it was captured."""
+    """Result of the last call of a chain, and True if it was captured."""
     torch.manual_seed(0)
     stage = Stage(task, Setup(torch.device(device), 512), make)
     torch.manual_seed(1)

@@ -92,7 +92,7 @@ class TestBatches:
     @on_every_device
     @pytest.mark.parametrize("new", [11, 40])
     def test_several_tiles_of_a_request(self, new, device):
-        """Of which the last is not full."""
+        """The last tile is not full."""
         check_apart(mha(((150, new), (0, new)), EXTEND, 16, 6, 2, 32), device, cut(programs=20))
 
     @on_every_device
@@ -156,7 +156,7 @@ def test_one_capture_serves_other_lengths_and_fewer_requests(mode, new, changes,
 
 
 class TestOnAGPU:
-    """What the table says, merged in both ways, whichever it would choose."""
+    """Entries of the table, merged in both ways, whichever it would choose."""
 
     @on_a_gpu
     @pytest.mark.parametrize("merge", ["inside", "apart", None])

@@ -1,4 +1,4 @@
-"""The spec: what it accepts and what it refuses, judged where there is no GPU."""
+"""Refusals of the spec, on a machine without a GPU."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def table() -> Iterator[tuple[str, Any]]:
 
 
 def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
-    """Of each case its attention kernel; cut as the first one on SM 90 is, the kernels around it."""
+    """Attention kernel of each case; for the tile configuration of the first one on SM 90, also the other kernels."""
     for case in cases:
         yield case["sm"], case["cut"]["kernel"], attend(**case)
     first = next(case for case in cases if case["sm"] == 90)

@@ -31,7 +31,7 @@ modes = pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (EXT
 
 
 class TestBatches:
-    """What the quick run of the conformance kit leaves out."""
+    """Batches that the quick run of the conformance kit leaves out."""
 
     @on_every_device
     @pytest.mark.parametrize(("requests", "heads", "page_size"), [(1, 16, 64), (3, 8, 1), (5, 3, 16), (4, 24, 48)])
@@ -105,7 +105,7 @@ class TestBatches:
     @on_every_device
     @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 4)])
     def test_memory_of_the_host_for_the_result(self, mode, new, device):
-        """What kernels can write to is written; else the result is copied there."""
+        """Kernels write to memory that they can address; otherwise the result is copied there."""
         stage = scene(mla(((70, new), (3, new)), mode, heads=4), device)
         wanted = stage.wanted()[0]
         plain = stage.q.new_empty(wanted.shape)
@@ -385,7 +385,7 @@ class TestOnAGPU:
 
 
 def test_the_imaginary_gpu_divides_and_shares():
-    """What the tests above rely on: a long request is cut, and several short ones fall to one program."""
+    """The tests above rely on this: a long request is split, and several short ones share one program."""
     for given, cut in ((((300, 1),), True), (((3, 1),) * 12, False)):
         stage = scene(mla(given, DECODE, heads=4), "cpu")
         schedule = stage.backend.init_forward_metadata(stage.batch()).metadata.schedule

@@ -58,7 +58,7 @@ def test_who_merges_a_batch_of_different_rows():
 
 @pytest.mark.parametrize("sm", SHARED)
 def test_no_plan_asks_for_more_partial_results_than_were_reserved(sm):
-    """What is reserved when a backend is built is all that it ever takes: graphs freeze the workspace."""
+    """A backend takes no more than it reserved when built: graphs freeze the workspace."""
     for fp8, rows, requests, tokens in itertools.product((False, True), (0, 1, 16, 17, 33, 512), (1, 3, 99), (99, ANY)):
         room = MLAKernelLimits(sm, SHARED[sm], 2 * WIDTH, WIDTH if fp8 else 2 * WIDTH)
         cut = fit_config(choose(rows, requests, tokens, fp8=fp8, invariant=False), room)

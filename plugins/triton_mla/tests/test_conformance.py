@@ -1,4 +1,4 @@
-"""What triton_mla claims, by the quick run of the conformance kit: its kernels in Triton's interpreter.
+"""Claims of triton_mla, checked by the quick run of the conformance kit, with kernels in Triton's interpreter.
 
 ``docs/reports.py`` runs all of it.
 """

@@ -99,7 +99,7 @@ class Step:
         return torch.tensor(values + [0] * self.uniform, dtype=torch.int32, device=self.device)
 
     def geometry(self, page_table: Tensor, seq_lens: Tensor, slots: Tensor) -> Geometry:
-        """With upper bounds only."""
+        """Geometry with upper bounds only."""
         return Geometry(
             self.mode,
             page_table,

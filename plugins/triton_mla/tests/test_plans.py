@@ -69,7 +69,7 @@ class TestPlans:
     @on_every_device
     @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 2)])
     def test_lengths_that_the_page_table_cannot_hold_stay_inside(self, mode, new, device):
-        """What is on the device nobody can look at first: nothing outside of the batch is read or written."""
+        """Lengths on the device cannot be checked first: nothing outside of the batch is read or written."""
         stage = scene(mla(((20, 1), (30, new)), mode, heads=2, exact=False), device)
         stage.pool.rows(LAYER).zero_()
         batch = stage.batch()

@@ -138,7 +138,7 @@ def _walk(
     [(0, 0, False), (0, 3, True), (1, 3, False), (1, 0, True), (2, 0, False), (2, 3, True), (3, 3, False)],
 )
 def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device):
-    """With its rows up to what the tile sees; parts are as many as the merge looks for, where the merge finds them."""
+    """Its rows end with those that the tile sees; the merge finds as many parts as it looks for."""
     chance = random.Random(seed)
     lens, new = batch_of(seed)
     if queries:
@@ -186,7 +186,7 @@ def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("others", [[], [3, 900, 64]])
 def test_an_invariant_cut_depends_on_the_length_alone(others, device):
-    """Parts of as many steps, at most so many, whatever else is there."""
+    """Parts have equally many steps, up to the maximum, whatever else is in the batch."""
     cut = MLAKernelConfig(16, 16, 4, 2, least_steps=2)
     for length in (0, 33, 5000):
         lens = [*others, length]

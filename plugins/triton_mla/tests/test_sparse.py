@@ -173,7 +173,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests_as_eager_does
 
 @on_every_device
 def test_invariant_to_the_batch(device):
-    """With the option, a request's bits are the same alone and among others."""
+    """A request's bits are the same alone and among others if the option is set."""
     from attnplug_triton_mla.options import TritonMLAOptions
 
     case = replace(CASES["decode"], options=TritonMLAOptions(batch_invariant=True))

@@ -1,4 +1,4 @@
-"""What the plugin says before anything is built: what it serves, and every reason why not."""
+"""Specs of the plugin: supported problems, and every refusal, before anything is built."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFT])
 @pytest.mark.parametrize("sm", [100, 103])
 def test_it_serves_deepseek_v3_on_blackwell(sm: int, role: Role, page_size: int, kv_dtype: DType) -> None:
-    """D3, A4: judged by what is installed, which takes no GPU."""
+    """D3, A4: decided by installed packages, without a GPU."""
     assert refusals(role, sm=sm, page_size=page_size, kv_dtype=kv_dtype) == []
 
 

@@ -66,7 +66,7 @@ def attnplug_backends():
 """
 
 
-def taking_turns(*names: str, longest: int = LONGEST) -> BackendSchedule:
+def alternating(*names: str, longest: int = LONGEST) -> BackendSchedule:
     """Return a schedule whose fastest backend changes with every length."""
     return BackendSchedule(
         {
@@ -81,7 +81,7 @@ def shared(selection: Selection, *names: str, longest: int = LONGEST) -> Selecti
     choices, options = dict(selection.choices), dict(selection.options)
     for role in choices.keys() - {Role.LINEAR}:
         by_name = {candidate.backend.spec.name: candidate.backend for candidate in choices[role].candidates}
-        schedule = taking_turns(*names, longest=longest)
+        schedule = alternating(*names, longest=longest)
         choices[role] = replace(choices[role], chosen=by_name[names[0]], schedule=schedule)
         options = {name: parse_options(name, by_name[name].spec.options, {}) for name in names} | options
     return replace(selection, choices=choices, options=options)
@@ -113,6 +113,6 @@ def tune(model: str, *names: str) -> None:
             versions_of(registry.backends[name], processor),
             "2026-11-16",
         )
-        for name, times in taking_turns(*names).times.items()
+        for name, times in alternating(*names).times.items()
     ]
     write_tables(table_path(processor), tables)

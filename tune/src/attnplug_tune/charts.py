@@ -13,7 +13,7 @@ from typing import Any
 from attnplug.declare.errors import UsageError
 from attnplug.declare.problem import Role
 from attnplug_tune.points import Point
-from attnplug_tune.results import Row, by_point, sides_of
+from attnplug_tune.results import BenchRow, by_point, sides_of
 
 LIMIT = "limit: each byte moved once"
 COLORS = ("#2456c7", "#c2410c", "#17693a", "#7c3aed", "#b3261e", "#0e7490", "#8a5a00", "#be185d")
@@ -24,7 +24,7 @@ _WIDTH, _HEIGHT, _COLUMNS = 380, 210, 2
 _LIBRARIES = ("altair", "jinja2", "vl_convert")
 _SHORT = "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : datum.value"
 """Vega expression for axis labels: 4096 as 4k."""
-Points = Mapping[Point, Mapping[str, Row]]
+Points = Mapping[Point, Mapping[str, BenchRow]]
 
 
 def require_plotting(option: str, path: str | None) -> None:
@@ -45,7 +45,7 @@ def chart_spec(points: Points, sides: Sequence[str]) -> dict[str, Any]:
     return spec_of(_panels(points, sides, highlighted).add_params(highlighted))
 
 
-def rows_as_svg(rows: Sequence[Row]) -> str:
+def rows_as_svg(rows: Sequence[BenchRow]) -> str:
     """Draw all rows as one SVG document."""
     import altair as alt
 
@@ -57,7 +57,7 @@ def rows_as_svg(rows: Sequence[Row]) -> str:
     return as_svg(spec_of(alt.vconcat(*drawn)))
 
 
-def all_sides(rows: Sequence[Row]) -> list[str]:
+def all_sides(rows: Sequence[BenchRow]) -> list[str]:
     return sorted({side for points in by_point(rows).values() for side in sides_of(points)})
 
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from attnplug.cli.text import table
 from attnplug.declare.errors import UsageError
 from attnplug_tune.measure import Failed, Outcome, Skipped, Timed
-from attnplug_tune.results import Row, by_point, sides_of
+from attnplug_tune.results import BenchRow, by_point, sides_of
 
 
 class ProgressReport:
@@ -48,7 +48,7 @@ def describe_unmeasured(outcome: Skipped | Failed) -> str:
     return f"{outcome.side}: left out for {role} of {shape}, because of {outcome.task.point}: {reason}"
 
 
-def print_fastest(rows: Sequence[Row]) -> None:
+def print_fastest(rows: Sequence[BenchRow]) -> None:
     """Print a table for each role and layer: the times of every side, and the fastest one of each point."""
     for (layer, role), points in by_point(rows).items():
         sides = sides_of(points)

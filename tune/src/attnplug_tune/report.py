@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from attnplug_tune.charts import all_sides, chart_spec
-from attnplug_tune.results import Row, by_point, sides_of
+from attnplug_tune.results import BenchRow, by_point, sides_of
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
-def report_page(title: str, rows: Sequence[Row], notes: Iterable[str] = ()) -> str:
+def report_page(title: str, rows: Sequence[BenchRow], notes: Iterable[str] = ()) -> str:
     """Render charts and tables of ``rows``, a section per layer and role, below the notes."""
     import jinja2
     import vl_convert
@@ -35,7 +35,7 @@ def report_page(title: str, rows: Sequence[Row], notes: Iterable[str] = ()) -> s
     return template.render(title=title, notes=list(notes), sections=sections, javascript=javascript)
 
 
-def _cell(row: Row | None, best: float) -> dict[str, Any]:
+def _cell(row: BenchRow | None, best: float) -> dict[str, Any]:
     if row is None:
         return {}
     share = "" if row.share is None else f" · {row.share:.0%} of the limit"

@@ -22,7 +22,7 @@ SLOWER = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """Time of one call of one side (a backend, or its library called directly), in microseconds.
 
     ``limit_us`` is the time to move each byte once at the bandwidth measured in the same run. It is 0 if there is none,
@@ -61,11 +61,11 @@ class Row:
         return self.side, self.layer, self.point
 
 
-def row_of(timed: Timed, bandwidth: float = 0.0) -> Row:
+def row_of(timed: Timed, bandwidth: float = 0.0) -> BenchRow:
     """Row of a measured task. ``bandwidth`` is in bytes per second."""
     task, measured = timed.task, timed.measured
     bounded = bandwidth and task.point.role is not Role.PREFILL
-    return Row(
+    return BenchRow(
         timed.side,
         str(task.shape),
         str(task.point.role),
@@ -81,10 +81,10 @@ def row_of(timed: Timed, bandwidth: float = 0.0) -> Row:
     )
 
 
-def rows_of_tables(tables: Iterable[MeasuredTable]) -> Iterator[Row]:
+def rows_of_tables(tables: Iterable[MeasuredTable]) -> Iterator[BenchRow]:
     for table in tables:
         for row in table.rows:
-            yield Row(table.backend, str(table.shape), str(table.role), *row)
+            yield BenchRow(table.backend, str(table.shape), str(table.role), *row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Results:
     """Results of a benchmark. ``header`` has the device, date and versions."""
 
     header: Mapping[str, object]
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     failed: tuple[str, ...] = ()
 
     @property
@@ -121,8 +121,8 @@ def read_results(path: Path) -> Results:
     return Results(data, tuple(read.values()), tuple(map(str, failed)))
 
 
-def _row(data: Mapping[str, object]) -> Row:
-    values = {each.name: data[each.name] for each in fields(Row)}
+def _row(data: Mapping[str, object]) -> BenchRow:
+    values = {each.name: data[each.name] for each in fields(BenchRow)}
     for name, value in values.items():
         if name in ("side", "layer", "role", "planned_by"):
             Role(str(value)) if name == "role" else None
@@ -136,7 +136,7 @@ def _row(data: Mapping[str, object]) -> Row:
             right = type(value) in (int, float) and least <= value < _MOST  # type: ignore[operator] # a number
         if not right:
             raise ValueError(f"{name}={value!r}")
-    row = Row(**values)  # type: ignore[arg-type] # each was checked
+    row = BenchRow(**values)  # type: ignore[arg-type] # each was checked
     if not row.low <= row.us <= row.high:
         raise ValueError(f"us={row.us:g} is not from low={row.low:g} to high={row.high:g}")
     return row
@@ -196,7 +196,7 @@ class Standing:
         return f"{self.side}: {mean}, at most {self.worst:.2f} × ({self.where})"
 
 
-def standings(rows: Sequence[Row]) -> list[Standing]:
+def standings(rows: Sequence[BenchRow]) -> list[Standing]:
     """Compare every side with the fastest backend of each point, the best on average first. Libraries are never it."""
     factors: dict[str, list[tuple[float, str]]] = {}
     for (layer, role), points in by_point(rows).items():
@@ -212,18 +212,18 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
     return sorted(made, key=lambda standing: (standing.mean, standing.side))
 
 
-def by_point(rows: Sequence[Row]) -> dict[tuple[str, str], dict[Point, dict[str, Row]]]:
+def by_point(rows: Sequence[BenchRow]) -> dict[tuple[str, str], dict[Point, dict[str, BenchRow]]]:
     """Rows by (layer, role), then by point, then by side."""
-    found: dict[tuple[str, str], dict[Point, dict[str, Row]]] = {}
+    found: dict[tuple[str, str], dict[Point, dict[str, BenchRow]]] = {}
     for row in sorted(rows, key=_place):
         found.setdefault((row.layer, row.role), {}).setdefault(row.point, {})[row.side] = row
     return found
 
 
-def sides_of(points: Mapping[Point, Mapping[str, Row]]) -> list[str]:
+def sides_of(points: Mapping[Point, Mapping[str, BenchRow]]) -> list[str]:
     """Names of all sides, sorted."""
     return sorted({side for found in points.values() for side in found})
 
 
-def _place(row: Row) -> tuple[object, ...]:
+def _place(row: BenchRow) -> tuple[object, ...]:
     return row.layer, row.role, row.ragged, row.tokens, row.requests, row.length, row.side

@@ -25,14 +25,15 @@ from attnplug.contract.sparse import IndexInputs
 from attnplug.declare.lengths import TypicalLens
 from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
+from attnplug.host import MLAWeights
 from attnplug.kv.buffer import torch_dtype
-from attnplug.kv.caches import CacheKey, KVPools, PagedCache
+from attnplug.kv.caches import CacheKey, KeyedCache, KVPools
 from attnplug.kv.pools import MHAPool, MLAPool
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention
-from attnplug.mla.weights import MLAWeights
 from attnplug.wrappers.forwarding import planner_claims
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool, latent_format, latent_row_nbytes
+from attnplug_sparse.selection import select_rows
 from attnplug_tune.clock import Chain
 from attnplug_tune.shapes import Task
 
@@ -145,7 +146,7 @@ class Stage:
 
     def _pools(self) -> KVPools:
         shape, device, pages, size = self.task.shape, self.device, self._pages, self.page_size
-        dtype, caches = shape.kv_dtype, dict[CacheKey[PagedCache], PagedCache]()
+        dtype, caches = shape.kv_dtype, dict[CacheKey[KeyedCache], KeyedCache]()
         if self.task.layer.mla is None:
             return KVPools(mha=MHAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device))
         if self.task.layer.indexer is not None:
@@ -306,4 +307,4 @@ class Stage:
             self._random(rows, indexer.head_dim),
             torch.rand(rows, indexer.heads, device=self.device),
         )
-        return lambda each: ForwardExtras(selected=self.attention.select(index, each, batch))
+        return lambda each: ForwardExtras(selected=select_rows(self.attention, index, each, batch))

@@ -13,7 +13,7 @@ from attnplug.host import HookError, ModelAttention
 from attnplug_sglang.kv_pools import PageTable
 from attnplug_sglang.layers import Layers
 from attnplug_sglang.mla_prefill import RaggedPrefill
-from attnplug_sglang.planning import CapturedSteps, Group, Step, eager_step, mode_of
+from attnplug_sglang.planning import CapturedGroups, GroupedStep, PlannedGroup, eager_step, mode_of
 
 
 class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not typed
@@ -35,11 +35,11 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         self.kv_index_translator = getattr(runner, "kv_index_translator", None)
         self.device = runner.device
         self.max_context_len = int(runner.req_to_token_pool.req_to_token.shape[1])
-        self.forward_metadata: Step | None = None
+        self.forward_metadata: GroupedStep | None = None
         self._layers = layers
-        self._groups = tuple(Group(attention, table) for attention, table, _ in groups)
+        self._groups = tuple(PlannedGroup(attention, table) for attention, table, _ in groups)
         self._group_of = {layer: number for number, (_, _, ids) in enumerate(groups) for layer in ids}
-        self._captured: CapturedSteps | None = None
+        self._captured: CapturedGroups | None = None
         claims = [group.attention.backend.claims for group in self._groups]
         self.needs_cpu_seq_lens = any(claim.needs_cpu_seq_lens for claim in claims)
         is_mla = any(spec.mla is not None for spec in layers.specs)
@@ -66,7 +66,7 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         """Allocate the static tensors of captured graphs. A second call may not request more than the first."""
         captured = self._captured
         if captured is None:
-            self._captured = CapturedSteps(self._groups, max_bs, max_num_tokens, self.max_context_len)
+            self._captured = CapturedGroups(self._groups, max_bs, max_num_tokens, self.max_context_len)
         elif max_bs > captured.max_requests or max_num_tokens > captured.max_rows:
             raise BackendError(
                 f"graph memory for {captured.max_requests} requests and {captured.max_rows} rows is in use; it cannot "
@@ -161,7 +161,7 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         )
         return out.flatten(1)
 
-    def _step(self, forward_batch: Any) -> Step:
+    def _step(self, forward_batch: Any) -> GroupedStep:
         step, mode = self.forward_metadata, mode_of(forward_batch)
         if step is None or step.mode is not mode:
             planned = "nothing is planned" if step is None else f"a batch of mode {step.mode} is planned"

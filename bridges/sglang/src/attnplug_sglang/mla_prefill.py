@@ -13,7 +13,7 @@ from torch import Tensor
 from attnplug import AttentionBackend, BackendError, ExtendPath, ForwardBatch, LayerSpec, Plan, RaggedCall
 from attnplug.host import ExtendPolicy, bind_optional_hook
 from attnplug.kernels import spread
-from attnplug_sglang.planning import Step, mode_of
+from attnplug_sglang.planning import GroupedStep, mode_of
 
 
 def extend_path(batch: Any, layer: Any, abilities: frozenset[ExtendPath], captured: bool) -> ExtendPath:
@@ -65,7 +65,7 @@ class RaggedPrefill:
         self._run = bind_optional_hook(backend, "forward_ragged")
         self._plan_chunks = bind_optional_hook(backend, "init_mha_chunk_metadata")
 
-    def plan(self, batch: Any, step: Step) -> RaggedPlan:
+    def plan(self, batch: Any, step: GroupedStep) -> RaggedPlan:
         """Plan all calls of a batch, once per step."""
         if step.ragged is None:
             geometry = step.batches[0].geometry
@@ -79,7 +79,7 @@ class RaggedPrefill:
         return planned
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec, batch: Any, step: Step
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec, batch: Any, step: GroupedStep
     ) -> tuple[Tensor, Tensor | None]:
         """Run the batch's current call: ``[tokens, heads, v_head_dim]``, and the LSE ``[tokens, heads]`` if requested.
 

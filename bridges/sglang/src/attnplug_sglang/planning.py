@@ -39,7 +39,7 @@ def mode_of(batch: Any) -> ForwardMode:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class PlannedGroup:
     """One KV group: the attention of its layers, and its page table."""
 
     attention: ModelAttention
@@ -47,7 +47,7 @@ class Group:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class GroupedStep:
     """Planned batches, one per KV group, in the groups' order."""
 
     mode: ForwardMode
@@ -70,7 +70,7 @@ class Lengths:
     host: HostLengths | None
 
 
-def eager_step(batch: Any, groups: Sequence[Group], max_context: int) -> Step:
+def eager_step(batch: Any, groups: Sequence[PlannedGroup], max_context: int) -> GroupedStep:
     """Plan a batch that runs eagerly."""
     mode = mode_of(batch)
     lengths = lengths_of(batch, mode, max_context, exact=any(_needs_host_lengths(group) for group in groups))
@@ -93,10 +93,10 @@ def eager_step(batch: Any, groups: Sequence[Group], max_context: int) -> Step:
         planned = ForwardBatch(geometry)
         plan_forward(group.attention.backend, planned)
         batches.append(planned)
-    return Step(mode, tuple(batches), lengths.max_new)
+    return GroupedStep(mode, tuple(batches), lengths.max_new)
 
 
-def _needs_host_lengths(group: Group) -> bool:
+def _needs_host_lengths(group: PlannedGroup) -> bool:
     return group.attention.backend.claims.needs_cpu_seq_lens
 
 
@@ -137,14 +137,14 @@ def new_tokens(batch: Any, mode: ForwardMode) -> int:
     return int(tokens)
 
 
-class CapturedSteps:
+class CapturedGroups:
     """Captured batches, over one set of static tensors per KV group.
 
     SGLang's scheduler may write to the slot table as soon as a replay is prepared. Page tables are therefore copied
     before the graph runs. Only lengths, which are in SGLang's own static tensors, are read inside it.
     """
 
-    def __init__(self, groups: Sequence[Group], max_requests: int, max_rows: int, max_context: int) -> None:
+    def __init__(self, groups: Sequence[PlannedGroup], max_requests: int, max_rows: int, max_context: int) -> None:
         device = groups[0].table.device
         self._groups, self._max_context = tuple(groups), max_context
         self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
@@ -155,12 +155,12 @@ class CapturedSteps:
             torch.zeros(max_rows, dtype=torch.int64, device=device) if group.table.translated else None
             for group in groups
         ]
-        self._steps: dict[tuple[ForwardMode, int], Step] = {}
+        self._steps: dict[tuple[ForwardMode, int], GroupedStep] = {}
         for group in groups:
             group.attention.reserve(max_requests, max_rows)
         self.max_requests, self.max_rows = max_requests, max_rows
 
-    def capture(self, batch: Any) -> Step:
+    def capture(self, batch: Any) -> GroupedStep:
         """Plan the batch that is about to be captured. Its tensors are SGLang's static ones."""
         mode, requests = mode_of(batch), batch.batch_size
         each = new_tokens(batch, mode)
@@ -178,13 +178,13 @@ class CapturedSteps:
                 captured=True,
             )
             batches.append(ForwardBatch(geometry))
-        step = self._steps[mode, requests] = Step(mode, tuple(batches), each)
+        step = self._steps[mode, requests] = GroupedStep(mode, tuple(batches), each)
         self._fill(step, batch)
         for group, planned in zip(self._groups, step.batches, strict=True):
             group.attention.capture(planned, in_capture=True)
         return step
 
-    def replay(self, batch: Any) -> Step:
+    def replay(self, batch: Any) -> GroupedStep:
         """Update the static tensors and plan the replay. Raises :class:`PlanError` if the shape was not captured."""
         mode, requests = mode_of(batch), batch.batch_size
         step = self._steps.get((mode, requests))
@@ -196,7 +196,7 @@ class CapturedSteps:
             group.attention.capture(planned)
         return step
 
-    def refill(self, step: Step, batch: Any) -> None:
+    def refill(self, step: GroupedStep, batch: Any) -> None:
         """Run the captured part of planning. ``batch`` is the captured one: its tensors are static."""
         lens = self._seq_lens[: batch.batch_size]
         if step.mode is ForwardMode.DECODE:
@@ -206,7 +206,7 @@ class CapturedSteps:
         for group, planned in zip(self._groups, step.batches, strict=True):
             group.attention.refill(planned)
 
-    def _fill(self, step: Step, batch: Any) -> None:
+    def _fill(self, step: GroupedStep, batch: Any) -> None:
         known = batch.seq_lens_cpu
         more = 0 if step.mode is ForwardMode.DECODE else step.new_tokens
         longest = self._max_context if known is None else min(int(known.max()) + more, self._max_context)

@@ -12,10 +12,10 @@ from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.layer_call import read_call
 from attnplug_transformers.paged_attention import PagedBatches
 from attnplug_transformers.pages import PageStore
-from attnplug_transformers.step import Step
+from attnplug_transformers.step import PaddedStep
 
 
-class Attention:
+class AttentionFunction:
     """Attention function of one backend request. transformers calls it in every layer."""
 
     def __init__(self, request: BackendRequest) -> None:
@@ -30,7 +30,7 @@ class Attention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Step | Tensor | None,
+        attention_mask: PaddedStep | Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         **others: object,
@@ -39,7 +39,7 @@ class Attention:
         ``[batch, queries, heads, v_dim]`` and no weights. Raises :class:`BridgeError` for unsupported calls."""
         if others.get("cache") is not None:
             return self._paged.attend(module, query, key, value, attention_mask, dropout, scaling, others), None
-        if not isinstance(attention_mask, Step):
+        if not isinstance(attention_mask, PaddedStep):
             raise BridgeError(_mask_message(module, attention_mask))
         step = attention_mask
         call = read_call(module, query, key, value, dropout, scaling, step.window, others)
@@ -64,7 +64,7 @@ class Attention:
         return step.columns_of(rows), None
 
 
-def _check_shapes(module: torch.nn.Module, query: Tensor, key: Tensor, step: Step, columns: int) -> None:
+def _check_shapes(module: torch.nn.Module, query: Tensor, key: Tensor, step: PaddedStep, columns: int) -> None:
     given = query.shape[0], query.shape[2], key.shape[2]
     if given != (step.batch, step.queries, columns):
         raise BridgeError(

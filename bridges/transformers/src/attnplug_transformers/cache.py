@@ -15,7 +15,7 @@ from attnplug import LayerSpec
 from attnplug.host import BackendRequest, Limits
 from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.pages import Pages, fits, grown_limits
-from attnplug_transformers.step import Step
+from attnplug_transformers.step import PaddedStep
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -48,10 +48,10 @@ class PagedCache(Cache):
         self._same_type = [[other for other, kind in enumerate(kinds) if kind == own] for own in kinds]
         self._pages: dict[LayerSpec, Pages] = {}
         self._request: BackendRequest | None = None
-        self._step: Step | None = None
+        self._step: PaddedStep | None = None
         self._valid: Tensor | None = None
 
-    def pages(self, index: int, request: BackendRequest, layer: LayerSpec, like: Tensor, step: Step) -> Pages:
+    def pages(self, index: int, request: BackendRequest, layer: LayerSpec, like: Tensor, step: PaddedStep) -> Pages:
         """Pages of a layer, large enough for a step. Raises :class:`BridgeError` for another backend request."""
         if self._request not in (None, request):
             raise BridgeError(
@@ -65,7 +65,7 @@ class PagedCache(Cache):
             found = self._pages[layer] = self._grown(index, request, layer, like, limits, found)
         return found
 
-    def _check_padding(self, step: Step) -> None:
+    def _check_padding(self, step: PaddedStep) -> None:
         """Raise if the padding among older tokens has changed: padding has no rows in the pages."""
         if step is self._step:
             return
@@ -151,7 +151,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys, value_states
 
     def pages(
-        self, module: torch.nn.Module, request: BackendRequest, layer: LayerSpec, like: Tensor, step: Step
+        self, module: torch.nn.Module, request: BackendRequest, layer: LayerSpec, like: Tensor, step: PaddedStep
     ) -> tuple[Pages, LayerSpec]:
         """Pages of the calling layer, and its spec in them. Raises :class:`BridgeError` for another layer's keys."""
         index = getattr(module, "layer_idx", None)

@@ -1,4 +1,4 @@
-"""Mask function of ``attnplug:NAME``. Instead of a mask it returns a ``Step``, which describes each request's rows.
+"""Mask function of ``attnplug:NAME``. It returns a ``PaddedStep`` instead of a mask, with each request's rows.
 
 transformers calls it once per forward pass and layer type (full, sliding) and passes the result to every layer of that
 type. The step therefore also keeps the plan.
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function, sliding_window_overlay
 
 from attnplug_transformers.errors import BridgeError
-from attnplug_transformers.step import Step
+from attnplug_transformers.step import PaddedStep
 
 MaskFunction = Callable[..., Any]
 
@@ -26,15 +26,15 @@ def step_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction = causal_mask_function,
-    attention_mask: Tensor | Step | None = None,
+    attention_mask: Tensor | PaddedStep | None = None,
     **others: object,
-) -> Step:
+) -> PaddedStep:
     """Step of one layer type. Column j of the keys has position ``kv_offset + j``, query i has ``q_offset + i``.
 
     ``attention_mask`` ``[batch, positions]`` is false for padding. Raises :class:`BridgeError` for other masks.
     """
     window = mask_window(mask_function)
-    if isinstance(attention_mask, Step):  # ``generate`` makes it in advance for static caches
+    if isinstance(attention_mask, PaddedStep):  # ``generate`` makes it in advance for static caches
         made = attention_mask
         if (made.batch, made.queries, made.columns, made.window) != (batch_size, q_length, kv_length, window):
             raise BridgeError(
@@ -55,7 +55,7 @@ def step_mask(
         valid = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         if valid.shape[1] < kv_length:
             valid = torch.nn.functional.pad(valid, (0, kv_length - valid.shape[1]))
-    return Step(batch_size, q_length, kv_length, start, window, valid)
+    return PaddedStep(batch_size, q_length, kv_length, start, window, valid)
 
 
 def mask_window(mask_function: MaskFunction) -> int | None:

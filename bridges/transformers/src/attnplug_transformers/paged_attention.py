@@ -36,7 +36,7 @@ PAGED_ARGUMENTS = frozenset(
 
 
 @dataclass(slots=True, eq=False)
-class Planned:
+class PlannedLayers:
     """Planned batch of a group's layers in one step. ``slots``: slots of all rows, for layers whose rows are copied."""
 
     attention: ModelAttention
@@ -45,7 +45,7 @@ class Planned:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class PagedGroup:
     """Layers of one type in a cache, and their current step."""
 
     blocks: LayerGroup
@@ -56,9 +56,11 @@ class Group:
     """``cu_seq_lens_q`` of the step, which identifies it: transformers makes a new object for each step, and keeping
     this one prevents its id from being reused."""
     seen: set[int] = field(default_factory=set)
-    planned: Planned | None = None
+    planned: PlannedLayers | None = None
 
-    def of_step(self, index: int, lengths: object, attention: ModelAttention, plan: Callable[[], Planned]) -> Planned:
+    def of_step(
+        self, index: int, lengths: object, attention: ModelAttention, plan: Callable[[], PlannedLayers]
+    ) -> PlannedLayers:
         """Return the plan of this step, made by the group's first layer. No layer runs twice in a step."""
         planned = self.planned
         if planned is None or self.lengths is not lengths or index in self.seen or planned.attention is not attention:
@@ -74,7 +76,7 @@ class PagedBatches:
     def __init__(self, request: BackendRequest, store: PageStore) -> None:
         self._request = request
         self._store = store
-        self._caches: WeakKeyDictionary[BlockCache, dict[int, Group]] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[BlockCache, dict[int, PagedGroup]] = WeakKeyDictionary()
 
     def attend(
         self,
@@ -109,20 +111,20 @@ class PagedBatches:
             index,
             others["cu_seq_lens_q"],
             attention,
-            lambda: Planned(attention, planned(attention, _geometry(group.blocks, others))),
+            lambda: PlannedLayers(attention, planned(attention, _geometry(group.blocks, others))),
         )
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return attention.attend(q, k, v, layer, step.batch, extras=extras).unsqueeze(0)
 
-    def _group(self, cache: BlockCache, index: int) -> Group:
+    def _group(self, cache: BlockCache, index: int) -> PagedGroup:
         groups = self._caches.setdefault(cache, {})
         if index not in groups:
-            group = Group(LayerGroup.of(cache, index))
+            group = PagedGroup(LayerGroup.of(cache, index))
             groups |= dict.fromkeys(group.blocks.layers, group)
         return groups[index]
 
     @torch.inference_mode(False)  # the backend's allocations outlive this call
-    def _over(self, cache: BlockCache, group: Group, layer: LayerSpec, query: Tensor) -> ModelAttention:
+    def _over(self, cache: BlockCache, group: PagedGroup, layer: LayerSpec, query: Tensor) -> ModelAttention:
         """Attention over the cache's own blocks. Built once, because they do not move."""
         if group.over is not None:
             return group.over
@@ -146,7 +148,7 @@ class PagedBatches:
     def _attend_window(
         self,
         cache: BlockCache,
-        group: Group,
+        group: PagedGroup,
         index: int,
         layer: LayerSpec,
         query: Tensor,
@@ -161,7 +163,7 @@ class PagedBatches:
         starts_q, starts_k, most_new, most = _lengths(group.blocks, others)
         pages = self._store.pages(layer, query, Limits(starts_q.shape[0] - 1, query.shape[2], most))
 
-        def plan() -> Planned:
+        def plan() -> PlannedLayers:
             requests = starts_q.shape[0] - 1
             number = torch.arange(keys.shape[0], device=query.device)
             owner = torch.searchsorted(starts_k[1:].contiguous(), number, right=True)
@@ -178,7 +180,7 @@ class PagedBatches:
                 new_lens=starts_q.diff().int(),
             )
             slots = torch.where(live, firsts + number - starts_k[owner], -1)
-            return Planned(pages.attention, pages.planned(geometry), slots)
+            return PlannedLayers(pages.attention, pages.planned(geometry), slots)
 
         step = group.of_step(index, others["cu_seq_lens_q"], pages.attention, plan)
         assert step.slots is not None

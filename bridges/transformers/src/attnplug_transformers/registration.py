@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnplug.host import BackendRequest, load_registry
-from attnplug_transformers.attention import Attention
+from attnplug_transformers.attention import AttentionFunction
 from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.masks import step_mask
 from attnplug_transformers_host import HOST
@@ -45,7 +45,7 @@ def register(name: str, request: BackendRequest) -> str:
     if name != name.strip() or not name or set(name) & set("/|:"):
         raise BridgeError(f"{name!r} is not a valid name for transformers; use letters, digits, '_', '-' and '.'")
     full = PREFIX + (name.upper() if "flash" in name else name)
-    attention = Attention(request)
+    attention = AttentionFunction(request)
     AttentionInterface.register(full, attention)
     AttentionMaskInterface.register(full, step_mask)
     AttentionInterface.register(paged_name(full), attention)  # no mask function: continuous batching passes lengths

@@ -14,7 +14,7 @@ from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.pages import Pages
 
 
-class Planned(NamedTuple):
+class PlannedRows(NamedTuple):
     """Planned batch of a step over some pages, and the slot of every column ``[batch * columns]``, -1 for none."""
 
     batch: ForwardBatch
@@ -22,7 +22,7 @@ class Planned(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class PaddedStep:
     """Rows of one forward pass, for the layers of one type.
 
     Keys have ``columns`` columns. The new tokens are the columns ``start … start + queries - 1``; columns behind them
@@ -36,7 +36,7 @@ class Step:
     start: int | Tensor
     window: int | None
     valid: Tensor | None
-    _planned: dict[Pages, Planned] = field(default_factory=dict)
+    _planned: dict[Pages, PlannedRows] = field(default_factory=dict)
     _order: Tensor | None = None
 
     @property
@@ -44,7 +44,7 @@ class Step:
         """0: transformers reads it of each mask and modifies only two-dimensional ones."""
         return 0
 
-    def contiguous(self) -> Step:
+    def contiguous(self) -> PaddedStep:
         """Return self. ``generate`` calls it on each mask."""
         return self
 
@@ -86,13 +86,13 @@ class Step:
         columns = torch.arange(self.queries, device=valid.device) + self.start.to(valid.device)
         return valid.index_select(1, columns)
 
-    def planned(self, pages: Pages) -> Planned:
+    def planned(self, pages: Pages) -> PlannedRows:
         """Return the planned batch over these pages. The first layer that calls this plans it."""
         if (planned := self._planned.get(pages)) is None:
             planned = self._planned[pages] = self._plan(pages)
         return planned
 
-    def _plan(self, pages: Pages) -> Planned:
+    def _plan(self, pages: Pages) -> PlannedRows:
         device = pages.device
         start = self.start.to(device) if isinstance(self.start, Tensor) else self.start
         end = start + self.queries
@@ -111,7 +111,7 @@ class Step:
         slots = torch.where(present, firsts + rank, -1).flatten()
         if valid is None and isinstance(end, int):
             lengths = [self.queries] * self.batch, [end] * self.batch
-            return Planned(pages.planned(Geometry.of_lengths(mode, table, *lengths, pages.page_size)), slots)
+            return PlannedRows(pages.planned(Geometry.of_lengths(mode, table, *lengths, pages.page_size)), slots)
         lens = present.sum(1, dtype=torch.int32)
         new_lens = None
         if valid is not None:
@@ -129,7 +129,7 @@ class Step:
             max_new=self.queries,
             new_lens=new_lens,
         )
-        return Planned(pages.planned(geometry), slots)
+        return PlannedRows(pages.planned(geometry), slots)
 
     def _check_window(self, valid: Tensor) -> None:
         """Raise if padding lies between tokens: a window counts positions, but a backend counts rows."""

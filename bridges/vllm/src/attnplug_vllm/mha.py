@@ -24,7 +24,7 @@ from attnplug import GraphLevel, LayerSpec, Refusal, RefusalCode
 from attnplug_vllm.geometry import GeometryBuilder, with_exact_lengths
 from attnplug_vllm.host import BLOCK_STEP, unsupported_feature
 from attnplug_vllm.kv_group import GroupAttention, mha_pools
-from attnplug_vllm.mha_step import CapturedStep, LayerCall, Step, capture_key
+from attnplug_vllm.mha_step import CapturedMHAStep, EagerMHAStep, LayerCall, capture_key
 from attnplug_vllm.planner import GroupPlanner
 from attnplug_vllm.selection import choose, graph_level, page_sizes, raise_if_refused, remembered, serving_specs
 from attnplug_vllm.specs import cache_dtype, has_exact_lengths, layer_ids, limits_of, mha_layer, model_of, verify_tokens
@@ -159,7 +159,7 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Step | CapturedStep | None,
+        attn_metadata: EagerMHAStep | CapturedMHAStep | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -211,23 +211,23 @@ class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         return cudagraph_support()
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> EagerMHAStep:
         metadata = common_attn_metadata
         if common_prefix_len or metadata.causal is not True:
             feature = "cascade attention" if common_prefix_len else "non-causal attention"
             raise_if_refused([unsupported_feature(feature)])
         planner = self._current_planner()
         planner.replay(capture_key(metadata), metadata.seq_lens, metadata.block_table_tensor, metadata.slot_mapping)
-        return Step(planner, self._geometries, metadata, self._threshold)
+        return EagerMHAStep(planner, self._geometries, metadata, self._threshold)
 
-    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Step:
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> EagerMHAStep:
         if self._geometries.exact:
             common_attn_metadata = with_exact_lengths(common_attn_metadata)
         return self.build(0, common_attn_metadata, fast_build=True)
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CapturedStep:
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CapturedMHAStep:
         geometry = self._geometries.captured(common_attn_metadata)
-        return CapturedStep(self._current_planner().capture(capture_key(common_attn_metadata), geometry))
+        return CapturedMHAStep(self._current_planner().capture(capture_key(common_attn_metadata), geometry))
 
     def _current_planner(self) -> GroupPlanner:
         if len(self.layer_names) != self._layer_count:  # vLLM appends further draft layers to the list that it gave

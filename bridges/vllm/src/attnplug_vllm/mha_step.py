@@ -42,7 +42,7 @@ class LayerCall:
         self.out.copy_(result)
 
 
-class Step:
+class EagerMHAStep:
     """A batch that runs without a graph, from vLLM's ``CommonAttentionMetadata``.
 
     ``threshold``: requests with at most this many new tokens run as a batch of their own, before the others. 0: all
@@ -78,7 +78,7 @@ class Step:
         return split(metadata, decodes) if decodes else (metadata,)
 
 
-class CapturedStep:
+class CapturedMHAStep:
     """A batch that a graph captures. Rows behind those of the requests are padding, and the backend zeroes them."""
 
     __slots__ = ("planned",)

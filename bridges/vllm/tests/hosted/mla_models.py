@@ -69,7 +69,7 @@ class MLAModels:
 
 def _greedy(model: DeepseekV3ForCausalLM, prompt: list[int]) -> list[int]:
     given = torch.tensor([prompt])
-    told = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0}
+    printed = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0}
     with torch.no_grad():
-        out = model.generate(given, attention_mask=torch.ones_like(given), **told)
+        out = model.generate(given, attention_mask=torch.ones_like(given), **printed)
     return out[0, len(prompt) :].tolist()

@@ -28,7 +28,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> MLAModels:
 
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch):
-    """With AMX, vLLM leaves chunked prefill and the prefix cache on for MLA. Nothing of it runs here, in float32."""
+    """vLLM leaves chunked prefill and the prefix cache on for MLA with AMX. Nothing of it runs here, in float32."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
 
 
@@ -91,7 +91,7 @@ def test_vllms_own_prefill_stays_unless_one_is_named_and_decode_goes_by_batch(de
 
 
 def test_a_mixture_of_experts(deepseek):
-    """With such a config vLLM routes in another way than transformers, so it is compared with itself."""
+    """vLLM routes such a config in another way than transformers, so it is compared with itself."""
     path, some = deepseek.path("moe"), PROMPTS[:6]
     with engine(path, {**OPTIONS["moe"], "attention_backend": "CPU_MLA"}) as llm:
         expected = tokens(llm, some)

@@ -34,7 +34,7 @@ EPS = 1e-6
 Lengths = Callable[[int], tuple[tuple[int, int], ...]]
 
 
-class Compressor:
+class ReferenceCompressor:
     """Inputs of one compressor of a layer for all tokens of all requests, and the resulting entries."""
 
     def __init__(self, scene: Scene, dims: CompressedDims, dim: int) -> None:
@@ -87,8 +87,10 @@ class CompressedScene(Scene):
         pool = CompressedPool(
             case.layers, num_pages=self.num_pages, page_size=self.page_size, dtype=case.dtype, device=self.device
         )
-        self.own = Compressor(self, self.dims, self.widths[0])
-        self.index_compressor = None if self.index is None else Compressor(self, self.dims, self.index.head_dim)
+        self.own = ReferenceCompressor(self, self.dims, self.widths[0])
+        self.index_compressor = (
+            None if self.index is None else ReferenceCompressor(self, self.dims, self.index.head_dim)
+        )
         for layer_id in pool.layer_ids:
             for compressor, cache in (
                 (self.own, pool.entries(layer_id)),

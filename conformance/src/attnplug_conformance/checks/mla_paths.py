@@ -13,8 +13,7 @@ from torch import Tensor
 from attnplug import AttentionKind, DType, ExtendPath, ForwardBatch, RaggedCall
 from attnplug.contract.backend import optional_hooks
 from attnplug.contract.hooks import bind_hook
-from attnplug.host import ExtendPolicy, ModelAttention
-from attnplug.mla.weights import MLAWeights
+from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention
 from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.arithmetic import NAN, pad_rows, relative_error, uninitialized_as_nan
 from attnplug_conformance.case import FP8_CACHES, Case, always

@@ -17,7 +17,6 @@ from attnplug.contract.context import BackendContext
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan
-from attnplug.contract.sparse import require_entries
 from attnplug.declare.claims import Claims
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
@@ -305,7 +304,6 @@ class PlannedAttention(PlannedBackend):
         if rows and self.takes_rows(plan, save_kv_cache):
             new = self.layers.new_rows(layer, k, v, rows)
             if save_kv_cache:
-                require_entries(wanted.entries, layer, self.backend_id.name)
                 if plan.new_slots is None and batch.geometry.calls:
                     raise PlanError(
                         f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it "

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.context import BackendContext
 from attnplug.contract.plan import Plan
-from attnplug.contract.sparse import check_entries, check_selected
+from attnplug.contract.sparse import check_selected
 from attnplug.declare.errors import BackendError, PlanError, PoolError
 from attnplug.declare.model import LayerSpec, MLADims
 from attnplug.kv.buffer import torch_dtype
@@ -79,8 +79,6 @@ class ServedLayers:
             raise BackendError(f"extras.sinks has shape {tuple(extras.sinks.shape)}, but q has {q.shape[1]} heads")
         if extras.selected is not None or layer.indexer is not None:
             check_selected(extras.selected, layer, q.shape[0], self._name)
-        if extras.entries is not None:
-            check_entries(extras.entries, layer, output_width(layer), q.shape[0])
         shape = (*q.shape[:2], output_width(layer))
         if extras.out is not None and (extras.out.shape != shape or extras.out.dtype is not q.dtype):
             raise BackendError(

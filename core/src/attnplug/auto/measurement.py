@@ -22,8 +22,7 @@ class MeasuredShape:
 
     ``head_dim`` is the width of a cached key row; for MLA, of the latent row that all heads share. ``value_dim`` is the
     width of a value row; for MLA, ``kv_lora_rank``. ``window`` and ``topk`` are 0 if a layer attends to all rows.
-    ``hosted``: MLA whose host absorbs the queries itself. They come in two parts, and new rows are in the cache before
-    the call.
+    ``hosted``: MLA whose host absorbs the queries. They come in two parts, and new rows are cached before the call.
     """
 
     kind: AttentionKind

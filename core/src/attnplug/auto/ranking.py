@@ -24,8 +24,7 @@ from attnplug.machine.hardware import this_processor
 class Ranked:
     """Usable backends, the best first, with the reason in a few words.
 
-    ``schedule``, if present, gives the fastest of them per batch. Its first candidate serves everything that is not
-    planned batch by batch.
+    ``schedule`` gives the fastest of them per batch, if any. Its first candidate serves everything else.
     """
 
     backends: tuple[Registered, ...]
@@ -85,8 +84,7 @@ def _names(backends: Iterable[Registered]) -> str:
 
 
 MOST_OCTAVES = 3.0
-"""Largest distance between a layer's shape and a measured one: factors of two, summed over heads, widths, window and
-top-k."""
+"""Largest distance of a layer's shape from a measured one: factors of two, summed over heads, widths, window, top-k."""
 HOSTED_OCTAVES = 0.5
 """Distance between MLA absorbed by its host and the same layers in our engine. Most of a call is the same."""
 TOLERANCE = 1.01

@@ -18,8 +18,7 @@ _MOST_CACHED = 4096
 class BatchPoint(NamedTuple):
     """Shape of a batch: number of requests, KV length and new tokens of each.
 
-    ``ragged``: KV lengths are spread evenly from half to one and a half times ``length``. A single request is not
-    ragged.
+    ``ragged``: KV lengths are spread evenly from 0.5 to 1.5 times ``length``. A single request is not ragged.
     """
 
     requests: int

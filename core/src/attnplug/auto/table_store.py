@@ -1,7 +1,6 @@
 """Files of measured tables: strict reading, and the lookup of those that apply here.
 
-Tables are JSON with a schema version; attnplug-tune writes them. The user's cache folder precedes tables shipped with
-plugins.
+Tables are JSON with a schema version; attnplug-tune writes them. The user's own precede those shipped with plugins.
 """
 
 from __future__ import annotations
@@ -171,8 +170,7 @@ def _named_after(processor: Processor, folder: Path) -> Iterator[Path]:
 def load_tables(plugins: Plugins, processor: Processor) -> Tables:
     """Read the tables of installed backends that apply to a processor.
 
-    The user's own tables take precedence over shipped ones. If two plugins ship tables with the same title, neither is
-    used (D2).
+    The user's own tables take precedence. If two plugins ship tables with the same title, neither is used (D2).
     """
     if os.environ.get(TABLES_VARIABLE, "").strip().lower() == "off":
         return Tables(())

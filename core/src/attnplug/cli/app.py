@@ -11,6 +11,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 
 from importlib_metadata import EntryPoint
@@ -153,7 +154,7 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of attnplug and of its contract")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for own, (text, add_options) in OWN.items():
-        declared = add_command(commands, own, text, _imported(own))
+        declared = add_command(commands, own, text, partial(_run_module, own))
         if add_options is not None:
             add_options(declared)
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
@@ -164,14 +165,8 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     return parser
 
 
-def _imported(name: str) -> Callable[[argparse.Namespace], int]:
-    """Return a function that imports a command's module when it is called, and runs the command."""
-
-    def call(parsed: argparse.Namespace) -> int:
-        code: int = import_module(f"attnplug.cli.{name}").run(parsed)
-        return code
-
-    return call
+def _run_module(name: str, parsed: argparse.Namespace) -> int:
+    return int(import_module(f"attnplug.cli.{name}").run(parsed))
 
 
 def add_command(

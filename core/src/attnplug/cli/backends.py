@@ -19,7 +19,7 @@ from attnplug.registry.registry import ALLOW_VARIABLE, Registry, load_registry
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BackendRow:
     """One backend or plugin of the listing. ``status`` is ``usable``, ``refused``, ``broken`` or ``blocked``."""
 
     name: str
@@ -47,12 +47,9 @@ class Row:
         if self.status == "usable":
             return "usable here"
         if self.status == "refused":
-            return "refused here: " + "; ".join(reason.format(_no_option) for reason in self.reasons)
+            # The command has no options that change a setting.
+            return "refused here: " + "; ".join(reason.format(lambda setting: None) for reason in self.reasons)
         return f"{self.status}: {self.error}"
-
-
-def _no_option(setting: str) -> None:
-    """Render no setting: ``backends`` has no options to change one."""
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -75,7 +72,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def listing(registry: Registry, every: bool) -> Iterator[Row]:
+def listing(registry: Registry, every: bool) -> Iterator[BackendRow]:
     """Yield usable and refused backends by name. With ``every``, broken and blocked plugins follow."""
     here = [Problem(device="cuda", sm=gpu.sm) for gpu in visible_gpus()] + [Problem(device="cpu")]
     outcomes = [
@@ -86,12 +83,12 @@ def listing(registry: Registry, every: bool) -> Iterator[Row]:
         # Empty if the backend can use any device of this machine; otherwise the refusals of the closest match.
         reasons = min(found, key=len)
         spec, status = backend.spec, "refused" if reasons else "usable"
-        yield Row(spec.name, backend.source, spec.contract, status, describe(spec.capabilities), tuple(reasons))
+        yield BackendRow(spec.name, backend.source, spec.contract, status, describe(spec.capabilities), tuple(reasons))
     if every:
         for broken in registry.broken:
-            yield Row(broken.name, broken.source, broken.contract, "broken", error=broken.error)
+            yield BackendRow(broken.name, broken.source, broken.contract, "broken", error=broken.error)
         for source in registry.blocked:
-            yield Row(source.entry_point, source, None, "blocked", error=f"{ALLOW_VARIABLE} does not list it")
+            yield BackendRow(source.entry_point, source, None, "blocked", error=f"{ALLOW_VARIABLE} does not list it")
 
 
 def describe(can: Capabilities) -> str:

@@ -1,7 +1,6 @@
 """``attnplug completion``: shell scripts that complete commands, options and backend names.
 
-Scripts are generated from the argument parser. Backend names change with the installed plugins, so a script looks them
-up on each completion.
+Scripts are generated from the argument parser. They look up the installed backends on each completion.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ _THREADS = 9  # one per section, and one for the plugin probe
 class Probes:
     """Runs probes in separate processes, at most one per core at a time. ``terminal`` shows progress; None shows none.
 
-    Libraries are imported only there, because some raise AssertionError or RuntimeError on import, some print, and some
-    crash the process.
+    Libraries are imported only there: on import some raise AssertionError or RuntimeError, some print, some crash.
     """
 
     def __init__(self, terminal: TextIO | None) -> None:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 from attnplug.cli import output
 from attnplug.cli.app import command_claims, command_conflict
-from attnplug.cli.backends import Row, listing
+from attnplug.cli.backends import listing
 from attnplug.cli.text import table, warn_of_slow_and_unmatched
 from attnplug.declare.registered import Source
 from attnplug.hf.tiny import TINY
 from attnplug.registry.hosts import GROUP
 from attnplug.registry.loading import find_entry_points
 from attnplug.registry.registry import Registry, load_registry
+
+_KINDS = dict.fromkeys(("broken", "blocked"), "plugin")  # their backends are unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,10 @@ class Item:
 
 def run(parsed: argparse.Namespace) -> int:
     registry = load_registry()
-    items = [_backend(row) for row in listing(registry, every=True)]
+    items = [
+        Item(row.source, _KINDS.get(row.status, "backend"), row.name, row.status, row.text)
+        for row in listing(registry, every=True)
+    ]
     items += _commands()
     items += _hosts()
     items += _other(registry)
@@ -47,11 +52,6 @@ def run(parsed: argparse.Namespace) -> int:
         print(table(("installed", "brings", "status"), cells))
     warn_of_slow_and_unmatched(registry)
     return 0
-
-
-def _backend(row: Row) -> Item:
-    kind = "plugin" if row.status in ("broken", "blocked") else "backend"  # their backends are unknown
-    return Item(row.source, kind, row.name, row.status, row.text)
 
 
 def _commands() -> Iterator[Item]:

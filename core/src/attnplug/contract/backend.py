@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol, get_type_hints, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -30,8 +30,8 @@ class ForwardExtras:
     lse: Tensor | None = None
     """Output ``[tokens, heads]`` float32: log-sum-exp, natural log, -inf for a row that attends to no key (C4)."""
     sinks: Tensor | None = None
-    """``[heads]`` float32, given for layers with ``sinks``: logit of an additional key with value zero. It is not
-    included in ``lse``."""
+    """``[heads]`` float32, for layers with ``sinks``: logit of an additional key with value zero, not included in
+    ``lse``."""
     out: Tensor | None = None
     """Caller-owned output buffer, in the result's shape and q's dtype. The backend writes to it and returns it."""
     q_rope: Tensor | None = None
@@ -100,8 +100,7 @@ class AttentionBackend(Protocol):
         latent rows ``[tokens, 1, kv_lora_rank + rope]``, v ``None``; returns ``[tokens, heads, kv_lora_rank]``.
         With ``save_kv_cache=False`` nothing is written: the rows must be in the cache, and k and v may be ``None``.
         q, k and v may have any strides between rows and heads. The result has q's dtype and device, and owns its
-        memory, which is not the workspace's. Process-wide torch state (random number generators, default dtype) stays
-        unchanged.
+        memory, which is not the workspace's. Process-wide torch state (generators, default dtype) stays unchanged.
         """
 
     def forward_decode(
@@ -137,8 +136,7 @@ class ChunkPlanning(Protocol):
 
 
 class RaggedAttention(Protocol):
-    """Optional: attention over rows passed as arguments. Required exactly if ``claims.mla_extend`` is
-    not just absorbed."""
+    """Optional: attention over rows passed as arguments; exactly if ``claims.mla_extend`` is not just absorbed."""
 
     def forward_ragged(
         self,
@@ -195,8 +193,7 @@ class LinearHooks(Protocol):
     def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
         """Advance each request's state by the first ``accepted`` ``[requests]`` of its rows, in all layers.
 
-        Called after a target verify of ``forward_batch``, which leaves all states unchanged. Rejected rows have no
-        effect.
+        Called after a target verify of ``forward_batch``, which changes no state. Rejected rows have no effect.
         """
 
 
@@ -207,14 +204,12 @@ class DeltaDecoding(Protocol):
         """Run convolution, gates, recurrence and gated norm, and update both states.
 
         Returns ``[tokens, heads * value_dim]`` in the dtype of ``inputs.rows``, zero for padding rows. Returns ``None``
-        and does nothing if the caller is to run this batch in parts: ``forward_conv``, ``forward_linear`` and its own
-        gates.
+        and does nothing if the caller is to run the parts: ``forward_conv``, ``forward_linear``, gates.
         """
 
 
 class GraphPlanning(Protocol):
-    """Optional: planning for CUDA graph capture and replay. Required exactly if ``claims.cuda_graph`` is above
-    NEVER."""
+    """Optional: planning for CUDA graph capture and replay; exactly if ``claims.cuda_graph`` is above NEVER."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the memory that captured kernels read. Its addresses never change afterwards."""
@@ -232,8 +227,7 @@ class GraphPlanning(Protocol):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of padded requests in a captured batch.
 
-        With 0, nothing is read or written for them. With more, their rows of the page table refer to pages that no
-        other request uses.
+        With 0, nothing is read or written for them. With more, their page table rows refer to pages of their own.
         """
 
 
@@ -243,11 +237,6 @@ MAY_IGNORE: dict[str, frozenset[str]] = {
 }
 """Hints that a hook may omit from its signature. It must accept all other parameters, because callers rely on them: an
 ``lse`` that is not filled, or a ``silu`` that is not applied, gives a wrong result."""
-
-
-def protocol_attributes() -> dict[str, type]:
-    """Return the protocol's data members with their types."""
-    return get_type_hints(AttentionBackend)
 
 
 def protocol_methods() -> dict[str, inspect.Signature]:
@@ -270,8 +259,7 @@ def optional_hooks() -> dict[str, tuple[str, ...]]:
 def bind_optional_hook(backend: object, name: str) -> Hook | None:
     """Return a backend's optional hook as a function of everything that callers offer; ``None`` if it has none.
 
-    Raises :class:`HookError` for a hook that cannot be called like this, or that would drop a value its caller relies
-    on.
+    Raises :class:`HookError` for a hook that cannot be called so, or would drop a value that its caller relies on.
     """
     return bind_hook(backend, name, tuple(hook_signatures()[name].parameters), MAY_IGNORE.get(name, ()))
 

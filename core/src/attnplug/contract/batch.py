@@ -10,7 +10,6 @@ from torch import Tensor
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan, PlanRecord, plan_to_run
-from attnplug.contract.sparse import LayerChoice
 from attnplug.contract.splitting import divide, split_by
 from attnplug.declare.errors import PlanError
 
@@ -61,8 +60,8 @@ class ForwardBatch:
     """``[tokens]``: position of each new token in its request, for position embeddings."""
     plan: BatchPlan | None = split_by("reset", default=None)
     plan_record: PlanRecord | None = split_by("reset", default=None)
-    choice: LayerChoice | None = split_by("reset", default=None)
-    """Choice of the last layer with an index in the current forward pass, for layers that share it."""
+    passed_on: object = split_by("reset", default=None)
+    """Result that a layer leaves for later layers of the same forward pass, such as a selection of rows."""
     _checked: _CheckedPlans | None = split_by("reset", default=None, repr=False)
     """Results of :meth:`plan_for`, which runs at every layer."""
 

@@ -22,8 +22,7 @@ from attnplug.kv.workspace import WorkspaceOwner
 class Coordinator(Protocol):
     """Keeps latent rows outside the pools, e.g. in host memory, and loads those that attention reads (A10).
 
-    It is built after the pools and before the backends. A backend captures it in its constructor; it is not part of a
-    batch.
+    It is built after the pools and before the backends, which capture it in their constructors.
     """
 
     @property
@@ -52,8 +51,7 @@ class Coordinator(Protocol):
     def release(self, row: int) -> None:
         """Free everything kept for the request in this row of the slot table, which has finished or was aborted.
 
-        Allowed in every state of a request. Waits for copies of its rows that are in flight. Does nothing for a row
-        without any.
+        Allowed in every state of a request. Waits for copies of its rows in flight. Does nothing if nothing is kept.
         """
 
 

@@ -1,7 +1,6 @@
 """Lengths and page table of a batch, the only input of a planner.
 
-A geometry refers to no pool, model or engine. A bridge builds it from another engine's metadata and drives the same
-planner.
+A geometry refers to no pool, model or engine, so a bridge can build it from another engine's metadata.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ class Geometry:
     """``[requests]`` int32 on the device: new tokens of each request."""
     host: HostLengths | None = split_by("length", default=None)
     slots: Tensor | None = split_by("token", default=None)
-    """``[rows]`` int64: slot mapping of the new rows, -1 for padding. ``None`` if it follows from the page table. Read
-    it with ``new_slots()``."""
+    """``[rows]`` int64: slot mapping of new rows, -1 for padding; ``None``: by the page table. Read it with
+    ``new_slots()``."""
     state_slots: Tensor | None = split_by("request", default=None)
     """``[requests]`` int64: slot of each request's linear-attention state, -1 for padded requests."""
     calls: tuple[RaggedCall, ...] = split_by("reset", default=())
@@ -118,8 +117,7 @@ class Geometry:
         step: int = 0,
         table_rows: Tensor | None = None,
     ) -> Geometry:
-        """Build the geometry of a batch whose lengths the host knows. Pass ``seq_lens`` if they are on the device
-        already."""
+        """Build the geometry of a batch with known lengths. Pass ``seq_lens`` if they are on the device already."""
         device, longest = page_table.device, max(query_lens, default=0)
         uniform = min(query_lens, default=0) == longest
         return cls(

@@ -129,8 +129,7 @@ def received_plan(
     """Return ``plan``, which ``hook`` returned, if the backend made it for a batch of ``rows`` in ``mode``.
 
     Called once per batch, where the plan is received, so that the PlanError names the backend that made the plan and
-    not a caller that notices layers later. A ``delegated`` plan may be that of another backend, which runs on behalf of
-    this one.
+    not a caller that notices layers later. A ``delegated`` plan may be that of another backend.
     """
     if not isinstance(plan, Plan):
         text = repr(plan)

@@ -50,31 +50,6 @@ class CompressorInputs:
         """Return the inputs of the first ``tokens`` tokens."""
         return CompressorInputs(self.values[:tokens], self.gates[:tokens], self.weights)
 
-    def check(self, layer: LayerSpec, dim: int, tokens: int) -> None:
-        """Raise BackendError unless these are inputs of a layer's compressor to entries of width ``dim``."""
-        dims, weights = layer.compressed, self.weights
-        assert dims is not None
-        width = dims.series * dim
-        wanted = {"values": (tokens, width), "gates": (tokens, width), "bias": (dims.ratio, width), "norm": (dim,)}
-        found = {"values": self.values, "gates": self.gates, "bias": weights.bias, "norm": weights.norm}
-        for name, shape in wanted.items():
-            if found[name].shape != shape:
-                raise BackendError(
-                    f"layer {layer.layer_id}: the {name} for entries have shape {tuple(found[name].shape)}; give "
-                    f"{shape} for {tokens} tokens, windows of {dims.ratio} and entries of {dim}"
-                )
-        if weights.frequencies.dim() != 1 or 2 * weights.frequencies.shape[0] > dim:
-            raise BackendError(
-                f"layer {layer.layer_id}: the frequencies for entries have shape {tuple(weights.frequencies.shape)}; "
-                f"give one for each pair of up to {dim} columns"
-            )
-        for name in ("bias", "norm", "frequencies"):
-            if getattr(weights, name).dtype is not torch.float32:
-                raise BackendError(
-                    f"layer {layer.layer_id}: the {name} for entries are {getattr(weights, name).dtype}; give "
-                    "torch.float32"
-                )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexInputs:
@@ -130,14 +105,6 @@ def first_rows(selected: SelectedRows, tokens: int) -> SelectedRows:
     return type(selected)(selected_tensor(selected)[:tokens])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerChoice:
-    """Selection of a layer in the forward pass of a batch, for layers that share it."""
-
-    layer_id: int
-    rows: SelectedRows
-
-
 def check_selected(selected: SelectedRows | None, layer: LayerSpec, tokens: int, backend: str) -> None:
     """Raise BackendError unless ``selected`` fits the layer: given for layers with an indexer, and for no others."""
     if selected is None:
@@ -156,20 +123,4 @@ def check_selected(selected: SelectedRows | None, layer: LayerSpec, tokens: int,
         raise BackendError(
             f"layer {layer.layer_id}: extras.selected is {given.dtype} of shape {tuple(given.shape)}; give torch.int32 "
             f"of shape [{tokens}, rows chosen]"
-        )
-
-
-def check_entries(entries: CompressorInputs, layer: LayerSpec, dim: int, tokens: int) -> None:
-    """Raise BackendError unless ``entries`` are inputs of the layer's compressor to entries of width ``dim``."""
-    if layer.compressed is None:
-        raise BackendError(f"layer {layer.layer_id} makes no entries, but extras.entries were given")
-    entries.check(layer, dim, tokens)
-
-
-def require_entries(entries: CompressorInputs | None, layer: LayerSpec, backend: str) -> None:
-    """Raise BackendError if new rows of a compressed layer are written without the inputs of its compressor."""
-    if layer.compressed is not None and entries is None:
-        raise BackendError(
-            f"layer {layer.layer_id} makes an entry of every {layer.compressed.ratio} tokens, but backend {backend} "
-            "was given no extras.entries; give what the layer's compressor made of the new tokens"
         )

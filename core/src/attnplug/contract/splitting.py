@@ -14,8 +14,7 @@ def split_by(by: SplitBy, **arguments: Any) -> Any:
     """Declare a dataclass field with the way it is split: by ``token`` or ``request``, ``shared`` by both halves, or
     ``reset`` in both.
 
-    A ``length`` is split by request. If a request itself is cut, its length differs in both halves, and the caller of
-    ``divide`` sets it.
+    A ``length`` is split by request. The caller of ``divide`` sets the lengths of a request that is cut itself.
     """
     return dataclasses.field(metadata={"split": by}, **arguments)
 
@@ -23,9 +22,8 @@ def split_by(by: SplitBy, **arguments: Any) -> Any:
 def divide(value: Any, requests: int, tokens: int, *, cut: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of both halves of a dataclass: its first ``requests`` and ``tokens``, and the others.
 
-    With ``cut``, the next request is in both halves, and lengths are left for the caller to add. Raises PlanError with
-    the name of a field that has a value and does not declare how to split it: dropping it would give a wrong batch that
-    runs.
+    With ``cut``, the next request is in both halves, and lengths are left for the caller to add. Raises PlanError for a
+    field with a value that does not declare how to split it: without it, a wrong batch would run.
     """
     halves: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for field in dataclasses.fields(value):

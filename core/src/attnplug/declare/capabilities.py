@@ -60,7 +60,9 @@ class Capabilities(Claims):
         super(Capabilities, self).__post_init__()
         object.__setattr__(self, "kv_dtypes", self.kv_dtypes or self.dtypes)
         object.__setattr__(self, "index_dtypes", self.index_dtypes or self.dtypes)
-        object.__setattr__(self, "layouts", _layouts(self.layouts, self.kinds))
+        both = frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR})
+        if self.kinds == {AttentionKind.MLA} and self.layouts & both:  # a latent row is one head
+            object.__setattr__(self, "layouts", self.layouts | both)
 
     @property
     def claims(self) -> Claims:
@@ -125,12 +127,6 @@ class Capabilities(Claims):
                 yield f"{name} {sm} is not a compute capability; write 9.0 as 90, 10.3 as 103"
         if given.keys() & {"min_fp8_sm", "max_fp8_sm"} and self.kv_dtypes.isdisjoint(FP8_CACHES):
             yield f"it bounds the SM of an fp8 cache but claims none, only the KV dtypes {_listed(self.kv_dtypes)}"
-
-
-def _layouts(layouts: frozenset[CacheLayout], kinds: frozenset[AttentionKind]) -> frozenset[CacheLayout]:
-    """Return layouts of MLA with both names of the same memory: a latent row is one head."""
-    both = frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR})
-    return layouts | both if kinds == {AttentionKind.MLA} and layouts & both else layouts
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -143,8 +143,7 @@ class Problem:
     wants_prefill_graphs: bool = False
     """The host captures extends, too. If ``auto`` chose the prefill backend, captured extends may use another one."""
     graphs_by_length: bool = True
-    """The host captures a batch size once per backend that is the fastest at some length. Otherwise one graph per size
-    serves all lengths."""
+    """The host captures a batch size once per backend that is the fastest at some length, not once for all lengths."""
     mla_by_host: bool = False
     """The host absorbs, chunks and merges MLA itself, and prefills it with its own kernels unless a prefill backend is
     requested. That backend must be able to run MLA as MHA."""

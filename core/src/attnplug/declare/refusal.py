@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from attnplug.declare.errors import PluginError
@@ -46,8 +46,7 @@ class Refusal:
     ``Refusal("page_size", "page size 24 is not supported", value=24, allowed=[32, 64], setting="page_size")``
 
     ``value`` and ``allowed`` are plain data (strings, numbers, lists of them), written as JSON. ``setting`` is the key
-    to change: a ``Setting``, or ``NAME.KEY`` for an option of backend ``NAME``. ``advice`` is a command that helps,
-    such as ``pip install …``.
+    to change: a ``Setting``, or ``NAME.KEY`` for an option of backend ``NAME``. ``advice`` is a command that helps.
     """
 
     code: str
@@ -64,14 +63,7 @@ class Refusal:
                 raise PluginError(f"a Refusal's {name} must be a string, not {text!r}")
 
     def as_json(self) -> Mapping[str, object]:
-        return {
-            "code": str(self.code),
-            "message": self.message,
-            "value": _plain(self.value),
-            "allowed": _plain(self.allowed),
-            "setting": self.setting,
-            "advice": self.advice,
-        }
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
     def format(self, render: Render) -> str:
         """Return the message and the remedy, with the setting as ``render`` spells it."""
@@ -85,7 +77,7 @@ class Refusal:
 
 def _plain(value: object) -> object:
     """Convert any value of a plugin's check to JSON data."""
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

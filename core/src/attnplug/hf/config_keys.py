@@ -58,10 +58,13 @@ class Config:
         """Return the raw value, or None if the key is absent."""
         return self.values.get(key)
 
-    def integer(self, key: str, least: int = 1, most: int = _MAX_INTEGER) -> int:
+    def required(self, key: str) -> object:
         if key not in self.values:
             raise self.missing(key)
-        value = self.values[key]
+        return self.values[key]
+
+    def integer(self, key: str, least: int = 1, most: int = _MAX_INTEGER) -> int:
+        value = self.required(key)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.wrong(key, f"a whole number from {least} to {most}")
         return value
@@ -70,9 +73,7 @@ class Config:
         return None if self.lookup(key) is None else self.integer(key, least)
 
     def number(self, key: str, least: float = 1e-9) -> float:
-        if key not in self.values:
-            raise self.missing(key)
-        value = self.values[key]
+        value = self.required(key)
         # NaN fails the range check.
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= _MAX_NUMBER:
             raise self.wrong(key, f"a number from {least:g} to {_MAX_NUMBER:g}")

@@ -33,12 +33,7 @@ def read_model(reference: str) -> ModelSpec:
         values = read_json_object(path)
     except UsageError as error:
         raise ModelConfigError(str(error), str(path)) from error
-    return _model(values, Path(os.path.abspath(path)).parent.name or str(path), str(path))
-
-
-def model_from_config(config: Mapping[str, object], name: str) -> ModelSpec:
-    """Convert a config that is already a mapping. Raises ModelConfigError with ``name`` as its ``source``."""
-    return _model(config, name, name)
+    return model_from_config(values, Path(os.path.abspath(path)).parent.name or str(path), str(path))
 
 
 def _config_path(reference: str) -> Path:
@@ -75,8 +70,9 @@ def _close_to_config(folder: Path) -> list[str]:
     return sorted(found, key=lambda name: (name != "params.json", -likeness[name]))[:4]
 
 
-def _model(values: Mapping[str, object], name: str, source: str) -> ModelSpec:
-    outer = Config(values, source, model_type="")
+def model_from_config(values: Mapping[str, object], name: str, source: str | None = None) -> ModelSpec:
+    """Convert a config that is already a mapping. Raises ModelConfigError; ``source`` is ``name`` by default."""
+    outer = Config(values, source or name, model_type="")
     config = _typed(_language_model(outer), outer.optional_text("model_type"))
     for part in (outer, config):
         if part.flag("is_encoder_decoder"):

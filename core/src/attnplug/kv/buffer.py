@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 from attnplug.declare.problem import DType
 from attnplug.kv.layout import PageLayout
+
+if TYPE_CHECKING:
+    from attnplug.kv.triton_rows import PairWriter, RowWriter
 
 _TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FLOAT32: torch.float32,
@@ -23,26 +26,10 @@ _TORCH_DTYPES: dict[DType, torch.dtype] = {
 }
 
 _FLOAT8_MAX = 448.0
-
-
 _FEW_SLOTS = 64
 """Up to this many slots, min and max of a list are faster than torch's: 3 µs instead of 8, in every layer of a step."""
-
-
 BLOCK = 4
 """Rows per block in :meth:`PagedBuffer.read_blocks`. A row of 1 KB costs a third less so; larger blocks gain little."""
-
-
-class RowKernel(Protocol):
-    """Writes rows ``[tokens, heads, dim]`` with one kernel launch."""
-
-    def write(self, slots: Tensor, rows: Tensor) -> None: ...
-
-
-class PairKernel(Protocol):
-    """Writes keys and values with one kernel launch; see ``pair_kernel``."""
-
-    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None: ...
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -224,7 +211,7 @@ class PagedBuffer:
         return low < 0
 
 
-def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> RowKernel | None:
+def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> RowWriter | None:
     """Return a Triton kernel that writes rows; ``None`` where torch operations do so."""
     if pages.device.type != "cuda":
         return None
@@ -234,17 +221,15 @@ def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> RowKernel | 
         from attnplug.kv.triton_rows import RowWriter
     except ImportError:
         return None
-    writer: RowKernel = RowWriter(pages, layout, scale)
-    return writer
+    return RowWriter(pages, layout, scale)
 
 
-def pair_kernel(keys: PagedBuffer, values: PagedBuffer) -> PairKernel | None:
+def pair_kernel(keys: PagedBuffer, values: PagedBuffer) -> PairWriter | None:
     """Return a kernel that writes keys and values with one launch; ``None`` unless both buffers have a kernel."""
     if keys.kernel is None or values.kernel is None:
         return None
-    from attnplug.kv.triton_rows import PairWriter, RowWriter
+    from attnplug.kv.triton_rows import PairWriter
 
-    assert isinstance(keys.kernel, RowWriter) and isinstance(values.kernel, RowWriter)
     return PairWriter(keys.kernel, values.kernel)
 
 

@@ -13,7 +13,7 @@ from attnplug.kv.buffer import PageCopy
 from attnplug.kv.pools import LinearStatePool, MHAPool, MLAPool
 
 
-class PagedCache(Protocol):
+class KeyedCache(Protocol):
     """A cache addressed by the pages and slots of the requests' page table. It is copied and moved along with them.
 
     A cache with less than one row per token (e.g. one for every fourth token) moves what belongs to the given slots.
@@ -36,16 +36,15 @@ class PagedCache(Protocol):
         """Copy rows in every layer; see ``KVPools.move_rows``."""
 
 
-C = TypeVar("C", bound=PagedCache)
-C_co = TypeVar("C_co", bound=PagedCache, covariant=True)
+C = TypeVar("C", bound=KeyedCache)
+C_co = TypeVar("C_co", bound=KeyedCache, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKey(Generic[C_co]):
     """Typed key of a cache in ``KVPools``: ``pools.cache(CacheKey("mean keys", MeanKeys))`` returns a ``MeanKeys``.
 
-    ``name`` is a plural noun for messages. ``hook`` names the optional hook that a backend needs to serve layers with
-    this cache, if there is any.
+    ``name`` is a plural noun for messages. ``hook`` is the optional hook that layers with this cache require, if any.
     """
 
     name: str
@@ -60,7 +59,7 @@ class KVPools:
     mha: MHAPool | None = None
     mla: MLAPool | None = None
     linear: LinearStatePool | None = None
-    caches: Mapping[CacheKey[PagedCache], PagedCache] = field(default_factory=dict)
+    caches: Mapping[CacheKey[KeyedCache], KeyedCache] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, cache in self.caches.items():
@@ -98,6 +97,6 @@ class KVPools:
         for cache in self._paged():
             cache.move_rows(sources, targets)
 
-    def _paged(self) -> Iterator[PagedCache]:
+    def _paged(self) -> Iterator[KeyedCache]:
         yield from (pool for pool in (self.mha, self.mla) if pool is not None)
         yield from self.caches.values()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attnplug.declare.errors import PoolError
@@ -112,30 +115,18 @@ def check_together(pages: Mapping[str, Tensor]) -> None:
 
 
 def _overlap(first: Tensor, second: Tensor) -> bool:
-    """Return True if two strided tensors share a byte. Their address ranges may interleave, like keys and values.
+    """Return True if two strided tensors share a byte. Their address ranges may interleave, like keys and values."""
+    return np.shares_memory(_addresses(first), _addresses(second))
 
-    They share a byte if their distance in bytes is a sum of strides, each taken at most as often as its dimension
-    allows.
-    """
-    steps: dict[int, list[int]] = {}
-    for tensor, low, high in ((first, 0, 1), (second, -1, 0)):
-        width = tensor.element_size()
-        strides = [(stride * width, size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
-        for stride, most in [*strides, (1, width - 1)]:
-            if most:
-                bounds = steps.setdefault(stride, [0, 0])
-                bounds[0] += low * most
-                bounds[1] += high * most
-    terms = sorted(((stride, low, high) for stride, (low, high) in steps.items()), reverse=True)
 
-    def reachable(distance: int, number: int) -> bool:
-        if number == len(terms):
-            return distance == 0
-        stride, low, high = terms[number]
-        rest_low = sum(s * least for s, least, _ in terms[number + 1 :])
-        rest_high = sum(s * most for s, _, most in terms[number + 1 :])
-        fewest = max(low, -((rest_high - distance) // stride))
-        most = min(high, (distance - rest_low) // stride)
-        return any(reachable(distance - count * stride, number + 1) for count in range(fewest, most + 1))
-
-    return reachable(second.data_ptr() - first.data_ptr(), 0)
+def _addresses(tensor: Tensor) -> NDArray[np.void]:
+    """Return the addresses of a tensor as an array. They may be a GPU's, and its elements are never read."""
+    width = tensor.element_size()
+    interface = {
+        "version": 3,
+        "data": (tensor.data_ptr(), True),
+        "typestr": f"|V{width}",
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * width for stride in tensor.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

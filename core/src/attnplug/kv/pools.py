@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,9 +11,12 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import FP8_CACHES, DType
-from attnplug.kv.buffer import PagedBuffer, PairKernel, pair_kernel, torch_dtype
+from attnplug.kv.buffer import PagedBuffer, pair_kernel, torch_dtype
 from attnplug.kv.layout import LayoutName, PageLayout
 from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, Rows, distinct_layers, held_for, layer_scales
+
+if TYPE_CHECKING:
+    from attnplug.kv.triton_rows import PairWriter
 
 MLARowFormat = Callable[[LayerSpec], RowFormat]
 
@@ -115,7 +119,7 @@ class MHAPool(PagedPool):
         super()._hold(layers, dtype)
         self._keys: dict[int, PagedBuffer] = {}
         self._values: dict[int, PagedBuffer] = {}
-        self._kernels: dict[int, PairKernel | None] = {}
+        self._kernels: dict[int, PairWriter | None] = {}
         for layer_id, (keys, values) in layers.items():
             assert isinstance(keys, PagedBuffer) and isinstance(values, PagedBuffer)
             self._keys[layer_id], self._values[layer_id] = keys, values
@@ -193,8 +197,8 @@ class MLAPool(RowPool):
         shared: bool = False,
         row_format: MLARowFormat | None = None,
     ) -> None:
-        """Allocate the pool. With ``shared``, all layers have the first one's memory, for a subclass that distinguishes
-        their rows by slot."""
+        """Allocate the pool. With ``shared``, layers share one memory, for a subclass that distinguishes rows by
+        slot."""
         formats = _mla_formats(layers, dtype, scales, row_format)
         super().__init__(formats, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, shared=shared)
 
@@ -212,8 +216,7 @@ class MLAPool(RowPool):
     ) -> MLAPool:
         """Make a pool over a host's tensors by layer id, without a copy; see ``MHAPool.over`` for ``layout``.
 
-        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. ``dim`` is the width of the row
-        format.
+        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. ``dim`` is the row format's width.
         """
         return cls._over_host(_mla_formats(layers, dtype, scales, row_format), tensors, layout, page_size, dtype)
 

@@ -20,8 +20,7 @@ Allocate = Callable[[int, torch.device, bool], Tensor]
 class WorkspaceUse:
     """One line of the report: an allocation, and the bytes that each owner requested.
 
-    ``retired_bytes`` are still referenced by users of a buffer that has grown since. They should read
-    ``Workspace.buffer`` again.
+    ``retired_bytes`` are buffers replaced since; their users should read ``Workspace.buffer`` again.
     """
 
     device: str
@@ -34,7 +33,7 @@ class WorkspaceUse:
 
 
 class Workspace:
-    """One shared allocation. ``buffer`` is its current memory, ``[bytes]`` uint8. It is replaced when an owner requests
+    """One shared allocation. ``buffer`` is its current memory, ``[bytes]`` uint8, replaced when an owner requests
     more."""
 
     __slots__ = ("_owners", "_retired", "buffer", "kind", "lane")

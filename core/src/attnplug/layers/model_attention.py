@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -10,14 +10,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnplug.contract.backend import AttentionBackend, ForwardExtras, GraphPlanning, bind_optional_hook, methods
+from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook, hook_signatures
 from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
 from attnplug.contract.hooks import Hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
 from attnplug.contract.plan import Plan, received_plan
-from attnplug.contract.sparse import IndexInputs, LayerChoice, SelectedPositions, SelectedRows, SelectedSlots
+from attnplug.contract.sparse import SelectedRows
 from attnplug.declare.errors import BackendError, PlanError
-from attnplug.declare.model import Feature, LayerSpec
+from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import ExtendPath, GraphLevel
 from attnplug.kv.caches import KVPools
 from attnplug.mla.attention import MLAAttention, RowPlaces
@@ -36,6 +36,8 @@ class ModelAttention:
 
     def __init__(self, backend: AttentionBackend, pools: KVPools, policy: ExtendPolicy | None = None) -> None:
         self.backend = backend
+        self.hooks: Mapping[str, Hook | None] = {name: bind_optional_hook(backend, name) for name in hook_signatures()}
+        """Optional hooks of the backend, each bound once; ``None`` if it has none."""
         self._mla = None
         if pools.mla is not None:
             # MLA run as MHA reads latent rows only. Layers with further caches read them in place, absorbed.
@@ -44,19 +46,16 @@ class ModelAttention:
         for key in pools.caches:
             if key.hook is not None:
                 self._needed(key.hook, f"layers with {key.name}", "choose one that supports them")
-        self._select = bind_optional_hook(backend, "select")
-        self._graph_hooks = {name: bind_optional_hook(backend, name) for name in methods(GraphPlanning)}
         self._conv = self._linear = self._delta = self._commit = None
         if pools.linear is not None:
             self._conv, self._linear = (
                 self._needed(hook, "linear-attention layers", "choose a backend for the role linear")
                 for hook in ("forward_conv", "forward_linear")
             )
-            self._delta = bind_optional_hook(backend, "forward_delta")
-            self._commit = bind_optional_hook(backend, "commit_states")
+            self._delta, self._commit = self.hooks["forward_delta"], self.hooks["commit_states"]
 
     def _needed(self, name: str, layers: str, remedy: str) -> Hook:
-        hook = bind_optional_hook(self.backend, name)
+        hook = self.hooks[name]
         if hook is None:
             raise BackendError(
                 f"the model has {layers}, but backend {self.backend.backend_id.name} has no {name}; {remedy}"
@@ -123,7 +122,7 @@ class ModelAttention:
         self._graph_hook("init_forward_metadata_in_graph")(batch)
 
     def _graph_hook(self, name: str) -> Hook:
-        hook = self._graph_hooks.get(name)
+        hook = self.hooks[name]
         if hook is None:
             raise BackendError(
                 f"backend {self.backend.backend_id.name} claims cuda_graph {self.graph_level.name} and has no {name}, "
@@ -158,46 +157,6 @@ class ModelAttention:
         run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
         return run(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
 
-    def select(self, index: IndexInputs | None, layer: LayerSpec, batch: ForwardBatch) -> SelectedRows:
-        """Return the rows that a sparse layer attends to, for ``attend_mla``; see ``RowSelection.select``.
-
-        A layer that shares an index passes ``None`` and gets the selection of that layer in this forward.
-        """
-        dims = layer.indexer
-        if dims is None or (dims.shares is None) != (index is not None):
-            has = "attends to all rows"
-            if dims is not None:
-                has = "has its own index" if dims.shares is None else f"shares the index of layer {dims.shares}"
-            given = "no index" if index is None else "an index"
-            raise BackendError(f"layer {layer.layer_id} {has}, but select was given {given}")
-        if index is None:
-            return self._shared(layer, batch)
-        if self._select is None:
-            raise BackendError(
-                f"layer {layer.layer_id} selects rows, but backend {self.backend.backend_id.name} has no select; "
-                f"choose one that claims the feature {Feature.SPARSE}"
-            )
-        chosen: SelectedRows = self._select(index, layer, batch)
-        if not isinstance(chosen, SelectedPositions | SelectedSlots):
-            raise BackendError(
-                f"select of backend {self.backend.backend_id.name} returned {type(chosen).__name__} for layer "
-                f"{layer.layer_id}; it must return SelectedPositions or SelectedSlots"
-            )
-        batch.choice = LayerChoice(layer.layer_id, chosen)
-        return chosen
-
-    @staticmethod
-    def _shared(layer: LayerSpec, batch: ForwardBatch) -> SelectedRows:
-        assert layer.indexer is not None
-        wanted, last = layer.indexer.shares, batch.choice
-        if last is None or last.layer_id != wanted:
-            found = "none has selected any" if last is None else f"the last to select was layer {last.layer_id}"
-            raise BackendError(
-                f"layer {layer.layer_id} attends to the rows that layer {wanted} selects, but in this batch {found}; "
-                "run layers in order"
-            )
-        return last.rows
-
     def row_places(self, layer: LayerSpec, batch: ForwardBatch, tokens: int, dtype: torch.dtype) -> RowPlaces | None:
         """Return where the kernel that computes an MLA layer's ``tokens`` new rows, in ``dtype``, can store them.
 
@@ -221,7 +180,8 @@ class ModelAttention:
 
         q is ``[tokens, heads, nope + rope]`` with its rope part rotated, rows ``[tokens, kv_lora_rank + rope]`` are the
         new cache rows (normed latent, rotated key). If rows were stored by ``row_places``, rows is ``None`` and q is
-        absorbed (``MLAWeights.absorb``). ``selected`` is the result of ``select``, for a sparse layer.
+        absorbed (``MLAWeights.absorb``). ``selected`` are the rows that a sparse layer attends to; see
+        ``RowSelection.select``.
         """
         if self._mla is None:
             raise BackendError(f"layer {layer.layer_id} is MLA, but the model was built without an MLA pool")

@@ -12,8 +12,7 @@ from attnplug.declare.settings import Setting
 def open_device(requested: str | None) -> tuple[torch.device, int | None]:
     """Return the device to run on and, for CUDA, its compute capability as one number (90 for 9.0).
 
-    ``None`` selects the current CUDA device if there is one, otherwise the CPU. Raises UsageError if the requested
-    device is unknown or absent.
+    ``None`` selects the current CUDA device, or else the CPU. Raises UsageError for an unknown or absent device.
     """
     if requested is not None and requested not in DEVICES:
         message = f"`device` {requested!r} is unknown; use one of {', '.join(DEVICES)}"

@@ -17,8 +17,7 @@ IS_ARM = platform.machine() in ("aarch64", "arm64")
 class Processor:
     """A visible NVIDIA GPU or a CPU.
 
-    ``sm`` is a GPU's compute capability as one number (90 for 9.0), and 0 for a CPU. ``driver`` is the version of a
-    GPU's driver.
+    ``sm`` is a GPU's compute capability as one number (90 for 9.0), 0 for a CPU. ``driver`` is the driver's version.
     """
 
     name: str

@@ -116,8 +116,7 @@ class MLAAttention:
         """Return the path of the whole batch, which its halves take too; ``None`` if each half follows the policy.
 
         The second half of a cut request has a prefix, so by itself it could take another path. With chunked prefixes
-        disabled, a batch without a prefix may still run chunked, because it reads no chunk; its halves then follow the
-        policy.
+        disabled, a batch without a prefix may still run chunked; its halves then follow the policy.
         """
         path = self.path(geometry)
         off = path is ExtendPath.CHUNKED and self._policy.disable_chunked_prefix_cache

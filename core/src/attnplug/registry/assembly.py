@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.ranking import BY_PREFERENCE, Ranking
@@ -20,7 +20,6 @@ from attnplug.contract.backend import (
     bind_optional_hook,
     hook_signatures,
     methods,
-    protocol_attributes,
     protocol_methods,
 )
 from attnplug.contract.context import BackendContext, HostContext
@@ -47,7 +46,7 @@ def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
 
     With ``linear``, check against the protocol of linear attention. An empty result means that ``backend`` conforms.
     """
-    for name, wanted in protocol_attributes().items():
+    for name, wanted in get_type_hints(AttentionBackend).items():
         found = getattr(backend, name, None)
         if found is None:
             yield f"it has no {name}"
@@ -188,7 +187,7 @@ class BuildError(BackendError):
     """A selected backend could not be built. ``backend`` is its registration, with the plugin's distribution."""
 
     def __init__(self, backend: Registered, error: AttnplugError) -> None:
-        label, text = f"backend {backend.spec.name} ({backend.source})", error.message
+        label, text = _label(backend), error.message
         super().__init__(text if text.startswith(label) else f"{label}: {text}", settings=error.settings)
         self.backend = backend
         self.exit_code = error.exit_code  # that of a UsageError if the backend refuses its options

@@ -1,7 +1,6 @@
 """Specs of foreign engines that a bridge connects to: supported versions, limits, and their names for our settings.
 
-A bridge declares its host by an entry point. ``attnplug explain`` and the running bridge use the same spec, so they
-refuse the same problems.
+A bridge declares its host by an entry point. ``attnplug explain`` and the running bridge use the same spec.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ def attnplug_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body] # 
 def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty-body] # a hookspec has none
     """Return the kinds of workspace memory that this plugin's kernels need, beyond ``attnplug.SCRATCH``.
 
-    Plugins that declare equal kinds share memory. One name with different contracts is an error that names both
-    plugins.
+    Plugins with equal kinds share memory. One name with different contracts is an error that names both plugins.
     """
 
 
@@ -59,6 +58,5 @@ def attnplug_tiny_models() -> Mapping[str, Mapping[str, object]]:  # type: ignor
     """Return Hugging Face configs of tiny models by name, as ``config.json`` would hold them.
 
     ``tiny:NAME`` is then a model with random weights, like core's own. The engine's tokens for it are ASCII characters,
-    so ``vocab_size`` must be at least 128. If two plugins claim one name, neither gets it, and the error names both.
-    Core keeps its own names.
+    so ``vocab_size`` must be at least 128. Names are unique, as those of backends are.
     """

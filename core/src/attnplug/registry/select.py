@@ -7,7 +7,7 @@ it also works for absent hardware.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -142,8 +142,11 @@ class _Chooser:
         if not problem.wants_graphs or problem.device != "cuda" or role not in _CAPTURED:
             return usable
         # A higher level would be a requirement, which all usable ones meet.
-        captured = replace(problem, cuda_graph=GraphLevel.DECODE)
-        return [b for b in usable if not b.spec.refusals(captured, role, self.options.get(b.spec.name))]
+        return self._able(usable, role, GraphLevel.DECODE)
+
+    def _able(self, backends: Sequence[Registered], role: Role, level: GraphLevel) -> list[Registered]:
+        captured = replace(self.problem, cuda_graph=level)
+        return [b for b in backends if not b.spec.refusals(captured, role, self.options.get(b.spec.name))]
 
     def _with_captured_verify(self, choice: RoleChoice) -> RoleChoice:
         """Drop backends from the schedule whose verify steps cannot be captured, if the chosen one's can."""
@@ -151,9 +154,7 @@ class _Chooser:
         drafts = problem.speculative_tokens and role is self.request.verify
         if choice.schedule is None or not drafts or not problem.wants_graphs or problem.device != "cuda":
             return choice
-        captured = replace(problem, cuda_graph=GraphLevel.UNIFORM)
-        options = self.options
-        able = [b for b in choice.serving if not b.spec.refusals(captured, role, options.get(b.spec.name))]
+        able = self._able(choice.serving, role, GraphLevel.UNIFORM)
         return _restricted(choice, able, "CUDA graphs that verify drafts") if choice.chosen in able else choice
 
     def _refusals(self, backend: Registered, role: Role) -> Iterator[Refusal]:

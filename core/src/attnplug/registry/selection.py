@@ -103,8 +103,7 @@ class RoleChoice:
 class Selection:
     """One backend for each role that the problem needs, or the refusals of each candidate.
 
-    ``page_size`` is the requested one, or one that all chosen backends support. ``options`` holds the parsed options by
-    backend name.
+    ``page_size`` is the requested one, or one that all chosen backends support. ``options`` are parsed, by backend.
     """
 
     problem: Problem

@@ -8,12 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnplug.contract.backend import (
-    AttentionBackend,
-    bind_optional_hook,
-    hook_signatures,
-    protocol_methods,
-)
+from attnplug.contract.backend import AttentionBackend, bind_optional_hook, hook_signatures, protocol_methods
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.hooks import Hook, shown
 from attnplug.contract.mode import ForwardMode

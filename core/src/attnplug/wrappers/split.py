@@ -55,8 +55,7 @@ class SplitBackend(ForwardingBackend):
 
     Target verify is an extend of a few tokens, and either kind of kernel may be faster for it; ``verify`` is the role
     that runs it. A plan holds one child's plan, so a batch that changes its mode after planning is refused by the child
-    that did not plan it. Only the children that take part in a graph limit what can be captured: for a decode, the
-    decode child alone.
+    that did not plan it. Only children that take part in a graph limit it: for a decode, the decode child alone.
     """
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, *, verify: Role = Role.DECODE) -> None:

@@ -11,7 +11,7 @@ WARM_UPS = 2
 """Runs before a capture. Kernels are compiled and libraries create their handles in them, which a capture cannot do."""
 
 
-class Capture(Protocol):
+class CaptureFunction(Protocol):
     """Records a function and returns a function that replays it. All recordings share one memory pool."""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -28,10 +29,11 @@ from attnplug.host import HostLengths, KVPools, ModelAttention, planner_claims
 from attnplug.linear import DeltaInputs, DeltaWeights, LinearDims, LinearInputs
 from attnplug.sparse import IndexerDims, IndexInputs
 from attnplug.wrappers.forwarding import plan_alike
-from attnplug_engine.graphs.capture import Capture
+from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_sparse.hisparse import HiSparse
 from attnplug_sparse.pools import INDEX_KEYS, latent_format
+from attnplug_sparse.selection import select_rows
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _MAX_PAGES = 64
@@ -39,6 +41,22 @@ _MAX_PAGES = 64
 _FEW = 4
 """Requests of a checked captured extend; their numbers of new tokens differ."""
 _ROUNDS = 2
+
+
+class CaptureFault(StrEnum):
+    """Difference between a replay and an eager run of the same batch."""
+
+    RESULT = "result"
+    PADDING = "padding"
+    WRITES = "writes"
+
+
+class CaptureMismatch(BackendError):
+    """A backend cannot be captured as it claims. ``fault`` is the difference, ``kind`` the layer's attention kind."""
+
+    def __init__(self, message: str, fault: CaptureFault, kind: AttentionKind) -> None:
+        super().__init__(message, settings=["disable_cuda_graph"])
+        self.fault, self.kind = fault, kind
 
 
 class CaptureCheck:
@@ -63,7 +81,7 @@ class CaptureCheck:
         self._dtype, self._device, self._coordinator = dtype, device, coordinator
         self._random = torch.Generator(device=device).manual_seed(17)
 
-    def run(self, batch: ForwardBatch, capture: Capture) -> None:
+    def run(self, batch: ForwardBatch, capture: CaptureFunction) -> None:
         """Check the captured ``batch``, which holds padding before and after. Raises BackendError."""
         for layer in self._layers:
             outs: list[Tensor] = []
@@ -126,7 +144,8 @@ class CaptureCheck:
             asked = extras
             if index is not None:
                 limited = IndexInputs(index.q[:n], None if index.k is None else index.k[:n], index.weights[:n])
-                asked = replace(extras or ForwardExtras(), selected=self._attention.select(limited, layer, batch))
+                selected = select_rows(self._attention, limited, layer, batch)
+                asked = replace(extras or ForwardExtras(), selected=selected)
             return run(q[:n], k[:n], new, layer, batch, extras=asked).flatten(1)
 
         return full
@@ -316,20 +335,21 @@ class CaptureCheck:
         claims, name = planner_claims(self._attention.backend, plan), " and ".join(plan.planner_names())
         error = float((found[:live].double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
         if not error <= _TOLERANCE[self._dtype]:  # also true for NaN
-            what = f"differs from an eager run by {error:.1e} of its size"
+            fault, what = CaptureFault.RESULT, f"differs from an eager run by {error:.1e} of its size"
         elif not self._attention.padding_length() and found[live:].any():
-            what = "gives padded requests something else than zero"
+            fault, what = CaptureFault.PADDING, "gives padded requests something else than zero"
         elif strayed:
-            what = "writes to rows or states that are not its requests' newest"
+            fault, what = CaptureFault.WRITES, "writes to rows or states that are not its requests' newest"
         else:
             return
         where = f"layer {layer.layer_id}, {layer.kind}"
         size = f"{batch.batch_size} requests" if batch.geometry.new_lens is None else f"{batch.geometry.rows} tokens"
-        raise BackendError(
+        raise CaptureMismatch(
             f"backend {name} claims cuda_graph {claims.cuda_graph.name}, but a replay of its captured "
             f"{batch.forward_mode} of {size} {what} ({where}): it "
             "cannot be captured as it claims; choose another backend, or turn graphs off by `disable_cuda_graph`",
-            settings=["disable_cuda_graph"],
+            fault,
+            layer.kind,
         )
 
 

@@ -16,7 +16,7 @@ from attnplug.kernels import to_device
 from attnplug.wrappers.forwarding import length_ranges
 from attnplug_engine.execution.sampler import Sampler, sample
 from attnplug_engine.execution.step_output import StepOutput
-from attnplug_engine.graphs.capture import Capture
+from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.dispatcher import GraphDispatcher
 from attnplug_engine.graphs.padding import reserve_padding
 from attnplug_engine.graphs.step_inputs import StepInputs
@@ -91,7 +91,7 @@ class DecodeGraphs:
         reserve_padding(name, length, self._table, allocator, self._context)
         self._attention.reserve(max(self.largest, requests), max(self.largest, rows))
 
-    def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
+    def capture(self, size: int, capture: CaptureFunction) -> Sequence[CapturedStep]:
         """Capture the step of ``size`` requests, once for each backend that plans it at some KV length."""
         self._steps[size] = GraphDispatcher(
             lambda ragged: length_ranges(self._attention.backend, ForwardMode.DECODE, size, 1, ragged),
@@ -100,7 +100,7 @@ class DecodeGraphs:
         )
         return list(self._steps[size].captured.values())
 
-    def _capture(self, size: int, capture: Capture, typical: TypicalLens | None) -> CapturedStep:
+    def _capture(self, size: int, capture: CaptureFunction, typical: TypicalLens | None) -> CapturedStep:
         """Capture a step of padded requests; plan and mark its batch (B2)."""
         inputs, states = self.inputs, self.inputs.state_slots[:size] if self._has_states else None
         geometry = Geometry(

@@ -20,7 +20,7 @@ from attnplug.host import ModelAttention
 from attnplug_engine.execution.in_flight import fill_pending_tokens
 from attnplug_engine.execution.sampler import Sampler, sample
 from attnplug_engine.execution.sampling_inputs import SamplingArrays
-from attnplug_engine.graphs.capture import Capture
+from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.decode import CapturedStep, store_tokens
 from attnplug_engine.graphs.staging import Staging
 from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
@@ -80,7 +80,7 @@ class PrefillGraphs:
         """Captured numbers of tokens in ascending order."""
         return tuple(sorted(self._steps))
 
-    def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
+    def capture(self, size: int, capture: CaptureFunction) -> Sequence[CapturedStep]:
         """Capture a step of ``size`` padding tokens; plan and mark its batch (B2).
 
         The graph is kept if launching the step takes the host longer than the device needs to run it. Otherwise the
@@ -189,7 +189,7 @@ class PrefillInputs:
     def __init__(self, tokens: int, requests: int, padding_row: int, fill: int, device: torch.device) -> None:
         self._padding_row, self._fill = padding_row, fill
         nbytes = 16 * tokens + (24 + SamplingArrays.ROW_BYTES + 8) * requests
-        self._staging = Staging(nbytes, device, lambda memory: _Host(memory, tokens, requests))
+        self._staging = Staging(nbytes, device, lambda memory: _PrefillHost(memory, tokens, requests))
         fields = _fields(self._staging.memory, tokens, requests)
         self.ids, self.positions, self.rows, self.lasts, self.targets, self.seq_lens, self.new_lens, drawn = fields
         self._sampling = SamplingMetadata.over(drawn, requests)
@@ -220,7 +220,7 @@ class PrefillInputs:
             before = [len(request.prompt) for request in requests]
             host.sampling.fill(requests, sampler.seed_of, ((starts + counts)[sampled] - before).tolist())
 
-    def _pad(self, host: _Host, tokens: int, requests: int, sampled: int) -> None:
+    def _pad(self, host: _PrefillHost, tokens: int, requests: int, sampled: int) -> None:
         """Pad behind the first ``tokens`` tokens, ``requests`` requests and ``sampled`` sampled requests."""
         host.ids[tokens:] = 0
         host.positions[tokens:] = 0
@@ -231,7 +231,7 @@ class PrefillInputs:
         host.targets[sampled:] = self._padding_row
 
 
-class _Host:
+class _PrefillHost:
     """Host view of the inputs."""
 
     def __init__(self, memory: Tensor, tokens: int, requests: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from attnplug import GraphLevel, PoolError
 from attnplug_engine.execution.runner import ModelRunner, Phase, ReplayedStep
 from attnplug_engine.execution.sampler import Sampler
-from attnplug_engine.graphs.capture import Capture
+from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.capture_check import CaptureCheck
 from attnplug_engine.graphs.decode import DecodeGraphs
 from attnplug_engine.graphs.prefill import PrefillGraphs
@@ -42,7 +42,7 @@ class CapturedSteps:
 def capture_steps(
     runner: ModelRunner,
     sizes: Sequence[int],
-    capture: Capture,
+    capture: CaptureFunction,
     progress: Callable[[int, int], None] | None = None,
     *,
     prefills: Sequence[int] = (),

@@ -28,15 +28,15 @@ class StepInputs:
 
     def __init__(self, size: int, padding_row: int, fill: int, device: torch.device) -> None:
         self._padding_row, self._fill = padding_row, fill
-        self._channel: Mailbox[_Host] | Staging[_Host]
-        self.mailbox: Mailbox[_Host] | None = None
+        self._channel: Mailbox[_StepHost] | Staging[_StepHost]
+        self.mailbox: Mailbox[_StepHost] | None = None
         if kernels.usable(device):
-            self._channel = self.mailbox = Mailbox(_nbytes(size), size, device, lambda memory: _Host(memory, size))
+            self._channel = self.mailbox = Mailbox(_nbytes(size), size, device, lambda memory: _StepHost(memory, size))
             for host in self.mailbox.host_slots:
                 self._pad(host, 0, size)
             self.mailbox.memory.copy_(self.mailbox.input_slots[0])
         else:
-            self._channel = Staging(_nbytes(size), device, lambda memory: _Host(memory, size))
+            self._channel = Staging(_nbytes(size), device, lambda memory: _StepHost(memory, size))
             with self._channel.write() as host:
                 self._pad(host, 0, size)
         self.rows, self.state_slots, self.seq_lens, sampling = _fields(self._channel.memory, size)
@@ -63,13 +63,13 @@ class StepInputs:
                 host.sampling.position[:count] = starts + 1 - host.prompts
             self._pad(host, count, size)
 
-    def _pad(self, host: _Host, count: int, size: int) -> None:
+    def _pad(self, host: _StepHost, count: int, size: int) -> None:
         host.rows[count:size] = self._padding_row
         host.seq_lens[count:size] = self._fill
         host.state_slots[count:size] = -1
 
 
-class _Host:
+class _StepHost:
     """Host view of the inputs, and the requests whose sampling parameters it holds."""
 
     def __init__(self, memory: Tensor, size: int) -> None:

@@ -25,7 +25,7 @@ MAX_RANKED_PAIRS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ExpertTile:
     """Tile of a program: pairs × columns, in steps of ``depth`` along the summed dimension."""
 
     pairs: int
@@ -278,20 +278,20 @@ def _combine(
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=exists)
 
 
-_ONE = Tile(1, 2, 2048, 2), Tile(1, 2, 512, 2)
-_FLOAT32 = Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
+_ONE = ExpertTile(1, 2, 2048, 2), ExpertTile(1, 2, 512, 2)
+_FLOAT32 = ExpertTile(16, 32, 32, 4, 2), ExpertTile(16, 32, 32, 4, 2)
 _TILES_BY_LOAD = (
-    (16, (Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3))),
-    (32, (Tile(32, 64, 128, 4, 3), Tile(32, 128, 64, 4, 4))),
-    (160, (Tile(64, 128, 64, 4, 3), Tile(64, 256, 64, 8, 3))),
+    (16, (ExpertTile(16, 64, 128, 4, 3), ExpertTile(16, 128, 128, 4, 3))),
+    (32, (ExpertTile(32, 64, 128, 4, 3), ExpertTile(32, 128, 64, 4, 4))),
+    (160, (ExpertTile(64, 128, 64, 4, 3), ExpertTile(64, 256, 64, 8, 3))),
 )
 """Tiles of up and down projection, by the largest mean number of pairs per expert for which they are used."""
-_LARGEST_TILES = Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)
+_LARGEST_TILES = ExpertTile(128, 128, 64, 8, 3), ExpertTile(128, 256, 64, 8, 3)
 MAX_SEPARATE_TOKENS = 4
 """Most tokens for which each pair is computed separately. Like the tiles, measured on an H200."""
 
 
-def tiles(tokens: int, per_token: int, experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
+def tiles(tokens: int, per_token: int, experts: int, dtype: torch.dtype) -> tuple[ExpertTile, ExpertTile]:
     """Return the tiles of both products. They depend on shapes only, so that one graph serves every routing."""
     if tokens <= MAX_SEPARATE_TOKENS:
         return _ONE
@@ -301,7 +301,7 @@ def tiles(tokens: int, per_token: int, experts: int, dtype: torch.dtype) -> tupl
     return next((pair for most, pair in _TILES_BY_LOAD if crowd <= most), _LARGEST_TILES)
 
 
-def _fitting(tile: Tile, parts: int, length: int, x: Tensor) -> Tile:
+def _fitting(tile: ExpertTile, parts: int, length: int, x: Tensor) -> ExpertTile:
     """Return the tile, not deeper than the sum is long, with as many stages as fit into shared memory."""
     depth = min(tile.depth, max(triton.next_power_of_2(length), 16))
     stage = (tile.pairs + parts * tile.columns) * depth * x.element_size()
@@ -320,7 +320,7 @@ def fused_experts(
     gate: Tensor | None = None,
     onto: Tensor | None = None,
     every: tuple[Tensor, Tensor] | None = None,
-    chosen_tiles: tuple[Tile, Tile] | None = None,
+    chosen_tiles: tuple[ExpertTile, ExpertTile] | None = None,
     ranked: int = MAX_RANKED_PAIRS,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``[tokens, hidden]``, like ``x``.

@@ -25,7 +25,7 @@ _SHORT, _NARROW = 4096, 4096
 
 
 @dataclass(frozen=True, slots=True)
-class TileConfig:
+class GemmConfig:
     """Tile configuration of a product: matrix rows of a program, columns that it loads at once, and its warps.
 
     ``tiles``: it uses tensor cores. ``stages`` is the number of matrix parts in shared memory, 0 for none.
@@ -38,15 +38,15 @@ class TileConfig:
     stages: int = 0
 
 
-FEW_ROW_CONFIGS: Mapping[tuple[int, int], TileConfig] = {
-    (2112, 2048): TileConfig(2, 2048, 4),
-    (3072, 1536): TileConfig(2, 2048, 2),
-    (2048, 2048): TileConfig(8, 2048, 8),
+FEW_ROW_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {
+    (2112, 2048): GemmConfig(2, 2048, 4),
+    (3072, 1536): GemmConfig(2, 2048, 2),
+    (2048, 2048): GemmConfig(8, 2048, 8),
 }
 """Configurations by the matrix's ``(rows, columns)`` that are better than the rule (``benchmarks/gemm_tiles.py``)."""
-TENSOR_CORE_CONFIGS: Mapping[tuple[int, int], TileConfig] = {(2112, 2048): TileConfig(16, 2048, 8, tiles=True)}
+TENSOR_CORE_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {(2112, 2048): GemmConfig(16, 2048, 8, tiles=True)}
 """The same for products on tensor cores."""
-STREAMED, STREAMED_GATED = TileConfig(64, 128, 4, tiles=True, stages=6), TileConfig(64, 128, 8, tiles=True, stages=4)
+STREAMED, STREAMED_GATED = GemmConfig(64, 128, 4, tiles=True, stages=6), GemmConfig(64, 128, 8, tiles=True, stages=4)
 _FILLED = 0.9
 """Smallest share of busy multiprocessors, on average over waves, in a gated product: if more are idle in the last wave,
 a library divides the matrix better."""
@@ -57,7 +57,7 @@ _TILE = 16_384
 
 
 @lru_cache(maxsize=256)
-def choose_few(outputs: int, inputs: int, tiles: int = 1) -> TileConfig:
+def choose_few(outputs: int, inputs: int, tiles: int = 1) -> GemmConfig:
     """Return the configuration for a matrix ``[tiles * outputs, inputs]``, of which a program takes ``tiles``
     blocks."""
     found = FEW_ROW_CONFIGS.get((tiles * outputs, inputs))
@@ -69,20 +69,20 @@ def choose_few(outputs: int, inputs: int, tiles: int = 1) -> TileConfig:
         whole = inputs & -inputs  # the largest power of two that divides it
         block_k = min(whole if whole >= 512 else block_k, _LONGEST)
     block_n = min(max(_TILE // (block_k * tiles), 1), 8 // tiles)
-    return TileConfig(block_n, block_k, 8 if block_n * block_k * tiles > _TILE else 4)
+    return GemmConfig(block_n, block_k, 8 if block_n * block_k * tiles > _TILE else 4)
 
 
-def choose_tiles(outputs: int, inputs: int, *, normed: bool) -> TileConfig:
+def choose_tiles(outputs: int, inputs: int, *, normed: bool) -> GemmConfig:
     """Return the configuration for tensor cores. Every warp gets a part that is at least one tile wide."""
     found = TENSOR_CORE_CONFIGS.get((outputs, inputs))
     if found is not None:
         return found
     most = 512 if normed else 1024  # a norm needs registers
     block_k = min(max(triton.next_power_of_2(inputs), 256), most)
-    return TileConfig(16, block_k, 4 if inputs <= 2048 else 8, tiles=True)
+    return GemmConfig(16, block_k, 4 if inputs <= 2048 else 8, tiles=True)
 
 
-def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = False) -> TileConfig | None:
+def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = False) -> GemmConfig | None:
     """Return the configuration of ``skinny_gemm`` for these tensors; None if a library is faster, or the only option.
 
     It depends on shapes only, so it is the same for every call with the same number of rows.
@@ -109,7 +109,7 @@ def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = Fal
     return config if rows <= MORE and numbers <= _SHORT and inputs <= _NARROW else None
 
 
-def streamed_bytes(config: TileConfig, rows: int, tiles: int) -> int:
+def streamed_bytes(config: GemmConfig, rows: int, tiles: int) -> int:
     """Return the shared memory of a program of ``streamed_gemm``, without a few barriers; before SM 90 it is a stage
     less."""
     padded: int = max(triton.next_power_of_2(rows), 16)

@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from attnplug.host import MLAWeights
 from attnplug.mla.attention import RowPlaces
-from attnplug.mla.weights import MLAWeights
 from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.latent import _absorb, _latent_rows
 from attnplug_engine.kernels.rotary import _angles, _rotate_heads

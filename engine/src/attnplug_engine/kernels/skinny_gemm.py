@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.elementwise import rms_norm
 from attnplug_engine.kernels.gemm_epilogue import finish
-from attnplug_engine.kernels.gemm_tiles import TileConfig
+from attnplug_engine.kernels.gemm_tiles import GemmConfig
 from attnplug_engine.kernels.streamed_gemm import _streamed_gemm
 from attnplug_engine.kernels.tiled_gemm import _tiled_gemm
 
@@ -107,7 +107,7 @@ def _skinny_gemm(
 def skinny_gemm(
     x: Tensor,
     weight: Tensor,
-    config: TileConfig,
+    config: GemmConfig,
     *,
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,

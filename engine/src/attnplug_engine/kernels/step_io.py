@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug_engine.kernels import launch_options
 
 
-class Mailbox(Protocol):
+class MailboxTensors(Protocol):
     """The tensors of :class:`attnplug_engine.graphs.mailbox.Mailbox`."""
 
     @property
@@ -60,7 +60,7 @@ def _begin(
 
 
 def begin(
-    mailbox: Mailbox, page_table: Tensor, ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor,
+    mailbox: MailboxTensors, page_table: Tensor, ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor,
     mirror: Tensor, tokens: Tensor,
 ) -> None:  # fmt: skip
     """Read the next slot's inputs to the mailbox's memory, of which ``rows`` and ``seq_lens`` are views. Fill
@@ -97,7 +97,7 @@ def _end(
     tl.store(slot_index, (mine + 1) % SLOTS)
 
 
-def end(mailbox: Mailbox, sampled: Tensor, tokens: Tensor, rows: Tensor, chosen: Tensor) -> None:
+def end(mailbox: MailboxTensors, sampled: Tensor, tokens: Tensor, rows: Tensor, chosen: Tensor) -> None:
     """Write the chosen tokens to the output slot and for the next step, where -1 becomes 0."""
     _end[(1,)](
         sampled, tokens, rows, chosen, mailbox.output_slots, mailbox.slot, chosen.shape[0],

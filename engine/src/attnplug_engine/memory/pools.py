@@ -7,7 +7,7 @@ import torch
 from attnplug import AttentionKind, DType, MHAPool, MLAPool, ModelSpec, PoolError
 from attnplug.host import KVPools
 from attnplug.kernels import CacheKey
-from attnplug.kv.caches import PagedCache
+from attnplug.kv.caches import KeyedCache
 from attnplug.linear import LinearStatePool
 from attnplug_engine.memory.capacity import Capacity, bytes_per_page, bytes_per_state, hot_bytes, own_dtype
 from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool
@@ -62,7 +62,7 @@ def _build_pools(
         mha = MHAPool(
             spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
         )
-    caches: dict[CacheKey[PagedCache], PagedCache] = {}
+    caches: dict[CacheKey[KeyedCache], KeyedCache] = {}
     if hot:
         mla = hot_pool = HotPool(
             spec.layers,

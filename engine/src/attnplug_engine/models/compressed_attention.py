@@ -14,13 +14,14 @@ from torch.nn import functional as F
 
 from attnplug import ForwardBatch, ForwardExtras, LayerSpec
 from attnplug.hf.config_keys import Config
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import active_attention
 from attnplug.sparse import CompressorInputs, CompressorWeights, IndexerDims, IndexInputs
 from attnplug_engine.models.decoder import Attention, norm_eps
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
 from attnplug_engine.models.rope import PairRotation, Rotation, TorchRotation, inverse_frequencies
 from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.parallel.collectives import even_part, length, scaled
+from attnplug_sparse.selection import select_rows
 
 
 class EndRotation:
@@ -198,7 +199,7 @@ class CompressedAttention(Attention):
             entries = self.compressor(*compressed[:2])
         if self.indexer is not None and self.index_compressor is not None:
             index = self.indexer(normed, latents, self.index_compressor(*compressed[2:]), rope)
-            selected = attention.select(index, layer, batch)
+            selected = select_rows(attention, index, layer, batch)
         extras = ForwardExtras(sinks=self.sinks, selected=selected, entries=entries)
         out = attention.attend(q, rows, None, layer, batch, extras=extras)
         rope.undo_(out)

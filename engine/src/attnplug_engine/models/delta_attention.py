@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import active_attention
 from attnplug.linear import DeltaInputs, DeltaWeights, LinearInputs
 from attnplug_engine.models.decoder import Attention
 from attnplug_engine.models.layers import Linear, RMSNorm

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, LayerSpec
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import active_attention
 from attnplug_engine import kernels
 from attnplug_engine.models.decoder import Attention
 from attnplug_engine.models.layers import Linear, RMSNorm

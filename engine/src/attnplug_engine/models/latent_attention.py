@@ -11,8 +11,7 @@ from torch import Tensor
 
 from attnplug import ForwardBatch, LayerSpec
 from attnplug.hf.config_keys import Config
-from attnplug.layers.model_attention import active_attention
-from attnplug.mla.weights import MLAWeights
+from attnplug.host import MLAWeights, active_attention
 from attnplug.sparse import SelectedRows
 from attnplug_engine.kernels import usable
 from attnplug_engine.models.decoder import EPS, Attention

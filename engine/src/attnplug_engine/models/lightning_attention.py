@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnplug import ForwardBatch, LayerSpec
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import active_attention
 from attnplug.linear import LinearInputs
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen

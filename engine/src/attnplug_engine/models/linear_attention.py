@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import active_attention
 from attnplug.linear import LinearDims
 from attnplug_engine import kernels
 from attnplug_engine.models.layers import ColumnNorm, frozen

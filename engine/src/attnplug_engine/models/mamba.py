@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.hf.config_keys import Config
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import active_attention
 from attnplug.linear import LinearInputs
 from attnplug_engine import kernels
 from attnplug_engine.models.decoder import BACKBONE, Attention, Decoder, MixerBlock, hidden_norm

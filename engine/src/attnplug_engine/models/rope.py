@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attnplug.hf.config_keys import Config, rope_section, rope_type, rope_type_key
+from attnplug.host import MLAWeights
 from attnplug.mla.attention import RowPlaces
-from attnplug.mla.weights import MLAWeights
 from attnplug_engine import kernels
 
 _DEFAULT_THETA = 10_000.0

@@ -12,12 +12,13 @@ from torch.nn import functional as F
 
 from attnplug import ForwardBatch, LayerSpec
 from attnplug.hf.config_keys import Config
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import active_attention
 from attnplug.sparse import IndexerDims, IndexInputs
 from attnplug_engine.models.latent_attention import LatentAttention, evens_then_odds
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
 from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_sparse.selection import select_rows
 
 _EPS = 1e-6
 """Epsilon of the keys' norm, independent of the config."""
@@ -86,7 +87,7 @@ class SparseLatentAttention(LatentAttention):
         low, rows = self.project_down(normed, None)
         latents = self.q_norm(low)
         index = None if self.indexer is None else self.indexer(normed, latents, rotation)
-        selected = active_attention().select(index, self.layer, batch)
+        selected = select_rows(active_attention(), index, self.layer, batch)
         return self.attend(self.q_up(latents), rows, rotation, batch, onto, selected)
 
 

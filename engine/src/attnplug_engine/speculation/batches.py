@@ -18,7 +18,7 @@ from attnplug_engine.speculation.state import Members
 
 
 @dataclass(frozen=True, slots=True)
-class BatchShape:
+class RoundShape:
     """Shape of a batch before it is made: ``rows`` per request, the last of which ends ``more`` rows behind the
     committed ones."""
 
@@ -29,10 +29,10 @@ class BatchShape:
     step: int = 0
 
 
-class BatchShapes:
+class RoundShapes:
     """Shapes of batches that are planned together."""
 
-    def __init__(self, shapes: Sequence[BatchShape], device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[RoundShape], device: torch.device) -> None:
         self.shapes = shapes
         self._more = to_device([[shape.more] for shape in shapes], device)
 
@@ -43,7 +43,7 @@ class BatchShapes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlannedBatch:
+class PlannedAhead:
     """A batch that was planned ahead, and the section of the plan stream that planned it."""
 
     batch: ForwardBatch
@@ -92,7 +92,7 @@ class EagerBatches:
     ) -> None:
         self._attention, self.members, self._page_size = attention, members, page_size
         self._exact, self._stream = exact, stream
-        self._ahead: dict[tuple[ForwardMode, int, int], PlannedBatch] = {}
+        self._ahead: dict[tuple[ForwardMode, int, int], PlannedAhead] = {}
 
     def make(
         self,
@@ -106,7 +106,7 @@ class EagerBatches:
         rows = positions.shape[1]
         ahead = self._ahead.pop((mode, rows, step), None)
         if ahead is None:
-            batch = self._planned(BatchShape(mode, rows, 0, step=step), seq_lens.int(), tree, self.members.longest)
+            batch = self._planned(RoundShape(mode, rows, 0, step=step), seq_lens.int(), tree, self.members.longest)
         else:
             assert self._stream is not None
             self._stream.wait(ahead.section)
@@ -116,7 +116,7 @@ class EagerBatches:
         batch.positions = positions.flatten()
         return batch
 
-    def plan_ahead(self, shapes: BatchShapes, lengths: Tensor, longest: int | None = None) -> Sequence[PlannedBatch]:
+    def plan_ahead(self, shapes: RoundShapes, lengths: Tensor, longest: int | None = None) -> Sequence[PlannedAhead]:
         """Plan batches of these shapes on the side stream, behind the work that the main stream was given so far.
 
         ``lengths [requests]`` are committed rows. ``longest`` bounds all rows; by default the members' bound. Positions
@@ -127,18 +127,18 @@ class EagerBatches:
         most = self.members.longest if longest is None else longest
         with self._stream.section(lengths, self.members) as section:
             return [
-                PlannedBatch(self._planned(shape, seq_lens, None, most), section)
+                PlannedAhead(self._planned(shape, seq_lens, None, most), section)
                 for shape, seq_lens in zip(shapes.shapes, shapes.seq_lens(lengths), strict=True)
             ]
 
-    def adopt(self, planned: Sequence[PlannedBatch]) -> None:
+    def adopt(self, planned: Sequence[PlannedAhead]) -> None:
         """Return these batches when batches of their shapes are made, each once. Their lengths and pages must be the
         members'."""
         for ahead in planned:
             geometry = ahead.batch.geometry
             self._ahead[geometry.mode, geometry.max_new, geometry.step] = ahead
 
-    def _planned(self, shape: BatchShape, seq_lens: Tensor, tree: Tensor | None, longest: int) -> ForwardBatch:
+    def _planned(self, shape: RoundShape, seq_lens: Tensor, tree: Tensor | None, longest: int) -> ForwardBatch:
         """Return a batch of this shape with ``seq_lens [requests]`` int32, planned and marked, still without positions.
         Allocates memory for the tree if the shape has one and none is given."""
         members, requests = self.members, seq_lens.shape[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnplug import ForwardMode
 from attnplug.kernels import to_device
 from attnplug_engine.speculation.acceptance import Accepted
-from attnplug_engine.speculation.batches import Batches, BatchShape
+from attnplug_engine.speculation.batches import Batches, RoundShape
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.proposers import Prefill, newest_rows
@@ -25,8 +25,8 @@ class FrozenKVProposer:
     """
 
     ahead = 0
-    extends: Sequence[BatchShape] = ()
-    further: Sequence[BatchShape] = (BatchShape(ForwardMode.DECODE, 1, 0),)
+    extends: Sequence[RoundShape] = ()
+    further: Sequence[RoundShape] = (RoundShape(ForwardMode.DECODE, 1, 0),)
 
     def __init__(self, runner: DraftRunner, speculation: Speculation, tokens: Tensor) -> None:
         """``tokens`` are the requests' newest tokens, by row of the slot table."""

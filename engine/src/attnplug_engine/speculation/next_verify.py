@@ -11,7 +11,7 @@ from attnplug import ForwardMode
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.step import PENDING, StepEntry
-from attnplug_engine.speculation.batches import BatchShape, BatchShapes, EagerBatches, PlannedBatch
+from attnplug_engine.speculation.batches import EagerBatches, PlannedAhead, RoundShape, RoundShapes
 from attnplug_engine.speculation.in_flight import RoundOutput
 from attnplug_engine.speculation.options import Speculation
 
@@ -20,7 +20,7 @@ from attnplug_engine.speculation.options import Speculation
 class _PlannedVerify:
     """A planned verify and its requests."""
 
-    planned: Sequence[PlannedBatch]
+    planned: Sequence[PlannedAhead]
     longest: int
     requests: Sequence[Request]
     rows: Sequence[int]
@@ -43,8 +43,8 @@ class NextVerify:
         self._table, self._nodes = table, speculation.nodes
         self._most = speculation.nodes + speculation.room
         """Most rows, behind those that a round finds, for which the next one needs room."""
-        shape = BatchShape(ForwardMode.TARGET_VERIFY, self._nodes, self._nodes, trees=speculation.topk > 1)
-        self._shapes = BatchShapes([shape], table.device)
+        shape = RoundShape(ForwardMode.TARGET_VERIFY, self._nodes, self._nodes, trees=speculation.topk > 1)
+        self._shapes = RoundShapes([shape], table.device)
         self._waiting: _PlannedVerify | None = None
 
     def plan(
@@ -75,7 +75,7 @@ class NextVerify:
 
     def take(
         self, entries: Sequence[StepEntry], rows: Sequence[int], slots: Sequence[int], longest: int
-    ) -> Sequence[PlannedBatch]:
+    ) -> Sequence[PlannedAhead]:
         """Return the batches planned for a round of these requests, once; empty if they were planned for others."""
         waiting = self._waiting
         self._waiting = None

@@ -16,7 +16,7 @@ from attnplug.kernels import to_device
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.step import Step
 from attnplug_engine.speculation.acceptance import Accepted
-from attnplug_engine.speculation.batches import Batches, BatchShape
+from attnplug_engine.speculation.batches import Batches, RoundShape
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafts.model import NOTHING, HiddenInputs
 from attnplug_engine.speculation.ngram import History
@@ -45,9 +45,9 @@ class Proposer(Protocol):
     """Hidden states of the target that it reads."""
     ahead: int
     """Number of following tokens on which a row of its cache depends."""
-    extends: Sequence[BatchShape]
+    extends: Sequence[RoundShape]
     """Batches that ``catch_up`` makes, relative to the lengths that the round found."""
-    further: Sequence[BatchShape]
+    further: Sequence[RoundShape]
     """Batches that ``look_ahead`` makes, relative to its lengths."""
 
     def after_prefill(self, prefill: Prefill) -> Proposal | None:
@@ -69,8 +69,8 @@ class NgramProposer:
 
     hidden_inputs = NOTHING
     ahead = 0
-    extends: Sequence[BatchShape] = ()
-    further: Sequence[BatchShape] = ()
+    extends: Sequence[RoundShape] = ()
+    further: Sequence[RoundShape] = ()
 
     def __init__(self, speculation: Speculation, rows: int, context: int, device: torch.device) -> None:
         self._steps, self._topk = speculation.steps, speculation.topk
@@ -118,17 +118,17 @@ class DraftModelProposer:
         self.ahead = runner.model.models if self._fed else 0
         self._numbers = torch.arange(self._shift, self._shift + max(self._nodes, self._steps), device=runner.device)
         """Positions of a draft's rows behind the committed ones, ``[N or steps]``."""
-        self.extends: Sequence[BatchShape] = (
-            BatchShape(ForwardMode.DRAFT_EXTEND, self._nodes, self._shift + self._nodes),
+        self.extends: Sequence[RoundShape] = (
+            RoundShape(ForwardMode.DRAFT_EXTEND, self._nodes, self._shift + self._nodes),
         )
-        self.further: Sequence[BatchShape] = self._further()
+        self.further: Sequence[RoundShape] = self._further()
 
-    def _further(self) -> Sequence[BatchShape]:
+    def _further(self) -> Sequence[RoundShape]:
         shift, topk = self._shift, self._topk
         if topk == 1:
-            return [BatchShape(ForwardMode.DECODE, 1, shift + 1 + step, step=step) for step in range(self._steps - 1)]
+            return [RoundShape(ForwardMode.DECODE, 1, shift + 1 + step, step=step) for step in range(self._steps - 1)]
         return [
-            BatchShape(ForwardMode.TARGET_VERIFY, step * topk, shift + step * topk, trees=True, step=step)
+            RoundShape(ForwardMode.TARGET_VERIFY, step * topk, shift + step * topk, trees=True, step=step)
             for step in range(1, self._steps)
         ]
 

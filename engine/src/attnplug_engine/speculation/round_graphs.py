@@ -13,14 +13,14 @@ from attnplug.declare.lengths import LengthRange
 from attnplug.host import ModelAttention, TypicalLens
 from attnplug.wrappers.forwarding import length_ranges, merge_length_ranges
 from attnplug_engine.execution.sampling_inputs import SeedOf
-from attnplug_engine.graphs.capture import Capture
+from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.decode import sizes_by_backend
 from attnplug_engine.graphs.dispatcher import GraphDispatcher
 from attnplug_engine.graphs.padding import reserve_padding
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.step import StepEntry
-from attnplug_engine.speculation.batches import BatchShape
+from attnplug_engine.speculation.batches import RoundShape
 from attnplug_engine.speculation.round_inputs import RoundInputs
 from attnplug_engine.speculation.state import Members
 
@@ -124,7 +124,7 @@ class RoundGraphs:
         largest: int,
         rows: int,
         draft_rows: int,
-        draft_shapes: Sequence[BatchShape],
+        draft_shapes: Sequence[RoundShape],
         has_states: bool,
         device: torch.device,
     ) -> None:
@@ -161,7 +161,7 @@ class RoundGraphs:
             self._draft.reserve(self.largest, self.largest * self._draft_rows)
 
     def capture(
-        self, size: int, capture: Capture, parts: Callable[[CapturedRound], Sequence[Replay]]
+        self, size: int, capture: CaptureFunction, parts: Callable[[CapturedRound], Sequence[Replay]]
     ) -> Sequence[CapturedRound]:
         """Capture the ``parts`` of a round of ``size`` requests, for the backends that plan it at each KV length."""
         self._rounds[size] = GraphDispatcher(
@@ -183,7 +183,7 @@ class RoundGraphs:
     def _capture(
         self,
         size: int,
-        capture: Capture,
+        capture: CaptureFunction,
         parts: Callable[[CapturedRound], Sequence[Replay]],
         typical: TypicalLens | None,
     ) -> CapturedRound:

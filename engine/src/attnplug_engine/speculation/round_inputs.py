@@ -28,7 +28,7 @@ class RoundInputs:
 
     def __init__(self, size: int, padding_row: int, device: torch.device) -> None:
         self._padding_row = padding_row
-        self._staging = Staging(_nbytes(size), device, lambda memory: _Host(memory, size))
+        self._staging = Staging(_nbytes(size), device, lambda memory: _RoundHost(memory, size))
         self._numbers, sampling = _fields(self._staging.memory, size)
         self._sampling = SamplingMetadata.over(sampling, size)
         with self._staging.write() as host:
@@ -58,12 +58,12 @@ class RoundInputs:
                 host.requests = requests
             self._pad(host, count)
 
-    def _pad(self, host: _Host, count: int) -> None:
+    def _pad(self, host: _RoundHost, count: int) -> None:
         for number, value in enumerate((self._padding_row, 0, 0, 0, -1)):
             host.numbers[number, count:] = value
 
 
-class _Host:
+class _RoundHost:
     """Host view of the inputs, and the requests whose sampling parameters it holds."""
 
     def __init__(self, memory: Tensor, size: int) -> None:

@@ -13,12 +13,12 @@ from attnplug.host import ModelAttention
 from attnplug.kernels import to_device
 from attnplug_engine.execution.runner import ModelRunner, Phase
 from attnplug_engine.execution.sampler import sample
-from attnplug_engine.graphs.capture import Capture
+from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.capture_check import CaptureCheck
 from attnplug_engine.graphs.step_graphs import no_memory
 from attnplug_engine.scheduling.step import Step, StepEntry
 from attnplug_engine.speculation.acceptance import Accepted, accept_and_commit, moves
-from attnplug_engine.speculation.batches import Batches, BatchShapes, EagerBatches
+from attnplug_engine.speculation.batches import Batches, EagerBatches, RoundShapes
 from attnplug_engine.speculation.draft_runner import DraftRunner, needs_lengths
 from attnplug_engine.speculation.frozen_kv import FrozenKVProposer
 from attnplug_engine.speculation.in_flight import RoundOutput, RoundsInFlight
@@ -94,15 +94,15 @@ class RoundRunner:
             exact = [runner.backend] * self._exact + ([draft.backend] if draft is not None and draft.exact else [])
             self.planned_in_order = [backend.backend_id.name for backend in exact]
             self.plan_stream = None if exact else PlanStream(runner.device)
-        self._extends = BatchShapes(self.proposer.extends, runner.device)
-        self._further = BatchShapes(self.proposer.further, runner.device)
+        self._extends = RoundShapes(self.proposer.extends, runner.device)
+        self._further = RoundShapes(self.proposer.further, runner.device)
         self._next_verify = NextVerify(speculation, runner.table)
 
     # Capturing
 
     @torch.inference_mode()
     def capture(
-        self, sizes: Sequence[int], capture: Capture, progress: Callable[[int, int], None] | None = None
+        self, sizes: Sequence[int], capture: CaptureFunction, progress: Callable[[int, int], None] | None = None
     ) -> RoundGraphs:
         """Capture rounds of these batch sizes, the largest first, so that the others reuse its memory.
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from attnplug.kernels import to_device
 from attnplug_engine.scheduling.step import StepEntry
 from attnplug_engine.speculation.acceptance import Accepted
-from attnplug_engine.speculation.batches import Batches, BatchShape
+from attnplug_engine.speculation.batches import Batches, RoundShape
 from attnplug_engine.speculation.proposers import DraftModelProposer, Prefill, newest_rows
 from attnplug_engine.speculation.tree import Proposal
 
@@ -30,7 +30,7 @@ class WindowProposer(DraftModelProposer):
     proposals may be worse for it, but the accepted tokens are still right.
     """
 
-    def _further(self) -> Sequence[BatchShape]:
+    def _further(self) -> Sequence[RoundShape]:
         return ()  # all steps run in catch_up
 
     def after_prefill(self, prefill: Prefill) -> Proposal | None:

@@ -19,7 +19,9 @@ from attnplug import (
     PlanError,
     PlannedAttention,
 )
+from attnplug.kernels import output_width
 from attnplug.sparse import (
+    CompressorInputs,
     Coordinator,
     IndexerDims,
     IndexInputs,
@@ -97,6 +99,15 @@ class SparseAttention(PlannedAttention):
         save_kv_cache: bool,
         extras: ForwardExtras | None,
     ) -> Tensor:
+        entries = None if extras is None else extras.entries
+        if entries is not None:
+            check_entries(entries, layer, output_width(layer), q.shape[0])
+        elif layer.compressed is not None and save_kv_cache and plan.query_rows:
+            raise BackendError(
+                f"layer {layer.layer_id} makes an entry of every {layer.compressed.ratio} tokens, but backend "
+                f"{self.backend_id.name} was given no extras.entries; give what the layer's compressor made of the "
+                "new tokens"
+            )
         if self.coordinator is not None and layer.indexer is not None and plan.query_rows:
             self.layers.check(layer, q, None if extras is None else extras.q_rope)
             wanted = self.layers.check_extras(layer, q, extras)
@@ -169,9 +180,33 @@ def _check(index: IndexInputs, layer: LayerSpec, dims: IndexerDims) -> None:
     if index.k is not None and layer.compressed is not None:
         raise BackendError(f"layer {layer.layer_id} is compressed, but index.k was given; give index.entries")
     if index.entries is not None:
-        index.entries.check(layer, dims.head_dim, rows)
+        check_entries(index.entries, layer, dims.head_dim, rows)
     if index.weights.dtype is not torch.float32:
         raise BackendError(f"layer {layer.layer_id}: index.weights is {index.weights.dtype}; give torch.float32")
+
+
+def check_entries(entries: CompressorInputs, layer: LayerSpec, dim: int, tokens: int) -> None:
+    """Raise BackendError unless ``entries`` are inputs of the layer's compressor to entries of width ``dim``."""
+    dims, weights = layer.compressed, entries.weights
+    if dims is None:
+        raise BackendError(f"layer {layer.layer_id} makes no entries, but extras.entries were given")
+    width = dims.series * dim
+    wanted = {"values": (tokens, width), "gates": (tokens, width), "bias": (dims.ratio, width), "norm": (dim,)}
+    found = {"values": entries.values, "gates": entries.gates, "bias": weights.bias, "norm": weights.norm}
+    for name, shape in wanted.items():
+        if found[name].shape != shape:
+            raise BackendError(
+                f"layer {layer.layer_id}: the {name} for entries have shape {tuple(found[name].shape)}; give {shape} "
+                f"for {tokens} tokens, windows of {dims.ratio} and entries of {dim}"
+            )
+    if weights.frequencies.dim() != 1 or 2 * weights.frequencies.shape[0] > dim:
+        raise BackendError(
+            f"layer {layer.layer_id}: the frequencies for entries have shape {tuple(weights.frequencies.shape)}; give "
+            f"one for each pair of up to {dim} columns"
+        )
+    for name in ("bias", "norm", "frequencies"):
+        if (dtype := getattr(weights, name).dtype) is not torch.float32:
+            raise BackendError(f"layer {layer.layer_id}: the {name} for entries are {dtype}; give torch.float32")
 
 
 def _nothing(like: Tensor, rows: int, width: int) -> Tensor:

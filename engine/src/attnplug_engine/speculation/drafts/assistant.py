@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attnplug import AttentionKind, ForwardBatch, LayerSpec, ModelSpec
 from attnplug.hf.config_keys import Config, show
-from attnplug.layers.model_attention import active_attention
+from attnplug.host import active_attention
 from attnplug_engine.models.decoder import Attention, Block, LoadedModel, hidden_norm, norm_eps
 from attnplug_engine.models.layers import MLP, Head, Linear, RMSNorm, check_activation, embedded
 from attnplug_engine.models.rope import Rotation

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug_sparse.index.tiling import TileConfig
+from attnplug_sparse.index.tiling import ScoreConfig
 
 UNIT = 64
 """Alignment, in elements, of the rows of scores and of groups."""
@@ -51,7 +51,7 @@ class IndexBlock:
 
     rows: slice
     requests: slice
-    tiles: TileConfig
+    tiles: ScoreConfig
     programs: int
     numbers: Tensor
     """The schedule, int32; see ``triton_schedule``."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class TileConfig:
+class ScoreConfig:
     """Tile sizes and launch parameters of the score kernel."""
 
     query_tile: int
@@ -31,14 +31,14 @@ class DeviceLimits:
 
 START_STEPS = 2
 """Cost of starting another tile, in steps of ``key_tile`` keys; counted only if lengths differ much."""
-_ONE = TileConfig(1, 64, 4, 4, programs_per_sm=2)
-CONFIGS = {1: _ONE, 2: replace(_ONE, query_tile=2, stages=3), 4: TileConfig(4, 128, 8, 3)}
+_ONE = ScoreConfig(1, 64, 4, 4, programs_per_sm=2)
+CONFIGS = {1: _ONE, 2: replace(_ONE, query_tile=2, stages=3), 4: ScoreConfig(4, 128, 8, 3)}
 """Configurations by ``query_tile``."""
 _MAX_COLUMNS = 256
 """Largest number of heads of a tile, over all its tokens."""
 
 
-def choose_tiles(queries: int, heads: int, dim: int, limits: DeviceLimits | None) -> TileConfig:
+def choose_tiles(queries: int, heads: int, dim: int, limits: DeviceLimits | None) -> ScoreConfig:
     """Return the configuration for ``queries`` new tokens per request (0 if they differ) and an index of ``heads`` ×
     ``dim``.
 
@@ -59,5 +59,5 @@ def choose_tiles(queries: int, heads: int, dim: int, limits: DeviceLimits | None
     return config
 
 
-def _shared_bytes(config: TileConfig, heads: int, dim: int) -> int:
+def _shared_bytes(config: ScoreConfig, heads: int, dim: int) -> int:
     return 2 * dim * (config.query_tile * heads + config.stages * config.key_tile) + 2048

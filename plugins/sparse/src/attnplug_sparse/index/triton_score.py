@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_sparse.index.index_plan import UNIT as _UNIT
-from attnplug_sparse.index.tiling import TileConfig
+from attnplug_sparse.index.tiling import ScoreConfig
 from attnplug_sparse.index.triton_schedule import HEADER, RECORD, begin_stretch, next_tile, rows_of_part
 
 UNIT = tl.constexpr(_UNIT)
@@ -182,7 +182,7 @@ def launch_score(
     groups: Tensor,
     numbers: Tensor,
     *,
-    tiles: TileConfig,
+    tiles: ScoreConfig,
     programs: int,
     topk: int,
     width: int,

@@ -1,4 +1,4 @@
-"""What acme says about its backend. Imports no torch."""
+"""Spec of acme's backend. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnplug import AttentionKind, BackendSpec, Capabilities, DType, hookimpl
 
 @dataclass(frozen=True)
 class AcmeOptions:
-    """What a user can set with ``--backend-option acme.KEY=VALUE``."""
+    """Options that a user sets with ``--backend-option acme.KEY=VALUE``."""
 
     accumulate: Literal["float32", "float64"] = "float32"
 
