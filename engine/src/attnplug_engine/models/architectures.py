@@ -97,7 +97,7 @@ class UnknownArchitecture(UsageError):
         self.model_type = model_type
         self.known = tuple(ARCHITECTURES)
         super().__init__(
-            f"{reference!r} is of model type {model_type!r}, which the engine cannot run; it runs: "
+            f"{reference!r} is of model type {model_type!r}, which is unknown to the engine; it runs: "
             f"{', '.join(self.known)}"
         )
 
