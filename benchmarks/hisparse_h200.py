@@ -186,7 +186,7 @@ def measure(name: str, requests: int, rate: float, device: torch.device) -> dict
         found[what] = {**us, "ratio": us["hisparse"] / us["resident"]}
     counted = hisparse.statistics()
     found["hit_rate"] = counted.hit_rate
-    found["loaded_bytes_per_step"] = requests * round(TOPK * (1 - rate)) * counted.row_nbytes
+    found["loaded_bytes_per_step"] = requests * round(TOPK * (1 - rate)) * hisparse.pool.cells.shape[1]
     return found
 
 

@@ -21,6 +21,9 @@ class HotRows:
     def load_selected(self, layer_id, rows, new_slots, selected, geometry):
         raise NotImplementedError
 
+    def load_entries(self, layer_id, entries, new_slots, selected, geometry):
+        raise NotImplementedError
+
     def release(self, row: int) -> None:
         self.held.pop(row, None)
 

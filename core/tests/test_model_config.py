@@ -316,24 +316,23 @@ def test_nemotron_patterns() -> None:
 
 
 def test_encoder_decoder_models_are_refused() -> None:
-    assert "encoder-decoder" in refused(LLAMA_3_8B, "is_encoder_decoder", model_type="bart", is_encoder_decoder=True)
+    assert "encoder-decoder" in refused(LLAMA_3_8B, "is_encoder_decoder", is_encoder_decoder=True)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("mamba_d_state", 256),
-        ("layer_group_size", 8),
-        ("attention_chunk_size", 8192),
-        ("num_kv_shared_layers", 20),
-        ("multi_query", True),
-        ("hybrid_override_pattern", "M*"),
-    ],
-)
-def test_attention_that_the_default_reader_does_not_know_is_refused_not_misread(key: str, value: object) -> None:
-    message = refused(LLAMA_3_8B, key, model_type="from_next_year", **{key: value})
-    assert "'from_next_year'" in message
-    assert read(LLAMA_3_8B, **{key: None}).layers == read(LLAMA_3_8B).layers
+def test_bidirectional_attention_is_refused() -> None:
+    gemma = {**LLAMA_3_8B, "model_type": "gemma3_text"}
+    refused(gemma, "use_bidirectional_attention", use_bidirectional_attention=True)
+    assert read(gemma, use_bidirectional_attention=False)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "modernbert", "longcat_flash", "bart", "vit", "from_next_year"])
+def test_an_unknown_type_is_named_with_the_known_ones_before_sizes_are_read(name: str) -> None:
+    """Whether its config has the standard keys or not: a plain decoder might be a wrong reading of it."""
+    for config in (LLAMA_3_8B, {}, {"is_encoder_decoder": True}):
+        message = refused({**config, "model_type": name}, "model_type")
+        assert repr(name) in message and all(known in message for known in ("llama", "deepseek_v3", "nemotron_h"))
+    refused({"model_type": "mistral3", "text_config": {"model_type": name}}, "text_config.model_type")
+    refused({"model_type": name, "text_config": {"hidden_size": 64}}, "model_type")
 
 
 # ---- any JSON at all ----

@@ -57,10 +57,6 @@ def test_head_dim_wins_over_hidden_size() -> None:
     assert read(LLAMA_3_8B, head_dim=96).layers[0].head_dim == 96
 
 
-def test_an_unknown_model_type_is_read_by_the_standard_keys() -> None:
-    assert read(LLAMA_3_8B, model_type="from_next_year").layers == read(LLAMA_3_8B).layers
-
-
 def test_mistral_slides_in_every_layer() -> None:
     assert windows(read(LLAMA_3_8B, model_type="mistral", sliding_window=4096)) == [4096] * 32
     assert windows(read(LLAMA_3_8B, model_type="mistral", sliding_window=None)) == [None] * 32
@@ -123,8 +119,15 @@ def test_granite_sets_its_own_scale() -> None:
 
 @pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
 def test_nested_language_models_are_found(key: str) -> None:
-    spec = read({"model_type": "some_vl", "num_hidden_layers": 3, key: without(LLAMA_3_8B, "model_type")})
-    assert (spec.model_type, len(spec.layers)) == ("some_vl", 32)
+    spec = read({"model_type": "some_vl", "num_hidden_layers": 3, key: LLAMA_3_8B})
+    assert (spec.model_type, len(spec.layers)) == ("llama", 32)
+    for outer, inner in (("mistral3", "mistral"), ("kimi_k25", "deepseek_v3")):  # the section's type may be absent
+        text = without(DEEPSEEK_V3 if "kimi" in outer else LLAMA_3_8B, "model_type")
+        assert read({"model_type": outer, key: text}).model_type == inner
+
+
+def test_kimi_k2_is_a_deepseek_v3() -> None:
+    assert read(DEEPSEEK_V3, model_type="kimi_k2") == read(DEEPSEEK_V3)
 
 
 def test_a_complete_outer_config_is_not_overruled_by_a_nested_one() -> None:
@@ -333,6 +336,8 @@ def test_minimax_text_01() -> None:
     )
     kinds = (["linear_attention"] * 7 + ["full_attention"]) * 10
     native = read(without(config, "attn_type_list"), model_type="minimax", layer_types=kinds)
+    softmax = read(without(config, "attn_type_list"), model_type="minimax_m2")
+    assert {layer.kind for layer in softmax.layers} == {AttentionKind.MHA} and len(softmax.layers) == len(native.layers)
     assert native.layers == spec.layers
 
 

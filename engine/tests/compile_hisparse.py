@@ -17,7 +17,7 @@ TYPES = {
 }
 ALIGNED = ("position_row", "table_row", "layer_words", "context")
 ROW = {**row_constants(1152), "ROWS": TILE_ROWS}
-BATCH = {"NODES": 1, "RAGGED": False, "PAGE_SIZE": 64, "BLOCK_REQUESTS": 1}
+BATCH = {"NODES": 1, "RAGGED": False, "PAGE_ROWS": 64, "RATIO": 1, "BLOCK_REQUESTS": 1}
 TABLES = {"CHOSEN": 2048, "COLUMNS": 4096}
 SWAP = {**BATCH, **TABLES, **ROW, "ROWS": _FEW_ROWS, "BLOCK_WANTED": 2048, "BLOCK_COLUMNS": 4096}
 VERIFY = {**SWAP, "NODES": 4, "CHOSEN": 512}
@@ -25,6 +25,7 @@ PREFILL = {**BATCH, "RAGGED": True, "BLOCK_REQUESTS": 16}
 KERNELS = [
     ("swap in", _swap_in, SWAP, _PLANNING_WARPS),
     ("swap in verified rows", _swap_in, VERIFY, _PLANNING_WARPS),
+    ("swap in entries", _swap_in, {**SWAP, "RATIO": 4, "PAGE_ROWS": 32}, _PLANNING_WARPS),
     ("stage", _stage, {**PREFILL, **ROW}, WARPS),
     ("translate", _translate, {**PREFILL, "CHOSEN": 2048, "BLOCK_CHOSEN": 2048}, 4),
     ("gather", _gather, {**ROW, "BACK": True}, WARPS),

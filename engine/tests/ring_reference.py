@@ -69,9 +69,11 @@ def _lightning(own: Mapping[str, Tensor], config: Mapping[str, Any], x: Tensor, 
         pair.append(torch.cat((*turned, rows[..., rotated:]), dim=-1))
     distance = (torch.arange(tokens)[:, None] - torch.arange(tokens)).double()
     out = torch.zeros(tokens, heads, width, dtype=torch.float64)
+    # The authors' formula, in modeling_bailing_moe_v2_5.py: ``slope`` is the log of the decay, layers count from 0.
+    last = config["num_hidden_layers"] - 1
     for head in range(heads):  # a power of two, for which ALiBi's slopes are plain
-        slope = 2 ** (-8 * (head + 1) / heads) * (1 - index / (config["num_hidden_layers"] - 1) + 1e-5)
-        decay = (-slope * distance).exp().tril()
+        slope = -(2 ** (-8 * (head + 1) / heads)) * (1 - (index - 1) / last + 1e-5)
+        decay = (slope * distance).exp().tril()
         out[:, head] = (pair[0][:, head] @ pair[1][:, head].T * decay) @ qkv[:, 2, head] / math.sqrt(width)
     groups = out.reshape(tokens, config["group_norm_size"], -1)
     normed = _norm(groups, torch.ones((), dtype=torch.float64), config["rms_norm_eps"]).reshape(tokens, -1)

@@ -337,7 +337,11 @@ def test_tensors_that_no_module_takes(folder):
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_parameters.rope_theta"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            "llama",
+            {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "partial_rotary_factor",
+        ),
         ("llama", {"is_causal": False}, "is_causal"),
         ("deepseek_v3", {"is_causal": False}, "is_causal"),
         # Keys that transformers does not look at in these models, and by which core reads those of other types.

@@ -86,7 +86,7 @@ def test_experts(facts: Facts) -> None:
 
 def test_hisparse(facts: Facts) -> None:
     """Rows come from the host by 16 bytes at a time."""
-    copying = {"swap in", "swap in verified rows", "stage", "gather"}
+    copying = {"swap in", "swap in verified rows", "swap in entries", "stage", "gather"}
     assert {name for sm, name, *_ in facts["hisparse"] if sm == 90} == copying | {"translate"}
     assert {name for sm, name, *_ in facts["hisparse"] if sm == 80} == {"swap in"}
     assert all(spilled == 0 and wide == (name in copying) for _, name, spilled, wide in facts["hisparse"])

@@ -11,14 +11,18 @@ import torch
 from refilled_native import build, captured
 
 from attnplug import DType, PoolError, UsageError
+from attnplug.host import TINY_CONFIGS
 from attnplug_engine import Engine, EngineOptions, SamplingParams
+from attnplug_engine.memory.capacity import HotBytes, bytes_per_page
 from attnplug_engine.request import Request
 from attnplug_sparse.hisparse import HiSparse
+from attnplug_sparse.pools import COMPRESSED
 from attnplug_testing.command import Attnplug
 from attnplug_testing.devices import INTERPRETED
 from attnplug_testing.errors import having, missing_values, naming
 
 SPARSE = ["tiny:deepseek_v32", "tiny:glm_moe_dsa"]
+V4, V4_TOPK = "tiny:deepseek_v4", TINY_CONFIGS["deepseek_v4"]["index_topk"]
 TOPK, LAYERS = 12, 4
 NAN = float("nan")
 
@@ -33,17 +37,35 @@ def prompts() -> list[list[int]]:
 
 def make(model: str = SPARSE[1], *, hot: int | None = TOPK + 1, **settings: Any) -> Engine:
     """An engine with hot buffers of ``hot`` rows; ``None``: without HiSparse. All its memory is NaN."""
-    options = {"page_size": 4, "chunked_prefill_size": 40, "max_batch": 3, "context_length": 64, "ignore_eos": True}
+    options = {
+        "page_size": 16 if model == V4 else 4,
+        "chunked_prefill_size": 40,
+        "max_batch": 3,
+        "context_length": 64,
+        "ignore_eos": True,
+    }
     if hot is not None:
         options |= {"enable_hisparse": True, "hisparse_config": {"device_buffer_size": hot}}
-    engine = Engine(model, **{"device": "cpu", **options, **settings})
-    mla = engine.runner.pools.mla
+    engine = Engine(str(settings.pop("folder", model)), **{"device": "cpu", **options, **settings})
+    poison(engine)
+    return engine
+
+
+def poison(engine: Engine) -> None:
+    """NaN in all rows and entries, on the device and on the host."""
+    mla, coordinator = engine.runner.pools.mla, engine.runner.coordinator
     assert mla is not None
     for layer in mla.layer_ids:
         mla.rows(layer).fill_(NAN)
-        if engine.runner.coordinator is not None:
-            engine.runner.coordinator.host_pages(layer).fill_(NAN)
-    return engine
+    for hot in filter(None, (coordinator, coordinator and coordinator.entries)):
+        for layer in hot.pool.layer_ids:
+            hot.pool.rows(layer).fill_(NAN)
+            hot.host_pages(layer).fill_(NAN)
+    if COMPRESSED in engine.runner.pools.caches:
+        pool = engine.runner.pools.cache(COMPRESSED)
+        for cache in (made for layer in pool.layer_ids for made in (pool.entries(layer), pool.index(layer)) if made):
+            for buffer in cache.buffers:
+                buffer.pages.fill_(NAN)
 
 
 def tokens(engine: Engine, new: int = 10) -> list[list[int]]:
@@ -73,7 +95,7 @@ def expected() -> Callable[[str], list[list[int]]]:
     return find
 
 
-@pytest.mark.parametrize(("model", "hot"), [(SPARSE[0], 2 * TOPK), (SPARSE[1], TOPK)])
+@pytest.mark.parametrize(("model", "hot"), [(SPARSE[0], 2 * TOPK), (SPARSE[1], TOPK), (V4, V4_TOPK)])
 def test_tokens_are_those_without_it(model, hot, expected):
     """Includes prefix hits, and chunked prefills beside decoding requests."""
     engine = make(model, hot=hot)
@@ -84,17 +106,19 @@ def test_tokens_are_those_without_it(model, hot, expected):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("model", "settings"),
     [
-        {"num_pages": 24, "overlap": True},
-        {"chunked_prefill_size": -1, "page_size": 16, "prefix_cache": False},
+        (SPARSE[1], {"num_pages": 24, "overlap": True}),
+        (SPARSE[1], {"chunked_prefill_size": -1, "page_size": 16, "prefix_cache": False}),
+        (V4, {"num_pages": 9, "page_size": 8, "overlap": True}),
+        (V4, {"chunked_prefill_size": 7, "page_size": 32, "prefix_cache": False}),
     ],
-    ids=["preempted and overlapped", "whole prompts"],
+    ids=["preempted and overlapped", "whole prompts", "v4, preempted and overlapped", "v4, small chunks"],
 )
-def test_however_steps_are_made(settings, expected):
+def test_however_steps_are_made(model, settings, expected):
     """The host pool that is exhausted preempts a request, as pages that lack always do."""
-    engine = make(**settings)
-    assert tokens(engine) == expected()
+    engine = make(model, **settings)
+    assert tokens(engine) == expected(model)
     assert bool(engine.scheduler.preemptions) is ("num_pages" in settings)
     check_nothing_left(engine)
 
@@ -136,17 +160,53 @@ def test_rows_that_are_verified_are_brought_in_together(speculation, expected, m
     check_nothing_left(engine)
 
 
+S4, H4, W4 = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize("kinds", [[S4] * 3, [H4] * 3, [W4, H4, S4]], ids=["sparse", "heavy", "mixed"])
+def test_every_mix_of_v4_layers_generates_the_tokens_of_transformers(kinds, oracle_type, tmp_path):
+    """Batched, in chunks, then alone, with prefix hits. Only entries that an index selects are on the host."""
+    changes = {"num_hidden_layers": 3, "layer_types": kinds, "mlp_layer_types": ["moe"] * 3}
+    oracle = oracle_type(tmp_path, "deepseek_v4", changes)
+    engine = make(V4, folder=tmp_path, hot=V4_TOPK, chunked_prefill_size=20)
+    given = prompts()[:4:3]
+    found = engine.generate(given, SamplingParams(max_tokens=6))
+    found += [engine.generate([prompt], SamplingParams(max_tokens=6))[0] for prompt in given]
+    for prompt, one in zip(given * 2, found, strict=True):
+        logits = oracle.logits(prompt + one.token_ids[:-1])[len(prompt) - 1 :]
+        assert one.token_ids == logits.argmax(-1).tolist()
+    assert engine.cache_statistics.hits
+    hisparse = check_nothing_left(engine)
+    assert hisparse.statistics().loaded and (hisparse.entries is None) is (S4 not in kinds)
+
+
+def test_drafts_of_v4_that_are_rejected_leave_no_entry_on_the_device():
+    """A hot buffer with an entry of a rejected draft would be read after the entry was made again."""
+    engine = make(V4, hot=5 * V4_TOPK, speculative_algorithm="ngram", speculative_num_steps=4)
+    given = [[1, 2, 3, 4] * 8, prompts()[0]]
+    wanted, found = (
+        [one.token_ids for one in each.generate(given, SamplingParams(max_tokens=16))]
+        for each in (make(V4, hot=None), engine)
+    )
+    assert found == wanted
+    rounds = engine.statistics.rounds
+    assert rounds.tokens < rounds.rounds * (1 + rounds.steps)  # some were rejected
+    check_nothing_left(engine)
+
+
 @INTERPRETED
-def test_kernels_serve_the_engines_batches(expected, monkeypatch):
+@pytest.mark.parametrize("model", [SPARSE[1], V4])
+def test_kernels_serve_the_engines_batches(model, expected, monkeypatch):
     """As they are planned: slots of requests that decode are a column of a table."""
     from attnplug_sparse.hisparse import triton_swap
 
     monkeypatch.setattr(triton_swap, "_MAX_COPIERS", 1)
-    engine = make(chunked_prefill_size=20)
+    engine = make(model, chunked_prefill_size=20)
     hisparse = engine.runner.coordinator
-    hisparse._swap = triton_swap.TritonSwap(hisparse.pool, hisparse.host, hisparse.tables)
+    for hot in filter(None, (hisparse, hisparse.entries)):
+        hot._swap = triton_swap.TritonSwap(hot.pool, hot.host, hot.tables)
     found = [one.token_ids for one in engine.generate(prompts()[1:3], SamplingParams(max_tokens=4))]
-    assert found == [tokens[:4] for tokens in expected()[1:3]]
+    assert found == [tokens[:4] for tokens in expected(model)[1:3]]
     check_nothing_left(engine)
 
 
@@ -196,9 +256,24 @@ def test_a_context_is_longer_than_what_the_device_holds(expected):
     assert pool.nbytes < 0.4 * engine.runner.coordinator.host_nbytes and pool.sizes.buffer_size < 500
 
 
+def test_the_device_holds_no_rows_and_entries_of_v4_but_hot_ones():
+    """Sizes are those that were promised when the capacity was chosen; without HiSparse a page takes them all."""
+    engine = make(V4, hot=V4_TOPK, num_pages=64)
+    runner = engine.runner
+    hisparse, capacity, pools = runner.coordinator, runner.capacity, runner.pools
+    sizes = HotBytes.of(runner.spec, capacity, DType.FLOAT32, torch.float32, None)
+    assert hisparse.host_nbytes == 64 * sizes.host_page == 64 * 16 * 4 * 32 * (4 + 2 / 4)
+    on_device = pools.nbytes - hisparse.host_nbytes
+    assert abs(sizes.fixed + 64 * sizes.device_page - on_device - hisparse.device_nbytes) < 2**12  # whole pages, lists
+    staged = 16 * 4 * 32 * (1 + 1 / 4)
+    assert sizes.device_page == bytes_per_page(runner.spec, 16, DType.FLOAT32, torch.float32) - sizes.host_page + staged
+    assert pools.cache(COMPRESSED).nbytes < make(V4, hot=None, num_pages=64).runner.pools.cache(COMPRESSED).nbytes
+
+
 def test_an_fp8_cache_is_moved_as_it_is_stored():
-    wanted, found = (tokens(make(hot=hot, kv_dtype=DType.FLOAT8_E4M3), 5) for hot in (None, TOPK))
-    assert found == wanted
+    for model in (SPARSE[1], V4):
+        wanted, found = (tokens(make(model, hot=hot, kv_dtype=DType.FLOAT8_E4M3), 5) for hot in (None, TOPK))
+        assert found == wanted
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -265,6 +340,7 @@ def test_a_random_walk_of_arrivals_aborts_and_failures_leaves_nothing(seed, expe
         ({"enable_hisparse": 1}, ["enable_hisparse", 1]),
         ({"enable_hisparse": False, "hisparse_config": {}}, ["hisparse_config", "enable_hisparse"]),
         ({"two_batch_overlap": True}, ["enable_hisparse", "two_batch_overlap"]),
+        ({"model": V4, "hisparse_config": {"device_buffer_size": 3}}, ["device_buffer_size", 3, 4]),
         ({"model": "tiny:llama"}, ["layer 0", "tiny:llama", "mha"]),
         ({"model": "tiny:deepseek_v3"}, ["layer 0", "tiny:deepseek_v3", "mla"]),
     ],

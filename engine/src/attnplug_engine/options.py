@@ -13,21 +13,14 @@ from attnplug import DType, GraphLevel, ModelSpec, PoolError, Role, UsageError
 from attnplug.hf.config_keys import show
 from attnplug.host import ExtendPolicy, Selection
 from attnplug_engine.graphs.capture_sizes import BATCH_SIZES, PREFILL_SIZES, SizeOption
-from attnplug_engine.memory.capacity import (
-    Capacity,
-    bytes_per_page,
-    bytes_per_state,
-    host_bytes_per_page,
-    hot_bytes,
-    hot_bytes_per_page,
-)
+from attnplug_engine.memory.capacity import Capacity, HotBytes, bytes_per_page, bytes_per_state
 from attnplug_engine.memory.hisparse import HiSparseConfig
 from attnplug_engine.models.host_memory import available_memory
 from attnplug_engine.request import LARGEST_SEED
 from attnplug_engine.scheduling.scheduler import unchunked_step_tokens
 from attnplug_engine.speculation.options import Speculation, read_speculation
 from attnplug_engine.speculation.scheduler import lookahead_rows
-from attnplug_sparse.hisparse import HotSizes
+from attnplug_sparse.hisparse import HotSizes, rows_and_entries
 
 LARGEST_BATCH = 1 << 16
 LARGEST_COUNT = 1 << 40  # of pages, slots or tokens; torch's sizes do not overflow
@@ -222,7 +215,9 @@ class EngineOptions:
 def check_buffers(spec: ModelSpec, options: EngineOptions) -> None:
     """Raise if hot buffers cannot serve a model. Needs no memory, so it runs before weights are read."""
     nodes = 1 if options.speculation is None else options.speculation.nodes
-    HotSizes(1, 1, 1, options.hisparse.buffer_size(spec, nodes), nodes).check(spec.layers)
+    sizes = HotSizes(1, 1, 1, options.hisparse.buffer_size(spec, nodes), nodes)
+    for group in filter(None, rows_and_entries(spec.layers, sizes)):
+        group.sizes.check(group.layers)
 
 
 def page_and_context(spec: ModelSpec, options: EngineOptions, selection: Selection) -> tuple[int, int]:
@@ -308,16 +303,15 @@ def _hot_capacity(
     that each takes."""
     size, config = capacity.page_size, options.hisparse
     capacity = replace(capacity, num_pages=0, hot_buffer=config.buffer_size(spec, capacity.nodes))
-    on_host = host_bytes_per_page(spec, size, kv_dtype)
-    on_device = hot_bytes_per_page(spec, size, kv_dtype, dtype, options.index_dtype)
-    on_device += (
+    hot = HotBytes.of(spec, capacity, kv_dtype, dtype, options.index_dtype)
+    on_host, fixed = hot.host_page, hot.fixed
+    on_device = hot.device_page + (
         0
         if draft is None
         else bytes_per_page(draft, size, kv_dtype, dtype, options.index_dtype, drafts=capacity.nodes - 1)
     )
     num_pages, free = options.num_pages, available_memory()
     if num_pages is None:
-        fixed = hot_bytes(spec, capacity, kv_dtype, dtype, options.index_dtype)
         room = cache_budget(device, _GPU_CACHE_SHARE)
         host_budget = config.host_budget(spec.ranks)
         if device.type != "cuda":

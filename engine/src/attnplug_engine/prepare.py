@@ -20,13 +20,12 @@ from attnplug.host import (
     load_registry,
     model_dtype,
 )
-from attnplug.host import load_model as load_spec
 from attnplug.kernels import torch_dtype
 from attnplug.machine.device import open_device
 from attnplug.registry.assembly import build_chosen
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.memory.capacity import Capacity
-from attnplug_engine.models.architectures import load_model
+from attnplug_engine.models.architectures import load_model, load_spec
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions, check_buffers
 from attnplug_engine.parallel.collectives import TensorParallel

@@ -34,10 +34,10 @@ from attnplug import (
 )
 from attnplug.host import MLADims
 from attnplug.kernels import PageCopy
-from attnplug.sparse import IndexerDims, SelectedPositions, SelectedSlots
+from attnplug.sparse import CompressedDims, IndexerDims, SelectedPositions, SelectedSlots
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.slot_table import SlotTable
-from attnplug_sparse.hisparse import HiSparse, HostRows, HostSlots, HotPool, HotSizes
+from attnplug_sparse.hisparse import HiSparse, HostRows, HostSlots, HotLayers, HotPool, HotSizes, rows_and_entries
 from attnplug_sparse.hisparse.tables import HotTables
 from attnplug_sparse.plugin import attnplug_backends
 from attnplug_sparse.torch_sparse import TorchSparseBackend
@@ -57,7 +57,11 @@ def layers(topk: int, count: int = LAYERS) -> list[LayerSpec]:
 
 @dataclass
 class Trace:
-    """Random steps of requests. ``rows[row][layer]`` are the latent rows of a request, as they were written."""
+    """Random steps of requests. ``rows[row][layer]`` are the latent rows of a request, as they were written.
+
+    With a ``ratio`` they are entries, each written with the last of so many tokens. With ``window`` the newest ``topk``
+    rows are chosen.
+    """
 
     topk: int
     buffer_size: int
@@ -66,14 +70,19 @@ class Trace:
     kernels: bool = False
     seed: int = 0
     pages: int = 40
+    ratio: int = 1
+    window: bool = False
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         specs = layers(self.topk)
-        sizes = HotSizes(REQUESTS, 64, CONTEXT, self.buffer_size, self.nodes)
+        window = self.topk if self.window else None
+        sizes = HotSizes(REQUESTS, 64, CONTEXT, self.buffer_size, self.nodes, self.ratio, window)
         self.pool = HotPool(specs, sizes, num_pages=self.pages, page_size=PAGE, dtype=DType.FLOAT32, device=self.device)
-        host = HostRows(LAYERS, num_pages=self.pages, page_size=PAGE, row_nbytes=DIM * 4, device=self.device)
+        host = HostRows(
+            LAYERS, num_pages=self.pages, page_size=PAGE, row_nbytes=DIM * 4, device=self.device, ratio=self.ratio
+        )
         self.hisparse = HiSparse(self.pool, host)
         if self.kernels and self.device == "cpu":
             from attnplug_sparse.hisparse.triton_swap import TritonSwap
@@ -122,6 +131,8 @@ class Trace:
     def choose(self, length: int, near: list[int]) -> list[int]:
         """Positions of a row with ``length`` visible ones; most of those in ``near`` again."""
         count = min(self.topk, length)
+        if self.window:
+            return [*range(length - count, length)] + [-1] * (self.topk - count)
         again = [position for position in near if position < length and self.random.random() < 0.7]
         rest = [position for position in range(length) if position not in again]
         self.random.shuffle(rest)
@@ -152,6 +163,7 @@ class Trace:
             table_rows=torch.tensor(order + [REQUESTS, -1][:padded], device=self.device),
         )
         slots = geometry.new_slots()
+        slots = torch.where(slots % self.ratio == self.ratio - 1, slots // self.ratio, -1)
         slots = torch.stack((slots, torch.zeros_like(slots)), 1)[:, 0]  # a column of a table, as plans have it
         for layer in range(LAYERS):
             self._layer(layer, order, counts, lens, slots, geometry, extra)
@@ -170,9 +182,10 @@ class Trace:
         for row, new, length in zip(order, counts, lens, strict=True):
             fresh = torch.randn(new, DIM, generator=self.written)
             self.rows[row][layer] = torch.cat((self.rows[row][layer], fresh))
-            mine = [self.choose(length - new + 1 + place, near) for place in range(new)]
+            mine = [self.choose((length - new + 1 + place) // self.ratio, near) for place in range(new)]
             chosen += mine
-            wanted += [[self.rows[row][layer][position] for position in each if position >= 0] for each in mine]
+            entries = self.rows[row][layer][self.ratio - 1 :: self.ratio]
+            wanted += [entries[[position for position in each if position >= 0]] for each in mine]
         fresh = torch.cat([self.rows[row][layer][-new:] for row, new in zip(order, counts, strict=True)])
         fresh = torch.cat((fresh, torch.full((extra, DIM), float("nan"))))
         positions = torch.tensor(chosen + [[-1] * self.topk] * extra, dtype=torch.int32)
@@ -186,7 +199,7 @@ class Trace:
         assert found.dtype is torch.int32 and torch.equal(found >= 0, positions >= 0)
         held = self.pool.rows(layer).view(-1, DIM).cpu()
         for rows, mine in zip(wanted, found[: len(wanted)], strict=True):
-            assert torch.equal(held[mine[mine >= 0].long()], torch.stack(rows))
+            assert torch.equal(held[mine[mine >= 0].long()], rows)
         self._check_tables(layer)
         self.poison()
 
@@ -233,26 +246,50 @@ class Trace:
 
 @settings(max_examples=8, deadline=None)
 @given(
-    topk=st.integers(1, 9), more=st.sampled_from(["k", "k+1", "2k"]), nodes=st.integers(1, 3), seed=st.integers(0, 999)
+    topk=st.integers(1, 9),
+    more=st.sampled_from(["k", "k+1", "2k"]),
+    nodes=st.integers(1, 3),
+    ratio=st.sampled_from([1, 1, 2, 4]),
+    seed=st.integers(0, 999),
 )
-def test_random_traces_read_the_rows_that_were_written(topk, more, nodes, seed):
+def test_random_traces_read_the_rows_that_were_written(topk, more, nodes, ratio, seed):
     """A10: prefix hits, chunks, verify rows that are rejected, padding, aborts, pages and rows that are used again."""
     chosen = topk * nodes
-    trace = Trace(topk, {"k": chosen, "k+1": chosen + 1, "2k": 2 * chosen}[more], nodes, seed=seed)
+    trace = Trace(topk, {"k": chosen, "k+1": chosen + 1, "2k": 2 * chosen}[more], nodes, seed=seed, ratio=ratio)
     for _ in range(12):
         trace.random_step(nodes)
     trace.end()
 
 
+@settings(max_examples=6, deadline=None)
+@given(window=st.integers(1, 12), nodes=st.integers(1, 3), seed=st.integers(0, 999))
+def test_random_traces_read_the_rows_of_a_window(window, nodes, seed):
+    """A10: a buffer of one window holds the rows of all that are verified. A prefill copies no other rows."""
+    trace = Trace(window, window, nodes, seed=seed, window=True)
+    for _ in range(12):
+        trace.random_step(nodes)
+    trace.end()
+    long = trace.admit()
+    trace.step({long: 40})
+    before = trace.hisparse.statistics().staged
+    trace.step({long: 4})
+    assert trace.hisparse.statistics().staged - before == (window - 1) * LAYERS
+
+
+KERNEL_CASES = [(5, 5, 1, {}), (4, 5, 1, {}), (3, 9, 3, {}), (3, 4, 1, {"ratio": 2}), (2, 6, 3, {"ratio": 4}),
+                (5, 5, 2, {"window": True})]  # fmt: skip
+
+
 @pytest.mark.parametrize("device", BY_KERNEL)
-@pytest.mark.parametrize(("topk", "buffer_size", "nodes"), [(5, 5, 1), (4, 5, 1), (3, 9, 3)])
-def test_kernels_do_what_torch_does(topk, buffer_size, nodes, device, monkeypatch):
+@pytest.mark.parametrize(("topk", "buffer_size", "nodes", "more"), KERNEL_CASES)
+def test_kernels_do_what_torch_does(topk, buffer_size, nodes, more, device, monkeypatch):
     from attnplug_sparse.hisparse import triton_swap
 
     if device == "cpu":  # where programs run one after the other
         monkeypatch.setattr(triton_swap, "_MAX_COPIERS", 2)
     trace, plain = (
-        Trace(topk, buffer_size, nodes, where, kernels=by, seed=topk) for where, by in ((device, True), ("cpu", False))
+        Trace(topk, buffer_size, nodes, where, kernels=by, seed=topk, **more)
+        for where, by in ((device, True), ("cpu", False))
     )
     while not trace.hisparse.statistics().staged or len(trace.rows) < 2 or not trace.hisparse.statistics().loaded:
         trace.random_step(nodes)
@@ -415,6 +452,40 @@ def test_buffers_that_do_not_hold_a_choice_are_refused(changes, named):
         sizes.check(layers(5))
     with raises_naming(UsageError, "layer 1"):
         replace(sizes, buffer_size=20).check([layers(5)[0], replace(layers(5)[1], indexer=None)])
+
+
+def test_compressed_layers_read_rows_of_a_window_and_entries_that_an_index_selects():
+    """Layers that read all entries have them on the device. A window has to fit its buffer, whatever is configured."""
+    window, ratio, sizes = 6, 4, HotSizes(1, 4, 8, 5)
+    sliding = replace(layers(5)[0], indexer=None, sliding_window=window)
+    heavy = replace(sliding, layer_id=1, compressed=CompressedDims(8))
+    chosen = replace(layers(5)[1], layer_id=2, sliding_window=window, compressed=CompressedDims(ratio, overlap=True))
+    rows, entries = rows_and_entries([sliding, heavy, chosen], sizes)
+    assert (len(rows.layers), rows.sizes.buffer_size, rows.sizes.window, rows.sizes.ratio) == (3, window, window, 1)
+    assert (entries.layers, entries.sizes, entries.rows_per_page(16)) == ((chosen,), replace(sizes, ratio=ratio), 4)
+    for group in (rows, entries):
+        group.sizes.check(group.layers)
+    with raises_naming(UsageError, "device_buffer_size", 4, 5):
+        replace(entries.sizes, buffer_size=4).check(entries.layers)
+    assert rows_and_entries([sliding, heavy], sizes)[1] is None
+    assert rows_and_entries(layers(5), sizes) == (HotLayers(tuple(layers(5)), sizes), None)
+    with raises_naming(UsageError, 4, 8):
+        rows_and_entries([chosen, replace(chosen, layer_id=3, compressed=CompressedDims(8))], sizes)
+
+
+def test_entries_are_loaded_by_a_coordinator_that_has_them():
+    trace = Trace(topk=2, buffer_size=2)
+    with raises_naming(BackendError, "layer 0", "entries"):
+        none = torch.zeros(0, dtype=torch.int32)
+        trace.hisparse.load_entries(0, torch.zeros(0, DIM), none, SelectedPositions(none), SimpleNamespace())
+    host = HostRows(2, num_pages=6, page_size=4, row_nbytes=3, device="cpu", ratio=2)
+    assert host.cells.shape == (2, 12, 3)
+    host.cells.copy_(torch.arange(host.cells.numel(), dtype=torch.uint8).view_as(host.cells))
+    before = host.cells.clone()
+    host.copy_pages([PageCopy(1, 4)])
+    assert torch.equal(host.cells[:, 8:10], before[:, 2:4]) and torch.equal(host.cells[:, :8], before[:, :8])
+    with raises_naming(PoolError, "entries"):
+        host.move_rows(torch.tensor([0]), torch.tensor([1]))
 
 
 def test_a_backend_has_to_claim_it():

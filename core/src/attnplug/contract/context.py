@@ -48,6 +48,15 @@ class Coordinator(Protocol):
         synchronise with the host and can be captured in a CUDA graph.
         """
 
+    def load_entries(
+        self, layer_id: int, entries: Tensor, new_slots: Tensor, selected: SelectedPositions, geometry: Geometry
+    ) -> SelectedSlots:
+        """Write the entries that a compressed layer's new tokens complete, and load the selected ones.
+
+        Like ``load_selected``, into the pool of entries. ``entries`` ``[tokens, dim]`` has each entry in the row of its
+        last token, ``new_slots`` ``[tokens]`` are slots of entries by the page table, -1 for tokens that complete none.
+        """
+
     def release(self, row: int) -> None:
         """Free everything kept for the request in this row of the slot table, which has finished or was aborted.
 

@@ -50,8 +50,8 @@ class Capabilities(Claims):
     index_dtypes: frozenset[DType] = declared(members_of(DType), frozenset())
     """Supported dtypes of cached index keys, for sparse layers; default: ``dtypes``."""
     coordinators: frozenset[str] = declared(names, frozenset())
-    """Names of supported coordinators, for sparse layers. With a coordinator, ``attend`` must read only the cache rows
-    of ``extras.selected``, given as ``SelectedSlots``."""
+    """Names of supported coordinators, for sparse and compressed layers. With one, ``attend`` must read only the cache
+    rows of ``extras.selected``, given as ``SelectedSlots``, and what it loaded by ``load_entries``."""
     min_fp8_sm: int | None = declared(optional_integer, None)
     """Lowest compute capability for an fp8 cache."""
     max_fp8_sm: int | None = declared(optional_integer, None)

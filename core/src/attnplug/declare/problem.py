@@ -156,7 +156,7 @@ class Problem:
     index_dtype: DType | None = None
     """Dtype of cached index keys, for sparse models; default: that of the activations."""
     coordinator: str | None = None
-    """Name of the coordinator that keeps latent rows outside the pools and loads those that sparse layers select."""
+    """Name of the coordinator that keeps latent rows outside the pools and loads those that layers read."""
     mla_extend: ExtendPath | None = None
     """Path on which MLA layers must be prefilled; default: any that the backend supports."""
 
@@ -203,7 +203,8 @@ class Problem:
                 page_size,
             )
         dense = next((layer for layer in model.layers if layer.indexer is None), None)
-        if self.coordinator is not None and dense is not None:
+        # With compressed layers, the others read a sliding window.
+        if self.coordinator is not None and dense is not None and not model.compressed_layers:
             yield (
                 f"`{Setting.ENABLE_HISPARSE}` keeps rows on the host that sparse layers select from, and layer "
                 f"{dense.layer_id} of {model.name} ({dense.kind}) has no index; leave it out, or give a model with "

@@ -15,15 +15,26 @@ from pathlib import Path
 
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
-from attnplug.hf.config_keys import Config, ModelConfigError, read_json_object
-from attnplug.hf.model_layers import read_layers
+from attnplug.hf.config_keys import Config, ModelConfigError, read_json_object, show
+from attnplug.hf.model_layers import READERS, read_layers
 from attnplug.hf.tiny import TINY, TINY_CONFIGS
 
 UNBOUNDED_CONTEXT = 1 << 20
 """Context length of a model whose config sets no limit (Mamba-2 has no positions)."""
 _CLASS_DEFAULTS = json.loads(Path(__file__).with_name("class_defaults.json").read_text("utf-8"))
 """Defaults of transformers' config classes by model type, for keys that published configs omit (gemma-3-4b-it has no
-num_attention_heads). ``sliding_window_pattern`` is the distance in layers from one full layer to the next."""
+num_attention_heads). ``sliding_window_pattern`` is the distance in layers from one full layer to the next. Types
+without a reader are plain decoders: their layers were compared with the attention modules of transformers 5.22."""
+_ALIASES = {
+    "kimi_k2": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""Other names of a text model's type: Kimi-K2.5 says kimi_k2, and a section may leave it to the outer type."""
+KNOWN_TYPES = tuple(sorted(READERS.keys() | _CLASS_DEFAULTS.keys()))
+"""Model types that can be read. Reading another type as a plain decoder could be silently wrong."""
 
 
 def read_model(reference: str) -> ModelSpec:
@@ -70,10 +81,28 @@ def _close_to_config(folder: Path) -> list[str]:
     return sorted(found, key=lambda name: (name != "params.json", -likeness[name]))[:4]
 
 
+def text_model_config(values: Mapping[str, object], source: str) -> Config:
+    """Return the config of a model's decoder, with its model type: the config itself, or the section of a multimodal
+    config that describes its text model."""
+    config = outer = Config(values, source, model_type="")
+    if "num_attention_heads" not in values or "num_hidden_layers" not in values:
+        sections = (outer.section(key) for key in ("text_config", "llm_config", "language_config"))
+        config = next((section for section in sections if section is not None), outer)
+    model_type = config.optional_text("model_type") or outer.optional_text("model_type")
+    if not model_type:
+        raise config.error("is missing; it determines how the other keys are read", "model_type")
+    return replace(config, model_type=_ALIASES.get(model_type, model_type))
+
+
 def model_from_config(values: Mapping[str, object], name: str, source: str | None = None) -> ModelSpec:
     """Convert a config that is already a mapping. Raises ModelConfigError; ``source`` is ``name`` by default."""
-    outer = Config(values, source or name, model_type="")
-    config = _typed(_language_model(outer), outer.optional_text("model_type"))
+    source = source or name
+    outer, config = Config(values, source, model_type=""), text_model_config(values, source)
+    if config.model_type not in KNOWN_TYPES:
+        part = config if config.lookup("model_type") else outer
+        known = ", ".join(KNOWN_TYPES)
+        raise part.error(f"is {show(config.model_type)}, which is unknown; known types: {known}", "model_type")
+    config = replace(config, values={**_CLASS_DEFAULTS.get(config.model_type, {}), **config.values})
     for part in (outer, config):
         if part.flag("is_encoder_decoder"):
             raise part.error(
@@ -92,19 +121,3 @@ def model_from_config(values: Mapping[str, object], name: str, source: str | Non
         context_length=config.optional_integer("max_position_embeddings") or UNBOUNDED_CONTEXT,
         dtype=dtype,
     )
-
-
-def _language_model(outer: Config) -> Config:
-    """Return the config itself, or the section of a multimodal config that describes its decoder."""
-    if "num_attention_heads" in outer.values and "num_hidden_layers" in outer.values:
-        return outer
-    sections = (outer.section(key) for key in ("text_config", "llm_config", "language_config"))
-    return next((section for section in sections if section is not None), outer)
-
-
-def _typed(config: Config, outer_type: str | None) -> Config:
-    """Return the config with its model type and with transformers' defaults for absent keys."""
-    model_type = config.optional_text("model_type") or outer_type
-    if not model_type:
-        raise config.error("is missing; it determines how the other keys are read", "model_type")
-    return replace(config, values={**_CLASS_DEFAULTS.get(model_type, {}), **config.values}, model_type=model_type)

@@ -2,7 +2,7 @@
 
 A reader converts a ``Config`` to one entry per layer of the model: a ``LayerSpec``, whose ``layer_id`` is set later
 from its position, or None for a layer without attention (MLP, experts). A new model type needs one function and one
-line in ``READERS``. ``_decoder`` reads all other types.
+line in ``READERS``. ``_decoder`` reads the other types of ``class_defaults.json``, which are plain decoders.
 """
 
 from __future__ import annotations
@@ -23,32 +23,11 @@ Reader = Callable[[Config], Layers]
 
 # ---- softmax attention ----
 
-# A true value of these keys changes attention in a way that neither LayerSpec nor the default reader supports. Reading
-# such a model as a plain decoder would be silently wrong.
-_UNSUPPORTED = {
-    **dict.fromkeys(("linear_attn_config", "linear_num_key_heads", "layer_group_size"), "linear-attention layers"),
-    **dict.fromkeys(("attn_type_list", "layers_block_type", "hybrid_override_pattern"), "mixed layer kinds"),
-    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "attn_layer_period"), "state-space layers"),
-    "conv_L_cache": "short-convolution layers",
-    "attention_chunk_size": "chunked attention",
-    "global_head_dim": "head sizes that differ between layers",
-    "num_kv_shared_layers": "layers that share one cache",
-    "use_bidirectional_attention": "bidirectional attention",
-    "multi_query": "Falcon's way of counting KV heads",
-    "new_decoder_architecture": "Falcon's way of counting KV heads",
-    "alibi": "ALiBi",
-}
-
 
 def _decoder(config: Config) -> Layers:
     """Read a plain decoder: all layers MLA, or all softmax with or without a sliding window."""
-    for key, meaning in _UNSUPPORTED.items():
-        if config.lookup(key):
-            raise config.error(
-                f"means {meaning}, which cannot be read for model type {config.model_type!r}; "
-                f"types with their own reader: {', '.join(READERS)}",
-                key,
-            )
+    if config.lookup("use_bidirectional_attention"):
+        raise config.error("means bidirectional attention, which no backend supports", "use_bidirectional_attention")
     if config.lookup("kv_lora_rank") is not None:
         return _latent_layers(config)
     full = _softmax(config)
@@ -231,7 +210,7 @@ def _gdn_hybrid(config: Config) -> Layers:
 
 
 def _minimax(config: Config) -> Layers:
-    """Read Lightning layers, without scale and convolution, interleaved with softmax layers."""
+    """Read Lightning layers, without scale and convolution, interleaved with softmax layers. MiniMax-M2 has none."""
     count = config.layer_count()
     full = replace(_softmax(config), sliding_window=config.optional_integer("sliding_window"))
     dims = LinearDims(full.num_heads, full.num_heads, full.head_dim, full.head_dim)
@@ -239,6 +218,8 @@ def _minimax(config: Config) -> Layers:
     listed = config.choices("layer_types", {"linear_attention": lightning, "full_attention": full}, count)
     if listed is None:
         listed = config.choices("attn_type_list", {0: lightning, 1: full}, count)
+    if listed is None and config.model_type == "minimax_m2":
+        return [full] * count
     if listed is None:
         raise config.missing("layer_types")
     return listed
@@ -348,7 +329,7 @@ READERS: Mapping[str, Reader] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _latent_layers),
     "deepseek_v4": _compressed_layers,
     "kimi_linear": _kimi_linear,
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"), _gdn_hybrid),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _gdn_hybrid),
     **dict.fromkeys(("minimax", "minimax_m1", "minimax_m2", "minimax_text_01"), _minimax),
     "ring_linear": _ring,
     "mamba2": _mamba2,

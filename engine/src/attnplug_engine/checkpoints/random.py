@@ -19,6 +19,7 @@ from torch import Tensor
 from attnplug.host import ModelConfigError
 from attnplug.registry.models import tiny_config
 from attnplug_engine.checkpoints.safetensors import SINGLE_FILE, checkpoint_config
+from attnplug_engine.checkpoints.tensor_names import text_config
 
 TINY = "tiny:"
 
@@ -60,7 +61,7 @@ class RandomCheckpoint:
     @classmethod
     def of_folder(cls, reference: str, *, seed: int = 0, device: torch.device | str = "cpu") -> RandomCheckpoint:
         """A checkpoint of which only the config is read. A GPU draws a billion numbers in milliseconds."""
-        return cls(checkpoint_config(reference), seed=seed, name=reference, device=device)
+        return cls(text_config(checkpoint_config(reference), reference), seed=seed, name=reference, device=device)
 
     def names(self) -> Sequence[str]:
         """Names of the tensors that were requested so far; there are no others."""

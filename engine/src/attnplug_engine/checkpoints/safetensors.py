@@ -107,11 +107,19 @@ class Checkpoint:
     """A Hugging Face folder. Files are opened when one of their tensors is first requested; only requested parts are
     read."""
 
-    def __init__(self, folder: Path, config: Mapping[str, object], files: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, object],
+        files: Mapping[str, str],
+        stored_names: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
         self.config = config
         self._files = files
         """File name of each tensor."""
+        self._stored_names = stored_names or {}
+        """Names in the files, where they differ."""
         self._open: dict[str, Any] = {}
 
     @classmethod
@@ -134,6 +142,12 @@ class Checkpoint:
         if os.path.lexists(folder / INDEX_FILE):
             return cls(folder, config, _read_index(folder))
         raise _no_weights(folder)
+
+    def renamed(self, names: Mapping[str, str], config: Mapping[str, object] | None = None) -> Checkpoint:
+        """Return the checkpoint with only the tensors of ``names``, which maps new names to present ones."""
+        files = {name: self._files[present] for name, present in names.items()}
+        stored = {name: self._stored_names.get(present, present) for name, present in names.items()}
+        return Checkpoint(self.folder, self.config if config is None else config, files, stored)
 
     @property
     def name(self) -> str:
@@ -176,6 +190,7 @@ class Checkpoint:
             raise self._missing(name, shape)
         file = self._files[name]
         path = str(self.folder / file)
+        name = self._stored_names.get(name, name)
         try:
             stored = self._opened(file).get_slice(name)
         except SafetensorError as error:

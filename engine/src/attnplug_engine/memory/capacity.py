@@ -8,7 +8,7 @@ import torch
 
 from attnplug import DType, ModelSpec
 from attnplug.kernels import torch_dtype
-from attnplug_sparse.hisparse import HotSizes
+from attnplug_sparse.hisparse import HotLayers, HotSizes, rows_and_entries
 from attnplug_sparse.pools import IndexKeyPool, compressed_page_bytes, latent_row_nbytes
 
 
@@ -80,27 +80,37 @@ def bytes_per_page(
     return page_size * row + compressed_page_bytes(spec.layers, page_size, dtype, drafts)
 
 
+@dataclass(frozen=True, slots=True)
+class HotBytes:
+    """Bytes if latent rows, and the entries that indexes select, are in host memory (HiSparse)."""
+
+    host_page: int
+    """Host memory per page."""
+    device_page: int
+    """Device memory per page: index keys and other entries, and room for the page's rows in one layer."""
+    fixed: int
+    """Device memory for hot buffers, new rows and tables."""
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, capacity: Capacity, kv_dtype: DType, dtype: torch.dtype, index_dtype: DType | None
+    ) -> HotBytes:
+        size, drafts = capacity.page_size, capacity.nodes - 1
+        host = staged = fixed = 0
+        for group, stored in hot_layers(spec, capacity, kv_dtype, own_dtype(dtype)):
+            row = latent_row_nbytes(group.layers[0], stored)
+            staged += row * group.rows_per_page(size)
+            host += row * group.rows_per_page(size) * len(group.layers)
+            fixed += group.sizes.device_nbytes(len(group.layers), row)
+        page = bytes_per_page(spec, size, kv_dtype, dtype, index_dtype, drafts=drafts)
+        return cls(host, page - host + staged, fixed)
+
+
+def hot_layers(spec: ModelSpec, capacity: Capacity, kv_dtype: DType, dtype: DType) -> list[tuple[HotLayers, DType]]:
+    """Return the layers with latent rows in host memory, then those with entries there, and the dtypes of both."""
+    rows, entries = rows_and_entries(spec.layers, capacity.hot_sizes)
+    return [(rows, kv_dtype)] if entries is None else [(rows, kv_dtype), (entries, dtype)]
+
+
 def own_dtype(dtype: torch.dtype) -> DType:
     return DType(str(dtype).removeprefix("torch."))
-
-
-def host_bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType) -> int:
-    """Return the bytes of host memory per page if latent rows are kept there."""
-    return page_size * sum(latent_row_nbytes(layer, kv_dtype) for layer in spec.layers if layer.mla)
-
-
-def hot_bytes_per_page(
-    spec: ModelSpec, page_size: int, kv_dtype: DType, dtype: torch.dtype, index_dtype: DType | None
-) -> int:
-    """Return the device bytes per page in that case: its index keys, and room for its rows in one layer."""
-    rows = host_bytes_per_page(spec, page_size, kv_dtype)
-    return bytes_per_page(spec, page_size, kv_dtype, dtype, index_dtype) - rows + rows // len(spec.layers)
-
-
-def hot_bytes(
-    spec: ModelSpec, capacity: Capacity, kv_dtype: DType, dtype: torch.dtype, index_dtype: DType | None
-) -> int:
-    """Return all device bytes in that case: hot buffers with their tables, and what each page takes."""
-    row = host_bytes_per_page(spec, 1, kv_dtype) // len(spec.layers)
-    pages = capacity.num_pages * hot_bytes_per_page(spec, capacity.page_size, kv_dtype, dtype, index_dtype)
-    return capacity.hot_sizes.device_nbytes(len(spec.layers), row) + pages

@@ -9,8 +9,8 @@ from attnplug.host import KVPools
 from attnplug.kernels import CacheKey
 from attnplug.kv.caches import KeyedCache
 from attnplug.linear import LinearStatePool
-from attnplug_engine.memory.capacity import Capacity, bytes_per_page, bytes_per_state, hot_bytes, own_dtype
-from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool
+from attnplug_engine.memory.capacity import Capacity, HotBytes, bytes_per_page, bytes_per_state, hot_layers, own_dtype
+from attnplug_sparse.hisparse import HOST_ENTRIES, HOST_ROWS, HOT_ENTRIES, HiSparse, HostRows, HotPool
 from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool, latent_format
 
 
@@ -25,8 +25,8 @@ def build_pools(
     hot: bool = False,
 ) -> KVPools:
     """Build the pools that the layers of a rank's ``spec`` need. ``dtype`` is the model's, and that of index keys
-    unless ``index_dtype`` is given. With ``hot``, latent rows are in host memory and the MLA pool holds hot buffers.
-    Raises PoolError if memory does not suffice."""
+    unless ``index_dtype`` is given. With ``hot``, latent rows, and entries that indexes select, are in host memory, and
+    the pools of both hold hot buffers. Raises PoolError if memory does not suffice."""
     try:
         return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, hot=hot)
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError, for CUDA a subclass
@@ -34,7 +34,8 @@ def build_pools(
             spec, capacity.page_size, kv_dtype, dtype, index_dtype, drafts=capacity.nodes - 1
         )
         if hot:
-            needed = hot_bytes(spec, capacity, kv_dtype, dtype, index_dtype)
+            hot_size = HotBytes.of(spec, capacity, kv_dtype, dtype, index_dtype)
+            needed = hot_size.fixed + capacity.num_pages * hot_size.device_page
         what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
         settings = ["num_pages"]
         if capacity.state_slots:
@@ -64,21 +65,29 @@ def _build_pools(
         )
     caches: dict[CacheKey[KeyedCache], KeyedCache] = {}
     if hot:
-        mla = hot_pool = HotPool(
-            spec.layers,
-            capacity.hot_sizes,
-            num_pages=capacity.num_pages,
-            page_size=capacity.page_size,
-            dtype=kv_dtype,
-            device=device,
-        )
-        caches[HOST_ROWS] = HostRows(
-            len(spec.layers),
-            num_pages=capacity.num_pages,
-            page_size=capacity.page_size,
-            row_nbytes=hot_pool.cells.shape[1],
-            device=device,
-        )
+        for key, (group, stored) in zip(
+            (HOST_ROWS, HOST_ENTRIES), hot_layers(spec, capacity, kv_dtype, own_dtype(dtype)), strict=False
+        ):
+            pool = HotPool(
+                group.layers,
+                group.sizes,
+                num_pages=capacity.num_pages,
+                page_size=capacity.page_size,
+                dtype=stored,
+                device=device,
+            )
+            caches[key] = HostRows(
+                len(group.layers),
+                num_pages=capacity.num_pages,
+                page_size=capacity.page_size,
+                row_nbytes=pool.cells.shape[1],
+                device=device,
+                ratio=group.sizes.ratio,
+            )
+            if key is HOST_ROWS:
+                mla = pool
+            else:
+                caches[HOT_ENTRIES] = pool
     elif AttentionKind.MLA in kinds:
         mla = MLAPool(
             spec.layers,
@@ -108,10 +117,16 @@ def _build_pools(
             dtype=model_dtype,
             device=device,
             drafts=capacity.nodes - 1,
+            hosted=hot,
         )
     return KVPools(mha=mha, mla=mla, linear=linear, caches=caches)
 
 
 def build_coordinator(pools: KVPools) -> HiSparse | None:
     """Build the coordinator that brings rows from host memory; None if all rows are on the device."""
-    return HiSparse(pools.mla, pools.cache(HOST_ROWS)) if isinstance(pools.mla, HotPool) else None
+    if not isinstance(pools.mla, HotPool):
+        return None
+    entries = None
+    if HOT_ENTRIES in pools.caches:
+        entries = HiSparse(pools.cache(HOT_ENTRIES), pools.cache(HOST_ENTRIES))
+    return HiSparse(pools.mla, pools.cache(HOST_ROWS), entries)

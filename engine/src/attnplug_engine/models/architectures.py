@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,11 +12,19 @@ import torch
 
 from attnplug import ModelSpec, UsageError
 from attnplug.hf.config_keys import Config, show
-from attnplug.host import load_model as load_spec
+from attnplug.hf.model_config import text_model_config
+from attnplug.host import ModelConfigError
+from attnplug.host import load_model as read_layers
 from attnplug.registry.models import tiny_config
-from attnplug_engine.checkpoints.bare import HEAD, check_head, with_full_names
 from attnplug_engine.checkpoints.random import TINY, RandomCheckpoint
-from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource, checkpoint_config, checkpoint_folder
+from attnplug_engine.checkpoints.safetensors import (
+    Checkpoint,
+    CheckpointError,
+    WeightSource,
+    checkpoint_config,
+    checkpoint_folder,
+)
+from attnplug_engine.checkpoints.tensor_names import HEAD, check_head, text_config, text_model, with_full_names
 from attnplug_engine.models import deepseek, deepseek_v4, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
 from attnplug_engine.models.decoder import Decoder, LoadedModel
 from attnplug_engine.models.layers import pack_weights
@@ -88,7 +97,7 @@ class UnknownArchitecture(UsageError):
         self.model_type = model_type
         self.known = tuple(ARCHITECTURES)
         super().__init__(
-            f"{reference!r} is of model type {model_type!r}, which the engine cannot run; it runs: "
+            f"{reference!r} is of model type {model_type!r}, which is unknown to the engine; it runs: "
             f"{', '.join(self.known)}"
         )
 
@@ -112,17 +121,33 @@ def load_model(
     CheckpointError, UnknownArchitecture, ParallelError).
     """
     spec = load_spec(reference)
-    architecture = _known(spec, reference)
     source = open_source(reference, device=device, seed=seed, random_weights=random_weights)
-    if head and isinstance(source, Checkpoint):
-        check_head(source, architecture.head)
-    return build_model(
-        with_full_names(source), spec, dtype=dtype, device=device, parallel=parallel, head=head, progress=progress
-    )
+    if isinstance(source, Checkpoint):
+        if head:
+            check_head(source, ARCHITECTURES[spec.model_type].head)
+        source = with_full_names(source)
+    return build_model(source, spec, dtype=dtype, device=device, parallel=parallel, head=head, progress=progress)
+
+
+def load_spec(reference: str) -> ModelSpec:
+    """Return the layers of a model that the engine runs. Raises UnknownArchitecture rather than errors in other keys of
+    the config."""
+    try:
+        spec = read_layers(reference)
+    except ModelConfigError as error:
+        with suppress(ModelConfigError, CheckpointError):
+            _known(text_model_config(_config(reference), reference).model_type, reference, error)
+        raise
+    _known(spec.model_type, reference)
+    return spec
 
 
 def model_config(reference: str) -> Mapping[str, object]:
-    """Return the config of a model reference, unchanged."""
+    """Return the config of a model reference; of a multimodal one, that of its text model."""
+    return text_config(_config(reference), reference)
+
+
+def _config(reference: str) -> Mapping[str, object]:
     return tiny_config(reference) if reference.startswith(TINY) else checkpoint_config(reference)
 
 
@@ -135,7 +160,7 @@ def open_source(
     if random_weights:
         return RandomCheckpoint.of_folder(reference, seed=seed, device=device)
     folder, path = checkpoint_folder(reference), Path(reference)
-    return Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name)
+    return text_model(Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name))
 
 
 def build_model(
@@ -150,7 +175,7 @@ def build_model(
 ) -> LoadedModel:
     """Build the model that a source's config describes, from the source's weights; without its head if ``head`` is
     False."""
-    architecture = _known(spec, source.name)
+    architecture = _known(spec.model_type, source.name)
     config = read_config(source.config, source.name, spec)
     total = len(source.names())  # 0 for random weights, which are drawn on request
     on_read = None if progress is None or not total else lambda done: progress(done, total)
@@ -163,10 +188,10 @@ def build_model(
     return LoadedModel(module.eval(), spec.for_rank(parallel.size), source.config)
 
 
-def _known(spec: ModelSpec, reference: str) -> Architecture:
-    architecture = ARCHITECTURES.get(spec.model_type)
+def _known(model_type: str, reference: str, cause: Exception | None = None) -> Architecture:
+    architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
-        raise UnknownArchitecture(reference, spec.model_type)
+        raise UnknownArchitecture(reference, model_type) from cause
     return architecture
 
 
@@ -175,7 +200,7 @@ def read_config(given: Mapping[str, object], source: str, spec: ModelSpec) -> Co
 
     ``source`` is the origin in messages. Raises ModelConfigError for unsupported values.
     """
-    architecture = _known(spec, source)
+    architecture = _known(spec.model_type, source)
     values = dict(architecture.defaults)
     for key, value in given.items():
         name = architecture.aliases.get(key, key)

@@ -109,7 +109,10 @@ class RotaryLightningAttention(Attention):
         self.q_norm = RMSNorm(weights.at("query_layernorm"), width, eps) if head_norms else None
         self.k_norm = RMSNorm(weights.at("key_layernorm"), width, eps) if head_norms else None
         self._silu = silu
-        slopes = alibi_slopes(heads) * (1 - layer.layer_id / max(layers - 1, 1) + 1e-5)
+        # ``layer_id - 1``, as in the authors' modeling_bailing_moe_v2_5.py (inclusionAI/Ring-V2.5), whose layers count
+        # from 0. vLLM and SGLang leave out the - 1. AReaL, the authors' trainer, did so too: the loss of the published
+        # weights was 7.8, and 0.567 with it. The authors divide by zero for one layer.
+        slopes = alibi_slopes(heads) * (1 - (layer.layer_id - 1) / max(layers - 1, 1) + 1e-5)
         self.log_decay = frozen(-slopes[part.heads].to(weights.device))
         self.norm = GatedColumnNorm(weights.at("g_norm"), total, eps, own, groups=norm_groups)
         self.out = Linear.row_parallel(weights.at("dense"), total, hidden, own, bias=out_bias)

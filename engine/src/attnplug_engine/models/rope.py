@@ -183,7 +183,8 @@ class Positions(Protocol):
 class Rope:
     """A model's rotary embedding. Positions are unbounded: angles are computed, not looked up.
 
-    ``partial``: the model supports ``partial_rotary_factor``; others refuse a factor other than 1.
+    ``partial``: the model supports ``partial_rotary_factor``. Others rotate whole heads: as in transformers, a plain
+    rope ignores the factor, and other rope types refuse it.
     """
 
     def __init__(
@@ -231,8 +232,10 @@ def _rotary_width(config: Config, dim: int, partial: bool) -> int:
     factor = section.number(key) if part is section else config.optional_number(key)
     if factor is None:
         return dim
-    if factor != 1.0 and not partial:
-        raise part.wrong(key, "1: this model rotates whole heads")
+    if not partial:
+        if factor != 1.0 and rope_type(section) != "default":
+            raise part.wrong(key, f"1 with rope type {rope_type(section)!r}: this model rotates whole heads")
+        return dim
     if factor > 1.0:
         raise part.wrong(key, "at most 1")
     return int(dim * factor)

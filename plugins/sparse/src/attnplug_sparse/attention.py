@@ -43,7 +43,8 @@ class SparseAttention(PlannedAttention):
     plans have, are then no slots of that pool.
 
     Subclass contract: ``plan``, ``attend`` and ``choose``. ``attend`` gets ``extras.selected`` for sparse layers. A
-    backend that claims coordinators reads no other rows, and its ``choose`` returns positions if there is one.
+    backend that claims coordinators reads no other rows, and its ``choose`` returns positions if there is one. If it
+    serves models with compressed layers, it loads rows of windows and entries itself.
     """
 
     def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
@@ -54,7 +55,8 @@ class SparseAttention(PlannedAttention):
                 f"backend {context.name} reads index keys in {', '.join(sorted(readable))}, and the pool has them in "
                 f"{self.index_keys.dtype}"
             )
-        self.coordinator: Coordinator | None = context.coordinator if context.model.is_sparse else None
+        sparse = context.model.is_sparse or context.model.compressed_layers
+        self.coordinator: Coordinator | None = context.coordinator if sparse else None
         if self.coordinator is not None and self.coordinator.name not in (known := context.declared.coordinators):
             raise BackendError(
                 f"backend {context.name} works with the coordinators {', '.join(sorted(known)) or 'none'}, and was "
@@ -108,25 +110,42 @@ class SparseAttention(PlannedAttention):
                 f"{self.backend_id.name} was given no extras.entries; give what the layer's compressor made of the "
                 "new tokens"
             )
-        if self.coordinator is not None and layer.indexer is not None and plan.query_rows:
+        selects = layer.indexer is not None and layer.compressed is None
+        if self.coordinator is not None and selects and plan.query_rows:
             self.layers.check(layer, q, None if extras is None else extras.q_rope)
             wanted = self.layers.check_extras(layer, q, extras)
-            slots = self._load_selected(self.coordinator, plan, k, v, layer, batch, save_kv_cache, wanted.selected)
+            new = self.rows_to_write(self.coordinator, plan, k, v, layer, save_kv_cache)
+            slots = self._load_selected(self.coordinator, plan, new, layer, batch, wanted.selected)
             more = q.shape[0] - plan.query_rows
             if more:
                 slots = torch.cat((slots, _nothing(slots, more, slots.shape[1])))
             extras, save_kv_cache = replace(wanted, selected=SelectedSlots(slots)), False
         return super().run_plan(plan, q, k, v, layer, batch, save_kv_cache, extras)
 
-    def _load_selected(
+    def rows_to_write(
         self,
         coordinator: Coordinator,
         plan: Plan,
         k: Tensor | None,
         v: Tensor | None,
         layer: LayerSpec,
-        batch: ForwardBatch,
         save_kv_cache: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new rows ``[rows, row_dim]`` that a coordinator is to write, and their slots by the page table."""
+        if not save_kv_cache or plan.new_slots is None:
+            raise PlanError(
+                f"layer {layer.layer_id}: {coordinator.name} writes the new rows when it loads the others, so it needs "
+                "them, and a plan with new_slots; pass save_kv_cache=True"
+            )
+        return self.layers.new_rows(layer, k, v, plan.query_rows)[0], plan.new_slots
+
+    def _load_selected(
+        self,
+        coordinator: Coordinator,
+        plan: Plan,
+        new: tuple[Tensor, Tensor],
+        layer: LayerSpec,
+        batch: ForwardBatch,
         selected: SelectedRows | None,
     ) -> Tensor:
         """Write the new rows and return the pool's slots of the selected ones, ``[plan.query_rows, width]``."""
@@ -135,15 +154,8 @@ class SparseAttention(PlannedAttention):
                 f"layer {layer.layer_id}: rows were selected by slots of the page table, and {coordinator.name} loads "
                 f"rows by their positions; choose of backend {self.backend_id.name} has to return SelectedPositions"
             )
-        if not save_kv_cache or plan.new_slots is None:
-            raise PlanError(
-                f"layer {layer.layer_id}: {coordinator.name} writes the new rows when it loads the others, so it needs "
-                "them, and a plan with new_slots; pass save_kv_cache=True"
-            )
-        rows = plan.query_rows
-        new, _ = self.layers.new_rows(layer, k, v, rows)
-        planned = SelectedPositions(selected.positions[:rows])
-        return coordinator.load_selected(layer.layer_id, new, plan.new_slots, planned, batch.geometry).slots
+        planned = SelectedPositions(selected.positions[: plan.query_rows])
+        return coordinator.load_selected(layer.layer_id, *new, planned, batch.geometry).slots
 
     def _dims(self, layer: LayerSpec) -> IndexerDims:
         dims = layer.indexer

@@ -9,9 +9,8 @@ import torch
 
 from attnplug import ModelSpec, UsageError
 from attnplug.hf.config_keys import Config
-from attnplug.host import load_model as load_spec
 from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
-from attnplug_engine.models.architectures import load_model, model_config, open_source, read_config
+from attnplug_engine.models.architectures import load_model, load_spec, model_config, open_source, read_config
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ from attnplug_sparse.hisparse.torch_swap import TorchSwap
 
 @dataclass(frozen=True, slots=True)
 class HotStatistics:
-    """Row counts of all layers since the start or the last reset."""
+    """Counts of rows and entries of all layers since the start or the last reset."""
 
     read: int
     """Rows of earlier steps that decoding requests selected."""
@@ -29,7 +29,11 @@ class HotStatistics:
     """Rows copied to the device for prefills."""
     written: int
     """New rows copied to the host."""
-    row_nbytes: int
+    to_device_nbytes: int
+    to_host_nbytes: int
+
+    def __add__(self, other: HotStatistics) -> HotStatistics:
+        return HotStatistics(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     @property
     def hit_rate(self) -> float | None:
@@ -38,11 +42,11 @@ class HotStatistics:
     @property
     def moved_nbytes(self) -> int:
         """Bytes copied, in both directions."""
-        return (self.loaded + self.staged + self.written) * self.row_nbytes
+        return self.to_device_nbytes + self.to_host_nbytes
 
     def __str__(self) -> str:
         hits = "no rows read" if self.hit_rate is None else f"{self.hit_rate:.1%} of {self.read} rows hit"
-        to_device, to_host = (rows * self.row_nbytes / 2**20 for rows in (self.loaded + self.staged, self.written))
+        to_device, to_host = self.to_device_nbytes / 2**20, self.to_host_nbytes / 2**20
         return f"{hits}, {to_device:.1f} MiB to the device, {to_host:.1f} MiB to the host"
 
 
@@ -60,10 +64,14 @@ class HiSparse:
 
     Requests with more than ``HotSizes.nodes`` new rows are prefills: all rows that they may select are copied to the
     device, one layer at a time. All work is on one stream.
+
+    A model with compressed layers has ``entries``, a second set of buffers for those that an index selects. An entry is
+    written when its last token is. Entries of a step in progress are in no hot buffer, because drafts among their
+    tokens may be rejected.
     """
 
-    def __init__(self, pool: HotPool, host: HostRows) -> None:
-        self.pool, self.host = pool, host
+    def __init__(self, pool: HotPool, host: HostRows, entries: HiSparse | None = None) -> None:
+        self.pool, self.host, self.entries = pool, host, entries
         device = pool.cells.device
         self.tables = HotTables(len(pool.layer_ids), pool.sizes, device)
         self._new = torch.arange(pool.sizes.max_tokens, device=device)
@@ -83,34 +91,42 @@ class HiSparse:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of the tables on the device, without the pool."""
-        return self.tables.nbytes
+        """Bytes of the tables on the device, without the pools."""
+        return self.tables.nbytes + (0 if self.entries is None else self.entries.device_nbytes)
 
     @property
     def host_nbytes(self) -> int:
-        return self.host.nbytes
+        return self.host.nbytes + (0 if self.entries is None else self.entries.host_nbytes)
 
     def host_pages(self, layer_id: int) -> Tensor:
-        """All rows of a layer, ``[pages, page_size, 1, row_dim]`` in host memory, in the stored type."""
-        stored, size = self.pool.rows(layer_id), self.host.page_size
+        """All rows of a layer, ``[pages, rows per page, 1, row_dim]`` in host memory, in the stored type."""
+        stored, size = self.pool.rows(layer_id), self.host.page_rows
         cells = self.host.cells[self.pool.number(layer_id)].view(stored.dtype)
         return cells.view(self.host.num_pages, size, *stored.shape[2:])
 
     def release(self, row: int) -> None:
         """Empty the hot buffers of the request in this row of the slot table. Its pages are freed by the table."""
         self.tables.release(row)
+        if self.entries is not None:
+            self.entries.release(row)
 
     def hot_rows(self, row: int) -> int:
-        """Return the number of rows on the device for a row of the slot table, in all layers. Synchronises."""
-        return int((self.tables.held[:, row] >= 0).sum())
+        """Return the number of rows and entries on the device for a row of the slot table, in all layers. Synchronises
+        with the device."""
+        entries = 0 if self.entries is None else self.entries.hot_rows(row)
+        return int((self.tables.held[:, row] >= 0).sum()) + entries
 
     def statistics(self) -> HotStatistics:
         """Return the counts. Synchronises with the device."""
         read, loaded, staged, written = self.tables.counters.tolist()
-        return HotStatistics(read, loaded, staged, written, self.pool.cells.shape[1])
+        row_nbytes = self.pool.cells.shape[1]
+        own = HotStatistics(read, loaded, staged, written, (loaded + staged) * row_nbytes, written * row_nbytes)
+        return own if self.entries is None else own + self.entries.statistics()
 
     def reset_statistics(self) -> None:
         self.tables.counters.zero_()
+        if self.entries is not None:
+            self.entries.reset_statistics()
 
     def load_selected(
         self, layer_id: int, rows: Tensor, new_slots: Tensor, selected: SelectedPositions, geometry: Geometry
@@ -129,7 +145,9 @@ class HiSparse:
                 f"{geometry.max_seq_len} rows each, is more than HiSparse was built for: {sizes.max_tokens} and "
                 f"{sizes.max_context}"
             )
-        needed = positions.shape[1] * min(geometry.max_new, sizes.nodes)
+        needed = positions.shape[1]
+        if sizes.window is None:  # rows of one window together are no more than those of the first
+            needed *= min(geometry.max_new, sizes.nodes)
         if needed > sizes.buffer_size:
             raise BackendError(
                 f"layer {layer_id}: a request may select {needed} rows, and its hot buffer has {sizes.buffer_size}"
@@ -137,3 +155,11 @@ class HiSparse:
         self.pool.write_new(layer_id, DeviceSlots(self._new[:tokens]), rows)
         slots = self._swap.swap_in(self.pool.number(layer_id), positions, LogicalSlots(new_slots), geometry)
         return SelectedSlots(slots.slots)
+
+    def load_entries(
+        self, layer_id: int, entries: Tensor, new_slots: Tensor, selected: SelectedPositions, geometry: Geometry
+    ) -> SelectedSlots:
+        """See ``Coordinator.load_entries``. Slots are int32."""
+        if self.entries is None:
+            raise BackendError(f"layer {layer_id}: HiSparse was built without a pool of entries; give it one")
+        return self.entries.load_selected(layer_id, entries, new_slots, selected, geometry)

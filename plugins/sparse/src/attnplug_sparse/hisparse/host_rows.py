@@ -17,15 +17,23 @@ from attnplug_sparse.hisparse.addresses import HostSlots, LogicalSlots, host_slo
 class HostRows:
     """Pages of the page table in host memory: ``[layers, pages * page_size, row_bytes]``, as stored.
 
-    For a GPU the memory is pinned and mapped. All accesses are ordered by the device's stream.
+    With a ``ratio`` above 1 it holds entries, ``page_size // ratio`` per page. For a GPU the memory is pinned and
+    mapped. All accesses are ordered by the device's stream.
     """
 
     def __init__(
-        self, layers: int, *, num_pages: int, page_size: int, row_nbytes: int, device: torch.device | str
+        self,
+        layers: int,
+        *,
+        num_pages: int,
+        page_size: int,
+        row_nbytes: int,
+        device: torch.device | str,
+        ratio: int = 1,
     ) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages, self.page_size, self.page_rows = num_pages, page_size, page_size // ratio
         self.device = torch.device(device)
-        shape = (layers, num_pages * page_size, row_nbytes)
+        shape = (layers, num_pages * self.page_rows, row_nbytes)
         try:
             self.cells: Tensor = _aligned(layers * shape[1] * row_nbytes).view(shape)
             """``[layers, rows, row_bytes]`` uint8."""
@@ -49,19 +57,23 @@ class HostRows:
         outside = sorted({p for copy in copies for p in (copy.source, copy.target) if not 0 <= p < self.num_pages})
         if outside:
             raise PoolError(f"pages {outside} cannot be copied: the pool holds pages 0 to {self.num_pages - 1}")
-        offsets = torch.arange(self.page_size)
+        offsets = torch.arange(self.page_rows)
         sources, targets = (
-            (torch.tensor(pages).unsqueeze(1) * self.page_size + offsets).flatten().to(self.device)
+            (torch.tensor(pages).unsqueeze(1) * self.page_rows + offsets).flatten().to(self.device)
             for pages in settle_copies(copies)
         )
-        self.move_rows(sources, targets)
+        self._move(sources, targets)
 
     def move_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows in every layer between slots of the page table; see ``KVPools.move_rows``."""
+        """Copy rows in every layer between slots of the page table; see ``KVPools.move_rows``. Entries are refused."""
+        if self.page_rows != self.page_size:
+            raise PoolError("entries in host memory cannot be moved: an entry is made of tokens in their order")
         if targets.dim() != 1 or sources.shape != targets.shape:
             raise PoolError(f"rows cannot be moved from {list(sources.shape)} to {list(targets.shape)} slots; give [n]")
-        if not targets.numel():
-            return
+        if targets.numel():
+            self._move(sources, targets)
+
+    def _move(self, sources: Tensor, targets: Tensor) -> None:
         source, target = host_slots(LogicalSlots(sources)), host_slots(LogicalSlots(targets))
         if self.device.type == "cuda":
             from attnplug_sparse.hisparse.triton_rows import move
@@ -106,3 +118,5 @@ def _unpin(address: int) -> None:
 
 HOST_ROWS: Final[CacheKey[HostRows]] = CacheKey("host rows", HostRows)
 """Key of the rows in host memory in ``KVPools``."""
+HOST_ENTRIES: Final[CacheKey[HostRows]] = CacheKey("host entries", HostRows)
+"""Key of the entries in host memory."""

@@ -1,14 +1,15 @@
-"""Pool of the latent rows on the device: one block of memory, shared by all layers."""
+"""Pool of latent rows, or of entries, on the device: one block of memory, shared by all layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from attnplug import DType, LayerSpec, MLAPool, PoolError
-from attnplug.kernels import PageCopy
+from attnplug.kernels import CacheKey, PageCopy
 from attnplug_sparse.hisparse.addresses import DeviceSlots
 from attnplug_sparse.hisparse.sizes import HotSizes
 from attnplug_sparse.pools.scaled_rows import latent_format
@@ -17,8 +18,8 @@ from attnplug_sparse.pools.scaled_rows import latent_format
 class HotPool(MLAPool):
     """Latent rows by ``DeviceSlots``. All layers share one memory, and slots tell their rows apart:
 
-    - ``0 …``: new rows of a step in batch order, of the running layer.
-    - ``staging …``: one row for every slot of the page table, of the running layer. A prefill reads its prefix there.
+    - ``0 …``: new rows of a step in batch order, of the running layer. A new entry is in the row of its last token.
+    - ``staging …``: one row for every row of the host's pages, of the running layer. A prefill reads its prefix there.
     - ``hot …``: hot buffers, ``[layers, requests, buffer_size]``.
 
     So new and staged rows take the memory of one layer only. Pages of this pool are not those of the page table.
@@ -38,7 +39,7 @@ class HotPool(MLAPool):
         sizes.check(layers)
         self.sizes = sizes
         self.staging = sizes.max_tokens
-        self.hot = self.staging + num_pages * page_size
+        self.hot = self.staging + num_pages * (page_size // sizes.ratio)
         rows = self.hot + len(layers) * sizes.max_requests * sizes.buffer_size
         if rows > torch.iinfo(torch.int32).max:
             raise PoolError(
@@ -90,3 +91,7 @@ class HotPool(MLAPool):
 
     def move_rows(self, sources: Tensor, targets: Tensor) -> None:
         """Do nothing: only rows of the last step are moved, which are in no hot buffer yet."""
+
+
+HOT_ENTRIES: Final[CacheKey[HotPool]] = CacheKey("hot entries", HotPool)
+"""Key in ``KVPools`` of the entries on the device, if all of them are in host memory."""

@@ -20,7 +20,7 @@ class HotTables:
     def __init__(self, layers: int, sizes: HotSizes, device: torch.device | str) -> None:
         buffers, columns = (layers, sizes.max_requests), sizes.buffer_size
         self.held: Tensor = torch.full((*buffers, columns), -1, dtype=torch.int32, device=device)
-        self.hints: Tensor = torch.zeros(*buffers, sizes.max_context, dtype=torch.int16, device=device)
+        self.hints: Tensor = torch.zeros(*buffers, sizes.max_positions, dtype=torch.int16, device=device)
         numbers = torch.arange(columns, dtype=torch.int16, device=device)
         self.order: Tensor = numbers.expand(*buffers, columns).contiguous()
         self.counters: Tensor = torch.zeros(4, dtype=torch.int64, device=device)

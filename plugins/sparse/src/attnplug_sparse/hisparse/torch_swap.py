@@ -41,8 +41,9 @@ class TorchSwap:
         for member in self._members(geometry):
             part = slice(member.first, member.first + member.new)
             wanted = positions[part].long()
-            is_new, is_old = wanted >= member.start, (wanted >= 0) & (wanted < member.start)
-            slots = torch.where(is_new, wanted + (member.first - member.start), -1)
+            last = wanted * pool.sizes.ratio + (pool.sizes.ratio - 1)  # an entry is new if its last token is
+            is_old = (wanted >= 0) & (last < member.start)
+            slots = torch.where(last >= member.start, last + (member.first - member.start), -1)
             load = self._staged if member.new > pool.sizes.nodes else self._hot
             slots[is_old] = load(number, member, wanted[is_old], geometry)
             found[part] = slots.int()
@@ -58,18 +59,20 @@ class TorchSwap:
                 yield _Member(number, row, first, new, length - new)
             first += new
 
-    @staticmethod
-    def _logical(member: _Member, positions: Tensor, geometry: Geometry) -> LogicalSlots:
-        size = geometry.page_size
+    def _logical(self, member: _Member, positions: Tensor, geometry: Geometry) -> LogicalSlots:
+        size = self._host.page_rows
         pages = geometry.page_table[member.number, positions // size].long()
         return LogicalSlots(pages * size + positions % size)
 
     def _staged(self, number: int, member: _Member, wanted: Tensor, geometry: Geometry) -> Tensor:
-        """Copy all earlier rows of a request to the staging area; returns the slots of ``wanted``."""
-        pool = self._pool
-        prefix = self._logical(member, torch.arange(member.start), geometry)
+        """Copy earlier rows of a request, all or those of the window, to the staging area; returns the slots of
+        ``wanted``."""
+        pool, sizes = self._pool, self._pool.sizes
+        old = member.start // sizes.ratio
+        first = 0 if sizes.window is None else max(0, old - sizes.window + 1)
+        prefix = self._logical(member, torch.arange(first, old), geometry)
         pool.cells[pool.staging + prefix.slots] = self._host.read(number, host_slots(prefix))
-        self._tables.counters[2] += member.start
+        self._tables.counters[2] += old - first
         return pool.staging + self._logical(member, wanted, geometry).slots
 
     def _hot(self, number: int, member: _Member, wanted: Tensor, geometry: Geometry) -> Tensor:

@@ -46,7 +46,7 @@ def _new_rows(
 def _plan(
     out, positions, position_row, pages, held, hints, order, touched, sources, targets,
     first, new, start, first_slot, is_hot, part,
-    COLUMNS: tl.constexpr, CHOSEN: tl.constexpr, NODES: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr, CHOSEN: tl.constexpr, NODES: tl.constexpr, PAGE_ROWS: tl.constexpr, RATIO: tl.constexpr,
     BLOCK_WANTED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Find a request's selected rows, evict columns for the missing ones, and list these. Returns the number of missing
@@ -64,7 +64,8 @@ def _plan(
     in_use = number < tl.where(new <= NODES, new * CHOSEN, 0)
     place = (first + number // CHOSEN).to(tl.int64) * position_row + number % CHOSEN
     position = tl.load(positions + place, mask=number < tl.where(is_hot, new * CHOSEN, 0), other=-1)
-    is_old = (position >= 0) & (position < start)
+    last = position * RATIO + RATIO - 1  # token that completes the row
+    is_old = (position >= 0) & (last < start)
     hint = tl.load(hints + position, mask=is_old, other=0).to(tl.int32)
     there = tl.load(held + hint, mask=is_old, other=-1)
     is_hit, is_missing = is_old & (there == position), is_old & (there != position)
@@ -93,14 +94,14 @@ def _plan(
     taken = tl.load(order + replaced + rank, mask=is_first, other=0).to(tl.int32)
     tl.store(held + taken, position, mask=is_first)
     tl.store(hints + position, taken.to(tl.int16), mask=is_first)
-    page = tl.load(pages + position // PAGE_SIZE, mask=is_first, other=0)
-    tl.store(sources + rank, page * PAGE_SIZE + position % PAGE_SIZE, mask=is_first)
+    page = tl.load(pages + position // PAGE_ROWS, mask=is_first, other=0)
+    tl.store(sources + rank, page * PAGE_ROWS + position % PAGE_ROWS, mask=is_first)
     tl.store(targets + rank, first_slot + taken, mask=is_first)
     if NODES > 1:
         tl.debug_barrier()
         taken = tl.load(hints + position, mask=is_missing, other=0).to(tl.int32)
     slot = first_slot + tl.where(is_hit, hint, taken)
-    slot = tl.where(is_old, slot, tl.where(position >= 0, first + position - start, -1))
+    slot = tl.where(is_old, slot, tl.where(position >= 0, first + last - start, -1))
     target = (first + number // CHOSEN).to(tl.int64) * CHOSEN + number % CHOSEN
     tl.store(out + target, slot, mask=in_use)
     return missing, old
@@ -111,7 +112,7 @@ def _swap_in(
     out, positions, position_row, page_table, table_row, seq_lens, new_lens, max_new, table_rows, new_slots,
     held, hints, order, touched, sources, targets, ready, done, counters, host, device, requests, first_slot,
     max_requests, context, copiers, COLUMNS: tl.constexpr, CHOSEN: tl.constexpr,
-    NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_ROWS: tl.constexpr, RATIO: tl.constexpr,
     WORDS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_WANTED: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, BLOCK_REQUESTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -127,14 +128,15 @@ def _swap_in(
             hints + row * context, order + row * COLUMNS, touched + row * COLUMNS, sources + row * COLUMNS,
             targets + row * COLUMNS, first, new, length - new, first_slot + row.to(tl.int32) * COLUMNS,
             is_live & (new <= NODES), part,
-            COLUMNS, CHOSEN, NODES, PAGE_SIZE, BLOCK_WANTED, BLOCK_COLUMNS,
+            COLUMNS, CHOSEN, NODES, PAGE_ROWS, RATIO, BLOCK_WANTED, BLOCK_COLUMNS,
         )  # fmt: skip
         tl.debug_barrier()  # all lists are written before the request is marked ready
         tl.atomic_xchg(ready + request, missing + 1, sem="release")
         if is_live:
             tl.atomic_add(counters, old, sem="relaxed")
             tl.atomic_add(counters + 1, missing.to(tl.int64), sem="relaxed")
-            tl.atomic_add(counters + 3, new.to(tl.int64), sem="relaxed")
+            written = length // RATIO - (length - new) // RATIO
+            tl.atomic_add(counters + 3, written.to(tl.int64), sem="relaxed")
     else:
         row = tl.load(table_rows + request)
         row = tl.where((row >= 0) & (row < max_requests), row, 0).to(tl.int64)
@@ -157,30 +159,31 @@ def _swap_in(
             tl.store(ready + request, 0)
 
 
-@triton.jit(do_not_specialize=["staging", "max_new"])
+@triton.jit(do_not_specialize=["staging", "max_new", "window"])
 def _stage(
-    page_table, table_row, seq_lens, new_lens, max_new, counters, host, device, staging,
-    NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    page_table, table_row, seq_lens, new_lens, max_new, counters, host, device, staging, window,
+    NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_ROWS: tl.constexpr, RATIO: tl.constexpr,
     WORDS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_REQUESTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy earlier rows of a prefilling request to the staging area."""
+    """Copy the ``window`` newest of a prefilling request's earlier rows to the staging area."""
     request, block = tl.program_id(1), tl.program_id(0)
     _, new, length = _new_rows(request, seq_lens, new_lens, max_new, RAGGED, BLOCK_REQUESTS)
-    start = length - new
-    if (new > NODES) & (block * ROWS < start):
-        position = block * ROWS + tl.arange(0, ROWS)
-        there = position < start
-        page = tl.load(page_table + request.to(tl.int64) * table_row + position // PAGE_SIZE, mask=there, other=0)
-        slot = page * PAGE_SIZE + position % PAGE_SIZE
+    old = (length - new) // RATIO
+    begin = tl.maximum(old - window, 0)
+    if (new > NODES) & (begin + block * ROWS < old):
+        position = begin + block * ROWS + tl.arange(0, ROWS)
+        there = position < old
+        page = tl.load(page_table + request.to(tl.int64) * table_row + position // PAGE_ROWS, mask=there, other=0)
+        slot = page * PAGE_ROWS + position % PAGE_ROWS
         copy_rows(device, staging + slot, host, slot, there, WORDS, MAIN, REST)
         if block == 0:
-            tl.atomic_add(counters + 2, start.to(tl.int64), sem="relaxed")
+            tl.atomic_add(counters + 2, (old - begin).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["requests", "staging", "max_new"])
 def _translate(
     out, positions, position_row, page_table, table_row, seq_lens, new_lens, max_new, requests, staging,
-    CHOSEN: tl.constexpr, NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    CHOSEN: tl.constexpr, NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_ROWS: tl.constexpr, RATIO: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """Translate the selection of one new row of a prefilling request to slots. Skips other rows."""
@@ -197,10 +200,11 @@ def _translate(
         place = tl.arange(0, BLOCK_CHOSEN)
         exists = place < tl.where(new > NODES, CHOSEN, 0)
         position = tl.load(positions + token.to(tl.int64) * position_row + place, mask=exists, other=-1)
-        is_old = (position >= 0) & (position < start)
-        page = tl.load(page_table + request.to(tl.int64) * table_row + position // PAGE_SIZE, mask=is_old, other=0)
-        staged = staging + page * PAGE_SIZE + position % PAGE_SIZE
-        slot = tl.where(is_old, staged, tl.where(position >= 0, first + position - start, -1))
+        last = position * RATIO + RATIO - 1
+        is_old = (position >= 0) & (last < start)
+        page = tl.load(page_table + request.to(tl.int64) * table_row + position // PAGE_ROWS, mask=is_old, other=0)
+        staged = staging + page * PAGE_ROWS + position % PAGE_ROWS
+        slot = tl.where(is_old, staged, tl.where(position >= 0, first + last - start, -1))
         tl.store(out + token.to(tl.int64) * CHOSEN + place, slot, mask=exists)
 
 
@@ -213,7 +217,7 @@ class TritonSwap:
     """Implements ``HiSparse.load_selected`` once the new rows are on the device."""
 
     def __init__(self, pool: HotPool, host: HostRows, tables: HotTables) -> None:
-        self._pool, self._tables, sizes = pool, tables, pool.sizes
+        self._pool, self._tables, self._page_rows, sizes = pool, tables, host.page_rows, pool.sizes
         nbytes, device = pool.cells.shape[1], pool.cells.device
         self._device, self._host = pool.cells.view(word_of(nbytes)), host.cells.view(word_of(nbytes))
         self._row = row_constants(nbytes)
@@ -241,14 +245,16 @@ class TritonSwap:
         shape = {
             "NODES": min(sizes.nodes, geometry.max_new),
             "RAGGED": ragged,
-            "PAGE_SIZE": geometry.page_size,
+            "PAGE_ROWS": self._page_rows,
+            "RATIO": sizes.ratio,
             # No constant may vary with the batch: one kernel serves all batches.
             "BLOCK_REQUESTS": _block(requests, 32) if ragged else 1,
         }
         if geometry.max_new > sizes.nodes:
-            blocks = triton.cdiv(max(geometry.max_seq_len, 1), TILE_ROWS)
-            _stage[blocks, requests](
-                *batch, tables.counters, host, device, self._pool.staging, **shape, **self._row, ROWS=TILE_ROWS,
+            most = max(geometry.max_seq_len // sizes.ratio, 1)
+            window = most if sizes.window is None else sizes.window - 1  # without the row of a token itself
+            _stage[triton.cdiv(max(min(most, window), 1), TILE_ROWS), requests](
+                *batch, tables.counters, host, device, self._pool.staging, window, **shape, **self._row, ROWS=TILE_ROWS,
                 num_warps=WARPS,
             )  # fmt: skip
             _translate[(rows,)](
@@ -260,7 +266,7 @@ class TritonSwap:
             out, positions, positions.stride(0), *batch, table_rows.contiguous(), slots,
             tables.held[number], tables.hints[number], tables.order[number], self._touched, self._lists[0],
             self._lists[1], self._ready, self._done, tables.counters, host, device, requests,
-            self._pool.first_of(number), sizes.max_requests, sizes.max_context, copiers, **shape, **self._row,
+            self._pool.first_of(number), sizes.max_requests, sizes.max_positions, copiers, **shape, **self._row,
             COLUMNS=sizes.buffer_size, CHOSEN=chosen,
             BLOCK_WANTED=_block(shape["NODES"] * chosen, 32 * _PLANNING_WARPS),
             BLOCK_COLUMNS=_block(sizes.buffer_size, 32 * _PLANNING_WARPS), ROWS=_FEW_ROWS, num_warps=_PLANNING_WARPS,

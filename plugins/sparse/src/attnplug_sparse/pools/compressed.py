@@ -7,7 +7,7 @@ prefill and rejected drafts need no special handling.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -41,11 +41,13 @@ class EntryShape:
     series: int
     page_size: int
     kept: int
+    hosted: bool = False
+    """True if entries are kept elsewhere: a coordinator has them in host memory."""
 
     @property
     def entries(self) -> int:
-        """Entries per page."""
-        return self.page_size // self.ratio
+        """Entries per page that are kept here."""
+        return 0 if self.hosted else self.page_size // self.ratio
 
     @property
     def numbers(self) -> int:
@@ -53,8 +55,11 @@ class EntryShape:
         return self.entries * self.dim + self.kept * 2 * self.series * self.dim
 
 
-def entry_shapes(layer: LayerSpec, page_size: int, drafts: int = 0) -> tuple[EntryShape, ...]:
-    """Return the cache shapes of a compressed layer: of its entries and, if it has an index, of the index's keys."""
+def entry_shapes(layer: LayerSpec, page_size: int, drafts: int = 0, *, hosted: bool = False) -> tuple[EntryShape, ...]:
+    """Return the cache shapes of a compressed layer: of its entries and, if it has an index, of the index's keys.
+
+    With ``hosted``, entries that an index selects are kept elsewhere.
+    """
     dims, mla = layer.compressed, layer.mla
     assert dims is not None and mla is not None
     if page_size % dims.ratio:
@@ -64,32 +69,37 @@ def entry_shapes(layer: LayerSpec, page_size: int, drafts: int = 0) -> tuple[Ent
             settings=["page_size"],
         )
     kept = min(page_size, dims.span + drafts)
-    widths = [mla.row_dim] if layer.indexer is None else [mla.row_dim, layer.indexer.head_dim]
-    return tuple(EntryShape(dims.ratio, width, dims.series, page_size, kept) for width in widths)
+    entries = EntryShape(dims.ratio, mla.row_dim, dims.series, page_size, kept)
+    if layer.indexer is None:
+        return (entries,)
+    return replace(entries, hosted=hosted), replace(entries, dim=layer.indexer.head_dim)
 
 
-def compressed_page_bytes(layers: Sequence[LayerSpec], page_size: int, dtype: torch.dtype, drafts: int = 0) -> int:
+def compressed_page_bytes(
+    layers: Sequence[LayerSpec], page_size: int, dtype: torch.dtype, drafts: int = 0, *, hosted: bool = False
+) -> int:
     """Return the bytes of one page in a ``CompressedPool``."""
     own = [layer for layer in layers if layer.compressed is not None]
-    return dtype.itemsize * sum(shape.numbers for layer in own for shape in entry_shapes(layer, page_size, drafts))
+    shapes = (shape for layer in own for shape in entry_shapes(layer, page_size, drafts, hosted=hosted))
+    return dtype.itemsize * sum(shape.numbers for shape in shapes)
 
 
 class EntryCache:
     """Entries of one compressor, and the newest tokens of every page. All slots are token slots of the page table.
 
-    The entry of a window is stored at the slot of its last token divided by the ratio.
+    The entry of a window is stored at the slot of its last token divided by the ratio. ``hosted`` entries cannot be
+    read or written here.
     """
 
     def __init__(self, shape: EntryShape, num_pages: int, dtype: DType, device: torch.device | str) -> None:
         self.shape = shape
-        layout = PageLayout.named("token_major", num_pages, shape.entries, 1, shape.dim)
-        self._entries = PagedBuffer.allocate(layout, dtype=dtype, device=device)
         layout = PageLayout.named("token_major", num_pages, shape.kept, 1, 2 * shape.series * shape.dim)
         self._tokens = PagedBuffer.allocate(layout, dtype=dtype, device=device)
-
-    @property
-    def buffers(self) -> tuple[PagedBuffer, PagedBuffer]:
-        return self._entries, self._tokens
+        self.buffers: tuple[PagedBuffer, ...] = (self._tokens,)
+        if not shape.hosted:
+            layout = PageLayout.named("token_major", num_pages, shape.entries, 1, shape.dim)
+            self._entries = PagedBuffer.allocate(layout, dtype=dtype, device=device)
+            self.buffers = self._entries, self._tokens
 
     @property
     def entries(self) -> Tensor:
@@ -134,7 +144,7 @@ class CompressedPool:
 
     Requests may share whole pages only. A partly shared page holds the newest tokens of its end, not those at the end
     of the shared part, so the shared part has to be recomputed. ``drafts`` is the largest number of a request's newest
-    tokens that speculation may reject.
+    tokens that speculation may reject. With ``hosted``, a coordinator keeps the entries that indexes select.
     """
 
     def __init__(
@@ -146,6 +156,7 @@ class CompressedPool:
         dtype: DType,
         device: torch.device | str,
         drafts: int = 0,
+        hosted: bool = False,
     ) -> None:
         check_size(num_pages, page_size)
         if dtype is DType.FLOAT8_E4M3:
@@ -153,7 +164,8 @@ class CompressedPool:
         own = distinct_layers([layer for layer in layers if layer.compressed is not None], _KIND)
         self._caches = {
             layer_id: tuple(
-                EntryCache(shape, num_pages, dtype, device) for shape in entry_shapes(layer, page_size, drafts)
+                EntryCache(shape, num_pages, dtype, device)
+                for shape in entry_shapes(layer, page_size, drafts, hosted=hosted)
             )
             for layer_id, layer in own.items()
         }

@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, Claims, ForwardExtras, Geometry, LayerSpec, MLAPool, NewRows, Plan, PoolError
-from attnplug.kernels import Group, Softmax, attend, merge_partial, output_width, plan_groups
-from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions, SelectedRows
+from attnplug import (
+    BackendContext,
+    BackendError,
+    Claims,
+    ForwardBatch,
+    ForwardExtras,
+    Geometry,
+    LayerSpec,
+    MLAPool,
+    NewRows,
+    Plan,
+    PoolError,
+)
+from attnplug.kernels import Group, Softmax, attend, merge_partial, output_width, plan_groups, spread
+from attnplug.sparse import Coordinator, IndexerDims, IndexInputs, SelectedPositions, SelectedRows
 from attnplug_sparse.attention import SparseAttention
+from attnplug_sparse.hisparse.hot_pool import HOT_ENTRIES
 from attnplug_sparse.pools import COMPRESSED
 from attnplug_sparse.torch_sparse.entries import Entries, Windows
 from attnplug_sparse.torch_sparse.selection import attend_selected, choose_positions, selected_slots, selects_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LoadedSlots:
+    """Slots of what a coordinator has loaded for one layer, -1 for none: ``rows`` ``[rows, window]`` of the pool of
+    latent rows, ``entries`` ``[rows, topk]`` of that of entries."""
+
+    rows: Tensor
+    entries: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """Metadata of a plan: groups that cover the batch, and the compressor windows that its new tokens complete."""
+    """Metadata of a plan: groups that cover the batch, and the compressor windows that its new tokens complete.
+
+    With a coordinator of compressed layers, ``near`` ``[rows, window]`` are the positions in each row's sliding window,
+    newest first, -1 for none. ``loaded`` is set for the call of a layer.
+    """
 
     groups: tuple[Group, ...]
     windows: Mapping[tuple[int, int], Windows]
+    near: SelectedPositions | None = None
+    loaded: LoadedSlots | None = None
 
 
 class TorchSparseBackend(SparseAttention):
@@ -39,11 +67,65 @@ class TorchSparseBackend(SparseAttention):
             )
         self._mla: MLAPool = context.pools.mla
         self._entries = Entries(context.pools.cache(COMPRESSED)) if context.model.compressed_layers else None
+        self._window = max((layer.sliding_window or 0 for layer in context.model.layers), default=0)
 
     def plan(self, geometry: Geometry) -> Plan:
         new_slots, groups = plan_groups(geometry)
-        windows = {} if self._entries is None else self._entries.plan(geometry, new_slots)
-        return Plan.of(self.backend_id, geometry, Work(groups, windows), new_slots)
+        if self._entries is None:
+            return Plan.of(self.backend_id, geometry, Work(groups, {}), new_slots)
+        near = None
+        if self.coordinator is not None:
+            starts = [total - new for new, total in zip(geometry.query_lens, geometry.kv_lens, strict=True)]
+            _, position = spread(starts, geometry.query_lens, geometry.device)
+            distance = torch.arange(self._window, device=geometry.device)
+            near = SelectedPositions((position.unsqueeze(1) - distance).clamp_(min=-1).int())
+        work = Work(groups, self._entries.plan(geometry, new_slots), near)
+        return Plan.of(self.backend_id, geometry, work, new_slots)
+
+    def run_plan(
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+        extras: ForwardExtras | None,
+    ) -> Tensor:
+        if self.coordinator is not None and self._entries is not None and plan.query_rows:
+            self.layers.check(layer, q)
+            extras = self.layers.check_extras(layer, q, extras)
+            new = self.rows_to_write(self.coordinator, plan, k, v, layer, save_kv_cache)
+            loaded = self._load(self.coordinator, layer, new, extras, plan, batch)
+            plan, save_kv_cache = replace(plan, metadata=replace(plan.metadata, loaded=loaded)), False
+        return super().run_plan(plan, q, k, v, layer, batch, save_kv_cache, extras)
+
+    def _load(
+        self,
+        coordinator: Coordinator,
+        layer: LayerSpec,
+        new: tuple[Tensor, Tensor],
+        extras: ForwardExtras,
+        plan: Plan,
+        batch: ForwardBatch,
+    ) -> LoadedSlots:
+        """Write a layer's new rows and entries, and load the rows of the window and the selected entries."""
+        layer_id, geometry, count, work = layer.layer_id, batch.geometry, plan.query_rows, plan.metadata
+        rows = coordinator.load_selected(layer_id, *new, work.near, geometry).slots
+        if layer.compressed is None:
+            return LoadedSlots(rows, None)
+        if extras.entries is None:
+            raise BackendError(f"layer {layer_id} is compressed, and extras.entries were not given; give them")
+        entries, inputs = self._entries_of(layer), extras.entries.first(count)
+        if layer.indexer is None:
+            entries.write(layer_id, inputs, work.windows)
+            return LoadedSlots(rows, None)
+        if not isinstance(extras.selected, SelectedPositions):
+            raise BackendError(f"layer {layer_id}: {coordinator.name} loads entries by number; give SelectedPositions")
+        made = entries.make(layer_id, inputs, work.windows)
+        selected = SelectedPositions(extras.selected.positions[:count])
+        return LoadedSlots(rows, coordinator.load_entries(layer_id, *made, selected, geometry).slots)
 
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
         work: Work = plan.metadata
@@ -67,11 +149,12 @@ class TorchSparseBackend(SparseAttention):
         groups, lse = work.groups, extras.lse
         if extras.entries is not None and new is not None:
             self._entries_of(layer).write(layer.layer_id, extras.entries, work.windows)
+        loaded = work.loaded
         whole = len(groups) == 1 and groups[0].rows is None
         out = q if whole else q.new_empty(*q.shape[:2], output_width(layer))
         for group in groups:
             rows = slice(None) if group.rows is None else group.rows
-            result, sums = self._attend_group(q[rows], rows, layer, group, extras)
+            result, sums = self._attend_group(q[rows], rows, layer, group, extras, loaded)
             if lse is not None and sums is not None:
                 lse[rows] = sums
             if whole:
@@ -80,7 +163,13 @@ class TorchSparseBackend(SparseAttention):
         return out
 
     def _attend_group(
-        self, q: Tensor, rows: Tensor | slice, layer: LayerSpec, group: Group, extras: ForwardExtras
+        self,
+        q: Tensor,
+        rows: Tensor | slice,
+        layer: LayerSpec,
+        group: Group,
+        extras: ForwardExtras,
+        loaded: LoadedSlots | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return output and log-sum-exp of a group, whose queries are ``rows`` of the batch's."""
         softmax = Softmax(layer.scale, layer.sliding_window, layer.logit_cap)
@@ -89,12 +178,15 @@ class TorchSparseBackend(SparseAttention):
             slots = selected_slots(extras.selected, rows, group)
         sums: Tensor | None
         # With a coordinator only the selected rows are in the pool, even if all rows are selected.
-        if slots is not None and (self.coordinator is not None or not selects_all(slots, group)):
+        if loaded is not None:
+            near = loaded.rows[rows][:, : layer.sliding_window].long()
+            result, sums = self._attend_selected(q.float(), near, layer, Softmax(layer.scale, None, layer.logit_cap))
+        elif slots is not None and (self.coordinator is not None or not selects_all(slots, group)):
             result, sums = self._attend_selected(q, slots, layer, softmax)
         else:
             result, sums = self._attend_dense(q, layer, group, softmax, extras)
         if layer.compressed is not None and sums is not None:
-            part, part_sums = self._attend_entries(q, rows, layer, group, softmax, extras)
+            part, part_sums = self._attend_entries(q, rows, layer, group, softmax, extras, loaded)
             result, sums = merge_partial(result, sums, part, part_sums)
         if extras.sinks is not None and sums is not None:
             # The weight that the other keys keep; without a sink it is 1.
@@ -120,10 +212,20 @@ class TorchSparseBackend(SparseAttention):
         return attend_selected(q, slots, lambda where: self._mla.read_rows(layer_id, where), rank, softmax)
 
     def _attend_entries(
-        self, q: Tensor, rows: Tensor | slice, layer: LayerSpec, group: Group, softmax: Softmax, extras: ForwardExtras
+        self,
+        q: Tensor,
+        rows: Tensor | slice,
+        layer: LayerSpec,
+        group: Group,
+        softmax: Softmax,
+        extras: ForwardExtras,
+        loaded: LoadedSlots | None,
     ) -> tuple[Tensor, Tensor]:
         entries, layer_id = self._entries_of(layer), layer.layer_id
         softmax = Softmax(softmax.scale, None, softmax.cap)
+        if loaded is not None and loaded.entries is not None:
+            pool, chosen = self.context.pools.cache(HOT_ENTRIES), loaded.entries[rows].long()
+            return attend_selected(q, chosen, lambda at: pool.read_rows(layer_id, at), output_width(layer), softmax)
         if extras.selected is None:
             return entries.attend(layer_id, q, group, softmax)
         slots = entries.selected_slots(layer_id, extras.selected, rows, group)

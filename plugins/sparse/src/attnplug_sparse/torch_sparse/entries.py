@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -78,6 +78,24 @@ class Entries:
         cache = self._pool.entries(layer_id)
         write_entries(cache, inputs, windows[_key(cache.shape)])
 
+    def make(
+        self, layer_id: int, inputs: CompressorInputs, windows: Mapping[tuple[int, int], Windows]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the entries that new tokens complete, for a coordinator, and keep the tokens of unfinished windows.
+
+        Entries are ``[rows, dim]``, each in the row of its last token, and slots ``[rows]`` those of ``HostRows``, -1
+        for tokens that complete none.
+        """
+        cache = self._pool.entries(layer_id)
+        own, rows = windows[_key(cache.shape)], inputs.values.shape[0]
+        entries = inputs.values.new_zeros(rows, cache.shape.dim)
+        slots = torch.full((rows,), -1, dtype=torch.int64, device=entries.device)
+        last = own.rows[:, -1]
+        slots[last] = own.slots[:, -1] // cache.shape.ratio
+        for part, made in _new_entries(cache, inputs, own):
+            entries[last[part]] = made
+        return entries, slots
+
     def write_index(self, layer_id: int, inputs: CompressorInputs, windows: Mapping[tuple[int, int], Windows]) -> None:
         """Write the keys of the layer's index, as ``write`` writes entries."""
         cache = self._index(layer_id)
@@ -150,6 +168,12 @@ class Entries:
 
 def write_entries(cache: EntryCache, inputs: CompressorInputs, windows: Windows) -> None:
     """Write the entries of ``windows``, then keep new tokens, which overwrite tokens that were read before."""
+    for part, entries in _new_entries(cache, inputs, windows):
+        cache.write(windows.slots[part, -1], entries)
+
+
+def _new_entries(cache: EntryCache, inputs: CompressorInputs, windows: Windows) -> Iterator[tuple[slice, Tensor]]:
+    """Yield entries of ``windows`` with their range, then keep new tokens, which overwrite tokens that were read."""
     shape, new = cache.shape, torch.cat((inputs.values, inputs.gates), 1)
     span = windows.rows.shape[1]
     step = max(1, _TILE // (span * new.shape[1]))
@@ -162,7 +186,7 @@ def write_entries(cache: EntryCache, inputs: CompressorInputs, windows: Windows)
         entries = _entries(tokens.float(), slots < 0, shape, inputs.weights)
         first_positions = windows.numbers[part] * shape.ratio
         entries = _rotated(entries, first_positions, inputs.weights.frequencies)
-        cache.write(slots[:, -1], entries.to(new.dtype))
+        yield part, entries.to(new.dtype)
     cache.write_tokens(windows.kept, new)
 
 
