@@ -89,6 +89,7 @@ def test_forced_chunks_give_the_same_tokens_behind_the_hybrid_wrapper(oracle):
         check(running, oracle, [prompt])
 
 
+@pytest.mark.parametrize("oracle", [*STATES, "mamba2"], indirect=True)
 def test_hits_at_and_between_checkpoints_are_exact(oracle):
     """A7: a prefix is found as far as there is a snapshot, and only what lies after it is computed again."""
     running = engine(oracle, state_checkpoint=16)
