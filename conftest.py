@@ -18,6 +18,7 @@ _nowhere = tempfile.mkdtemp(prefix="attnplug-cache-")
 atexit.register(shutil.rmtree, _nowhere, ignore_errors=True)
 os.environ["ATTNPLUG_CACHE_DIR"] = _nowhere  # measured tables
 os.environ.pop("ATTNPLUG_TABLES", None)
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: a third of their CPU time
 
 
 def _onednn_only_slows() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,22 @@ def project(package: Path) -> dict[str, Any]:
     return tomllib.loads((package / "pyproject.toml").read_text())["project"]
 
 
+@cache
 def modules(folder: Path) -> set[str]:
     """The names that files in a folder can be imported by, once the folder is on the path."""
     return {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Yield the top-level name of each module that a file imports."""
+@cache
+def imported(path: Path) -> set[str]:
+    """Return the top-level names of the modules that a file imports."""
+    found = set[str]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            found.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module.partition(".")[0]
+            found.add(node.module.partition(".")[0])
+    return found
 
 
 def name(folder: Path) -> str:
@@ -45,7 +49,7 @@ def name(folder: Path) -> str:
 def test_no_test_imports_from_another_packages_tests(folder):
     elsewhere = set().union(*(modules(other) for other in FOLDERS if other != folder)) - sys.stdlib_module_names
     for path in folder.rglob("*.py"):
-        assert not elsewhere & set(imported(path)) - modules(folder) - modules(path.parent), path
+        assert not elsewhere & imported(path) - modules(folder) - modules(path.parent), path
 
 
 OF_THIRD_PARTIES = {"hypothesis", "packaging", "pytest", "transformers", "triton"}

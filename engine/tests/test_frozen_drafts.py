@@ -29,6 +29,7 @@ from attnplug_testing.errors import having
 LLAMA, QWEN, HYBRID = "tiny:llama", "tiny:qwen3", "tiny:qwen3_next"
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
 STEPS, HIDDEN, BACKBONE, HEADS = 3, 32, 64, 4
+NEW = 14
 READ = [1, 0, 1]
 CONFIG = {
     "model_type": "llama_assistant",
@@ -73,11 +74,11 @@ def drafting(model: str, folder, **settings: Any) -> Engine:
 @cache
 def longer(model: str) -> list[list[int]]:
     """The target's greedy tokens without a draft, more than the tests request."""
-    return tokens(engine(model), PROMPTS, params(PROMPTS, 24 + STEPS + 1))
+    return tokens(engine(model), PROMPTS, params(PROMPTS, NEW + STEPS + 1))
 
 
 def plain(model: str) -> list[list[int]]:
-    return [output[: 24 - 2 * number] for number, output in enumerate(longer(model))]
+    return [output[: NEW - 2 * number] for number, output in enumerate(longer(model))]
 
 
 # ---- tokens ----
@@ -99,15 +100,15 @@ def plain(model: str) -> list[list[int]]:
 def test_tokens_are_those_of_an_engine_without_a_draft(model, settings, assistants, monkeypatch):
     """By a random assistant, and by one that knows the accepted tokens."""
     folder, _ = assistants(model)
-    assert tokens(drafting(model, folder, **settings), PROMPTS, params(PROMPTS, 24)) == plain(model)
+    assert tokens(drafting(model, folder, **settings), PROMPTS, params(PROMPTS, NEW)) == plain(model)
     Coach(monkeypatch, PROMPTS, longer(model))
     one = drafting(model, folder, **settings)
-    assert tokens(one, PROMPTS, params(PROMPTS, 24)) == plain(model)
+    assert tokens(one, PROMPTS, params(PROMPTS, NEW)) == plain(model)
     assert one.statistics.rounds.acceptance > 0.5
 
 
 def test_drawn_tokens_are_those_of_an_engine_without_a_draft(assistants):
-    drawn = params(PROMPTS, 16, temperature=0.8, top_p=0.9)
+    drawn = params(PROMPTS, NEW, temperature=0.8, top_p=0.9)
     assert tokens(drafting(LLAMA, assistants()[0]), PROMPTS, drawn) == tokens(engine(), PROMPTS, drawn)
 
 
@@ -119,7 +120,7 @@ def test_captured_rounds_give_the_same_tokens(fill, assistants, monkeypatch):
     folder, _ = assistants()
     Coach(monkeypatch, PROMPTS, longer(LLAMA))
     one = captured(drafting(LLAMA, folder, overlap=True), (1, 2, 4))
-    assert tokens(one, PROMPTS, params(PROMPTS, 24)) == plain(LLAMA)
+    assert tokens(one, PROMPTS, params(PROMPTS, NEW)) == plain(LLAMA)
     assert one.statistics.replayed_steps > 3 and one.statistics.rounds.acceptance > 0.5
 
 
@@ -139,7 +140,7 @@ def test_with_a_plan_stream_its_one_plan_is_made_ahead_of_each_round(assistants,
         return found
 
     monkeypatch.setattr(EagerBatches, "plan_ahead", planned)
-    assert tokens(one, PROMPTS, params(PROMPTS, 24)) == expected
+    assert tokens(one, PROMPTS, params(PROMPTS, NEW)) == expected
     rounds, target, draft = one.statistics.rounds.timed, one.runner.backend.seen, one.rounds.draft.backend.seen
     assert ahead.count("decode") == rounds and 0 < ahead.count("target_verify") < rounds
     assert draft == ["decode"] * (rounds + 1), "one after the prefill"
@@ -215,7 +216,7 @@ def test_each_steps_logits_are_those_of_float64_over_the_committed_rows(model, d
     folder, tensors = assistants(model)
     one = drafting(model, folder)
     rows, coach = Rows(monkeypatch, one), Coach(monkeypatch, PROMPTS, longer(model))
-    assert tokens(one, PROMPTS, params(PROMPTS, 24)) == plain(model)
+    assert tokens(one, PROMPTS, params(PROMPTS, NEW)) == plain(model)
     embedding, checked, hidden, token = one.runner.model.embedding, 0, {}, {}
     for run, read in zip(coach.forwards, rows.read, strict=True):
         assert len(run.chosen) == len(read)
@@ -228,7 +229,7 @@ def test_each_steps_logits_are_those_of_float64_over_the_committed_rows(model, d
             assert_close(choice.logits.double(), logits, atol=2e-3, rtol=0)
             hidden[number], token[number] = state, choice.token
             checked += 1
-    assert checked > 60
+    assert checked > 40
 
 
 def test_its_backend_is_a_second_one_over_the_targets_rows(assistants, monkeypatch):
@@ -287,7 +288,7 @@ def test_a_config_alone_is_enough_for_random_weights(assistants):
     folder, _ = assistants()
     (folder / "model.safetensors").unlink()
     one = drafting(LLAMA, folder, random_weights=True)
-    assert tokens(one, PROMPTS, params(PROMPTS, 24)) == plain(LLAMA)
+    assert tokens(one, PROMPTS, params(PROMPTS, NEW)) == plain(LLAMA)
 
 
 # ---- what is refused ----

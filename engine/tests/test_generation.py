@@ -12,7 +12,7 @@ from attnplug_engine.request import SamplingParams
 from attnplug_testing.configs import TINY_YARN
 from attnplug_testing.rounded_oracle import watched_logits
 
-NEW_TOKENS = 32
+NEW_TOKENS = 16
 """Enough to go past a page of 64 tokens, past the context that YaRN begins with, and out of a tiny pool."""
 MODELS = {
     "llama": ("llama", {}),
@@ -125,7 +125,7 @@ def test_same_tokens_with_prefix_hits(oracles, name):
 
 @pytest.mark.parametrize(("name", "prefix_cache"), [("llama", True), ("deepseek_v3", False), ("glm_moe_dsa", True)])
 def test_same_tokens_when_a_tiny_pool_forces_preemption(oracles, name, prefix_cache):
-    engine = generate(oracles(name), page_size=8, num_pages=20, prefix_cache=prefix_cache)
+    engine = generate(oracles(name), page_size=8, num_pages=15, prefix_cache=prefix_cache)
     assert engine.scheduler.preemptions > 0
     if not prefix_cache:
         assert engine.runner.allocator.free_pages == engine.runner.allocator.num_pages

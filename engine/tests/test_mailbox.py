@@ -172,14 +172,15 @@ def finish(engine: Engine) -> None:
 
 
 @INTERPRETED
-@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
-@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:kimi_linear"])
+@pytest.mark.parametrize(
+    ("model", "overlap"),
+    [("tiny:llama", False), ("tiny:llama", True), ("tiny:deepseek_v3", False), ("tiny:kimi_linear", True)],
+)
 def test_steps_that_read_the_mailbox_give_the_tokens_of_eager_ones(model, overlap, monkeypatch):
     """Batches of 5 run eagerly in between, and those of 3 are padded."""
     engine = made(monkeypatch, model, overlap=overlap)
     eager = Engine(model, device="cpu", page_size=4, max_batch=5, prefix_cache=False)
-    for _ in range(2):
-        assert [one.token_ids for one in generated(engine)] == [one.token_ids for one in generated(eager)]
+    assert [one.token_ids for one in generated(engine)] == [one.token_ids for one in generated(eager)]
     assert engine.statistics.replayed_steps > engine.statistics.eager_steps > 0
 
 

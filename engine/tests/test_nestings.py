@@ -105,7 +105,7 @@ def nestings() -> list[Nesting]:
 
 def tokens(one: Engine) -> list[list[int]]:
     """Tokens of four requests that end one after the other; two of them sample."""
-    each = [replace(one, max_tokens=most) for one, most in zip(params(), (12, 8, 4, 2), strict=False)]
+    each = [replace(one, max_tokens=most) for one, most in zip(params(), (8, 6, 4, 2), strict=False)]
     return [done.token_ids for done in one.generate(PROMPTS[1:5], each)]
 
 

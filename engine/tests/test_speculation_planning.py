@@ -179,7 +179,7 @@ class TestGraphs:
         ],
     )
     def test_replayed_rounds_give_the_tokens_of_eager_ones(self, model, settings, overlap, counted):
-        """Rounds of 7 to 5 requests run eagerly, of 4 and 2 as captured, of 3 and 1 padded."""
+        """Rounds of 7 requests run eagerly, of 4 and 2 as captured, of 3 and 1 padded."""
         one = captured(engine(model, overlap=overlap, **settings), (2, 4))
         assert tokens(one) == plain(model)
         assert one.statistics.replayed_steps and one.statistics.eager_steps

@@ -22,7 +22,7 @@ from attnplug_testing.errors import having
 
 CONFIG = TINY_CONFIGS["deepseek_v3"]
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
-STEPS = 3
+STEPS, NEW = 3, 14
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,12 @@ def saved(tmp_path_factory):
 @pytest.fixture(scope="module")
 def longer(saved):
     """The target's greedy tokens without a draft, more than other tests request."""
-    return tokens(engine(saved[0]), PROMPTS, params(PROMPTS, 24 + STEPS + 1))
+    return tokens(engine(saved[0]), PROMPTS, params(PROMPTS, NEW + STEPS + 1))
 
 
 @pytest.fixture
 def plain(longer):
-    return [output[: 24 - 2 * number] for number, output in enumerate(longer)]
+    return [output[: NEW - 2 * number] for number, output in enumerate(longer)]
 
 
 def engine(folder, **settings: Any) -> Engine:
@@ -72,12 +72,12 @@ def test_tokens_are_those_of_an_engine_without_a_draft(settings, coached, saved,
     if coached:
         Coach(monkeypatch, PROMPTS, longer)
     one = drafting(saved[0], **settings)
-    assert tokens(one, PROMPTS, params(PROMPTS, 24)) == plain
+    assert tokens(one, PROMPTS, params(PROMPTS, NEW)) == plain
     assert one.statistics.rounds.acceptance > 0.5 or not coached
 
 
 def test_drawn_tokens_are_those_of_an_engine_without_a_draft(saved):
-    drawn = params(PROMPTS, 16, temperature=0.8, top_p=0.9)
+    drawn = params(PROMPTS, NEW, temperature=0.8, top_p=0.9)
     assert tokens(drafting(saved[0]), PROMPTS, drawn) == tokens(engine(saved[0]), PROMPTS, drawn)
 
 
@@ -88,7 +88,7 @@ def test_captured_rounds_give_the_same_tokens(fill, saved, plain, longer, monkey
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", refilled)
     Coach(monkeypatch, PROMPTS, longer)
     one = captured(drafting(saved[0], overlap=True), (1, 2, 4))
-    assert tokens(one, PROMPTS, params(PROMPTS, 24)) == plain
+    assert tokens(one, PROMPTS, params(PROMPTS, NEW)) == plain
     assert one.statistics.replayed_steps > 3 and one.statistics.rounds.acceptance > 0.5
 
 
@@ -132,7 +132,7 @@ def test_each_layers_logits_are_those_of_float64_over_its_own_rows(settings, sav
     """All other rows of the draft's cache are NaN, or of nodes that were rejected."""
     folder, tensors = saved
     coach = Coach(monkeypatch, PROMPTS, longer)
-    assert tokens(drafting(folder, **settings), PROMPTS, params(PROMPTS, 24)) == plain
+    assert tokens(drafting(folder, **settings), PROMPTS, params(PROMPTS, NEW)) == plain
     references = [Reference(tensors, coach, number) for number in range(len(PROMPTS))]
     checked = 0
     runs = [coach.forwards[first : first + STEPS] for first in range(0, len(coach.forwards), STEPS)]
@@ -148,7 +148,7 @@ def test_each_layers_logits_are_those_of_float64_over_its_own_rows(settings, sav
             owners = [_owner(coach, int(positions[0]), ids.tolist()) for positions, ids, _ in parts]
         for number, (positions, _, hidden) in zip(owners, parts, strict=True):
             checked += references[number].check(positions.tolist(), hidden, run)
-    assert checked > 60
+    assert checked > 40
 
 
 def _owner(coach: Coach, start: int, ids: list[int]) -> int:
@@ -189,7 +189,7 @@ def test_a_tree_of_a_draft_with_a_model_for_each_step(saved):
 def test_one_step_uses_one_layer_and_may_have_branches(saved, plain):
     one = engine(saved[0], speculative_algorithm="mtp", speculative_num_steps=1, speculative_topk=2)
     assert not isinstance(one.rounds.proposer, WindowProposer)
-    assert tokens(one, PROMPTS, params(PROMPTS, 24)) == plain
+    assert tokens(one, PROMPTS, params(PROMPTS, NEW)) == plain
 
 
 # ---- the prefix cache ----

@@ -35,7 +35,7 @@ def batched(name: str, implementation: str) -> list[Any]:
     with running:
         results = made.generate_batch(
             prompts(),
-            generation_config=GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            generation_config=GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0),
             continuous_batching_config=ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=48, **PAGE),
         )
     assert made.config._attn_implementation == implementation
@@ -98,6 +98,6 @@ def test_a_cap_is_served_though_transformers_own_implementations_leave_it_out():
     """So it is compared with generate, prompt by prompt."""
     made: Any = model("gemma2")
     made.set_attn_implementation("eager")
-    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = [made.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts()]
     assert batched("gemma2", NATIVE) == expected

@@ -61,7 +61,7 @@ def test_a_commit_equals_an_extend_by_the_accepted_tokens(setting, tokens) -> No
     assert same_bits(verified.bits(), extended.bits())
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_rounds_of_speculation(data, seed) -> None:
     """A7: verify, commit, and between them batches of other requests."""
