@@ -12,6 +12,7 @@ from attnplug_engine.execution import signals
 from attnplug_engine.request import DEFAULT_MAX_TOKENS, SamplingParams
 from attnplug_engine.speculation.options import DEFAULT_STEPS, Algorithm
 from attnplug_engine.text.chat import Chat
+from attnplug_engine.text.template_process import PROCESS as TEMPLATES
 
 
 def declare(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -140,6 +141,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
+    if any(isinstance(line.prompt, Chat) for line in lines):
+        TEMPLATES.start()  # it is ready when the model is loaded
     with signals.exit_immediately():
         from attnplug_engine.cli.generate import generate
 

@@ -10,7 +10,7 @@ from attnplug import ForwardMode, PoolError, UsageError
 from attnplug.host import AttnplugError
 from attnplug.kernels import PageCopy
 from attnplug.sparse import Coordinator
-from attnplug_engine.request import FinishReason, Request, RequestState
+from attnplug_engine.request import FinishReason, PromptError, Request, RequestState
 from attnplug_engine.scheduling.kv_cache_manager import KVCacheManager
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
@@ -158,9 +158,9 @@ class Scheduler:
             raise UsageError(f"request {request.id} was added before; give every request an id of its own")
         prompt = len(request.prompt)
         if not prompt:
-            raise UsageError(f"request {request.id} has an empty prompt; give at least one token")
+            raise PromptError(f"request {request.id} has an empty prompt; give at least one token")
         if prompt >= self._context_length:
-            raise UsageError(
+            raise PromptError(
                 f"request {request.id} has a prompt of {prompt} tokens, and the context holds {self._context_length}, "
                 f"new tokens included; shorten the prompt to {self._context_length - 1} tokens or fewer"
             )
