@@ -20,6 +20,7 @@ import resource
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import NoReturn
@@ -146,29 +147,32 @@ def limit_memory(more: int, out_of_memory: int) -> None:
     Linux enforces the limit of the address space. macOS does not, so the resident memory is also checked after every
     50 ms of CPU time, which a single large allocation may exceed.
     """
-    watch_memory(_peak_bytes() + more, out_of_memory)
-    try:
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))
-    except (OSError, ValueError):  # no /proc, or a lower limit is set already
-        pass
+    total, resident = _used_bytes()
+    watch_memory(resident + more, out_of_memory)
+    with suppress(OSError, ValueError):  # a lower limit is set already, or there is none
+        resource.setrlimit(resource.RLIMIT_AS, (total + more, total + more))
 
 
 def watch_memory(most: int, out_of_memory: int) -> None:
     """End this process with exit code ``out_of_memory`` when its resident memory exceeds ``most`` bytes."""
 
     def check(*_: object) -> None:
-        if _peak_bytes() > most:
+        if _used_bytes()[1] > most:
             os._exit(out_of_memory)
 
     signal.signal(signal.SIGPROF, check)
     signal.setitimer(signal.ITIMER_PROF, _WATCH_SECONDS, _WATCH_SECONDS)
 
 
-def _peak_bytes() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _used_bytes() -> tuple[int, int]:
+    """Return the bytes of the address space and of the resident memory."""
+    try:
+        with open("/proc/self/statm") as file:
+            total, resident = map(int, file.read().split()[:2])
+    except OSError:  # macOS, where the peak is in bytes; that of Linux begins with the parent's
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak, peak
+    return total * resource.getpagesize(), resident * resource.getpagesize()
 
 
 def main() -> None:
