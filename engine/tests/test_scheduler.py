@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from attnplug import ForwardMode, PoolError, UsageError
-from attnplug_engine.request import FinishReason, PromptError, Request, RequestState, SamplingParams
+from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
 from attnplug_engine.scheduling.scheduler import Scheduler, StepError
 from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.step import Step
+from attnplug_engine.text.errors import PromptError
 from attnplug_testing.errors import having, naming
 
 

@@ -21,10 +21,11 @@ from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EmbedOptions, EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.prepare import Prepared, prepare
-from attnplug_engine.request import PromptError, Request, SamplingParams
+from attnplug_engine.request import Request, SamplingParams
 from attnplug_engine.scheduling.step import Step, StepEntry
 from attnplug_engine.sizing import cache_budget, page_and_context
 from attnplug_engine.text.encoder import PromptEncoder, naming_prompt
+from attnplug_engine.text.errors import PromptError
 
 Prompt = str | Sequence[int]
 

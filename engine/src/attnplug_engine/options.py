@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnplug import DType, GraphLevel, Role, UsageError
+from attnplug.declare.capabilities import check_device
 from attnplug.declare.problem import LARGEST_PAGE
 from attnplug.hf.config_keys import show
 from attnplug.host import ExtendPolicy
@@ -100,6 +101,7 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None:  # "bf16" and torch.bfloat16 stand for the member
                 object.__setattr__(self, name, DType.parse(str(value).removeprefix("torch."), name))
+        check_device(self.device)
         self._check_whole("max_batch", 1, LARGEST_BATCH)
         for name in ("num_pages", "context_length", "state_slots", "state_checkpoint"):
             if getattr(self, name) is not None:

@@ -21,10 +21,6 @@ LARGEST = LARGEST_SEED = 2**63 - 1
 _LARGEST_FLOAT, _SMALLEST_FLOAT = sys.float_info.max, math.ulp(0.0)
 
 
-class PromptError(UsageError):
-    """A prompt cannot be served. Others of the same model can."""
-
-
 def _refuse(name: str, value: object, allowed: str) -> UsageError:
     return UsageError(f"`{name}` {show(value)} is not allowed; give {allowed}", settings=[name])
 

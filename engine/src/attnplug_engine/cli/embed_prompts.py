@@ -16,9 +16,9 @@ from attnplug_engine.embedding import Embedder, Embedding
 from attnplug_engine.options import EmbedOptions
 from attnplug_engine.parallel.collectives import TensorParallel
 from attnplug_engine.parallel.ranks import join_ranks, leave_ranks
-from attnplug_engine.request import PromptError
 from attnplug_engine.text.chat import Chat
 from attnplug_engine.text.encoder import naming_prompt
+from attnplug_engine.text.errors import PromptError
 
 _SHOWN = 4
 

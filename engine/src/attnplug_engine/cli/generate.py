@@ -23,8 +23,9 @@ from attnplug_engine.engine import Engine
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import TensorParallel
 from attnplug_engine.parallel.ranks import join_ranks, leave_ranks
-from attnplug_engine.request import FinishReason, PromptError, Request
+from attnplug_engine.request import FinishReason, Request
 from attnplug_engine.text.encoder import naming_prompt
+from attnplug_engine.text.errors import PromptError
 from attnplug_engine.text.transcript import Transcript
 
 INTERRUPTED = 130

@@ -10,7 +10,7 @@ from attnplug import ForwardMode, PoolError, UsageError
 from attnplug.host import AttnplugError
 from attnplug.kernels import PageCopy
 from attnplug.sparse import Coordinator
-from attnplug_engine.request import FinishReason, PromptError, Request, RequestState
+from attnplug_engine.request import FinishReason, Request, RequestState
 from attnplug_engine.scheduling.kv_cache_manager import KVCacheManager
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
@@ -18,6 +18,7 @@ from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.state_allocator import StateAllocator
 from attnplug_engine.scheduling.state_slots import StateSlots
 from attnplug_engine.scheduling.step import BAD_LOGITS, PENDING, Step, StepEntry, StepResult
+from attnplug_engine.text.errors import PromptError
 
 MAX_IN_FLIGHT = 2
 _UNKNOWN = (PENDING,)

@@ -14,8 +14,8 @@ from attnplug.hf.config_keys import read_json_object, read_text, show
 from attnplug.host import AttnplugError
 from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.checkpoints.safetensors import checkpoint_folder
-from attnplug_engine.request import PromptError
 from attnplug_engine.text.chat import Chat
+from attnplug_engine.text.errors import PromptError
 from attnplug_engine.text.template_process import PROCESS
 from attnplug_engine.text.tokenizer_config import TokenizerConfig
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from attnplug import PoolError, UsageError
 from attnplug.hf.config_keys import show
-from attnplug_engine.request import PromptError
 from attnplug_engine.text.chat import Chat
 from attnplug_engine.text.chat_template import ChatTemplate
+from attnplug_engine.text.errors import PromptError
 from attnplug_engine.text.tokenizer import Tokenizer, find_tokenizer
 
 Prompt = str | Sequence[int] | Chat

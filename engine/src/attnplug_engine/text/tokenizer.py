@@ -13,7 +13,7 @@ from attnplug import UsageError
 from attnplug.hf.config_keys import read_json_object, regular_size, show
 from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.checkpoints.safetensors import checkpoint_folder
-from attnplug_engine.request import PromptError
+from attnplug_engine.text.errors import PromptError
 from attnplug_engine.text.tokenizer_config import TokenizerConfig
 
 _MAX_TOKEN = 1 << 30
