@@ -373,18 +373,28 @@ def test_a_command_line_is_read_without_torch(prompts):
     code = """
 import sys
 from attnplug.cli.main import main
-for arguments in (["--version"], ["--help"], ["run", "--help"], ["run", "--model", "tiny:llama"], sys.argv[1:]):
+prompt = ["run", "--model", "tiny:llama", "--prompt", "x"]
+wrong = ["--num-pages=0", "--page-size=0", "--max-tokens=0", "--max-batch=0", "--context-length=0", "--device=tpu",
+         "--dtype=x", "--cuda-graph-batch-sizes=x", "--mla-chunk-capacity=0", "--hisparse-config=x", "--state-slots=0",
+         "--speculative-algorithm=x", "--enable-plan-stream", "--backend-option=x"]
+for arguments in (["--version"], ["--help"], ["run", "--help"], ["run", "--model", "tiny:llama"],
+                  *([*prompt, option] for option in wrong), ["conform", "nobody"],
+                  ["conform", "torch_native", "--jobs=0"], sys.argv[1:]):
     sys.argv = ["attnplug", *arguments]
     try:
         main()
     except SystemExit as ended:
         code = ended.code
+    print(arguments[-1].partition("=")[0], file=sys.stderr)
 print([name for name in ("torch", "numpy", "rich") if name in sys.modules], code)
 """
     arguments = ["run", "--model", "tiny:llama", "--prompts", prompts("{"), "--tensor-parallel", "2"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] 2"
     assert "not JSON" in done.stderr
+    errors = done.stderr[done.stderr.index("error: --num-pages") :].splitlines()
+    assert len(errors) == 2 * 17
+    assert all(option in error for error, option in zip(errors[:-2:2], errors[1:-2:2], strict=True))
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -101,7 +101,8 @@ def test_a_command_line_is_read_without_torch(prompts):
     code = """
 import sys
 from attnplug.cli.main import main
-for arguments in (["embed", "--help"], sys.argv[1:]):
+wrong = ["embed", "--model", "tiny:llama", "--prompt", "x", "--page-size", "0"]
+for arguments in (["embed", "--help"], wrong, sys.argv[1:]):
     sys.argv = ["attnplug", *arguments]
     try:
         main()
@@ -112,7 +113,7 @@ print([name for name in ("torch", "numpy", "rich") if name in sys.modules], code
     arguments = ["embed", *TINY, "--prompts", prompts(*LINES), "--tensor-parallel", "3"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] 1"
-    assert not missing_values(done.stderr, "4 heads", "3 ranks")
+    assert not missing_values(done.stderr, "--page-size 0", "4 heads", "3 ranks")
 
 
 def test_pooling_and_normalisation_are_the_checkpoints_unless_asked_for(attnplug: Attnplug, embedding_model, prompts):
