@@ -305,6 +305,19 @@ def test_a_template_that_exceeds_a_limit_is_reported_and_the_next_one_is_rendere
     template_process.PROCESS.close()
 
 
+def test_the_time_limit_holds_in_a_process_that_ignores_and_blocks_its_signal(monkeypatch):
+    monkeypatch.setattr(template_process, "SECONDS", 0.1)
+    handler = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    try:
+        template_process.PROCESS.close()
+        with pytest.raises(UsageError, check=naming("0.1 s")):
+            template_process.PROCESS.render(TOO_SLOW[0], {})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGALRM, handler)
+
+
 def test_the_memory_limit_holds_where_the_system_enforces_none():
     """As on macOS: the worker checks its own resident memory."""
     run = "import resource, runpy, sys; resource.setrlimit = lambda *_: None; sys.argv[0] = sys.argv.pop(1)"

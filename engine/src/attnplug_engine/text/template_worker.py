@@ -179,6 +179,8 @@ def main() -> None:
     """Answer requests until standard input ends."""
     out_of_memory = int(sys.argv[2])
     limit_memory(int(sys.argv[1]), out_of_memory)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a parent that ignores or blocks it has passed that on
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM, signal.SIGPROF})
     try:
         for line in sys.stdin.buffer:
             request = json.loads(line)
