@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from typing import TYPE_CHECKING
 
 from attnplug import Role
 from attnplug.cli.app import Commands, add_command
@@ -17,8 +18,10 @@ from attnplug_engine.cli.arguments import (
 )
 from attnplug_engine.cli.prompts import PromptLine, read_prompts
 from attnplug_engine.execution import signals
-from attnplug_engine.options import EmbedOptions
 from attnplug_engine.request import SamplingParams
+
+if TYPE_CHECKING:
+    from attnplug_engine.options import EmbedOptions
 
 _NOTHING = SamplingParams(max_tokens=1)
 """Placeholder: embedding samples no tokens."""
@@ -43,6 +46,8 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    from attnplug_engine.options import EmbedOptions  # imported here, as --help does not need it
+
     options = EmbedOptions(
         **shared_settings(parsed),
         pooling=None if parsed.pooling is None else Pooling.parse(parsed.pooling, "--pooling"),

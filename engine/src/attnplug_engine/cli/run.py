@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from attnplug import DType, ExtendPath, Role, Setting, UsageError
 from attnplug.cli.app import Commands, add_command
-from attnplug.host import ExtendPolicy
 from attnplug_engine.cli.arguments import (
     TEXT,
     add_model_and_prompts,
@@ -18,11 +18,12 @@ from attnplug_engine.cli.arguments import (
 )
 from attnplug_engine.cli.prompts import PromptLine, read_prompts
 from attnplug_engine.execution import signals
-from attnplug_engine.options import EngineOptions
 from attnplug_engine.request import DEFAULT_MAX_TOKENS, SamplingParams
 from attnplug_engine.speculation.options import DEFAULT_STEPS, Algorithm
 from attnplug_engine.text.chat import Chat
-from attnplug_engine.text.template_process import PROCESS as TEMPLATES
+
+if TYPE_CHECKING:
+    from attnplug_engine.options import EngineOptions
 
 
 def declare(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -150,6 +151,9 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _options(parsed: argparse.Namespace) -> EngineOptions:
+    from attnplug.host import ExtendPolicy  # imported here, as --help needs neither
+    from attnplug_engine.options import EngineOptions
+
     policy = ExtendPolicy()
     if parsed.mla_extend is not None:
         policy = replace(policy, forced=ExtendPath.parse(parsed.mla_extend))
@@ -195,7 +199,9 @@ def _sizes(flag: str, text: str | None) -> tuple[int, ...] | None:
 
 def _generate(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions) -> int:
     if any(isinstance(line.prompt, Chat) for line in lines):
-        TEMPLATES.start()  # it is ready when the model is loaded
+        from attnplug_engine.text.template_process import PROCESS
+
+        PROCESS.start()  # it is ready when the model is loaded
     with signals.exit_immediately():
         from attnplug_engine.cli.generate import generate
 
