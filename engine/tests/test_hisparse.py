@@ -352,18 +352,18 @@ def test_settings_that_do_not_fit_are_refused(settings, named):
 
 
 def test_too_little_host_memory_is_an_error_with_the_sizes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("attnplug_engine.options.available_memory", lambda: 2**20)
+    monkeypatch.setattr("attnplug_engine.sizing.available_memory", lambda: 2**20)
     with pytest.raises(PoolError, check=having(4096, 4, settings=("num_pages", "hisparse_config"))):
         make(num_pages=4096)
 
 
 def test_pages_are_as_many_as_host_and_device_have_room_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("attnplug_engine.options.available_memory", lambda: 64_000)
+    monkeypatch.setattr("attnplug_engine.sizing.available_memory", lambda: 64_000)
     row = 4 * 40  # bytes, in each of four layers
     assert make().runner.capacity.num_pages == 64_000 // (4 * LAYERS * row)
     given = {"host_memory_gib": 32_000 / 2**30, "device_buffer_size": 13}
     assert make(hisparse_config=given).runner.capacity.num_pages == 32_000 // (4 * LAYERS * row)
-    monkeypatch.setattr("attnplug_engine.options._CPU_CACHE_BYTES", 1000)
+    monkeypatch.setattr("attnplug_engine.sizing._CPU_CACHE_BYTES", 1000)
     with pytest.raises(PoolError, check=having(13, 3, settings=("enable_hisparse", "max_batch", "hisparse_config"))):
         make()
 

@@ -65,7 +65,7 @@ def test_too_few_pages_for_proposed_tokens_name_their_option(attnplug: Attnplug)
     arguments = ("--model", "tiny:llama", "--prompt", "x", "--device", "cpu", "--num-pages", "2", "--page-size", "4")
     outcome = attnplug("run", *arguments, "--max-tokens", "5", ALGORITHM, "ngram")
     assert outcome.code == 1
-    assert not missing_values(outcome.err, "4 pages", 1, 5, 8, "max_tokens", "--num-pages")
+    assert not missing_values(outcome.err, "4 pages", 1, 5, 8, "--max-tokens", "--num-pages")
 
 
 def test_branches_without_tokens_are_refused_by_explain_too(attnplug: Attnplug):

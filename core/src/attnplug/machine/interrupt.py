@@ -6,16 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 EXIT_CODE = 130
-
-
-def end_on_interrupt(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Exception hook: end the process on an interrupt, without traceback, and show any other error as usual."""
-    if issubclass(kind, KeyboardInterrupt):
-        end_now()
-    sys.__excepthook__(kind, error, traceback)
 
 
 def end_now(*_: object) -> None:

@@ -15,7 +15,7 @@ _ALLOWED = 'a list of messages, each an object with texts as "role" and "content
 class Chat:
     """Messages for the checkpoint's chat template: ``Chat([{"role": "user", "content": "Hello"}])``.
 
-    A message may have further keys; their meaning is defined by the template.
+    A message may have further keys, with JSON values; their meaning is defined by the template.
     """
 
     messages: Sequence[Mapping[str, object]]
