@@ -20,7 +20,7 @@ from attnplug_tune.measure import Failed, Timed
 from attnplug_tune.place import bandwidth, commit
 from attnplug_tune.process import in_own_process
 from attnplug_tune.report import report_page
-from attnplug_tune.results import Comparison, Results, Row, compare, read_results, row_of, standings
+from attnplug_tune.results import BenchRow, Comparison, Results, compare, read_results, row_of, standings
 from attnplug_tune.table_writing import versions_of
 from attnplug_tune.workload import Workload, read_workload
 
@@ -61,7 +61,7 @@ def bench(parsed: argparse.Namespace) -> int:
     return 1 if not rows or any(isinstance(each, Failed) for each in failed) else 0
 
 
-def _plotted(path: str, rows: list[Row], header: Mapping[str, object], notes: Sequence[str]) -> str:
+def _plotted(path: str, rows: list[BenchRow], header: Mapping[str, object], notes: Sequence[str]) -> str:
     """Draw the results in the format of the file's suffix: SVG, or an HTML page with tables."""
     if Path(path).suffix.lower() == ".svg":
         return rows_as_svg(rows) + "\n"
