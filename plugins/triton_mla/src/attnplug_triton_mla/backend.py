@@ -94,7 +94,7 @@ class TritonMLABackend(SparseAttention):
             properties = torch.cuda.get_device_properties(device)
             multiprocessors = properties.multi_processor_count
             shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # torch's stub lacks it
-            ragged = ragged or fit_ragged(shared)
+            ragged = ragged or fit_ragged(shared, shape.ragged_dims)
             self._limits = MLAKernelLimits(
                 10 * properties.major + properties.minor,
                 shared,

@@ -17,6 +17,7 @@ _SEQUENCES_AT_A_TIME = 256
 _LEAST_WIDTH = 16  # of a matrix product
 MAX_WIDTH = 256
 """Maximum width of a head: nope and rope together, and values."""
+_WIDTH_OF_THREE_STAGES = 320
 _COPIED = 16
 """Alignment in bytes of rows and heads that TMA copies."""
 
@@ -41,9 +42,11 @@ def supports_ragged(shape: MLAShape) -> bool:
     return max(shape.ragged_dims) <= MAX_WIDTH and not nope_bytes % _COPIED
 
 
-def fit_ragged(shared_bytes: int) -> RaggedConfig:
-    """Return the configuration for a GPU by its shared memory per program."""
-    return RaggedConfig() if shared_bytes >= 200 << 10 else RaggedConfig(64, 32, 4, 2)
+def fit_ragged(shared_bytes: int, dims: tuple[int, int]) -> RaggedConfig:
+    """Return the configuration for a GPU's shared memory per program, and (key, value) widths of heads."""
+    if shared_bytes < 200 << 10:
+        return RaggedConfig(64, 32, 4, 2)
+    return RaggedConfig(stages=3 if sum(dims) <= _WIDTH_OF_THREE_STAGES else 2)
 
 
 def plan_tiles(call: RaggedCall, config: RaggedConfig) -> Tensor:
