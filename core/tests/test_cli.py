@@ -85,6 +85,24 @@ def test_a_reader_that_goes_away_gets_no_traceback(arguments: list[str]) -> None
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_closed_standard_output_is_an_error(
+    attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """As by ``>&-``: results would be lost with exit code 0."""
+    monkeypatch.setattr(sys, "stdout", None)
+    outcome = attnplug("backends", *options)
+    assert outcome.code == 2 and "standard output is closed" in outcome.err
+    monkeypatch.setattr(sys, "stderr", None)
+    assert attnplug("backends", *options).code == 2
+
+
+def test_a_closed_standard_error_is_none(attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    outcome = attnplug("backends", "--json")
+    assert outcome.code == 0 and outcome.json
+
+
 def test_a_full_disk_is_an_error_for_a_person() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -134,15 +152,15 @@ output.write_line("b" * 50)
 
 
 @pytest.mark.parametrize(
-    ("command", "module"),
+    ("command", "module", "caught"),
     [
-        ("attnplug", "attnplug.declare.capabilities"),
-        ("attnplug", "attnplug.cli.backends"),
-        ("-m attnplug", "attnplug.cli.app"),
+        ("attnplug", "attnplug.declare.capabilities", "raise RuntimeError"),  # as in a class body in Python 3.11
+        ("attnplug", "attnplug.cli.backends", "raise"),
+        ("-m attnplug", "attnplug.cli.app", "pass"),
     ],
 )
 def test_an_interrupt_while_the_command_is_imported_gets_no_traceback(
-    tmp_path: Path, command: str, module: str
+    tmp_path: Path, command: str, module: str, caught: str
 ) -> None:
     """Ctrl-C in the first tenths of a second: by its script, and by ``python -m``."""
     (tmp_path / "sitecustomize.py").write_text(f"""
@@ -152,7 +170,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it is ign
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
-            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                {caught}
 
 sys.meta_path.insert(0, Interrupting())
 """)

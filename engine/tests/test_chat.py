@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnplug import UsageError
+from attnplug.host import AttnplugError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Chat, Engine
 from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.cli.prompts import read_prompts
 from attnplug_engine.models.architectures import build_model
 from attnplug_engine.request import SamplingParams
+from attnplug_engine.text import template_process
 from attnplug_engine.text.chat_template import ChatTemplate
 from attnplug_engine.text.tokenizer import FileTokenizer, end_tokens, find_tokenizer
 from attnplug_testing.errors import naming
@@ -257,8 +262,8 @@ def test_a_template_of_an_older_processor(folder):
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% set space = namespace(__class__=1) %}", "not allowed"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-        ("{{ 'x' * 10**10 }}", "'x' * 10000000000 is too large"),
-        ("{{ 9 ** 1000000 }}", "9 ** 1000000 is too large"),
+        ("{{ 9 ** 100000 }}", "4300 digits"),
+        ("{{ raise_exception('\x1b[2J\u009b2J') }}", "refuses: ?[2J?2J"),
         ("{% for i in range(9999) %}{% for j in range(9999) %}" + "x" * 999 + "{% endfor %}{% endfor %}", "characters"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
         ("{% include 'other' %}", "no loader"),
@@ -271,6 +276,97 @@ def test_a_template_that_fails_gives_one_message(folder, template, told):
     message = refusal(folder)
     assert told in message
     assert "tokenizer_config.json" in message
+
+
+TOO_SLOW = (
+    "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+    "{{ lipsum(n=1000000) }}",
+    "{{ [1] | slice(100000000) | list }}",
+    "{% set n = namespace(x=9) %}{% for i in range(9) %}{% set n.x = n.x ** 9 %}{% endfor %}",
+)
+TOO_LARGE = (
+    "{{ 'x'.ljust(1500000000) }}",
+    "{{ 'x' | center(1500000000) }}",
+    "{{ 'x' * 10**10 }}",
+    "{% set n = namespace(x='xxxx') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "limit"), [*((each, "0.1 s") for each in TOO_SLOW), *((each, "64 MiB") for each in TOO_LARGE)]
+)
+def test_a_template_that_exceeds_a_limit_is_reported_and_the_next_one_is_rendered(monkeypatch, template, limit):
+    monkeypatch.setattr(template_process, "SECONDS", 0.1 if limit == "0.1 s" else 5.0)
+    monkeypatch.setattr(template_process, "MEMORY", 64 << 20)
+    template_process.PROCESS.close()
+    with pytest.raises(UsageError, check=naming("the file", limit)):
+        ChatTemplate(template, "the file", {}).render(Chat(MESSAGES))
+    assert ChatTemplate("{{ messages[1].content }}", "", {}).render(Chat(MESSAGES)) == "hello"
+    template_process.PROCESS.close()
+
+
+def test_the_time_limit_holds_in_a_process_that_ignores_and_blocks_its_signal(monkeypatch):
+    monkeypatch.setattr(template_process, "SECONDS", 0.1)
+    handler = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    try:
+        template_process.PROCESS.close()
+        with pytest.raises(UsageError, check=naming("0.1 s")):
+            template_process.PROCESS.render(TOO_SLOW[0], {})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def test_the_memory_limit_holds_where_the_system_enforces_none():
+    """As on macOS: the worker checks its own resident memory."""
+    run = "import resource, runpy, sys; resource.setrlimit = lambda *_: None; sys.argv[0] = sys.argv.pop(1)"
+    command = ["-c", f"{run}; runpy.run_path(sys.argv[0], run_name='__main__')", str(template_process._WORKER)]
+    process = subprocess.run(
+        [sys.executable, *command, str(64 << 20), "77", json.dumps(sys.path)],
+        input=json.dumps({"template": TOO_LARGE[3], "variables": {}, "seconds": 5}),
+        capture_output=True,
+        text=True,
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (77, "", "")
+
+
+def test_one_worker_renders_all_prompts_and_an_interrupt_does_not_mix_answers():
+    def pid():
+        return template_process.PROCESS._process.pid
+
+    def render(template, **variables):
+        return template_process.PROCESS.render(template, variables)
+
+    assert render("{{ a }}", a="\ud800é") == {"text": "\ud800é"}
+    before = pid()
+    assert render("{{ a }}", a=2) == {"text": "2"} and pid() == before
+    with pytest.raises(UsageError, check=naming("JSON", "set")):
+        render("{{ a }}", a={1})
+    assert pid() == before
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            render(TOO_SLOW[0])
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert render("{{ a }}", a=3) == {"text": "3"} and pid() != before
+
+
+def test_a_worker_that_is_gone_is_replaced_and_a_dying_one_is_reported(monkeypatch):
+    template_process.PROCESS.start()
+    process = template_process.PROCESS._process
+    process.kill()
+    process.wait()
+    assert template_process.PROCESS.render("x", {}) == {"text": "x"}
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    template_process.PROCESS.close()
+    with pytest.raises(AttnplugError, check=naming("exit code 1")):
+        template_process.PROCESS.render("x", {})
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    with pytest.raises(AttnplugError, check=naming("/nowhere")):
+        template_process.PROCESS.render("x", {})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ from attnplug.host import AttnplugError, load_registry
 from attnplug.registry.loading import Broken
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.execution.sampler import Sampler
+from attnplug_engine.text.tokenizer import ByteTokenizer
 from attnplug_testing.command import Attnplug
+from attnplug_testing.errors import missing_values
 
 
 def in_own_process(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -223,7 +225,7 @@ def test_min_p_of_the_command_and_of_a_line(attnplug: Attnplug, prompts):
     outcome = attnplug(*hot, "--prompts", prompts({"prompt": "hello"}, {"prompt": "hello", "min_p": 1}), "--json")
     drawn, likeliest = sorted((json.loads(line) for line in outcome.out.splitlines()), key=lambda line: line["index"])
     assert likeliest["text"] == greedy[:-1] != drawn["text"]
-    assert "min_p=2.0" in attnplug(*RUN, "--prompt", "x", "--min-p", "2").err
+    assert "--min-p 2.0" in attnplug(*RUN, "--prompt", "x", "--min-p", "2").err
 
 
 BAD_LINES = [
@@ -234,26 +236,23 @@ BAD_LINES = [
     ({"prompt": "x", "prompt_token_ids": [1]}, "exactly one of"),
     ({"prompt": 3}, "must be a string"),
     ({"prompt_token_ids": "x"}, "must be a list"),
-    ({"prompt_token_ids": [1, 999]}, "999"),
-    ({"prompt_token_ids": []}, "empty prompt"),
     ({"prompt": "x", "temperature": -1}, "temperature"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "stop_token_ids": [[]]}, "stop_token_ids"),
     ({"prompt": "x", "stop": 3}, "stop is 3"),
-    ({"prompt": "x", "stop": [""]}, "stop=('',)"),
-    ({"prompt": "x", "stop": ""}, "stop=('',)"),
-    ({"prompt": "x", "logprobs": -1}, "logprobs=-1"),
+    ({"prompt": "x", "stop": [""]}, "stop ('',)"),
+    ({"prompt": "x", "stop": ""}, "stop ('',)"),
+    ({"prompt": "x", "logprobs": -1}, "logprobs -1"),
     ({"prompt": "x", "id": [1]}, "id is [1]"),
     ('{"prompt": "x", "id": 1e400}', "id is inf"),
-    ({"prompt": "x", "max_tokens": 10**400}, "max_tokens=1000"),
-    ({"prompt": "x", "temperature": 10**400}, "temperature=1000"),
-    ({"prompt": "x", "top_p": 10**400}, "top_p=1000"),
-    ({"prompt": "x", "min_p": -0.5}, "min_p=-0.5"),
-    ({"prompt": "x", "seed": 10**400}, "seed=1000"),
+    ({"prompt": "x", "max_tokens": 10**400}, "max_tokens 1000"),
+    ({"prompt": "x", "temperature": 10**400}, "temperature 1000"),
+    ({"prompt": "x", "top_p": 10**400}, "top_p 1000"),
+    ({"prompt": "x", "min_p": -0.5}, "min_p -0.5"),
+    ({"prompt": "x", "seed": 10**400}, "seed 1000"),
     ({"prompt": "x", "stop_token_ids": [10**400]}, "stop_token_ids"),
-    ({"prompt_token_ids": [10**400]}, "is not in the vocabulary"),
-    ({"prompt": "é"}, "ASCII"),
-    ('{"prompt": "\\ud800"}', "surrogate"),
+    ('{"prompt": "x", "prompt": "y"}', "'prompt'"),
+    ('{"messages": [{"role": "user", "content": "x", "content": "y"}]}', "'content'"),
     ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "not JSON that can be read: a number has thousands of digits"),
     ("[" * 99999, "not JSON that can be read: thousands of brackets"),
 ]
@@ -267,19 +266,95 @@ def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, lin
     assert f"{path}:2" in outcome.err and told in outcome.err and "Traceback" not in outcome.err
 
 
+UNSERVABLE = [
+    ({"prompt_token_ids": [1, 999]}, "999"),
+    ({"prompt_token_ids": [10**400]}, "vocabulary"),
+    ({"prompt_token_ids": []}, "empty"),
+    ({"prompt": "é"}, "ASCII"),
+    ('{"prompt": "\\ud800"}', "surrogate"),
+    ({"prompt": "x" * 64}, "64 tokens"),
+    ({"prompt": "x" * 20, "max_tokens": 30}, "--num-pages"),
+]
+
+
+def test_prompts_that_cannot_be_served_are_answered_with_an_error(attnplug: Attnplug, prompts):
+    """The others are generated as without them."""
+    limits = (*RUN, "--context-length", "64", "--num-pages", "10", "--page-size", "4", "--max-tokens", "4")
+    good = [{"prompt": "hello", "id": "first"}, {"prompt": "again", "id": "last"}]
+    path = prompts(good[0], *(line for line, _ in UNSERVABLE), good[1])
+    outcome = attnplug(*limits, "--prompts", path, "--json")
+    answers = sorted((json.loads(line) for line in outcome.out.splitlines()), key=lambda answer: answer["index"])
+    assert outcome.code == 1 and [answer["index"] for answer in answers] == list(range(len(UNSERVABLE) + 2))
+    for number, (answer, (_, named)) in enumerate(zip(answers[1:-1], UNSERVABLE, strict=True), start=2):
+        assert (answer["finish_reason"], answer["token_ids"]) == ("error", [])
+        assert not missing_values(answer["error"], named) and f"{path}:{number}: {answer['error']}" in outcome.err
+    alone = attnplug(*limits, "--prompts", prompts(*good), "--json")
+    assert alone.code == 0
+    texts = {answer["id"]: answer["text"] for answer in map(json.loads, alone.out.splitlines())}
+    assert {answer["id"]: answer["text"] for answer in (answers[0], answers[-1])} == texts
+    path = prompts(good[0], {"prompt": "x" * 64}, good[1])
+    shown = attnplug(*limits, "--prompts", path)
+    assert shown.code == 1 and shown.out == f"[0] {texts['first']}\n[1] \n[2] {texts['last']}\n"
+    assert attnplug(*limits, "--prompts", prompts({"prompt": "x" * 64}), "--json").json["finish_reason"] == "error"
+
+
+def test_prompts_as_plain_text(attnplug: Attnplug, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO('hello\r\n\n{"prompt": 3\n'))
+    outcome = attnplug(*RUN, "--prompts", "-", "--prompts-format", "text", "--json", "--max-tokens", "2")
+    answers = {answer["index"]: answer["usage"] for answer in map(json.loads, outcome.out.splitlines())}
+    assert [answers[index]["prompt_tokens"] for index in (0, 1)] == [5, 12]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    outcome = attnplug(*RUN, "--prompts", "-", "--prompts-format", "text")
+    assert outcome.code == 2 and "standard input" in outcome.err
+
+
+def test_logprobs_as_text(attnplug: Attnplug, prompts):
+    arguments = (*RUN, "--max-tokens", "2", "--logprobs", "1")
+    answer = attnplug(*arguments, "--prompt", "hello", "--json").json
+    wanted = []
+    for one in answer["logprobs"]:
+        shown = f"{one['token_id']} {chr(one['token_id'])!r} {one['logprob']:.4f}"
+        wanted.append(f"  {shown}  (most likely: {shown})")
+    streamed = attnplug(*arguments, "--prompt", "hello")
+    assert streamed.out == "\n".join([answer["text"], *wanted, ""])
+    listed = attnplug(*arguments, "--prompts", prompts({"prompt": "hello"}))
+    assert listed.out == "\n".join([f"[0] {answer['text']}", *wanted, ""])
+
+
+def test_control_characters_are_escaped_on_a_terminal_only(attnplug: Attnplug, prompts, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "decode", lambda _self, tokens: "\x1b[2Ja\t\x9bé\x7f\r\n" if tokens else "")
+    arguments = (*RUN, "--max-tokens", "1")
+    for ways in (("--prompt", "x"), ("--prompts", prompts({"prompt": "x"}))):
+        assert "\x1b[2Ja\t\x9bé\x7f\r\n" in attnplug(*arguments, *ways).out
+        with monkeypatch.context() as patched:
+            patched.setattr(type(sys.stdout), "isatty", lambda _self: True)
+            assert r"\x1b[2Ja" "\t" r"\x9bé\x7f\x0d" "\n" in attnplug(*arguments, *ways).out
+
+
+def test_a_context_beyond_the_models_is_refused_with_both_numbers(attnplug: Attnplug):
+    for command in ("run", "embed"):
+        arguments = ("--model", "tiny:llama", "--device", "cpu", "--prompt", "x", "--context-length", "1000000000")
+        outcome = attnplug(command, *arguments)
+        assert outcome.code == 2 and not missing_values(outcome.err, "--context-length 1000000000", 4096)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["--model", "tiny:llama", "--prompt", ""], 2, "empty prompt"),
+        (["--model", "tiny:llama", "--prompt", ""], 2, "--prompt: the prompt is empty"),
+        (["--model", "tiny:llama", "--prompt", "x" * 99, "--context-length", "64"], 2, "99 tokens"),
+        (["--model", "tiny:llama", "--prompt", "x", "--prompts-format", "text"], 2, "--prompts-format text"),
         (["--model", "nowhere", "--prompt", "x"], 2, "nowhere"),
         (["--model", "tiny:llama", "--prompt", "x", "--attention-backend", "nope"], 2, "'nope'"),
         (["--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "0"], 2, "--tensor-parallel 0"),
         (["--model", "tiny:llama", "--prompt", "x", "--mla-extend", "sideways"], 2, "sideways"),
         (["--model", "tiny:llama", "--prompt", "x", "--mla-extend", "chunked"], 2, "--mla-extend"),
-        (["--model", "tiny:llama", "--prompt", "x", "--max-tokens", "0"], 2, "max_tokens"),
+        (["--model", "tiny:llama", "--prompt", "x", "--max-tokens", "0"], 2, "--max-tokens 0"),
         (["--model", "tiny:llama", "--prompt", "x", "--page-size", "0"], 2, "--page-size 0"),
-        (["--model", "tiny:llama", "--prompt", "x", "--logprobs", "2"], 2, "--json"),
-        (["--model", "tiny:llama", "--prompt", "x", "--stop", ""], 2, "stop="),
+        (["--model", "tiny:llama", "--prompt", "x", "--mla-chunk-capacity", "0"], 2, "--mla-chunk-capacity"),
+        (["--model", "tiny:llama", "--prompt", "x", "--enable-plan-stream"], 2, "--enable-plan-stream"),
+        (["--model", "tiny:llama", "--prompt", "x", "--logprobs", "-1"], 2, "--logprobs -1"),
+        (["--model", "tiny:llama", "--prompt", "x", "--stop", ""], 2, "--stop ('',)"),
         (["--model", "tiny:llama", "--prompt", "x", "--max-batch", "0"], 2, "--max-batch 0"),
         (["--model", "tiny:llama", "--prompts", "/no/such/file"], 2, "/no/such/file"),
         (["--model", "tiny:llama", "--prompts", "/dev/null"], 2, "/dev/null"),
@@ -298,18 +373,28 @@ def test_a_command_line_is_read_without_torch(prompts):
     code = """
 import sys
 from attnplug.cli.main import main
-for arguments in (["--version"], ["--help"], ["run", "--help"], ["run", "--model", "tiny:llama"], sys.argv[1:]):
+prompt = ["run", "--model", "tiny:llama", "--prompt", "x"]
+wrong = ["--num-pages=0", "--page-size=0", "--max-tokens=0", "--max-batch=0", "--context-length=0", "--device=tpu",
+         "--dtype=x", "--cuda-graph-batch-sizes=x", "--mla-chunk-capacity=0", "--hisparse-config=x", "--state-slots=0",
+         "--speculative-algorithm=x", "--enable-plan-stream", "--backend-option=x"]
+for arguments in (["--version"], ["--help"], ["run", "--help"], ["run", "--model", "tiny:llama"],
+                  *([*prompt, option] for option in wrong), ["conform", "nobody"],
+                  ["conform", "torch_native", "--jobs=0"], sys.argv[1:]):
     sys.argv = ["attnplug", *arguments]
     try:
         main()
     except SystemExit as ended:
         code = ended.code
+    print(arguments[-1].partition("=")[0], file=sys.stderr)
 print([name for name in ("torch", "numpy", "rich") if name in sys.modules], code)
 """
     arguments = ["run", "--model", "tiny:llama", "--prompts", prompts("{"), "--tensor-parallel", "2"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] 2"
     assert "not JSON" in done.stderr
+    errors = done.stderr[done.stderr.index("error: --num-pages") :].splitlines()
+    assert len(errors) == 2 * 17
+    assert all(option in error for error, option in zip(errors[:-2:2], errors[1:-2:2], strict=True))
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -101,7 +101,8 @@ def test_a_command_line_is_read_without_torch(prompts):
     code = """
 import sys
 from attnplug.cli.main import main
-for arguments in (["embed", "--help"], sys.argv[1:]):
+wrong = ["embed", "--model", "tiny:llama", "--prompt", "x", "--page-size", "0"]
+for arguments in (["embed", "--help"], wrong, sys.argv[1:]):
     sys.argv = ["attnplug", *arguments]
     try:
         main()
@@ -112,7 +113,7 @@ print([name for name in ("torch", "numpy", "rich") if name in sys.modules], code
     arguments = ["embed", *TINY, "--prompts", prompts(*LINES), "--tensor-parallel", "3"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] 1"
-    assert not missing_values(done.stderr, "4 heads", "3 ranks")
+    assert not missing_values(done.stderr, "--page-size 0", "4 heads", "3 ranks")
 
 
 def test_pooling_and_normalisation_are_the_checkpoints_unless_asked_for(attnplug: Attnplug, embedding_model, prompts):
@@ -175,13 +176,23 @@ def test_an_invalid_command_gives_one_message(attnplug: Attnplug, arguments, nam
     [
         ({"prompt": "x", "max_tokens": 1}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"prompt_token_ids": [128]}, "128"),
+        ('{"prompt": "x", "prompt": "y"}', "prompt"),
     ],
 )
 def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, line, named):
     path = prompts(LINES[0], line)
     outcome = attnplug("embed", *TINY, "--prompts", path)
     assert outcome.code == 2 and not missing_values(outcome.err, f"{path}:2", named)
+
+
+def test_a_prompt_that_cannot_be_embedded_is_answered_with_an_error(attnplug: Attnplug, prompts):
+    path = prompts({"prompt_token_ids": [128]}, {"prompt": "fine"}, {"prompt": "x" * 65, "id": "long"})
+    outcome = attnplug("embed", *TINY, "--prompts", path, "--json", "--context-length", "64")
+    unknown, fine, long = map(json.loads, outcome.out.splitlines())
+    assert outcome.code == 1 and "error" not in fine and len(fine["embedding"]) == 64
+    assert unknown["embedding"] is None and not missing_values(unknown["error"], 128)
+    assert (long["id"], long["index"]) == ("long", 2) and not missing_values(long["error"], 65, 64)
+    assert f"{path}:3: {long['error']}" in outcome.err
 
 
 def test_a_mean_that_leaves_the_prompt_out_is_refused(attnplug: Attnplug, embedding_model):

@@ -150,7 +150,7 @@ def test_many_prompts_run_within_the_limits_of_the_context(pages, context, lengt
     """As many at a time as fit, by each of the limits alone; and nothing is held afterwards."""
     page = bytes_per_page(load_model("tiny:qwen3_next"), 4, DType.FLOAT32, torch.float32)
     monkeypatch.setattr("attnplug_engine.embedding.STEP_TOKENS", 64)
-    monkeypatch.setattr("attnplug_engine.options._CPU_CACHE_BYTES", pages * page)
+    monkeypatch.setattr("attnplug_engine.sizing._CPU_CACHE_BYTES", pages * page)
     embedder = Embedder("tiny:qwen3_next", device="cpu", max_batch=4, page_size=4, context_length=context)
     assert embedder.capacity.num_pages == pages
     steps = []
@@ -211,7 +211,7 @@ def test_a_prompt_that_cannot_be_embedded_is_named(prompt, named):
 
 
 def test_a_prompt_that_memory_cannot_hold_is_refused(monkeypatch):
-    monkeypatch.setattr("attnplug_engine.options._CPU_CACHE_BYTES", 100_000)
+    monkeypatch.setattr("attnplug_engine.sizing._CPU_CACHE_BYTES", 100_000)
     with pytest.raises(PoolError, check=naming("prompt 0", 4000, 192)):
         Embedder("tiny:llama", device="cpu").embed([[1] * 4000])
 

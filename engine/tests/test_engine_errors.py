@@ -62,7 +62,7 @@ class TestErrors:
 
     def test_pool_too_small_for_one_request(self):
         small = Engine("tiny:llama", device="cpu", page_size=4, num_pages=3)
-        with pytest.raises(PoolError, check=having(8, 3, settings=("num_pages",))):
+        with pytest.raises(PoolError, check=having(8, 3, settings=("max_tokens", "num_pages"))):
             small.generate([[1] * 20], max_tokens=12)
 
     def test_model_that_does_not_exist(self):

@@ -287,7 +287,7 @@ def test_pages_are_as_many_as_host_and_device_have_room_for(monkeypatch: pytest.
     assert make().runner.capacity.num_pages == 64_000 // (4 * LAYERS * row)
     given = {"host_memory_gib": 32_000 / 2**30, "device_buffer_size": 13}
     assert make(hisparse_config=given).runner.capacity.num_pages == 32_000 // (4 * LAYERS * row)
-    monkeypatch.setattr("attnplug_engine.options._CPU_CACHE_BYTES", 1000)
+    monkeypatch.setattr("attnplug_engine.sizing._CPU_CACHE_BYTES", 1000)
     with pytest.raises(PoolError, check=having(13, 3, settings=("enable_hisparse", "max_batch", "hisparse_config"))):
         make()
 

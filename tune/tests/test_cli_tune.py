@@ -182,7 +182,9 @@ def test_bench_writes_results_that_compare(attnplug: Attnplug, clock: FakeClock,
     assert {"device", "driver", "versions", "commit", "bandwidth_gb_per_s", "rows"} <= set(told)
     assert [row["side"] for row in told["rows"]] == ["toy", "auto"] and "xmlns" in plot.read_text()
     clock.times_us = {**clock.times_us, "toy": lambda point: 50.0}
-    attnplug(*command, "--out", str(new))
+    page = tmp_path / "plot.html"
+    attnplug(*command, "--out", str(new), "--plot", str(page))
+    assert page.read_text().startswith("<!doctype html>") and "toy" in page.read_text()
     assert attnplug("bench", "--compare", str(old), str(old)).code == 0
     compared = attnplug("bench", "--compare", str(old), str(new))
     assert compared.code == 1 and compared.out.startswith("slower: toy, decode 1 × 64")
@@ -213,6 +215,9 @@ WRONG = {
     ("bench", "--compare", "old", "new", "--max-batch", "3"): "--max-batch",
     ("bench", *HERE, "--out", "/nowhere/r.json"): "/nowhere",
     ("bench", *HERE, "--plot", "/"): "Is a directory",
+    ("bench", *HERE, "--plot", "plot.png"): "--plot plot.png",
+    ("tune", *HERE, "--report", "report.svg"): "--report report.svg",
+    ("bench", *HERE, "--page-size", "0"): "--page-size 0",
     ("tune", *HERE, "--max-batch", "none"): "'none'",
     ("tune", "--device", "cpu", "--shapes", "mla"): "'mla'",
     ("tune", "--device", "cpu", "--shapes", "gqa:4/3x16"): "'gqa:4/3x16'",
@@ -235,7 +240,30 @@ def test_a_mistake_is_one_message(arguments: tuple[str, ...], attnplug: Attnplug
     assert done.code == 2 and WRONG[arguments] in done.err and done.out == ""
 
 
-def test_help_needs_neither_torch_nor_altair() -> None:
-    parsed = "from attnplug.cli.app import parse; parse(['tune', '--shapes', 'mla:1']); parse(['bench'])"
-    code = f"import sys; {parsed}; sys.exit('torch' in sys.modules or 'altair' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+EARLY = (
+    *("--shapes=foo", "--points=3", "--page-size=0", "--device=tpu", "--kv-dtype=x", "--plot=x.png"),
+    *("--max-batch=9999999", "--tensor-parallel=0", "--against=x", "--out=/nowhere/x", "--backend-option=x"),
+)
+
+
+def test_wrong_options_are_rejected_without_torch_and_altair() -> None:
+    """Importing torch takes seconds."""
+    code = """
+import sys
+from attnplug.cli.app import parse, run
+from attnplug.host import AttnplugError
+
+parse(["tune", "--shapes", "mla:1"])
+for wrong in sys.argv[1:]:
+    name, _, value = wrong.partition("=")
+    try:
+        run(parse(["bench", "--shapes=mla:1", wrong]))
+    except AttnplugError as error:
+        told = error.format(lambda key: "--" + key.replace("_", "-"))
+        assert value in told and (name in told or name == "--out"), told
+    else:
+        sys.exit(f"{wrong} is accepted")
+sys.exit("torch" in sys.modules or "altair" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code, *EARLY], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -32,8 +32,10 @@ def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
 def _check(parsed: argparse.Namespace) -> int:
     from attnplug.cli import output
     from attnplug.cli.text import warn_of_plugins
+    from attnplug.declare.capabilities import check_device
     from attnplug.host import load_registry
 
+    check_device(parsed.device)
     if not 0 <= parsed.seed < 1 << 63:
         raise UsageError(f"--seed {parsed.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
     registry = load_registry()

@@ -54,22 +54,28 @@ def _conform(parsed: argparse.Namespace) -> int:
     report = None if parsed.report is None else _report_path(parsed.report)
     from attnplug.cli import output
     from attnplug.cli.text import warn_of_plugins
+    from attnplug.declare.capabilities import check_device
     from attnplug.host import load_registry, split_settings
-    from attnplug_conformance.catalog import all_checks
-    from attnplug_conformance.processes import in_processes
-    from attnplug_conformance.report import as_html, as_json, lines
-    from attnplug_conformance.runner import read_expected, run_checks
-    from attnplug_conformance.selection import check_options
-    from attnplug_conformance.subject import Subject
 
+    check_device(parsed.device)
+    if not 0 <= parsed.seed < 1 << 63:
+        raise UsageError(f"--seed {parsed.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
+    if parsed.jobs < 1:
+        raise UsageError(f"--jobs {parsed.jobs} is not a number of processes; give 1 or more")
     registry = load_registry()
     warn_of_plugins(registry)
     if parsed.name not in registry.backends:
         near = difflib.get_close_matches(parsed.name, registry.backends, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(registry.backends)}"
         raise UsageError(f"there is no backend {parsed.name!r}; {hint}")
-    if not 0 <= parsed.seed < 1 << 63:
-        raise UsageError(f"--seed {parsed.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
+
+    from attnplug_conformance.catalog import all_checks  # imports torch, which takes seconds
+    from attnplug_conformance.processes import in_processes
+    from attnplug_conformance.report import as_html, as_json, lines
+    from attnplug_conformance.runner import read_expected, run_checks
+    from attnplug_conformance.selection import check_options
+    from attnplug_conformance.subject import Subject
+
     checks = all_checks()
     for name in parsed.check:
         if not any(_is_below(check.name, name) for check in checks):
@@ -88,8 +94,6 @@ def _conform(parsed: argparse.Namespace) -> int:
             raise UsageError(f"--expected-failures {name} cannot be read: {error.strerror}; give a file") from None
         except ValueError as error:
             raise UsageError(f"--expected-failures: {error}") from None
-    if parsed.jobs < 1:
-        raise UsageError(f"--jobs {parsed.jobs} is not a number of processes; give 1 or more")
     check_options(registry, parsed.backend_option)
     if others := [name for name in split_settings(parsed.backend_option) if name != parsed.name]:
         raise UsageError(

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from attnplug._exports import lazy_exports
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnplug_engine.completion import Completion, Statistics, Usage
-    from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
+    from attnplug_engine.embedding import Embedder, Embedding
     from attnplug_engine.engine import Engine
     from attnplug_engine.execution.runner import ModelRunner
     from attnplug_engine.memory.capacity import Capacity
     from attnplug_engine.models.architectures import load_model
-    from attnplug_engine.options import EngineOptions
+    from attnplug_engine.options import EmbedOptions, EngineOptions
     from attnplug_engine.request import FinishReason, LikelyToken, Request, SamplingParams, TokenLogprobs, Update
     from attnplug_engine.text.chat import Chat
     from attnplug_engine.text.transcript import Transcript
@@ -31,7 +31,7 @@ _MODULE_OF = {
     "Capacity": "memory.capacity",
     "Chat": "text.chat",
     "Completion": "completion",
-    "EmbedOptions": "embedding",
+    "EmbedOptions": "options",
     "Embedder": "embedding",
     "Embedding": "embedding",
     "Engine": "engine",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug import DType, ForwardMode, PoolError, Role, Serving, UsageError
+from attnplug import ForwardMode, PoolError, Serving, UsageError
 from attnplug.host import Selection
 from attnplug_engine.checkpoints.pooling import EmbeddingRules, Pooling, read_rules
 from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.memory.capacity import Capacity, bytes_per_page
 from attnplug_engine.models.decoder import LoadedModel
-from attnplug_engine.options import EngineOptions, cache_budget, page_and_context
+from attnplug_engine.options import EmbedOptions, EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.prepare import Prepared, prepare
 from attnplug_engine.request import Request, SamplingParams
 from attnplug_engine.scheduling.step import Step, StepEntry
+from attnplug_engine.sizing import cache_budget, page_and_context
 from attnplug_engine.text.encoder import PromptEncoder, naming_prompt
+from attnplug_engine.text.errors import PromptError
 
 Prompt = str | Sequence[int]
 
@@ -32,50 +34,6 @@ STEP_TOKENS = 8192
 
 _GPU_CACHE_SHARE = 0.5
 """Largest share of free memory for the cache; activations of a long prompt need some as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmbedOptions:
-    """Settings of an embedder. None means: chosen automatically; for the last three, as the checkpoint says."""
-
-    attention_backend: str = "auto"
-    role_backends: Mapping[Role, str] = field(default_factory=dict)
-    backend_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    device: str | None = None
-    dtype: DType | None = None
-    kv_dtype: DType | None = None
-    page_size: int | None = None
-    max_batch: int = 32
-    chunked_prefill_size: int = -1
-    """Most tokens of one step; -1 for prompts that are not chunked, which some backends run without a cache (A6)."""
-    context_length: int | None = None
-    seed: int = 0
-    """Seed of a tiny model's weights."""
-    pooling: Pooling | None = None
-    normalize: bool | None = None
-    prompt_name: str | None = None
-    """Name of the checkpoint's text that is put before each prompt that is a text."""
-
-    def __post_init__(self) -> None:
-        if self.pooling is not None:  # "mean" stands for the member
-            object.__setattr__(self, "pooling", Pooling.parse(self.pooling, "pooling"))
-
-    def for_engine(self) -> EngineOptions:
-        """Return the settings that an engine also has, checked and with parsed types."""
-        return EngineOptions(
-            attention_backend=self.attention_backend,
-            role_backends=self.role_backends,
-            backend_options=self.backend_options,
-            device=self.device,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            page_size=self.page_size,
-            max_batch=self.max_batch,
-            chunked_prefill_size=self.chunked_prefill_size,
-            context_length=self.context_length,
-            prefix_cache=False,
-            seed=self.seed,
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,12 +91,12 @@ class Embedder:
         """Return a prompt's tokens, with the text that goes before it. Raises UsageError or PoolError if it cannot be
         embedded."""
         if self._named_prompt is not None and not isinstance(prompt, str):
-            raise UsageError(f"the prompt {self._named_prompt!r} goes before texts, and this one is token ids")
+            raise PromptError(f"the prompt {self._named_prompt!r} goes before texts, and this one is token ids")
         found = tuple(self._encoder.encode(self._prefix + prompt if isinstance(prompt, str) else prompt))
         if not found:
-            raise UsageError("an empty prompt has no hidden state to embed; give at least one token")
+            raise PromptError("an empty prompt has no hidden state to embed; give at least one token")
         if len(found) > self.capacity.context_length:
-            raise UsageError(
+            raise PromptError(
                 f"the prompt has {len(found)} tokens, more than the context of {self.capacity.context_length} "
                 "(`context_length`, and the model's own)",
                 settings=["context_length"],
@@ -256,7 +214,8 @@ def _prefix(rules: EmbeddingRules, name: str | None) -> str:
     if prefix and not rules.pools_prompt and rules.pooling is Pooling.MEAN:
         raise UsageError(
             f"{rules.source} asks for a mean that leaves out the prompt {prefix!r}, which is not supported; put "
-            "another text before your prompts yourself, or use another --pooling"
+            "another text before your prompts yourself, or use another `pooling`",
+            settings=["pooling"],
         )
     return prefix
 

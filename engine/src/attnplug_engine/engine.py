@@ -23,7 +23,7 @@ from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_
 from attnplug_engine.graphs.decode import DecodeGraphs, GraphReport
 from attnplug_engine.graphs.prefill import PrefillGraphs
 from attnplug_engine.graphs.step_graphs import capture_steps
-from attnplug_engine.options import EngineOptions, capacity
+from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.prepare import prepare
 from attnplug_engine.request import (
@@ -38,6 +38,7 @@ from attnplug_engine.request import (
 from attnplug_engine.scheduling.prefix_cache import CacheStatistics, PrefixCache
 from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
 from attnplug_engine.scheduling.step import RoundResult, Step, StepResult
+from attnplug_engine.sizing import capacity
 from attnplug_engine.speculation.in_flight import RoundsInFlight
 from attnplug_engine.speculation.round_graphs import RoundGraphs
 from attnplug_engine.speculation.rounds import RoundRunner

@@ -1,43 +1,25 @@
-"""Engine settings, and the capacity that follows from them and from free memory."""
+"""Settings of engines and embedders. Nothing here imports torch, so that commands check their options at once."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from attnplug import DType, GraphLevel, ModelSpec, PoolError, Role, UsageError
+from attnplug import DType, GraphLevel, Role, UsageError
+from attnplug.declare.capabilities import check_device
+from attnplug.declare.problem import LARGEST_PAGE
 from attnplug.hf.config_keys import show
-from attnplug.host import ExtendPolicy, Selection
+from attnplug.host import ExtendPolicy
+from attnplug_engine.checkpoints.pooling import Pooling
 from attnplug_engine.graphs.capture_sizes import BATCH_SIZES, PREFILL_SIZES, SizeOption
-from attnplug_engine.memory.capacity import (
-    Capacity,
-    bytes_per_page,
-    bytes_per_state,
-    host_bytes_per_page,
-    hot_bytes,
-    hot_bytes_per_page,
-)
 from attnplug_engine.memory.hisparse import HiSparseConfig
-from attnplug_engine.models.host_memory import available_memory
 from attnplug_engine.request import LARGEST_SEED
-from attnplug_engine.scheduling.scheduler import unchunked_step_tokens
 from attnplug_engine.speculation.options import Speculation, read_speculation
-from attnplug_engine.speculation.scheduler import lookahead_rows
-from attnplug_sparse.hisparse import HotSizes
 
 LARGEST_BATCH = 1 << 16
 LARGEST_COUNT = 1 << 40  # of pages, slots or tokens; torch's sizes do not overflow
-
-_CPU_CACHE_BYTES = 1 << 30
-_GPU_CACHE_SHARE = 0.85
-_MAX_EMPTY_PAGES = 1 << 21
-_SLOTS_PER_REQUEST = 3
-"""Default number of linear states per request: its own and two snapshots."""
-
 
 _SWITCHES = (
     "disable_cuda_graph",
@@ -117,14 +99,15 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_dtype", "index_dtype"):
             value = getattr(self, name)
-            if isinstance(value, torch.dtype):
-                value = str(value).removeprefix("torch.")
-            if isinstance(value, str):  # "bf16" stands for the member
-                object.__setattr__(self, name, DType.parse(value, name))
+            if value is not None:  # "bf16" and torch.bfloat16 stand for the member
+                object.__setattr__(self, name, DType.parse(str(value).removeprefix("torch."), name))
+        check_device(self.device)
         self._check_whole("max_batch", 1, LARGEST_BATCH)
         for name in ("num_pages", "context_length", "state_slots", "state_checkpoint"):
             if getattr(self, name) is not None:
                 self._check_whole(name, 1, LARGEST_COUNT)
+        if self.page_size is not None:
+            self._check_whole("page_size", 1, LARGEST_PAGE)
         self._check_whole("seed", 0, LARGEST_SEED)
         _ = self.speculation  # raises if a setting is wrong
         for name in _SWITCHES:
@@ -219,123 +202,45 @@ class EngineOptions:
             )
 
 
-def check_buffers(spec: ModelSpec, options: EngineOptions) -> None:
-    """Raise if hot buffers cannot serve a model. Needs no memory, so it runs before weights are read."""
-    nodes = 1 if options.speculation is None else options.speculation.nodes
-    HotSizes(1, 1, 1, options.hisparse.buffer_size(spec, nodes), nodes).check(spec.layers)
+@dataclass(frozen=True, slots=True)
+class EmbedOptions:
+    """Settings of an embedder. None means: chosen automatically; for the last three, as the checkpoint says."""
 
+    attention_backend: str = "auto"
+    role_backends: Mapping[Role, str] = field(default_factory=dict)
+    backend_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    device: str | None = None
+    dtype: DType | None = None
+    kv_dtype: DType | None = None
+    page_size: int | None = None
+    max_batch: int = 32
+    chunked_prefill_size: int = -1
+    """Most tokens of one step; -1 for prompts that are not chunked, which some backends run without a cache (A6)."""
+    context_length: int | None = None
+    seed: int = 0
+    """Seed of a tiny model's weights."""
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+    """Name of the checkpoint's text that is put before each prompt that is a text."""
 
-def page_and_context(spec: ModelSpec, options: EngineOptions, selection: Selection) -> tuple[int, int]:
-    """Return the page size, and the most tokens of a request."""
-    assert selection.page_size is not None
-    return selection.page_size, min(options.context_length or spec.context_length, spec.context_length)
+    def __post_init__(self) -> None:
+        if self.pooling is not None:  # "mean" stands for the member
+            object.__setattr__(self, "pooling", Pooling.parse(self.pooling, "pooling"))
 
-
-def cache_budget(device: torch.device, share: float) -> int:
-    """Return the bytes for caches: ``share`` of a GPU's free memory, and a fixed size on a CPU."""
-    if device.type != "cuda":
-        return _CPU_CACHE_BYTES
-    torch.cuda.empty_cache()  # memory that torch caches counts as taken
-    return int(torch.cuda.mem_get_info(device)[0] * share)
-
-
-def capacity(
-    spec: ModelSpec,
-    options: EngineOptions,
-    selection: Selection,
-    dtype: torch.dtype,
-    kv_dtype: DType,
-    device: torch.device,
-    draft: ModelSpec | None = None,
-) -> Capacity:
-    """Return the capacity of an engine: from its options, and otherwise from free memory.
-
-    A ``draft`` has rows of its own on the same pages.
-    """
-    page_size, context = page_and_context(spec, options, selection)
-    speculation = options.speculation
-    nodes, lookahead = (1, 0) if speculation is None else (speculation.nodes, lookahead_rows(speculation))
-    per_request = -(-(context + lookahead) // page_size)
-    num_pages = options.num_pages
-    state_slots = options.state_slots or 0
-    if spec.linear_layers and not state_slots:
-        state_slots = _SLOTS_PER_REQUEST * options.max_batch + 1 if options.prefix_cache else options.max_batch
-    elif state_slots and not spec.linear_layers:
-        raise UsageError(
-            f"`state_slots` {state_slots} is given, but the model has no linear-attention layer; leave it out",
-            settings=["state_slots"],
+    def for_engine(self) -> EngineOptions:
+        """Return the settings that an engine also has, checked and with parsed types."""
+        return EngineOptions(
+            attention_backend=self.attention_backend,
+            role_backends=self.role_backends,
+            backend_options=self.backend_options,
+            device=self.device,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            page_size=self.page_size,
+            max_batch=self.max_batch,
+            chunked_prefill_size=self.chunked_prefill_size,
+            context_length=self.context_length,
+            prefix_cache=False,
+            seed=self.seed,
         )
-    if not spec.full_layers:
-        # A page takes no memory then, but a config may claim any context.
-        num_pages = min(num_pages or per_request * options.max_batch, _MAX_EMPTY_PAGES)
-    if options.chunked_prefill_size == -1:
-        chunk = unchunked_step_tokens(context, options.max_batch)
-    else:
-        chunk = min(options.chunked_prefill_size, context)
-    room_for = Capacity(num_pages or 1, page_size, options.max_batch, chunk, context, state_slots, lookahead, nodes)
-    if options.enable_hisparse:
-        most = per_request * options.max_batch
-        return _hot_capacity(spec, options, room_for, most, dtype, kv_dtype, device, draft)
-    if num_pages is None:
-        page = bytes_per_page(spec, page_size, kv_dtype, dtype, options.index_dtype, drafts=nodes - 1)
-        if draft is not None:
-            page += bytes_per_page(draft, page_size, kv_dtype, dtype, options.index_dtype, drafts=nodes - 1)
-        room = cache_budget(device, _GPU_CACHE_SHARE)
-        if device.type == "cuda":
-            room -= state_slots * bytes_per_state(spec, dtype)
-        num_pages = min(room // page, per_request * options.max_batch)
-        if num_pages < 1:
-            states = f" beside {state_slots} linear states: lower `state_slots`" if state_slots else ""
-            raise PoolError(
-                f"one page of {page_size} tokens takes {page} bytes, and there are {max(room, 0)}{states}; "
-                "give a smaller `page_size`",
-                settings=["state_slots", "page_size"] if state_slots else ["page_size"],
-            )
-    return replace(room_for, num_pages=num_pages)
-
-
-def _hot_capacity(
-    spec: ModelSpec,
-    options: EngineOptions,
-    capacity: Capacity,
-    most_pages: int,
-    dtype: torch.dtype,
-    kv_dtype: DType,
-    device: torch.device,
-    draft: ModelSpec | None,
-) -> Capacity:
-    """Return the capacity if latent rows are in host memory: pages are limited by host memory and by the device memory
-    that each takes."""
-    size, config = capacity.page_size, options.hisparse
-    capacity = replace(capacity, num_pages=0, hot_buffer=config.buffer_size(spec, capacity.nodes))
-    on_host = host_bytes_per_page(spec, size, kv_dtype)
-    on_device = hot_bytes_per_page(spec, size, kv_dtype, dtype, options.index_dtype)
-    on_device += (
-        0
-        if draft is None
-        else bytes_per_page(draft, size, kv_dtype, dtype, options.index_dtype, drafts=capacity.nodes - 1)
-    )
-    num_pages, free = options.num_pages, available_memory()
-    if num_pages is None:
-        fixed = hot_bytes(spec, capacity, kv_dtype, dtype, options.index_dtype)
-        room = cache_budget(device, _GPU_CACHE_SHARE)
-        host_budget = config.host_budget(spec.ranks)
-        if device.type != "cuda":
-            host_budget = min(host_budget, free, _CPU_CACHE_BYTES)
-        num_pages = min((room - fixed) // on_device, host_budget // on_host, most_pages)
-        if num_pages < 1:
-            raise PoolError(
-                f"`enable_hisparse` takes {fixed / 2**20:.0f} MiB on the device for hot buffers of "
-                f"{capacity.hot_buffer} rows of {capacity.max_batch} requests, and for each page of {size} tokens "
-                f"{on_device / 2**20:.3g} MiB there and {on_host / 2**20:.3g} MiB on the host; there are "
-                f"{room / 2**20:.0f} and {host_budget / 2**20:.0f} MiB; lower `max_batch`, or the device_buffer_size "
-                "of `hisparse_config`, or raise its host_memory_gib",
-                settings=["enable_hisparse", "max_batch", "hisparse_config"],
-            )
-    if num_pages * on_host > free:
-        raise PoolError(
-            f"{num_pages} pages of {size} tokens take {num_pages * on_host / 2**30:.2f} GiB of host memory, and "
-            f"{free / 2**30:.2f} GiB are free; lower `num_pages`, or the host_memory_gib of `hisparse_config`",
-            settings=["num_pages", "hisparse_config"],
-        )
-    return replace(capacity, num_pages=num_pages)

@@ -28,8 +28,9 @@ from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.models.architectures import load_model
 from attnplug_engine.models.decoder import LoadedModel
-from attnplug_engine.options import EngineOptions, check_buffers
+from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import TensorParallel
+from attnplug_engine.sizing import check_buffers
 from attnplug_engine.speculation.backend_choice import DraftChoice, choose_draft, target_problem, target_request
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft, naming_draft
@@ -139,6 +140,12 @@ def prepare(
 ) -> Prepared:
     """Select backends for a model, then read its weights. An embedding model needs no output head."""
     spec = load_spec(model)
+    if (options.context_length or 0) > spec.context_length:
+        raise UsageError(
+            f"`context_length` {options.context_length} is more than the model's {spec.context_length} tokens; give up "
+            f"to {spec.context_length}, or change the model's rope scaling in its config",
+            settings=[Setting.CONTEXT_LENGTH],
+        )
     device, sm = open_device(options.device)
     dtype = options.dtype or model_dtype(spec) or DType.FLOAT32
     kv_dtype = options.kv_dtype or dtype

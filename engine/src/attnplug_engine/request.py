@@ -22,7 +22,7 @@ _LARGEST_FLOAT, _SMALLEST_FLOAT = sys.float_info.max, math.ulp(0.0)
 
 
 def _refuse(name: str, value: object, allowed: str) -> UsageError:
-    return UsageError(f"{name}={show(value)} is not allowed; give {allowed}")
+    return UsageError(f"`{name}` {show(value)} is not allowed; give {allowed}", settings=[name])
 
 
 def _check_whole(name: str, value: object, lowest: int, allowed: str) -> None:
@@ -71,9 +71,9 @@ class SamplingParams:
         if not isinstance(self.stop_token_ids, frozenset):
             raise _refuse("stop_token_ids", self.stop_token_ids, "a frozenset of token ids, 0 or more each")
         for token in self.stop_token_ids:
-            _check_whole("stop_token_ids: token", token, 0, "token ids, 0 or more each")
+            _check_whole("stop_token_ids", token, 0, "token ids, 0 or more each")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise _refuse("stop", self.stop, "texts, none of them empty")
+            raise _refuse("stop", self.stop, "texts that are not empty")
         if self.logprobs is not None:
             _check_whole("logprobs", self.logprobs, 0, "how many of the most likely tokens to report, 0 or more")
 

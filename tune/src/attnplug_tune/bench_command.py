@@ -5,45 +5,30 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from attnplug.cli import output
-from attnplug.cli.app import option
-from attnplug.declare.errors import UsageError
 from attnplug.machine.interrupt import raise_on_sigterm
 from attnplug.registry.selection import AUTO
-from attnplug_tune.charts import require_plotting, rows_as_svg
-from attnplug_tune.console import check_file, describe_unmeasured, print_fastest, progress, write_text
+from attnplug_tune.charts import rows_as_svg
+from attnplug_tune.console import describe_unmeasured, print_fastest, progress, write_text
 from attnplug_tune.measure import Failed, Timed
 from attnplug_tune.place import bandwidth, commit
 from attnplug_tune.process import in_own_process
-from attnplug_tune.results import Comparison, Results, compare, read_results, row_of, standings
+from attnplug_tune.report import report_page
+from attnplug_tune.results import Comparison, Results, Row, compare, read_results, row_of, standings
 from attnplug_tune.table_writing import versions_of
 from attnplug_tune.workload import Workload, read_workload
-
-_MEASURING_OPTIONS = (
-    *("model", "shapes", "host", "points", "backends", "device", "dtype", "kv_dtype", "page_size", "backend_option"),
-    *("max_batch", "max_context", "speculative_tokens", "against", "out", "plot"),
-)
 
 
 def bench(parsed: argparse.Namespace) -> int:
     """Measure and print, or compare two results."""
     if parsed.compare is not None:
-        given = [name for name in _MEASURING_OPTIONS if getattr(parsed, name)]
-        given += ["tensor_parallel"] if parsed.tensor_parallel != 1 else []
-        if given:
-            raise UsageError(f"--compare measures nothing; leave out {', '.join(map(option, given))}")
         return _compared(*map(Path, parsed.compare), json=parsed.json)
-    if parsed.against not in (None, "raw"):
-        raise UsageError(f"--against {parsed.against!r} is unknown; use raw, the backends' libraries called directly")
-    require_plotting("--plot", parsed.plot)
-    check_file(parsed.out)
-    check_file(parsed.plot)
     work = read_workload(parsed)
     names = work.chosen(parsed.backends, parsed.render)
     jobs = [work.job(name, raw=parsed.against == "raw") for name in names]
@@ -66,7 +51,7 @@ def bench(parsed: argparse.Namespace) -> int:
         if parsed.out is not None:
             write_text(parsed.out, json.dumps(results.as_json(), indent=1) + "\n")
         if parsed.plot is not None:
-            write_text(parsed.plot, rows_as_svg(rows) + "\n")
+            write_text(parsed.plot, _plotted(parsed.plot, rows, header, results.failed))
     if parsed.json:
         output.write_json(results.as_json())
     else:
@@ -74,6 +59,13 @@ def bench(parsed: argparse.Namespace) -> int:
         limit = f"limit: {rate / 1e9:.0f} GB/s, plain reading or copying"
         print("\n".join(["", *map(str, standings(rows)), limit, *work.notes, *results.failed]))
     return 1 if not rows or any(isinstance(each, Failed) for each in failed) else 0
+
+
+def _plotted(path: str, rows: list[Row], header: Mapping[str, object], notes: Sequence[str]) -> str:
+    """Draw the results in the format of the file's suffix: SVG, or an HTML page with tables."""
+    if Path(path).suffix.lower() == ".svg":
+        return rows_as_svg(rows) + "\n"
+    return report_page(f"attnplug bench on {header['device']}, {str(header['date'])[:10]}", rows, notes)
 
 
 def _header(work: Workload, names: tuple[str, ...], rate: float) -> Mapping[str, object]:

@@ -6,11 +6,9 @@ measure on GPU hosts without them.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnplug.declare.errors import UsageError
 from attnplug.declare.problem import Role
 from attnplug_tune.points import Point
 from attnplug_tune.results import Row, by_point, sides_of
@@ -21,17 +19,9 @@ FONT = "Liberation Sans, Arial, sans-serif"
 """vl-convert carries Liberation Sans, so that an SVG has the same layout on every machine."""
 _GREY = "#6b7483"
 _WIDTH, _HEIGHT, _COLUMNS = 380, 210, 2
-_LIBRARIES = ("altair", "jinja2", "vl_convert")
 _SHORT = "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : datum.value"
 """Vega expression for axis labels: 4096 as 4k."""
 Points = Mapping[Point, Mapping[str, Row]]
-
-
-def require_plotting(option: str, path: str | None) -> None:
-    """Raise UsageError if a file with plots is requested by ``option`` and the plotting libraries are missing."""
-    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
-    if path is not None and missing:
-        raise UsageError(f"{option} needs {' and '.join(missing)}; pip install 'attnplug-tune[plot]'")
 
 
 def chart_spec(points: Points, sides: Sequence[str]) -> dict[str, Any]:

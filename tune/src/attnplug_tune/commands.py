@@ -9,6 +9,9 @@ from attnplug.cli.app import Commands, add_cache_options, add_command, add_devic
 
 def declare_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     def call(parsed: argparse.Namespace) -> int:
+        from attnplug_tune.arguments import check_tune
+
+        check_tune(parsed)
         from attnplug_tune.tune_command import tune_backends
 
         return tune_backends(parsed)
@@ -27,6 +30,9 @@ def declare_tune(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def declare_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     def call(parsed: argparse.Namespace) -> int:
+        from attnplug_tune.arguments import check_bench
+
+        check_bench(parsed)
         from attnplug_tune.bench_command import bench
 
         return bench(parsed)
@@ -36,7 +42,9 @@ def declare_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     _add_measuring_options(parser)
     parser.add_argument("--against", metavar="raw", help="measure the backends' libraries too, called directly")
     parser.add_argument("--out", metavar="FILE", help="write the results as JSON, for --compare")
-    parser.add_argument("--plot", metavar="FILE", help="draw the results as SVG (needs attnplug-tune[plot])")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw the results: out.svg, or out.html with tables (needs attnplug-tune[plot])"
+    )
     text = "compare two results: exits with 1 if something became slower beyond noise"
     parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help=text)
 

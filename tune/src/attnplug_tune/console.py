@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -59,22 +58,6 @@ def print_fastest(rows: Sequence[Row]) -> None:
             share = "" if best.share is None else f" ({best.share:.0%} of the limit)"
             lines.append([str(point), best.side + share, *cells])
         print(f"\n{role}: {layer}, µs per call\n{table(['point', 'fastest', *sides], lines)}")
-
-
-def check_file(path: str | None) -> None:
-    """Check that a file can be written, before anything is measured. Raises UsageError."""
-    if path is None:
-        return
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path):
-        wrong = "Is a directory"
-    elif not os.path.isdir(folder):
-        wrong = f"there is no folder {folder}"
-    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        wrong = "Permission denied"
-    else:
-        return
-    raise UsageError(f"{path} cannot be written: {wrong}")
 
 
 def write_text(path: str, text: str) -> None:

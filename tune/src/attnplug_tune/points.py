@@ -89,13 +89,17 @@ def _parsed(text: str) -> Point:
     return point
 
 
+def check_requests(max_batch: int) -> None:
+    """Raise UsageError if ``--max-batch`` exceeds the requests of a point."""
+    if max_batch > _MOST_REQUESTS:
+        raise UsageError(f"--max-batch {max_batch} is more than {_MOST_REQUESTS} requests; give a lower number")
+
+
 def default_points(device: str, max_batch: int, max_context: int, speculative_tokens: int = 0) -> tuple[Point, ...]:
     """Grid of points up to a batch size and a context, coarse to fine, so that a short run covers the corners.
 
     ``speculative_tokens``: tokens per request of a verify; 0 leaves verifies out.
     """
-    if max_batch > _MOST_REQUESTS:
-        raise UsageError(f"--max-batch {max_batch} is more than {_MOST_REQUESTS} requests")
     cpu = device == "cpu"
     requests = _up_to(CPU_REQUESTS if cpu else DECODE_REQUESTS, max_batch)
     lengths = _up_to(CPU_LENGTHS if cpu else DECODE_LENGTHS, max_context)

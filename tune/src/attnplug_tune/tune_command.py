@@ -12,11 +12,9 @@ from pathlib import Path
 from attnplug.auto.measurement import MeasuredTable
 from attnplug.auto.table_store import TableError, read_tables, table_path
 from attnplug.cli import output
-from attnplug.declare.errors import UsageError
 from attnplug.machine.hardware import Processor
 from attnplug.machine.interrupt import raise_on_sigterm
-from attnplug_tune.charts import require_plotting
-from attnplug_tune.console import check_file, describe_unmeasured, print_fastest, progress, write_text
+from attnplug_tune.console import describe_unmeasured, print_fastest, progress, write_text
 from attnplug_tune.process import in_own_process
 from attnplug_tune.report import report_page
 from attnplug_tune.results import row_of, rows_of_tables
@@ -27,10 +25,6 @@ from attnplug_tune.workload import Workload, read_workload
 
 def tune_backends(parsed: argparse.Namespace) -> int:
     """Measure, write tables after every backend, and print the fastest one of each point."""
-    if not parsed.budget > 0:
-        raise UsageError(f"--budget {parsed.budget:g} is too short; give seconds above 0")
-    require_plotting("--report", parsed.report)
-    check_file(parsed.report)
     work = read_workload(parsed)
     names, day = work.chosen(parsed.backends, parsed.render, auto=False), datetime.now(UTC).date().isoformat()
     path = table_path(work.processor) if parsed.tables is None else Path(parsed.tables)

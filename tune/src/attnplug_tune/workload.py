@@ -88,9 +88,7 @@ class Workload:
 
 
 def read_workload(parsed: argparse.Namespace) -> Workload:
-    """Read the workload from a command's options. Raises UsageError for what cannot be measured."""
-    if (parsed.model is None) == (parsed.shapes is None):
-        raise UsageError("give one of --model and --shapes")
+    """Read the workload from checked options of a command. Raises UsageError for what cannot be measured."""
     registry = load_registry()
     models = parse_shapes(parsed.shapes) if parsed.model is None else (load_model(parsed.model, registry),)
     warn_of_plugins(registry)

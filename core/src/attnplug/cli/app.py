@@ -38,11 +38,14 @@ def option(setting: str) -> str:
 
 
 def options_of(parser: argparse.ArgumentParser) -> Render:
-    """Return a function that formats settings as options of one command, or as None if it has no such option."""
+    """Return a function that formats settings as options of one command, or as None if it has no such option.
+
+    ``--enable-plan-stream`` is the option of ``plan_stream``.
+    """
 
     def render(setting: str) -> str | None:
-        text = option(setting)
-        return text if text.partition(" ")[0] in parser._option_string_actions else None
+        spellings = (option(setting), option(f"enable_{setting}"))
+        return next((text for text in spellings if text.partition(" ")[0] in parser._option_string_actions), None)
 
     return render
 

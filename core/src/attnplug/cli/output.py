@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
+from attnplug.declare.errors import UsageError
+
 _results: int | TextIO | None = None
 """Destination of results while standard output is reserved: a file descriptor, or a stream that has none."""
 
@@ -23,15 +25,17 @@ _results: int | TextIO | None = None
 def safe_streams() -> Iterator[None]:
     """Make the standard streams safe to print to, and undo :func:`reserve_for_json` on exit.
 
-    Closed streams discard output. Characters that a stream cannot encode become question marks.
+    A closed standard error discards output; a closed standard output is a UsageError, because results would be lost.
+    Characters that a stream cannot encode become question marks.
     """
+    if sys.stdout is None:
+        raise UsageError("standard output is closed, so results would be lost; redirect it to a file or to /dev/null")
     with contextlib.ExitStack() as undo:
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if stream is None:
-                setattr(sys, name, undo.enter_context(open(os.devnull, "w")))
-                undo.callback(setattr, sys, name, None)
-            elif isinstance(stream, io.TextIOWrapper):
+        if sys.stderr is None:
+            sys.stderr = undo.enter_context(open(os.devnull, "w"))
+            undo.callback(setattr, sys, "stderr", None)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
         stdout = sys.stdout
         try:

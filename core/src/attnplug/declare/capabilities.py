@@ -6,13 +6,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from attnplug.declare.claims import Claims, declared
+from attnplug.declare.errors import UsageError
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import FP8_CACHES, LARGEST_PAGE, SM_RANGE, CacheLayout, DType, GraphLevel, Role
 from attnplug.declare.reading import boolean, integer, members_of, names, optional_integer, pairs
+from attnplug.declare.settings import Setting
 
 DEVICES = ("cpu", "cuda")
 EXTRAS = ("entries", "lse", "out", "q_rope", "selected", "sinks")
 """Fields of ``ForwardExtras``, which is defined elsewhere because it needs torch."""
+
+
+def check_device(requested: str | None) -> None:
+    """Raise UsageError if a device type is requested that is unknown."""
+    if requested is not None and requested not in DEVICES:
+        message = f"`device` {requested!r} is unknown; use one of {', '.join(DEVICES)}"
+        raise UsageError(message, settings=[Setting.DEVICE])
 
 
 @dataclass(frozen=True, slots=True)

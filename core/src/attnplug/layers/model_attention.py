@@ -21,7 +21,7 @@ from attnplug.declare.model import Feature, LayerSpec
 from attnplug.declare.problem import ExtendPath, GraphLevel
 from attnplug.kv.caches import KVPools
 from attnplug.mla.attention import MLAAttention, RowPlaces
-from attnplug.mla.extend_plan import ExtendPolicy
+from attnplug.mla.extend_policy import ExtendPolicy
 from attnplug.mla.weights import MLAWeights
 
 

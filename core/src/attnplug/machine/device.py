@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.declare.capabilities import DEVICES
+from attnplug.declare.capabilities import check_device
 from attnplug.declare.errors import UsageError
 from attnplug.declare.settings import Setting
 
@@ -15,9 +15,7 @@ def open_device(requested: str | None) -> tuple[torch.device, int | None]:
     ``None`` selects the current CUDA device if there is one, otherwise the CPU. Raises UsageError if the requested
     device is unknown or absent.
     """
-    if requested is not None and requested not in DEVICES:
-        message = f"`device` {requested!r} is unknown; use one of {', '.join(DEVICES)}"
-        raise UsageError(message, settings=[Setting.DEVICE])
+    check_device(requested)
     available = torch.cuda.is_available()
     if requested == "cuda" and not available:
         raise UsageError(

@@ -6,25 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 EXIT_CODE = 130
-
-
-def end_quietly() -> None:
-    """Install an exception hook that ends the process on an uncaught interrupt with exit code 130, without traceback.
-
-    For the command, which may be interrupted while ``attnplug.cli`` is imported, before ``main`` can catch it.
-    """
-    sys.excepthook = _end
-
-
-def _end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Exception hook: end the process on an interrupt, and show any other error as usual."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, traceback)
-        return
-    end_now()
 
 
 def end_now(*_: object) -> None:

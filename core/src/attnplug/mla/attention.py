@@ -19,7 +19,8 @@ from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import ExtendPath
 from attnplug.kv.pools import MLAPool
-from attnplug.mla.extend_plan import ExtendPolicy, plan_extend
+from attnplug.mla.extend_plan import plan_extend
+from attnplug.mla.extend_policy import ExtendPolicy
 from attnplug.mla.weights import MLAWeights
 
 

@@ -17,6 +17,8 @@ from attnplug.host import BackendRequest, split_settings
 from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.parallel.ranks import check_division, prompts_for_ranks, run_ranks, started_as_rank
 
+JSONL, TEXT = "jsonl", "text"
+
 
 def add_model_and_prompts(parser: argparse.ArgumentParser, line: str) -> None:
     """Add the model and the prompts. ``line`` describes the keys of a JSON line."""
@@ -24,7 +26,12 @@ def add_model_and_prompts(parser: argparse.ArgumentParser, line: str) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="one prompt")
     what.add_argument(
-        "--prompts", metavar="FILE.jsonl|-", help=f"one JSON object per line, with {line}; - reads standard input"
+        "--prompts", metavar="FILE|-", help=f"one JSON object per line, with {line}; - reads standard input"
+    )
+    parser.add_argument(
+        "--prompts-format",
+        choices=(JSONL, TEXT),
+        help=f"format of --prompts: JSON lines, or plain text with one prompt per line (default: {JSONL})",
     )
 
 
@@ -80,6 +87,8 @@ def on_each_rank(
 ) -> int:
     """Run ``work`` in this process if it is the only one or a rank; otherwise start the ranks. Returns the exit
     code."""
+    if parsed.prompts is None and parsed.prompts_format is not None:
+        raise UsageError(f"--prompts-format {parsed.prompts_format} is given without --prompts; leave it out")
     size = parsed.tensor_parallel
     if size < 1:
         raise UsageError(f"--tensor-parallel {size} is not a number of ranks; give 1 or more")

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from attnplug import Role
 from attnplug.cli.app import Commands, add_command
 from attnplug_engine.checkpoints.pooling import Pooling
-from attnplug_engine.cli.arguments import add_model_and_prompts, add_serving_options, on_each_rank
+from attnplug_engine.cli.arguments import (
+    TEXT,
+    add_model_and_prompts,
+    add_serving_options,
+    on_each_rank,
+    shared_settings,
+)
 from attnplug_engine.cli.prompts import PromptLine, read_prompts
 from attnplug_engine.execution import signals
+from attnplug_engine.options import EmbedOptions
 from attnplug_engine.request import SamplingParams
 
 _NOTHING = SamplingParams(max_tokens=1)
@@ -35,19 +43,24 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if parsed.pooling is not None:
-        Pooling.parse(parsed.pooling, "--pooling")
-    return on_each_rank(parsed, _prompts, _embed, is_embedding=True)
+    options = EmbedOptions(
+        **shared_settings(parsed),
+        pooling=None if parsed.pooling is None else Pooling.parse(parsed.pooling, "--pooling"),
+        normalize=parsed.normalize,
+        prompt_name=parsed.prompt_name,
+    )
+    options.for_engine()  # raises if a setting is wrong
+    return on_each_rank(parsed, _prompts, partial(_embed, options=options), is_embedding=True)
 
 
-def _embed(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
+def _embed(parsed: argparse.Namespace, lines: list[PromptLine], options: EmbedOptions) -> int:
     with signals.exit_immediately():
         from attnplug_engine.cli.embed_prompts import embed
 
-    return embed(parsed, lines)
+    return embed(parsed, lines, options)
 
 
 def _prompts(parsed: argparse.Namespace) -> list[PromptLine]:
     if parsed.prompts is None:
         return [PromptLine(parsed.prompt, _NOTHING, "--prompt")]
-    return read_prompts(parsed.prompts, _NOTHING, embedded=True)
+    return read_prompts(parsed.prompts, _NOTHING, embedded=True, plain=parsed.prompts_format == TEXT)

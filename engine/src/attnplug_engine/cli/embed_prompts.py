@@ -7,28 +7,24 @@ import json as jsonlib
 import sys
 from collections.abc import Sequence
 
+from attnplug import PoolError
 from attnplug.cli import output
 from attnplug.declare.settings import Render
-from attnplug_engine.checkpoints.pooling import MODULES_FILE, Pooling
-from attnplug_engine.cli.arguments import shared_settings
+from attnplug_engine.checkpoints.pooling import MODULES_FILE
 from attnplug_engine.cli.prompts import PromptLine
-from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
+from attnplug_engine.embedding import Embedder, Embedding
+from attnplug_engine.options import EmbedOptions
 from attnplug_engine.parallel.collectives import TensorParallel
 from attnplug_engine.parallel.ranks import join_ranks, leave_ranks
 from attnplug_engine.text.chat import Chat
 from attnplug_engine.text.encoder import naming_prompt
+from attnplug_engine.text.errors import PromptError
 
 _SHOWN = 4
 
 
-def embed(parsed: argparse.Namespace, lines: Sequence[PromptLine]) -> int:
+def embed(parsed: argparse.Namespace, lines: Sequence[PromptLine], options: EmbedOptions) -> int:
     """Embed the prompts of the command line; return the exit code."""
-    options = EmbedOptions(
-        **shared_settings(parsed),
-        pooling=Pooling(parsed.pooling) if parsed.pooling is not None else None,
-        normalize=parsed.normalize,
-        prompt_name=parsed.prompt_name,
-    )
     parallel = join_ranks(parsed.tensor_parallel, parsed.device)
     return leave_ranks(parallel, _embed(parsed, lines, options, parallel))
 
@@ -38,19 +34,30 @@ def _embed(
 ) -> int:
     silent = parallel.rank != 0
     embedder = Embedder(parsed.model, options, parallel=parallel)
-    tokens = []
-    for line in lines:  # check all before any runs, so that a bad one is reported at once
-        with naming_prompt(line.where):
-            assert not isinstance(line.prompt, Chat)
-            tokens.append(embedder.tokens(line.prompt))
+    tokens: list[tuple[int, ...]] = []
+    rejected: dict[int, str] = {}
+    for index, line in enumerate(lines):  # check all before any runs
+        try:
+            with naming_prompt(line.where):
+                assert not isinstance(line.prompt, Chat)
+                tokens.append(embedder.tokens(line.prompt))
+        except (PromptError, PoolError) as error:
+            if parsed.prompts is None:
+                raise
+            rejected[index] = error.format(parsed.render).removeprefix(f"{line.where}: ")
     if not silent:
         _tell(embedder, options, parsed.render)
+    embeddings = embedder.stream(tokens)
     failed = False
-    for embedding in embedder.stream(tokens):
-        finite = bool(embedding.vector.isfinite().all())
-        failed |= not finite
+    for index, line in enumerate(lines):
+        embedding, message = None, rejected.get(index)
+        if message is None:
+            embedding = next(embeddings)
+            if not embedding.vector.isfinite().all():
+                message = f"the hidden states of prompt {index} are not finite"
+        failed |= message is not None
         if not silent:
-            _answer(embedding, lines[embedding.index], finite=finite, json=parsed.json)
+            _answer(index, embedding, line, message, json=parsed.json)
     return 1 if failed else 0
 
 
@@ -68,24 +75,22 @@ def _tell(embedder: Embedder, asked: EmbedOptions, render: Render) -> None:
     print(f"pooling: {rules.pooling}, {norm} ({source})", file=sys.stderr)
 
 
-def _answer(embedding: Embedding, line: PromptLine, *, finite: bool, json: bool) -> None:
+def _answer(index: int, embedding: Embedding | None, line: PromptLine, error: str | None, *, json: bool) -> None:
     """Write one prompt's line at once, so that it is not lost if a later prompt fails."""
-    error = None
-    if not finite:
-        error = f"the hidden states of prompt {embedding.index} are not finite"
+    if error is not None:
         print(f"error: {line.where}: {error}", file=sys.stderr)
-    values = embedding.vector.tolist()
     if json:
-        answer: dict[str, object] = {"index": embedding.index}
+        answer: dict[str, object] = {"index": index}
         if line.id is not None:
             answer["id"] = line.id
-        answer["embedding"] = values if finite else None
-        answer["usage"] = {"prompt_tokens": embedding.prompt_tokens}
+        answer["embedding"] = None if error is not None or embedding is None else embedding.vector.tolist()
+        answer["usage"] = {"prompt_tokens": 0 if embedding is None else embedding.prompt_tokens}
         if error is not None:
             answer["error"] = error
         output.write_line(jsonlib.dumps(answer))
-    elif finite:
+    elif error is None and embedding is not None:
+        values = embedding.vector.tolist()
         first = ", ".join(f"{value:.4f}" for value in values[:_SHOWN])
         length = float(embedding.vector.norm())
         rest = ", …" if len(values) > _SHOWN else ""
-        print(f"[{embedding.index}] {len(values)} dimensions, length {length:.4f}: {first}{rest}", flush=True)
+        print(f"[{index}] {len(values)} dimensions, length {length:.4f}: {first}{rest}", flush=True)

@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from attnplug import DType, ExtendPath, Setting, UsageError
+from attnplug import PoolError
 from attnplug.cli import output
 from attnplug.cli.text import warn_of_plugins
 from attnplug.declare.settings import Render
-from attnplug.host import ExtendPolicy, ForwardingBackend
+from attnplug.host import ForwardingBackend
 from attnplug.machine import interrupt
-from attnplug_engine.cli.arguments import shared_settings
-from attnplug_engine.cli.output import CompletionWriter
+from attnplug_engine.cli.output import CompletionWriter, for_terminal, logprob_lines
 from attnplug_engine.cli.prompts import PromptLine
+from attnplug_engine.completion import Completion, Usage
 from attnplug_engine.engine import Engine
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import TensorParallel
 from attnplug_engine.parallel.ranks import join_ranks, leave_ranks
-from attnplug_engine.request import Request
+from attnplug_engine.request import FinishReason, Request
 from attnplug_engine.text.encoder import naming_prompt
+from attnplug_engine.text.errors import PromptError
 from attnplug_engine.text.transcript import Transcript
 
 INTERRUPTED = 130
 
 
-def generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
+def generate(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions) -> int:
     """Run the prompts of the command line; return the exit code."""
-    options = _options(parsed)
     parallel = join_ranks(parsed.tensor_parallel, parsed.device)
     code = _run(parsed, lines, options, parallel)
     return code if code == INTERRUPTED else leave_ranks(parallel, code)
@@ -54,62 +53,27 @@ def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOpt
         )
     if speaks:
         warn_of_plugins(engine.registry)
-    requests = []
-    for line in lines:  # queue all before any runs, so that a bad one is reported at once
-        with naming_prompt(line.where):
-            requests.append(engine.add(line.prompt, line.params))
+    requests: dict[int, Request] = {}
+    rejected: list[Completion] = []
+    for index, line in enumerate(lines):  # queue all before any runs, so that a bad one is reported at once
+        try:
+            with naming_prompt(line.where):
+                requests[index] = engine.add(line.prompt, line.params)
+        except (PromptError, PoolError) as error:
+            if parsed.prompts is None:
+                raise
+            message = error.format(parsed.render).removeprefix(f"{line.where}: ")
+            rejected.append(Completion(index, [], "", FinishReason.ERROR.value, Usage(0, 0, 0), message))
     if parsed.prompt is not None and not parsed.json:
         code = _stream(engine, requests[0], lines[0].where, speaks)
     else:
-        writer = CompletionWriter(lines, engine.statistics.backend_usage, json=parsed.json) if speaks else None
-        code = _generate(engine, requests, writer, console)
+        writer = None
+        if speaks:
+            writer = CompletionWriter(lines, engine.statistics.backend_usage, engine.tokenizer, json=parsed.json)
+        code = _generate(engine, requests, rejected, writer, console)
     if speaks and code != INTERRUPTED:
         _summary(engine, console, parsed.render)
     return code
-
-
-def _options(parsed: argparse.Namespace) -> EngineOptions:
-    policy = ExtendPolicy()
-    if parsed.mla_extend is not None:
-        policy = replace(policy, forced=ExtendPath.parse(parsed.mla_extend))
-    if parsed.mla_chunk_capacity is not None:
-        policy = replace(policy, chunk_capacity=parsed.mla_chunk_capacity)
-    return EngineOptions(
-        **shared_settings(parsed),
-        index_dtype=DType.parse(parsed.index_dtype, Setting.INDEX_DTYPE) if parsed.index_dtype is not None else None,
-        random_weights=parsed.random_weights,
-        num_pages=parsed.num_pages,
-        prefix_cache=not parsed.no_prefix_cache,
-        state_slots=parsed.state_slots,
-        state_checkpoint=parsed.state_checkpoint,
-        extend_policy=policy,
-        ignore_eos=parsed.ignore_eos,
-        check_layers=parsed.check_layers,
-        cuda_graph_batch_sizes=_sizes("--cuda-graph-batch-sizes", parsed.cuda_graph_batch_sizes),
-        cuda_graph_prefill_sizes=_sizes("--cuda-graph-prefill-sizes", parsed.cuda_graph_prefill_sizes),
-        disable_prefill_cuda_graph=parsed.disable_prefill_cuda_graph,
-        disable_cuda_graph=parsed.disable_cuda_graph,
-        overlap=False if parsed.disable_overlap else None,
-        two_batch_overlap=parsed.enable_two_batch_overlap,
-        speculative_algorithm=parsed.speculative_algorithm,
-        speculative_draft_model=parsed.speculative_draft_model,
-        speculative_num_steps=parsed.speculative_num_steps,
-        speculative_topk=parsed.speculative_topk,
-        speculative_num_draft_tokens=parsed.speculative_num_draft_tokens,
-        plan_stream=parsed.enable_plan_stream,
-        enable_hisparse=parsed.enable_hisparse,
-        hisparse_config=parsed.hisparse_config,
-    )
-
-
-def _sizes(flag: str, text: str | None) -> tuple[int, ...] | None:
-    """Parse ``1,2,4`` as numbers."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise UsageError(f"{flag} {text!r} is not a list of numbers; write them like 1,2,4,8") from None
 
 
 def _stream(engine: Engine, request: Request, where: str, speaks: bool) -> int:
@@ -121,23 +85,39 @@ def _stream(engine: Engine, request: Request, where: str, speaks: bool) -> int:
         else:
             new = f"{update.token} " if transcript is None else transcript.push(update.token)
         if speaks and new:
-            print(new, end="", flush=True)
-    error = engine.completion(0, request).error
-    if speaks and error is not None:
-        print(f"error: {where}: {error}", file=sys.stderr)
-    return 0 if error is None else 1
+            print(for_terminal(new), end="", flush=True)
+    completion = engine.completion(0, request)
+    if speaks:
+        for shown in logprob_lines(completion, engine.tokenizer):
+            print(shown)
+        if completion.error is not None:
+            print(f"error: {where}: {completion.error}", file=sys.stderr)
+    return 0 if completion.error is None else 1
 
 
-def _generate(engine: Engine, requests: Sequence[Request], writer: CompletionWriter | None, console: Console) -> int:
-    """Run all prompts and write each completion when it is finished. Returns the exit code."""
-    code = 0
+def _generate(
+    engine: Engine,
+    requests: Mapping[int, Request],
+    rejected: Sequence[Completion],
+    writer: CompletionWriter | None,
+    console: Console,
+) -> int:
+    """Run all prompts and write each completion when it is finished. Returns the exit code.
+
+    ``requests`` are by index of the prompt. Completions of ``rejected`` prompts are written first.
+    """
+    code = 1 if rejected else 0
+    indices = list(requests)
     shown = len(requests) > 1 and not output.on_terminal()
     try:
         with interrupt.raise_on_sigterm(), _progress(console, "generating", shown, len(requests)) as (bar, task):
-            for update in engine.follow(requests):
+            if writer is not None:
+                for completion in rejected:
+                    writer.add(completion)
+            for update in engine.follow(list(requests.values())):
                 if update.token is not None:
                     continue
-                completion = engine.completion(update.index, update.request)
+                completion = engine.completion(indices[update.index], update.request)
                 code = code if completion.error is None else 1
                 if writer is not None:
                     writer.add(completion)
@@ -150,7 +130,9 @@ def _generate(engine: Engine, requests: Sequence[Request], writer: CompletionWri
             if not isinstance(error, OSError):  # otherwise output itself has failed
                 writer.close()
             what = "interrupted" if interrupted else "stopped"
-            console.print(f"{what}: {writer.written} of {len(requests)} prompts were finished and are written")
+            console.print(
+                f"{what}: {writer.written} of {len(requests) + len(rejected)} prompts were finished and are written"
+            )
         if not interrupted:
             raise
         code = INTERRUPTED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from attnplug.cli import output
 from attnplug_engine.cli.prompts import PromptLine
@@ -12,13 +12,35 @@ from attnplug_engine.completion import Completion
 from attnplug_engine.execution import signals
 from attnplug_engine.execution.backend_usage import BackendUsage
 from attnplug_engine.request import LikelyToken
+from attnplug_engine.text.tokenizer import Tokenizer
+
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def for_terminal(text: str) -> str:
+    """Return ``text``, with control characters escaped if standard output is a terminal, which would obey them."""
+    return text.translate(_ESCAPES) if sys.stdout.isatty() else text
+
+
+def logprob_lines(completion: Completion, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Yield a line per token of a completion with log probabilities: the sampled token, then the most likely ones."""
+
+    def shown(token_id: int, logprob: float) -> str:
+        text = "" if tokenizer is None else f" {tokenizer.decode([token_id])!r}"
+        return f"{token_id}{text} {logprob:.4f}"
+
+    for one in completion.logprobs or ():
+        top = ", ".join(shown(likely.token_id, likely.logprob) for likely in one.top)
+        yield f"  {shown(one.token_id, one.logprob)}" + f"  (most likely: {top})" * bool(top)
 
 
 class CompletionWriter:
     """Writes JSON lines as their prompts finish, and texts in the order of the prompts."""
 
-    def __init__(self, lines: Sequence[PromptLine], served: BackendUsage, *, json: bool) -> None:
-        self._lines, self._served = lines, served
+    def __init__(
+        self, lines: Sequence[PromptLine], served: BackendUsage, tokenizer: Tokenizer | None, *, json: bool
+    ) -> None:
+        self._lines, self._served, self._tokenizer = lines, served, tokenizer
         self._json = json
         self._waiting: dict[int, Completion] = {}
         self._next = 0
@@ -34,13 +56,18 @@ class CompletionWriter:
             return
         self._waiting[completion.index] = completion
         while self._next in self._waiting:
-            self._write(_text_line(self._waiting.pop(self._next)))
+            self._write(self._text(self._waiting.pop(self._next)))
             self._next += 1
 
     def close(self) -> None:
         """Write the texts that still wait for preceding prompts, which will not finish."""
         while self._waiting:
-            self._write(_text_line(self._waiting.pop(min(self._waiting))))
+            self._write(self._text(self._waiting.pop(min(self._waiting))))
+
+    def _text(self, completion: Completion) -> str:
+        text = completion.text if completion.text is not None else " ".join(map(str, completion.token_ids))
+        line = for_terminal(f"[{completion.index}] {text}")
+        return "\n".join([line, *logprob_lines(completion, self._tokenizer)])
 
     def _write(self, line: str) -> None:
         with signals.deferred():  # users tend to interrupt when they have seen a line
@@ -49,11 +76,6 @@ class CompletionWriter:
             else:
                 print(line, flush=True)
             self.written += 1
-
-
-def _text_line(completion: Completion) -> str:
-    text = completion.text if completion.text is not None else " ".join(map(str, completion.token_ids))
-    return f"[{completion.index}] {text}"
 
 
 def _json_line(completion: Completion, line: PromptLine, steps: Mapping[str, Mapping[str, int]]) -> str:

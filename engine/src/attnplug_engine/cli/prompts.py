@@ -41,41 +41,54 @@ class PromptLine:
 
 
 def read_prompts(
-    path: str, defaults: SamplingParams, *, chat: bool = False, embedded: bool = False
+    path: str, defaults: SamplingParams, *, chat: bool = False, embedded: bool = False, plain: bool = False
 ) -> list[PromptLine]:
     """Read the prompts of a file of JSON lines, or of standard input if ``path`` is ``-``.
 
     With ``chat``, a prompt that is a text becomes a conversation of one user message. Prompts to be ``embedded`` cannot
-    be conversations and have no sampling parameters.
+    be conversations and have no sampling parameters. With ``plain``, every line is a prompt as it is.
     """
     keys = _Keys(("prompt", "prompt_token_ids"), ()) if embedded else _Keys(_PROMPT_KEYS, _PARAM_KEYS)
     name = "standard input" if path == "-" else path
     try:
         with _opened(prompts_path(path)) as stream:
-            return _parse(stream, name, defaults, keys, chat)
+            lines = stream.read().split("\n")
+        prompts = []
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                value = {"prompt": line.removesuffix("\r")} if plain else _json(line, f"{name}:{number}")
+                prompts.append(_line(value, defaults, f"{name}:{number}", keys, chat))
     except OSError as error:
         raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompts {path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
-
-
-def _parse(stream: TextIO, name: str, defaults: SamplingParams, keys: _Keys, chat: bool) -> list[PromptLine]:
-    """Parse JSON lines; empty lines are skipped. An invalid line is an error with ``name`` and line number."""
-    prompts = []
-    for number, line in enumerate(stream.read().split("\n"), start=1):
-        if line.strip():
-            where = f"{name}:{number}"
-            try:
-                prompts.append(_line(json.loads(line), defaults, where, keys, chat))
-            except json.JSONDecodeError as error:
-                raise UsageError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-            except ValueError:
-                raise UsageError(f"{where}: not JSON that can be read: a number has thousands of digits") from None
-            except RecursionError:
-                raise UsageError(f"{where}: not JSON that can be read: thousands of brackets are open") from None
     if not prompts:
-        raise UsageError(f'{name} holds no prompt; write one JSON object per line: {{"prompt": "…"}}')
+        wanted = "a text per line" if plain else 'one JSON object per line: {"prompt": "…"}'
+        raise UsageError(f"{name} holds no prompt; write {wanted}")
     return prompts
+
+
+def _json(line: str, where: str) -> Any:
+    try:
+        return json.loads(line, object_pairs_hook=_unique)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except ValueError:
+        raise UsageError(f"{where}: not JSON that can be read: a number has thousands of digits") from None
+    except RecursionError:
+        raise UsageError(f"{where}: not JSON that can be read: thousands of brackets are open") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises UsageError for a key that is given twice, of which ``json`` keeps the last."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UsageError(f"the key {show(key)} is given twice; keep one")
+        found[key] = value
+    return found
 
 
 def _opened(path: str) -> contextlib.AbstractContextManager[TextIO]:

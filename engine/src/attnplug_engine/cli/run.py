@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from functools import partial
 
-from attnplug import ExtendPath, Role, UsageError
+from attnplug import DType, ExtendPath, Role, Setting, UsageError
 from attnplug.cli.app import Commands, add_command
-from attnplug_engine.cli.arguments import add_model_and_prompts, add_serving_options, on_each_rank
+from attnplug.host import ExtendPolicy
+from attnplug_engine.cli.arguments import (
+    TEXT,
+    add_model_and_prompts,
+    add_serving_options,
+    on_each_rank,
+    shared_settings,
+)
 from attnplug_engine.cli.prompts import PromptLine, read_prompts
 from attnplug_engine.execution import signals
+from attnplug_engine.options import EngineOptions
 from attnplug_engine.request import DEFAULT_MAX_TOKENS, SamplingParams
 from attnplug_engine.speculation.options import DEFAULT_STEPS, Algorithm
 from attnplug_engine.text.chat import Chat
+from attnplug_engine.text.template_process import PROCESS as TEMPLATES
 
 
 def declare(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -46,7 +57,7 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         "--logprobs",
         type=int,
         metavar="N",
-        help="with --json: log probability of every token, and of the N most likely ones in its place",
+        help="log probability of every token, and of the N most likely ones in its place",
     )
     parser.add_argument(
         "--index-dtype", metavar="DTYPE", help="element type of a sparse model's index keys (default: as --dtype)"
@@ -134,16 +145,61 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if parsed.logprobs is not None and not parsed.json:
-        raise UsageError(f"--logprobs {parsed.logprobs} is reported in JSON lines only; give --json too")
-    return on_each_rank(parsed, _prompts, _generate)
+    options = _options(parsed)
+    return on_each_rank(parsed, _prompts, partial(_generate, options=options))
 
 
-def _generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
+def _options(parsed: argparse.Namespace) -> EngineOptions:
+    policy = ExtendPolicy()
+    if parsed.mla_extend is not None:
+        policy = replace(policy, forced=ExtendPath.parse(parsed.mla_extend))
+    if parsed.mla_chunk_capacity is not None:
+        policy = replace(policy, chunk_capacity=parsed.mla_chunk_capacity)
+    return EngineOptions(
+        **shared_settings(parsed),
+        index_dtype=DType.parse(parsed.index_dtype, Setting.INDEX_DTYPE) if parsed.index_dtype is not None else None,
+        random_weights=parsed.random_weights,
+        num_pages=parsed.num_pages,
+        prefix_cache=not parsed.no_prefix_cache,
+        state_slots=parsed.state_slots,
+        state_checkpoint=parsed.state_checkpoint,
+        extend_policy=policy,
+        ignore_eos=parsed.ignore_eos,
+        check_layers=parsed.check_layers,
+        cuda_graph_batch_sizes=_sizes("--cuda-graph-batch-sizes", parsed.cuda_graph_batch_sizes),
+        cuda_graph_prefill_sizes=_sizes("--cuda-graph-prefill-sizes", parsed.cuda_graph_prefill_sizes),
+        disable_prefill_cuda_graph=parsed.disable_prefill_cuda_graph,
+        disable_cuda_graph=parsed.disable_cuda_graph,
+        overlap=False if parsed.disable_overlap else None,
+        two_batch_overlap=parsed.enable_two_batch_overlap,
+        speculative_algorithm=parsed.speculative_algorithm,
+        speculative_draft_model=parsed.speculative_draft_model,
+        speculative_num_steps=parsed.speculative_num_steps,
+        speculative_topk=parsed.speculative_topk,
+        speculative_num_draft_tokens=parsed.speculative_num_draft_tokens,
+        plan_stream=parsed.enable_plan_stream,
+        enable_hisparse=parsed.enable_hisparse,
+        hisparse_config=parsed.hisparse_config,
+    )
+
+
+def _sizes(flag: str, text: str | None) -> tuple[int, ...] | None:
+    """Parse ``1,2,4`` as numbers."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UsageError(f"{flag} {text!r} is not a list of numbers; write them like 1,2,4,8") from None
+
+
+def _generate(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions) -> int:
+    if any(isinstance(line.prompt, Chat) for line in lines):
+        TEMPLATES.start()  # it is ready when the model is loaded
     with signals.exit_immediately():
         from attnplug_engine.cli.generate import generate
 
-    return generate(parsed, lines)
+    return generate(parsed, lines, options)
 
 
 def _prompts(parsed: argparse.Namespace) -> list[PromptLine]:
@@ -157,5 +213,5 @@ def _prompts(parsed: argparse.Namespace) -> list[PromptLine]:
         logprobs=parsed.logprobs,
     )
     if parsed.prompts is not None:
-        return read_prompts(parsed.prompts, defaults, chat=parsed.chat)
+        return read_prompts(parsed.prompts, defaults, chat=parsed.chat, plain=parsed.prompts_format == TEXT)
     return [PromptLine(Chat.of_user(parsed.prompt) if parsed.chat else parsed.prompt, defaults, "--prompt")]

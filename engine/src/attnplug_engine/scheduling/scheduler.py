@@ -18,6 +18,7 @@ from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.state_allocator import StateAllocator
 from attnplug_engine.scheduling.state_slots import StateSlots
 from attnplug_engine.scheduling.step import BAD_LOGITS, PENDING, Step, StepEntry, StepResult
+from attnplug_engine.text.errors import PromptError
 
 MAX_IN_FLIGHT = 2
 _UNKNOWN = (PENDING,)
@@ -158,11 +159,11 @@ class Scheduler:
             raise UsageError(f"request {request.id} was added before; give every request an id of its own")
         prompt = len(request.prompt)
         if not prompt:
-            raise UsageError(f"request {request.id} has an empty prompt; give at least one token")
+            raise PromptError("the prompt is empty; give at least one token")
         if prompt >= self._context_length:
-            raise UsageError(
-                f"request {request.id} has a prompt of {prompt} tokens, and the context holds {self._context_length}, "
-                f"new tokens included; shorten the prompt to {self._context_length - 1} tokens or fewer"
+            raise PromptError(
+                f"the prompt has {prompt} tokens, and the context holds {self._context_length}, new tokens included; "
+                f"shorten the prompt to {self._context_length - 1} tokens or fewer"
             )
         length = min(request.max_length, self._context_length)
         # The last token ends the request and is never computed.
@@ -170,10 +171,10 @@ class Scheduler:
         if needed > self._pool_pages:
             proposed = f" with room for {self._lookahead} proposed" if self._lookahead else ""
             raise PoolError(
-                f"request {request.id} needs {needed} pages for {prompt} prompt tokens and up to {length - prompt} "
-                f"new ones{proposed}, and there are {self._pool_pages} (of {self._page_size} tokens each); lower its "
-                "max_tokens, or give more `num_pages`",
-                settings=["num_pages"],
+                f"{prompt} prompt tokens and up to {length - prompt} new ones{proposed} need {needed} pages, and there "
+                f"are {self._pool_pages} (of {self._page_size} tokens each); lower `max_tokens`, or give more "
+                "`num_pages`",
+                settings=["max_tokens", "num_pages"],
             )
         request.max_length = length
         self._requests[request.id] = request

@@ -1,52 +1,33 @@
 """Chat template of a checkpoint: renders a conversation as the text that its model expects.
 
-A template is untrusted code. It runs in Jinja's sandbox, with the names that transformers provides, so that the same
-text is rendered.
+A template is untrusted code. It is compiled and rendered in a process of its own, see ``template_worker``.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
-
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from attnplug import UsageError
-from attnplug.declare.errors import describe_error
 from attnplug.hf.config_keys import read_json_object, read_text, show
+from attnplug.host import AttnplugError
 from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.checkpoints.safetensors import checkpoint_folder
 from attnplug_engine.text.chat import Chat
+from attnplug_engine.text.errors import PromptError
+from attnplug_engine.text.template_process import PROCESS
 from attnplug_engine.text.tokenizer_config import TokenizerConfig
 
 _KEY = "chat_template"
-_MAX_CHARACTERS = 1 << 24
-_MAX_POWER = 64
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """A compiled template. ``tokens`` are the special tokens that it may write, by names such as ``bos_token``."""
+    """A template. ``tokens`` are the special tokens that it may write, by names such as ``bos_token``."""
 
     def __init__(self, text: str, source: str, tokens: Mapping[str, str]) -> None:
-        self._source, self._tokens = source, tokens
-        try:
-            self._template = _environment().from_string(text)
-        except TemplateSyntaxError as error:
-            raise UsageError(f"{source}: the chat template is wrong in line {error.lineno}: {error.message}") from error
-        except Exception as error:  # e.g. RecursionError for thousands of brackets
-            raise UsageError(f"{source}: the chat template cannot be compiled: {describe_error(error)}") from error
+        self._text, self._source, self._tokens = text, source, tokens
 
     @classmethod
     def find(cls, reference: str) -> ChatTemplate:
@@ -59,21 +40,24 @@ class ChatTemplate:
         return cls(text, str(source), config.special_tokens)
 
     def render(self, chat: Chat) -> str:
-        """Render the conversation up to the start of the model's answer. Raises UsageError if the template fails."""
-        messages = _with_reasoning(chat.messages)
-        keys = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-        parts, count = [], 0
+        """Render the conversation up to the start of the model's answer.
+
+        Raises PromptError if the template refuses the conversation or fails, and UsageError if it cannot be compiled or
+        exceeds the limits of time and memory.
+        """
+        keys = {"messages": _with_reasoning(chat.messages), "tools": None, "documents": None}
         try:
-            for part in self._template.generate(self._tokens, **keys):
-                parts.append(part)
-                count += len(part)
-                if count > _MAX_CHARACTERS:
-                    raise TemplateError(f"it writes more than {_MAX_CHARACTERS} characters")
-        except TemplateError as error:  # includes raise_exception() of the template
-            raise UsageError(f"{self._source}: the chat template refuses: {error.message}") from error
-        except Exception as error:
-            raise UsageError(f"{self._source}: the chat template fails: {describe_error(error)}") from error
-        return "".join(parts)
+            answer = PROCESS.render(self._text, {**self._tokens, **keys, "add_generation_prompt": True})
+        except AttnplugError as error:
+            raise type(error)(f"{self._source}: {error.message}") from error
+        if (text := answer.get("text")) is not None:
+            return text
+        ((kind, message),) = answer.items()
+        # The message is the checkpoint's own: control characters must not reach a terminal.
+        message = "".join(char if char.isprintable() else "?" for char in message)
+        if kind == "invalid":
+            raise UsageError(f"{self._source}: the chat template {message}")
+        raise PromptError(f"{self._source}: the chat template {'refuses' if kind == 'refused' else 'fails'}: {message}")
 
 
 def _with_reasoning(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
@@ -107,88 +91,3 @@ def _text(folder: Path, config: Mapping[str, object]) -> tuple[str, Path]:
     if not isinstance(value, str):
         raise UsageError(f"{path}: '{_KEY}' is {show(value)}; it must be a text, or a list of named templates")
     return value, path
-
-
-class _Generation(Extension):
-    """``{% generation %}``, which marks training targets: renders its body unchanged."""
-
-    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _PlainNamespace(Namespace):
-    """Namespace without names that begin with an underscore, which would lead out of the sandbox."""
-
-    def __init__(*args: object, **attributes: object) -> None:
-        self, *rest = args
-        assert isinstance(self, _PlainNamespace)
-        values: dict[str, object] = dict(*rest, **attributes)
-        for name in values:
-            _check_name(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: object) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot have {name!r}: names with an underscore in front are not allowed")
-
-
-class _Dict:
-    """``dict`` for templates: a constructor without access to its class."""
-
-    def __call__(self, *args: object, **values: object) -> dict[str, object]:
-        return dict(*args, **values)
-
-    def fromkeys(self, *args: object) -> dict[object, object]:
-        return dict.fromkeys(*args)  # type: ignore[call-overload, no-any-return]
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which bounds ``range``, with bounded products and powers: ``'x' * 10**10`` would take all
-    memory."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        counts = [len(value) if isinstance(value, str | list | tuple) else value for value in (left, right)]
-        if operator == "**":
-            too_large = isinstance(right, int) and right > _MAX_POWER
-        else:
-            too_large = counts != [left, right] and math.prod(counts) > _MAX_CHARACTERS
-        if too_large:
-            raise SecurityError(f"{show(left)} {operator} {show(right)} is too large")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": lambda text: datetime.now().strftime(text),
-        "dict": _Dict(),
-        "namespace": _PlainNamespace,
-    }
-    return environment
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Serialize without Jinja's escaping of HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)

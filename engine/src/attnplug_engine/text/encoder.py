@@ -10,6 +10,7 @@ from attnplug import PoolError, UsageError
 from attnplug.hf.config_keys import show
 from attnplug_engine.text.chat import Chat
 from attnplug_engine.text.chat_template import ChatTemplate
+from attnplug_engine.text.errors import PromptError
 from attnplug_engine.text.tokenizer import Tokenizer, find_tokenizer
 
 Prompt = str | Sequence[int] | Chat
@@ -31,14 +32,14 @@ class PromptEncoder:
         if isinstance(prompt, str | Chat):
             return self._encode_text(prompt)
         if isinstance(prompt, bytes):  # also a sequence of numbers
-            raise UsageError("the prompt is bytes; give a text, or a list of token ids")
+            raise PromptError("the prompt is bytes; give a text, or a list of token ids")
         return [self._checked(token) for token in prompt]
 
     def _checked(self, token: int) -> int:
         if not isinstance(token, int) and hasattr(token, "__index__"):  # integers of numpy and torch
             token = operator.index(token)
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
-            raise UsageError(f"token id {show(token)} is not in the vocabulary; give 0 to {self._vocab_size - 1}")
+            raise PromptError(f"token id {show(token)} is not in the vocabulary; give 0 to {self._vocab_size - 1}")
         return token
 
     def _encode_text(self, prompt: str | Chat) -> Sequence[int]:
@@ -48,7 +49,7 @@ class PromptEncoder:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UsageError("the prompt is not text: it holds half of a surrogate pair") from None
+            raise PromptError("the prompt is not text: it holds half of a surrogate pair") from None
         return self.tokenizer.encode(text, special_tokens=isinstance(prompt, str))
 
     def _rendered(self, chat: Chat) -> str:

@@ -13,6 +13,7 @@ from attnplug import UsageError
 from attnplug.hf.config_keys import read_json_object, regular_size, show
 from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.checkpoints.safetensors import checkpoint_folder
+from attnplug_engine.text.errors import PromptError
 from attnplug_engine.text.tokenizer_config import TokenizerConfig
 
 _MAX_TOKEN = 1 << 30
@@ -47,7 +48,7 @@ class ByteTokenizer:
         tokens = list(text.encode())
         if tokens and max(tokens) >= self._vocab_size:
             odd = next(character for character in text if max(character.encode()) >= self._vocab_size)
-            raise UsageError(f"the prompt holds {odd!r}; a built-in tiny model reads ASCII only")
+            raise PromptError(f"the prompt holds {odd!r}; a built-in tiny model reads ASCII only")
         return tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -69,7 +70,7 @@ class FileTokenizer:
         try:
             self._tokenizer = Implementation.from_file(str(path))
         except BaseException as error:
-            raise _as_usage_error(error, f"{path} cannot be read as a tokenizer") from error
+            raise _converted(error, UsageError, f"{path} cannot be read as a tokenizer") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.add_tokens(config.added_tokens())  # existing tokens stay unchanged
@@ -81,9 +82,9 @@ class FileTokenizer:
         try:
             tokens = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         except BaseException as error:
-            raise _as_usage_error(error, f"{self._path} cannot encode the prompt") from error
+            raise _converted(error, PromptError, f"{self._path} cannot encode the prompt") from error
         if tokens and max(tokens) >= self._vocab_size:
-            raise UsageError(
+            raise PromptError(
                 f"{self._path} gives the prompt token id {max(tokens)}, but the model's vocabulary ends at "
                 f"{self._vocab_size - 1}; tokenizer.json and config.json belong to different models"
             )
@@ -93,11 +94,10 @@ class FileTokenizer:
         return str(self._tokenizer.decode(list(token_ids)))
 
 
-def _as_usage_error(error: BaseException, what: str) -> BaseException:
-    """Convert the library's errors, which are plain Exceptions, and its panics to UsageError; return others
-    unchanged."""
+def _converted(error: BaseException, kind: type[UsageError], what: str) -> BaseException:
+    """Convert the library's errors, which are plain Exceptions, and its panics to ``kind``; return others unchanged."""
     ours = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-    return UsageError(f"{what}: {error}") if ours else error
+    return kind(f"{what}: {error}") if ours else error
 
 
 def find_tokenizer(reference: str, vocab_size: int) -> Tokenizer | None:
