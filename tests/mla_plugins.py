@@ -106,6 +106,10 @@ def _fallback_calls(asked: Chunks) -> int | None:
     return asked.prefix_chunks if asked.runner else None
 
 
+def _all_calls(asked: Chunks) -> int:
+    return 0 if asked.path is ExtendPath.ABSORBED else asked.prefix_chunks + 1
+
+
 def _nothing(asked: Chunks) -> int:
     return 0
 
@@ -122,7 +126,7 @@ PLUGINS: dict[str, MLAPlugin] = {
     "trtllm_mla": MLAPlugin(trtllm_mla.reference_trtllm, {}, ("forward_batch",), _fallback_calls),
     "tokenspeed_mla": MLAPlugin(tokenspeed_mla.reference_tokenspeed, _FP8, ("forward_batch",), _fallback_calls),
     "cutedsl_mla": MLAPlugin(cutedsl_mla.reference_cutedsl, {}, ("forward_batch",), _nothing, prefills=False),
-    "triton_mla": MLAPlugin(triton_mla.build, _NARROW, None, _nothing, as_mha=False, prefills_always=True),
+    "triton_mla": MLAPlugin(triton_mla.build, _NARROW, ("forward_batch",), _all_calls, prefills_always=True),
 }
 
 

@@ -41,6 +41,12 @@ class TestPolicy:
         assert self.choose(ExtendPolicy(), (8192, 100)) is ExtendPath.ONE_SHOT
         assert self.choose(ExtendPolicy(), (4096, 5), (4096, 5)) is ExtendPath.ONE_SHOT
 
+    def test_many_queries_per_prefix_row_run_as_mha(self):
+        """C1: a threshold of new tokens per prefix row, weighted by prefixes."""
+        assert self.choose(ExtendPolicy(), (1000, 191)) is ExtendPath.ABSORBED
+        assert self.choose(ExtendPolicy(), (1000, 192)) is ExtendPath.ONE_SHOT
+        assert self.choose(ExtendPolicy(), (1000, 100), (10, 1000)) is ExtendPath.ABSORBED
+
     def test_a_threshold_of_0_lets_every_prefix_pay(self):
         """C1"""
         assert self.choose(ExtendPolicy(chunk_threshold=0), (1, 1)) is ExtendPath.ONE_SHOT

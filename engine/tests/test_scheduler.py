@@ -29,6 +29,7 @@ class Pool:
         context_length: int = 64,
         cached: bool = False,
         whole_prompts: bool = False,
+        mixed_step_tokens: int | None = None,
     ) -> Scheduler:
         return Scheduler(
             self.table,
@@ -38,6 +39,7 @@ class Pool:
             max_step_tokens=max_step_tokens,
             context_length=context_length,
             whole_prompts=whole_prompts,
+            mixed_step_tokens=mixed_step_tokens,
         )
 
 
@@ -467,3 +469,15 @@ def test_a_wrong_sampling_parameter_is_refused_with_what_is_allowed(name: str, v
     shown = -1 if isinstance(value, frozenset) else repr(value)
     with pytest.raises(UsageError, check=having(f"{name} {shown}", allowed, settings=(name,))):
         SamplingParams(**{"max_tokens": 4, name: value})
+
+
+def test_prefill_beside_decoding_requests_is_limited() -> None:
+    """Requests that decode wait for the prefill of their step; without them, a step is filled."""
+    scheduler = Pool().scheduler(max_step_tokens=12, mixed_step_tokens=4)
+    scheduler.add(request(0, length=3, max_tokens=2))
+    finish(scheduler, start(scheduler))
+    scheduler.add(request(1, length=20))
+    step = start(scheduler)
+    assert shape(step) == [(0, 3, 1, True), (1, 0, 4, False)]
+    finish(scheduler, step)
+    assert shape(start(scheduler)) == [(1, 4, 12, False)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnplug import GraphLevel, Serving, UsageError
+from attnplug import GraphLevel, PoolError, Serving, UsageError
 from attnplug.host import ForwardingBackend, Selection
 from attnplug.wrappers.forwarding import captures_extends, limited_by
 from attnplug_engine.completion import Completion, Statistics, Usage
@@ -38,6 +39,7 @@ from attnplug_engine.request import (
 from attnplug_engine.scheduling.prefix_cache import CacheStatistics, PrefixCache
 from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
 from attnplug_engine.scheduling.step import RoundResult, Step, StepResult
+from attnplug_engine.scheduling.warm_up import mixed_step_tokens, warm_up_batches
 from attnplug_engine.sizing import capacity
 from attnplug_engine.speculation.in_flight import RoundsInFlight
 from attnplug_engine.speculation.round_graphs import RoundGraphs
@@ -83,7 +85,8 @@ class Engine:
         self.tokenizer = self._encoder.tokenizer
         self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, prepared.loaded.config)
         serving = Serving(
-            chunked_prefill_size=options.chunked_prefill_size, disable_radix_cache=not options.prefix_cache
+            chunked_prefill_size=options.step_tokens(prepared.device.type),
+            disable_radix_cache=not options.prefix_cache,
         )
         self.selection, self.runner = prepared.build(
             lambda selection: capacity(
@@ -110,41 +113,74 @@ class Engine:
             self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
         self.graphs = self._capture(on_capture)
         """Captured graphs."""
-        if self.runner.coordinator is not None:
-            self.runner.coordinator.reset_statistics()  # captures were counted, too
         if parallel.size > 1:
             self._equalize_pages(parallel)
-        room = self.runner.capacity
-        states = self.runner.states
-        self.cache = PrefixCache(self.runner.allocator, room.page_size, states) if options.prefix_cache else None
-        held = (self.runner.table, self.runner.allocator, self.cache)
-        limits: dict[str, Any] = dict(
-            max_batch=room.max_batch,
-            max_step_tokens=room.max_step_tokens,
-            context_length=room.context_length,
-            whole_prompts=options.chunked_prefill_size == -1,
-            states=states,
-            checkpoint=options.state_checkpoint,
-            coordinator=self.runner.coordinator,
-        )
-        if self.rounds is None:
-            self.scheduler: Scheduler = Scheduler(*held, **limits)
-        else:
-            self.scheduler = RoundScheduler(
-                *held, self.rounds.speculation, short_hits=self.rounds.proposer.ahead, **limits
-            )
+        page_size, states = self.runner.capacity.page_size, self.runner.states
+        self.cache = PrefixCache(self.runner.allocator, page_size, states) if options.prefix_cache else None
         overlap = prepared.device.type == "cuda" if options.overlap is None else options.overlap
         self._depth = MAX_IN_FLIGHT if overlap else 1
         self._in_flight: deque[tuple[Step, StepInFlight | RoundsInFlight]] = deque()  # oldest first
         self._stepping = False
         self._leaving: list[Request] = []  # aborted; the scheduler does not know yet
-        self.statistics = Statistics(backend_usage=self.runner.backend_usage)
-        if speculation is not None:
-            self.statistics.rounds = RoundStatistics(speculation.steps)
+        self.statistics = self._statistics()
         self._next_id = 0
         self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities
         self._lock = threading.RLock()
         self._queue_lock = threading.Lock()
+        mixed = self._warm_up(parallel) if prepared.device.type == "cuda" else None
+        self.scheduler: Scheduler = self._scheduler(self.cache, mixed)
+
+    def _scheduler(self, cache: PrefixCache | None, mixed_step_tokens: int | None) -> Scheduler:
+        runner, options, rounds = self.runner, self.options, self.rounds
+        room, held = runner.capacity, (runner.table, runner.allocator, cache)
+        limits: dict[str, Any] = dict(
+            max_batch=room.max_batch,
+            max_step_tokens=room.max_step_tokens,
+            context_length=room.context_length,
+            whole_prompts=options.chunked_prefill_size == -1,
+            mixed_step_tokens=mixed_step_tokens,
+            states=runner.states,
+            checkpoint=options.state_checkpoint,
+            coordinator=runner.coordinator,
+        )
+        if rounds is None:
+            return Scheduler(*held, **limits)
+        return RoundScheduler(*held, rounds.speculation, short_hits=rounds.proposer.ahead, **limits)
+
+    def _statistics(self) -> Statistics:
+        rounds = None if self.rounds is None else RoundStatistics(self.rounds.speculation.steps)
+        return Statistics(rounds=rounds, backend_usage=self.runner.backend_usage)
+
+    def _warm_up(self, parallel: TensorParallel) -> int:
+        """Run requests of every kind once, so that the first request compiles nothing (E1). Return the most prefill
+        tokens of a step in which requests decode, the same on all ranks."""
+        capacity, tokens, took = self.runner.capacity, 1, math.inf
+        self.scheduler = self._scheduler(None, None)
+        for batch in warm_up_batches(capacity):
+            started, tokens = time.perf_counter(), sum(len(request.prompt) for request in batch)
+            for request in batch:
+                self.scheduler.add(request)
+                if request.params.logprobs is not None:
+                    self._observed.add(request)
+            try:
+                while self._step() is not None and not batch[0].output:
+                    pass
+                took = time.perf_counter() - started
+                while self._step() is not None:
+                    pass
+            except torch.OutOfMemoryError as error:
+                raise PoolError(
+                    f"a step of {capacity.max_step_tokens} tokens does not fit into the memory beside weights and "
+                    "caches; lower `chunked_prefill_size` or `num_pages`",
+                    settings=["chunked_prefill_size", "num_pages"],
+                ) from error
+        self.runner.backend_usage.clear()
+        self.statistics = self._statistics()
+        if self.runner.coordinator is not None:
+            self.runner.coordinator.reset_statistics()
+        rates = torch.tensor([tokens / took], device=self.runner.device)
+        slowest = float(rates[0]) if parallel.size == 1 else min(parallel.all_gather(rates, 0).tolist())
+        return mixed_step_tokens(slowest, self.options.inter_token_latency)
 
     def _capture(self, progress: Callable[[int, int], None] | None) -> GraphReport:
         runner, options, rounds = self.runner, self.options, self.rounds

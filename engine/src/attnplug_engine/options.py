@@ -20,6 +20,7 @@ from attnplug_engine.speculation.options import Speculation, read_speculation
 
 LARGEST_BATCH = 1 << 16
 LARGEST_COUNT = 1 << 40  # of pages, slots or tokens; torch's sizes do not overflow
+_GPU_STEP_TOKENS, _CPU_STEP_TOKENS = 8192, 2048
 
 _SWITCHES = (
     "disable_cuda_graph",
@@ -50,8 +51,11 @@ class EngineOptions:
     page_size: int | None = None
     num_pages: int | None = None
     max_batch: int = 32
-    chunked_prefill_size: int = 2048
-    """Most tokens of one step; -1 for prompts that are not chunked."""
+    chunked_prefill_size: int | None = None
+    """Most tokens of one step; -1 for prompts that are not chunked. None: 8192 on a GPU and 2048 on a CPU."""
+    inter_token_latency: float = 0.05
+    """Seconds by which prefill may delay requests that decode: a step with both has as many prefill tokens as the
+    GPU runs in this time, measured at start-up. A CPU is not measured."""
     prefix_cache: bool = True
     state_slots: int | None = None
     """Slots for the states of linear layers: those of running requests and of snapshots."""
@@ -124,9 +128,15 @@ class EngineOptions:
                 f"`overlap` {show(self.overlap)} is not allowed; give True, False, or None to choose by the device",
                 settings=["overlap"],
             )
-        if self.chunked_prefill_size != -1:
+        if self.chunked_prefill_size not in (None, -1):
             self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts that are not chunked")
-        chunk = LARGEST_COUNT if self.chunked_prefill_size == -1 else self.chunked_prefill_size
+        latency = self.inter_token_latency
+        if isinstance(latency, bool) or not isinstance(latency, int | float) or not latency > 0:
+            raise UsageError(
+                f"`inter_token_latency` {show(latency)} is not allowed; give seconds above 0",
+                settings=["inter_token_latency"],
+            )
+        chunk = LARGEST_COUNT if self.chunked_prefill_size == -1 else self.step_tokens("cuda")
         self._check_graphs(BATCH_SIZES, self.max_batch, ())
         self._check_graphs(PREFILL_SIZES, max(chunk, self.max_batch), _WITHOUT_PREFILLS)
 
@@ -159,6 +169,12 @@ class EngineOptions:
                     f"`{option.name}` demands CUDA graphs, and `{name}` is given; {remedy}",
                     settings=[option.name, name],
                 )
+
+    def step_tokens(self, device: str) -> int:
+        """Return the most tokens of a step on a device type; -1 for prompts that are not chunked."""
+        if self.chunked_prefill_size is None:
+            return _GPU_STEP_TOKENS if device == "cuda" else _CPU_STEP_TOKENS
+        return self.chunked_prefill_size
 
     @property
     def speculation(self) -> Speculation | None:

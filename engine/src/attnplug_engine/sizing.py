@@ -73,10 +73,9 @@ def capacity(
     if not spec.full_layers:
         # A page takes no memory then, but a config may claim any context.
         num_pages = min(num_pages or per_request * options.max_batch, _MAX_EMPTY_PAGES)
-    if options.chunked_prefill_size == -1:
+    chunk = min(options.step_tokens(device.type), context)
+    if chunk == -1:
         chunk = unchunked_step_tokens(context, options.max_batch)
-    else:
-        chunk = min(options.chunked_prefill_size, context)
     room_for = Capacity(num_pages or 1, page_size, options.max_batch, chunk, context, state_slots, lookahead, nodes)
     if options.enable_hisparse:
         most = per_request * options.max_batch

@@ -22,8 +22,10 @@ from attnplug_testing import ahead
 from attnplug_triton_mla.configurations import ENTRIES, RAGGED, MLAKernelConfig
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
+from attnplug_triton_mla.ragged import RaggedConfig
 from attnplug_triton_mla.triton_attention import attend as attend_triton
 from attnplug_triton_mla.triton_merge import _merge
+from attnplug_triton_mla.triton_ragged import attend_ragged
 
 RANK, ROPE, PAGE = 512, 64, 64
 POINTERS = {
@@ -120,6 +122,33 @@ def plan(sm: int, cut: dict[str, object], queries: int, parts: int, block: int):
     return compiled(_plan, sm, constants, {"num_warps": min(max(block // 128, 1), 8)})
 
 
+def ragged(sm: int, config: RaggedConfig, nope: int, rope: int, value: int):
+    def rows(number: int, width: int) -> str:
+        return f"tensordesc<bf16[{number},1,{width}]>"
+
+    kinds = {
+        "queries": rows(config.tile, nope),
+        "rope_queries": rows(config.tile, rope or nope),
+        "keys": rows(config.step, nope),
+        "rope_keys": rows(config.step, rope or nope),
+        "values": rows(config.step, value),
+        **dict.fromkeys(("tiles", "query_indptr", "kv_indptr"), "*i32"),
+        "out": "*bf16",
+    }
+    constants = {
+        "HEADS": 16,
+        "NOPE": nope,
+        "ROPE": rope,
+        "V_DIM": value,
+        "V_COLUMNS": value,
+        "TILE": config.tile,
+        "STEP": config.step,
+        "CAUSAL": True,
+        "LSE": True,
+    }
+    return compiled(attend_ragged, sm, constants, {"num_warps": config.warps, "num_stages": config.stages}, **kinds)
+
+
 def resources(made) -> str:
     """Registers of a thread, bytes spilled and shared memory, on SM 90."""
     registers, spilled = ahead.resources(made)
@@ -155,8 +184,11 @@ def table() -> Iterator[tuple[str, Any]]:
 def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
     """Attention kernel of each case; for the tile configuration of the first one on SM 90, also the other kernels."""
     for case in cases:
-        yield case["sm"], case["cut"]["kernel"], attend(**case)
-    first = next(case for case in cases if case["sm"] == 90)
+        if "ragged" in case:
+            yield case["sm"], "ragged", ragged(case["sm"], RaggedConfig(*case["ragged"]), *case["dims"])
+        else:
+            yield case["sm"], case["cut"]["kernel"], attend(**case)
+    first = next(case for case in cases if case["sm"] == 90 and "cut" in case)
     yield 90, "plan", plan(90, first["cut"], queries=1, parts=0, block=16)
     yield 90, "plan of different rows", plan(90, first["cut"], queries=0, parts=0, block=16)
     yield 90, "merge", merge(90, first["cut"], first["q"])

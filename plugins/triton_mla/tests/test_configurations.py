@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from attnplug_triton_mla.configurations import (
     on_triton,
 )
 from attnplug_triton_mla.planner import BatchShape, MLASchedule
+from attnplug_triton_mla.ragged import fit_ragged
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
@@ -136,10 +137,14 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         found = fit_config(entry, MLAKernelLimits(sm, SHARED[sm], 2 * WIDTH, row_bytes))
         case = {"sm": sm, "cut": asdict(found), "q": q, "cache": cache, "page_size": page_size}
         wanted.append({**case, "apart": apart, "tree": bool(tree), "selected": tree is None})
+    for sm, nope, rope, value in ((80, 128, 64, 128), (90, 256, 0, 256), (100, 256, 0, 256), (120, 128, 64, 128)):
+        ragged = fit_ragged(SHARED[sm], (nope + rope, value))
+        wanted.append({"sm": sm, "ragged": astuple(ragged), "dims": (nope, rope, value)})
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     around = {"plan", "plan of different rows", "merge"}
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
         *((sm, "triton") for sm in (80, 89, 90, 100)),
+        *((sm, "ragged") for sm in (80, 90, 100, 120)),
         *((90, kernel) for kernel in ("low", "wide", *around)),
     }
     for sm, kernel, taken in compiled:

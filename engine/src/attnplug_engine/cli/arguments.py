@@ -36,7 +36,7 @@ def add_model_and_prompts(parser: argparse.ArgumentParser, line: str) -> None:
 
 
 def add_serving_options(
-    parser: argparse.ArgumentParser, roles: tuple[Role, ...], *, chunked_prefill_size: int, seeded: str
+    parser: argparse.ArgumentParser, roles: tuple[Role, ...], *, chunked_prefill_size: int | None, seeded: str
 ) -> None:
     """Add backends, dtypes and sizes. ``seeded`` describes what the seed is for."""
     add_backend_options(parser)

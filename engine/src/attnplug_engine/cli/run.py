@@ -32,7 +32,7 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     add_model_and_prompts(parser, "prompt, messages or prompt_token_ids, and its own id, max_tokens, stop and so on")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message: use the chat template")
     roles = (Role.PREFILL, Role.DECODE, Role.LINEAR, Role.DRAFT)
-    add_serving_options(parser, roles, chunked_prefill_size=2048, seeded="sampling and of random weights")
+    add_serving_options(parser, roles, chunked_prefill_size=None, seeded="sampling and of random weights")
     parser.add_argument(
         "--random-weights", action="store_true", help="read only the model's config; draw random weights from --seed"
     )
@@ -71,6 +71,13 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         type=int,
         metavar="N",
         help="slots of linear states, for requests and snapshots (default: by --max-batch)",
+    )
+    parser.add_argument(
+        "--inter-token-latency",
+        type=float,
+        default=0.05,
+        metavar="SECONDS",
+        help="most seconds that prefill may delay requests that decode, on a GPU",
     )
     parser.add_argument(
         "--state-checkpoint",
@@ -167,6 +174,7 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         prefix_cache=not parsed.no_prefix_cache,
         state_slots=parsed.state_slots,
         state_checkpoint=parsed.state_checkpoint,
+        inter_token_latency=parsed.inter_token_latency,
         extend_policy=policy,
         ignore_eos=parsed.ignore_eos,
         check_layers=parsed.check_layers,

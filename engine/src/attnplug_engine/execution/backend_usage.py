@@ -28,6 +28,11 @@ class BackendUsage:
         kind = "decode" if halves[0].forward_mode in _DECODING else "prefill"
         self._steps[kind][tuple(dict.fromkeys(name for plan in plans for name in plan.planner_names()))] += 1
 
+    def clear(self) -> None:
+        """Forget all steps."""
+        for steps in self._steps.values():
+            steps.clear()
+
     def by_backend(self) -> dict[str, dict[str, int]]:
         """Return steps by backend, in descending order, for prefill and decode. A kind that one backend served alone is
         left out."""

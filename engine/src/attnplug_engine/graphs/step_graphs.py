@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from attnplug import GraphLevel, PoolError
+from attnplug import ExtendPath, GraphLevel, PoolError
 from attnplug_engine.execution.runner import ModelRunner, Phase, ReplayedStep
 from attnplug_engine.execution.sampler import Sampler
 from attnplug_engine.graphs.capture import CaptureFunction
@@ -68,7 +68,7 @@ def capture_steps(
             lambda batch, rows: runner.model.logits(runner.run_model(batch).index_select(0, rows)),
             *shared,
             largest=max(prefills),
-            slower=None if runner.attention.graph_level is GraphLevel.ALWAYS else runner.spec,
+            slower=runner.spec if _eager_is_faster(runner) else None,
             all_reduce_min=None if keep_all else partial(_min_over_ranks, runner),
         )
     check = CaptureCheck(
@@ -98,6 +98,13 @@ def capture_steps(
     runner.graphs = steps = CapturedSteps(decode, prefill if prefill is not None and prefill.sizes else None)
     runner.enter(Phase.SERVE)
     return steps
+
+
+def _eager_is_faster(runner: ModelRunner) -> bool:
+    """Return True if long prefills are faster without a graph: by another backend, or as MHA, which needs exact
+    lengths on the host."""
+    as_mha = runner.pools.mla is not None and runner.backend.claims.mla_extend != {ExtendPath.ABSORBED}
+    return as_mha or runner.attention.graph_level is not GraphLevel.ALWAYS
 
 
 def _min_over_ranks(runner: ModelRunner, value: float) -> float:

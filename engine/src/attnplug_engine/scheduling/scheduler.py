@@ -37,8 +37,9 @@ def unchunked_step_tokens(context_length: int, max_batch: int) -> int:
 class Scheduler:
     """Serves requests first come, first served, as many at a time as rows and pages allow.
 
-    A step runs every decoding request and fills up to ``max_step_tokens`` with prefill. At least one token of a prefill
-    runs, so a step has at most ``max(max_step_tokens, max_batch)`` tokens. With ``whole_prompts`` a prefill is not
+    A step runs every decoding request and fills up to ``max_step_tokens`` with prefill, and with at most
+    ``mixed_step_tokens`` of it while requests decode: they wait for the step. At least one token of a prefill runs, so
+    a step has at most ``max(max_step_tokens, max_batch)`` tokens. With ``whole_prompts`` a prefill is not
     chunked (A6); ``max_step_tokens`` must then hold the longest prompt beside all decoding requests. A request is
     admitted if there are pages, free or evictable, for all its tokens so far and one more for each running request. If
     a decoding request cannot get its next page, the latest admitted request is preempted: it loses its row, waits at
@@ -86,6 +87,7 @@ class Scheduler:
         max_step_tokens: int,
         context_length: int,
         whole_prompts: bool = False,
+        mixed_step_tokens: int | None = None,
         states: StateAllocator | None = None,
         checkpoint: int = 1024,
         lookahead: int = 0,
@@ -112,6 +114,7 @@ class Scheduler:
         self._max_batch = max_batch
         self._max_step_tokens = max_step_tokens
         self._whole_prompts = whole_prompts
+        self._mixed_step_tokens = max_step_tokens if mixed_step_tokens is None or whole_prompts else mixed_step_tokens
         self._context_length = min(context_length, table.max_pages * table.page_size - lookahead)
         self._lookahead = lookahead
         self._pool_pages = self._kv_cache.available_pages
@@ -348,6 +351,8 @@ class Scheduler:
         """Continue the running prefill, then admit requests; stop at a prefill that is not complete."""
         running = self._running
         budget = max(self._max_step_tokens - len(entries), 1)
+        if entries:
+            budget = min(budget, self._mixed_step_tokens)
         if running and not self._decodes(running[-1]):
             budget = self._chunk(running[-1], budget, entries, copies)
         while budget and self._waiting and len(running) < self._max_batch and not self._blocked:

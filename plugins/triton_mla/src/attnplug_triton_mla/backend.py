@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, DType, ForwardExtras, ForwardMode, Geometry, LayerSpec, MLAShape, NewRows, Plan
+from attnplug import (
+    BackendContext,
+    Claims,
+    DType,
+    ExtendPath,
+    ForwardBatch,
+    ForwardExtras,
+    ForwardMode,
+    Geometry,
+    LayerSpec,
+    MLAShape,
+    NewRows,
+    Plan,
+    RaggedCall,
+)
+from attnplug.kernels import check_lse
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedRows
 from attnplug_sparse.attention import SparseAttention
 from attnplug_sparse.index import SparseIndex
@@ -23,6 +38,7 @@ from attnplug_triton_mla.configurations import (
 )
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.planner import BatchShape, MLASchedule
+from attnplug_triton_mla.ragged import RaggedConfig, fit_ragged, launch_ragged, plan_tiles, supports_ragged
 from attnplug_triton_mla.scratch import MLAPartials, MLAScratch
 from attnplug_triton_mla.sparse import SparseLayers, SparsePlan
 from attnplug_triton_mla.triton_merge import launch_merge
@@ -53,7 +69,7 @@ class TritonMLABackend(SparseAttention):
 
     Schedules of all batch kinds are computed on the device from device lengths, by one launch; planning takes only
     shapes from the host. A captured plan serves any lengths. The page table is read from the batch's own memory.
-    ``choose`` and ``multiprocessors`` replace the configuration tables and the GPU's size in tests and benchmarks.
+    ``choose``, ``ragged`` and ``multiprocessors`` replace configurations and the GPU's size in tests and benchmarks.
     """
 
     def __init__(
@@ -61,11 +77,12 @@ class TritonMLABackend(SparseAttention):
         context: BackendContext,
         *,
         choose: Callable[..., MLAKernelConfig] = choose,
+        ragged: RaggedConfig | None = None,
         multiprocessors: int | None = None,
     ) -> None:
-        super().__init__(context)
         options = context.options_of(TritonMLAOptions)
         shape = MLAShape.of(context)
+        super().__init__(context, _narrow_claims(context.declared.claims, shape, options))
         rank, device = shape.dims.kv_lora_rank, context.device
         self._heads, self._page_size, self._rank, self._device = shape.heads, shape.page_size, rank, device
         self._invariant, self._choose = options.batch_invariant, choose
@@ -76,14 +93,16 @@ class TritonMLABackend(SparseAttention):
         if multiprocessors is None:
             properties = torch.cuda.get_device_properties(device)
             multiprocessors = properties.multi_processor_count
+            shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # torch's stub lacks it
+            ragged = ragged or fit_ragged(shared, shape.ragged_dims)
             self._limits = MLAKernelLimits(
                 10 * properties.major + properties.minor,
-                properties.shared_memory_per_block_optin,  # type: ignore[attr-defined] # torch's stub leaves it out
+                shared,
                 shape.dims.row_dim * shape.dtype.itemsize,
                 shape.dims.row_dim * shape.kv_dtype.itemsize,
                 all(cache.copied for cache in self._caches.values()),
             )
-        self._multiprocessors = multiprocessors
+        self._multiprocessors, self._ragged = multiprocessors, ragged or RaggedConfig()
         rows = max_partial_rows(multiprocessors)
         self._scratch = [MLAScratch(context, rank, rows, lane) for lane in range(context.limits.lanes)]
         self._sparse: SparseLayers | None = None
@@ -96,6 +115,32 @@ class TritonMLABackend(SparseAttention):
                 invariant=self._invariant,
                 choose=lambda rows, topk: self._configuration(self._heads, rows, topk),
             )
+
+    # MLA prefill as MHA
+
+    def init_mha_chunk_metadata(self, forward_batch: ForwardBatch) -> Plan | None:
+        geometry = forward_batch.geometry
+        tiles = {call.index: (call, plan_tiles(call, self._ragged)) for call in geometry.calls}
+        return Plan.of(self.backend_id, geometry, tiles) if tiles else None
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: LayerSpec,
+        call: RaggedCall,
+        plan: Plan | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        call.check(q, k, v)
+        if lse is not None:
+            check_lse(lse, q)
+        own = None if plan is None else plan.part_of(self.backend_id)
+        planned, tiles = (None, None) if own is None else own.metadata.get(call.index, (None, None))
+        if planned is not call or tiles is None:
+            tiles = plan_tiles(call, self._ragged)
+        return launch_ragged(q, k, v, layer, call, tiles, self._ragged, lse)
 
     # Planning
 
@@ -208,3 +253,11 @@ class TritonMLABackend(SparseAttention):
             )
             if schedule.merged_by_kernel:
                 launch_merge(block.partials, out[rows], sums, schedule, cache.scale)
+
+
+def _narrow_claims(declared: Claims, shape: MLAShape, options: TritonMLAOptions) -> Claims:
+    """Return the spec's claims without MHA paths for wide heads, and if results must not depend on the batch: its
+    lengths decide the path."""
+    if supports_ragged(shape) and not options.batch_invariant:
+        return declared
+    return replace(declared, mla_extend=declared.mla_extend & {ExtendPath.ABSORBED})

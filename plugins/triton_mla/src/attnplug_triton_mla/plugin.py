@@ -34,7 +34,7 @@ def attnplug_backends() -> list[BackendSpec]:
     return [
         BackendSpec(
             name="triton_mla",
-            summary="MLA by Triton kernels: paged decode, verify and absorbed extend, planned on the device",
+            summary="MLA by Triton kernels: paged decode, verify and prefill, planned on the device",
             contract="0.9",
             factory="attnplug_triton_mla.factory:triton_mla",
             requires=((LIBRARY, "triton"),),
@@ -58,7 +58,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 needs_cpu_seq_lens=False,
                 features=frozenset({Feature.SPARSE}),
                 extras=frozenset({"lse", "out", "q_rope", "selected"}),
-                mla_extend=frozenset({ExtendPath.ABSORBED}),
+                mla_extend=frozenset(ExtendPath),
                 layouts=frozenset(CacheLayout),
                 trees=True,
                 index_dtypes=DTYPES | {DType.FLOAT8_E4M3},

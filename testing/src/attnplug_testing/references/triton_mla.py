@@ -37,12 +37,14 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
             pytest.skip("there is a GPU: a process cannot both compile and interpret kernels")
         os.environ["TRITON_INTERPRET"] = "1"  # for the conformance command, which loads no pytest plugin
     from attnplug_triton_mla.backend import TritonMLABackend
+    from attnplug_triton_mla.ragged import RaggedConfig
 
     context = declaring(context, "triton_mla")
     if on_cpu:
         interpreted = context.declared.index_dtypes | {DType.FLOAT32}  # bfloat16 is not
         context = replace(context, declared=replace(context.declared, index_dtypes=interpreted))
-        return TritonMLABackend(context, choose=choose or small, multiprocessors=MULTIPROCESSORS)
+        ragged = RaggedConfig(32, 16, 4, 2)
+        return TritonMLABackend(context, choose=choose or small, ragged=ragged, multiprocessors=MULTIPROCESSORS)
     return TritonMLABackend(context) if choose is None else TritonMLABackend(context, choose=choose)
 
 

@@ -1,0 +1,130 @@
+"""MLA prefill as MHA: the tiles of a batch's ragged calls, and the launch of the kernel over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attnplug import LayerSpec, MLAShape, RaggedCall
+from attnplug_triton_mla.triton_ragged import attend_ragged, order_tiles
+
+_LOG2_E = 1.4426950408889634
+_SEQUENCES_AT_A_TIME = 256
+_LEAST_WIDTH = 16  # of a matrix product
+MAX_WIDTH = 256
+"""Maximum width of a head: nope and rope together, and values."""
+_WIDTH_OF_THREE_STAGES = 320
+_COPIED = 16
+"""Alignment in bytes of rows and heads that TMA copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedConfig:
+    """Query rows per tile, key rows per step, and launch parameters.
+
+    488 TFLOP/s on an H200 for 16 heads of 192 and 128 columns over 8192 tokens; the best of nine in
+    ``benchmarks/results/ragged_mla_h200.json``.
+    """
+
+    tile: int = 128
+    step: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+def supports_ragged(shape: MLAShape) -> bool:
+    """Return True if tiles fit the widths of a model's heads, and TMA can read their rope columns in place."""
+    nope_bytes = shape.dims.qk_nope_head_dim * shape.dtype.itemsize
+    return max(shape.ragged_dims) <= MAX_WIDTH and not nope_bytes % _COPIED
+
+
+def fit_ragged(shared_bytes: int, dims: tuple[int, int]) -> RaggedConfig:
+    """Return the configuration for a GPU's shared memory per program, and (key, value) widths of heads."""
+    if shared_bytes < 200 << 10:
+        return RaggedConfig(64, 32, 4, 2)
+    return RaggedConfig(stages=3 if sum(dims) <= _WIDTH_OF_THREE_STAGES else 2)
+
+
+def plan_tiles(call: RaggedCall, config: RaggedConfig) -> Tensor:
+    """Return the tiles ``[count, 2]`` int32 of a call, ordered on the device. Only shapes are read on the host."""
+    sequences = len(call.query_indptr) - 1
+    count = -(-call.query_rows // config.tile) + sequences
+    tiles = torch.empty(count, 2, dtype=torch.int32, device=call.query_indptr.device)
+    order_tiles[(sequences,)](
+        tiles,
+        call.query_indptr,
+        call.kv_indptr,
+        sequences,
+        count,
+        TILE=config.tile,
+        CAUSAL=call.causal,
+        BLOCK=min(triton.next_power_of_2(sequences), _SEQUENCES_AT_A_TIME),
+        FILL=256,
+    )
+    return tiles
+
+
+def launch_ragged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: LayerSpec,
+    call: RaggedCall,
+    tiles: Tensor,
+    config: RaggedConfig,
+    lse: Tensor | None,
+) -> Tensor:
+    """Attend as ``forward_ragged`` does; ``lse`` is contiguous."""
+    assert layer.mla is not None
+    heads, rope = q.shape[1], layer.mla.qk_rope_head_dim
+    nope = q.shape[2] - rope
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    out = q.new_empty(q.shape[0], heads, v.shape[2])
+    wide, narrow, value = (max(triton.next_power_of_2(width), _LEAST_WIDTH) for width in (nope, rope, v.shape[2]))
+    queries, keys = _rows(q[..., :nope], config.tile, wide), _rows(k[..., :nope], config.step, wide)
+    rope_queries, rope_keys = queries, keys
+    if rope:
+        rope_queries, rope_keys = _rows(q[..., nope:], config.tile, narrow), _rows(k[..., nope:], config.step, narrow)
+    attend_ragged[(heads, len(tiles))](
+        queries,
+        rope_queries,
+        keys,
+        rope_keys,
+        _rows(v, config.step, value),
+        out,
+        out if lse is None else lse,
+        tiles,
+        call.query_indptr,
+        call.kv_indptr,
+        layer.scale * _LOG2_E,
+        out.stride(0),
+        HEADS=heads,
+        NOPE=wide,
+        ROPE=narrow if rope else 0,
+        V_DIM=value,
+        V_COLUMNS=v.shape[2],
+        TILE=config.tile,
+        STEP=config.step,
+        CAUSAL=call.causal,
+        LSE=lse is not None,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return out
+
+
+def _rows(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, tensor.shape, tensor.stride(), [rows, 1, width])
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or a contiguous copy if TMA cannot read its rows and heads in place."""
+    row, head, column = tensor.stride()
+    size = tensor.element_size()
+    if column == 1 and not any(number % _COPIED for number in (tensor.data_ptr(), row * size, head * size)):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

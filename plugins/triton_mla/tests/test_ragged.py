@@ -1,0 +1,145 @@
+"""MLA prefill as MHA: ragged attention against float64, interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attnplug import AttentionKind, DType, ExtendPath, LayerSpec, RaggedCall
+from attnplug.host import MLADims
+from attnplug_testing.devices import DEVICES, INTERPRETED
+from attnplug_testing.kernel_scene import mla
+from attnplug_testing.references.triton_mla import scene
+from attnplug_triton_mla.ragged import RaggedConfig, fit_ragged, launch_ragged, plan_tiles
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+SMALL = RaggedConfig(32, 16, 4, 2)
+NAN = float("nan")
+
+
+def attended(q, k, v, call, scale):
+    """Attend in float64, sequence by sequence."""
+    outs, lses = [], []
+    for index, (new, keys) in enumerate(zip(call.query_lens, call.kv_lens, strict=True)):
+        query, key = int(call.query_indptr[index]), int(call.kv_indptr[index])
+        rows = slice(key, key + keys)
+        logits = torch.einsum("qhd,khd->hqk", q[query : query + new].double(), k[rows].double()) * scale
+        if call.causal:
+            seen = torch.arange(keys, device=q.device) <= torch.arange(new, device=q.device)[:, None] + keys - new
+            logits = logits.masked_fill(~seen, float("-inf"))
+        lses.append(logits.logsumexp(-1).T)
+        outs.append(torch.einsum("hqk,khd->qhd", logits.softmax(-1).nan_to_num(), v[rows].double()))
+    return torch.cat(outs), torch.cat(lses)
+
+
+class Rows:
+    """Arguments of one ragged call."""
+
+    def __init__(self, device: str, queries, keys, causal, nope=128, rope=64, value=128, heads=2) -> None:
+        dims = MLADims(kv_lora_rank=32, qk_nope_head_dim=nope, qk_rope_head_dim=rope)
+        self.layer = LayerSpec(0, AttentionKind.MLA, heads, heads, nope + rope, value, 0.11, mla=dims)
+        self.call = RaggedCall.of(0, queries, keys, causal=causal, device=torch.device(device))
+        self.config = SMALL if device == "cpu" else fit_ragged(227 << 10, (nope + rope, value))
+        self.tolerance = 1e-5 if device == "cpu" else 1e-2
+        random = torch.Generator(device).manual_seed(1)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+
+        def rows(number: int, width: int) -> torch.Tensor:
+            return torch.randn(number, heads, width, generator=random, device=device).to(dtype)
+
+        self.q, self.k, self.v = rows(sum(queries), nope + rope), rows(sum(keys), nope + rope), rows(sum(keys), value)
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.full(self.q.shape[:2], NAN, device=self.q.device)
+        tiles = plan_tiles(self.call, self.config)
+        return launch_ragged(self.q, self.k, self.v, self.layer, self.call, tiles, self.config, lse), lse
+
+    def check(self) -> None:
+        (out, lse), (wanted, wanted_lse) = self.run(), attended(self.q, self.k, self.v, self.call, self.layer.scale)
+        assert (out.double() - wanted).abs().max() <= self.tolerance * wanted.abs().max()
+        finite = wanted_lse.isfinite()
+        assert (lse[finite] - wanted_lse[finite]).abs().max() <= self.tolerance
+        assert torch.equal(lse.isfinite(), finite)
+
+
+@on_every_device
+@pytest.mark.parametrize("causal", [True, False])
+def test_sequences_of_any_length(causal, device):
+    """C1, C4: around tiles and steps; with and without a prefix."""
+    longer = 1 if device == "cpu" else 40
+    queries = (1, 33, 32, 7, 65)
+    Rows(
+        device, queries, [longer * n + more for n, more in zip(queries, (0, 15, 0, 100, 64), strict=True)], causal
+    ).check()
+
+
+@on_every_device
+@pytest.mark.parametrize(("nope", "rope", "value"), [(128, 0, 128), (192, 64, 256), (64, 32, 80), (24, 8, 8)])
+def test_widths_that_are_no_power_of_two(nope, rope, value, device):
+    """C1"""
+    Rows(device, (20, 40), (33, 40), True, nope, rope, value).check()
+
+
+@on_every_device
+def test_a_sequence_with_fewer_keys_than_queries(device):
+    """C1: its first queries see nothing: zeros, and a log-sum-exp of -inf."""
+    rows = Rows(device, (40, 3), (10, 3), True)
+    rows.check()
+    out, lse = rows.run()
+    assert not out[:30].any() and bool((lse[:30] == float("-inf")).all())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by NumPy, in the interpreter
+@on_every_device
+@pytest.mark.parametrize("causal", [True, False])
+def test_nan_stays_in_its_sequence(causal, device):
+    """B6: rows behind a sequence's last are another's."""
+    rows = Rows(device, (20, 30, 5), (50, 35, 21), causal)
+    clean, _ = rows.run()
+    for tensor, start, stop in ((rows.q, 20, 50), (rows.k, 50, 85), (rows.v, 50, 85)):
+        tensor[start:stop] = NAN
+    out, lse = rows.run()
+    assert lse[20:50].isnan().all()
+    assert torch.equal(out[:20], clean[:20]) and torch.equal(out[50:], clean[50:])
+    assert out[20:50].isnan().all()
+
+
+@on_every_device
+def test_rows_with_strides(device):
+    """Parts of wider rows are read in place; addresses that TMA cannot read are copied."""
+    rows = Rows(device, (20, 40), (33, 40), True)
+    wanted, _ = rows.run()
+    both = torch.full((*rows.k.shape[:2], 192 + 128 + 3), NAN, dtype=rows.k.dtype, device=device)
+    both[..., :192], both[..., 195:] = rows.k, rows.v
+    rows.k, rows.v = both[..., :192], both[..., 195:]
+    rows.q = rows.q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(rows.run()[0], wanted)
+
+
+@on_every_device
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiles_with_most_keys_come_first(causal, device):
+    """Every tile once, by falling numbers of keys in whole tiles, then -1."""
+    random = torch.Generator().manual_seed(3)
+    queries = torch.randint(1, 150, (20 if device == "cpu" else 300,), generator=random).tolist()
+    keys = [new + int(torch.randint(0, 200, (), generator=random)) for new in queries]
+    call = RaggedCall.of(0, queries, keys, causal=causal, device=torch.device(device))
+    tiles = plan_tiles(call, SMALL).tolist()
+    live = [(sequence, block) for sequence, block in tiles if sequence >= 0]
+    assert tiles[: len(live)] == [list(tile) for tile in live]
+    assert sorted(live) == [(n, block) for n, new in enumerate(queries) for block in range(math.ceil(new / 32))]
+    work = [((keys[n] - queries[n]) // 32 + block + 1 if causal else keys[n] // 32) for n, block in live]
+    assert work == sorted(work, reverse=True)
+
+
+@INTERPRETED
+def test_wide_heads_extend_absorbed():
+    """C1: abilities are narrowed at construction; so are those of a backend whose results are batch-invariant."""
+    wide = MLADims(kv_lora_rank=32, qk_nope_head_dim=256, qk_rope_head_dim=16)
+    narrow = scene(mla(((5, 3),), heads=2, dtype=DType.FLOAT32), "cpu").backend
+    assert narrow.claims.mla_extend == frozenset(ExtendPath)
+    assert scene(mla(((5, 3),), heads=2, dtype=DType.FLOAT32, dims=wide), "cpu").backend.claims.mla_extend == {
+        ExtendPath.ABSORBED
+    }
