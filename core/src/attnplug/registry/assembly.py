@@ -180,6 +180,7 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
     if problems:
         lines = "\n".join(f"  {each}" for each in problems)
         raise BackendError(f"{_label(registered)}: {spec.factory} {fault}:\n{lines}")
+    backend.backend_id.source = str(registered.source)
     return backend
 
 
