@@ -80,17 +80,17 @@ _changes: dict[tuple[str, int], bool | Tensor] = {}
 @contextmanager
 def watched(inputs: Mapping[str, object]) -> Iterator[None]:
     """Record the tensors among ``inputs`` that change inside, for :func:`changed_inputs`. Does not wait for a GPU."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    tensors = {name: as_bytes(value) for name, value in inputs.items() if isinstance(value, Tensor)}
+    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    if on_gpu and torch.cuda.is_current_stream_capturing():
         yield
         return
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    copies = {name: as_bytes(tensor).clone() for name, tensor in tensors.items()}
+    copies = [tensor.clone() for tensor in tensors.values()]
     yield
-    for name, copy in copies.items():
-        changed = (as_bytes(tensors[name]) != copy).any()
-        on_gpu = changed.device.type == "cuda"
-        key = name, torch.cuda.current_stream().cuda_stream if on_gpu else 0
-        _changes[key] = _changes.get(key, False) | (changed if on_gpu else bool(changed))
+    stream = torch.cuda.current_stream().cuda_stream if on_gpu else 0
+    for (name, tensor), copy in zip(tensors.items(), copies, strict=True):
+        changed = (tensor != copy).any() if tensor.is_cuda else not torch.equal(tensor, copy)
+        _changes[name, stream] = _changes.get((name, stream), False) | changed
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from torch import Tensor
 from attnplug.author.served_layers import output_width
 from attnplug.contract.backend import AttentionBackend, bind_optional_hook, hook_signatures
 from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.hooks import Hook
 from attnplug.contract.plan import BackendId, Plan, describe_result
 from attnplug.declare.errors import BackendError
 from attnplug.declare.model import LayerSpec
@@ -36,36 +35,36 @@ def bind_forward(holder: object, attribute: str, backend: AttentionBackend, name
     replaces itself in ``attribute`` by the method.
     """
     method = bind_optional_hook(backend, name) if name in hook_signatures() else getattr(backend, name, None)
-    return None if method is None else _FirstResults(holder, attribute, backend.backend_id, name, method)
+    if method is None:
+        return None
+    owner, checked = ref(holder), set[int]()  # a cycle would keep the holder's pools in memory
 
-
-class _FirstResults:
-    def __init__(self, holder: object, attribute: str, backend: BackendId, name: str, method: Hook) -> None:
-        self._holder, self._attribute = ref(holder), attribute  # no cycle, which would keep the pools in memory
-        self._backend, self._name, self._method = backend, name, method
-        self._checked: set[int] = set()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._method(*args, **kwargs)
+    def first_results(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
         layer = next(each for each in args if isinstance(each, LayerSpec))
-        if layer.layer_id in self._checked:
-            setattr(self._holder(), self._attribute, self._method)
-        elif result is not None or self._name != "forward_delta":  # which may leave a batch to its parts
-            self._check(result, layer, args, getattr(kwargs.get("extras"), "out", None))
-            self._checked.add(layer.layer_id)
+        if layer.layer_id in checked:
+            setattr(owner(), attribute, method)
+        elif result is not None or name != "forward_delta":  # which may leave a batch to its parts
+            if problem := _problem(result, *_EXPECTED[name](*args), getattr(kwargs.get("extras"), "out", None)):
+                who = _planner(args, layer) or backend.backend_id
+                raise BackendError(f"{name} of {who.label} returned {problem} (layer {layer.layer_id})")
+            checked.add(layer.layer_id)
         return result
 
-    def _check(self, result: object, layer: LayerSpec, args: tuple[Any, ...], out: Tensor | None) -> None:
-        shape, like = _EXPECTED[self._name](*args)
-        wanted = f"{like.dtype} of shape {shape} on {like.device}"
-        if not isinstance(result, Tensor) or describe_result(result) != wanted:
-            problem = f"{describe_result(result)}; it must return {wanted}"
-        elif out is not None and result.data_ptr() != out.data_ptr():
-            problem = "other memory than extras.out, which it was given and claims; it must write to it and return it"
-        else:
-            return
-        plans = [each for each in args if isinstance(each, Plan)]
-        plans += [each.plan.attention for each in args if isinstance(each, ForwardBatch) and each.plan is not None]
-        planners = plans[0].planners() if plans else [self._backend]
-        who = planners[-1 if layer.kind.is_linear else 0]  # a wrapper's plan has one for each kind of layer
-        raise BackendError(f"{self._name} of {who.label} returned {problem} (layer {layer.layer_id})")
+    return first_results
+
+
+def _problem(result: object, shape: tuple[int, ...], like: Tensor, out: Tensor | None) -> str:
+    found, wanted = describe_result(result), f"{like.dtype} of shape {shape} on {like.device}"
+    if not isinstance(result, Tensor) or found != wanted:
+        return f"{found}; it must return {wanted}"
+    if out is not None and result.data_ptr() != out.data_ptr():
+        return "other memory than extras.out, which it was given and claims; it must write to it and return it"
+    return ""
+
+
+def _planner(args: tuple[Any, ...], layer: LayerSpec) -> BackendId | None:
+    """Return the backend that ran a layer. A wrapper's plan has one for each kind of layer."""
+    plans = [each for each in args if isinstance(each, Plan)]
+    plans += [each.plan.attention for each in args if isinstance(each, ForwardBatch) and each.plan is not None]
+    return plans[0].planners()[-1 if layer.kind.is_linear else 0] if plans else None

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from attnplug.declare.errors import PluginError, describe_error
 
@@ -51,9 +51,9 @@ def guarded() -> Iterator[None]:
 
 
 class _Unclosable:
-    """A standard stream that other packages can use, but not close."""
+    """A stream that other packages can use, but not close."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
@@ -61,15 +61,12 @@ class _Unclosable:
 
     def close(self) -> None: ...
 
-    def detach(self) -> NoReturn:
-        raise io.UnsupportedOperation("detach")
-
 
 @contextlib.contextmanager
 def _same_streams() -> Iterator[None]:
-    """Redirect stdout to stderr, and reopen the standard streams that are closed inside, also by file descriptor."""
-    found = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
-    streams = {fd: stream for fd, stream in enumerate(found) if isinstance(stream, io.TextIOWrapper)}
+    """Redirect stdout to stderr. Reopen standard streams and their file descriptors if they are closed inside."""
+    found = enumerate((sys.__stdin__, sys.__stdout__, sys.__stderr__))
+    streams = {fd: stream for fd, stream in found if isinstance(stream, io.TextIOWrapper)}
     settings = {fd: (one.encoding, one.errors, None, one.line_buffering) for fd, one in streams.items()}
     copies: dict[int, int] = {}
     for fd in range(3):
@@ -81,72 +78,47 @@ def _same_streams() -> Iterator[None]:
             yield
     finally:
         for fd, copy in copies.items():
-            with contextlib.suppress(OSError):
-                if not _is_same_file(fd, copy):
-                    os.dup2(copy, fd)
+            with contextlib.suppress(OSError):  # the copy has been closed, too
+                os.dup2(copy, fd)
                 os.close(copy)
         for fd, stream in streams.items():
-            if _is_closed(stream):
+            try:
+                stream.writable()
+            except ValueError:  # closed or detached; initialized in place, because others refer to the object
                 file = open(fd, "wb" if fd else "rb", closefd=False)  # noqa: SIM115 - open as long as the process runs
-                stream.__init__(file, *settings[fd])  # type: ignore[misc]  # in place: others refer to the object
-
-
-def _is_same_file(fd: int, copy: int) -> bool:
-    try:
-        return os.path.sameopenfile(fd, copy)
-    except OSError:
-        return False
-
-
-def _is_closed(stream: TextIO) -> bool:
-    try:
-        return stream.closed
-    except ValueError:  # its buffer has been detached
-        return True
+                stream.__init__(file, *settings[fd])  # type: ignore[misc]
 
 
 @contextlib.contextmanager
 def _same_settings() -> Iterator[None]:
-    """Restore the settings of the process that :func:`guarded` lists, except streams and warning filters."""
-    variables = _variables().copy()
+    """Restore removed variables, the directory, the locale, signal handlers and a lowered recursion limit."""
+    variables = os.environ._data.copy()  # type: ignore[attr-defined]  # encoded; decoding them all would take 60 µs
     limit, locale = sys.getrecursionlimit(), _locale.setlocale(_locale.LC_ALL)
     handlers = {number: _signal.getsignal(number) for number in _SIGNALS}
+    directory: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    with contextlib.suppress(OSError):  # deleted
+        directory = contextlib.chdir(os.getcwd())
     try:
-        with _same_directory():
+        with directory:
             yield
     finally:
-        for name in variables.keys() - _variables().keys():
+        for name in variables.keys() - os.environ._data.keys():  # type: ignore[attr-defined]
             os.environ[os.fsdecode(name)] = os.fsdecode(variables[name])
         sys.setrecursionlimit(max(limit, sys.getrecursionlimit()))
-        if _locale.setlocale(_locale.LC_ALL) != locale:
-            _locale.setlocale(_locale.LC_ALL, locale)
+        _locale.setlocale(_locale.LC_ALL, locale)
         for number, handler in handlers.items():
-            if _signal.getsignal(number) is not handler and handler is not None:
+            if handler is not None and _signal.getsignal(number) is not handler:
                 with contextlib.suppress(ValueError):  # not the main thread
                     _signal.signal(number, handler)
-
-
-def _variables() -> dict[Any, Any]:
-    """Return the encoded environment variables. ``dict(os.environ)`` decodes them, which takes 60 µs."""
-    return os.environ._data  # type: ignore[attr-defined, no-any-return]
-
-
-def _same_directory() -> contextlib.AbstractContextManager[None]:
-    """Restore the current directory on exit, unless it has been deleted."""
-    try:
-        return contextlib.chdir(os.getcwd())
-    except OSError:
-        return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _no_exit() -> Iterator[None]:
     """Let ``os._exit`` raise SystemExit inside. A forked child process exits as it asks to."""
-    process: int | None = os.getpid()
-    end = os._exit
+    end, processes = os._exit, {os.getpid()}
 
     def raise_exit(status: int) -> NoReturn:
-        if os.getpid() == process:
+        if os.getpid() in processes:
             raise SystemExit(f"os._exit({status})")
         end(status)
 
@@ -154,5 +126,5 @@ def _no_exit() -> Iterator[None]:
     try:
         yield
     finally:
-        process = None  # whoever kept a reference exits from now on
+        processes.clear()  # a package that kept the function can exit later
         os._exit = end

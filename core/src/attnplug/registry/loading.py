@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 import importlib_metadata as metadata
@@ -120,12 +120,8 @@ def load_entry_point(point: EntryPoint) -> Any:
     if point.pattern.match(point.value) is None:
         raise PluginError(f"the entry point's target is {point.value!r}; write 'package.module'")
     # If native code crashes the process, all that a user sees is faulthandler's stack. A frame of it names the plugin.
-    named = _load.__code__.replace(co_name=f"loading {point.name} ({Source.of(point)})")
-    return FunctionType(named, globals())(point)
-
-
-def _load(point: EntryPoint) -> Any:
-    return point.load()
+    load = (lambda: point.load()).__code__.replace(co_name=f"loading {point.name} ({Source.of(point)})")
+    return FunctionType(load, {}, closure=(CellType(point),))()
 
 
 @contextlib.contextmanager
