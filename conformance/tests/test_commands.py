@@ -35,7 +35,7 @@ def test_conform_runs_all_below_a_name(capsys):
     assert "4 passed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("suffix", ["html", "json"])
+@pytest.mark.parametrize("suffix", ["html", "json", "xml"])
 def test_conform_writes_a_report(suffix, tmp_path, capsys):
     path = tmp_path / f"out.{suffix}"
     arguments = ("--device", "cpu", "--check", "mha.decode", "--report", str(path))
@@ -64,7 +64,7 @@ def test_processes_find_what_one_finds(tmp_path):
         (["torch_nativ"], ["'torch_nativ'", "torch_native"]),
         (["torch_native", "--check", "mha.decod"], ["'mha.decod'", "mean mha."]),
         (["torch_native", "--check", "nonsense"], ["'nonsense'", "mha, mla"]),
-        (["torch_native", "--report", "out.txt"], ["--report out.txt", ".html", ".json"]),
+        (["torch_native", "--report", "out.txt"], ["--report out.txt", ".html", ".json", ".xml"]),
         (["torch_native", "--report", "nowhere/out.html"], ["--report nowhere/out.html"]),
         (["torch_native", "--seed", "-1"], ["--seed -1", "from 0 to"]),
         (["torch_native", "--jobs", "0"], ["--jobs 0", "1 or more"]),

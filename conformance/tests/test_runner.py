@@ -7,13 +7,15 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
+from xml.etree import ElementTree
 
 import pytest
 
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.processes import results
-from attnplug_conformance.report import as_html, as_json, lines
+from attnplug_conformance.report import as_html, as_json, as_junit, lines
 from attnplug_conformance.runner import Status, read_expected, run_check, run_checks
+from attnplug_conformance.testing import assert_check
 from kit_subjects import CHECKS, subject, text
 
 BASE_2 = text("mha").replace("extras.lse[rows] = sums", "extras.lse[rows] = sums / 0.6931471805599453")
@@ -41,6 +43,67 @@ def test_a_repeated_check_has_the_same_options_and_inputs():
     (line,) = (line for line in lines(run_checks(broken, LSE[:1], floors=False, seed=7)) if "repeat:" in line)
     wanted = "--check mha.lse.extend --backend-option 'good_mha.speed=very high' --backend-option good_mha.level=2"
     assert line.endswith(f"{wanted} --seed 7")
+
+
+def test_a_backend_that_cannot_be_built_ends_the_run():
+    unbuildable = subject("unbuildable", text("mha").replace("self.captured = {}", "raise RuntimeError('no kernel')"))
+    verdict = run_checks(unbuildable, all_checks())
+    ran = [result for result in verdict.results if result.status is not Status.REFUSED]
+    assert [result.unbuilt for result in ran] == [True] and "RuntimeError: no kernel" in ran[0].message
+    (problem,) = verdict.problems
+    assert "good_mha cannot be built" in problem
+
+
+def test_a_backend_that_cannot_be_built_for_one_case_is_checked_for_the_others():
+    picky = text("mha").replace("self.captured = {}", "assert len(context.roles) == 2; self.captured = {}")
+    checks = [CHECKS[name] for name in ("mha.decode.one_request", "mha.built.prefill", "mha.extend.ragged")]
+    verdict = run_checks(subject("picky", picky), checks, floors=False)
+    assert [result.status for result in verdict.results] == [Status.PASSED, Status.FAILED, Status.PASSED]
+
+
+def test_in_pytest_a_backend_that_cannot_be_built_fails_once():
+    unbuildable = subject("unbuildable", text("mha").replace("self.captured = {}", "raise RuntimeError('no kernel')"))
+    with pytest.raises(pytest.fail.Exception, match="no kernel"):
+        assert_check(unbuildable, LSE[0], {})
+    with pytest.raises(pytest.skip.Exception, match=r"mha\.lse\.extend"):
+        assert_check(unbuildable, LSE[1], {})
+
+
+def test_a_tuple_is_named_and_every_failure_of_a_kind_is_shown_once():
+    pair = text("mha").replace("return out\n\n    def write", "return out, out\n\n    def write")
+    names = ("decode.one_request", "decode.long", "plan.two_alive_decode", "plan.wrapped", "results_kept_decode")
+    verdict = run_checks(subject("pair", pair), [CHECKS[f"mha.{name}"] for name in names], floors=False)
+    assert {result.message.partition(" ")[2] for result in verdict.results} == {
+        "returned a tuple of 2 (Tensor, Tensor); it must return one tensor"
+    }
+    report = "\n".join(lines(verdict))
+    assert report.count("FAILED") == 2 and len(report) < 1500 and all(f"mha.{name}" in report for name in names)
+
+
+def test_junit_counts_every_check_and_problem():
+    """For CI systems, which read test suites, test cases, failures and skips."""
+    forbidden = text("mha").replace("self.check(batch.geometry)", "raise RuntimeError('\\x1b[31m<no> & \\x00')")
+    checks = [CHECKS[f"mha.{name}"] for name in ("lse.extend", "lse.decode", "decode.long", "dims_differ.extend")]
+    broken = subject("forbidden", forbidden)
+    broken = replace(broken, registered=claiming(head_dims=frozenset({(16, 16)})).registered)
+    broken = replace(
+        broken,
+        registered=replace(broken.registered, spec=replace(broken.registered.spec, factory="kit_forbidden:Backend")),
+    )
+    verdict = run_checks(broken, checks, expected={"mha.lse.extend": "known", "mha.nothing": "no check"})
+    root = ElementTree.fromstring(as_junit(verdict).encode())
+    (suite,) = root
+    cases = suite.findall("testcase")
+    for node in (root, suite):
+        counts = [int(node.attrib[name]) for name in ("tests", "failures", "errors", "skipped")]
+        assert counts == [len(cases), len(suite.findall("*/failure")), 0, len(suite.findall("*/skipped"))]
+        assert float(node.attrib["time"]) >= 0
+    assert root.tag == "testsuites" and suite.tag == "testsuite" and suite.attrib["name"] == "good_mha"
+    assert [case.attrib["name"] for case in cases[:4]] == [check.name for check in checks]
+    assert [next(iter(case), case).tag for case in cases[:4]] == ["skipped", "failure", "failure", "skipped"]
+    assert len(cases) == 4 + len(verdict.problems) and len(verdict.problems) >= 2
+    failure = cases[1].find("failure")
+    assert "<no> & ?" in failure.attrib["message"] and "repeat:" in failure.text
 
 
 class DyingPool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -139,6 +140,10 @@ class TestHooks:
 
         with pytest.raises(KeyboardInterrupt):
             build_backend(registered(interrupted), context())
+
+    def test_a_factory_that_ends_the_process_is_refused(self, registered):
+        """D2: kernel libraries are imported here, not while the plugin is loaded."""
+        assert "made_up:fast cannot be built: SystemExit: os._exit(4)" in refused(registered(lambda _: os._exit(4)))
 
     @pytest.mark.parametrize("hook", hook_signatures())
     def test_a_hook_with_an_unknown_required_parameter_is_refused_by_name(self, registered, hook):

@@ -59,6 +59,16 @@ def test_a_command_line_that_cannot_be_read_is_wrong_usage(attnplug: Attnplug, a
     assert outcome.err
 
 
+def test_a_crash_in_native_code_prints_a_stack(attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D2: of which one line names the plugin that was loading."""
+    enabled: list[int] = []
+    monkeypatch.setattr("faulthandler.is_enabled", lambda: bool(enabled))
+    monkeypatch.setattr("faulthandler.enable", enabled.append)
+    attnplug("--version")
+    attnplug("--version")
+    assert enabled == [2]
+
+
 def test_python_m_attnplug_is_the_command() -> None:
     outcome = in_own_process("--version")
     assert (outcome.code, outcome.err) == (0, "")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import locale
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +34,10 @@ from attnplug_testing.plugins import Install, bringing, module, place, spec
         ("raise AssertionError('needs an H100')", "AssertionError: needs an H100"),
         ("raise RuntimeError('driver too old')", "RuntimeError: driver too old"),
         ("import sys; sys.exit('bye')", "SystemExit: bye"),
+        ("import os; os._exit(3)", "os._exit(3)"),
+        ("from os import _exit\ntry: _exit(0)\nexcept Exception: pass", "os._exit(0)"),
+        ("raise GeneratorExit", "GeneratorExit"),
+        ("def again(): again()\nagain()", "RecursionError"),
         ("def (", "SyntaxError"),
         ("class Odd(BaseException): pass\nraise Odd('neither an Exception')", "Odd: neither an Exception"),
         ("class Mute(Exception):\n def __str__(self): raise ValueError('no text')\nraise Mute", "Mute"),
@@ -120,15 +127,90 @@ def test_a_plugin_that_breaks_the_import_system_is_broken_alone(
     assert before[0] is sys.path
 
 
-def test_what_a_plugin_changes_for_the_whole_process_is_put_back(install_source: Install) -> None:
-    """D2: a model's path may be relative, and later warnings must still be shown as warnings."""
-    source = "import os, sys, warnings\nos.chdir('/')\nsys.stderr = None\nwarnings.simplefilter('error')\n"
-    source += (
-        "from attnplug_testing.plugins import bringing, spec\nattnplug_backends = bringing(spec()).attnplug_backends"
-    )
-    before = os.getcwd(), sys.stderr, list(warnings.filters)
-    assert load_registry([install_source(source)], {}).broken == ()
-    assert before == (os.getcwd(), sys.stderr, list(warnings.filters))
+GOOD = "\nfrom attnplug_testing.plugins import bringing, spec\nattnplug_backends = bringing(spec()).attnplug_backends"
+
+
+def process_state() -> list[object]:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    settings = [locale.setlocale(locale.LC_ALL), sys.getrecursionlimit(), os._exit, list(warnings.filters), *handlers]
+    return [os.getcwd(), sys.stdout, sys.stderr, "HOSTILE" in os.environ, *settings]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "os.chdir('/')",
+        "sys.stderr = None",
+        "sys.stdout = io.StringIO()",
+        "warnings.simplefilter('error')",
+        "locale.setlocale(locale.LC_ALL, 'C')",
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "signal.signal(signal.SIGTERM, lambda *_: None)",
+        "os.environ.clear()",
+        "sys.setrecursionlimit(sys.getrecursionlimit() - 300)",
+    ],
+)
+def test_what_a_plugin_changes_for_the_whole_process_is_put_back(
+    install_source: Install, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """D2: e.g. a model's path may be relative, and Ctrl-C must still end a command."""
+    monkeypatch.setenv("HOSTILE", "1")
+    before = process_state()
+    lines = f"import io, locale, os, signal, sys, warnings\n{source}{GOOD}"
+    assert load_registry([install_source(lines)], {}).broken == ()
+    assert process_state() == before
+
+
+def test_what_a_plugin_adds_to_the_environment_stays(install_source: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel libraries are configured by it."""
+    monkeypatch.setenv("HOSTILE", "1")
+    assert load_registry([install_source(f"import os; os.environ['HOSTILE'] = '2'{GOOD}")], {}).broken == ()
+    assert os.environ["HOSTILE"] == "2"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "sys.stdout.close(); sys.stderr.close()",
+        "sys.__stdout__.close(); sys.__stderr__.close()",
+        "sys.__stdout__.buffer.close()",
+        "sys.__stderr__.detach()",
+        "os.close(0); os.close(1); os.close(2)",
+        "os.dup2(os.open(os.devnull, os.O_WRONLY), 2)",
+    ],
+)
+def test_streams_that_a_plugin_closes_are_open_again(
+    install_source: Install, capfd: pytest.CaptureFixture[str], source: str
+) -> None:
+    """D2: a plugin's stdout is stderr, where all commands report their errors."""
+    files = [os.fstat(descriptor) for descriptor in range(3)]
+    assert load_registry([install_source(f"import os, sys\n{source}{GOOD}")], {}).broken == ()
+    assert [os.path.samestat(file, os.fstat(descriptor)) for descriptor, file in enumerate(files)] == [True] * 3
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        print("é", file=stream, flush=True)
+    assert capfd.readouterr() == ("é\né\n", "é\né\n")
+
+
+def test_a_stream_that_a_plugin_keeps_can_be_written_to_later(
+    install_source: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As logging handlers do."""
+    point = install_source(f"import logging\nhandler = logging.StreamHandler(){GOOD}")
+    load_registry([point], {})
+    point.load().handler.stream.write("later\n")
+    assert "later" in capfd.readouterr().err
+
+
+def test_a_process_that_a_plugin_forks_ends_as_it_wants(install_source: Install) -> None:
+    source = "import os\nif os.fork() == 0: os._exit(7)\nassert os.waitstatus_to_exitcode(os.wait()[1]) == 7"
+    assert load_registry([install_source(f"{source}{GOOD}")], {}).broken == ()
+
+
+def test_the_stack_of_a_crash_names_the_plugin(install_source: Install, tmp_path: Path) -> None:
+    """D2: native code may end the process, and faulthandler's stack is all that is left."""
+    opened = f"with open({str(tmp_path / 'stack')!r}, 'w') as file:"
+    load_registry([install_source(f"import faulthandler\n{opened} faulthandler.dump_traceback(file){GOOD}")], {})
+    assert "loading fast (fast-attention 1.2.3)" in (tmp_path / "stack").read_text()
 
 
 def test_what_a_plugin_adds_to_the_path_stays(install_source: Install, monkeypatch: pytest.MonkeyPatch) -> None:

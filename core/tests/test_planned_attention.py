@@ -134,6 +134,26 @@ class TestPadding:
         assert on.backend.forward_extend(q, k, v, on.layer, planned(on)) is q
 
 
+class TestResults:
+    @pytest.mark.parametrize("padding", [0, 3])
+    @pytest.mark.parametrize("result", [None, torch.zeros(5, 1, 16), torch.zeros(16)], ids=["none", "heads", "row"])
+    def test_one_that_is_copied_to_the_hosts_memory_has_its_shape(self, padding, result):
+        """D2: torch would broadcast it."""
+        on = stage()
+        on.backend.attend = lambda *_: result
+        out = torch.zeros(5 + padding, 4, 16)
+        with raises_naming(BackendError, f"attend of backend {on.backend.context.name}", "(5, 4, 16)"):
+            on.backend.forward_extend(
+                *inputs(on, padding), on.layer, planned(on, padding), extras=ForwardExtras(out=out)
+            )
+
+    @pytest.mark.parametrize("name", ["plan", "attend"])
+    def test_a_method_that_is_none_is_an_error_when_the_backend_is_built(self, name):
+        """D2: Python takes it for a definition of the abstract method."""
+        with raises_naming(BackendError, f"{name} of backend", "None"):
+            Stage(small(((5, 3),)), "cpu", type("Without", (Sevens,), {name: None}))
+
+
 class TestRows:
     def test_new_rows_are_in_the_cache_before_the_kernel_runs(self):
         on = stage()

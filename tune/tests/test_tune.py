@@ -190,7 +190,7 @@ def test_what_gives_no_attention_is_a_failure_however_fast_it_is(gives, install:
     (failed,) = run_job(
         job(registry, "toy", Point(Role.DECODE, 4, 64)), registry, FakeClock({"toy": constant(1)}, runs=True)
     )
-    assert isinstance(failed, Failed) and "[4 tokens, 4 heads, width]" in failed.reason
+    assert isinstance(failed, Failed) and "(4, 4, 16)" in failed.reason
 
 
 @pytest.mark.parametrize("kind", [SystemExit, BaseException])

@@ -159,6 +159,15 @@ def test_a_backend_without_ragged_calls_is_named() -> None:
         RaggedPrefill(backend).attend(*torch.zeros(3, 1, 1, 1), LAYER, extend([0], [1]), None)  # type: ignore
 
 
+def test_a_backend_that_returns_no_tensor_is_named() -> None:
+    backend = Ragged()
+    backend.forward_ragged = lambda q, k, v, layer, call, plan=None, lse=None: None  # type: ignore
+    given = extend([0], [3])
+    q, k, v = torch.randn(3, 2, 12), torch.randn(3, 2, 12), torch.randn(3, 2, 8)
+    with pytest.raises(BackendError, check=naming("forward_ragged of backend ragged", "None", "(3, 2, 8)")):
+        RaggedPrefill(backend).attend(q, k, v, LAYER, given, planned(given))  # type: ignore[arg-type]
+
+
 def test_the_hook_may_take_the_batch_alone() -> None:
     """A8: offered to a hook is only what it takes."""
     given, backend = extend([0], [3]), Ragged()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import Capabilities, Claims, ForwardMode, GraphLevel, PlanError, Role
+from attnplug import BackendError, Capabilities, Claims, ForwardMode, GraphLevel, PlanError, Role
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.host import KVPools, ModelAttention, load_registry
@@ -94,6 +94,12 @@ class TestPlans:
         assert geometry.slots is None, "vLLM writes the rows"
         if ragged:
             assert geometry.new_lens.tolist() == [4, 2, 1]
+
+    def test_a_backend_that_returns_no_tensor_is_named(self):
+        backend = MLARecorder()
+        backend.forward_decode = lambda *_, **__: None
+        with pytest.raises(BackendError, match="forward_decode of backend recorder returned None"):
+            attend(step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 1)])))
 
     def test_columns_of_the_block_table_that_nobody_can_use_are_left_out(self):
         backend = MLARecorder()

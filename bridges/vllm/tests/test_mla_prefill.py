@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import Claims, ExtendPath, ForwardBatch, Plan, RaggedCall
+from attnplug import BackendError, Claims, ExtendPath, ForwardBatch, Plan, RaggedCall
 from attnplug.contract.plan import BackendId
 from attnplug.host import KVPools, ModelAttention
 from attnplug_vllm.mla_prefill import RaggedPrefill, chunk_calls
@@ -139,6 +139,14 @@ class TestRuns:
         expected, expected_lse = dense(q, k, v, (4, 2), (4, 2), causal=True, scale=SCALE)
         assert torch.equal(out, expected) and torch.equal(lse, expected_lse.T) and lse.is_contiguous()
         assert prefill.new_tokens(q, k, v, False)[1] is None
+
+    def test_a_backend_that_returns_no_tensor_is_named(self):
+        backend = Dense()
+        backend.forward_ragged = lambda q, k, v, layer, call, plan=None, lse=None: (q, lse)
+        prefill = prefill_of(backend)
+        prefill.prepare(by_index([4, 2], []), metadata([(0, 4), (0, 2)]))
+        with pytest.raises(BackendError, match=r"forward_ragged of backend .* a tuple of 2"):
+            prefill.new_tokens(rows(6, WIDTH), rows(6, WIDTH), rows(6, VALUE), True)
 
     def test_a_chunk_in_which_some_requests_have_no_rows(self):
         prefill = prefill_of(Dense())

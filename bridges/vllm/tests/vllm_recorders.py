@@ -78,7 +78,7 @@ class MLARecorder:
         assert k is None and v is None and not save_kv_cache
         batch.plan_for(self.backend_id, q.shape[0])
         self.calls.append(("run", (layer.layer_id, tuple(q.shape), extras)))
-        return q
+        return q[..., : layer.mla.kv_lora_rank]
 
     forward_decode = forward_extend
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -71,6 +71,41 @@ def as_bytes(memory: Tensor) -> Tensor:
     """View memory as integers: torch cannot index fp8 on a CPU, and NaN never equals itself."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return memory.view(sizes[memory.element_size()])
+
+
+_changes: dict[tuple[str, int], bool | Tensor] = {}
+"""Inputs by name and stream, and True if a call changed them. On a GPU that is a tensor: reading it would wait."""
+
+
+@contextmanager
+def watched(inputs: Mapping[str, object]) -> Iterator[None]:
+    """Record the tensors among ``inputs`` that change inside, for :func:`changed_inputs`. Does not wait for a GPU."""
+    tensors = {name: as_bytes(value) for name, value in inputs.items() if isinstance(value, Tensor)}
+    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    copies = [tensor.clone() for tensor in tensors.values()]
+    yield
+    stream = torch.cuda.current_stream().cuda_stream if on_gpu else 0
+    for (name, tensor), copy in zip(tensors.items(), copies, strict=True):
+        changed = (tensor != copy).any() if tensor.is_cuda else not torch.equal(tensor, copy)
+        _changes[name, stream] = _changes.get((name, stream), False) | changed
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Forget the changes recorded so far, and those recorded inside on exit."""
+    _changes.clear()
+    try:
+        yield
+    finally:
+        _changes.clear()
+
+
+def changed_inputs() -> list[str]:
+    """Return the names of inputs that calls changed since :func:`watching` began."""
+    return list(dict.fromkeys(name for (name, _), changed in _changes.items() if changed))
 
 
 @contextmanager

@@ -27,7 +27,9 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="CHECK",
         help="a check, or all below a prefix; may be repeated",
     )
-    parser.add_argument("--report", metavar="FILE", help="write a report: out.html (self-contained) or out.json")
+    parser.add_argument(
+        "--report", metavar="FILE", help="write a report: out.html (self-contained), out.json or out.xml (JUnit)"
+    )
     parser.add_argument(
         "--expected-failures",
         metavar="FILE",
@@ -71,7 +73,7 @@ def _conform(parsed: argparse.Namespace) -> int:
 
     from attnplug_conformance.catalog import all_checks  # imports torch, which takes seconds
     from attnplug_conformance.processes import in_processes
-    from attnplug_conformance.report import as_html, as_json, lines
+    from attnplug_conformance.report import as_html, as_json, as_junit, lines
     from attnplug_conformance.runner import read_expected, run_checks
     from attnplug_conformance.selection import check_options
     from attnplug_conformance.subject import Subject
@@ -113,7 +115,10 @@ def _conform(parsed: argparse.Namespace) -> int:
     for line in lines(verdict):
         print(line, file=sys.stderr if parsed.json else None)
     if report is not None:
-        text = as_html(verdict) if report.suffix == ".html" else json.dumps(as_json(verdict), indent=1) + "\n"
+        if report.suffix == ".json":
+            text = json.dumps(as_json(verdict), indent=1) + "\n"
+        else:
+            text = as_junit(verdict) if report.suffix == ".xml" else as_html(verdict)
         try:
             report.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -130,8 +135,8 @@ def _is_below(name: str, prefix: str) -> bool:
 
 def _report_path(text: str) -> Path:
     path = Path(text)
-    if path.suffix not in (".html", ".json"):
-        raise UsageError(f"--report {text} is neither a .html nor a .json file")
+    if path.suffix not in (".html", ".json", ".xml"):
+        raise UsageError(f"--report {text} is neither a .html nor a .json nor a .xml file")
     if path.is_dir():
         raise UsageError(f"--report {text} is a folder; give a file")
     if not path.parent.is_dir():

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnplug_conformance.arithmetic import relative_error
+from attnplug.contract.plan import describe_result
+from attnplug_conformance.arithmetic import changed_inputs, relative_error
 from attnplug_conformance.case import FIRST, LAYER
 from attnplug_conformance.scene import POISONED, SCRATCH_BYTES, Output, Scene
 from attnplug_conformance.subject import Subject
@@ -32,6 +33,18 @@ def failure_prefix(condition: str) -> Iterator[None]:
         yield
     except CheckFailure as failure:
         raise CheckFailure(f"{condition}: {failure}") from None
+
+
+def explain_changes() -> str:
+    """Name the inputs that the calls of the running check changed; empty if there are none."""
+    changed = " and ".join(changed_inputs())
+    return f"it changed {changed}, which the caller owns and uses again; change a copy" if changed else ""
+
+
+def check_inputs_unchanged() -> None:
+    """Raise :class:`CheckFailure` if a call of the running check changed its inputs."""
+    if message := explain_changes():
+        raise CheckFailure(message)
 
 
 def check_output(scene: Scene, output: Output) -> float:
@@ -72,7 +85,7 @@ def check_result(scene: Scene, out: object, rows: int) -> None:
 def check_tensor(out: object, shape: tuple[int, ...], q: Tensor, what: str, dims: str) -> None:
     """Raise :class:`CheckFailure` unless a result is a tensor of this shape with q's dtype and device."""
     if not isinstance(out, Tensor) or tuple(out.shape) != shape:
-        found = f"has shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"is {out!r:.80}"
+        found = f"has shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"is {describe_result(out)}"
         raise CheckFailure(f"{what} {found} and should have the shape {shape} ({dims})")
     if out.dtype is not q.dtype:
         raise CheckFailure(f"{what} is {out.dtype}, but q is {q.dtype}; they must be the same")

@@ -1,4 +1,4 @@
-"""Reports of a run: for the console, as JSON, and as one HTML page that needs no other file."""
+"""Reports of a run: for the console, as JSON, as JUnit XML, and as one HTML page that needs no other file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import html
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from statistics import median
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 import torch
 
@@ -21,6 +23,10 @@ tr { border-bottom: 1px solid #e3e7ee } code { font-size: .85em }
 .passed { color: #17693a } .failed { color: #b3261e; font-weight: 600 }
 .refused { color: #6b7483 } .expected { color: #8a5a00 }
 """
+
+
+_NAMED = 8
+"""Number of further checks with the same failure that the console report names."""
 
 
 def environment(verdict: Verdict) -> str:
@@ -46,9 +52,15 @@ def lines(verdict: Verdict) -> Iterator[str]:
     for result in verdict.results:
         if result.status is Status.EXPECTED:
             yield f"expected failure {result.check.name}: {result.message}"
+    alike: dict[str, list[Result]] = {}
     for result in verdict.results:
         if result.status is Status.FAILED:
-            yield from failure(result, verdict)
+            alike.setdefault(result.message, []).append(result)
+    for first, *others in alike.values():
+        yield from failure(first, verdict)
+        if others:
+            names = ", ".join(result.check.name for result in others[:_NAMED])
+            yield f"  the same in: {names}" + f" and {len(others) - _NAMED} more" * (len(others) > _NAMED)
     for problem in verdict.problems:
         yield f"PROBLEM {problem}"
     yield summary(verdict)
@@ -102,6 +114,52 @@ def as_json(verdict: Verdict) -> dict[str, object]:
             for result in verdict.results
         ],
     }
+
+
+def as_junit(verdict: Verdict) -> str:
+    """Render JUnit XML for CI systems: one suite, one test case per check and per problem of the run.
+
+    Refused checks and expected failures are skipped test cases.
+    """
+    subject, results = verdict.subject, verdict.results
+    failed = sum(result.status is Status.FAILED for result in results) + len(verdict.problems)
+    skipped = sum(result.status in (Status.REFUSED, Status.EXPECTED) for result in results)
+    counts = {
+        "tests": str(len(results) + len(verdict.problems)),
+        "failures": str(failed),
+        "errors": "0",
+        "skipped": str(skipped),
+        "time": f"{verdict.seconds:.3f}",
+    }
+    root = Element("testsuites", {"name": "attnplug conform", **counts})
+    now = datetime.now(UTC).isoformat(timespec="seconds").removesuffix("+00:00")
+    suite = SubElement(
+        root, "testsuite", {"name": subject.name, **counts, "timestamp": now, "hostname": platform.node()}
+    )
+    properties = SubElement(suite, "properties")
+    for name, value in (("source", str(subject.registered.source)), ("environment", environment(verdict))):
+        SubElement(properties, "property", {"name": name, "value": _printable(value)})
+    for result in results:
+        check = result.check
+        given = {"classname": f"{subject.name}.{check.claim}", "name": check.name, "time": f"{result.seconds:.3f}"}
+        case = SubElement(suite, "testcase", given)
+        if result.status is Status.FAILED:
+            message = {"message": _printable(result.message), "type": "failed"}
+            SubElement(case, "failure", message).text = _printable("\n".join(failure(result, verdict)))
+        elif result.status is not Status.PASSED:
+            SubElement(case, "skipped", {"message": _printable(f"{result.status}: {result.message}")})
+    for number, problem in enumerate(verdict.problems, 1):
+        case = SubElement(
+            suite, "testcase", {"classname": f"{subject.name}.run", "name": f"problem {number}", "time": "0"}
+        )
+        SubElement(case, "failure", {"message": _printable(problem), "type": "problem"}).text = _printable(problem)
+    indent(root)
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{tostring(root, encoding="unicode")}\n'
+
+
+def _printable(text: str) -> str:
+    """Replace characters that XML 1.0 forbids, such as those of a terminal's colours."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
 
 
 def as_html(verdict: Verdict) -> str:

@@ -16,10 +16,12 @@ import torch
 
 from attnplug import AttentionKind, DType, ExtendPath, Feature, GraphLevel, Role
 from attnplug.declare.errors import describe_error
+from attnplug_conformance.arithmetic import watching
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext, Measured
-from attnplug_conformance.diagnosis import CheckFailure
-from attnplug_conformance.subject import Subject, Unclaimed
+from attnplug_conformance.diagnosis import CheckFailure, explain_changes
+from attnplug_conformance.scene import NotATensor
+from attnplug_conformance.subject import NotBuilt, Subject, Unclaimed
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 
@@ -43,6 +45,8 @@ class Result:
     measured: Sequence[Measured] = field(default=())
     lost: str = ""
     """Reason why no further check can run; empty if the run can go on."""
+    unbuilt: bool = False
+    """True if the check failed because the backend could not be built."""
     seed: int = 0
 
     def reproduce(self, subject: Subject) -> str:
@@ -64,11 +68,16 @@ def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
 def _run_check(check: Check, subject: Subject, seed: int) -> Result:
     started = time.perf_counter()
 
-    def result(status: Status, message: str = "", case: str = "", measured: Sequence[Measured] = ()) -> Result:
+    def result(
+        status: Status, message: str = "", case: str = "", measured: Sequence[Measured] = (), unbuilt: bool = False
+    ) -> Result:
         lost = ""
         if status is Status.FAILED and _lost(subject.device):
             lost = f"the GPU is unusable after {check.name}: illegal memory access"
-        return Result(check, status, message, case, time.perf_counter() - started, tuple(measured), lost, seed)
+        elif status is Status.FAILED:
+            message = explain_changes() or message  # all else may follow from them, and then its hint misleads
+        seconds = time.perf_counter() - started
+        return Result(check, status, message, case, seconds, tuple(measured), lost, unbuilt, seed)
 
     if (reason := check.applies(subject)) is not None:
         return result(Status.REFUSED, reason)
@@ -80,17 +89,19 @@ def _run_check(check: Check, subject: Subject, seed: int) -> Result:
             return result(Status.REFUSED, str(refused))
         description = case.describe()
     context = CheckContext(subject, case)
-    try:
-        check.run(context)
-    except CheckFailure as failure:
-        return result(Status.FAILED, str(failure), description, context.measured)
-    except Unclaimed as refused:
-        return result(Status.REFUSED, str(refused), description)
-    except (Exception, SystemExit) as error:
-        return result(
-            Status.FAILED, f"it raised {describe_error(error)}{location(error)}", description, context.measured
-        )
-    return result(Status.PASSED, "", description, context.measured)
+    with watching():
+        try:
+            check.run(context)
+        except (CheckFailure, NotATensor) as failure:
+            return result(Status.FAILED, str(failure), description, context.measured)
+        except Unclaimed as refused:
+            return result(Status.REFUSED, str(refused), description)
+        except NotBuilt as error:
+            return result(Status.FAILED, str(error), description, unbuilt=True)
+        except (Exception, SystemExit) as error:
+            message = f"it raised {describe_error(error)}{location(error)}"
+            return result(Status.FAILED, message, description, context.measured)
+        return result(Status.PASSED, "", description, context.measured)
 
 
 def location(error: BaseException) -> str:
@@ -167,6 +178,7 @@ def run_checks(
     for name in known:
         if name not in names and not quick:
             problems.append(f"the expected failure {name} names no check")
+    built = False
     local_results = (run_check(check, subject, seed) for check in chosen)
     for result in local_results if runner is None else runner(chosen, seed):
         check = result.check
@@ -177,8 +189,12 @@ def run_checks(
                 problems.append(f"{check.name} is an expected failure but {result.status}; remove the entry")
         results.append(result)
         on_result(result)
-        if result.lost:
-            problems.append(f"{result.lost}; nothing else ran")
+        built |= check.case is not None and result.status is not Status.REFUSED and not result.unbuilt
+        lost = result.lost
+        if result.unbuilt and not built and result.status is Status.FAILED:
+            lost = f"backend {subject.name} cannot be built"
+        if lost:
+            problems.append(f"{lost}; nothing else ran")
             floors = False
             break
     if floors:

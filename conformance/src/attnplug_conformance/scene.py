@@ -8,8 +8,8 @@ region that was read by zeroing one after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from weakref import ref
 
@@ -29,6 +29,7 @@ from attnplug import (
     ModelSpec,
     Role,
 )
+from attnplug.contract.plan import describe_result
 from attnplug.host import KVPools, Limits, plan_forward
 from attnplug.kernels import torch_dtype
 from attnplug.sparse import Coordinator
@@ -40,6 +41,7 @@ from attnplug_conformance.arithmetic import (
     to_cache_dtype,
     tolerance,
     uninitialized_as_nan,
+    watched,
 )
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
 from attnplug_conformance.fp8_rows import GROUP, pack_rows, unpack_rows
@@ -52,6 +54,7 @@ POISONED = {
     "tail": "rows beyond the last token of a request, on its last page",
     "table": "a page outside its table: page table entries beyond a request's last page",
     "free": "a page that belongs to no request of the batch",
+    "new": "the row of a new token, which it had not written to its slot; write new rows before they are read",
     "first": f"the cache of layer {FIRST}, while running layer {LAYER}",
     "last": f"the cache of layer {LAST}, while running layer {LAYER}",
     "all": "memory that belongs to no request: beyond the last token, and outside its table",
@@ -73,6 +76,10 @@ class Output:
     lse: Tensor | None
     plan_s: float
     run_s: float
+
+
+class NotATensor(Exception):
+    """A backend returned something else than a tensor. No check, and no hint of one, applies to it."""
 
 
 class Scene:
@@ -128,7 +135,9 @@ class Scene:
         self.sinks = self.normal(self.layer.num_heads).float() if case.sinks else None
         self.store(LAYER, [(0, before) for before, _ in case.lengths])
         if zero_region == "tail":
-            self._zero_tails()
+            self._zero_rows((total, -(-total // self.page_size) * self.page_size) for total in self.totals)
+        if zero_region == "new":
+            self._zero_rows((before, before + new) for before, new in case.lengths)
 
     # Memory
 
@@ -310,11 +319,12 @@ class Scene:
         page = self.page_table[request, position // self.page_size].long()
         return page.to(self.device), (position % self.page_size).to(self.device)
 
-    def _zero_tails(self) -> None:
-        for memory in self.cache_tensors(LAYER):
-            for request, total in enumerate(self.totals):
-                page, offset = self.places(request, total, -(-total // self.page_size) * self.page_size)
-                as_bytes(memory)[page, offset] = 0
+    def _zero_rows(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fill rows ``start … stop`` of every request with zeros."""
+        for request, (start, stop) in enumerate(spans):
+            page, offset = self.places(request, start, stop)
+            for memory in self.cache_tensors(LAYER):
+                as_bytes(memory)[page.to(memory.device), offset.to(memory.device)] = 0
 
     def describe_row(self, page: int, offset: int) -> str:
         """Describe a cache row by its request and token."""
@@ -332,7 +342,13 @@ class Scene:
     def geometry(self, *, lane: int = 0, slots: Tensor | None = None) -> Geometry:
         case, device = self.case, self.device
         made = Geometry.of_lengths(
-            case.mode, self.page_table.to(device), self.new, self.totals, self.page_size, lane=lane, slots=slots
+            case.mode,
+            self.page_table.to(device, copy=True),  # a backend that changes it does not change what is expected
+            self.new,
+            self.totals,
+            self.page_size,
+            lane=lane,
+            slots=slots,
         )
         if not case.exact:
             made = replace(made, host=None, max_seq_len=self.page_table.shape[1] * self.page_size)
@@ -361,7 +377,7 @@ class Scene:
     # Running
 
     def plan(self, batch: ForwardBatch) -> ForwardBatch:
-        with uninitialized_as_nan(self.device):
+        with uninitialized_as_nan(self.device), watched(_tensors_of(batch.geometry)):
             plan_forward(self.backend, batch)
         return batch
 
@@ -374,14 +390,19 @@ class Scene:
         save: bool = True,
         extras: ForwardExtras | None = None,
     ) -> Tensor:
-        """Call the backend with a planned batch."""
+        """Call the backend with a planned batch. Raises :class:`NotATensor`."""
         q, k, v = inputs or self.inputs(batch.num_tokens)
         if self.sinks is not None:
             extras = replace(extras or ForwardExtras(), sinks=self.sinks)
         backend = self.backend
         run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
-        with uninitialized_as_nan(self.device):
-            return run(q, k, v, layer or self.layer, batch, save_kv_cache=save, extras=extras)
+        given = {"q": q, "k": k, "v": v, **_tensors_of(batch.geometry)}
+        with uninitialized_as_nan(self.device), watched(given):
+            out: object = run(q, k, v, layer or self.layer, batch, save_kv_cache=save, extras=extras)
+        if not isinstance(out, Tensor):
+            name = "forward_decode" if batch.forward_mode.is_decode else "forward_extend"
+            raise NotATensor(f"{name} returned {describe_result(out)}; it must return one tensor")
+        return out
 
     def run(self, batch: ForwardBatch | None = None, *, lse: bool = False, save: bool = True) -> Output:
         """Plan the batch if necessary and run it."""
@@ -473,3 +494,8 @@ class Scene:
     def with_zeros(self, region: str) -> Scene:
         """Same scene with zeros in one ``POISONED`` region instead of NaN."""
         return Scene(self.subject, self.case, region)
+
+
+def _tensors_of(geometry: Geometry) -> dict[str, object]:
+    """Fields of a geometry, by the name that a failure shows."""
+    return {f"the batch's {field.name}": getattr(geometry, field.name) for field in fields(geometry)}

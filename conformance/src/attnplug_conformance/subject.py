@@ -23,7 +23,7 @@ from attnplug import (
 )
 from attnplug.declare.options import parse_options
 from attnplug.declare.registered import Registered
-from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, split_settings
+from attnplug.host import AttnplugError, HostContext, KVPools, Limits, MLADims, WorkspaceOwner, split_settings
 from attnplug.kernels import torch_dtype
 from attnplug.linear import LinearDims
 from attnplug.machine.device import open_device
@@ -50,6 +50,10 @@ class Unclaimed(Exception):
     def __init__(self, *reasons: str) -> None:
         super().__init__("; ".join(reasons))
         self.reasons = reasons
+
+
+class NotBuilt(Exception):
+    """The backend could not be built. The message is that of the error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +182,10 @@ class Subject:
         coordinator: Coordinator | None = None,
         allocate: Allocate | None = None,
     ) -> AttentionBackend:
-        """Build the backend for a problem from a new context, as a host does. ``allocate`` allocates its workspaces."""
+        """Build the backend for a problem from a new context, as a host does. ``allocate`` allocates its workspaces.
+
+        Raises :class:`NotBuilt`.
+        """
         assert problem.dtype is not None and problem.kv_dtype is not None and problem.page_size is not None
         context = HostContext(
             model=model,
@@ -197,7 +204,10 @@ class Subject:
             )
             roles = frozenset(each for each in served if not self.refusals(problem, each)) | {role}
         own = context.for_backend(self.name, self.capabilities, roles=roles, options=self.options)
-        return build_backend(self.registered, own, problem)
+        try:
+            return build_backend(self.registered, own, problem)
+        except AttnplugError as error:
+            raise NotBuilt(str(error)) from error
 
     def claimed_kinds(self) -> list[AttentionKind]:
         return sorted(self.capabilities.kinds)

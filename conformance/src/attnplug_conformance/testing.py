@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 
@@ -12,6 +13,10 @@ from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.check import Check
 from attnplug_conformance.runner import Result, Status, floor_problems, run_check
 from attnplug_conformance.subject import Subject, Unclaimed
+
+_unbuilt: WeakKeyDictionary[Subject, str] = WeakKeyDictionary()
+"""First check that failed because the backend could not be built."""
+_built: WeakSet[Subject] = WeakSet()
 
 
 def subject_of(name: str, device: str | None = None) -> Subject:
@@ -29,9 +34,18 @@ def claimed_checks(subject: Subject, *, quick: bool = False) -> list[Check]:
 
 
 def assert_check(subject: Subject, check: Check, expected: Mapping[str, str]) -> None:
-    """Run one check as a test. A refusal is a skip with the backend's reasons; an expected failure must fail."""
+    """Run one check as a test. A refusal is a skip with the backend's reasons; an expected failure must fail.
+
+    If the backend could not be built by the first check that tried, the following checks are skipped.
+    """
     __tracebackhide__ = True
+    if (unbuilt := _unbuilt.get(subject)) is not None and subject not in _built:
+        pytest.skip(f"the backend cannot be built; see the failure of {unbuilt}")
     result = run_check(check, subject)
+    if result.unbuilt:
+        _unbuilt.setdefault(subject, check.name)
+    elif check.case is not None and result.status is not Status.REFUSED:
+        _built.add(subject)
     if check.name in expected:
         if result.status is Status.FAILED:
             pytest.xfail(f"{expected[check.name]} ({result.message})")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionBackend, BackendError, ExtendPath, ForwardBatch, LayerSpec, Plan, RaggedCall
-from attnplug.host import ExtendPolicy, bind_optional_hook
+from attnplug.host import ExtendPolicy, bind_forward, bind_optional_hook
 from attnplug.kernels import spread
 from attnplug_sglang.planning import GroupedStep, mode_of
 
@@ -62,7 +62,7 @@ class RaggedPrefill:
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._name = backend.backend_id.name
-        self._run = bind_optional_hook(backend, "forward_ragged")
+        self._run = bind_forward(self, "_run", backend, "forward_ragged")
         self._plan_chunks = bind_optional_hook(backend, "init_mha_chunk_metadata")
 
     def plan(self, batch: Any, step: GroupedStep) -> RaggedPlan:

@@ -45,10 +45,9 @@ class DecodeStep:
             planned.refill()
         if q_rope is not None and not self.takes_q_rope:
             q, q_rope = torch.cat((q, q_rope), -1), None
-        backend, batch = planned.attention.backend, planned.batch
-        run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
+        attention, layer = planned.attention, self.group.specs[layer_name]
         extras = None if q_rope is None and lse is None else ForwardExtras(lse=lse, q_rope=q_rope)
-        return run(q, None, None, self.group.specs[layer_name], batch, save_kv_cache=False, extras=extras)
+        return attention.attend(q, None, None, layer, planned.batch, save_kv_cache=False, extras=extras)
 
 
 class DecodeGroup:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
-from attnplug.host import ModelAttention, bind_optional_hook
+from attnplug.host import ModelAttention, bind_forward, bind_optional_hook
 from attnplug.kernels import spread
 from attnplug_vllm.kv_group import GroupAttention
 
@@ -39,7 +39,7 @@ class RaggedPrefill:
         attention = self._group.ready()
         if attention is not self._attention:
             self._attention, backend = attention, attention.backend
-            self._run = bind_optional_hook(backend, "forward_ragged")
+            self._run = bind_forward(self, "_run", backend, "forward_ragged")
             self._plan_calls = bind_optional_hook(backend, "init_mha_chunk_metadata")
         starts = prefill.query_start_loc
         live = starts.shape[0] - 1

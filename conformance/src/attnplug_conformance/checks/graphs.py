@@ -224,6 +224,7 @@ def _lanes(context: CheckContext) -> None:
     else:
         out = first.replay()
     wanted = batches[0].wanted()[0]
+    check_result(scene, out, first.batch.geometry.rows)
     error = relative_error(out[: len(wanted)], wanted)
     if not error <= batches[0].tolerance:
         raise CheckFailure(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,11 +14,11 @@ from attnplug.contract.backend import optional_hooks
 from attnplug.contract.hooks import bind_hook
 from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention
 from attnplug.wrappers.split import SplitBackend
-from attnplug_conformance.arithmetic import NAN, pad_rows, relative_error, uninitialized_as_nan
+from attnplug_conformance.arithmetic import NAN, pad_rows, relative_error, uninitialized_as_nan, watched
 from attnplug_conformance.case import FP8_CACHES, Case, always
 from attnplug_conformance.check import Check, CheckContext, Measured
 from attnplug_conformance.checks.plans import PassThrough
-from attnplug_conformance.diagnosis import CheckFailure, check_tensor, failure_prefix
+from attnplug_conformance.diagnosis import CheckFailure, check_inputs_unchanged, check_tensor, failure_prefix
 from attnplug_conformance.reference import Rules, attention
 from attnplug_conformance.scene import Scene
 from attnplug_conformance.subject import Subject
@@ -37,14 +36,67 @@ class Ragged:
         self.k = scene.normal(sum(keys), layer.num_heads, layer.head_dim)
         self.v = scene.normal(sum(keys), layer.num_heads, layer.v_head_dim)
 
-    def wanted(self, *, scale: float | None = None, aligned: str | None = None) -> tuple[Tensor, Tensor]:
+    def wanted(self, rules: Rules | None = None, keys_of: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Expected output and log-sum-exp. ``keys_of`` has the sequence whose keys each sequence attends to."""
         call, outs = self.call, []
-        rules = Rules(scale or self.scene.layer.scale, aligned=aligned or ("last" if call.causal else "none"))
-        starts = zip(accumulate(call.query_lens, initial=0), accumulate(call.kv_lens, initial=0), strict=True)
-        for (query, key), queries, keys in zip(starts, call.query_lens, call.kv_lens, strict=False):
-            rows = slice(key, key + keys)
-            outs.append(attention(self.q[query : query + queries], self.k[rows], self.v[rows], rules))
+        rules = rules or self.rules()
+        k, v = self.k.split(call.kv_lens), self.v.split(call.kv_lens)
+        for own, q in enumerate(self.q.split(call.query_lens)):
+            source = own if keys_of is None else keys_of[own]
+            outs.append(attention(q, k[source], v[source], rules))
         return torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
+
+    def rules(self) -> Rules:
+        return Rules(self.scene.layer.scale, aligned="last" if self.call.causal else "none")
+
+    def mistakes(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield diagnoses of common mistakes, each with the output that the mistake would give."""
+        layer, call, right = self.scene.layer, self.call, self.rules()
+        first, mla = self.scene.case.layers[0], layer.mla
+        assert mla is not None
+        for scale, why in (
+            (layer.head_dim**-0.5, "by head_dim ** -0.5"),
+            (1.0, "by nothing"),
+            (mla.row_dim**-0.5, "by row_dim ** -0.5 of a latent row"),
+            (layer.v_head_dim**-0.5, "by v_head_dim ** -0.5"),
+            (first.scale, f"by the scale of layer {first.layer_id}"),
+        ):
+            message = f"it multiplied logits {why}, not by the layer's scale ({layer.scale:.4g})"
+            yield message, self.wanted(replace(right, scale=scale))[0]
+        if call.causal:
+            yield "it applied no causal mask to a causal call", self.wanted(replace(right, aligned="none"))[0]
+            yield (
+                "its causal mask is aligned to the first key; align it to the last key of each sequence",
+                self.wanted(replace(right, aligned="first"))[0],
+            )
+            yield "each query misses its own key", self.wanted(replace(right, hidden=1))[0]
+            yield "each query sees one key too many", self.wanted(replace(right, hidden=-1))[0]
+        else:
+            yield (
+                "it applied a causal mask to a call that is not causal",
+                self.wanted(replace(right, aligned="last"))[0],
+            )
+        yield from self._wrong_orders()
+
+    def _wrong_orders(self) -> Iterator[tuple[str, Tensor]]:
+        call, right = self.call, self.wanted()[0].split(self.call.query_lens)
+        count = len(right)
+        others = {
+            "the next sequence": [(own + 1) % count for own in range(count)],
+            "the sequence in reverse order": list(reversed(range(count))),
+            "the first sequence": [0] * count,
+        }
+        for which, sources in others.items():
+            yield f"each sequence attends to the keys of {which}", self.wanted(keys_of=sources)[0]
+        by_length = sorted(range(count), key=lambda own: -call.query_lens[own])
+        for how, order in (
+            ("sorted by their number of queries", by_length),
+            ("sorted by their number of keys", sorted(range(count), key=lambda own: -call.kv_lens[own])),
+            ("in reverse order", list(reversed(range(count)))),
+        ):
+            yield f"it returned the sequences {how}, not in the order of the call", torch.cat([right[i] for i in order])
+        whole = attention(self.q, self.k, self.v, replace(self.rules(), aligned="none"))[0]
+        yield "each query attends to the keys of all sequences", whole
 
 
 def _ragged(context: CheckContext, queries: tuple[int, ...], keys: tuple[int, ...], causal: bool) -> None:
@@ -58,12 +110,10 @@ def _ragged(context: CheckContext, queries: tuple[int, ...], keys: tuple[int, ..
     for with_lse in (False, True):
         lse = torch.full(ragged.q.shape[:2], NAN, device=scene.device) if with_lse else None
         given = {"q": ragged.q.clone(), "k": ragged.k.clone(), "v": ragged.v.clone()}
-        with uninitialized_as_nan(scene.device):
+        with uninitialized_as_nan(scene.device), watched(given):
             out = hook(*given.values(), scene.layer, ragged.call, plan, lse)
         _check_ragged(context, ragged, out, lse)
-        for name, rows in given.items():
-            if not torch.equal(rows, getattr(ragged, name)):
-                raise CheckFailure(f"forward_ragged changed {name}, which the caller owns and passes to the next call")
+        check_inputs_unchanged()
     if any(scene.changes(before)):
         raise CheckFailure("forward_ragged wrote to the cache; it must only use the rows passed as arguments")
 
@@ -109,18 +159,7 @@ def _check_ragged(context: CheckContext, ragged: Ragged, out: Tensor, lse: Tenso
     check_tensor(out, tuple(wanted.shape), ragged.q, "the result of forward_ragged", "query rows, heads, v_head_dim")
     error = relative_error(out, wanted)
     if not error <= scene.tolerance:
-        layer, message = scene.layer, f"forward_ragged is wrong by {error:.1e}"
-        for why, other in (
-            ("it multiplied logits by head_dim ** -0.5", ragged.wanted(scale=layer.head_dim**-0.5)),
-            ("it applied no causal mask to a causal call", ragged.wanted(aligned="none")),
-            ("its causal mask is aligned to the first key, not to the last", ragged.wanted(aligned="first")),
-            ("it applied a causal mask to a call that is not causal", ragged.wanted(aligned="last")),
-        ):
-            near = relative_error(out, other[0])
-            if near <= 4 * scene.tolerance and near < error / 3:
-                message = f"forward_ragged: {why}"
-                break
-        raise CheckFailure(message)
+        raise CheckFailure(f"forward_ragged: {_explain_ragged(ragged, out, wanted, error)}")
     if lse is not None:
         lse_error = relative_error(lse, wanted_lse)
         if not lse_error <= max(scene.tolerance, 1e-5):
@@ -128,6 +167,26 @@ def _check_ragged(context: CheckContext, ragged: Ragged, out: Tensor, lse: Tenso
             unfilled = "it was not filled" if lse.isnan().any() else f"it is wrong by {lse_error:.1e}"
             raise CheckFailure(f"the log-sum-exp of forward_ragged: {'it is base 2' if base2 else unfilled}")
     context.measured.append(Measured(len(out), max(ragged.call.kv_lens), error, scene.tolerance, 0.0, 0.0))
+
+
+def _explain_ragged(ragged: Ragged, out: Tensor, wanted: Tensor, error: float) -> str:
+    allowed = ragged.scene.tolerance
+    finite = ~out.isnan().flatten(1).any(-1)  # a mask may leave queries without keys
+    for message, other in ragged.mistakes() if finite.any() else ():
+        near, far = relative_error(out[finite], other[finite]), relative_error(wanted[finite], other[finite])
+        if near <= 4 * allowed and near < far / 3 and far > 2 * allowed:
+            return message
+    if (out == 0).all():
+        return "the output is all zero"
+    wrong = [
+        str(number)
+        for number, (one, right) in enumerate(
+            zip(*(t.split(ragged.call.query_lens) for t in (out, wanted)), strict=True)
+        )
+        if not relative_error(one, right) <= allowed
+    ]
+    scope = f"; sequences {', '.join(wrong)} of {len(ragged.call.query_lens)} are wrong" if wrong else ""
+    return f"the output is wrong by {error:.1e}; {allowed:.0e} is allowed{scope}"
 
 
 def _wrapped(context: CheckContext) -> None:

@@ -18,7 +18,7 @@ from attnplug_conformance.arithmetic import poison, relative_error
 from attnplug_conformance.case import LAYER, Case, always
 from attnplug_conformance.check import Check, CheckContext, expect_error
 from attnplug_conformance.diagnosis import CheckFailure, failure_prefix
-from attnplug_conformance.scene import Output, Scene
+from attnplug_conformance.scene import NotATensor, Output, Scene
 from attnplug_conformance.subject import Subject
 
 BATCHES = 6
@@ -198,6 +198,8 @@ def _wrapped(context: CheckContext) -> None:
         context.check_output(scene, scene.run())
     except CheckFailure as failure:
         raise CheckFailure(f"inside a wrapper: {failure}") from None
+    except NotATensor:
+        raise
     except Exception as error:
         raise CheckFailure(
             f"inside a wrapper it raised {type(error).__name__}: {error}; get the plan from batch.plan_for(…)"

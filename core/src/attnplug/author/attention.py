@@ -16,7 +16,7 @@ from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import BackendContext
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
-from attnplug.contract.plan import BackendId, Plan
+from attnplug.contract.plan import BackendId, Plan, describe_result
 from attnplug.declare.claims import Claims
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
@@ -128,6 +128,9 @@ class PlannedBackend(ABC):
         self.backend_id = BackendId(context.name)
         self.claims = context.declared.claims if claims is None else claims
         self._captures = Captures(self.backend_id)
+        for name in {name for base in type(self).__mro__ for name in getattr(base, "__abstractmethods__", ())}:
+            if not callable(method := getattr(self, name)):
+                raise BackendError(f"{name} of backend {context.name} is {method!r}, which cannot be called")
         if self.claims.cuda_graph is not GraphLevel.NEVER:
             self._check_graph_methods()
 
@@ -313,7 +316,7 @@ class PlannedAttention(PlannedBackend):
         if rows != given_rows or not rows:
             return self._padded(plan, q, layer, new, wanted)
         out = self.attend(q, layer, plan, new, wanted)
-        return out if wanted is NO_EXTRAS else _copy_to(out, wanted.out)
+        return out if wanted.out is None or wanted.out is out else self._copy_to(wanted.out, out)
 
     def takes_rows(self, plan: Plan, save_kv_cache: bool) -> bool:
         """Return True if a call needs k and v; most backends need them only to write them."""
@@ -327,11 +330,16 @@ class PlannedAttention(PlannedBackend):
             lse[rows:] = float("-inf")
         if rows:
             part = wanted.first(rows, out)
-            _copy_to(self.attend(q[:rows], layer, plan, new, part), part.out)
+            assert part.out is not None
+            result = self.attend(q[:rows], layer, plan, new, part)
+            if result is not part.out:
+                self._copy_to(part.out, result)
         return out
 
-
-def _copy_to(result: Tensor, out: Tensor | None) -> Tensor:
-    if out is None or result is out:
-        return result
-    return out.copy_(result)
+    def _copy_to(self, out: Tensor, result: Tensor) -> Tensor:
+        if not isinstance(result, Tensor) or result.shape != out.shape:  # copy_ would broadcast it
+            raise BackendError(
+                f"attend of {self.backend_id.label} returned {describe_result(result)}; it must return a tensor of "
+                f"shape {tuple(out.shape)}"
+            )
+        return out.copy_(result)

@@ -23,7 +23,8 @@ from attnplug.declare.problem import ExtendPath, Role
 from attnplug.declare.refusal import Refusal
 from attnplug.declare.registered import Source
 from attnplug.declare.settings import Render
-from attnplug.registry.loading import Broken, attributed, find_entry_points, guarded, load_entry_point
+from attnplug.registry.isolation import guarded
+from attnplug.registry.loading import Broken, attributed, find_entry_points, load_entry_point
 
 EPILOG = "Exit codes: 0 success, 1 a refusal or a failed check, 2 a usage error."
 DOCS = "https://github.com/attnplug/attnplug/blob/main/docs/commands.md"

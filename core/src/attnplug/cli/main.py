@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import sys
 import traceback
@@ -21,6 +22,8 @@ from attnplug.registry.loading import find_plugins
 def main() -> None:
     """Run the command. A user's mistake ends in one message on standard error, without a traceback."""
     render: Render = option
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # the stack of a crash names the plugin that was loading; see load_entry_point
     try:
         with output.safe_streams():
             parsed = parse()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +17,17 @@ from attnplug.declare.errors import PlanError
 class BackendId:
     """Identity of one built backend. Two instances of a backend are two planners, and never share plans."""
 
-    __slots__ = ("name",)
+    __slots__ = ("name", "source")
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.source = ""
+        """Distribution and version of the plugin. Set when the backend is built."""
+
+    @property
+    def label(self) -> str:
+        """Name and source, for messages."""
+        return f"backend {self.name} ({self.source})" if self.source else f"backend {self.name}"
 
     def __repr__(self) -> str:
         return f"<backend {self.name} at {id(self):#x}>"
@@ -86,9 +95,13 @@ class Plan:
             return self.new_slots
         return next((slots for part in self.parts if (slots := part.row_slots()) is not None), None)
 
+    def planners(self) -> list[BackendId]:
+        """Backends that planned; for a wrapper's plan, its children."""
+        return [planner for part in self.parts for planner in part.planners()] or [self.planner]
+
     def planner_names(self) -> list[str]:
-        """Names of the backends that planned; for a wrapper's plan, those of its children."""
-        return [name for part in self.parts for name in part.planner_names()] or [self.planner.name]
+        """Names of the :meth:`planners`."""
+        return [planner.name for planner in self.planners()]
 
 
 def plan_to_run(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: int) -> Plan:
@@ -119,8 +132,16 @@ def plan_to_run(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: 
     return found
 
 
-_MAX_REPR = 60
-"""Characters. A value with a longer representation, e.g. a batch with all its slots, is shown by its type."""
+def describe_result(value: object) -> str:
+    """Describe what a plugin's method returned. Tensors are described, not printed: printing one may take seconds."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(each).__name__ for each in value[:4])})"
+    if isinstance(value, Coroutine):
+        value.close()  # or Python warns that nothing awaited it
+        return "a coroutine (it is defined with async)"
+    return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
 def received_plan(
@@ -132,9 +153,7 @@ def received_plan(
     not a caller that notices layers later. A ``delegated`` plan may be that of another backend.
     """
     if not isinstance(plan, Plan):
-        text = repr(plan)
-        found = text if len(text) <= _MAX_REPR else f"a {type(plan).__name__}"
-        problem = f"{found}, not a Plan; it returns its plan, and the caller gives it to the batch"
+        problem = f"{describe_result(plan)}, not a Plan; it returns its plan, and the caller gives it to the batch"
     elif plan.planner is not planner and not delegated:
         problem = f"a plan stamped by {plan.planner!r}; it stamps its plans with its own backend_id"
     elif plan.mode is not mode:
@@ -143,4 +162,4 @@ def received_plan(
         problem = f"a plan for {plan.query_rows} query rows, and the batch has {rows}"
     else:
         return plan
-    raise PlanError(f"{hook} of backend {planner.name} returned {problem}")
+    raise PlanError(f"{hook} of {planner.label} returned {problem}")

@@ -10,11 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnplug.author.results import bind_forward
 from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook, hook_signatures
 from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
 from attnplug.contract.hooks import Hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
-from attnplug.contract.plan import Plan, received_plan
+from attnplug.contract.plan import Plan, describe_result, received_plan
 from attnplug.contract.sparse import SelectedRows
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
@@ -46,21 +47,22 @@ class ModelAttention:
         for key in pools.caches:
             if key.hook is not None:
                 self._needed(key.hook, f"layers with {key.name}", "choose one that supports them")
+        self._extend = bind_forward(self, "_extend", backend, "forward_extend")
+        self._decode = bind_forward(self, "_decode", backend, "forward_decode")
         self._conv = self._linear = self._delta = self._commit = None
         if pools.linear is not None:
-            self._conv, self._linear = (
+            for hook in ("forward_conv", "forward_linear"):
                 self._needed(hook, "linear-attention layers", "choose a backend for the role linear")
-                for hook in ("forward_conv", "forward_linear")
+            self._conv, self._linear, self._delta = (
+                bind_forward(self, f"_{name}", backend, f"forward_{name}") for name in ("conv", "linear", "delta")
             )
-            self._delta, self._commit = self.hooks["forward_delta"], self.hooks["commit_states"]
+            self._commit = self.hooks["commit_states"]
 
-    def _needed(self, name: str, layers: str, remedy: str) -> Hook:
-        hook = self.hooks[name]
-        if hook is None:
+    def _needed(self, name: str, layers: str, remedy: str) -> None:
+        if self.hooks[name] is None:
             raise BackendError(
                 f"the model has {layers}, but backend {self.backend.backend_id.name} has no {name}; {remedy}"
             )
-        return hook
 
     # Planning
 
@@ -106,7 +108,13 @@ class ModelAttention:
 
     def padding_length(self) -> int:
         """Return the length of padded requests in a captured batch; 0 for most backends."""
-        return int(self._graph_hook("get_cuda_graph_seq_len_fill_value")())
+        name = "get_cuda_graph_seq_len_fill_value"
+        length = self._graph_hook(name)()
+        if not isinstance(length, int) or length < 0:
+            raise BackendError(
+                f"{name} of {self.backend.backend_id.label} returned {describe_result(length)}, no length"
+            )
+        return length
 
     def capture(self, batch: ForwardBatch, *, in_capture: bool = False) -> BatchPlan:
         """Plan a batch before a graph captures (``in_capture=True``) or replays it, and mark it as planned (B2)."""
@@ -153,9 +161,9 @@ class ModelAttention:
         extras: ForwardExtras | None = None,
     ) -> Tensor:
         """Run an MHA layer; see ``AttentionBackend.forward_extend``."""
-        backend = self.backend
-        run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
-        return run(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
+        run = self._decode if batch.forward_mode.is_decode else self._extend
+        out: Tensor = run(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
+        return out
 
     def row_places(self, layer: LayerSpec, batch: ForwardBatch, tokens: int, dtype: torch.dtype) -> RowPlaces | None:
         """Return where the kernel that computes an MLA layer's ``tokens`` new rows, in ``dtype``, can store them.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import _exit  # os._exit raises while a plugin is loaded
 
 EXIT_CODE = 130
 
@@ -15,7 +15,7 @@ def end_now(*_: object) -> None:
     if sys.stderr is not None:
         sys.stderr.write("interrupted\n")
         sys.stderr.flush()
-    os._exit(EXIT_CODE)  # a normal exit would print the interpreter's own traceback
+    _exit(EXIT_CODE)  # a normal exit would print the interpreter's own traceback
 
 
 class Terminated(SystemExit):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnplug.author.results import bind_forward
 from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.geometry import Geometry
@@ -73,7 +74,9 @@ class MLAAttention:
         self._id = BackendId(f"mla over {backend.backend_id.name}")
         self._by_slot = {layer_id: pool.by_slot(layer_id) for layer_id in pool.layer_ids}
         self._plan_chunks: Hook | None = bind_optional_hook(backend, "init_mha_chunk_metadata")
-        self._ragged: Hook | None = bind_optional_hook(backend, "forward_ragged")
+        self._extend = bind_forward(self, "_extend", backend, "forward_extend")
+        self._decode = bind_forward(self, "_decode", backend, "forward_decode")
+        self._ragged = bind_forward(self, "_ragged", backend, "forward_ragged")
         needed = backend.claims.mla_extend - {ExtendPath.ABSORBED}
         if needed and self._ragged is None:
             raise BackendError(
@@ -158,7 +161,7 @@ class MLAAttention:
         """Run one layer; see ``ModelAttention.attend_mla``."""
         if batch.plan is None or batch.plan.extend is None:
             self._check_queries(q, layer, absorbed=rows is None)
-            run = self._backend.forward_decode if batch.forward_mode.is_decode else self._backend.forward_extend
+            run = self._decode if batch.forward_mode.is_decode else self._extend
             extras = None if selected is None else ForwardExtras(selected=selected)
             if rows is None:
                 out = run(q, None, None, layer, batch, save_kv_cache=False, extras=extras)

@@ -32,6 +32,7 @@ from attnplug.declare.problem import ExtendPath, GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Setting
+from attnplug.registry.isolation import guarded
 from attnplug.registry.registry import Registry
 from attnplug.registry.select import select
 from attnplug.registry.selection import AUTO, BackendRequest, Selection
@@ -138,10 +139,11 @@ def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:
 
 @contextmanager
 def _attributed_to(registered: Registered, action: str) -> Iterator[None]:
-    """Raise any exception of a plugin's code as an error that names the plugin. Kernel libraries raise anything."""
+    """Raise any exception of a plugin's code as an error that names the plugin. Kernel libraries do anything."""
     where = f"{_label(registered)}: {registered.spec.factory} cannot be {action}"
     try:
-        yield
+        with guarded():
+            yield
     except PluginError as error:  # raised by a declaration, which does not know its plugin
         raise BackendError(f"{where}: {error}") from error
     except (AttnplugError, KeyboardInterrupt):
@@ -177,6 +179,7 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
     if problems:
         lines = "\n".join(f"  {each}" for each in problems)
         raise BackendError(f"{_label(registered)}: {spec.factory} {fault}:\n{lines}")
+    backend.backend_id.source = str(registered.source)
     return backend
 
 

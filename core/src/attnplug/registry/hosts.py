@@ -15,7 +15,8 @@ from attnplug.declare.problem import Problem
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Source
 from attnplug.declare.settings import Render
-from attnplug.registry.loading import attributed, find_entry_points, guarded, load_entry_point
+from attnplug.registry.isolation import guarded
+from attnplug.registry.loading import attributed, find_entry_points, load_entry_point
 
 GROUP = "attnplug.hosts"
 """Entry-point group in which a bridge declares its host: name = the host's name, target = a :class:`HostSpec`."""

@@ -11,16 +11,14 @@ import contextlib
 import difflib
 import inspect
 import json
-import os
 import re
 import reprlib
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 import importlib_metadata as metadata
@@ -33,6 +31,7 @@ from attnplug.declare.spec import BackendSpec
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.declare.workspace_kind import WorkspaceKind
 from attnplug.registry import plugin_hooks
+from attnplug.registry.isolation import guarded
 
 GROUP = "attnplug.plugins"
 MAX_ITEMS = 1000
@@ -120,7 +119,9 @@ def load_entry_point(point: EntryPoint) -> Any:
     """Import an entry point's target. Raises whatever the imported module raises, so call it ``guarded``."""
     if point.pattern.match(point.value) is None:
         raise PluginError(f"the entry point's target is {point.value!r}; write 'package.module'")
-    return point.load()
+    # If native code crashes the process, all that a user sees is faulthandler's stack. A frame of it names the plugin.
+    load = (lambda: point.load()).__code__.replace(co_name=f"loading {point.name} ({Source.of(point)})")
+    return FunctionType(load, {}, closure=(CellType(point),))()
 
 
 @contextlib.contextmanager
@@ -134,46 +135,6 @@ def attributed(kind: str, point: EntryPoint) -> Iterator[None]:
     except BaseException as error:
         text = f"{kind} {point.name!r} ({source}, {point.value}) cannot be loaded: {describe_error(error)}"
         raise PluginError(text) from error
-
-
-@contextlib.contextmanager
-def guarded() -> Iterator[None]:
-    """Isolate the process from code of other packages. Exceptions propagate.
-
-    - Output to stdout goes to stderr.
-    - Entries removed from the import system are restored and reported by a PluginError, because otherwise nothing could
-      be imported afterwards. Added entries stay, because a plugin's backend may need them later.
-    - stderr, warning filters and the current directory are restored silently.
-    """
-    lists: dict[str, list[Any]] = {name: getattr(sys, name) for name in ("path", "meta_path", "path_hooks")}
-    entries = {name: list(found) for name, found in lists.items()}
-    raised: BaseException | None = None
-    try:
-        streams = contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(sys.stderr)
-        with streams[0], streams[1], warnings.catch_warnings(), _same_directory():
-            yield
-    except BaseException as error:
-        raised = error
-    removed = []
-    for name, before in entries.items():
-        now = getattr(sys, name, None)
-        if not isinstance(now, list) or any(entry not in now for entry in before):
-            lists[name][:] = before
-            setattr(sys, name, lists[name])
-            removed.append(f"sys.{name}")
-    if removed and not isinstance(raised, KeyboardInterrupt):
-        then = "" if raised is None else f"; then: {describe_error(raised)}"
-        raise PluginError(f"it removed entries from {' and '.join(removed)}, which were restored{then}") from raised
-    if raised is not None:
-        raise raised
-
-
-def _same_directory() -> contextlib.AbstractContextManager[None]:
-    """Restore the current directory on exit, unless it has been deleted."""
-    try:
-        return contextlib.chdir(os.getcwd())
-    except OSError:
-        return contextlib.nullcontext()
 
 
 def _implementations(plugin: Any, source: Source) -> dict[str, Callable[[], Any]]:
