@@ -21,7 +21,7 @@ FONT = "Liberation Sans, Arial, sans-serif"
 """vl-convert carries Liberation Sans, so that an SVG has the same layout on every machine."""
 _GREY = "#6b7483"
 _WIDTH, _HEIGHT, _COLUMNS = 380, 210, 2
-_LIBRARIES = ("altair", "jinja2", "vl_convert")
+_LIBRARIES = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}  # distributions by module
 _SHORT = "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : datum.value"
 """Vega expression for axis labels: 4096 as 4k."""
 Points = Mapping[Point, Mapping[str, Row]]
@@ -31,7 +31,7 @@ def require_plotting(option: str, path: str | None) -> None:
     """Raise UsageError if a file with plots is requested by ``option`` and the plotting libraries are missing."""
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if path is not None and missing:
-        raise UsageError(f"{option} needs {' and '.join(missing)}; pip install 'attnplug-tune[plot]'")
+        raise UsageError(f"{option} needs {' and '.join(missing)}; pip install {' '.join(_LIBRARIES.values())}")
 
 
 def chart_spec(points: Points, sides: Sequence[str]) -> dict[str, Any]:
