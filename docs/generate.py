@@ -5,7 +5,8 @@ python docs/generate.py --check    fail if one is out of date (part of make lint
 python docs/generate.py --samples  rewrite the samples too: output with times, which differs with every run
 
 A block begins with <!-- generated: CONTENT --> or <!-- sample: CONTENT --> and ends with <!-- end -->. CONTENT is a
-command, or a name in TABLES. "| 12 lines" behind a command keeps the first 12 lines of its output.
+command, or a name in TABLES. "| 12 lines" behind a command keeps the first 12 lines of its output, and "| with A B"
+runs it with the plugins of these distributions only.
 """
 
 from __future__ import annotations
@@ -117,14 +118,17 @@ def _ours() -> dict[str, Registered]:
 
 
 @cache
-def _run(command: str, *, sample: bool = False) -> str:
-    """Output of a command on a machine without a GPU. A sample includes standard error."""
+def _run(command: str, *, plugins: str = "", sample: bool = False) -> str:
+    """Output of a command on a machine without a GPU. A sample includes standard error.
+
+    ``plugins`` are distributions, separated by commas; the default is all of this repository, regardless of what else
+    is installed.
+    """
     program, *arguments = command.split()
     words = [str(Path(sys.executable).parent / program), *arguments]
     if command == "make run":
         words = [sys.executable, "examples/generate_and_check.py"]
-    # Only this repository's packages, regardless of what else is installed.
-    plugins = ",".join(sorted({backend.source.distribution for backend in _ours().values()}))
+    plugins = plugins or ",".join(sorted({backend.source.distribution for backend in _ours().values()}))
     environment = {**os.environ, "ATTNPLUG_PLUGINS": plugins, "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
     environment["ATTNPLUG_TABLES"] = "off"  # ignore measurements of this machine
     environment["COLUMNS"] = "1000" if "--help" in command else "150"  # help: one line per command
@@ -137,10 +141,12 @@ def _run(command: str, *, sample: bool = False) -> str:
 
 def output_of(content: str, *, sample: bool) -> str:
     """A command and its output, or the first lines of it."""
-    command, _, limit = content.partition(" | ")
-    lines = _run(command, sample=sample).splitlines()
-    if limit:
-        lines = [*lines[: int(limit.removesuffix(" lines"))], "…"]
+    command, *options = content.split(" | ")
+    plugins = next((",".join(option.split()[1:]) for option in options if option.startswith("with ")), "")
+    lines = _run(command, plugins=plugins, sample=sample).splitlines()
+    for option in options:
+        if option.endswith(" lines"):
+            lines = [*lines[: int(option.removesuffix(" lines"))], "…"]
     return "\n".join(["```console", f"$ {command}", *lines, "```"])
 
 

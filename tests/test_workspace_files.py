@@ -48,6 +48,25 @@ def test_published_requirements_are_ranges_and_ci_pins_each():
                 assert requirement.name.lower() in PINNED, f"{name}: {text} is not in constraints.txt"
 
 
+def test_pages_that_install_from_pypi_also_install_from_a_clone():
+    """No package is released yet. A command must name every package of ours that the named ones require."""
+    names = {project["name"]: name for name, project in PACKAGES.items()}
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *(ROOT / name / "README.md" for name in PACKAGES)]
+    for page in pages:
+        text = page.read_text() if page.exists() else ""
+        commands = re.findall(r"pip install ((?:(?:-e )?'?(?:\./|CLONE/)[\w/.\[\]-]+'?\s+)+)", text.replace("`", " "))
+        assert commands or not re.search(r"pip install '?attnplug", text), f"{page} has no command for a clone"
+        for command in commands:
+            named = set(re.findall(r"(?:\./|CLONE/)([\w/]+)", command))
+            if named <= PACKAGES.keys():  # not a user's own package
+                needed = {names[r] for n in named for r in map(_name, PACKAGES[n]["dependencies"]) if r in names}
+                assert needed <= named or "--no-deps" in text, f"{page}: {command} lacks {needed - named}"
+
+
+def _name(requirement: str) -> str:
+    return Requirement(requirement).name
+
+
 def test_every_package_carries_the_license():
     for name in PACKAGES:
         assert (ROOT / name / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()

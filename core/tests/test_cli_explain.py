@@ -57,14 +57,37 @@ def test_explain_as_json_has_a_fixed_shape(attnplug: Attnplug, package: Package)
     package("fast", capabilities='{"devices": ["cuda"], "min_sm": 90, "head_dims": [(128, 128)]}')
     outcome = attnplug("explain", "--model", "tiny:llama", "--device", "cpu", "--json")
     assert (outcome.code, outcome.err) == (0, "")
-    assert set(outcome.json) == {"prefill", "decode"}
-    for role in outcome.json.values():
+    assert set(outcome.json) == {"problem", "cuda_graph", "prefill", "decode"}
+    for role in (outcome.json["prefill"], outcome.json["decode"]):
         assert role["chosen"] == "torch_native"
         candidates = {candidate["name"]: candidate["refusals"] for candidate in role["candidates"]}
         assert candidates["torch_native"] == []
         assert {refusal["code"] for refusal in candidates["fast"]} == {"device", "head_dim"}
         for refusal in candidates["fast"]:
             assert set(refusal) == {"code", "message", "value", "allowed", "setting", "option", "advice"}
+
+
+def test_explain_as_json_has_the_inputs_of_the_text(attnplug: Attnplug, package: Package) -> None:
+    package(
+        "fast",
+        capabilities='{"devices": ["cuda"], "cuda_graph": __import__("attnplug").GraphLevel.UNIFORM}',
+        fields='{"preference": 100}',
+    )
+    arguments = ("explain", "--model", "tiny:llama", "--sm", "90", "--kv-dtype", "float32", "--dtype", "float32")
+    found, text = attnplug(*arguments, "--json").json, attnplug(*arguments).out
+    problem = found["problem"]
+    assert problem["model"]["name"] == "tiny:llama" and problem["model"]["type"] == "llama"
+    assert f"model      {problem['model']['description']}\n" in text
+    assert [problem[key] for key in ("device", "sm", "dtype", "kv_dtype")] == ["cuda", 90, "float32", "float32"]
+    assert f"page size  {problem['page_size']} (chosen)" in text and problem["page_size_requested"] is None
+    assert problem["cuda_graph"] is None
+    assert found["cuda_graph"] == {"level": "uniform", "limited_by": {}, "short_prefills": None}
+    assert "CUDA graphs: UNIFORM\n" in text
+    named = attnplug(*arguments, "--decode-attention-backend", "torch_native", "--page-size", "32", "--json").json
+    assert named["problem"]["page_size"] == named["problem"]["page_size_requested"] == 32
+    assert named["cuda_graph"]["level"] == "never" and list(named["cuda_graph"]["limited_by"]) == ["torch_native"]
+    required = attnplug(*arguments, "--cuda-graph", "decode", "--json").json
+    assert required["problem"]["cuda_graph"] == "decode" and required["cuda_graph"] is None
 
 
 def test_explain_works_for_hardware_that_is_not_here(attnplug: Attnplug, package: Package) -> None:
@@ -83,7 +106,10 @@ def test_explain_takes_a_backend_for_each_role(attnplug: Attnplug, package: Pack
     package("fast")
     arguments = ("--attention-backend", "torch_native", "--decode-attention-backend", "fast", "--json")
     found = attnplug("explain", "--model", "tiny:llama", *arguments).json
-    assert {role: choice["chosen"] for role, choice in found.items()} == {"prefill": "torch_native", "decode": "fast"}
+    assert {role: found[role]["chosen"] for role in ("prefill", "decode")} == {
+        "prefill": "torch_native",
+        "decode": "fast",
+    }
 
 
 def test_a_backend_asked_for_and_refused_is_exit_code_1_with_every_reason(attnplug: Attnplug, package: Package) -> None:
@@ -301,7 +327,7 @@ def test_a_broken_plugin_is_a_warning_that_leaves_stdout_clean(attnplug: Attnplu
     package("odd", "raise RuntimeError('no driver')")
     outcome = attnplug("explain", "--model", "tiny:llama", "--json")
     assert outcome.code == 0
-    assert set(outcome.json) == {"prefill", "decode"}
+    assert set(outcome.json) == {"problem", "cuda_graph", "prefill", "decode"}
     for text in ("warning", "odd-dist 1.2.3", "no driver"):
         assert text in outcome.err
 

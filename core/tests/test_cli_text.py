@@ -39,7 +39,15 @@ def test_a_narrow_terminal_gets_one_field_a_line(monkeypatch: pytest.MonkeyPatch
     assert "odd" in lines and lines.count("  contract: 1.0") == 1  # what a row lacks is not named
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 90, 100, 110, 120, 130, 160])
+def test_no_name_is_broken(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = drawn(width, monkeypatch).replace("/", "/ ").split()
+    for row in ROWS:
+        for cell in row:
+            assert {word for word in cell.replace("/", "/ ").split() if len(word) <= 40} <= set(words)
+
+
 def test_a_wide_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = drawn(100, monkeypatch).splitlines()
+    lines = drawn(140, monkeypatch).splitlines()
     assert lines[0].split() == list(COLUMNS)
     assert set(lines[1]) == {"─", " "}

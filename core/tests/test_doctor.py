@@ -34,6 +34,7 @@ SECTIONS = [
 ]
 LIBRARIES = ("fla", "flash_attn", "flash_mla", "flashinfer", "tokenspeed_mla", "triton")
 NO_PLUGINS: dict[str, Any] = {"findings": {}, "factories": {}, "tables": {}}
+NO_TORCH: dict[str, Any] = {"torch": {}, "failures": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +62,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """No library is probed unless a test installs it: importing the real ones takes seconds."""
-    monkeypatch.setattr(doctor, "_required_libraries", lambda: [])
+    monkeypatch.setattr(doctor, "_required_libraries", dict)
 
 
 @pytest.fixture
 def report(run: Callable[..., str], stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Report:
     """The report as JSON. What imports torch is left out: it costs seconds and has tests of its own."""
-    monkeypatch.setattr(doctor, "_torch", lambda probes: {})
-    monkeypatch.setattr(doctor, "_factory_failures", lambda probes, factories: {})
+    monkeypatch.setattr(doctor, "_probe_torch", lambda *_: NO_TORCH)
 
     def as_json() -> dict[str, dict[str, str]]:
         found: Any = json.loads(run("--json"))
@@ -85,7 +85,7 @@ def library(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor, "_probe_plugins", lambda probes: NO_PLUGINS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    monkeypatch.setattr(doctor, "_required_libraries", lambda: list(LIBRARIES))
+    monkeypatch.setattr(doctor, "_required_libraries", lambda: {name: {"fast-dist"} for name in LIBRARIES})
     shown = doctor.installed_version
     monkeypatch.setattr(doctor, "installed_version", lambda name: shown(name) if name in written else None)
     written = set()
@@ -113,8 +113,7 @@ def libraries(report: Report) -> dict[str, str]:
 
 @pytest.mark.usefixtures("stand_ins")
 def test_the_report_names_every_section(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_torch", lambda probes: {})
-    monkeypatch.setattr(doctor, "_factory_failures", lambda probes, factories: {})
+    monkeypatch.setattr(doctor, "_probe_torch", lambda *_: NO_TORCH)
     text = run()
     for section in SECTIONS:
         assert section in text.splitlines()
@@ -196,6 +195,32 @@ def test_a_library_that_hangs_is_reported(report: Report, library: Library, monk
     assert "no answer within 0.5 s" in libraries(report)["fla"]
 
 
+def test_a_library_that_no_usable_backend_requires_is_not_imported(
+    report: Report, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing FlashInfer takes over 3 s, which a machine without a GPU can save."""
+    library("flashinfer", "raise RuntimeError('imported')")
+    library("triton", "raise RuntimeError('imported')")
+    needed = {"flashinfer": {"fast-dist"}, "triton": {"fast-dist", "other-dist"}}
+    monkeypatch.setattr(doctor, "_required_libraries", lambda: needed)
+    monkeypatch.setattr(doctor, "_probe_plugins", lambda probes: {**NO_PLUGINS, "usable": ["other-dist"]})
+    found = report()["kernel libraries"]
+    assert "import failed" in found["triton"]
+    assert found["flashinfer"].startswith("1.0; not imported")
+
+
+def test_torch_is_imported_once_for_its_section_and_all_factories(
+    run: Callable[..., str], library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library("torch", "open(__file__ + '.imports', 'a').write('x'); raise ImportError('a stand-in')")
+    found = {**NO_PLUGINS, "findings": {"a": "", "b": ""}, "factories": {"a": "json:dumps", "b": "json:nothing"}}
+    monkeypatch.setattr(doctor, "_probe_plugins", lambda probes: found)
+    report = json.loads(run("--json"))
+    assert "a stand-in" in report["torch"]["import failed"]
+    assert report["plugins"]["a"] == "" and "json:nothing" in report["plugins"]["b"]
+    assert (tmp_path / "torch.py.imports").read_text() == "x"
+
+
 def test_damaged_metadata_costs_one_library_at_most(report: Report, library: Library, tmp_path: Path) -> None:
     """An interrupted pip leaves a .dist-info without METADATA."""
     library("flashinfer", "")
@@ -257,15 +282,15 @@ def test_sections_are_found_out_at_the_same_time_and_given_in_order(
 ) -> None:
     meeting = threading.Barrier(3)
 
-    def meet(probes: doctor.Probes) -> dict[str, str]:
+    def meet(*_: object) -> dict[str, Any]:
         meeting.wait(timeout=60)  # one after the other they would wait in vain
-        return NO_PLUGINS
+        return {**NO_PLUGINS, **NO_TORCH}
 
-    for name in ("_torch", "_kernel_libraries", "_probe_plugins"):
+    for name in ("_probe_torch", "_kernel_libraries", "_probe_plugins"):
         monkeypatch.setattr(doctor, name, meet)
     found = json.loads(run("--json"))
     assert list(found) == SECTIONS
-    assert found["torch"] == found["kernel libraries"] == NO_PLUGINS
+    assert found["torch"] == {} and found["kernel libraries"] == {**NO_PLUGINS, **NO_TORCH}
     assert found["plugins"] == found["measured tables"] == {}
 
 
@@ -290,8 +315,8 @@ def test_progress_is_for_people_at_a_terminal(
             shown.extend([] if terminal is None else [terminal])
             super().__init__(None)
 
-    monkeypatch.setattr(doctor, "_torch", lambda probes: {})
-    monkeypatch.setattr(doctor, "_kernel_libraries", lambda probes: {})
+    monkeypatch.setattr(doctor, "_probe_torch", lambda *_: NO_TORCH)
+    monkeypatch.setattr(doctor, "_kernel_libraries", lambda *_: {})
     monkeypatch.setattr(doctor, "_probe_plugins", lambda probes: NO_PLUGINS)
     monkeypatch.setattr(doctor, "Probes", Watched)
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
@@ -323,8 +348,8 @@ def test_a_report_that_cannot_be_written_waits_for_no_probe(monkeypatch: pytest.
         def stop(self) -> None:
             stopped.append(True)
 
-    for name in ("_torch", "_kernel_libraries", "_probe_plugins"):
-        monkeypatch.setattr(doctor, name, lambda probes: NO_PLUGINS)
+    for name in ("_probe_torch", "_kernel_libraries", "_probe_plugins"):
+        monkeypatch.setattr(doctor, name, lambda *_: {**NO_PLUGINS, **NO_TORCH})
     monkeypatch.setattr(doctor, "Probes", Watched)
     with pytest.raises(BrokenPipeError):
         doctor.run(Namespace(json=False))
@@ -339,22 +364,28 @@ def test_a_usable_backend_whose_factory_cannot_be_imported_is_reported(
 ) -> None:
     """D2: metadata does not tell."""
     plugin("fast", PLUGIN.format(name="fast"))
-    monkeypatch.setattr(doctor, "_factory_failures", lambda probes, factories: {"fast": f"not {factories['fast']}"})
+
+    def probe(probes: doctor.Probes, factories: Callable[[], dict[str, str]]) -> dict[str, Any]:
+        return {**NO_TORCH, "failures": {"fast": f"not {factories()['fast']}"}}
+
+    monkeypatch.setattr(doctor, "_probe_torch", probe)
     text = "fast-dist 1.2.3: usable here, but its factory attnplug:nothing cannot be imported: not attnplug:nothing"
     assert report()["plugins"]["fast"] == text
 
 
 def test_a_factory_that_takes_the_process_down_costs_its_own_backend_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., str], library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D2"""
+    library("torch", "raise ImportError('a stand-in')")
     (tmp_path / "crashing_factory.py").write_text("import os; os.abort()")
-    monkeypatch.syspath_prepend(tmp_path)
-    factories = {"good": "json:dumps", "gone": "nowhere:build", "less": "json:nothing", "crash": "crashing_factory:x"}
-    found = doctor._factory_failures(doctor.Probes(None), factories)
-    assert list(found) == ["gone", "less", "crash"]
-    for name, text in (("gone", "ModuleNotFoundError"), ("less", "nothing"), ("crash", "signal 6")):
-        assert text in found[name]
+    factories = {"good": "json:dumps", "less": "json:nothing", "crash": "crashing_factory:x"}
+    found = {**NO_PLUGINS, "findings": dict.fromkeys(factories, ""), "factories": factories}
+    monkeypatch.setattr(doctor, "_probe_plugins", lambda probes: found)
+    report = json.loads(run("--json"))
+    assert "a stand-in" in report["torch"]["import failed"]
+    assert report["plugins"]["good"] == ""
+    assert "nothing" in report["plugins"]["less"] and "signal 6" in report["plugins"]["crash"]
 
 
 PLUGIN = """
@@ -371,7 +402,7 @@ def attnplug_backends():
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
     """Installs a plugin: real metadata in a folder on the path. Kernel libraries are not looked for."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(doctor, "_kernel_libraries", lambda probes: {})
+    monkeypatch.setattr(doctor, "_kernel_libraries", lambda *_: {})
     modules: list[str] = []
 
     def install(name: str, source: str) -> None:

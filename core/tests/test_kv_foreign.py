@@ -439,3 +439,23 @@ def test_a_view_is_no_copy() -> None:
     keys.fill_(1)
     values.fill_(2)
     assert memory[..., :8].eq(1).all() and memory[..., 8:].eq(2).all()
+
+
+@pytest.mark.parametrize(("order", "is_read"), [((0, 2, 1, 3), True), ((0, 1, 2, 3), False), ((1, 0, 2, 3), False)])
+def test_blocks_of_rows_that_hold_keys_and_values_are_read_at_once(order: tuple[int, ...], is_read: bool) -> None:
+    """vLLM's "pages heads tokens (kv dim)" in memory by tokens; by heads, rows of a block are not contiguous."""
+    sizes = (PAGES, HEADS, PAGE, 2 * DIM)
+    memory = torch.randn([sizes[place] for place in order])
+    tensor = memory.permute([order.index(place) for place in range(4)])
+    layout = "pages heads tokens (kv dim)"
+    pool = MHAPool.over([mha_layer(v_head_dim=DIM)], {0: tensor}, layout, page_size=PAGE, dtype=DType.FLOAT32)
+    before, blocks, blank = memory.clone(), torch.tensor([[3, 1], [4, 0]]), torch.tensor([7, 15])
+    read = pool.read_blocks(0, blocks, blank)
+    assert (read is not None) is is_read
+    if read is not None:
+        slots = (blocks[..., None] * buffer.BLOCK + torch.arange(buffer.BLOCK)).flatten(1)
+        for rows, expected in zip(read, (pool.read_keys(0, slots), pool.read_values(0, slots)), strict=True):
+            expected.flatten(0, 1)[blank] = 0
+            assert torch.equal(rows, expected)
+        assert torch.equal(memory, before)
+        assert pool.read_blocks(0, torch.tensor([[99]]), None) is None

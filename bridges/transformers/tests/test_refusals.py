@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from attnplug_testing.errors import naming
 from attnplug_transformers import BridgeError, registration
 from attnplug_transformers.attention import AttentionFunction
 from attnplug_transformers.blocks import LayerGroup
+from attnplug_transformers.errors import UnknownNameError
 from attnplug_transformers.layer_call import read_call
 from attnplug_transformers.masks import mask_window, step_mask
 from attnplug_transformers.paged_attention import PagedBatches, PagedGroup, PlannedLayers
@@ -188,9 +190,29 @@ def test_sinks_are_given_to_the_backend(monkeypatch):
     assert [extras.sinks.tolist() for extras in asked] == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
-def test_an_unknown_name_is_refused_before_there_are_weights():
-    with pytest.raises(ValueError, check=naming("attnplug:nonesuch")):
-        AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="attnplug:nonesuch")
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("attnplug:torch_nativ", "attnplug:torch_native"),
+        ("attnplug:flashattention", "attnplug:FLASHATTENTION"),
+        ("attnplug:nonesuch", "attnplug:auto"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_known_ones_before_there_are_weights(llama, name, near):
+    known = [f"attnplug:{backend.upper() if 'flash' in backend else backend}" for backend in load_registry().backends]
+    for ask in (
+        lambda: AutoModelForCausalLM.from_config(deepcopy(CONFIGS["llama"]), attn_implementation=name),
+        lambda: llama.set_attn_implementation(name),
+    ):
+        with pytest.raises(UnknownNameError, check=naming(name, near, *known)) as raised:
+            ask()
+        assert isinstance(raised.value, ValueError)
+
+
+def test_names_of_transformers_are_left_to_transformers(llama):
+    with pytest.raises(ValueError, check=naming("flash_attention_9")) as raised:
+        llama.set_attn_implementation("flash_attention_9")
+    assert not isinstance(raised.value, UnknownNameError)
 
 
 def test_every_installed_backend_has_a_name_that_transformers_does_not_take_for_its_own():

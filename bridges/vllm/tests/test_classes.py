@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +93,41 @@ def test_the_place_of_another_keeps_serving_who_does_not_ask_for_attnplug(ours, 
     assert (backends.CPUAttention, backends.Custom) == ("vllm.CPU", "attnplug_vllm.mha.AttnplugBackend")
     Host.config.model_config.use_mla = True
     assert backends.Custom == "attnplug_vllm.mla.AttnplugMLABackend"
+
+
+def test_vllms_log_does_not_deny_what_attnplug_serves(ours, monkeypatch):
+    """vLLM's CPU platform logs this for every backend but its own."""
+    from attnplug_vllm import backends, register
+
+    monkeypatch.setattr(backends, "replaced", {})
+    monkeypatch.setattr("sys.argv", ["program"])
+    for place in PLACES.values():
+        monkeypatch.setattr(place, "path", None)
+    register.register()
+    Host.config.attention_config.backend = SimpleNamespace(name="CUSTOM")
+    assert not is_logged("Cannot use %s backend on CPU.", "AttentionBackendEnum.CUSTOM")
+    assert is_logged("Cannot use %s backend on CPU.", "AttentionBackendEnum.FLASH_ATTN")
+    assert is_logged("CUSTOM")
+    Host.config.additional_config = {}
+    monkeypatch.setitem(backends.replaced, "Custom", "other.Backend")
+    assert is_logged("Cannot use %s backend on CPU.", "AttentionBackendEnum.CUSTOM")
+
+
+def is_logged(message: str, *values: str) -> bool:
+    """Return True if the logger of vLLM's CPU platform passes a message."""
+    logger = logging.getLogger("vllm.platforms.cpu")
+    return bool(logger.filter(logger.makeRecord(logger.name, logging.INFO, "cpu.py", 1, message, values, None)))
+
+
+@pytest.mark.parametrize(("distribution", "is_checked"), [("attnplug-vllm", True), ("vllm", True), ("other", False)])
+def test_custom_alone_is_checked_unless_another_plugin_is_installed(ours, monkeypatch, distribution, is_checked):
+    from attnplug_vllm import register
+
+    plugins = [SimpleNamespace(dist=SimpleNamespace(name=name)) for name in ("attnplug-vllm", distribution)]
+    monkeypatch.setattr(register.metadata, "entry_points", lambda group: plugins)
+    argv = ["vllm", "serve", "m", "--attention-backend", "CUSTOM", "--kv-cache-dtype", "fp8_e5m2"]
+    with pytest.raises(SystemExit, check=naming("fp8_e5m2")) if is_checked else nullcontext():
+        register.check(argv)
 
 
 def test_a_program_whose_command_line_cannot_be_served_ends_with_one_message(ours):
@@ -267,9 +304,7 @@ def test_lengths_are_read_only_where_a_backend_needs_or_is_chosen_by_them(ours, 
 def test_all_backends_that_decode_by_batch_are_listed_and_built(ours, monkeypatch, tmp_path):
     """D3: two backends of one KV group, by this machine's table."""
     events: list[str] = []
-    monkeypatch.setattr(
-        ours.mla, "logger", SimpleNamespace(info_once=lambda words, *given: events.append(words % given))
-    )
+    monkeypatch.setattr(selection.logger, "info", lambda words, *given: events.append(words % given))
     Host.config.additional_config = {}
     (layer,) = ours.mla.model_of(Host.config, [mla(ours).spec]).layers
     events.clear()
@@ -278,8 +313,8 @@ def test_all_backends_that_decode_by_batch_are_listed_and_built(ours, monkeypatc
     selection.forget()
     builder = mla_builder(ours)
     assert events == [
-        "attnplug: beta or alpha by batch decodes, vLLM's own MLA prefill backend prefills; "
-        "--additional-config.attnplug.prefill names another one"
+        "attnplug: prefill by vLLM's own MLA prefill backend (--additional-config.attnplug.prefill names another one); "
+        "decode by beta or alpha, depending on the batch"
     ]
     name = "model.layers.0.attn"
     held = Host.config.compilation_config.static_forward_context[name]

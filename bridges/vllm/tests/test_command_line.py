@@ -6,17 +6,27 @@ import json
 
 import pytest
 
-from attnplug import RefusalCode, UsageError
+from attnplug import RefusalCode, Setting, UsageError
 from attnplug.host import TINY_CONFIGS, load_registry
 from attnplug_testing.errors import naming
-from attnplug_vllm.command_line import additional_config, check_command_line, options_of
+from attnplug_vllm.command_line import (
+    _problem,
+    additional_config,
+    check_command_line,
+    options_of,
+    requests_attnplug,
+)
+from attnplug_vllm.host import Feature
 from vllm_stage import codes
 
+TRITON = ("--attention-backend", "CUSTOM", "--additional-config.attnplug.backend", "triton_mha")
 ASKED = ["--attention-backend", "CUSTOM", "--additional-config", '{"attnplug": {"backend": "torch_native"}}']
 
 
 def check(*arguments: str, device: str = "cuda", sm: int | None = 90) -> None:
-    check_command_line(["vllm", "serve", *arguments], load_registry(), device, sm)
+    argv = ["vllm", "serve", *arguments]
+    if requests_attnplug(options_of(argv), custom_is_ours=True):
+        check_command_line(argv, load_registry(), device, sm)
 
 
 @pytest.fixture
@@ -72,7 +82,7 @@ def test_asking_without_custom_is_refused(arguments, named):
         ["--attention-config.backend=custom"],
         ["-ac.backend", "CUSTOM"],
         ["--attention-config.backend_per_kind.full_attention", "CUSTOM"],
-        ["--config", "a_file.yaml"],
+        ["--config", "no_file.yaml"],  # vLLM reports that
     ],
 )
 def test_custom_may_be_named_in_another_way(named):
@@ -88,6 +98,95 @@ def test_a_wrong_name_is_refused_with_the_right_ones():
         check("m", "--attention-backend", "custom", "--additional-config.attnplug.backend", "torch_nativ")
 
 
+def test_a_configuration_file_is_read_too(llama, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        f"model: {llama}\nattention-backend: CUSTOM\nkv_cache_dtype: fp8_e5m2\nenable-dbo: false\n"
+        "additional-config:\n  attnplug:\n    backend: torch_native\n"
+    )
+    with pytest.raises(UsageError, check=naming("fp8_e5m2")):
+        check("--config", str(file))
+    check("--config", str(file), "--kv-cache-dtype", "auto")
+    check("--config", str(file), "--kv-cache-dtype", "auto", "--no-enable-dbo")
+    with pytest.raises(UsageError, check=naming("'torch_nativ'")):
+        check("--config", str(file), "--kv-cache-dtype", "auto", "--additional-config.attnplug.backend", "torch_nativ")
+
+
+def test_custom_alone_is_checked_unless_another_package_may_mean_it():
+    argv = ["vllm", "serve", "m", "--attention-backend", "CUSTOM", "--kv-cache-dtype", "fp8_e5m2"]
+    assert requests_attnplug(options_of(argv), custom_is_ours=True)
+    assert not requests_attnplug(options_of(argv), custom_is_ours=False)
+    with pytest.raises(UsageError, check=naming("fp8_e5m2")):
+        check_command_line(argv, load_registry(), "cpu", None)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_inc", "nvfp4", "int8_per_token_head"])
+def test_cache_dtypes_that_the_bridge_lacks_are_refused_for_any_model(dtype):
+    with pytest.raises(UsageError, check=naming(dtype, "fp8_e4m3")) as raised:
+        check("some/model", *ASKED, "--kv-cache-dtype", dtype)
+    assert raised.value.settings == (Setting.KV_DTYPE,)
+
+
+@pytest.mark.parametrize(
+    ("given", "feature"),
+    [
+        (["-dcp", "2"], Feature.DCP),
+        (["--prefill-context-parallel-size=2"], Feature.PCP),
+        (["--enable-dbo"], Feature.DBO),
+        (["--ubatch-size", "2"], Feature.DBO),
+        (["-ac.use_non_causal", "true"], Feature.NON_CAUSAL),
+        (["--kv-sharing-fast-prefill"], Feature.FAST_PREFILL),
+        (["--calculate-kv-scales"], Feature.COMPUTED_SCALES),
+        (["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}'], Feature.KV_CONNECTOR),
+    ],
+)
+def test_options_that_the_contract_lacks_are_refused(llama, given, feature):
+    with pytest.raises(UsageError, check=naming(feature)):
+        check(llama, *ASKED, *given)
+
+
+@pytest.mark.parametrize(
+    "given", [["-dcp", "1"], ["--enable-dbo", "--no-enable-dbo"], ["--ubatch-size", "0"], ["--enforce-eager"]]
+)
+def test_features_that_are_off_are_not_refused(llama, given):
+    check(llama, *ASKED, *given)
+
+
+def test_batch_invariance_is_refused_where_vllm_has_it(llama, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(UsageError, check=naming(Feature.BATCH_INVARIANCE)):
+        check(llama, *ASKED)
+    check(llama, *ASKED, device="cpu", sm=None)
+
+
+def test_chunked_attention_of_a_local_model_is_refused(tmp_path):
+    config = {"model_type": "llama4", "text_config": {"attention_chunk_size": 8192}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, check=naming(Feature.CHUNKED_ATTENTION)):
+        check(str(tmp_path), *ASKED)
+    (tmp_path / "config.json").write_text("[]")
+    check(str(tmp_path), *ASKED)
+
+
+def test_what_mla_lacks_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["deepseek_v3"]))
+    connector = ["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}']
+    check(str(tmp_path), *ASKED, *connector, device="cpu", sm=None)
+    with pytest.raises(UsageError, check=naming(Feature.MLA_FP8_ON_CPU)):
+        check(str(tmp_path), *ASKED, "--kv-cache-dtype", "fp8", device="cpu", sm=None)
+    prefill = ["--additional-config.attnplug.prefill", "torch_native"]
+    with pytest.raises(UsageError, check=naming("FLASH_ATTN")):
+        check(str(tmp_path), *ASKED, *prefill, "-ac.mla_prefill_backend", "flash_attn", device="cpu", sm=None)
+
+
+@pytest.mark.parametrize("flag", ["--async-scheduling", "--no-async-scheduling"])
+def test_speculation_is_part_of_the_check(flag):
+    """A backend that needs exact lengths is refused only if vLLM certainly schedules ahead."""
+    problem = _problem(options_of(["-sc.num_speculative_tokens", "3", flag]), None, "cuda", 90)
+    assert problem.speculative_tokens == 4
+    assert problem.exact_lengths is (flag == "--no-async-scheduling")
+
+
 def test_an_option_that_a_backend_does_not_have_is_refused():
     with pytest.raises(UsageError, check=naming("--additional-config.attnplug.options.torch_native.x")):
         check("m", *ASKED[:2], "--additional-config", '{"attnplug": {"options": {"torch_native": {"x": 1}}}}')
@@ -99,9 +198,6 @@ def test_a_local_model_is_checked_with_every_reason(llama):
         check(llama, "--attention-backend", "CUSTOM", "--additional-config.attnplug.backend", "triton_mha", sm=75)
     assert codes(raised.value, "triton_mha") == {RefusalCode.SM}
     assert "--additional-config.attnplug.backend" in str(raised.value)
-
-
-TRITON = ("--attention-backend", "CUSTOM", "--additional-config.attnplug.backend", "triton_mha")
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,22 @@ def test_a_backend_that_needs_lengths_is_refused_where_vllm_has_bounds():
     assert codes(raised.value, "torch_native") == {RefusalCode.LENGTHS}
 
 
+def test_the_backend_of_each_role_is_logged_once_per_engine(monkeypatch):
+    logged = []
+    monkeypatch.setattr(selection.logger, "info", lambda message, *values: logged.append(message % values))
+    section = {"attnplug": {"backend": "torch_native"}}
+    asked = config(section)
+    for layers in ([LAYER], [LAYER], [LAYER, replace(LAYER, layer_id=1)]):
+        choose(asked, model_of(asked, layers), "auto", CPU)
+    assert logged == ["attnplug: prefill by torch_native; decode by torch_native"]
+    other = config(section, parallel_config__rank=1)
+    choose(other, model_of(other, [LAYER]), "auto", CPU)
+    assert len(logged) == 1, "rank 0 logs for all"
+    again = config(section)
+    choose(again, model_of(again, [LAYER]), "auto", CPU)
+    assert len(logged) == 2
+
+
 def test_what_another_engine_had_chosen_is_forgotten():
     """In one process, one after the other: the second one's block sizes and graphs are its own."""
     first, second = (config({"attnplug": {"backend": "torch_native"}}) for _ in range(2))

@@ -135,14 +135,12 @@ PLATFORM = SimpleNamespace(
     get_device_capability=lambda: SimpleNamespace(major=9, minor=0),
     device_name="other",
 )
-LOGGER = SimpleNamespace(info_once=lambda *_: None)
 MODULES: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": "0.32.0"},
     "vllm.config": {
         "get_current_vllm_config": lambda: Host.config,
         "get_current_vllm_config_or_none": lambda: Host.config,
     },
-    "vllm.logger": {"init_logger": lambda name: LOGGER},
     "vllm.platforms": {"current_platform": PLATFORM},
     "vllm.v1.attention.backend": {
         "AttentionBackend": Plain,

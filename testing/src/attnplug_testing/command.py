@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from attnplug import Role
 from attnplug.cli.main import main
 
 Attnplug = Callable[..., "Outcome"]
@@ -67,7 +68,7 @@ def explained(plain_environment: None, attnplug: Attnplug) -> Explained:
 
     def ask(*arguments: str) -> tuple[int, Any]:
         outcome = attnplug("explain", *arguments, "--json")
-        return outcome.code, outcome.json
+        return outcome.code, {role: choice for role, choice in outcome.json.items() if role in list(Role)}
 
     return ask
 

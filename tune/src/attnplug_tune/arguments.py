@@ -20,7 +20,7 @@ _MEASURING_OPTIONS = (
     *("model", "shapes", "host", "points", "backends", "device", "dtype", "kv_dtype", "page_size", "backend_option"),
     *("max_batch", "max_context", "speculative_tokens", "against", "out", "plot"),
 )
-_LIBRARIES = ("altair", "jinja2", "vl_convert")
+_LIBRARIES = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}  # distributions by module
 
 
 def check_tune(parsed: argparse.Namespace) -> None:
@@ -71,7 +71,7 @@ def _check_plotted(name: str, path: str | None, *suffixes: str) -> None:
         return
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
-        raise UsageError(f"{name} needs {' and '.join(missing)}; pip install 'attnplug-tune[plot]'")
+        raise UsageError(f"{name} needs {' and '.join(missing)}; pip install {' '.join(_LIBRARIES.values())}")
     _check_file(path)
     if Path(path).suffix.lower() not in suffixes:
         raise UsageError(f"{name} {path} is not a {' or '.join(suffixes)} file; end its name with {suffixes[0]}")

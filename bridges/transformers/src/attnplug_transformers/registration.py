@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnplug.host import BackendRequest, load_registry
 from attnplug_transformers.attention import AttentionFunction
-from attnplug_transformers.errors import BridgeError
+from attnplug_transformers.errors import BridgeError, UnknownNameError
 from attnplug_transformers.masks import step_mask
 from attnplug_transformers_host import HOST
 
@@ -56,6 +58,36 @@ def register_installed() -> None:
     """Register every installed backend by its name, and ``auto``."""
     for name in ("auto", *load_registry().backends):
         register(name, BackendRequest(name))
+
+
+def list_names_in_errors() -> None:
+    """Let transformers' check of ``attn_implementation`` list the registered names if an ``attnplug:`` name is unknown.
+
+    Its own message lists only its own names, and it has no hook for others. Hence this wraps a public method.
+    """
+    check = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(check)
+    def checked(self: PreTrainedModel, requested_attention: str | None, *rest: Any, **named: Any) -> Any:
+        raise_if_unknown(requested_attention)
+        return check(self, requested_attention, *rest, **named)
+
+    PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
+
+
+def raise_if_unknown(requested: str | None) -> None:
+    """Raise :class:`UnknownNameError` for an ``attnplug:`` name that is not registered."""
+    name = (requested or "").removeprefix("paged|")
+    known = [key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if key.startswith(PREFIX) and ":flash" not in key]
+    if not name.startswith(PREFIX) or requested in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        return
+    by_case = {key.lower(): key for key in known}
+    near = difflib.get_close_matches(name.lower(), by_case, n=1)
+    hint = f' Did you mean "{by_case[near[0]]}"?' if near else ""
+    raise UnknownNameError(
+        f'attn_implementation="{requested}" is unknown.{hint} attnplug has {", ".join(known)}; '
+        "attnplug_transformers.register adds names, and 'attnplug plugins' shows plugins that failed to load"
+    )
 
 
 @contextmanager

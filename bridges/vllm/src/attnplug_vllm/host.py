@@ -6,8 +6,9 @@ nor vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from enum import StrEnum
 
 from attnplug import AttentionKind, CacheLayout, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import HostSpec
@@ -90,9 +91,35 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
         )
 
 
+class Feature(StrEnum):
+    """Features of vLLM that the contract lacks and that a configuration or a command line shows."""
+
+    DCP = "decode context parallelism (--decode-context-parallel-size)"
+    PCP = "prefill context parallelism (--prefill-context-parallel-size)"
+    DBO = "dual batch overlap (--enable-dbo, --ubatch-size)"
+    NON_CAUSAL = "non-causal attention (--attention-config.use_non_causal)"
+    FAST_PREFILL = "fast prefill of layers that share a cache (--kv-sharing-fast-prefill)"
+    COMPUTED_SCALES = "computed scales (--calculate-kv-scales)"
+    CHUNKED_ATTENTION = "chunked local attention (the model's attention_chunk_size)"
+    KV_CONNECTOR = "a KV connector (--kv-transfer-config)"
+    BATCH_INVARIANCE = "batch invariance (VLLM_BATCH_INVARIANT)"
+    MLA_FP8_ON_CPU = "latent rows in fp8 on the CPU (--kv-cache-dtype)"
+
+
 def unsupported_feature(feature: str) -> Refusal:
     """Refusal of a feature that the contract lacks. Its value is the feature."""
     return Refusal(RefusalCode.FEATURE, f"{feature}: not supported by attnplug's vLLM bridge", feature)
+
+
+def unsupported_features(requested: Mapping[str, bool]) -> list[Refusal]:
+    """Refusals of the requested features, by name."""
+    return [unsupported_feature(feature) for feature, is_requested in requested.items() if is_requested]
+
+
+def two_prefill_backends(name: str) -> Refusal:
+    """Refusal of vLLM's MLA prefill backend ``name`` together with an attnplug backend that is named for prefill."""
+    message = f"--attention-config.mla_prefill_backend {name} names another prefill backend; leave one of them out"
+    return Refusal(RefusalCode.ROLE, message, name, setting=Setting.PREFILL_ATTENTION_BACKEND)
 
 
 def refusal_message(reasons: Iterable[Refusal]) -> str:

@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import (
 
 from attnplug import GraphLevel, LayerSpec, Refusal, RefusalCode
 from attnplug_vllm.geometry import GeometryBuilder, with_exact_lengths
-from attnplug_vllm.host import BLOCK_STEP, unsupported_feature
+from attnplug_vllm.host import BLOCK_STEP, Feature, unsupported_feature, unsupported_features
 from attnplug_vllm.kv_group import GroupAttention, mha_pools
 from attnplug_vllm.mha_step import CapturedMHAStep, EagerMHAStep, LayerCall, capture_key
 from attnplug_vllm.planner import GroupPlanner
@@ -95,10 +95,10 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not ins
             "MLA layers in a model that is not MLA": selector.get("use_mla", False),
             "sparse attention": selector.get("use_sparse", False),
             "scales per head in an fp8 cache": selector.get("use_per_head_quant_scales", False),
-            "batch invariance (VLLM_BATCH_INVARIANT)": selector.get("use_batch_invariant", False),
+            Feature.BATCH_INVARIANCE: selector.get("use_batch_invariant", False),
             "adaptive verification": selector.get("use_adaptive_verification", False),
         }
-        return [unsupported_feature(name).message for name, is_requested in requested.items() if is_requested]
+        return [refusal.message for refusal in unsupported_features(requested)]
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonImpl,
@@ -25,19 +24,17 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from attnplug import LayerSpec, Refusal, RefusalCode, Role, Setting
+from attnplug import LayerSpec, Refusal, Role
 from attnplug.host import Selection
 from attnplug_vllm.geometry import with_exact_lengths
-from attnplug_vllm.host import unsupported_feature
+from attnplug_vllm.host import Feature, two_prefill_backends, unsupported_features
 from attnplug_vllm.kv_group import GroupAttention, mla_pools
 from attnplug_vllm.mha import cudagraph_support, kernel_block_sizes
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
 from attnplug_vllm.mla_prefill import RaggedPrefill
-from attnplug_vllm.selection import choose, raise_if_refused, serving_specs
-from attnplug_vllm.settings import OPTION, SECTION
+from attnplug_vllm.selection import choose, raise_if_refused
+from attnplug_vllm.settings import SECTION
 from attnplug_vllm.specs import cache_dtype, layer_ids, mla_layer, model_of
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not installed where types are checked
@@ -116,9 +113,9 @@ class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
             "a sliding window over latent rows": sliding_window is not None,
             "a soft cap of latent attention's logits": bool(logits_soft_cap),
             "sparse MLA (an indexer, as in DeepSeek-V3.2)": mla_args.get("indexer") is not None,
-            "latent rows in fp8 on the CPU (--kv-cache-dtype)": fp8_on_cpu,
+            Feature.MLA_FP8_ON_CPU: fp8_on_cpu,
         }
-        raise_if_refused(_refusals(config, [name for name, is_requested in requested.items() if is_requested]))
+        raise_if_refused([*unsupported_features(requested), *_refused_prefill(config)])
         self.spec = mla_layer(
             0,
             heads=num_heads,
@@ -345,29 +342,16 @@ def _decode(group: GroupAttention, names: Sequence[str]) -> DecodeGroup:
 
 
 def _choose(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selection:
-    """Return the selection of an equal layer made before, or make one and log it."""
+    """Return the selection of an equal layer made before, or make one."""
     for layer in reversed(config.compilation_config.static_forward_context.values()):
         other = getattr(layer, "impl", None)
         if isinstance(other, AttnplugMLAImpl) and (other.spec, other.kv_cache_dtype) == (spec, kv_cache_dtype):
             return other.selection
-    selection = choose(config, model_of(config, [spec]), kv_cache_dtype)
-    names = [spec.name for spec in serving_specs(selection, Role.DECODE)]
-    decode = " or ".join(names) + " by batch" * (len(names) > 1)
-    if Role.PREFILL in selection.choices:
-        logger.info_once("attnplug: %s decodes, %s prefills", decode, selection.chosen(Role.PREFILL).spec.name)
-    else:
-        message = "attnplug: %s decodes, vLLM's own MLA prefill backend prefills; %s.prefill names another one"
-        logger.info_once(message, decode, OPTION)
-    return selection
+    return choose(config, model_of(config, [spec]), kv_cache_dtype)
 
 
-def _refusals(config: Any, features: Sequence[str]) -> list[Refusal]:
-    """Refusals of layer features that the contract lacks, and of two prefill backends."""
-    refusals = [unsupported_feature(feature) for feature in features]
+def _refused_prefill(config: Any) -> list[Refusal]:
     theirs = config.attention_config.mla_prefill_backend
-    if theirs is not None and "prefill" in (config.additional_config or {}).get(SECTION, {}):
-        message = (
-            f"--attention-config.mla_prefill_backend {theirs.name} names another prefill backend; leave one of them out"
-        )
-        refusals.append(Refusal(RefusalCode.ROLE, message, theirs.name, setting=Setting.PREFILL_ATTENTION_BACKEND))
-    return refusals
+    if theirs is None or "prefill" not in (config.additional_config or {}).get(SECTION, {}):
+        return []
+    return [two_prefill_backends(theirs.name)]

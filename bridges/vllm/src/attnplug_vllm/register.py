@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from importlib import metadata
 
 from attnplug.host import AttnplugError
 from attnplug_vllm import backends
-from attnplug_vllm.command_line import additional_config, check_command_line, options_of
-from attnplug_vllm.host import refusal_message, render
+from attnplug_vllm.command_line import check_command_line, options_of, requests_attnplug
+from attnplug_vllm.host import HOST, refusal_message, render
 from attnplug_vllm.selection import registry, version_refusals
-from attnplug_vllm.settings import SECTION
+from attnplug_vllm.settings import CUSTOM
 from attnplug_vllm.specs import Machine
+
+GROUP = "vllm.general_plugins"
+"""vLLM's entry-point group, in which plugins register backends."""
 
 
 def register() -> None:
@@ -24,6 +29,7 @@ def register() -> None:
     members = {"Custom": "CUSTOM"}
     if current_platform.is_cpu():
         members |= {"CPUAttention": "CPU_ATTN", "CPUMLA": "CPU_MLA", "AMXMLA": "AMX_MLA"}
+        logging.getLogger("vllm.platforms.cpu").addFilter(_is_true)
     for attribute, name in members.items():
         member = AttentionBackendEnum.__members__.get(name)
         if member is None:  # this version of vLLM does not have it
@@ -36,9 +42,19 @@ def register() -> None:
     check(sys.argv)
 
 
+def _is_true(record: logging.LogRecord) -> bool:
+    """Drop "Cannot use CUSTOM backend on CPU" if attnplug serves the configuration. The bridge logs its backends."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if not str(record.msg).startswith("Cannot use ") or CUSTOM not in record.getMessage() or config is None:
+        return True
+    return not backends.requests_attnplug(config, "CPUAttention")
+
+
 def check(argv: list[str]) -> None:
     """Exit with a message and no traceback if attnplug cannot serve the command line."""
-    if SECTION not in additional_config(options_of(argv)):
+    if not requests_attnplug(options_of(argv), custom_is_ours=not _others()):
         return
     if reasons := version_refusals():
         raise SystemExit(refusal_message(reasons))
@@ -47,3 +63,9 @@ def check(argv: list[str]) -> None:
         check_command_line(argv, registry(), machine.device, machine.sm)
     except AttnplugError as error:
         raise SystemExit(error.format(render)) from None
+
+
+def _others() -> bool:
+    """Return True if other packages may register CUSTOM for themselves. vLLM loads plugins in no fixed order."""
+    ours = {"attnplug-vllm", *HOST.distributions}
+    return any(point.dist is None or point.dist.name not in ours for point in metadata.entry_points(group=GROUP))

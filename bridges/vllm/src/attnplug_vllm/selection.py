@@ -6,6 +6,7 @@ therefore remembered until another engine in this process makes its layers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, reduce
@@ -23,11 +24,15 @@ from attnplug.host import (
     load_registry,
 )
 from attnplug_vllm.host import HOST, refusal_message, render
-from attnplug_vllm.settings import read_request
+from attnplug_vllm.settings import OPTION, read_request
 from attnplug_vllm.specs import Machine, problem_of, unsupported
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _selections: dict[tuple[str, Problem], Selection] = {}
 """Selections of one engine, by request and problem. Most layers of a model are alike, so this is also a cache."""
+_logged: set[str] = set()
+"""Lines that were logged for this engine."""
 _engine: ReferenceType[Any] | None = None
 """Compilation configuration of that engine: the one object that a model shares with its draft."""
 
@@ -73,13 +78,28 @@ def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine 
     except AttnplugError as error:
         raise Refused(error.format(render), error=error) from None
     _selections[key] = selection
+    if config.parallel_config.rank == 0:
+        _log(selection)
     return selection
+
+
+def _log(selection: Selection) -> None:
+    """Log the backends of each role once per engine: vLLM's own log says CUSTOM for all of them."""
+    lines = []
+    for role in selection.choices:
+        names = [spec.name for spec in serving_specs(selection, role)]
+        lines.append(f"{role} by {' or '.join(names)}" + ", depending on the batch" * (len(names) > 1))
+    if selection.problem.mla_by_host and Role.PREFILL not in selection.choices:
+        lines.insert(0, f"{Role.PREFILL} by vLLM's own MLA prefill backend ({OPTION}.prefill names another one)")
+    if (line := "; ".join(lines)) not in _logged:
+        _logged.add(line)
+        logger.info("attnplug: %s", line)
 
 
 def _forget_other_engines(engine: Any) -> None:
     global _engine
     if _engine is None or _engine() is not engine:
-        _selections.clear()
+        forget()
         _engine = ref(engine)
 
 
@@ -103,8 +123,9 @@ def remembered() -> tuple[Selection, ...]:
 
 
 def forget() -> None:
-    """Drop the remembered selections. For tests."""
+    """Drop the remembered selections."""
     _selections.clear()
+    _logged.clear()
 
 
 def serving_specs(selection: Selection, *roles: Role) -> tuple[BackendSpec, ...]:

@@ -6,7 +6,7 @@ Everything describes one rank: vLLM's layers have the heads of one rank. A model
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Refusal, Setting, UsageError
 from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, WorkspaceOwner
-from attnplug_vllm.host import HOST, unsupported_feature
+from attnplug_vllm.host import HOST, Feature, unsupported_features
 
 _FP8 = ("fp8", "fp8_e4m3")
 _UNQUANTIZED = ("auto", "float16", "bfloat16", "float32")
@@ -175,25 +175,25 @@ def verify_tokens(config: Any) -> int:
     )
 
 
-def unsupported(config: Any) -> Iterator[Refusal]:
+def unsupported(config: Any) -> list[Refusal]:
     """Refusals of configured features that attnplug's contract lacks, by vLLM's names."""
     parallel, cache = config.parallel_config, config.cache_config
     text = config.model_config.hf_text_config
     requested: Mapping[str, bool] = {
-        "decode context parallelism (--decode-context-parallel-size)": parallel.decode_context_parallel_size > 1,
-        "prefill context parallelism (--prefill-context-parallel-size)": parallel.prefill_context_parallel_size > 1,
-        "dual batch overlap (--enable-dbo, --ubatch-size)": parallel.use_ubatching,
-        "non-causal attention (--attention-config.use_non_causal)": bool(config.attention_config.use_non_causal),
+        Feature.DCP: parallel.decode_context_parallel_size > 1,
+        Feature.PCP: parallel.prefill_context_parallel_size > 1,
+        Feature.DBO: parallel.use_ubatching,
+        Feature.NON_CAUSAL: bool(config.attention_config.use_non_causal),
         "bidirectional attention over image tokens (the model's)": bool(config.model_config.is_mm_prefix_lm),
-        "fast prefill of layers that share a cache (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
-        "computed scales (--calculate-kv-scales)": bool(getattr(cache, "calculate_kv_scales", False)),
-        "chunked local attention (the model's attention_chunk_size)": bool(getattr(text, "attention_chunk_size", None)),
+        Feature.FAST_PREFILL: cache.kv_sharing_fast_prefill,
+        Feature.COMPUTED_SCALES: bool(getattr(cache, "calculate_kv_scales", False)),
+        Feature.CHUNKED_ATTENTION: bool(getattr(text, "attention_chunk_size", None)),
         "reference sliding windows (the model's)": getattr(config.model_config, "rswa_window", None) is not None,
         # vLLM itself lays out, writes and gathers MLA's cache, so connectors work with it.
-        "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None
+        Feature.KV_CONNECTOR: config.kv_transfer_config is not None
         and not getattr(config.model_config, "use_mla", False),
     }
-    yield from (unsupported_feature(name) for name, is_requested in requested.items() if is_requested)
+    return unsupported_features(requested)
 
 
 # Building

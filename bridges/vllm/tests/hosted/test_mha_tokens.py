@@ -49,8 +49,12 @@ def test_whole_prompts_in_blocks_of_64_with_torch_compile(models, name):
         assert tokens(llm, PROMPTS) == models.expected(name, PROMPTS)
 
 
-def test_windows_and_full_attention_are_two_groups_with_a_backend_each(models):
+def test_windows_and_full_attention_are_two_groups_with_a_backend_each(models, monkeypatch, capfd):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     with engine(models.path("gemma2"), {**asking(), "block_size": 16}) as llm:
+        log = "".join(capfd.readouterr())
+        assert log.count("attnplug: prefill by torch_native; decode by torch_native") == 1
+        assert "Cannot use" not in log
         builders = [group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups]
         windows = [{layer.sliding_window for layer in builder._planner.group.model.layers} for builder in builders]
         assert sorted(windows, key=str) == [{48}, {None}]

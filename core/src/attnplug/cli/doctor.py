@@ -1,7 +1,8 @@
 """``attnplug doctor``: a report on the environment.
 
 Design constraints, to preserve when editing: every probe is guarded separately; libraries are imported in a process of
-their own; all probes run at the same time; the report always prints, and the command never fails.
+their own; all probes run at the same time; the report always prints, and the command never fails. It takes at most 3 s
+on two cores without a GPU: torch is imported once (2 s), and FlashInfer (3.3 s) only if a usable backend needs it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from attnplug.cli import output
 from attnplug.cli.backends import listing
 from attnplug.declare.errors import describe_error
 from attnplug.declare.installed import installed_version
+from attnplug.declare.registered import Source
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.machine.hardware import this_processor, visible_gpus
 from attnplug.registry.loading import GROUP, canonical_name, find_entry_points
@@ -44,7 +46,7 @@ _FOR_TESTS = {"test", "tests", "dev"}
 
 _OWN_VARIABLES = (ALLOW_VARIABLE, STRICT_VARIABLE, CACHE_VARIABLE, TABLES_VARIABLE)
 _VARIABLES = (*_OWN_VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR", "HF_HOME")
-_THREADS = 9  # one per section, and one for the plugin probe
+_THREADS = 10  # one per section, and those of the shared probes: plugins and torch
 
 
 class Probes:
@@ -55,26 +57,29 @@ class Probes:
 
     def __init__(self, terminal: TextIO | None) -> None:
         self._terminal = terminal
-        self._slots = threading.BoundedSemaphore(os.cpu_count() or 1)
+        self._slots = threading.BoundedSemaphore(max(os.cpu_count() or 1, 2))  # the torch probe waits for the plugins'
         self._lock = threading.RLock()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._started = self._finished = 0
         self._stopped = False
 
-    def run(self, name: str, code: str) -> Findings:
-        """Run Python code in a new process and return its variable ``answer``, a dict, or ``{"failed": reason}``."""
+    def run(self, name: str, code: str, stdin: Callable[[], object] = dict) -> Findings:
+        """Run Python code in a new process and return its variable ``answer``, a dict, or ``{"failed": reason}``.
+
+        ``stdin`` is called once the process runs. Its result is written to the standard input as JSON.
+        """
         with self._lock:
             self._started += 1
         with self._slots:
             try:
-                return self._run(name, code)
+                return self._run(name, code, stdin)
             finally:
                 with self._lock:
                     self._running.pop(name, None)
                     self._finished += 1
                     self._show()
 
-    def _run(self, name: str, code: str) -> Findings:
+    def _run(self, name: str, code: str, stdin: Callable[[], object]) -> Findings:
         mark = f"attnplug-{os.urandom(8).hex()}"  # distinguishes the answer from output of the code
         script = (
             "import json, os\ntry:\n    scope = {}\n"
@@ -87,14 +92,14 @@ class Probes:
                 return {"failed": "interrupted"}
             process = self._running[name] = subprocess.Popen(
                 [sys.executable, "-c", script],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
             self._show()
         try:
-            out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+            out, _ = process.communicate(json.dumps(stdin()).encode(), timeout=TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
@@ -141,12 +146,13 @@ def run(parsed: argparse.Namespace) -> int:
     probes = Probes(sys.stderr if sys.stderr.isatty() and not json else None)
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
         plugins = pool.submit(_probe_plugins, probes)
+        torch = pool.submit(_probe_torch, probes, lambda: plugins.result().get("factories", {}))
         sections: dict[str, Callable[[], Findings]] = {
             "environment": _environment,
-            "torch": partial(_torch, probes),
+            "torch": partial(_torch, probes, torch),
             "GPUs": _gpus,
-            "kernel libraries": partial(_kernel_libraries, probes),
-            "plugins": partial(_plugins, probes, plugins),
+            "kernel libraries": partial(_kernel_libraries, probes, plugins),
+            "plugins": partial(_plugins, probes, plugins, torch),
             "measured tables": partial(_tables, plugins),
             "variables": _variables,
             "cache folders": _caches,
@@ -172,11 +178,11 @@ def _section(title: str, findings: Findings) -> str:
     return "\n".join([title, *(lines or ["  none"])])
 
 
-def _guarded(probe: Callable[[], Findings]) -> Findings:
+def _guarded(probe: Callable[[], Findings], failed: str = "probe failed") -> Findings:
     try:
         return probe()
-    except BaseException as error:
-        return {"probe failed": describe_error(error)}
+    except BaseException as error:  # libraries raise anything on import, even SystemExit
+        return {failed: describe_error(error)}
 
 
 def _environment() -> Findings:
@@ -188,36 +194,64 @@ def _environment() -> Findings:
     }
 
 
-def _torch(probes: Probes) -> Findings:
-    code = """
-import torch
-answer = {"version": torch.__version__, "CUDA build": str(torch.version.cuda)}
-answer["CUDA available"] = str(torch.cuda.is_available())
-for number in range(torch.cuda.device_count()):
-    gpu = torch.cuda.get_device_properties(number)
-    answer[f"cuda:{number}"] = f"{gpu.name}, SM {gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-"""
-    found = probes.run("torch", code)
-    return {"import failed": found["failed"]} if "failed" in found else found
+def _probe_torch(probes: Probes, factories: Callable[[], Mapping[str, str]], name: str = "torch") -> Findings:
+    """Import torch, then factories of backends. All of these need torch, and importing it again would take 2 s."""
+    return probes.run(name, "from attnplug.cli.doctor import torch_answer; answer = torch_answer()", factories)
+
+
+def torch_answer() -> Findings:
+    """Return findings about torch, and the import errors of the factories that standard input names by backend."""
+    answer: Findings = {"torch": _guarded(_torch_findings, "import failed"), "failures": {}}
+    for name, factory in json.load(sys.stdin).items():
+        answer["failures"] |= _guarded(partial(_import_factory, factory), name)
+    return answer
+
+
+def _import_factory(factory: str) -> Findings:
+    pkgutil.resolve_name(factory)
+    return {}
+
+
+def _torch_findings() -> Findings:
+    import torch
+
+    answer = {"version": torch.__version__, "CUDA build": str(torch.version.cuda)}
+    answer["CUDA available"] = str(torch.cuda.is_available())
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        answer[f"cuda:{number}"] = f"{gpu.name}, SM {gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+    return answer
+
+
+def _torch(probes: Probes, probed: Future[Findings]) -> Findings:
+    answer = probed.result()
+    if "failed" in answer:  # torch crashed the process, or a factory did
+        answer = _probe_torch(probes, dict)
+    return {"import failed": answer["failed"]} if "failed" in answer else answer["torch"]
 
 
 def _gpus() -> Findings:
     return {f"GPU {number}": f"{gpu.name}, SM {gpu.sm}" for number, gpu in enumerate(visible_gpus())}
 
 
-def _kernel_libraries(probes: Probes) -> Findings:
-    libraries, modules = _required_libraries(), _modules()
+def _kernel_libraries(probes: Probes, plugins: Future[Findings]) -> Findings:
+    """Return the state of each library. Those that no usable backend requires are not imported, which saves seconds."""
+    libraries, modules, usable = _required_libraries(), _modules(), plugins.result().get("usable")
+
+    def state(name: str) -> str:
+        needed = usable is None or not libraries[name].isdisjoint(usable)  # None: the plugins could not be listed
+        return _library(probes, name, modules.get(canonical_name(name), []) if needed else None)
+
     with ThreadPoolExecutor(max_workers=len(libraries) or 1) as pool:
-        states = pool.map(lambda name: _library(probes, name, modules.get(canonical_name(name), [])), libraries)
-        return dict(zip(libraries, states, strict=True))
+        return dict(zip(libraries, pool.map(state, libraries), strict=True))
 
 
-def _required_libraries() -> list[str]:
-    """Return the distributions that installed plugins require, optional ones included, beyond what core requires."""
+def _required_libraries() -> dict[str, set[str]]:
+    """Return what installed plugins require beyond core's requirements, options included: plugins by library."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     own = {canonical_name(Requirement(text).name) for text in metadata.distribution("attnplug").requires or ()}
-    found = set()
+    found: dict[str, set[str]] = {}
     for point in find_entry_points(GROUP)[0]:
         for text in (point.dist.requires if point.dist is not None else None) or ():
             try:
@@ -225,8 +259,8 @@ def _required_libraries() -> list[str]:
             except InvalidRequirement:
                 continue
             if canonical_name(requirement.name) not in own and not (_FOR_TESTS & _extras(requirement)):
-                found.add(requirement.name)
-    return sorted(name for name in found if not canonical_name(name).startswith("attnplug"))
+                found.setdefault(requirement.name, set()).add(Source.of(point).distribution)
+    return {name: found[name] for name in sorted(found) if not canonical_name(name).startswith("attnplug")}
 
 
 def _extras(requirement: Requirement) -> set[str]:
@@ -247,10 +281,13 @@ def _modules() -> Mapping[str, list[str]]:
     return found
 
 
-def _library(probes: Probes, name: str, modules: Sequence[str]) -> str:
+def _library(probes: Probes, name: str, modules: Sequence[str] | None) -> str:
+    """Return the state of a library. ``modules`` are imported; None if no usable backend requires it."""
     version = installed_version(name)
     if version is None:
         return "not installed"
+    if modules is None:
+        return f"{version}; not imported, because no backend that requires it is usable here"
     public = sorted(module for module in modules if module.isidentifier() and not module.startswith("_"))
     code = f"import {', '.join(public)}; answer = {{}}" if public else "answer = {}"
     failure = probes.run(name, code).get("failed")
@@ -262,46 +299,31 @@ def _probe_plugins(probes: Probes) -> Findings:
     return probes.run("plugins", "from attnplug.cli.doctor import plugin_answer; answer = plugin_answer()")
 
 
-def _plugins(probes: Probes, probed: Future[Findings]) -> Findings:
+def _plugins(probes: Probes, probed: Future[Findings], torch: Future[Findings]) -> Findings:
     answer = probed.result()
     if "failed" in answer:
         return answer
     findings: Findings = answer["findings"]
     factories = answer["factories"]
-    for name, failure in _factory_failures(probes, factories).items():
+    for name, failure in _factory_failures(probes, factories, torch.result()).items():
         findings[name] += f", but its factory {factories[name]} cannot be imported: {failure}"
     return findings
 
 
-def _factory_failures(probes: Probes, factories: Mapping[str, str]) -> Findings:
+def _factory_failures(probes: Probes, factories: Mapping[str, str], imported: Findings) -> Findings:
     """Return the import errors of usable backends' factories, by backend."""
-    failures = probes.run("factories", _importing(factories)) if factories else {}
-    if "failed" not in failures:
+    if "failed" not in imported:
+        failures: Findings = imported["failures"]
         return failures
     found: dict[str, str] = {}
     for name, factory in factories.items():  # one of them crashed the process: import each separately
-        alone = probes.run(name, _importing({name: factory}))
-        found |= {name: alone["failed"]} if "failed" in alone else alone
+        alone = _probe_torch(probes, partial(dict, {name: factory}), name)
+        found |= {name: alone["failed"]} if "failed" in alone else alone["failures"]
     return found
 
 
-def _importing(factories: Mapping[str, str]) -> str:
-    return f"from attnplug.cli.doctor import import_factories; answer = import_factories({dict(factories)!r})"
-
-
-def import_factories(factories: Mapping[str, str]) -> Findings:
-    """Import each factory and return the errors of those that fail."""
-    failures = {}
-    for name, factory in factories.items():
-        try:
-            pkgutil.resolve_name(factory)
-        except BaseException as error:  # libraries raise anything on import, even SystemExit
-            failures[name] = describe_error(error)
-    return failures
-
-
 def plugin_answer() -> Findings:
-    """Return findings about plugins, factories of usable backends and states of measured tables."""
+    """Return findings about plugins, usable backends' factories and distributions, and states of measured tables."""
     environment = {name: value for name, value in os.environ.items() if name != STRICT_VARIABLE}
     registry = load_registry(environment=environment)
     rows = list(listing(registry, every=True))
@@ -310,8 +332,13 @@ def plugin_answer() -> Findings:
     findings: dict[str, str] = {}
     for name, text in texts:
         findings[name] = f"{findings[name]}\n{text}" if name in findings else text
-    factories = {row.name: registry.backends[row.name].spec.factory for row in rows if row.status == "usable"}
-    return {"findings": findings, "factories": factories, "tables": _guarded(partial(_table_states, registry))}
+    usable = [row for row in rows if row.status == "usable"]
+    return {
+        "findings": findings,
+        "factories": {row.name: registry.backends[row.name].spec.factory for row in usable},
+        "usable": [row.source.distribution for row in usable],
+        "tables": _guarded(partial(_table_states, registry)),
+    }
 
 
 def _tables(probed: Future[Findings]) -> Findings:

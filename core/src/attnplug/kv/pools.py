@@ -11,7 +11,7 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import FP8_CACHES, DType
-from attnplug.kv.buffer import PagedBuffer, pair_kernel, torch_dtype
+from attnplug.kv.buffer import PagedBuffer, join_rows, pair_kernel, torch_dtype
 from attnplug.kv.layout import LayoutName, PageLayout
 from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, Rows, distinct_layers, held_for, layer_scales
 
@@ -120,10 +120,12 @@ class MHAPool(PagedPool):
         self._keys: dict[int, PagedBuffer] = {}
         self._values: dict[int, PagedBuffer] = {}
         self._kernels: dict[int, PairWriter | None] = {}
+        self._joined: dict[int, PagedBuffer | None] = {}
         for layer_id, (keys, values) in layers.items():
             assert isinstance(keys, PagedBuffer) and isinstance(values, PagedBuffer)
             self._keys[layer_id], self._values[layer_id] = keys, values
             self._kernels[layer_id] = pair_kernel(keys, values)
+            self._joined[layer_id] = join_rows(keys, values)
 
     def keys(self, layer_id: int) -> Tensor:
         """K cache ``[pages, page_size, kv_heads, head_dim]`` as stored: not a copy, with the layout's strides."""
@@ -169,7 +171,11 @@ class MHAPool(PagedPool):
 
     def read_blocks(self, layer_id: int, blocks: Tensor, blank: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return keys and values by :meth:`PagedBuffer.read_blocks`; ``None`` if it cannot read both."""
-        keys = held_for(self._keys, layer_id, "MHA").read_blocks(blocks, blank)
+        key_buffer, joined = held_for(self._keys, layer_id, "MHA"), self._joined[layer_id]
+        if joined is not None:
+            rows = joined.read_blocks(blocks, blank)
+            return None if rows is None else rows.tensor_split(2, -1)  # type: ignore[return-value] # a tuple of two
+        keys = key_buffer.read_blocks(blocks, blank)
         values = None if keys is None else self._values[layer_id].read_blocks(blocks, blank)
         return None if keys is None or values is None else (keys, values)
 

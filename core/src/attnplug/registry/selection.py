@@ -147,6 +147,23 @@ class Selection:
         prefills = {candidate.backend.spec.name for candidate in prefill.candidates if not candidate.refusals}
         return [] if len(able) == len(levels) else [name for name in able if name in prefills]
 
+    def captured_graphs(self) -> dict[str, Any] | None:
+        """Return the CUDA graph level that all serving backends declare, the reasons of those that limit it, and the
+        backend of captured prefills. None if the host captures nothing or a role is not served."""
+        if not self.problem.wants_graphs or self.unserved:
+            return None
+        levels: dict[str, tuple[GraphLevel, str]] = {}
+        specs = [(role, backend.spec) for role in self.choices for backend in self.serving(role)]
+        for role, spec in specs:
+            limit = _declared_level(self, spec, role)
+            levels[spec.name] = min(limit, levels.get(spec.name, limit))
+        extends = {spec.name: _declared_level(self, spec, Role.PREFILL)[0] for _, spec in specs}
+        lowest, highest = min(levels.values())[0], max(levels.values())[0]
+        is_limited = lowest is not highest or lowest is GraphLevel.NEVER
+        limits = {name: why for name, (level, why) in levels.items() if is_limited and level is lowest}
+        prefills = next(iter(self.graph_extenders(extends)), None)
+        return {"level": lowest.name.lower(), "limited_by": limits, "short_prefills": prefills}
+
 
 _SHOWN_BATCHES = {Role.PREFILL: ((1, 512), (1, 4096)), Role.DECODE: ((1, 1), (8, 1), (64, 1))}
 """Batches, as (requests, tokens), for which an explanation names the fastest backend of a schedule."""
@@ -194,31 +211,14 @@ def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
     for choice in selection.choices.values():
         yield ""
         yield from _role_lines(choice, selection.problem, render)
-    if selection.problem.wants_graphs and not selection.unserved:
+    if (graphs := selection.captured_graphs()) is not None:
+        names: dict[str, list[str]] = {}
+        for name, reason in graphs["limited_by"].items():
+            names.setdefault(reason, []).append(name)
+        limiting = "; ".join(f"by {' and '.join(limited)} ({reason})" for reason, limited in names.items())
+        prefills = f"; short prefills by {graphs['short_prefills']}" if graphs["short_prefills"] else ""
         yield ""
-        specs = [backend.spec for role in selection.choices for backend in selection.serving(role)]
-        extenders = selection.graph_extenders(
-            {spec.name: _declared_level(selection, spec, Role.PREFILL)[0] for spec in specs}
-        )
-        yield f"CUDA graphs: {_graph_level(selection)}" + (f"; short prefills by {extenders[0]}" if extenders else "")
-
-
-def _graph_level(selection: Selection) -> str:
-    """Return the CUDA graph level that all serving backends declare, and the backends that limit it."""
-    levels: dict[str, tuple[GraphLevel, str]] = {}
-    for role in selection.choices:
-        for backend in selection.serving(role):
-            name, limit = backend.spec.name, _declared_level(selection, backend.spec, role)
-            levels[name] = min(limit, levels.get(name, limit))
-    lowest, highest = min(levels.values())[0], max(levels.values())[0]
-    if lowest is highest and lowest is not GraphLevel.NEVER:
-        return lowest.name
-    reasons: dict[str, list[str]] = {}
-    for name, (level, why) in levels.items():
-        if level is lowest:
-            reasons.setdefault(why, []).append(name)
-    limiting = "; ".join(f"by {' and '.join(names)} ({why})" for why, names in reasons.items())
-    return f"{lowest.name}, {limiting}"
+        yield f"CUDA graphs: {graphs['level'].upper()}{', ' if limiting else ''}{limiting}{prefills}"
 
 
 def _declared_level(selection: Selection, spec: BackendSpec, role: Role) -> tuple[GraphLevel, str]:
