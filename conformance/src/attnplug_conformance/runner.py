@@ -44,15 +44,18 @@ class Result:
     lost: str = ""
     """Reason why no further check can run; empty if the run can go on."""
     seed: int = 0
+    repeat: str = ""
+    """Further arguments of the command that repeats the check: a random case."""
 
     def reproduce(self, subject: Subject) -> str:
         """Return the command that repeats this check."""
         if subject.seam is not None:
-            return f"pytest -k {self.check.name!r} (it runs {subject.seam})"
+            case = f" --attention-{self.repeat.removeprefix('--')}" if self.repeat else ""
+            return f"pytest -k {self.check.name!r}{case} (it runs {subject.seam})"
         options = [word for setting in subject.settings for word in ("--backend-option", shlex.quote(setting))]
-        seed = ["--seed", str(self.seed)] if self.seed else []
-        command = ["attnplug", "conform", subject.name, "--device", subject.device.type, "--check", self.check.name]
-        return " ".join([*command, *options, *seed])
+        seed = ["--seed", str(self.seed)] if self.seed and not self.repeat else []
+        command = ["attnplug", "conform", subject.name, "--device", subject.device.type]
+        return " ".join([*command, self.repeat or f"--check {self.check.name}", *options, *seed])
 
 
 def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
@@ -64,15 +67,17 @@ def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
 def _run_check(check: Check, subject: Subject, seed: int) -> Result:
     started = time.perf_counter()
 
-    def result(status: Status, message: str = "", case: str = "", measured: Sequence[Measured] = ()) -> Result:
+    def result(
+        status: Status, message: str = "", case: str = "", measured: Sequence[Measured] = (), repeat: str = ""
+    ) -> Result:
         lost = ""
         if status is Status.FAILED and _lost(subject.device):
             lost = f"the GPU is unusable after {check.name}: illegal memory access"
-        return Result(check, status, message, case, time.perf_counter() - started, tuple(measured), lost, seed)
+        return Result(check, status, message, case, time.perf_counter() - started, tuple(measured), lost, seed, repeat)
 
     if (reason := check.applies(subject)) is not None:
         return result(Status.REFUSED, reason)
-    case, description = Case(()), ""
+    case, description = Case((), seed=seed), ""
     if check.case is not None:
         try:
             case = subject.fit(replace(check.case(subject.page_size, subject.longest), seed=seed))
@@ -83,14 +88,14 @@ def _run_check(check: Check, subject: Subject, seed: int) -> Result:
     try:
         check.run(context)
     except CheckFailure as failure:
-        return result(Status.FAILED, str(failure), description, context.measured)
+        return result(Status.FAILED, str(failure), failure.case or description, context.measured, failure.repeat)
     except Refused as refused:
         return result(Status.REFUSED, str(refused), description)
     except (Exception, SystemExit) as error:
         return result(
             Status.FAILED, f"it raised {describe_error(error)}{location(error)}", description, context.measured
         )
-    return result(Status.PASSED, "", description, context.measured)
+    return result(Status.PASSED, context.note, description, context.measured)
 
 
 def location(error: BaseException) -> str:
