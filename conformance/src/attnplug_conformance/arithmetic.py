@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug import DType
-from attnplug_conformance.case import FP8_CACHES, Case
+from attnplug_conformance.case import Case
 
 NAN = float("nan")
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -21,9 +21,10 @@ ROUNDING[DType.FP8_DS_MLA] = ROUNDING[DType.BFLOAT16]  # kernels multiply values
 def tolerance(case: Case, terms: int) -> float:
     """Largest relative error that rounding explains.
 
-    Kernels accumulate in float32, and rounding errors grow with the square root of the number of terms.
+    Kernels accumulate in float32, and rounding errors grow with the square root of the number of terms. They may
+    multiply queries and rows of different dtypes in the narrower one.
     """
-    kv = ROUNDING[case.kv_dtype] if case.kv_dtype in FP8_CACHES else 0.0
+    kv = 0.0 if case.kv_dtype is None else ROUNDING[case.kv_dtype]
     own = 8 * torch.finfo(torch.float32).eps * math.sqrt(terms) + max(ROUNDING[case.dtype or DType.FLOAT32], kv)
     return own if case.magnitude == 1.0 else max(2e-2, 3 * own)
 

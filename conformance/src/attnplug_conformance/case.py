@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from attnplug import AttentionKind, CacheLayout, DType, ForwardMode, GraphLevel, LayerSpec, ModelSpec, Problem, Role
 from attnplug.host import MLADims
@@ -48,6 +48,12 @@ class Case:
     kv_scales: tuple[float, float] = (1.0, 1.0)
     layout: CacheLayout = CacheLayout.TOKEN_MAJOR
     pages: str = "shuffled"
+    unused: int | None = None
+    """Page table entries behind a request's last page; ``None``: a poisoned page. The engine's are -1."""
+    shared: tuple[int, ...] = ()
+    """Leading pages that each request shares with the request in front of it, as with a prefix cache."""
+    ranks: int = 1
+    """Number of tensor-parallel ranks. The heads of the case are those of one rank."""
     padding: int = 0
     """Padding rows of q, k and v."""
     padded_requests: int = 0
@@ -188,8 +194,36 @@ class Case:
         lens = ", ".join(f"{before}+{new}" for before, new in self.lengths[:8]) + ", …" * (len(self.lengths) > 8)
         kv = "" if self.kv_dtype in (None, self.dtype) else f", cache {self.kv_dtype}"
         kv += "" if self.index_dtype is None else f", index keys {self.index_dtype}"
-        return f"{self.mode} of {lens} rows; {shape}; pages of {self.page_size}; {self.dtype}{kv}; seed {self.seed}"
+        more = "".join(f"; {name} {value}" for name in _DESCRIBED if (value := getattr(self, name)) != _DEFAULTS[name])
+        return (
+            f"{self.mode} of {lens} rows; {shape}; pages of {self.page_size}; {self.dtype}{kv}{more}; seed {self.seed}"
+        )
 
+
+_DESCRIBED = (
+    "window",
+    "cap",
+    "sinks",
+    "kv_scales",
+    "layout",
+    "pages",
+    "unused",
+    "shared",
+    "ranks",
+    "padding",
+    "padded_requests",
+    "exact",
+    "trees",
+    "lanes",
+    "graph",
+    "at_limits",
+    "magnitude",
+    "plain_first",
+    "other_heads",
+    "other_widths",
+)
+"""Fields that are described if they differ from their defaults."""
+_DEFAULTS = {each.name: each.default for each in fields(Case)}
 
 Shape = Callable[[int, int], Case]
 """Function from page size and longest context to a case."""

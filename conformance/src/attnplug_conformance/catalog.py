@@ -15,6 +15,7 @@ from attnplug_conformance.checks.hisparse import hisparse_checks
 from attnplug_conformance.checks.linear import linear_checks
 from attnplug_conformance.checks.mla_paths import path_checks
 from attnplug_conformance.checks.plans import plan_checks
+from attnplug_conformance.checks.random import random_checks
 from attnplug_conformance.checks.sparse import sparse_checks
 
 MHA, MLA = AttentionKind.MHA, AttentionKind.MLA
@@ -35,6 +36,7 @@ def all_checks() -> tuple[Check, ...]:
         )
     ]
     checks += [*sparse_checks(), *hisparse_checks(), *compressed_checks(), *linear_checks(), *declared_checks()]
+    checks += random_checks()
     names = [check.name for check in checks]
     assert len(set(names)) == len(names), sorted({name for name in names if names.count(name) > 1})
     return tuple(checks)

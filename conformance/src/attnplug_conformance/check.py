@@ -31,6 +31,8 @@ class CheckContext:
     subject: Subject
     case: Case
     measured: list[Measured] = field(default_factory=list)
+    note: str = ""
+    """Message of a check that passes."""
 
     def scene(self, **changes: Any) -> Scene:
         """Build a scene of the case. A changed case is fitted to the claims again."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from attnplug import UsageError
@@ -49,7 +51,14 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="run checks in N processes, so that kernels compile in parallel",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs and random cases")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="S",
+        help="CPU seconds (on a GPU: seconds) for random cases; 0 for none (default: 10, with --quick 1)",
+    )
+    parser.add_argument("--case", metavar="JSON", help="run only this random case, as a failure prints it")
 
 
 def _conform(parsed: argparse.Namespace) -> int:
@@ -70,15 +79,30 @@ def _conform(parsed: argparse.Namespace) -> int:
         near = difflib.get_close_matches(parsed.name, registry.backends, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(registry.backends)}"
         raise UsageError(f"there is no backend {parsed.name!r}; {hint}")
+    budget = parsed.budget if parsed.budget is not None else 1.0 if parsed.quick else 10.0
+    if not 0 <= budget < math.inf:
+        raise UsageError(f"--budget {budget} is not a time; give seconds, or 0 for no random cases")
 
     from attnplug_conformance.catalog import all_checks  # imports torch, which takes seconds
     from attnplug_conformance.processes import in_processes
+    from attnplug_conformance.random_case import from_text
     from attnplug_conformance.report import as_html, as_json, as_junit, lines
     from attnplug_conformance.runner import read_expected, run_checks
     from attnplug_conformance.selection import check_options
     from attnplug_conformance.subject import Subject
 
     checks = all_checks()
+    if parsed.case is not None:
+        if parsed.check or parsed.budget is not None:
+            other = "--check" if parsed.check else "--budget"
+            raise UsageError(f"--case runs one random case and nothing else; leave out {other}")
+        try:
+            kind = from_text(parsed.case).case.kind
+        except ValueError as error:
+            raise UsageError(f"--case is not a random case: {error}; give one as a failure prints it") from None
+        checks = tuple(check for check in checks if check.name == f"{kind}.random")
+    elif not budget:
+        checks = tuple(check for check in checks if check.claim != "random")
     for name in parsed.check:
         if not any(_is_below(check.name, name) for check in checks):
             near = difflib.get_close_matches(name, [check.name for check in checks], n=1)
@@ -102,14 +126,18 @@ def _conform(parsed: argparse.Namespace) -> int:
             f"--backend-option {others[0]}.… is of another backend than {parsed.name}, which is checked; leave it out, "
             f"or give {parsed.name}.KEY=VALUE"
         )
-    subject = Subject.installed(registry.backends[parsed.name], parsed.device, parsed.backend_option)
+    subject = replace(
+        Subject.installed(registry.backends[parsed.name], parsed.device, parsed.backend_option),
+        budget=budget,
+        random_case=parsed.case,
+    )
     verdict = run_checks(
         subject,
         checks,
         quick=parsed.quick,
         seed=parsed.seed,
         expected=expected,
-        floors=not parsed.check,
+        floors=not parsed.check and parsed.case is None,
         runner=in_processes(parsed.jobs, subject) if parsed.jobs > 1 else None,
     )
     for line in lines(verdict):

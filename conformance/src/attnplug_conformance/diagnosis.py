@@ -25,6 +25,11 @@ UNUSUAL_SEED, UNUSUAL_THREADS = 20_611, 3
 class CheckFailure(Exception):
     """A backend does not meet a requirement. The message is the diagnosis."""
 
+    case = ""
+    """Description of the failing case, if it is not the check's own."""
+    repeat = ""
+    """Further arguments of the command that repeats it."""
+
 
 @contextmanager
 def failure_prefix(condition: str) -> Iterator[None]:
@@ -178,6 +183,8 @@ def check_padding(out: Tensor, rows: int) -> None:
 
 def explain(scene: Scene, out: Tensor, wanted: Tensor, error: float) -> str:
     """Diagnose a wrong output."""
+    if not scene.diagnosed:
+        return f"the output is wrong by {error:.1e}"
     place, scope = locate(scene, out, wanted)
     for message, tables in _wrong_tables(scene):
         if _same_with_nan(out, other := scene.read_by_tables(tables), scene.tolerance) and _differs_where_finite(
@@ -200,10 +207,15 @@ def _wrong_tables(scene: Scene) -> Iterator[tuple[str, Tensor]]:
     table = scene.page_table
     if not table.numel():
         return
-    yield "it read a request's pages as if they were contiguous", table[:, :1] + torch.arange(table.shape[1])
-    yield "it read the pages of request 0 for other requests", table[:1].expand_as(table)
-    if len(table) > 1:
-        yield "it read the pages of the next request", table.roll(-1, 0)
+    rows = torch.tensor(scene.totals)[:, None]
+    used = torch.arange(table.shape[1]) * scene.page_size < rows
+    for message, other in (
+        ("it read a request's pages as if they were contiguous", table[:, :1] + torch.arange(table.shape[1])),
+        ("it read the pages of request 0 for other requests", table[:1].expand_as(table)),
+        ("it read the pages of the next request", table.roll(-1, 0)),
+    ):
+        if not torch.equal(other[used], table[used]):
+            yield message, other
 
 
 def _same_with_nan(one: Tensor, other: Tensor, tolerance: float) -> bool:
@@ -357,6 +369,8 @@ def _rope_hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
 
 def explain_lse(scene: Scene, lse: Tensor, wanted: Tensor, error: float) -> str:
     """Diagnose a wrong log-sum-exp."""
+    if not scene.diagnosed:
+        return f"the log-sum-exp is wrong by {error:.1e}"
     right, largest = scene.rules(), _max_logits(scene)
     others = [
         ("the log-sum-exp is base 2; the contract requires the natural logarithm", wanted / math.log(2)),

@@ -48,7 +48,7 @@ class LinearScene:
         self.before = [[states[slot].clone() for slot in self.slots] for states in self.states(LAYER)]
         model = ModelSpec("conformance", "conformance", case.layers, 4096)
         self.pools = KVPools(linear=self.pool)
-        limits = Limits(max(requests + case.padded_requests, 1), 1024, 4096, case.lanes)
+        limits = Limits(max(requests + case.padded_requests, 1), max(sum(self.new) + 64, 1024), 4096, case.lanes)
         problem = replace(case.problem(self.device.type, subject.sm), page_size=PAGE)
         self.backend = backend or subject.build(model, problem, case.role, self.pools, limits)
         self.weight = (self.normal(self.dims.conv_channels, self.dims.conv_width) * 0.5).to(self.dtype)

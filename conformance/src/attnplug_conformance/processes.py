@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -27,7 +27,7 @@ _checks: dict[str, Check]
 
 def in_processes(jobs: int, subject: Subject) -> Runner:
     """Return a runner that spreads the checks of ``run_checks`` over ``jobs`` processes."""
-    given = (subject.name, subject.device.type, subject.settings)
+    given = (subject.name, subject.device.type, subject.settings, subject.budget, subject.random_case)
     return partial(results, lambda most: ProcessPoolExecutor(most, get_context("spawn"), _prepare, given), jobs)
 
 
@@ -61,9 +61,10 @@ def _results_until_crash(pool: Executor, checks: Sequence[Check], seed: int) -> 
         pool.shutdown(cancel_futures=True)
 
 
-def _prepare(name: str, device: str, settings: tuple[str, ...]) -> None:
+def _prepare(name: str, device: str, settings: tuple[str, ...], budget: float, random_case: str | None) -> None:
     global _subject, _checks
-    _subject = Subject.installed(load_registry().backends[name], device, settings)
+    installed = Subject.installed(load_registry().backends[name], device, settings)
+    _subject = replace(installed, budget=budget, random_case=random_case)
     _checks = {check.name: check for check in all_checks()}
 
 

@@ -12,6 +12,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--attention-backend", metavar="NAME", help="the backend to check")
     group.addoption("--attention-device", metavar="cpu|cuda", help="where to run (default: cuda if there is a GPU)")
     group.addoption("--attention-quick", action="store_true", help="only the quick checks")
+    group.addoption("--attention-seed", type=int, default=0, metavar="N", help="seed of the inputs and random cases")
+    group.addoption("--attention-budget", type=float, metavar="S", help="CPU seconds for random cases; 0 for none")
+    group.addoption("--attention-case", metavar="JSON", help="run this random case, as a failure prints it")
     group.addoption("--expected-failures", metavar="FILE", help="known failures, one line each: CHECK: REASON")
 
 
@@ -41,9 +44,9 @@ def _subject(config: pytest.Config, make: Any) -> Any:
 @pytest.fixture(scope="session")
 def attention_subject(pytestconfig: pytest.Config) -> Any:
     """The backend under test."""
-    from attnplug_conformance.testing import subject_of
+    from attnplug_conformance.testing import subject_of, with_options
 
-    return _subject(pytestconfig, subject_of)
+    return with_options(_subject(pytestconfig, subject_of), pytestconfig)
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,9 @@ def lines(verdict: Verdict) -> Iterator[str]:
     for claim, counts in verdict.by_claim().items():
         counted = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         yield f"  {claim:<16} {counted}"
+    for result in verdict.results:
+        if result.status is Status.PASSED and result.message:
+            yield f"  {result.check.name}: {result.message}"
     refused = Counter(result.message for result in verdict.results if result.status is Status.REFUSED)
     if refused:
         yield "not claimed, by its own refusals:"

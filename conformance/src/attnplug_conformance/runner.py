@@ -48,15 +48,18 @@ class Result:
     unbuilt: bool = False
     """True if the check failed because the backend could not be built."""
     seed: int = 0
+    repeat: str = ""
+    """Further arguments of the command that repeats the check: a random case."""
 
     def reproduce(self, subject: Subject) -> str:
         """Return the command that repeats this check."""
         if subject.seam is not None:
-            return f"pytest -k {self.check.name!r} (it runs {subject.seam})"
+            case = f" --attention-{self.repeat.removeprefix('--')}" if self.repeat else ""
+            return f"pytest -k {self.check.name!r}{case} (it runs {subject.seam})"
         options = [word for setting in subject.settings for word in ("--backend-option", shlex.quote(setting))]
-        seed = ["--seed", str(self.seed)] if self.seed else []
-        command = ["attnplug", "conform", subject.name, "--device", subject.device.type, "--check", self.check.name]
-        return " ".join([*command, *options, *seed])
+        seed = ["--seed", str(self.seed)] if self.seed and not self.repeat else []
+        command = ["attnplug", "conform", subject.name, "--device", subject.device.type]
+        return " ".join([*command, self.repeat or f"--check {self.check.name}", *options, *seed])
 
 
 def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
@@ -69,7 +72,12 @@ def _run_check(check: Check, subject: Subject, seed: int) -> Result:
     started = time.perf_counter()
 
     def result(
-        status: Status, message: str = "", case: str = "", measured: Sequence[Measured] = (), unbuilt: bool = False
+        status: Status,
+        message: str = "",
+        case: str = "",
+        measured: Sequence[Measured] = (),
+        unbuilt: bool = False,
+        repeat: str = "",
     ) -> Result:
         lost = ""
         if status is Status.FAILED and _lost(subject.device):
@@ -77,11 +85,11 @@ def _run_check(check: Check, subject: Subject, seed: int) -> Result:
         elif status is Status.FAILED:
             message = explain_changes() or message  # all else may follow from them, and then its hint misleads
         seconds = time.perf_counter() - started
-        return Result(check, status, message, case, seconds, tuple(measured), lost, unbuilt, seed)
+        return Result(check, status, message, case, seconds, tuple(measured), lost, unbuilt, seed, repeat)
 
     if (reason := check.applies(subject)) is not None:
         return result(Status.REFUSED, reason)
-    case, description = Case(()), ""
+    case, description = Case((), seed=seed), ""
     if check.case is not None:
         try:
             case = subject.fit(replace(check.case(subject.page_size, subject.longest), seed=seed))
@@ -92,7 +100,10 @@ def _run_check(check: Check, subject: Subject, seed: int) -> Result:
     with watching():
         try:
             check.run(context)
-        except (CheckFailure, NotATensor) as failure:
+        except CheckFailure as failure:
+            case_text = failure.case or description
+            return result(Status.FAILED, str(failure), case_text, context.measured, repeat=failure.repeat)
+        except NotATensor as failure:
             return result(Status.FAILED, str(failure), description, context.measured)
         except Unclaimed as refused:
             return result(Status.REFUSED, str(refused), description)
@@ -101,7 +112,7 @@ def _run_check(check: Check, subject: Subject, seed: int) -> Result:
         except (Exception, SystemExit) as error:
             message = f"it raised {describe_error(error)}{location(error)}"
             return result(Status.FAILED, message, description, context.measured)
-        return result(Status.PASSED, "", description, context.measured)
+        return result(Status.PASSED, context.note, description, context.measured)
 
 
 def location(error: BaseException) -> str:

@@ -85,6 +85,9 @@ class NotATensor(Exception):
 class Scene:
     """A backend over a poisoned pool with the cached prefixes of a case, and the new rows of its requests."""
 
+    diagnosed = True
+    """True if wrong results are diagnosed, which costs many times the run itself."""
+
     def __init__(
         self,
         subject: Subject,
@@ -117,7 +120,7 @@ class Scene:
         self.model = ModelSpec("conformance", "conformance", case.layers, 1 << 20)
         self.limits = limits
         self.backend = backend or subject.build(
-            self.model, self.problem, case.role, self.pools, limits, roles, self.coordinator, self._allocate
+            self.model, self.problem, case.role, self.pools, limits, roles, self.coordinator, self._allocate, case.ranks
         )
         key_dim, value_dim, kv_heads = self.widths
         self.q = self.normal(sum(self.new), self.layer.num_heads, key_dim)
@@ -127,9 +130,11 @@ class Scene:
         if self.packed:  # groups whose scales differ
             sizes = torch.tensor([1.0, 0.25, 2.0, 0.5]).repeat_interleave(GROUP).repeat(1 + key_dim // (4 * GROUP))
             self.keys = [(keys * sizes[:key_dim].to(self.device)).to(self.dtype) for keys in self.keys]
+        self.share(self.keys)
         if case.magnitude != 1.0:
             self._lower_first_logits()
         self.values = [self.normal(total, kv_heads, value_dim) for total in self.totals]
+        self.share(self.values)
         if case.mla is not None:
             self.values = [keys[..., :value_dim] for keys in self.keys]
         self.sinks = self.normal(self.layer.num_heads).float() if case.sinks else None
@@ -170,13 +175,15 @@ class Scene:
         for start, keys, (before, new) in zip(
             accumulate(self.new, initial=0), self.keys, self.case.lengths, strict=False
         ):
+            if not new:
+                continue
             rows = slice(start, start + new)
             unpacked = keys.repeat_interleave(groups, 1).double()
             logits = torch.einsum("qhd,khd->qhk", self.q[rows].double(), unpacked) * scale
             hidden = torch.ones(new, before + new, dtype=torch.bool, device=self.device).triu(before + 1)
             highest = logits.masked_fill(hidden[:, None], float("-inf")).amax(-1, keepdim=True)
             self.q[rows] = torch.where(highest < -MAX_NEGATIVE_LOGIT, -self.q[rows], self.q[rows])
-            if new and not before:
+            if not before:
                 lowest = scale * unpacked[0].square().sum(-1, keepdim=True)
                 self.q[start] = (-unpacked[0] * (MAX_NEGATIVE_LOGIT / lowest).clamp(max=1.0)).to(self.dtype)
 
@@ -197,21 +204,29 @@ class Scene:
         poisoned_page = pages - 1
         table = order[: requests * width].view(requests, width).int()
         for request, count in enumerate(needed):
-            table[request, count:] = poisoned_page
+            table[request, count:] = poisoned_page if self.case.unused is None else self.case.unused
+        for request, count in enumerate(self.case.shared):
+            table[request, :count] = table[request - 1, :count]
         return table, pages, poisoned_page
+
+    def share(self, rows: list[Tensor]) -> None:
+        """Copy the rows of shared pages from request to request. ``rows`` are ``[tokens, …]`` of each request."""
+        for request, count in enumerate(self.case.shared):
+            rows[request][: count * self.page_size] = rows[request - 1][: count * self.page_size]
 
     def _pools(self, zero_region: str | None) -> KVPools:
         case, layers, pages, size = self.case, self.case.layers, self.num_pages, self.page_size
-        key_dim, value_dim, kv_heads = self.widths
+        key_dim, value_dim, _ = self.widths
         fp8, stored = self.kv_dtype is DType.FLOAT8_E4M3, torch_dtype(self.kv_dtype)
         strided = case.layout is CacheLayout.STRIDED
         if case.mla is not None:
             scales = {FIRST: 2.0, LAYER: case.kv_scales[0], LAST: 3.0} if fp8 else None
             if strided:
+                width = key_dim
+                if self.packed:
+                    width = pack_rows(torch.zeros(1, key_dim), value_dim).shape[1]
                 given = {
-                    layer.layer_id: torch.zeros(pages, size, key_dim + 16, dtype=stored, device=self.device)[
-                        ..., :key_dim
-                    ]
+                    layer.layer_id: torch.zeros(pages, size, width + 16, dtype=stored, device=self.device)[..., :width]
                     for layer in layers
                 }
                 mla = MLAPool.over(
@@ -239,7 +254,9 @@ class Scene:
             if strided:
                 tensors: dict[int, Tensor | tuple[Tensor, Tensor]] = {
                     layer.layer_id: torch.zeros(
-                        pages, size, kv_heads, key_dim + value_dim, dtype=stored, device=self.device
+                        *(pages, size, layer.num_kv_heads, layer.head_dim + layer.v_head_dim),
+                        dtype=stored,
+                        device=self.device,
                     )
                     for layer in layers
                 }

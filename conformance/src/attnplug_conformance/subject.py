@@ -23,7 +23,16 @@ from attnplug import (
 )
 from attnplug.declare.options import parse_options
 from attnplug.declare.registered import Registered
-from attnplug.host import AttnplugError, HostContext, KVPools, Limits, MLADims, WorkspaceOwner, split_settings
+from attnplug.host import (
+    AttnplugError,
+    HostContext,
+    KVPools,
+    Limits,
+    MLADims,
+    Parallel,
+    WorkspaceOwner,
+    split_settings,
+)
 from attnplug.kernels import torch_dtype
 from attnplug.linear import LinearDims
 from attnplug.machine.device import open_device
@@ -69,6 +78,10 @@ class Subject:
     longest: int = 1100
     """Number of rows of the longest request. Larger on a GPU."""
     seam: str | None = None
+    budget: float = 0.3
+    """CPU seconds (on a GPU: seconds) to spend on random cases of all claimed kinds together; 0 for none."""
+    random_case: str | None = None
+    """One random case, as a failure prints it, to run instead of drawing any."""
     options: object = None
     """The backend's own options, parsed; ``None`` for the defaults."""
     settings: tuple[str, ...] = ()
@@ -181,10 +194,11 @@ class Subject:
         roles: frozenset[Role] | None = None,
         coordinator: Coordinator | None = None,
         allocate: Allocate | None = None,
+        ranks: int = 1,
     ) -> AttentionBackend:
-        """Build the backend for a problem from a new context, as a host does. ``allocate`` allocates its workspaces.
+        """Build the backend for a problem from a new context, as the host of the last of ``ranks`` ranks does.
 
-        Raises :class:`NotBuilt`.
+        ``allocate`` allocates its workspaces. Raises :class:`NotBuilt`.
         """
         assert problem.dtype is not None and problem.kv_dtype is not None and problem.page_size is not None
         context = HostContext(
@@ -196,6 +210,7 @@ class Subject:
             limits=limits,
             pools=pools,
             workspace=WorkspaceOwner() if allocate is None else WorkspaceOwner(allocate),
+            parallel=Parallel(ranks - 1, ranks),
             coordinator=coordinator,
         )
         if roles is None:

@@ -11,8 +11,13 @@ from attnplug_conformance.subject import Subject
 from attnplug_conformance.testing import assert_check, assert_floors
 
 
-def test_holds(attention_check: Check, attention_subject: Subject, expected_failures: Mapping[str, str]) -> None:
-    assert_check(attention_subject, attention_check, expected_failures)
+def test_holds(
+    attention_check: Check,
+    attention_subject: Subject,
+    expected_failures: Mapping[str, str],
+    pytestconfig: pytest.Config,
+) -> None:
+    assert_check(attention_subject, attention_check, expected_failures, pytestconfig.getoption("--attention-seed"))
 
 
 def test_enough_is_claimed(

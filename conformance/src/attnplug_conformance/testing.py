@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
@@ -27,13 +28,19 @@ def subject_of(name: str, device: str | None = None) -> Subject:
     return Subject.installed(backends[name], device)
 
 
+def with_options(subject: Subject, config: pytest.Config) -> Subject:
+    """Return the subject with the budget and the random case of the command line, if given."""
+    budget, case = (config.getoption(f"--attention-{name}") for name in ("budget", "case"))
+    return replace(subject, budget=subject.budget if budget is None else budget, random_case=case)
+
+
 def claimed_checks(subject: Subject, *, quick: bool = False) -> list[Check]:
     """Return the checks of all kinds that a backend claims."""
     kinds = {str(kind) for kind in subject.capabilities.kinds} | {"declared"}
     return [check for check in all_checks() if check.kind in kinds and (check.quick or not quick)]
 
 
-def assert_check(subject: Subject, check: Check, expected: Mapping[str, str]) -> None:
+def assert_check(subject: Subject, check: Check, expected: Mapping[str, str], seed: int = 0) -> None:
     """Run one check as a test. A refusal is a skip with the backend's reasons; an expected failure must fail.
 
     If the backend could not be built by the first check that tried, the following checks are skipped.
@@ -41,7 +48,7 @@ def assert_check(subject: Subject, check: Check, expected: Mapping[str, str]) ->
     __tracebackhide__ = True
     if (unbuilt := _unbuilt.get(subject)) is not None and subject not in _built:
         pytest.skip(f"the backend cannot be built; see the failure of {unbuilt}")
-    result = run_check(check, subject)
+    result = run_check(check, subject, seed)
     if result.unbuilt:
         _unbuilt.setdefault(subject, check.name)
     elif check.case is not None and result.status is not Status.REFUSED:
@@ -86,7 +93,7 @@ def _status_if_run(check: Check, subject: Subject) -> Status:
 
 def conformance_tests(
     subject: Subject, *, expected: Mapping[str, str] | None = None, quick: bool = False
-) -> tuple[Callable[[Check], None], Callable[[], None]]:
+) -> tuple[Callable[..., None], Callable[[], None]]:
     """Return two tests for a package's own suite: every check, and the minimum number of checks per claim.
 
     ``test_conforms, test_enough_is_claimed = conformance_tests(subject)``. Only ``expected`` can exclude a check, with
@@ -95,8 +102,8 @@ def conformance_tests(
     known = dict(expected or {})
 
     @pytest.mark.parametrize("check", claimed_checks(subject, quick=quick), ids=lambda check: check.name)
-    def test_conforms(check: Check) -> None:
-        assert_check(subject, check, known)
+    def test_conforms(check: Check, pytestconfig: pytest.Config) -> None:
+        assert_check(with_options(subject, pytestconfig), check, known, pytestconfig.getoption("--attention-seed"))
 
     def test_enough_is_claimed() -> None:
         assert_floors(subject, known, quick=quick)

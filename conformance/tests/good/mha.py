@@ -53,7 +53,7 @@ class Work:
         if new is None:
             new = torch.full_like(geometry.seq_lens, geometry.max_new)
         self.lens, self.table, self.new = geometry.seq_lens.clone(), geometry.page_table.clone(), new.clone()
-        self.tree = None if geometry.tree is None else geometry.tree.clone()
+        self.tree = geometry.tree  # read when the batch runs: the draft may write it after planning
         self.slots = geometry.new_slots().clone()
         self.page_size = geometry.page_size
 
@@ -62,8 +62,6 @@ class Work:
         self.table.copy_(geometry.page_table)
         if geometry.new_lens is not None:
             self.new.copy_(geometry.new_lens)
-        if geometry.tree is not None:
-            self.tree.copy_(geometry.tree)
         self.slots.copy_(geometry.new_slots())
 
     def cache_slots(self, request: int, length: int) -> torch.Tensor:

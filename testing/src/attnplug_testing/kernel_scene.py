@@ -122,6 +122,7 @@ class Made(Subject):
         roles: frozenset[Role] | None = None,
         coordinator: Coordinator | None = None,
         allocate: Allocate | None = None,
+        ranks: int = 1,
     ) -> AttentionBackend:
         pool = pools.mla or pools.mha
         assert pool is not None
@@ -136,7 +137,7 @@ class Made(Subject):
             limits=replace(limits, max_context=max(limits.max_context, 4096)),
             pools=pools,
             workspace=WorkspaceOwner() if allocate is None else WorkspaceOwner(allocate),
-            parallel=Parallel(1, 2),
+            parallel=Parallel(max(ranks, 2) - 1, max(ranks, 2)),
             serving=self.serving,
             declared=self.capabilities,
             options=self.options,

@@ -11,7 +11,7 @@ import torch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, Geometry, Role
 from attnplug.wrappers.split import SplitBackend
-from attnplug_conformance.arithmetic import FP8_MAX, NAN, relative_error
+from attnplug_conformance.arithmetic import FP8_MAX, NAN, as_bytes, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, always
 from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.diagnosis import (
@@ -30,11 +30,11 @@ EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 
 def check_written(scene: Scene, before: dict[int, list[torch.Tensor]], *, saved: bool = True) -> None:
     """Raise :class:`CheckFailure` unless exactly the new rows were written since a snapshot."""
-    wanted = {}
-    for request, (start, _) in enumerate(scene.case.lengths):
-        pages, offsets = scene.places(request, start, scene.totals[request])
-        for token, place in enumerate(zip(pages.tolist(), offsets.tolist(), strict=True), start):
-            wanted[place] = (request, token)
+    tokens = [(request, token) for request, (start, new) in enumerate(scene.case.lengths) for token in
+              range(start, start + new)]  # fmt: skip
+    places = [scene.places(request, start, start + new) for request, (start, new) in enumerate(scene.case.lengths)]
+    pages, offsets = (torch.cat(each) for each in zip(*places, strict=True))
+    wanted = set(zip(pages.tolist(), offsets.tolist(), strict=True))
     for layer_id, page, offset in scene.changes(before):
         if layer_id != LAYER:
             raise CheckFailure(f"it wrote to the cache of layer {layer_id} while it ran layer {LAYER}: page {page}")
@@ -45,12 +45,14 @@ def check_written(scene: Scene, before: dict[int, list[torch.Tensor]], *, saved:
     if not saved:
         return
     for memory, rows, scale in zip(scene.cache_tensors(LAYER), scene.cache_rows(), scene.case.kv_scales, strict=False):
-        for (page, offset), (request, token) in wanted.items():
-            found = scene.numbers(memory[page, offset])
-            right = scene.numbers(scene.cells(rows[request][token], scale, memory.dtype)).to(found.device)
-            if torch.allclose(found, right, rtol=0.13 if memory.element_size() == 1 else 1e-6, atol=1e-2 * scale):
-                continue
-            raise CheckFailure(_explain_row(scene, found, rows[request][token].float(), request, token, scale))
+        cells = as_bytes(memory)[pages.to(memory.device), offsets.to(memory.device)].view(memory.dtype)
+        new = scene.new_rows(rows)
+        found, right = scene.numbers(cells), scene.numbers(scene.cells(new, scale, memory.dtype)).to(memory.device)
+        rtol = 0.13 if memory.element_size() == 1 else 1e-6
+        wrong = ~torch.isclose(found, right, rtol=rtol, atol=1e-2 * scale).flatten(1).all(-1)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise CheckFailure(_explain_row(scene, found[row], new[row].float(), *tokens[row], scale))
 
 
 def _explain_row(scene: Scene, found: torch.Tensor, row: torch.Tensor, request: int, token: int, scale: float) -> str:
@@ -353,15 +355,21 @@ def _q_rope(context: CheckContext) -> None:
         ) from None
 
 
+def uncontiguous(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return queries and new rows as hosts have them: heads-first memory, and slices of one projection."""
+    wide = [None if each is None else torch.cat([each, each + 1], -1)[..., : each.shape[-1]] for each in (k, v)]
+    assert wide[0] is not None
+    return q.transpose(0, 1).contiguous().transpose(0, 1), wide[0], wide[1]
+
+
 def _strided(context: CheckContext) -> None:
-    """Queries and new rows as hosts have them: slices of one projection, and heads-first memory."""
     scene = context.scene()
     batch = scene.plan(scene.batch())
-    q, k, v = scene.inputs(batch.num_tokens)
-    apart = q.transpose(0, 1).contiguous().transpose(0, 1)
-    wide = [torch.cat([each, each + 1], -1)[..., : each.shape[-1]] for each in ([k] if v is None else [k, v])]
+    inputs = uncontiguous(*scene.inputs(batch.num_tokens))
     before = scene.snapshot()
-    output = Output(scene.forward(batch, (apart, wide[0], None if v is None else wide[1])), None, 0.0, 0.0)
+    output = Output(scene.forward(batch, inputs), None, 0.0, 0.0)
     with failure_prefix("with q, k and v that are not contiguous; use their strides, or copy them"):
         check_output(scene, output)
         check_written(scene, before)

@@ -140,7 +140,8 @@ class CompressedScene(Scene):
                 keys = torch.stack(self.index_compressor.entries[request][:visible])
                 scores = weights[token].double() @ torch.relu(q[token].double() @ keys.T * self.index.scale)
                 best = scores.sort(descending=True).values[:wanted]
-                short = float((best - scores[selected].sort(descending=True).values).max() / scores.abs().max())
+                largest = scores.abs().max().clamp(min=1e-30)
+                short = float((best - scores[selected].sort(descending=True).values).max() / largest)
                 if not short <= self.tolerance:
                     raise CheckFailure(
                         f"select chose entries whose scores fall short of the best by {short:.1e} ({place})"

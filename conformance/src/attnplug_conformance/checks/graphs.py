@@ -34,14 +34,19 @@ class Capture:
     """A batch at fixed addresses in one lane, captured on a GPU. Other scenes' batches are copied into it."""
 
     def __init__(
-        self, scene: Scene, lane: int = 0, attention: ModelAttention | None = None, requests: int | None = None
+        self,
+        scene: Scene,
+        lane: int = 0,
+        attention: ModelAttention | None = None,
+        requests: int | None = None,
+        rows: int | None = None,
     ) -> None:
         self.scene = scene
         self.attention = attention or ModelAttention(scene.backend, scene.pools)
         self.fill = self.attention.padding_length()
         case, device, uniform = scene.case, scene.device, max(scene.new)
         ragged, count = case.mode is EXTEND, requests or len(scene.new)
-        shape, rows = (count, scene.page_table.shape[1]), sum(scene.new[:count])
+        shape, rows = (count, scene.page_table.shape[1]), rows or sum(scene.new[:count])
         self.batch = ForwardBatch(
             Geometry(
                 case.mode,
@@ -120,6 +125,10 @@ class Capture:
         return found
 
     def replay(self) -> Tensor:
+        self.plan_replay()
+        return self.run_replay()
+
+    def plan_replay(self) -> None:
         planned = self.attention.capture(self.batch)
         if planned.attention is not self.plan and planned.attention.new_slots is not None:
             before, after = self.plan.new_slots, planned.attention.new_slots
@@ -127,6 +136,8 @@ class Capture:
                 raise CheckFailure(
                     "a replay was planned in other memory than the capture; a graph needs fixed addresses"
                 )
+
+    def run_replay(self) -> Tensor:
         if self.graph is None:
             self.run()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -32,12 +33,12 @@ def _measure(context: CheckContext, scene: LinearScene, error: float) -> None:
     context.measured.append(Measured(scene.rows, max(scene.new, default=0), error, scene.tolerance, 0.0, 0.0))
 
 
-def _accurate(context: CheckContext) -> None:
+def check_accurate(context: CheckContext) -> None:
     scene = _scene(context)
     _measure(context, scene, scene.check_results(*scene.run()))
 
 
-def _two_steps(context: CheckContext) -> None:
+def check_two_steps(context: CheckContext) -> None:
     """Extend, then decode from the resulting states."""
     scene = _scene(context)
     scene.check_results(*scene.run())
@@ -49,7 +50,7 @@ def _two_steps(context: CheckContext) -> None:
         _measure(context, second, second.check_results(*second.run()))
 
 
-def _verify(context: CheckContext) -> None:
+def check_verify(context: CheckContext) -> None:
     scene = _scene(context)
     before, batch = scene.snapshot(), scene.batch()
     attention = scene.attention()
@@ -57,7 +58,7 @@ def _verify(context: CheckContext) -> None:
     conv, out = scene.forward(attention, batch)
     if not scene.unchanged(before):
         raise CheckFailure("a target verify changed states; commit_states advances them by the accepted rows")
-    accepted = [count % (new + 1) for count, new in zip((2, 0, 4, 1), scene.new, strict=False)]
+    accepted = [count % (new + 1) for count, new in zip(cycle((2, 0, 4, 1)), scene.new, strict=False)]
     attention.commit_states(batch, torch.tensor(accepted, device=scene.device))
     with failure_prefix(f"after commit_states with {accepted} rows accepted"):
         scene.check_states(accepted)
@@ -80,7 +81,7 @@ def _verify_of_all_layers(context: CheckContext) -> None:
     attention.plan(batch)
     for layer in (first, scene.layer):
         scene.forward(attention, batch, layer)
-    accepted = [count % (new + 1) for count, new in zip((2, 0, 4, 1), scene.new, strict=False)]
+    accepted = [count % (new + 1) for count, new in zip(cycle((2, 0, 4, 1)), scene.new, strict=False)]
     attention.commit_states(batch, torch.tensor(accepted, device=scene.device))
     right = [states for states in scene.wanted(accepted)[1] if states]
     for states, wanted in zip(scene.states(FIRST), right, strict=True):
@@ -342,28 +343,28 @@ def _checks_of(kind: AttentionKind) -> Iterator[Check]:
     some = ((5, 3), (0, 7), (9, 1), (0, 20))
     one = ((5, 1), (0, 1), (9, 1), (2, 1))
     right = "outputs and states are right"
-    yield check("decode", right, of(*one, mode=DECODE), _accurate, True)
-    yield check("decode.one", right, of((7, 1), mode=DECODE), _accurate)
-    yield check("decode.many", right, of(*[(request % 3, 1) for request in range(11)], mode=DECODE), _accurate)
-    yield check("extend", right, of(*some), _accurate, True)
-    yield check("extend.no_state", right, of((0, 9), (0, 4)), _accurate)
-    yield check("extend.long", "requests longer than a chunk of 64", of((3, 65), (0, 130), (1, 64)), _accurate)
-    yield check("extend.many", right, of(*[(request % 3, 1 + request % 2) for request in range(20)]), _accurate)
+    yield check("decode", right, of(*one, mode=DECODE), check_accurate, True)
+    yield check("decode.one", right, of((7, 1), mode=DECODE), check_accurate)
+    yield check("decode.many", right, of(*[(request % 3, 1) for request in range(11)], mode=DECODE), check_accurate)
+    yield check("extend", right, of(*some), check_accurate, True)
+    yield check("extend.no_state", right, of((0, 9), (0, 4)), check_accurate)
+    yield check("extend.long", "requests longer than a chunk of 64", of((3, 65), (0, 130), (1, 64)), check_accurate)
+    yield check("extend.many", right, of(*[(request % 3, 1 + request % 2) for request in range(20)]), check_accurate)
     if kind is not AttentionKind.SHORT_CONV:
         yield check("strong_decay", "strong decays give no NaN", of((3, 70), (0, 9)), _strong_decay)
-    yield check("mixed", right, of((4, 1), (0, 9), (6, 1), mode=MIXED), _accurate)
-    yield check("two_steps", "a decode continues from the state after an extend", of(*some), _two_steps, True)
-    yield check("padding.rows", "padding rows give zero", of(*some, padding=4), _accurate, True)
+    yield check("mixed", right, of((4, 1), (0, 9), (6, 1), mode=MIXED), check_accurate)
+    yield check("two_steps", "a decode continues from the state after an extend", of(*some), check_two_steps, True)
+    yield check("padding.rows", "padding rows give zero", of(*some, padding=4), check_accurate, True)
     yield check(
         "padding.requests",
         "a padded request has slot -1 and no state",
         of(*one, mode=DECODE, padded_requests=2, padding=2),
-        _accurate,
+        check_accurate,
         True,
     )
     yield check("idle", "an idle batch gives zeros and changes no state", of(*some), _idle, True)
     yield check("verify", "a verify changes no state, and a commit advances states by the accepted rows",
-                of((5, 4), (0, 4), (9, 4), (1, 4), mode=VERIFY), _verify, True, claim="linear verify")  # fmt: skip
+                of((5, 4), (0, 4), (9, 4), (1, 4), mode=VERIFY), check_verify, True, claim="linear verify")  # fmt: skip
     drafts = of((5, 4), (0, 4), (9, 4), (1, 4), mode=VERIFY, lanes=2)
     yield check("verify.layers", "a commit advances the states of all layers", drafts, _verify_of_all_layers,
                 claim="linear verify")  # fmt: skip
@@ -380,9 +381,9 @@ def _checks_of(kind: AttentionKind) -> Iterator[Check]:
     yield check("hybrid", "it runs inside the hybrid wrapper", of(*some), _hybrid, True)
     yield check("built.twice", "two instances in one process share no state", of(*some), _built_twice)
     for dtype in (DType.FLOAT16, DType.BFLOAT16):
-        yield check(str(dtype), f"results in {dtype} are right", of(*some, dtype=dtype), _accurate, True)
+        yield check(str(dtype), f"results in {dtype} are right", of(*some, dtype=dtype), check_accurate, True)
     if kind is not AttentionKind.LIGHTNING:
-        yield check("conv.plain", "without bias and SiLU", of(*some, bias=False, silu=False), _accurate)
+        yield check("conv.plain", "without bias and SiLU", of(*some, bias=False, silu=False), check_accurate)
     yield check(
         "graph.decode",
         "a captured decode is replayed with other states",

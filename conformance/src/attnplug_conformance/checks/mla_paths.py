@@ -196,7 +196,7 @@ def _wrapped(context: CheckContext) -> None:
     paths = context.subject.capabilities.mla_extend
     path = ExtendPath.CHUNKED if ExtendPath.CHUNKED in paths else ExtendPath.ONE_SHOT
     with failure_prefix("inside wrappers"):
-        _extend(path, context, scene)
+        check_path(path, context, scene)
 
 
 class UpProjected:
@@ -236,15 +236,15 @@ class UpProjected:
             keys = torch.einsum("rl,hnl->rhn", latent, self.weights.w_kc.double())
             keys = torch.cat([keys, rope[:, None].expand(-1, keys.shape[1], -1)], -1)
             values = torch.einsum("rl,hlv->rhv", latent, self.weights.w_vc.double())
-            outs.append(attention(queries, keys, values, Rules(scene.layer.scale))[0])
+            outs.append(attention(queries, keys, values, scene.rules())[0])
         return torch.cat(outs)
 
 
-def _extend(path: ExtendPath, context: CheckContext, scene: Scene | None = None) -> None:
-    """Check one layer with random up-projections by one of the three extend paths."""
+def check_path(path: ExtendPath, context: CheckContext, scene: Scene | None = None, chunk: int = 24) -> None:
+    """Check one layer with random up-projections by one of the three extend paths, ``chunk`` prefix rows at a time."""
     scene = scene or context.scene()
     layer = UpProjected(scene)
-    out = layer.run(ExtendPolicy(chunk_threshold=0, chunk_capacity=24, forced=path))
+    out = layer.run(ExtendPolicy(chunk_threshold=0, chunk_capacity=chunk, forced=path))
     wanted = layer.wanted()
     error, allowed = relative_error(out[: len(wanted)], wanted), 4 * scene.tolerance
     if not error <= allowed:
@@ -321,7 +321,7 @@ def path_checks() -> Iterator[Check]:
             "mla" if path is ExtendPath.ABSORBED else "mla as mha",
             f"an extend by the path {path} gives what the model's equations give",
             partial(_path_case, path),
-            partial(_extend, path),
+            partial(check_path, path),
             True,
             partial(_extends_by, path),
         )

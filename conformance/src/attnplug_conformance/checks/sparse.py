@@ -54,6 +54,7 @@ class SparseScene(Scene):
             sizes = [torch.exp2((torch.arange(total) % 5 - 2).float()) for total in self.totals]
             scaled = zip(self.index_rows, sizes, strict=True)
             self.index_rows = [(rows * size[:, None].to(self.device)).to(self.dtype) for rows, size in scaled]
+        self.share(self.index_rows)
         for request, (before, _) in enumerate(self.case.lengths):
             page, offset = self.places(request, 0, before)
             if fp8:
@@ -129,7 +130,8 @@ class SparseScene(Scene):
                     self._raise_bad_choice(request, position, place, selected, wanted)
                 scores = weights[token] @ torch.relu(q[token] @ keys.T * self.index.scale)
                 best = scores[seen].sort(descending=True).values[:wanted]
-                short = float((best - scores[selected].sort(descending=True).values).max() / scores[seen].abs().max())
+                largest = scores[seen].abs().max().clamp(min=1e-30)  # all are zero if no head sees a row
+                short = float((best - scores[selected].sort(descending=True).values).max() / largest)
                 if not short <= self.score_tolerance:
                     raise CheckFailure(
                         f"select chose rows whose scores fall short of the best by {short:.1e} ({place})"
