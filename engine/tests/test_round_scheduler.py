@@ -203,7 +203,7 @@ def test_nobody_is_scheduled_who_may_have_all_tokens_in_flight():
 
 def test_a_pool_without_room_for_what_is_proposed_is_refused_by_value():
     serving = RoundServing(pages=4, page_size=4)
-    with pytest.raises(PoolError, check=having(6, 3, 9, 11, 4, settings=("num_pages",))):
+    with pytest.raises(PoolError, check=having(6, 3, 9, 11, 4, settings=("max_tokens", "num_pages"))):
         serving.scheduler.add(request(0, [1, 2, 3], 9))
 
 

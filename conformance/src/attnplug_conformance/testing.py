@@ -31,6 +31,8 @@ def subject_of(name: str, device: str | None = None) -> Subject:
 def with_options(subject: Subject, config: pytest.Config) -> Subject:
     """Return the subject with the budget and the random case of the command line, if given."""
     budget, case = (config.getoption(f"--attention-{name}") for name in ("budget", "case"))
+    if budget is None and case is None:
+        return subject
     return replace(subject, budget=subject.budget if budget is None else budget, random_case=case)
 
 
