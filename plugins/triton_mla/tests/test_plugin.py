@@ -113,7 +113,7 @@ def test_it_is_asked_for_as_a_role(tmp_path: Path) -> None:
         *("explain", "--model", str(tmp_path), "--sm", "90", *roles, *options, "--json"), CUDA_VISIBLE_DEVICES=""
     )
     assert outcome.code == 0, outcome
-    assert {role: choice["chosen"] for role, choice in outcome.json.items()} == {
+    assert {role: outcome.json[role]["chosen"] for role in ("prefill", "decode")} == {
         "prefill": "flashinfer_mla",
         "decode": "triton_mla",
     }

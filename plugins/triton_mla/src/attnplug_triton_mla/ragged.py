@@ -62,7 +62,7 @@ def plan_tiles(call: RaggedCall, config: RaggedConfig) -> Tensor:
         count,
         TILE=config.tile,
         CAUSAL=call.causal,
-        BLOCK=min(triton.next_power_of_2(sequences), _SEQUENCES_AT_A_TIME),
+        BLOCK=_SEQUENCES_AT_A_TIME,  # any number of sequences: another value would be another compilation
         FILL=256,
     )
     return tiles
