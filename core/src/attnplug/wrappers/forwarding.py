@@ -17,7 +17,6 @@ from attnplug.declare.claims import Claims, weakest
 from attnplug.declare.errors import BackendError
 from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 from attnplug.declare.model import LayerSpec
-from attnplug.declare.problem import GraphLevel
 
 _BATCH, _LAYER = ("batch", "forward_batch"), "layer"
 
@@ -160,25 +159,6 @@ def limited_by(backend: object, claim: str) -> tuple[str, ...]:
         return ()
     children = [backend.children[label] for label in backend.limiting_children.get(claim, ())]
     return tuple(name for child in children for name in limited_by(child, claim) or (child.backend_id.name,))
-
-
-def captures_extends(backend: AttentionBackend) -> bool:
-    """Return True if extends can be captured: any batch can be, or one child runs captured extends."""
-    has_child = isinstance(backend, ForwardingBackend) and backend.captured_extends is not None
-    return has_child or backend.claims.cuda_graph is GraphLevel.ALWAYS
-
-
-def plan_alike(backend: AttentionBackend, plan: Plan, batch: ForwardBatch) -> Plan:
-    """Plan an eager batch with the same children that made ``plan``, this backend's plan of another batch."""
-    if not isinstance(backend, ForwardingBackend):
-        return backend.init_forward_metadata(batch)
-    made = {
-        label: plan_alike(child, part, batch)
-        for label, child in backend.children.items()
-        for part in plan.parts
-        if part.planner is child.backend_id
-    }
-    return backend.plan_of(batch, made, "init_forward_metadata")
 
 
 def planner_claims(backend: AttentionBackend, plan: Plan) -> Claims:
