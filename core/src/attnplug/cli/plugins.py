@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from attnplug.cli import output
 from attnplug.cli.app import command_claims, command_conflict
 from attnplug.cli.backends import listing
-from attnplug.cli.text import table, warn_of_slow_and_unmatched
+from attnplug.cli.text import table, warn_of_plugins
 from attnplug.declare.registered import Source
 from attnplug.hf.tiny import TINY
 from attnplug.registry.hosts import GROUP
@@ -50,7 +50,7 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         cells = [(str(item.source), f"{item.kind} {item.name}", item.text) for item in items]
         print(table(("installed", "brings", "status"), cells))
-    warn_of_slow_and_unmatched(registry)
+    warn_of_plugins(registry, broken=False)
     return 0
 
 

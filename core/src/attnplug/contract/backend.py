@@ -251,11 +251,6 @@ def hook_signatures() -> dict[str, inspect.Signature]:
     return {name: signature for protocol in protocols for name, signature in methods(protocol).items()}
 
 
-def optional_hooks() -> dict[str, tuple[str, ...]]:
-    """Return all optional hooks with the parameter names that callers offer, in order."""
-    return {name: tuple(signature.parameters) for name, signature in hook_signatures().items()}
-
-
 def bind_optional_hook(backend: object, name: str) -> Hook | None:
     """Return a backend's optional hook as a function of everything that callers offer; ``None`` if it has none.
 

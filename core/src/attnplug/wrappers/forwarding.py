@@ -65,6 +65,8 @@ class ForwardingBackend(ABC):
     def __init__(self, name: str, children: Mapping[str, Any], decided_by: Mapping[str, str] | None = None) -> None:
         self.backend_id = BackendId(name)
         self.children = dict(children)
+        self.captured: tuple[str, ...] = tuple(children)
+        """Labels of the children that take part in graphs at the level that this backend claims."""
         inside = [child for child in children.values() if isinstance(child, ForwardingBackend)]
         self.left_out: dict[str, str] = {name: why for child in inside for name, why in child.left_out.items()}
         """Backends that were to serve a role per batch and do not, by name, with the reason."""
@@ -127,14 +129,18 @@ class ForwardingBackend(ABC):
             *(length_ranges(child, mode, requests, tokens, ragged) for child in self.children.values())
         )
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for label in self.captured:
+            self.required(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the maximum: a batch is padded once, and every captured child must be able to plan it."""
+        return max(int(self.required(label, "get_cuda_graph_seq_len_fill_value")()) for label in self.captured)
+
     def chunk_plan(self, label: str, batch: ForwardBatch, disable_flashinfer_ragged: bool) -> Plan | None:
         """Call a child's ``init_mha_chunk_metadata``. Without the hook there is nothing to plan (A6, A8)."""
         hook = self._calls[label, "init_mha_chunk_metadata"]
         return None if hook is None else hook(batch, disable_flashinfer_ragged)
-
-    def has(self, label: str, name: str) -> bool:
-        """Return True if a child has a method or hook."""
-        return self._calls[label, name] is not None
 
     def required(self, label: str, name: str) -> Hook:
         """Return a child's method or hook as a function of all offered values. Raises BackendError if it has none."""
