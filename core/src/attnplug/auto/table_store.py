@@ -44,7 +44,6 @@ class TableError(AttnplugError):
 class TableFile:
     """Contents of a file: measured tables of one device."""
 
-    path: Path
     device: str
     sm: int
     tables: tuple[MeasuredTable, ...]
@@ -64,7 +63,7 @@ def read_tables(path: Path) -> TableFile:
         for title, count in Counter(table.title for table in read).items():
             if count > 1:
                 raise PluginError(f"it has two tables of {title}")
-        return TableFile(path, of_type("device", device, str, "a text"), integer("sm", sm), tuple(read))
+        return TableFile(of_type("device", device, str, "a text"), integer("sm", sm), tuple(read))
     except PluginError as error:
         raise TableError(f"{path} is not a file of measured tables: {' '.join(error.message.split())}") from error
 
@@ -182,7 +181,6 @@ def load_tables(plugins: Plugins, processor: Processor) -> Tables:
         table, origin = each.table, each.origin
         if table.backend not in plugins.backends:
             continue
-        backend = plugins.backends[table.backend]
         kind, are = ("a failure", "is") if table.failed else ("times", "are")
         unused = f"{origin.path}: {kind} of {table.backend} {are} not used"
         if table.failed and not origin.own:
@@ -192,7 +190,7 @@ def load_tables(plugins: Plugins, processor: Processor) -> Tables:
             files = [other.origin.path for other in tables if other.table.title == table.title and not other.origin.own]
             faults[f"{unused}: {' and '.join(files)} have the table of {table.title}; uninstall one"] = None
             continue
-        outdated = _outdated(table, origin, backend, _here(table, backend, processor))
+        outdated = _outdated(each, plugins.backends[table.backend], processor)
         if outdated is None:
             found.setdefault(table.title, each)
         elif outdated:
@@ -218,18 +216,15 @@ def _all_tables(
         yield from (FoundTable(table, origin) for table in file.tables)
 
 
-def _here(table: MeasuredTable, backend: Registered, processor: Processor) -> dict[str, str | None]:
-    """Installed versions of everything that a table depends on; None if missing."""
-    known = {backend.source.distribution: backend.source.version, DRIVER: processor.driver}
-    return {name: known[name] if name in known else installed_version(name) for name in table.versions}
-
-
-def _outdated(table: MeasuredTable, origin: Origin, backend: Registered, here: Mapping[str, str | None]) -> str | None:
+def _outdated(found: FoundTable, backend: Registered, processor: Processor) -> str | None:
     """Reason why a table no longer applies; None if it does, empty if what it measured is not installed."""
+    table, origin = found.table, found.origin
+    known = {backend.source.distribution: backend.source.version, DRIVER: processor.driver}
+    here = {name: known[name] if name in known else installed_version(name) for name in table.versions}
     for name in backend.spec.uses:
-        measured, found = table.versions.get(name), installed_version(name)
-        if (measured is None) != (found is None):
-            return f"measured with {name} {measured or 'missing'}, and it is {found or 'missing'} here"
+        measured, installed = table.versions.get(name), installed_version(name)
+        if (measured is None) != (installed is None):
+            return f"measured with {name} {measured or 'missing'}, and it is {installed or 'missing'} here"
     if not all(here.values()):
         return ""
     loosely = () if origin.own else (backend.source.distribution, *_PLATFORM)
