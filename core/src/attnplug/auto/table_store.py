@@ -141,14 +141,14 @@ def table_path(processor: Processor) -> Path:
     return cache_folder() / f"{_file_name(processor)}.json"
 
 
-def table_files(folders: Iterable[Provided[Path]], processor: Processor) -> Iterator[tuple[Path, Origin]]:
+def table_files(folders: Iterable[Provided[Path]], processor: Processor) -> Iterator[Origin]:
     """Files named after a processor: the user's own first, then those in the plugins' ``folders``."""
     with suppress(TableError):  # a user without a home folder has no tables
         for path in _named_after(processor, cache_folder()):
-            yield path, Origin("measured on this machine", str(path), own=True)
+            yield Origin("measured on this machine", str(path), own=True)
     for provided in folders:
         for path in _named_after(processor, provided.value):
-            yield path, Origin(f"shipped for {processor.name}", str(path))
+            yield Origin(f"shipped for {processor.name}", str(path))
 
 
 def _named_after(processor: Processor, folder: Path) -> Iterator[Path]:
@@ -203,15 +203,15 @@ def _all_tables(
     folders: Iterable[Provided[Path]], processor: Processor, faults: dict[str, None]
 ) -> Iterator[FoundTable]:
     """Every table of a processor. Files that cannot be used are added to ``faults``."""
-    for path, origin in table_files(folders, processor):
+    for origin in table_files(folders, processor):
         try:
-            file = read_tables(path)
+            file = read_tables(Path(origin.path))
         except TableError as error:
             faults[f"{error}; it is not used"] = None
             continue
         if (file.device, file.sm) != (processor.name, processor.sm):
             other = Processor(file.device, file.sm)
-            faults[f"{path} is not used: it was measured on {other}, and this is {processor}"] = None
+            faults[f"{origin.path} is not used: it was measured on {other}, and this is {processor}"] = None
             continue
         yield from (FoundTable(table, origin) for table in file.tables)
 
@@ -244,9 +244,8 @@ def _file_name(processor: Processor) -> str:
 def file_states(plugins: Plugins, processor: Processor) -> Mapping[str, str]:
     """Status lines of each file of a processor, by path."""
     tables = load_tables(plugins, processor)
-    states: dict[str, list[MeasuredTable]] = {
-        str(path): [] for path, _ in table_files(plugins.table_folders, processor)
-    }
+    files = [origin.path for origin in table_files(plugins.table_folders, processor)]
+    states: dict[str, list[MeasuredTable]] = {path: [] for path in files}
     for found in tables.found:
         states.setdefault(found.origin.path, []).append(found.table)
     return {

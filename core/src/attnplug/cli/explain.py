@@ -9,7 +9,7 @@ from attnplug.auto.ranking import default_ranking
 from attnplug.cli import output
 from attnplug.cli.app import refusal_as_json
 from attnplug.cli.text import warn_of_plugins
-from attnplug.declare.capabilities import DEVICES
+from attnplug.declare.capabilities import check_device
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import split_settings
@@ -58,8 +58,7 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec) -> Problem:
 
 def target_device(device: str | None, sm: int | None) -> tuple[str, int | None]:
     """Return the device and SM to explain for: the requested ones, which may be absent, or those of this machine."""
-    if device is not None and device not in DEVICES:
-        raise UsageError(f"--device {device!r} is unknown; use one of {', '.join(DEVICES)}")
+    check_device(device)
     if device == "cpu":
         if sm is not None:
             raise UsageError(f"--sm {sm} names a GPU, but --device is cpu; leave one of them out")

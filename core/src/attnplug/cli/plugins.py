@@ -39,9 +39,7 @@ def run(parsed: argparse.Namespace) -> int:
         Item(row.source, _KINDS.get(row.status, "backend"), row.name, row.status, row.text)
         for row in listing(registry, every=True)
     ]
-    items += _commands()
-    items += _hosts()
-    items += _other(registry)
+    items += [*_commands(), *_hosts(), *_other(registry)]
     items.sort(
         key=lambda item: (item.source.distribution != "attnplug", item.source.distribution, item.kind, item.name)
     )

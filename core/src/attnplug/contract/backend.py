@@ -239,11 +239,6 @@ MAY_IGNORE: dict[str, frozenset[str]] = {
 ``lse`` that is not filled, or a ``silu`` that is not applied, gives a wrong result."""
 
 
-def protocol_methods() -> dict[str, inspect.Signature]:
-    """Return the protocol's methods with their signatures, without ``self``."""
-    return methods(AttentionBackend)
-
-
 @cache
 def hook_signatures() -> dict[str, inspect.Signature]:
     """Return all optional hooks with their signatures, without ``self``."""

@@ -95,7 +95,7 @@ class RowWriter:
     def write(self, slots: Tensor, rows: Tensor) -> None:
         if not rows.shape[0]:
             return
-        slots, rows = _slots(slots), _rows(rows)
+        slots, rows = _dense(slots), _dense(rows)
         token_stride, head_stride, _ = rows.stride()
         _write_rows[rows.shape[0], self.blocks](
             self.pages, slots, rows, token_stride, head_stride, self.scale, self.limit, **self._constants
@@ -120,7 +120,7 @@ class PairWriter:
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         if not k.shape[0]:
             return
-        slots, k, v = _slots(slots), _rows(k), _rows(v)
+        slots, k, v = _dense(slots), _dense(k), _dense(v)
         _write_pairs[k.shape[0], self._blocks](
             self._keys.pages, self._values.pages, slots, k, v, *k.stride()[:2], *v.stride()[:2],
             self._keys.scale, self._values.scale, self._keys.limit, **self._constants,
@@ -147,9 +147,5 @@ def _blocks_and_constants(
     }
 
 
-def _slots(slots: Tensor) -> Tensor:
-    return slots if slots.stride(0) == 1 else slots.contiguous()
-
-
-def _rows(rows: Tensor) -> Tensor:
-    return rows if rows.stride(2) == 1 else rows.contiguous()
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -20,7 +20,6 @@ from attnplug.contract.backend import (
     bind_optional_hook,
     hook_signatures,
     methods,
-    protocol_methods,
 )
 from attnplug.contract.context import BackendContext, HostContext
 from attnplug.contract.hooks import shown
@@ -53,7 +52,7 @@ def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
             yield f"it has no {name}"
         elif not isinstance(found, wanted):
             yield f"its {name} is {found!r}, not a {wanted.__name__}"
-    needed = protocol_methods()
+    needed = methods(AttentionBackend)
     if linear:
         needed = methods(LinearHooks) | {"init_forward_metadata": needed["init_forward_metadata"]}
     for name, signature in needed.items():

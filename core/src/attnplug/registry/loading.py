@@ -121,10 +121,11 @@ def load_entry_point(point: EntryPoint) -> Any:
 
 @contextlib.contextmanager
 def attributed(kind: str, point: EntryPoint) -> Iterator[None]:
-    """Raise any error of another package's entry point as a PluginError that names it. Packages raise anything."""
+    """Run code of another package's entry point, guarded. Any error becomes a PluginError that names it."""
     source = Source.of(point)
     try:
-        yield
+        with guarded():
+            yield
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"while loading {kind} {point.name} ({source})") from error
     except BaseException as error:

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnplug.contract.backend import AttentionBackend, bind_optional_hook, hook_signatures, protocol_methods
+from attnplug.contract.backend import AttentionBackend, bind_optional_hook, hook_signatures, methods
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.hooks import Hook, shown
 from attnplug.contract.mode import ForwardMode
@@ -49,7 +49,7 @@ class ForwardingBackend(ABC):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        for name, signature in {**protocol_methods(), **hook_signatures()}.items():
+        for name, signature in {**methods(AttentionBackend), **hook_signatures()}.items():
             owner = next((base for base in cls.__mro__ if name in vars(base)), None)
             # The empty bodies of a protocol that a wrapper inherits from forward nothing, so they are replaced.
             own = None if getattr(owner, "_is_protocol", False) else getattr(cls, name, None)
@@ -76,7 +76,7 @@ class ForwardingBackend(ABC):
         self._calls: dict[tuple[str, str], Hook | None] = {
             (label, method): getattr(child, method, None)
             for label, child in children.items()
-            for method in protocol_methods()
+            for method in methods(AttentionBackend)
         }
         for hook in hook_signatures():
             bound = {(label, hook): bind_optional_hook(child, hook) for label, child in children.items()}
