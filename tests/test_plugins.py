@@ -65,7 +65,7 @@ def test_the_tables_that_a_package_ships_are_of_its_own_backends() -> None:
         files = [read_tables(path) for path in folder.value.iterdir()]
         assert files
         for file in files:
-            found = [path for path, _ in table_files([folder], Processor(file.device, file.sm))]
+            found = [Path(found.path) for found in table_files([folder], Processor(file.device, file.sm))]
             assert file.path in found
             assert {registry.backends[table.backend].source for table in file.tables} == {folder.source}
 

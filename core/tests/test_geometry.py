@@ -192,9 +192,11 @@ class TestLengths:
     def test_some_requests_of_a_batch(self):
         table = torch.arange(9, dtype=torch.int32).view(3, 3)
         given = {"slots": torch.arange(10, 15), "state_slots": torch.tensor([7, 8, 9]), "lane": 1, "captured": True}
+        given["table_rows"] = torch.tensor([4, 5, 6])
         whole = Geometry.of_lengths(ForwardMode.EXTEND, table, [1, 1, 3], [6, 2, 9], 4, **given)
         some = whole.only([0, 2])
         assert (some.rows, some.query_lens, some.kv_lens) == (4, [1, 3], [6, 9])
         assert some.slots.tolist() == [10, 12, 13, 14] and some.state_slots.tolist() == [7, 9]
+        assert some.table_rows.tolist() == [4, 6]
         assert some.page_table.tolist() == [[0, 1, 2], [6, 7, 8]] and some.seq_lens.tolist() == [6, 9]
         assert (some.lane, some.captured) == (1, True)

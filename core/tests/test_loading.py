@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import locale
 import os
 import signal
 import sys
@@ -132,7 +131,7 @@ GOOD = "\nfrom attnplug_testing.plugins import bringing, spec\nattnplug_backends
 
 def process_state() -> list[object]:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    settings = [locale.setlocale(locale.LC_ALL), sys.getrecursionlimit(), os._exit, list(warnings.filters), *handlers]
+    settings = [os._exit, list(warnings.filters), *handlers]
     return [os.getcwd(), sys.stdout, sys.stderr, "HOSTILE" in os.environ, *settings]
 
 
@@ -143,11 +142,9 @@ def process_state() -> list[object]:
         "sys.stderr = None",
         "sys.stdout = io.StringIO()",
         "warnings.simplefilter('error')",
-        "locale.setlocale(locale.LC_ALL, 'C')",
         "signal.signal(signal.SIGINT, signal.SIG_IGN)",
         "signal.signal(signal.SIGTERM, lambda *_: None)",
         "os.environ.clear()",
-        "sys.setrecursionlimit(sys.getrecursionlimit() - 300)",
     ],
 )
 def test_what_a_plugin_changes_for_the_whole_process_is_put_back(
@@ -156,7 +153,7 @@ def test_what_a_plugin_changes_for_the_whole_process_is_put_back(
     """D2: e.g. a model's path may be relative, and Ctrl-C must still end a command."""
     monkeypatch.setenv("HOSTILE", "1")
     before = process_state()
-    lines = f"import io, locale, os, signal, sys, warnings\n{source}{GOOD}"
+    lines = f"import io, os, signal, sys, warnings\n{source}{GOOD}"
     assert load_registry([install_source(lines)], {}).broken == ()
     assert process_state() == before
 

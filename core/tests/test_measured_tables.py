@@ -209,7 +209,7 @@ def test_what_was_measured_last_comes_before_files_beside_it() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for each in (beside, path):
         each.touch()
-    assert [found for found, origin in table_files((), BOARD) if origin.own] == [path, beside]
+    assert [Path(found.path) for found in table_files((), BOARD) if found.own] == [path, beside]
 
 
 def test_a_report_gives_the_state_of_every_file() -> None:

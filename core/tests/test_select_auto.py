@@ -138,7 +138,7 @@ REFUSED = backend("gpu", replace(PLAIN, devices={"cuda"}), preference=1000)
         ([backend("a"), REFUSED], "the only usable one; 1 refused"),
         ([backend("a", preference=7), DEFAULT], "preference 7, the highest of 2 usable, before default"),
         ([backend("a", preference=7), backend("b")], "preference 7, the highest of 2 usable, before b"),
-        ([backend("a"), DEFAULT], "the only usable one beside the embedded default default, which comes last"),
+        ([backend("a"), DEFAULT], "the only usable one; the embedded default default comes last"),
         ([backend("a"), backend("b")], "preference 0, equal with b, first by name"),
         (
             [backend("a"), backend("b"), backend("c"), DEFAULT, REFUSED],
@@ -146,7 +146,7 @@ REFUSED = backend("gpu", replace(PLAIN, devices={"cuda"}), preference=1000)
         ),
         (
             [backend("a"), backend("b", preference=-1), DEFAULT],
-            "preference 0, the highest of 2 usable beside the embedded default default, which comes last",
+            "preference 0, the highest of 2 usable, before b; the embedded default default comes last",
         ),
         (
             [backend("a", preference=7), backend("b", preference=7), DEFAULT],
@@ -218,7 +218,7 @@ def test_a_schedule_gives_a_role_several_backends() -> None:
     selection = select(installed, request, Problem(LLAMA), ranking=_Scheduled())
     assert [each.spec.name for each in selection.serving(Role.PREFILL)] == ["fast", "slow"]
     assert selection.chosen(Role.PREFILL).spec.name == "fast"
-    assert selection.schedule(Role.DECODE) is None
+    assert selection.choices[Role.DECODE].schedule is None
     assert [each.spec.name for each in selection.serving(Role.DECODE)] == ["slow"]
 
 

@@ -29,8 +29,7 @@ from attnplug.auto.schedule import BackendSchedule
 from attnplug.contract.backend import (
     GraphPlanning,
     hook_signatures,
-    optional_hooks,
-    protocol_methods,
+    methods,
 )
 from attnplug.declare.claims import weakest
 from attnplug.host import ForwardingBackend
@@ -113,7 +112,7 @@ class TestEveryMember:
             assert [child.result for child in asked] == [answer]
 
     @every_wrapper
-    @pytest.mark.parametrize("hook", optional_hooks())
+    @pytest.mark.parametrize("hook", hook_signatures())
     def test_a_hook_that_no_child_has_is_none_on_the_wrapper(self, wrapper, hook):
         """A6, A8: as absent as it is in the children, for whoever binds it."""
         built = BUILD[wrapper](Hookless("a"), Hookless("b"))
@@ -126,8 +125,11 @@ class TestEveryMember:
 
     def test_the_protocol_is_enumerated_from_itself(self):
         """A9: members of the protocol are enumerated, not listed by hand."""
-        assert set(protocol_methods()) >= {"init_forward_metadata", "forward_extend", "forward_decode"}
-        assert optional_hooks()["init_mha_chunk_metadata"] == ("forward_batch", "disable_flashinfer_ragged")
+        assert set(methods(AttentionBackend)) >= {"init_forward_metadata", "forward_extend", "forward_decode"}
+        assert tuple(hook_signatures()["init_mha_chunk_metadata"].parameters) == (
+            "forward_batch",
+            "disable_flashinfer_ragged",
+        )
 
     def test_a_wrapper_is_a_backend(self):
         """A9"""
@@ -188,7 +190,7 @@ class TestLaterHooks:
 
     @pytest.mark.parametrize("hook", ["survey", "forward_gated", "review", "warm_up"])
     def test_they_reach_the_children_with_every_argument_and_the_answer_comes_back(self, hook):
-        signature = {**protocol_methods(), **hook_signatures()}[hook]
+        signature = {**methods(AttentionBackend), **hook_signatures()}[hook]
         for number in range(4):
             children = [Later("a"), Later("b")]
             built = list(self.wrappers(*children))[number]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from attnplug import Claims, ForwardBatch, ForwardMode, Geometry, GraphLevel, Plan
-from attnplug.contract.backend import hook_signatures, protocol_methods
+from attnplug.contract.backend import AttentionBackend, hook_signatures, methods
 from attnplug.contract.plan import BackendId
 
-MEMBERS = {**protocol_methods(), **hook_signatures()}
+MEMBERS = {**methods(AttentionBackend), **hook_signatures()}
 PLANNERS = ("init_forward_metadata", "init_forward_metadata_out_graph", "init_mha_chunk_metadata")
 GRAPHS = Claims(cuda_graph=GraphLevel.ALWAYS)
 

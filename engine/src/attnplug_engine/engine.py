@@ -15,14 +15,14 @@ import torch
 
 from attnplug import GraphLevel, PoolError, Serving, UsageError
 from attnplug.host import ForwardingBackend, Selection
-from attnplug.wrappers.forwarding import captures_extends, limited_by
+from attnplug.wrappers.forwarding import limited_by
 from attnplug_engine.completion import Completion, Statistics, Usage
 from attnplug_engine.execution import signals
 from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.graphs.capture import GraphCapture
 from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
 from attnplug_engine.graphs.decode import DecodeGraphs, GraphReport
-from attnplug_engine.graphs.prefill import PrefillGraphs
+from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends
 from attnplug_engine.graphs.step_graphs import capture_steps
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel

@@ -19,7 +19,7 @@ from attnplug import (
     RaggedCall,
     Serving,
 )
-from attnplug.contract.backend import optional_hooks
+from attnplug.contract.backend import hook_signatures
 from attnplug.contract.hooks import bind_hook
 from attnplug.contract.plan import BackendId
 from attnplug.host import ExtendPolicy
@@ -111,7 +111,7 @@ def test_every_wrapper_drives_it_without_a_hook(mode, wrap, kernel, device):
 def test_it_has_no_chunk_hook_and_every_other_one_that_it_claims():
     """A6, A9"""
     backend = scene(mla(((0, 3),), heads=4), "fa4", "cpu").backend
-    hooks = {name for name, offered in optional_hooks().items() if bind_hook(backend, name, offered) is not None}
+    hooks = {name for name, given in hook_signatures().items() if bind_hook(backend, name, tuple(given.parameters))}
     assert hooks == {
         "forward_ragged",
         "init_cuda_graph_state",

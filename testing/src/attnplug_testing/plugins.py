@@ -14,7 +14,7 @@ from importlib_metadata import EntryPoint
 from attnplug import AttentionKind, BackendSpec, Capabilities, DType, hookimpl
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import load_registry
-from attnplug.registry.loading import GROUP, Broken, find_plugins
+from attnplug.registry.loading import GROUP, Broken, find_entry_points
 
 CAPABILITIES = Capabilities(
     kinds=frozenset({AttentionKind.MHA}), devices=frozenset({"cpu"}), dtypes=frozenset({DType.FLOAT32})
@@ -92,10 +92,10 @@ def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide our own plugins. A test finds core and what the test itself installs."""
 
     def find() -> tuple[list[EntryPoint], list[Broken]]:
-        points, broken = find_plugins()
+        points, broken = find_entry_points()
         return [point for point in points if not point.value.startswith("attnplug_")], broken
 
-    monkeypatch.setattr("attnplug.registry.registry.find_plugins", find)
+    monkeypatch.setattr("attnplug.registry.registry.find_entry_points", find)
 
 
 @pytest.fixture

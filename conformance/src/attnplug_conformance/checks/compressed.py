@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, ForwardBatch, ForwardExtras
-from attnplug.contract.backend import optional_hooks
-from attnplug.contract.hooks import bind_hook
+from attnplug.contract.backend import bind_optional_hook
 from attnplug.host import KVPools, MLADims
 from attnplug.sparse import (
     CompressedDims,
@@ -113,7 +112,7 @@ class CompressedScene(Scene):
     def select(self, batch: ForwardBatch) -> SelectedPositions:
         """Return the entries that the backend selects, after checking their scores."""
         assert self.index is not None and self.index_compressor is not None
-        hook = bind_hook(self.backend, "select", optional_hooks()["select"], ())
+        hook = bind_optional_hook(self.backend, "select")
         if hook is None:
             raise CheckFailure("it claims sparse layers but has no select")
         rows, tokens = batch.num_tokens, sum(self.new)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, ExtendPath, ForwardBatch, RaggedCall
-from attnplug.contract.backend import optional_hooks
-from attnplug.contract.hooks import bind_hook
+from attnplug.contract.backend import bind_optional_hook
 from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention
 from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.arithmetic import NAN, pad_rows, relative_error, uninitialized_as_nan, watched
@@ -101,7 +100,7 @@ class Ragged:
 
 def _ragged(context: CheckContext, queries: tuple[int, ...], keys: tuple[int, ...], causal: bool) -> None:
     scene = context.scene()
-    hook = bind_hook(scene.backend, "forward_ragged", optional_hooks()["forward_ragged"], ())
+    hook = bind_optional_hook(scene.backend, "forward_ragged")
     if hook is None:
         raise CheckFailure("it claims to extend MLA as MHA but has no forward_ragged")
     ragged = Ragged(scene, queries, keys, causal, 0)
@@ -121,7 +120,7 @@ def _ragged(context: CheckContext, queries: tuple[int, ...], keys: tuple[int, ..
 def _two_alive(context: CheckContext) -> None:
     """Plan calls of two batches, then run the call of the first."""
     scene = context.scene()
-    hook = bind_hook(scene.backend, "forward_ragged", optional_hooks()["forward_ragged"], ())
+    hook = bind_optional_hook(scene.backend, "forward_ragged")
     assert hook is not None
     first, second = Ragged(scene, (5, 3), (11, 7), False, 0), Ragged(scene, (3, 5), (9, 9), False, 0)
     plan = _chunk_plan(scene, first.call)
@@ -137,12 +136,7 @@ def _two_alive(context: CheckContext) -> None:
 
 def _chunk_plan(scene: Scene, call: RaggedCall) -> object:
     """Plan of the backend's own hook for a batch of this call, or ``None`` if it has no hook."""
-    hook = bind_hook(
-        scene.backend,
-        "init_mha_chunk_metadata",
-        optional_hooks()["init_mha_chunk_metadata"],
-        ("disable_flashinfer_ragged",),
-    )
+    hook = bind_optional_hook(scene.backend, "init_mha_chunk_metadata")
     if hook is None:
         return None
     batch = scene.batch()

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from attnplug import AttentionBackend, AttentionKind, ForwardBatch, ForwardMode, LayerSpec, Plan, Role
-from attnplug.contract.backend import optional_hooks
+from attnplug.contract.backend import hook_signatures
 from attnplug.contract.batch import BatchPlan
 from attnplug.contract.hooks import bind_hook
 from attnplug.host import ForwardingBackend, plan_forward
@@ -249,7 +249,8 @@ class PassThrough(ForwardingBackend):
 def _wrapped(context: CheckContext) -> None:
     scene = context.scene()
     inner, outer = scene.backend, PassThrough(PassThrough(scene.backend))
-    for name, offered in optional_hooks().items():
+    for name, signature in hook_signatures().items():
+        offered = tuple(signature.parameters)
         if (bind_hook(inner, name, offered, offered) is None) != (bind_hook(outer, name, offered, offered) is None):
             raise CheckFailure(f"its hook {name} is not the same through a wrapper")
     scene.backend = outer

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, GraphLevel, LayerSpec
-from attnplug.contract.backend import optional_hooks
-from attnplug.contract.hooks import bind_hook
+from attnplug.contract.backend import bind_optional_hook
 from attnplug.host import KVPools
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions, SelectedRows, SelectedSlots
 from attnplug_conformance.arithmetic import NAN, as_bytes, pad_rows, poison, relative_error, uninitialized_as_nan
@@ -69,7 +68,7 @@ class SparseScene(Scene):
         return 5e-2 if self.case.index_dtype is DType.FLOAT8_E4M3 else self.tolerance
 
     def hook(self) -> Callable[[IndexInputs, LayerSpec, ForwardBatch], SelectedRows]:
-        found = bind_hook(self.backend, "select", optional_hooks()["select"], ())
+        found = bind_optional_hook(self.backend, "select")
         if found is None:
             raise CheckFailure("it claims sparse layers but has no select")
         return found

@@ -54,10 +54,10 @@ class FastestBackend(ForwardingBackend):
             claims = {label: child.claims for label, child in children.items()}
             combined = weakest_by_role(claims, self._prefilling, decoding)
             self.claims, self.limiting_children = combined.claims, combined.limited_by
-        self._captured = tuple(children) if self.claims.cuda_graph > GraphLevel.DECODE else decoding
+        self.captured = tuple(children) if self.claims.cuda_graph > GraphLevel.DECODE else decoding
         if captured_extends is not None:
             self.captured_extends = captured_extends
-            self._captured = tuple(dict.fromkeys((*self._captured, captured_extends)))
+            self.captured = tuple(dict.fromkeys((*self.captured, captured_extends)))
         self._by_mode = {mode: serving.get(role, serving[first]) for mode, role in role_of_modes(verify).items()}
         self._replayed: dict[int, Plan] = {}
         """Plans by ``id`` of the child's plan, which each holds. Most children return the same plan at every replay."""
@@ -119,9 +119,7 @@ class FastestBackend(ForwardingBackend):
         """Return a plan that names the child, even if that child has nothing to plan (A6, A8)."""
         geometry, parts = forward_batch.geometry, tuple[Plan, ...]()
         label = self.fastest(geometry)
-        planned = None
-        if self.has(label, _CHUNKS):
-            planned = self.required(label, _CHUNKS)(forward_batch, disable_flashinfer_ragged)
+        planned = self.chunk_plan(label, forward_batch, disable_flashinfer_ragged)
         if planned is not None:
             planner, rows = self.children[label].backend_id, forward_batch.num_tokens
             parts = (received_plan(planned, planner, geometry.mode, rows, _CHUNKS, delegated=True),)
@@ -143,11 +141,3 @@ class FastestBackend(ForwardingBackend):
             label, plan = own.metadata, own.parts[0] if own.parts else None
         out: Tensor = self.required(label, _RAGGED)(q, k, v, layer, call, plan, lse)
         return out
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        for label in self._captured:
-            self.required(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Maximum over the children: their graphs share one padding length, which each must be able to plan."""
-        return max(int(self.required(label, "get_cuda_graph_seq_len_fill_value")()) for label in self._captured)

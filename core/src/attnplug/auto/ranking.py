@@ -65,18 +65,13 @@ def _why_preferred(chosen: Registered, others: Sequence[Registered]) -> str:
     preference = chosen.spec.preference
     equal = [b for b in others if b.spec.preference == preference and b.source.embedded == chosen.source.embedded]
     passed_over = [b for b in others if b not in equal and b.spec.preference >= preference]  # embedded ones
-    default = f"the embedded default {_names(passed_over)}"
-    beside = f" beside {default}, which comes last" if passed_over else ""
-    if not others:
-        return "the only usable one"
+    last = f"; the embedded default {_names(passed_over)} comes last" if passed_over else ""
+    rivals = [b for b in others if b not in passed_over]
+    if not rivals:
+        return f"the only usable one{last}"
     if equal:
-        last = f"; {default} comes last" if passed_over else ""
         return f"preference {preference}, equal with {_names(equal)}, first by name{last}"
-    if len(passed_over) == len(others):
-        return f"the only usable one{beside}"
-    if passed_over:
-        return f"preference {preference}, the highest of {1 + len(others) - len(passed_over)} usable{beside}"
-    return f"preference {preference}, the highest of {1 + len(others)} usable, before {_names(others)}"
+    return f"preference {preference}, the highest of {1 + len(rivals)} usable, before {_names(rivals)}{last}"
 
 
 def _names(backends: Iterable[Registered]) -> str:
@@ -313,6 +308,5 @@ def _why(
         *(f"nearest shape: {each}" for each in nearest),
     ]
     if others:
-        listed = ", ".join(backend.spec.name for backend in sorted(others, key=by_preference))
-        parts.append(f"not measured: {listed} ('attnplug tune' measures)")
+        parts.append(f"not measured: {_names(sorted(others, key=by_preference))} ('attnplug tune' measures)")
     return "; ".join(parts)

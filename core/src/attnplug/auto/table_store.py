@@ -44,7 +44,6 @@ class TableError(AttnplugError):
 class TableFile:
     """Contents of a file: measured tables of one device."""
 
-    path: Path
     device: str
     sm: int
     tables: tuple[MeasuredTable, ...]
@@ -64,7 +63,7 @@ def read_tables(path: Path) -> TableFile:
         for title, count in Counter(table.title for table in read).items():
             if count > 1:
                 raise PluginError(f"it has two tables of {title}")
-        return TableFile(path, of_type("device", device, str, "a text"), integer("sm", sm), tuple(read))
+        return TableFile(of_type("device", device, str, "a text"), integer("sm", sm), tuple(read))
     except PluginError as error:
         raise TableError(f"{path} is not a file of measured tables: {' '.join(error.message.split())}") from error
 
@@ -142,14 +141,14 @@ def table_path(processor: Processor) -> Path:
     return cache_folder() / f"{_file_name(processor)}.json"
 
 
-def table_files(folders: Iterable[Provided[Path]], processor: Processor) -> Iterator[tuple[Path, Origin]]:
+def table_files(folders: Iterable[Provided[Path]], processor: Processor) -> Iterator[Origin]:
     """Files named after a processor: the user's own first, then those in the plugins' ``folders``."""
     with suppress(TableError):  # a user without a home folder has no tables
         for path in _named_after(processor, cache_folder()):
-            yield path, Origin("measured on this machine", str(path), own=True)
+            yield Origin("measured on this machine", str(path), own=True)
     for provided in folders:
         for path in _named_after(processor, provided.value):
-            yield path, Origin(f"shipped for {processor.name}", str(path))
+            yield Origin(f"shipped for {processor.name}", str(path))
 
 
 def _named_after(processor: Processor, folder: Path) -> Iterator[Path]:
@@ -182,7 +181,6 @@ def load_tables(plugins: Plugins, processor: Processor) -> Tables:
         table, origin = each.table, each.origin
         if table.backend not in plugins.backends:
             continue
-        backend = plugins.backends[table.backend]
         kind, are = ("a failure", "is") if table.failed else ("times", "are")
         unused = f"{origin.path}: {kind} of {table.backend} {are} not used"
         if table.failed and not origin.own:
@@ -192,7 +190,7 @@ def load_tables(plugins: Plugins, processor: Processor) -> Tables:
             files = [other.origin.path for other in tables if other.table.title == table.title and not other.origin.own]
             faults[f"{unused}: {' and '.join(files)} have the table of {table.title}; uninstall one"] = None
             continue
-        outdated = _outdated(table, origin, backend, _here(table, backend, processor))
+        outdated = _outdated(each, plugins.backends[table.backend], processor)
         if outdated is None:
             found.setdefault(table.title, each)
         elif outdated:
@@ -205,31 +203,28 @@ def _all_tables(
     folders: Iterable[Provided[Path]], processor: Processor, faults: dict[str, None]
 ) -> Iterator[FoundTable]:
     """Every table of a processor. Files that cannot be used are added to ``faults``."""
-    for path, origin in table_files(folders, processor):
+    for origin in table_files(folders, processor):
         try:
-            file = read_tables(path)
+            file = read_tables(Path(origin.path))
         except TableError as error:
             faults[f"{error}; it is not used"] = None
             continue
         if (file.device, file.sm) != (processor.name, processor.sm):
             other = Processor(file.device, file.sm)
-            faults[f"{path} is not used: it was measured on {other}, and this is {processor}"] = None
+            faults[f"{origin.path} is not used: it was measured on {other}, and this is {processor}"] = None
             continue
         yield from (FoundTable(table, origin) for table in file.tables)
 
 
-def _here(table: MeasuredTable, backend: Registered, processor: Processor) -> dict[str, str | None]:
-    """Installed versions of everything that a table depends on; None if missing."""
-    known = {backend.source.distribution: backend.source.version, DRIVER: processor.driver}
-    return {name: known[name] if name in known else installed_version(name) for name in table.versions}
-
-
-def _outdated(table: MeasuredTable, origin: Origin, backend: Registered, here: Mapping[str, str | None]) -> str | None:
+def _outdated(found: FoundTable, backend: Registered, processor: Processor) -> str | None:
     """Reason why a table no longer applies; None if it does, empty if what it measured is not installed."""
+    table, origin = found.table, found.origin
+    known = {backend.source.distribution: backend.source.version, DRIVER: processor.driver}
+    here = {name: known[name] if name in known else installed_version(name) for name in table.versions}
     for name in backend.spec.uses:
-        measured, found = table.versions.get(name), installed_version(name)
-        if (measured is None) != (found is None):
-            return f"measured with {name} {measured or 'missing'}, and it is {found or 'missing'} here"
+        measured, installed = table.versions.get(name), installed_version(name)
+        if (measured is None) != (installed is None):
+            return f"measured with {name} {measured or 'missing'}, and it is {installed or 'missing'} here"
     if not all(here.values()):
         return ""
     loosely = () if origin.own else (backend.source.distribution, *_PLATFORM)
@@ -249,9 +244,8 @@ def _file_name(processor: Processor) -> str:
 def file_states(plugins: Plugins, processor: Processor) -> Mapping[str, str]:
     """Status lines of each file of a processor, by path."""
     tables = load_tables(plugins, processor)
-    states: dict[str, list[MeasuredTable]] = {
-        str(path): [] for path, _ in table_files(plugins.table_folders, processor)
-    }
+    files = [origin.path for origin in table_files(plugins.table_folders, processor)]
+    states: dict[str, list[MeasuredTable]] = {path: [] for path in files}
     for found in tables.found:
         states.setdefault(found.origin.path, []).append(found.table)
     return {

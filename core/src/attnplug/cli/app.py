@@ -23,7 +23,6 @@ from attnplug.declare.problem import ExtendPath, Role
 from attnplug.declare.refusal import Refusal
 from attnplug.declare.registered import Source
 from attnplug.declare.settings import Render
-from attnplug.registry.isolation import guarded
 from attnplug.registry.loading import Broken, attributed, find_entry_points, load_entry_point
 
 EPILOG = "Exit codes: 0 success, 1 a refusal or a failed check, 2 a usage error."
@@ -106,8 +105,7 @@ def _add_loaded(commands: Commands[argparse.ArgumentParser], name: str, points: 
         raise PluginError(taken)
     (point,) = points
     with attributed("command", point):
-        with guarded():
-            load_entry_point(point)(commands)
+        load_entry_point(point)(commands)
         declared = commands.choices.get(name)
         if declared is None:
             raise PluginError("it adds no command of that name")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from attnplug.cli import output
 from attnplug.cli.app import option, refusal_as_json
-from attnplug.cli.text import table, warn_of_slow_and_unmatched
+from attnplug.cli.text import table, warn_of_plugins
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.problem import GraphLevel, Problem
 from attnplug.declare.refusal import Refusal
@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
     counts = " and ".join(f"{count} {status}" for count, status in hidden if count)
     if counts:
         print(f"{counts} not shown; 'attnplug backends --all' shows them", file=sys.stderr)
-    warn_of_slow_and_unmatched(registry)
+    warn_of_plugins(registry, broken=False)
     return 0
 
 

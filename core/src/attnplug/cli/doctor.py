@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import importlib_metadata as metadata
 
@@ -35,9 +35,6 @@ from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.machine.hardware import this_processor, visible_gpus
 from attnplug.registry.loading import GROUP, canonical_name, find_entry_points
 from attnplug.registry.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 Findings = dict[str, Any]
 TIMEOUT_SECONDS = 120.0
@@ -122,22 +119,18 @@ class Probes:
     def print(self, text: str) -> None:
         """Print a part of the report above the progress line."""
         with self._lock:
-            self._clear()
+            self._write("")
             print(text, flush=True)
             self._show()
 
     def _show(self) -> None:
-        if self._terminal is not None:
-            self._clear()
-            if self._running:
-                line = f"probing {', '.join(self._running)} … {self._finished}/{self._started}"
-                # A wrapped line could not be cleared.
-                self._terminal.write(line[: shutil.get_terminal_size().columns - 1])
-                self._terminal.flush()
+        progress = f"probing {', '.join(self._running)} … {self._finished}/{self._started}"
+        self._write(progress if self._running else "")
 
-    def _clear(self) -> None:
+    def _write(self, line: str) -> None:
         if self._terminal is not None:
-            self._terminal.write("\r\x1b[K")
+            # A wrapped line could not be cleared.
+            self._terminal.write("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1])
             self._terminal.flush()
 
 
@@ -181,7 +174,7 @@ def _section(title: str, findings: Findings) -> str:
 def _guarded(probe: Callable[[], Findings], failed: str = "probe failed") -> Findings:
     try:
         return probe()
-    except BaseException as error:  # libraries raise anything on import, even SystemExit
+    except BaseException as error:
         return {failed: describe_error(error)}
 
 
@@ -203,13 +196,11 @@ def torch_answer() -> Findings:
     """Return findings about torch, and the import errors of the factories that standard input names by backend."""
     answer: Findings = {"torch": _guarded(_torch_findings, "import failed"), "failures": {}}
     for name, factory in json.load(sys.stdin).items():
-        answer["failures"] |= _guarded(partial(_import_factory, factory), name)
+        try:
+            pkgutil.resolve_name(factory)
+        except BaseException as error:  # libraries raise anything on import, even SystemExit
+            answer["failures"][name] = describe_error(error)
     return answer
-
-
-def _import_factory(factory: str) -> Findings:
-    pkgutil.resolve_name(factory)
-    return {}
 
 
 def _torch_findings() -> Findings:
@@ -258,14 +249,10 @@ def _required_libraries() -> dict[str, set[str]]:
                 requirement = Requirement(text)
             except InvalidRequirement:
                 continue
-            if canonical_name(requirement.name) not in own and not (_FOR_TESTS & _extras(requirement)):
+            extras = re.findall(r"""extra == ["']([^"']+)["']""", str(requirement.marker or ""))
+            if canonical_name(requirement.name) not in own and _FOR_TESTS.isdisjoint(extras):
                 found.setdefault(requirement.name, set()).add(Source.of(point).distribution)
     return {name: found[name] for name in sorted(found) if not canonical_name(name).startswith("attnplug")}
-
-
-def _extras(requirement: Requirement) -> set[str]:
-    """Return the extras that a requirement belongs to."""
-    return set(re.findall(r"""extra == ["']([^"']+)["']""", str(requirement.marker or "")))
 
 
 def _modules() -> Mapping[str, list[str]]:

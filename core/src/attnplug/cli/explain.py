@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from attnplug.auto.ranking import default_ranking
 from attnplug.cli import output
 from attnplug.cli.app import refusal_as_json
 from attnplug.cli.text import warn_of_plugins
-from attnplug.declare.capabilities import DEVICES
+from attnplug.declare.capabilities import check_device
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import split_settings
@@ -19,7 +18,7 @@ from attnplug.declare.settings import Render, Setting
 from attnplug.machine.hardware import visible_gpus
 from attnplug.registry.hosts import load_host
 from attnplug.registry.models import load_model
-from attnplug.registry.registry import Registry, load_registry
+from attnplug.registry.registry import load_registry
 from attnplug.registry.select import explain
 from attnplug.registry.selection import BackendRequest, RoleChoice, Selection, explanation, unrelated_candidates
 
@@ -59,8 +58,7 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec) -> Problem:
 
 def target_device(device: str | None, sm: int | None) -> tuple[str, int | None]:
     """Return the device and SM to explain for: the requested ones, which may be absent, or those of this machine."""
-    if device is not None and device not in DEVICES:
-        raise UsageError(f"--device {device!r} is unknown; use one of {', '.join(DEVICES)}")
+    check_device(device)
     if device == "cpu":
         if sm is not None:
             raise UsageError(f"--sm {sm} names a GPU, but --device is cpu; leave one of them out")
@@ -95,43 +93,28 @@ def run(parsed: argparse.Namespace) -> int:
     registry, request = load_registry(), request_of(parsed)
     problem = problem_of(parsed, load_model(parsed.model, registry))
     warn_of_plugins(registry)
+    render, per_batch, refusals, host = parsed.render, True, [], {}
     if parsed.host is not None:
-        return _explain_in_host(registry, parsed.host, request, problem, json=parsed.json)
-    ranking = default_ranking(registry, problem, per_batch=True)
-    return _show(explain(registry, request, problem, ranking=ranking), parsed.render, json=parsed.json)
-
-
-def _show(selection: Selection, render: Render, *, json: bool, host: Mapping[str, object] | None = None) -> int:
-    if json:
+        spec, bridge = load_host(parsed.host)
+        refusals, installed, render = spec.refusals(problem), spec.installed(), spec.render
+        if not parsed.json:
+            print(f"host       {spec.title} {spec.versions}, {installed or 'not installed here'} ({bridge})")
+            print("".join(f"  - {refusal.format(render)}\n" for refusal in refusals), end="")
+        shown = [refusal_as_json(refusal, render) for refusal in refusals]
+        host = {"name": parsed.host, "version": installed, "versions": spec.versions, "refusals": shown}
+        problem = spec.fit(replace(problem, wants_prefill_graphs=False))
+        per_batch = spec.per_batch(problem)
+    ranking = default_ranking(registry, problem, per_batch=per_batch)
+    selection = explain(registry, request, problem, ranking=ranking)
+    if parsed.json:
         roles = {role.value: _as_json(choice, render) for role, choice in selection.choices.items()}
         inputs = {"problem": _problem_as_json(selection), "cuda_graph": selection.captured_graphs()}
-        output.write_json({**inputs, **roles, **({} if host is None else {"host": host})})
+        output.write_json({**inputs, **roles, **({"host": host} if host else {})})
     else:
         print("\n".join(explanation(selection, render)))
         if any(map(unrelated_candidates, selection.choices.values())):
             print("\n--json has every reason against backends for another role or kind of attention")
-    return 1 if selection.unserved else 0
-
-
-def _explain_in_host(registry: Registry, name: str, request: BackendRequest, problem: Problem, *, json: bool) -> int:
-    """Explain the selection inside a bridge's engine, with its own refusals and setting names."""
-    host, bridge = load_host(name)
-    refusals, found = host.refusals(problem), host.installed()
-    if not json:
-        print(f"host       {host.title} {host.versions}, {found or 'not installed here'} ({bridge})")
-        for refusal in refusals:
-            print(f"  - {refusal.format(host.render)}")
-    summary = {
-        "name": name,
-        "version": found,
-        "versions": host.versions,
-        "refusals": [refusal_as_json(refusal, host.render) for refusal in refusals],
-    }
-    fitted = host.fit(replace(problem, wants_prefill_graphs=False))
-    ranking = default_ranking(registry, fitted, per_batch=host.per_batch(fitted))
-    selection = explain(registry, request, fitted, ranking=ranking)
-    unserved = _show(selection, host.render, json=json, host=summary)
-    return 1 if refusals else unserved
+    return 1 if refusals or selection.unserved else 0
 
 
 def _problem_as_json(selection: Selection) -> dict[str, object]:

@@ -16,7 +16,7 @@ from attnplug.declare.errors import AttnplugError, PluginError, describe_error
 from attnplug.declare.registered import Source
 from attnplug.declare.settings import Render
 from attnplug.machine import interrupt
-from attnplug.registry.loading import find_plugins
+from attnplug.registry.loading import find_entry_points
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def _discard_output() -> None:
 
 def _plugin_fault(error: BaseException) -> PluginError | None:
     """Return a PluginError that names the plugin whose code raised ``error``, or None if none did."""
-    packages = {package: Source.of(point) for point in find_plugins()[0] for package in _packages(point)}
+    packages = {package: Source.of(point) for point in find_entry_points()[0] for package in _packages(point)}
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         source = packages.get(str(frame.f_globals.get("__name__")).partition(".")[0])
         if source is not None and not source.embedded:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from attnplug.cli import output
 from attnplug.cli.app import command_claims, command_conflict
 from attnplug.cli.backends import listing
-from attnplug.cli.text import table, warn_of_slow_and_unmatched
+from attnplug.cli.text import table, warn_of_plugins
 from attnplug.declare.registered import Source
 from attnplug.hf.tiny import TINY
 from attnplug.registry.hosts import GROUP
@@ -39,9 +39,7 @@ def run(parsed: argparse.Namespace) -> int:
         Item(row.source, _KINDS.get(row.status, "backend"), row.name, row.status, row.text)
         for row in listing(registry, every=True)
     ]
-    items += _commands()
-    items += _hosts()
-    items += _other(registry)
+    items += [*_commands(), *_hosts(), *_other(registry)]
     items.sort(
         key=lambda item: (item.source.distribution != "attnplug", item.source.distribution, item.kind, item.name)
     )
@@ -50,7 +48,7 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         cells = [(str(item.source), f"{item.kind} {item.name}", item.text) for item in items]
         print(table(("installed", "brings", "status"), cells))
-    warn_of_slow_and_unmatched(registry)
+    warn_of_plugins(registry, broken=False)
     return 0
 
 

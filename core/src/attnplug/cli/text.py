@@ -77,18 +77,13 @@ def _wrap(text: str, width: int, indent: str = "") -> list[str]:
     return wrapper.wrap(text)
 
 
-def warn_of_plugins(registry: Registry) -> None:
-    """Print one line to standard error per broken, slow or unmatched plugin.
+def warn_of_plugins(registry: Registry, *, broken: bool = True) -> None:
+    """Print one line to standard error per slow plugin, per listed name that matches none, and per ``broken`` one.
 
-    Otherwise a backend of a broken plugin would look like a misspelled name.
+    Without a warning, a backend of a broken plugin would look like a misspelled name.
     """
-    for broken in registry.broken:
-        print(f"warning: plugin {broken}", file=sys.stderr)
-    warn_of_slow_and_unmatched(registry)
-
-
-def warn_of_slow_and_unmatched(registry: Registry) -> None:
-    """Print one line per plugin that is slow to load, and per name in the allow-list that matches no plugin."""
+    for fault in registry.broken if broken else ():
+        print(f"warning: plugin {fault}", file=sys.stderr)
     for source, seconds in registry.slow.items():
         print(f"warning: plugin {source.entry_point} ({source}) took {seconds:.1f} s to load", file=sys.stderr)
     for name in registry.unmatched:

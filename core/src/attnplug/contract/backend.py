@@ -239,21 +239,11 @@ MAY_IGNORE: dict[str, frozenset[str]] = {
 ``lse`` that is not filled, or a ``silu`` that is not applied, gives a wrong result."""
 
 
-def protocol_methods() -> dict[str, inspect.Signature]:
-    """Return the protocol's methods with their signatures, without ``self``."""
-    return methods(AttentionBackend)
-
-
 @cache
 def hook_signatures() -> dict[str, inspect.Signature]:
     """Return all optional hooks with their signatures, without ``self``."""
     protocols = (ChunkPlanning, RaggedAttention, RowSelection, LinearHooks, DeltaDecoding, GraphPlanning)
     return {name: signature for protocol in protocols for name, signature in methods(protocol).items()}
-
-
-def optional_hooks() -> dict[str, tuple[str, ...]]:
-    """Return all optional hooks with the parameter names that callers offer, in order."""
-    return {name: tuple(signature.parameters) for name, signature in hook_signatures().items()}
 
 
 def bind_optional_hook(backend: object, name: str) -> Hook | None:

@@ -258,25 +258,22 @@ class Geometry:
         """Return the geometry of some requests, given by index in ascending order. Requires exact host lengths."""
         if len(requests) == self.requests:
             return self
-        host = self._exact()
-        chosen = to_device(requests, self.device)
+        host, chosen = self._exact(), to_device(requests, self.device)
         query_lens, slots = [host.query_lens[request] for request in requests], self.slots
         if slots is not None:
             starts = list(accumulate(host.query_lens, initial=0))
             slots = slots[spread([starts[request] for request in requests], query_lens, self.device)[1]]
+        given = {name: getattr(self, name) for name in ("page_table", "seq_lens", "state_slots", "tree", "table_rows")}
         return Geometry.of_lengths(
             self.mode,
-            self.page_table.index_select(0, chosen),
-            query_lens,
-            [host.kv_lens[request] for request in requests],
-            self.page_size,
-            seq_lens=self.seq_lens.index_select(0, chosen),
+            query_lens=query_lens,
+            kv_lens=[host.kv_lens[request] for request in requests],
+            page_size=self.page_size,
             slots=slots,
-            state_slots=None if self.state_slots is None else self.state_slots.index_select(0, chosen),
             lane=self.lane,
             captured=self.captured,
-            tree=None if self.tree is None else self.tree.index_select(0, chosen),
             step=self.step,
+            **{name: tensor.index_select(0, chosen) for name, tensor in given.items() if tensor is not None},
         )
 
     def split(self, first: int, lanes: tuple[int, int] | None = None, *, cut: int = 0) -> tuple[Geometry, Geometry]:

@@ -82,24 +82,21 @@ class Config:
     def optional_number(self, key: str, least: float = 1e-9) -> float | None:
         return None if self.lookup(key) is None else self.number(key, least)
 
+    def _optional(self, key: str, kinds: type[_T] | tuple[type[_T], ...], allowed: str) -> _T | None:
+        value = self.lookup(key)
+        if value is not None and not isinstance(value, kinds):
+            raise self.wrong(key, allowed)
+        return value
+
     def flag(self, key: str) -> bool:
         """Return a boolean. Absent and null are false."""
-        value = self.lookup(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return bool(value)
+        return bool(self._optional(key, bool, "true or false"))
 
     def optional_text(self, key: str) -> str | None:
-        value = self.lookup(key)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(key, "a string")
-        return value
+        return self._optional(key, str, "a string")
 
     def sequence(self, key: str) -> Sequence[object] | None:
-        value = self.lookup(key)
-        if value is not None and not isinstance(value, list | tuple):
-            raise self.wrong(key, "a list")
-        return value
+        return self._optional(key, (list, tuple), "a list")
 
     def section(self, key: str) -> Config | None:
         """Return the nested object under ``key`` as a config of the same model type, or None if it is absent."""

@@ -110,13 +110,9 @@ def check_together(pages: Mapping[str, Tensor]) -> None:
                 raise PoolError(f"{first} and {name} differ in {what}: {here} and {there}; one pool has one page table")
     for index, (name, cache) in enumerate(held):
         for other_name, other in held[:index]:
-            if _overlap(other, cache):
+            # Address ranges may interleave, like those of keys and values.
+            if np.shares_memory(_addresses(other), _addresses(cache)):
                 raise PoolError(f"{other_name} and {name} overlap in memory; give each its own")
-
-
-def _overlap(first: Tensor, second: Tensor) -> bool:
-    """Return True if two strided tensors share a byte. Their address ranges may interleave, like keys and values."""
-    return np.shares_memory(_addresses(first), _addresses(second))
 
 
 def _addresses(tensor: Tensor) -> NDArray[np.void]:

@@ -90,13 +90,12 @@ class RowWriter:
     def __init__(self, pages: Tensor, layout: PageLayout, scale: float) -> None:
         self.pages, self.scale, self.layout = pages, scale, layout
         self.limit = layout.num_pages * layout.page_size
-        self.blocks, constants = _blocks_and_constants(pages, layout)
-        self._constants = constants | _early(pages)
+        self.blocks, self._constants = _blocks_and_constants(pages, layout)
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         if not rows.shape[0]:
             return
-        slots, rows = _slots(slots), _rows(rows)
+        slots, rows = _dense(slots), _dense(rows)
         token_stride, head_stride, _ = rows.stride()
         _write_rows[rows.shape[0], self.blocks](
             self.pages, slots, rows, token_stride, head_stride, self.scale, self.limit, **self._constants
@@ -116,13 +115,12 @@ class PairWriter:
             **{f"VALUE_{name}": stride for name, stride in zip(_STRIDES, values.layout.strides, strict=True)},
             "VALUE_DIM": values.layout.dim,
             "KEY_BLOCKS": key_blocks,
-            **_early(keys.pages),
         }
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         if not k.shape[0]:
             return
-        slots, k, v = _slots(slots), _rows(k), _rows(v)
+        slots, k, v = _dense(slots), _dense(k), _dense(v)
         _write_pairs[k.shape[0], self._blocks](
             self._keys.pages, self._values.pages, slots, k, v, *k.stride()[:2], *v.stride()[:2],
             self._keys.scale, self._values.scale, self._keys.limit, **self._constants,
@@ -136,6 +134,7 @@ def _blocks_and_constants(
     width = layout.heads * layout.dim
     widest = width if wider is None else max(width, wider.heads * wider.dim)
     block = min(triton.next_power_of_2(widest), _LARGEST_BLOCK)
+    early = torch.version.hip is None and torch.cuda.get_device_capability(pages.device) >= (9, 0)
     return triton.cdiv(width, block), {
         "PAGE_SIZE": layout.page_size,
         **dict(zip(_STRIDES, layout.strides, strict=True)),
@@ -143,18 +142,10 @@ def _blocks_and_constants(
         "DIM": layout.dim,
         "FLOAT8": pages.element_size() == 1,
         "BLOCK": block,
+        "EARLY": early,
+        **({"launch_pdl": True} if early else {}),  # Triton for AMD refuses the option, whatever its value
     }
 
 
-def _early(pages: Tensor) -> dict[str, bool]:
-    early = torch.version.hip is None and torch.cuda.get_device_capability(pages.device) >= (9, 0)
-    # Triton for AMD refuses the option launch_pdl, whatever its value.
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-
-
-def _slots(slots: Tensor) -> Tensor:
-    return slots if slots.stride(0) == 1 else slots.contiguous()
-
-
-def _rows(rows: Tensor) -> Tensor:
-    return rows if rows.stride(2) == 1 else rows.contiguous()
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -118,9 +118,9 @@ class ModelAttention:
 
     def capture(self, batch: ForwardBatch, *, in_capture: bool = False) -> BatchPlan:
         """Plan a batch before a graph captures (``in_capture=True``) or replays it, and mark it as planned (B2)."""
-        plan = self._graph_hook("init_forward_metadata_out_graph")(batch, in_capture)
-        hook, who = "init_forward_metadata_out_graph", self.backend.backend_id
-        received = received_plan(plan, who, batch.forward_mode, batch.num_tokens, hook)
+        hook, planner = "init_forward_metadata_out_graph", self.backend.backend_id
+        plan = self._graph_hook(hook)(batch, in_capture)
+        received = received_plan(plan, planner, batch.forward_mode, batch.num_tokens, hook)
         batch.plan = BatchPlan(received, geometry=batch.geometry)
         batch.mark_forward_metadata_ready()
         return batch.plan

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from os import _exit  # os._exit raises while a plugin is loaded
 
 EXIT_CODE = 130
-
-
-def end_now(*_: object) -> None:
-    """End the process with exit code 130. Also a signal handler."""
-    if sys.stderr is not None:
-        sys.stderr.write("interrupted\n")
-        sys.stderr.flush()
-    _exit(EXIT_CODE)  # a normal exit would print the interpreter's own traceback
 
 
 class Terminated(SystemExit):

@@ -20,7 +20,6 @@ from attnplug.contract.backend import (
     bind_optional_hook,
     hook_signatures,
     methods,
-    protocol_methods,
 )
 from attnplug.contract.context import BackendContext, HostContext
 from attnplug.contract.hooks import shown
@@ -53,7 +52,7 @@ def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
             yield f"it has no {name}"
         elif not isinstance(found, wanted):
             yield f"its {name} is {found!r}, not a {wanted.__name__}"
-    needed = protocol_methods()
+    needed = methods(AttentionBackend)
     if linear:
         needed = methods(LinearHooks) | {"init_forward_metadata": needed["init_forward_metadata"]}
     for name, signature in needed.items():
@@ -279,7 +278,7 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
         own_roles = frozenset(role for role in roles if registered in selection.serving(role))
         built[name] = _build(selection, registered, context, own_roles)
     extenders = selection.graph_extenders({name: backend.claims.cuda_graph for name, backend in built.items()})
-    if extenders or any(selection.schedule(role) is not None for role in roles):
+    if extenders or any(selection.choices[role].schedule is not None for role in roles):
         return _dispatch_by_batch(selection, built, roles, extenders)
     return SplitBackend(*built.values(), verify=selection.verify) if len(built) > 1 else next(iter(built.values()))
 
@@ -291,7 +290,7 @@ def _dispatch_by_batch(
     serving: dict[Role, BackendSchedule | str] = {}
     left_out: dict[str, str] = {}
     for role in roles:
-        chosen, schedule = selection.chosen(role).spec.name, selection.schedule(role)
+        chosen, schedule = selection.chosen(role).spec.name, selection.choices[role].schedule
         serving[role] = chosen
         if schedule is None:
             continue

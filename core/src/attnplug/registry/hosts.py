@@ -15,7 +15,6 @@ from attnplug.declare.problem import Problem
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Source
 from attnplug.declare.settings import Render
-from attnplug.registry.isolation import guarded
 from attnplug.registry.loading import attributed, find_entry_points, load_entry_point
 
 GROUP = "attnplug.hosts"
@@ -69,9 +68,8 @@ class HostSpec:
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         """Return every refusal of a problem by this host, including that of the installed version."""
-        found = self.installed()
-        version = None if found is None else self.version_refusal(found)
-        return [*([] if version is None else [version]), *self.refuse(problem)]
+        version = None if (found := self.installed()) is None else self.version_refusal(found)
+        return [*filter(None, [version]), *self.refuse(problem)]
 
 
 def load_host(name: str) -> tuple[HostSpec, Source]:
@@ -91,8 +89,7 @@ def load_host(name: str) -> tuple[HostSpec, Source]:
         claimants = " and ".join(f"{Source.of(point)} ({point.value})" for point in named)
         raise PluginError(f"host {name!r} is claimed by {claimants}, so neither is used; uninstall one")
     with attributed("host", named[0]):
-        with guarded():
-            spec = load_entry_point(named[0])
+        spec = load_entry_point(named[0])
         if not isinstance(spec, HostSpec):
             raise PluginError(f"it is {spec!r}, not a HostSpec")
     return spec, Source.of(named[0])

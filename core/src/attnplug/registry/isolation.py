@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _locale
 import _signal  # type: ignore[import-not-found]  # 'signal' would take 2 ms to import
 import contextlib
 import io
@@ -14,8 +13,6 @@ from typing import Any, NoReturn
 
 from attnplug.declare.errors import PluginError, describe_error
 
-_SIGNALS = (_signal.SIGINT, _signal.SIGTERM)
-
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
@@ -25,8 +22,8 @@ def guarded() -> Iterator[None]:
     - ``os._exit`` raises SystemExit. It would end the process without a word about the package that called it.
     - Entries removed from the import system are restored and reported by a PluginError, because otherwise nothing could
       be imported afterwards. Added entries stay, because a plugin's backend may need them later.
-    - Closed standard streams, removed environment variables, warning filters, the current directory, the locale,
-      handlers of SIGINT and SIGTERM and a lowered recursion limit are restored silently.
+    - Closed standard streams, removed environment variables, warning filters, the current directory and handlers of
+      SIGINT and SIGTERM are restored silently.
     """
     lists: dict[str, list[Any]] = {name: getattr(sys, name) for name in ("path", "meta_path", "path_hooks")}
     entries = {name: list(found) for name, found in lists.items()}
@@ -91,25 +88,21 @@ def _same_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_settings() -> Iterator[None]:
-    """Restore removed variables, the directory, the locale, signal handlers and a lowered recursion limit."""
+    """Restore removed variables, the current directory and signal handlers."""
     variables = os.environ._data.copy()  # type: ignore[attr-defined]  # encoded; decoding them all would take 60 µs
-    limit, locale = sys.getrecursionlimit(), _locale.setlocale(_locale.LC_ALL)
-    handlers = {number: _signal.getsignal(number) for number in _SIGNALS}
-    directory: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    with contextlib.suppress(OSError):  # deleted
-        directory = contextlib.chdir(os.getcwd())
-    try:
-        with directory:
+    handlers = {number: _signal.getsignal(number) for number in (_signal.SIGINT, _signal.SIGTERM)}
+    with contextlib.ExitStack() as undo:
+        with contextlib.suppress(OSError):  # deleted
+            undo.callback(os.chdir, os.getcwd())
+        try:
             yield
-    finally:
-        for name in variables.keys() - os.environ._data.keys():  # type: ignore[attr-defined]
-            os.environ[os.fsdecode(name)] = os.fsdecode(variables[name])
-        sys.setrecursionlimit(max(limit, sys.getrecursionlimit()))
-        _locale.setlocale(_locale.LC_ALL, locale)
-        for number, handler in handlers.items():
-            if handler is not None and _signal.getsignal(number) is not handler:
-                with contextlib.suppress(ValueError):  # not the main thread
-                    _signal.signal(number, handler)
+        finally:
+            for name in variables.keys() - os.environ._data.keys():  # type: ignore[attr-defined]
+                os.environ[os.fsdecode(name)] = os.fsdecode(variables[name])
+            for number, handler in handlers.items():
+                if handler is not None and _signal.getsignal(number) is not handler:
+                    with contextlib.suppress(ValueError):  # not the main thread
+                        _signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -69,13 +69,8 @@ class Broken:
         return f"{self.name} ({self.source}): {self.error}"
 
 
-def find_plugins() -> tuple[list[EntryPoint], list[Broken]]:
-    """Find the entry points of all plugins, and installations whose entry points cannot be read."""
-    return find_entry_points(GROUP)
-
-
-def find_entry_points(group: str) -> tuple[list[EntryPoint], list[Broken]]:
-    """Find every entry point of a group, and installations whose entry points cannot be read."""
+def find_entry_points(group: str = GROUP) -> tuple[list[EntryPoint], list[Broken]]:
+    """Find every entry point of a group, by default all plugins, and installations that cannot be read."""
     with contextlib.suppress(Exception):  # one damaged installation fails the whole call
         return list(metadata.entry_points(group=group)), []
     points: dict[tuple[str, str], EntryPoint] = {}
@@ -126,10 +121,11 @@ def load_entry_point(point: EntryPoint) -> Any:
 
 @contextlib.contextmanager
 def attributed(kind: str, point: EntryPoint) -> Iterator[None]:
-    """Raise any error of another package's entry point as a PluginError that names it. Packages raise anything."""
+    """Run code of another package's entry point, guarded. Any error becomes a PluginError that names it."""
     source = Source.of(point)
     try:
-        yield
+        with guarded():
+            yield
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"while loading {kind} {point.name} ({source})") from error
     except BaseException as error:

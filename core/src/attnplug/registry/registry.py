@@ -18,7 +18,7 @@ from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Provided, Registered, Source
 from attnplug.declare.version import CONTRACT_VERSION, contract_problem
 from attnplug.declare.workspace_kind import WorkspaceKind
-from attnplug.registry.loading import Broken, Loaded, canonical_name, find_plugins, load_plugin
+from attnplug.registry.loading import Broken, Loaded, canonical_name, find_entry_points, load_plugin
 
 Claim = TypeVar("Claim", bound=Registered | Provided[Any])
 
@@ -95,7 +95,7 @@ def load_registry(
     A broken plugin is recorded in ``Registry.broken``. In strict mode it is a PluginError that lists all broken ones.
     """
     environment = os.environ if environment is None else environment
-    points, broken = find_plugins() if plugins is None else (list(plugins), [])
+    points, broken = find_entry_points() if plugins is None else (list(plugins), [])
     found = sorted(
         ((point, Source.of(point)) for point in points), key=lambda each: (each[1].distribution, each[0].name)
     )

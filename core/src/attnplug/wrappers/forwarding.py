@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnplug.contract.backend import AttentionBackend, bind_optional_hook, hook_signatures, protocol_methods
+from attnplug.contract.backend import AttentionBackend, bind_optional_hook, hook_signatures, methods
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.hooks import Hook, shown
 from attnplug.contract.mode import ForwardMode
@@ -17,7 +17,6 @@ from attnplug.declare.claims import Claims, weakest
 from attnplug.declare.errors import BackendError
 from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 from attnplug.declare.model import LayerSpec
-from attnplug.declare.problem import GraphLevel
 
 _BATCH, _LAYER = ("batch", "forward_batch"), "layer"
 
@@ -50,7 +49,7 @@ class ForwardingBackend(ABC):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        for name, signature in {**protocol_methods(), **hook_signatures()}.items():
+        for name, signature in {**methods(AttentionBackend), **hook_signatures()}.items():
             owner = next((base for base in cls.__mro__ if name in vars(base)), None)
             # The empty bodies of a protocol that a wrapper inherits from forward nothing, so they are replaced.
             own = None if getattr(owner, "_is_protocol", False) else getattr(cls, name, None)
@@ -66,6 +65,8 @@ class ForwardingBackend(ABC):
     def __init__(self, name: str, children: Mapping[str, Any], decided_by: Mapping[str, str] | None = None) -> None:
         self.backend_id = BackendId(name)
         self.children = dict(children)
+        self.captured: tuple[str, ...] = tuple(children)
+        """Labels of the children that take part in graphs at the level that this backend claims."""
         inside = [child for child in children.values() if isinstance(child, ForwardingBackend)]
         self.left_out: dict[str, str] = {name: why for child in inside for name, why in child.left_out.items()}
         """Backends that were to serve a role per batch and do not, by name, with the reason."""
@@ -75,7 +76,7 @@ class ForwardingBackend(ABC):
         self._calls: dict[tuple[str, str], Hook | None] = {
             (label, method): getattr(child, method, None)
             for label, child in children.items()
-            for method in protocol_methods()
+            for method in methods(AttentionBackend)
         }
         for hook in hook_signatures():
             bound = {(label, hook): bind_optional_hook(child, hook) for label, child in children.items()}
@@ -128,14 +129,18 @@ class ForwardingBackend(ABC):
             *(length_ranges(child, mode, requests, tokens, ragged) for child in self.children.values())
         )
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for label in self.captured:
+            self.required(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the maximum: a batch is padded once, and every captured child must be able to plan it."""
+        return max(int(self.required(label, "get_cuda_graph_seq_len_fill_value")()) for label in self.captured)
+
     def chunk_plan(self, label: str, batch: ForwardBatch, disable_flashinfer_ragged: bool) -> Plan | None:
         """Call a child's ``init_mha_chunk_metadata``. Without the hook there is nothing to plan (A6, A8)."""
         hook = self._calls[label, "init_mha_chunk_metadata"]
         return None if hook is None else hook(batch, disable_flashinfer_ragged)
-
-    def has(self, label: str, name: str) -> bool:
-        """Return True if a child has a method or hook."""
-        return self._calls[label, name] is not None
 
     def required(self, label: str, name: str) -> Hook:
         """Return a child's method or hook as a function of all offered values. Raises BackendError if it has none."""
@@ -160,25 +165,6 @@ def limited_by(backend: object, claim: str) -> tuple[str, ...]:
         return ()
     children = [backend.children[label] for label in backend.limiting_children.get(claim, ())]
     return tuple(name for child in children for name in limited_by(child, claim) or (child.backend_id.name,))
-
-
-def captures_extends(backend: AttentionBackend) -> bool:
-    """Return True if extends can be captured: any batch can be, or one child runs captured extends."""
-    has_child = isinstance(backend, ForwardingBackend) and backend.captured_extends is not None
-    return has_child or backend.claims.cuda_graph is GraphLevel.ALWAYS
-
-
-def plan_alike(backend: AttentionBackend, plan: Plan, batch: ForwardBatch) -> Plan:
-    """Plan an eager batch with the same children that made ``plan``, this backend's plan of another batch."""
-    if not isinstance(backend, ForwardingBackend):
-        return backend.init_forward_metadata(batch)
-    made = {
-        label: plan_alike(child, part, batch)
-        for label, child in backend.children.items()
-        for part in plan.parts
-        if part.planner is child.backend_id
-    }
-    return backend.plan_of(batch, made, "init_forward_metadata")
 
 
 def planner_claims(backend: AttentionBackend, plan: Plan) -> Claims:

@@ -59,13 +59,12 @@ class SplitBackend(ForwardingBackend):
     """
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, *, verify: Role = Role.DECODE) -> None:
-        super().__init__(
-            f"split({prefill.backend_id.name}, {decode.backend_id.name})",
-            {Role.PREFILL: prefill, Role.DECODE: decode},
-        )
+        name = f"split({prefill.backend_id.name}, {decode.backend_id.name})"
+        super().__init__(name, {Role.PREFILL: prefill, Role.DECODE: decode})
         claims = {label: child.claims for label, child in self.children.items()}
         combined = weakest_by_role(claims, {Role.PREFILL}, {Role.DECODE})
         self.claims, self.limiting_children = combined.claims, combined.limited_by
+        self.captured = tuple(self.children) if self.claims.cuda_graph > GraphLevel.DECODE else (Role.DECODE,)
         self._child_of: dict[ForwardMode, tuple[str]] = {mode: (role,) for mode, role in role_of_modes(verify).items()}
 
     def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
@@ -81,18 +80,6 @@ class SplitBackend(ForwardingBackend):
         self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
     ) -> tuple[LengthRange, ...]:
         return length_ranges(self.children[self._child_of[mode][0]], mode, requests, tokens, ragged)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        for label in self._captured():
-            self.required(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return the larger of the children's values: a batch is padded once, and every captured child must plan it."""
-        return max(int(self.required(label, "get_cuda_graph_seq_len_fill_value")()) for label in self._captured())
-
-    def _captured(self) -> tuple[str, ...]:
-        """Return the labels of the children that take part in graphs at the level that this backend claims."""
-        return tuple(self.children) if self.claims.cuda_graph > GraphLevel.DECODE else (Role.DECODE,)
 
 
 FULL, LINEAR = "full", "linear"

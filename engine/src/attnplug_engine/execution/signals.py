@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from os import _exit  # os._exit raises while a plugin is loaded
 from types import FrameType
 from typing import Any
 
-from attnplug.machine.interrupt import end_now
+from attnplug.machine.interrupt import EXIT_CODE
 
 
 @contextmanager
@@ -22,11 +24,19 @@ def exit_immediately() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or handled by the application
         yield
         return
-    signal.signal(signal.SIGINT, end_now)
+    signal.signal(signal.SIGINT, _end_now)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_now(*_: object) -> None:
+    """Signal handler: end the process with exit code 130."""
+    if sys.stderr is not None:
+        sys.stderr.write("interrupted\n")
+        sys.stderr.flush()
+    _exit(EXIT_CODE)  # a normal exit would print the interpreter's own traceback
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnplug import (
+    AttentionBackend,
     AttentionKind,
     BackendError,
     ForwardBatch,
@@ -23,12 +24,12 @@ from attnplug import (
     LayerSpec,
     MLAPool,
     ModelSpec,
+    Plan,
 )
 from attnplug.contract.batch import BatchPlan
-from attnplug.host import HostLengths, KVPools, ModelAttention, planner_claims
+from attnplug.host import ForwardingBackend, HostLengths, KVPools, ModelAttention, planner_claims
 from attnplug.linear import DeltaInputs, DeltaWeights, LinearDims, LinearInputs
 from attnplug.sparse import IndexerDims, IndexInputs
-from attnplug.wrappers.forwarding import plan_alike
 from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_sparse.hisparse import HiSparse
@@ -356,3 +357,16 @@ class CaptureCheck:
 def _cells(cache: Tensor) -> Tensor:
     """Return a view that torch can index: it indexes bytes everywhere, float8 only on some devices."""
     return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
+
+
+def plan_alike(backend: AttentionBackend, plan: Plan, batch: ForwardBatch) -> Plan:
+    """Plan an eager batch with the same children that made ``plan``, this backend's plan of another batch."""
+    if not isinstance(backend, ForwardingBackend):
+        return backend.init_forward_metadata(batch)
+    made = {
+        label: plan_alike(child, part, batch)
+        for label, child in backend.children.items()
+        for part in plan.parts
+        if part.planner is child.backend_id
+    }
+    return backend.plan_of(batch, made, "init_forward_metadata")

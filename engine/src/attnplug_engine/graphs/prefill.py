@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, ModelSpec
-from attnplug.host import ModelAttention
+from attnplug import AttentionBackend, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
+from attnplug.host import ForwardingBackend, ModelAttention
 from attnplug_engine.execution.in_flight import fill_pending_tokens
 from attnplug_engine.execution.sampler import Sampler, sample
 from attnplug_engine.execution.sampling_inputs import SamplingArrays
@@ -248,3 +248,9 @@ def _fields(memory: Tensor, tokens: int, requests: int) -> list[Tensor]:
     long = memory[:drawn].view(torch.int64).split([tokens, tokens, requests, requests, requests])
     short = memory[lens:].view(torch.int32).split(requests)
     return [*long, *short, memory[drawn:lens]]
+
+
+def captures_extends(backend: AttentionBackend) -> bool:
+    """Return True if extends can be captured: any batch can be, or one child runs captured extends."""
+    has_child = isinstance(backend, ForwardingBackend) and backend.captured_extends is not None
+    return has_child or backend.claims.cuda_graph is GraphLevel.ALWAYS
