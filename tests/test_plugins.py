@@ -62,11 +62,10 @@ def test_the_tables_that_a_package_ships_are_of_its_own_backends() -> None:
     """They are found by the device's name, and each can be read."""
     registry = load_registry(environment={})
     for folder in registry.table_folders:
-        files = [read_tables(path) for path in folder.value.iterdir()]
+        files = {path: read_tables(path) for path in folder.value.iterdir()}
         assert files
-        for file in files:
-            found = [Path(found.path) for found in table_files([folder], Processor(file.device, file.sm))]
-            assert file.path in found
+        for path, file in files.items():
+            assert str(path) in [found.path for found in table_files([folder], Processor(file.device, file.sm))]
             assert {registry.backends[table.backend].source for table in file.tables} == {folder.source}
 
 

@@ -52,7 +52,7 @@ def test_measured_times_decide_and_are_explained() -> None:
 def test_a_host_that_plans_by_batch_gets_a_schedule() -> None:
     selection = chosen(*crossing(), per_batch=True)
     assert decode(selection) == ["late", "early"]
-    schedule = selection.choices[Role.DECODE].schedule
+    schedule = selection.schedule(Role.DECODE)
     assert schedule is not None
     assert [schedule.fastest(1, length, 1) for length in (128, 4096)] == ["early", "late"]
     lines = list(explanation(selection))
@@ -70,7 +70,7 @@ def test_the_backend_of_a_graph_for_all_lengths_is_named() -> None:
     for graphs in (True, False):
         problem = replace(PROBLEM, wants_graphs=graphs, graphs_by_length=False)
         selection = chosen(*crossing(), installed=installed, problem=problem, per_batch=True)
-        schedule = selection.choices[Role.DECODE].schedule
+        schedule = selection.schedule(Role.DECODE)
         assert schedule is not None
         first = "late in a graph; without, " if graphs else ""
         assert f"  8 requests: {first}{schedule.describe(8, 1)}" in explanation(selection)
@@ -89,7 +89,7 @@ def test_what_a_host_prefills_by_its_own_calls_has_one_backend() -> None:
         ranking = default_ranking(installed, problem, per_batch=True)
         selection = select(installed, BackendRequest(roles={Role.PREFILL: "auto"}), problem, ranking=ranking)
         assert decode(selection) == ["late", "early"]
-        assert (selection.choices[Role.PREFILL].schedule is None) is by_host
+        assert (selection.schedule(Role.PREFILL) is None) is by_host
 
 
 def test_a_backend_that_is_hardly_better_anywhere_is_not_scheduled() -> None:

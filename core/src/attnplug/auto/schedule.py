@@ -53,8 +53,7 @@ class Grid:
 
     def lengths(self, requests: int, tokens: int, *, ragged: bool) -> list[int]:
         """Measured lengths of batches like this one. Interpolated times are log-linear between them."""
-        sheet = self._sheets.get(ragged) or self._sheets[not ragged]
-        return sheet.lengths(requests, tokens)
+        return (self._sheets.get(ragged) or self._sheets[not ragged]).lengths(requests, tokens)
 
 
 class _Sheet:

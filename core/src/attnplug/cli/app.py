@@ -100,8 +100,7 @@ def command_conflict(name: str, points: Collection[EntryPoint]) -> str | None:
 
 
 def _add_loaded(commands: Commands[argparse.ArgumentParser], name: str, points: list[EntryPoint]) -> None:
-    taken = command_conflict(name, points)
-    if taken is not None:
+    if (taken := command_conflict(name, points)) is not None:
         raise PluginError(taken)
     (point,) = points
     with attributed("command", point):

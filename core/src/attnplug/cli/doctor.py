@@ -147,7 +147,7 @@ def run(parsed: argparse.Namespace) -> int:
             "kernel libraries": partial(_kernel_libraries, probes, plugins),
             "plugins": partial(_plugins, probes, plugins, torch),
             "measured tables": partial(_tables, plugins),
-            "variables": _variables,
+            "variables": lambda: {name: repr(os.environ[name]) for name in _VARIABLES if name in os.environ},
             "cache folders": _caches,
         }
         try:
@@ -338,10 +338,6 @@ def _table_states(registry: Registry) -> Findings:
     processors = [found for device in ("cuda", "cpu") if (found := this_processor(device)) is not None]
     states = [f for processor in processors for f in file_states(registry, processor).items()]
     return dict(states) or {"of this user": f"none in {cache_folder()}; 'attnplug tune' measures"}
-
-
-def _variables() -> Findings:
-    return {name: repr(os.environ[name]) for name in _VARIABLES if name in os.environ}
 
 
 def _caches() -> Findings:

@@ -77,11 +77,10 @@ def target_device(device: str | None, sm: int | None) -> tuple[str, int | None]:
 
 
 def graph_level(text: str) -> GraphLevel:
-    try:
-        return GraphLevel[text.upper()]
-    except KeyError:
-        known = ", ".join(level.name.lower() for level in GraphLevel)
-        raise UsageError(f"--cuda-graph {text!r} is unknown; use one of {known}") from None
+    levels = {level.name.lower(): level for level in GraphLevel}
+    if text.lower() not in levels:
+        raise UsageError(f"--cuda-graph {text!r} is unknown; use one of {', '.join(levels)}")
+    return levels[text.lower()]
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -53,8 +53,7 @@ def _run(parsed: argparse.Namespace) -> int:
     except (AttnplugError, KeyboardInterrupt, interrupt.Terminated):
         raise
     except BaseException as error:
-        fault = _plugin_fault(error)
-        if fault is None:
+        if (fault := _plugin_fault(error)) is None:
             raise
         raise fault from error
 

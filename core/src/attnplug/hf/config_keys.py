@@ -100,12 +100,8 @@ class Config:
 
     def section(self, key: str) -> Config | None:
         """Return the nested object under ``key`` as a config of the same model type, or None if it is absent."""
-        value = self.lookup(key)
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise self.wrong(key, "an object")
-        return Config(value, self.source, self.model_type, f"{self.path}{key}.")
+        value = self._optional(key, Mapping, "an object")
+        return None if value is None else Config(value, self.source, self.model_type, f"{self.path}{key}.")
 
     def choices(self, key: str, known: Mapping[str | int, _T], count: int | None = None) -> list[_T] | None:
         """Map each entry of the list under ``key`` through ``known``. If given, ``count`` is the required length."""

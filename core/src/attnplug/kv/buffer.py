@@ -172,10 +172,9 @@ class PagedBuffer:
 
     def move_rows(self, sources: Tensor, targets: Tensor) -> None:
         """Copy rows between slots, as stored; all are read before any is written. Equal targets have equal sources."""
-        if self._flat is not None:
-            self._scatter(targets, self._flat.index_select(0, sources))
-        else:
-            self._scatter(targets, self._cells[self._page_and_offset(sources)])
+        flat = self._flat
+        rows = self._cells[self._page_and_offset(sources)] if flat is None else flat.index_select(0, sources)
+        self._scatter(targets, rows)
 
     def _encode(self, rows: Tensor) -> Tensor:
         if not self._float8:
@@ -275,16 +274,14 @@ def copy_pages(buffers: Iterable[PagedBuffer], copies: Sequence[PageCopy]) -> No
     outside = sorted({page for copy in copies for page in (copy.source, copy.target) if not 0 <= page < limit})
     if outside:
         raise PoolError(f"pages {outside} cannot be copied: the pool holds pages 0 to {limit - 1}")
-    sources, targets = (torch.tensor(pages, dtype=torch.int64) for pages in settle_copies(copies))
     device = buffers[0].pages.device
-    sources, targets = sources.to(device), targets.to(device)
+    sources, targets = (torch.tensor(pages, dtype=torch.int64, device=device) for pages in settle_copies(copies))
     for buffer in buffers:
         buffer.move_pages(sources, targets)
 
 
-def move_rows(buffers: Iterable[PagedBuffer], sources: Tensor, targets: Tensor) -> None:
+def move_rows(buffers: Sequence[PagedBuffer], sources: Tensor, targets: Tensor) -> None:
     """Copy rows in each of ``buffers``, which hold the same slots on one device; see ``KVPools.move_rows``."""
-    buffers = tuple(buffers)
     if targets.dim() != 1 or sources.shape != targets.shape:
         raise PoolError(
             f"rows cannot be moved from slots of shape {list(sources.shape)} to slots of shape {list(targets.shape)}; "

@@ -268,8 +268,7 @@ class LinearStatePool:
             assert dims is not None
             shape = (num_slots, dims.heads, dims.key_dim, dims.value_dim)
             self._recurrent[layer_id] = torch.zeros(shape, dtype=torch.float32, device=device) if dims.heads else None
-            conv = (num_slots, dims.conv_channels, dims.conv_width)
-            stored = torch_dtype(dtype)
+            conv, stored = (num_slots, dims.conv_channels, dims.conv_width), torch_dtype(dtype)
             self._conv[layer_id] = torch.zeros(conv, dtype=stored, device=device) if dims.conv_width else None
         self._states = [s for s in (*self._recurrent.values(), *self._conv.values()) if s is not None]
 

@@ -119,9 +119,7 @@ class WorkspaceOwner:
                     f"{owner} asks for workspace {kind.name!r} with zeroed={kind.zeroed}, "
                     f"but it exists with zeroed={other.zeroed}; another contract needs another name"
                 )
-        workspace = self._workspaces.get(key)
-        if workspace is None:
-            workspace = Workspace(kind, key[0], lane)
+        workspace = self._workspaces.get(key) or Workspace(kind, key[0], lane)
         workspace._grow(owner, nbytes, self._allocate)
         self._workspaces[key] = workspace
         return workspace

@@ -128,6 +128,10 @@ class Selection:
         """Return the backends that share a role, the chosen one first. There are several only if it has a schedule."""
         return self.choices[role].serving
 
+    def schedule(self, role: Role) -> BackendSchedule | None:
+        """Return the per-batch schedule of a role, or None if it has only one backend."""
+        return self.choices[role].schedule
+
     def graph_extenders(self, levels: Mapping[str, GraphLevel]) -> list[str]:
         """Return the backends that can run extends in CUDA graphs, if ``auto`` also chose backends that cannot.
 
