@@ -44,5 +44,7 @@ def test_planning_8218_rows_after_a_prefix_of_800(name):
     if name == "flashinfer_mla":
         assert chunks.query_rows == 8218
         assert chunks.metadata[0].handle.kernel.call is first
+    elif name == "triton_mla":
+        assert chunks.query_rows == 8218 and chunks.metadata[0][0] is first
     else:
         assert chunks is None  # no hook, or nothing that a hook has to plan
