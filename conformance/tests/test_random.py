@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
 from attnplug import AttentionKind, CacheLayout, DType, ForwardMode, UsageError
 from attnplug.cli.app import parse, run
 from attnplug_conformance.check import Check
+from attnplug_conformance.checks import random as random_check
 from attnplug_conformance.draw import draw
 from attnplug_conformance.random_case import Way, fit, from_text, to_text
 from attnplug_conformance.report import lines
@@ -209,3 +211,13 @@ def test_every_kind_has_random_cases():
     assert {check.kind for check in checks} == set(map(str, AttentionKind)) and all(
         isinstance(c, Check) for c in checks
     )
+
+
+def test_a_first_case_that_compiles_does_not_end_the_drawing():
+    """On a GPU, the first case takes seconds longer than its estimate: start of CUDA, and compilation."""
+    clock = random_check._Clock(torch.device("cuda"), 40.0)
+    clock.record(estimated=0.001, measured=3.4)
+    assert not clock.affords(0.01) and any(clock.affords(0.01) for _ in range(9))
+    on_cpu = random_check._Clock(torch.device("cpu"), 40.0)
+    on_cpu.record(estimated=0.001, measured=3.4)
+    assert not any(on_cpu.affords(0.01) for _ in range(9))

@@ -235,7 +235,8 @@ class _Clock:
 
     def __init__(self, device: torch.device, budget: float) -> None:
         # CPU time does not depend on other processes; a GPU's work is not CPU time.
-        self.now = time.perf_counter if device.type == "cuda" else time.process_time
+        self._compiles = device.type == "cuda"
+        self.now = time.perf_counter if self._compiles else time.process_time
         self.start, self.budget, self.slowdown = self.now(), budget, 1.0
 
     @property
@@ -243,7 +244,10 @@ class _Clock:
         return self.now() - self.start
 
     def affords(self, seconds: float) -> bool:
-        return self.slowdown * seconds <= min(self.budget / 8, 1.2 * (self.budget - self.spent))
+        affords = self.slowdown * seconds <= min(self.budget / 8, 1.2 * (self.budget - self.spent))
+        if self._compiles and not affords:
+            self.slowdown *= 0.5  # most of a case's time was compilation, which the next case may not need
+        return affords
 
     def record(self, estimated: float, measured: float) -> None:
         """Remember how much slower than its estimate a case was; a faster one lowers the factor slowly."""
