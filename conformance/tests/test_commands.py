@@ -45,6 +45,7 @@ def test_conform_writes_a_report(suffix, tmp_path, capsys):
         assert json.loads(path.read_text())["conforms"] is True
 
 
+@pytest.mark.long
 def test_processes_find_what_one_finds(tmp_path):
     """In the order of the checks, with what they measured, whatever a process was given."""
     found = []

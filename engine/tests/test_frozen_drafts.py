@@ -26,6 +26,8 @@ from attnplug_engine.speculation.frozen_kv import FrozenKVProposer
 from attnplug_testing.draft_checkpoints import VOCAB, random_tensors, save, shapes_of_assistant
 from attnplug_testing.errors import having
 
+pytestmark = pytest.mark.long
+
 LLAMA, QWEN, HYBRID = "tiny:llama", "tiny:qwen3", "tiny:qwen3_next"
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
 STEPS, HIDDEN, BACKBONE, HEADS = 3, 32, 64, 4

@@ -12,6 +12,8 @@ from attnplug.host import TINY_CONFIGS, ExtendPolicy
 from attnplug_engine.engine import Engine
 from attnplug_engine.request import SamplingParams
 
+pytestmark = pytest.mark.long
+
 MODELS = ["kimi_linear", "qwen3_next", "qwen3_5_text", "minimax", "mamba2", "nemotron_h"]
 STATES = ["kimi_linear", "minimax"]
 """With a convolution's state beside the recurrent one, and without."""

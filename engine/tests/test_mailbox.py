@@ -21,6 +21,8 @@ from attnplug_engine.graphs.mailbox import SLOTS, Mailbox
 from attnplug_engine.graphs.step_graphs import capture_steps
 from attnplug_testing.devices import INTERPRETED
 
+pytestmark = pytest.mark.long
+
 SIZE, PAGES = 7, 41
 
 

@@ -22,6 +22,8 @@ from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_engine import Engine
 from attnplug_testing.sharing import alternating
 
+pytestmark = pytest.mark.long
+
 DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram": NGRAM | shaped(2),

@@ -16,6 +16,8 @@ from attnplug_engine import Engine, Request, SamplingParams
 from attnplug_engine.scheduling.step import PENDING
 from attnplug_testing.errors import having
 
+pytestmark = pytest.mark.long
+
 SETTINGS = {"device": "cpu", "page_size": 4, "max_batch": 3, "context_length": 64}
 
 

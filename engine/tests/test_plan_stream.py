@@ -27,6 +27,8 @@ from attnplug_engine.speculation.plan_stream import PlanStream
 from attnplug_testing.command import Attnplug
 from attnplug_testing.errors import having, missing_values
 
+pytestmark = pytest.mark.long
+
 VERIFY, EXTEND, DECODE = "target_verify", "draft_extend", "decode"
 CHAIN, TREE = standalone(LLAMA) | shaped(3), standalone(LLAMA) | shaped(3, 2, 5)
 

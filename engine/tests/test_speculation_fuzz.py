@@ -28,6 +28,8 @@ from attnplug_engine.request import FinishReason, Request
 from attnplug_engine.speculation.state import RoundState
 from attnplug_testing.draft_checkpoints import random_tensors, save, saved_deepseek, shapes_of_assistant
 
+pytestmark = pytest.mark.long
+
 LLAMA, DEEPSEEK, QWEN, KIMI = "tiny:llama", "tiny:deepseek_v3", "tiny:qwen3_next", "tiny:kimi_linear"
 CONTEXT = 64
 VOCAB = 128

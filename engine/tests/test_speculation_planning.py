@@ -16,6 +16,8 @@ from attnplug_engine import SamplingParams
 from attnplug_engine.speculation.batches import EagerBatches
 from attnplug_testing.errors import having, naming
 
+pytestmark = pytest.mark.long
+
 
 class Counting(RefilledNative):
     """Counts what is planned, by mode and by who asks."""

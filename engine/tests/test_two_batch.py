@@ -26,6 +26,8 @@ from attnplug_testing.command import Package
 from attnplug_testing.errors import having
 from attnplug_testing.trees import tree_bits
 
+pytestmark = pytest.mark.long
+
 EXTEND, DECODE, VERIFY, MIXED = (
     ForwardMode.EXTEND,
     ForwardMode.DECODE,

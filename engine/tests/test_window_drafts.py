@@ -20,6 +20,8 @@ from attnplug_engine.speculation.window import WindowProposer
 from attnplug_testing.draft_checkpoints import HIDDEN, saved_deepseek
 from attnplug_testing.errors import having
 
+pytestmark = pytest.mark.long
+
 CONFIG = TINY_CONFIGS["deepseek_v3"]
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
 STEPS, NEW = 3, 14

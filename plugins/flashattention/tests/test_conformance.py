@@ -33,6 +33,7 @@ SUBJECTS = [subject("on_fa4")]
 test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", OTHERS)
 def test_other_libraries_conform(kernel):
     verdict = run_checks(OTHERS[kernel], all_checks())

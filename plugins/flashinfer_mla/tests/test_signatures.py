@@ -481,6 +481,7 @@ def test_the_unpacked_versions_are_the_ends_of_what_the_plugin_claims() -> None:
     assert f">={oldest}" in str(claimed.specifier).split(",")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(VERSION_VARIABLE in os.environ, reason="this is such a version")
 @pytest.mark.parametrize("version", UNPACKED.split())
 def test_other_versions_take_the_same_calls(version: str) -> None:

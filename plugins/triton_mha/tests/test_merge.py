@@ -23,6 +23,8 @@ from attnplug_triton_mha.configurations import ENTRIES, MHAKernelConfig
 from attnplug_triton_mha.plugin import COUNTERS
 from interpreted_mha import FP8_TOLERANCE, Choose, check, scene
 
+pytestmark = pytest.mark.long
+
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
