@@ -11,6 +11,7 @@ import torch
 
 from attnplug import UsageError
 from attnplug.cli.app import parse, run
+from attnplug.declare.device import Processor
 from attnplug.declare.refusal import RefusalCode
 from attnplug.host import SelectionError, load_registry
 from attnplug_conformance.catalog import all_checks
@@ -110,7 +111,7 @@ def test_a_new_package_conforms(kind, tmp_path, monkeypatch, capsys):
     failed = {result.check.name: result.message for result in verdict.results if result.status is Status.FAILED}
     assert not failed and verdict.holds, verdict.problems
     asked = ("auto", {"linear": name}) if kind == "linear" else (name, {})
-    assert selected_backends(load_registry(), *asked, "cpu", None) == [name]  # what check does
+    assert selected_backends(load_registry(), *asked, "cpu", Processor("cpu")) == [name]  # what check does
     for module in [each for each in sys.modules if each.split(".")[0] == name]:
         del sys.modules[module]
 
@@ -163,7 +164,9 @@ class TestCheck:
 
     def test_each_role_may_have_a_backend_of_its_own(self):
         registry = load_registry()
-        chosen = selected_backends(registry, "auto", {"decode": "torch_native", "linear": "torch"}, "cpu", None)
+        chosen = selected_backends(
+            registry, "auto", {"decode": "torch_native", "linear": "torch"}, "cpu", Processor("cpu")
+        )
         assert chosen == ["torch", "torch_native"]
 
     def test_a_backend_that_cannot_be_chosen_is_refused_with_its_reasons(self):

@@ -25,7 +25,7 @@ Library = Callable[[str, str], None]
 SECTIONS = [
     "environment",
     "torch",
-    "GPUs",
+    "devices",
     "kernel libraries",
     "plugins",
     "measured tables",
@@ -33,7 +33,7 @@ SECTIONS = [
     "cache folders",
 ]
 LIBRARIES = ("fla", "flash_attn", "flash_mla", "flashinfer", "tokenspeed_mla", "triton")
-NO_PLUGINS: dict[str, Any] = {"findings": {}, "factories": {}, "tables": {}}
+NO_PLUGINS: dict[str, Any] = {"findings": {}, "factories": {}, "devices": {}, "tables": {}}
 NO_TORCH: dict[str, Any] = {"torch": {}, "failures": {}}
 
 
@@ -250,11 +250,11 @@ def test_libraries_are_those_that_installed_plugins_require(plugin: Callable[[st
 
 def test_a_probe_that_fails_costs_its_own_section_only(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> dict[str, str]:
-        raise OSError("no nvml")
+        raise OSError("no home")
 
-    monkeypatch.setattr(doctor, "_gpus", failing)
+    monkeypatch.setattr(doctor, "_caches", failing)
     found = report()
-    assert found["GPUs"] == {"probe failed": "OSError: no nvml"}
+    assert found["cache folders"] == {"probe failed": "OSError: no home"}
     assert found["plugins"]
 
 

@@ -242,7 +242,8 @@ def test_shapes_are_layers_of_their_own() -> None:
 
 def test_torch_native_is_tuned_by_the_real_clock(install: Install) -> None:
     registry = toys(install)
-    found = list(run_job(job(registry, "torch_native", *parse_points("1x64,1x8+8")), registry, HostClock()))
+    measured = job(registry, "torch_native", *parse_points("1x64,1x8+8"))
+    found = list(run_job(measured, registry, HostClock(torch.device("cpu"))))
     assert [type(each) for each in found] == [Timed, Timed]
     assert all(each.measured.low <= each.measured.microseconds <= each.measured.high for each in found)
 

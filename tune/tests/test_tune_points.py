@@ -30,7 +30,7 @@ def test_a_point_that_cannot_be_is_refused_with_its_text(text: str) -> None:
 
 def test_a_grid_begins_with_its_corners() -> None:
     """So a small budget covers all of it coarsely."""
-    decodes = [point for point in default_points("cuda", 256, 65536) if point.role is Role.DECODE]
+    decodes = [point for point in default_points(True, 256, 65536) if point.role is Role.DECODE]
     assert {(point.requests, point.length) for point in decodes[:4]} == {
         (requests, length) for requests in (1, 256) for length in (512, 65536)
     }
@@ -40,7 +40,7 @@ def test_a_grid_begins_with_its_corners() -> None:
 
 def test_each_batch_of_several_requests_is_measured_with_different_lengths_too() -> None:
     """As long as the longest of them fits into the context."""
-    points = default_points("cuda", 4, 4096, 4)
+    points = default_points(True, 4, 4096, 4)
     ragged = [point for point in points if point.ragged]
     assert {(point.requests, point.length, point.tokens) for point in ragged} == {(4, 512, 1), (4, 512, 4)}
     assert max(length for point in ragged for length in point.lengths) <= 4096
@@ -48,25 +48,25 @@ def test_each_batch_of_several_requests_is_measured_with_different_lengths_too()
 
 
 def test_a_grid_ends_at_the_largest_batch_and_context() -> None:
-    points = default_points("cuda", 32, 8192)
+    points = default_points(True, 32, 8192)
     decodes = [point for point in points if point.role is Role.DECODE]
     assert max(point.requests for point in decodes) == 32 and max(point.length for point in points) == 8192
     assert Point(Role.DECODE, 32, 8192) in decodes[:4]
 
 
 def test_a_grid_goes_on_to_a_batch_and_context_beyond_the_usual_ones() -> None:
-    decodes = [point for point in default_points("cuda", 512, 1 << 20) if point.role is Role.DECODE]
+    decodes = [point for point in default_points(True, 512, 1 << 20) if point.role is Role.DECODE]
     assert sorted({point.requests for point in decodes})[-2:] == [256, 512]
     assert sorted({point.length for point in decodes})[-3:] == [65536, 4 * 65536, 1 << 20]
 
 
 def test_a_verify_is_measured_where_drafts_are_checked() -> None:
-    assert not [p for p in default_points("cuda", 4, 4096) if p.role is Role.DECODE and p.tokens > 1]
-    verifies = [p for p in default_points("cuda", 4, 4096, 4) if p.role is Role.DECODE and p.tokens > 1]
+    assert not [p for p in default_points(True, 4, 4096) if p.role is Role.DECODE and p.tokens > 1]
+    verifies = [p for p in default_points(True, 4, 4096, 4) if p.role is Role.DECODE and p.tokens > 1]
     assert verifies and {point.tokens for point in verifies} == {4}
 
 
 def test_prefills_have_prefixes_and_without() -> None:
-    prefills = [point for point in default_points("cuda", 8, 65536) if point.role is Role.PREFILL]
+    prefills = [point for point in default_points(True, 8, 65536) if point.role is Role.PREFILL]
     assert {point.length - point.tokens for point in prefills} == {0, 8192}
     assert Point(Role.PREFILL, 8, 512, 512) in prefills

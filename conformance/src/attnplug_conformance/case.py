@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from attnplug import AttentionKind, CacheLayout, DType, ForwardMode, GraphLevel, LayerSpec, ModelSpec, Problem, Role
+from attnplug.declare.device import Architecture
 from attnplug.host import MLADims
 from attnplug.linear import LinearDims
 from attnplug.sparse import CompressedDims, IndexerDims
@@ -164,7 +165,7 @@ class Case:
             last = replace(layer, layer_id=LAST, indexer=replace(self.index, shares=LAYER))
         return first, layer, last
 
-    def problem(self, device: str, sm: int | None) -> Problem:
+    def problem(self, device: str, sm: int | None, architecture: Architecture | None = None) -> Problem:
         """Problem that a backend must serve to run this case."""
         tokens = max((new for _, new in self.lengths), default=0)
         return Problem(
@@ -182,6 +183,7 @@ class Case:
             is_draft=self.role is Role.DRAFT,
             index_dtype=self.index_dtype,
             coordinator="hisparse" if self.hisparse else None,
+            architecture=architecture,
         )
 
     def describe(self) -> str:

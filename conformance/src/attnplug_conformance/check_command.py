@@ -17,7 +17,7 @@ def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
         setting = option(f"{role}_attention_backend")
         parser.add_argument(setting, metavar="NAME|auto", help=f"backend for the role {role} alone")
     parser.add_argument(
-        "--device", metavar="cpu|cuda", help="where to run (default: cuda where there is a GPU, else cpu)"
+        "--device", metavar="DEVICE", help="where to run (default: cuda where there is a GPU, else cpu)"
     )
     parser.add_argument(
         "--backend-option",
@@ -32,13 +32,13 @@ def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
 def _check(parsed: argparse.Namespace) -> int:
     from attnplug.cli import output
     from attnplug.cli.text import warn_of_plugins
-    from attnplug.declare.capabilities import check_device
     from attnplug.host import load_registry
 
-    check_device(parsed.device)
     if not 0 <= parsed.seed < 1 << 63:
         raise UsageError(f"--seed {parsed.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
     registry = load_registry()
+    if parsed.device is not None:
+        registry.device(parsed.device)  # reports an unknown name before the import of torch, which takes seconds
     warn_of_plugins(registry)
     roles = {role: getattr(parsed, f"{role}_attention_backend") for role in ("prefill", "decode", "linear")}
     requested = {role: name for role, name in roles.items() if name is not None}
@@ -46,18 +46,18 @@ def _check(parsed: argparse.Namespace) -> int:
         if name != "auto":
             registry.get(name)  # reports an unknown name before the import of torch, which takes seconds
 
-    from attnplug.machine.device import open_device
+    from attnplug.machine.runtime import open_device
     from attnplug_conformance.catalog import all_checks
     from attnplug_conformance.report import as_json, lines
     from attnplug_conformance.runner import run_checks
     from attnplug_conformance.selection import check_options, selected_backends
     from attnplug_conformance.subject import Subject
 
-    device, sm = open_device(parsed.device)
+    device, processor = open_device(parsed.device, registry.device)
     check_options(registry, parsed.backend_option)
     verdicts = []
     for name in selected_backends(
-        registry, parsed.attention_backend, requested, device.type, sm, parsed.backend_option
+        registry, parsed.attention_backend, requested, device.type, processor, parsed.backend_option
     ):
         subject = Subject.installed(registry.backends[name], device.type, parsed.backend_option)
         verdict = run_checks(subject, all_checks(), quick=True, seed=parsed.seed)

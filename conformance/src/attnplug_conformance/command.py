@@ -19,7 +19,7 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(commands, "conform", text, _conform)
     parser.add_argument("name", metavar="NAME", help="the backend, as attnplug backends lists it")
     parser.add_argument(
-        "--device", metavar="cpu|cuda", help="where to run (default: cuda where there is a GPU, else cpu)"
+        "--device", metavar="DEVICE", help="where to run (default: cuda where there is a GPU, else cpu)"
     )
     parser.add_argument("--quick", action="store_true", help="only the checks that find most mistakes; takes seconds")
     parser.add_argument(
@@ -65,15 +65,15 @@ def _conform(parsed: argparse.Namespace) -> int:
     report = None if parsed.report is None else _report_path(parsed.report)
     from attnplug.cli import output
     from attnplug.cli.text import warn_of_plugins
-    from attnplug.declare.capabilities import check_device
     from attnplug.host import load_registry, split_settings
 
-    check_device(parsed.device)
     if not 0 <= parsed.seed < 1 << 63:
         raise UsageError(f"--seed {parsed.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
     if parsed.jobs < 1:
         raise UsageError(f"--jobs {parsed.jobs} is not a number of processes; give 1 or more")
     registry = load_registry()
+    if parsed.device is not None:
+        registry.device(parsed.device)  # reports an unknown name before the import of torch, which takes seconds
     warn_of_plugins(registry)
     if parsed.name not in registry.backends:
         near = difflib.get_close_matches(parsed.name, registry.backends, n=1)

@@ -10,7 +10,7 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attnplug", "conformance of an attention backend")
     group.addoption("--attention-backend", metavar="NAME", help="the backend to check")
-    group.addoption("--attention-device", metavar="cpu|cuda", help="where to run (default: cuda if there is a GPU)")
+    group.addoption("--attention-device", metavar="DEVICE", help="where to run (default: cuda if there is a GPU)")
     group.addoption("--attention-quick", action="store_true", help="only the quick checks")
     group.addoption("--attention-seed", type=int, default=0, metavar="N", help="seed of the inputs and random cases")
     group.addoption("--attention-budget", type=float, metavar="S", help="CPU seconds for random cases; 0 for none")

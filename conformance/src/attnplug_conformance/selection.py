@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Role, UsageError
+from attnplug.declare.device import Processor
 from attnplug.declare.options import parse_options
 from attnplug.host import BackendRequest, MLADims, Registry, SelectionError, select, split_settings
 from attnplug_conformance.subject import linear_dims
@@ -30,7 +31,7 @@ def selected_backends(
     attention: str,
     roles: Mapping[str, str],
     device: str,
-    sm: int | None,
+    processor: Processor,
     settings: Sequence[str] = (),
 ) -> list[str]:
     """Return the selected backends, without duplicates. Raises SelectionError if no layer kind has one."""
@@ -47,7 +48,8 @@ def selected_backends(
         wanted += [(layer, BackendRequest(attention, full, given[0])) for layer in LAYERS.values()]
     for layer, request in wanted:
         for dtype in (DType.BFLOAT16, DType.FLOAT32):
-            problem = Problem(ModelSpec("check", "check", (layer,), 4096), device, sm, dtype, dtype)
+            model, sm = ModelSpec("check", "check", (layer,), 4096), processor.sm or None
+            problem = Problem(model, device, sm, dtype, dtype, architecture=processor.architecture)
             try:
                 selection = select(registry, request, problem)
             except SelectionError as error:

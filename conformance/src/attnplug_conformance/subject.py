@@ -21,6 +21,7 @@ from attnplug import (
     Problem,
     Role,
 )
+from attnplug.declare.device import Architecture
 from attnplug.declare.options import parse_options
 from attnplug.declare.registered import Registered
 from attnplug.host import (
@@ -35,8 +36,9 @@ from attnplug.host import (
 )
 from attnplug.kernels import torch_dtype
 from attnplug.linear import LinearDims
-from attnplug.machine.device import open_device
+from attnplug.machine.runtime import open_device
 from attnplug.registry.assembly import build_backend
+from attnplug.registry.registry import load_registry
 from attnplug.sparse import Coordinator
 from attnplug_conformance.case import FP8_CACHES, Case
 
@@ -86,18 +88,22 @@ class Subject:
     """The backend's own options, parsed; ``None`` for the defaults."""
     settings: tuple[str, ...] = ()
     """The options as given on the command line: ``NAME.KEY=VALUE``."""
+    architecture: Architecture | None = None
+    """Architecture of a device other than CUDA."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
     """Environment variables before any check has built the backend."""
 
     @classmethod
     def installed(cls, registered: Registered, device: str | None, settings: Sequence[str] = ()) -> Subject:
         """Return a subject on ``device``, by default cuda if there is a GPU. ``settings`` are backends' options."""
-        place, sm = open_device(device)
+        place, processor = open_device(device, load_registry().device)
         name = registered.spec.name
         given = split_settings(settings).get(name)
         options = None if given is None else parse_options(name, registered.spec.options, given)
         own = tuple(one for one in settings if one.startswith(f"{name}."))
-        return cls(registered, place, sm, 9000 if place.type == "cuda" else 1100, options=options, settings=own)
+        longest = 9000 if place.type == "cuda" else 1100
+        sm, architecture = processor.sm or None, processor.architecture
+        return cls(registered, place, sm, longest, options=options, settings=own, architecture=architecture)
 
     @property
     def name(self) -> str:
@@ -133,7 +139,7 @@ class Subject:
         )
         first: list[str] | None = None
         for shaped in self._shapes(filled):
-            reasons = self.refusals(shaped.problem(self.device.type, self.sm), shaped.role)
+            reasons = self.refusals(shaped.problem(self.device.type, self.sm, self.architecture), shaped.role)
             if not reasons:
                 return shaped
             first = first or reasons

@@ -1,4 +1,4 @@
-"""Names for authors of kernels and pools: checks, host-device transfers, row pools, and torch attention by parts."""
+"""Names for authors of kernels, pools and devices: checks, host-device transfers, row pools, torch attention."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@ from attnplug.author.served_layers import check_lse as check_lse
 from attnplug.author.served_layers import check_rows as check_rows
 from attnplug.author.served_layers import output_width as output_width
 from attnplug.contract.geometry import spread as spread
+from attnplug.declare.device import DeviceSpec as DeviceSpec
+from attnplug.declare.device import Processor as Processor
 from attnplug.declare.installed import import_library as import_library
 from attnplug.declare.installed import requirement_refusal as requirement_refusal
 from attnplug.kv.buffer import PageCopy as PageCopy

@@ -237,7 +237,7 @@ def _capacity(prepared: Prepared, options: EngineOptions, selection: Selection) 
         page = bytes_per_page(spec, page_size, prepared.kv_dtype, prepared.dtype)
         num_pages = max(min(num_pages, cache_budget(prepared.device, _GPU_CACHE_SHARE) // page), 1)
     whole = max(context, STEP_TOKENS)
-    chunk = options.step_tokens(prepared.device.type)
+    chunk = options.step_tokens(on_gpu=prepared.runtime.module is not None)
     step = whole if chunk == -1 else min(chunk, whole)
     slots = options.max_batch if spec.linear_layers else 0
     return Capacity(num_pages, page_size, options.max_batch, step, context, slots)

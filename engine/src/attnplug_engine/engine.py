@@ -15,6 +15,7 @@ import torch
 
 from attnplug import GraphLevel, PoolError, Serving, UsageError
 from attnplug.host import ForwardingBackend, Selection
+from attnplug.machine.runtime import runtime_of
 from attnplug.wrappers.forwarding import limited_by
 from attnplug_engine.completion import Completion, Statistics, Usage
 from attnplug_engine.execution import signals
@@ -85,7 +86,7 @@ class Engine:
         self.tokenizer = self._encoder.tokenizer
         self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, prepared.loaded.config)
         serving = Serving(
-            chunked_prefill_size=options.step_tokens(prepared.device.type),
+            chunked_prefill_size=options.step_tokens(on_gpu=prepared.runtime.module is not None),
             disable_radix_cache=not options.prefix_cache,
         )
         self.selection, self.runner = prepared.build(
@@ -117,7 +118,7 @@ class Engine:
             self._equalize_pages(parallel)
         page_size, states = self.runner.capacity.page_size, self.runner.states
         self.cache = PrefixCache(self.runner.allocator, page_size, states) if options.prefix_cache else None
-        overlap = prepared.device.type == "cuda" if options.overlap is None else options.overlap
+        overlap = prepared.runtime.module is not None if options.overlap is None else options.overlap
         self._depth = MAX_IN_FLIGHT if overlap else 1
         self._in_flight: deque[tuple[Step, StepInFlight | RoundsInFlight]] = deque()  # oldest first
         self._stepping = False
@@ -127,7 +128,7 @@ class Engine:
         self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities
         self._lock = threading.RLock()
         self._queue_lock = threading.Lock()
-        mixed = self._warm_up(parallel) if prepared.device.type == "cuda" else None
+        mixed = self._warm_up(parallel) if prepared.runtime.module is not None else None
         self.scheduler: Scheduler = self._scheduler(self.cache, mixed)
 
     def _scheduler(self, cache: PrefixCache | None, mixed_step_tokens: int | None) -> Scheduler:
@@ -189,7 +190,8 @@ class Engine:
         if rounds is not None and rounds.draft is not None and rounds.draft.attention.graph_level < level:
             backend = rounds.draft.backend
             level, limits = rounds.draft.attention.graph_level, (backend.backend_id.name,)
-        if runner.device.type != "cuda":
+        runtime = runtime_of(runner.device)
+        if runtime.graph is None:
             return GraphReport(level, limits, why_none=f"the device is {runner.device.type}")
         if not options.captures:
             why = "every layer is checked" if options.check_layers else "turned off"
@@ -199,7 +201,7 @@ class Engine:
             what = "cannot be captured" if level is GraphLevel.NEVER else "captures decode only, not verify"
             return GraphReport(level, limits, why_none=f"{names} {what}")
         sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
-        before = torch.cuda.mem_get_info(runner.device)[0]
+        before = runtime.module.mem_get_info(runner.device)[0]
         capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(limits)
         graphs: DecodeGraphs | RoundGraphs
         prefill_graphs: PrefillGraphs | None = None
@@ -211,7 +213,7 @@ class Engine:
                 why_no_prefill = "the GPU needs longer for it than the host"
         else:
             graphs = rounds.capture(sizes, capture, progress)
-        taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
+        taken = max(before - runtime.module.mem_get_info(runner.device)[0], 0)
         return GraphReport(
             level,
             limits,

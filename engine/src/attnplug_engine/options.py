@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnplug import DType, GraphLevel, Role, UsageError
-from attnplug.declare.capabilities import check_device
 from attnplug.declare.problem import LARGEST_PAGE
 from attnplug.hf.config_keys import show
 from attnplug.host import ExtendPolicy
@@ -105,7 +104,6 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None:  # "bf16" and torch.bfloat16 stand for the member
                 object.__setattr__(self, name, DType.parse(str(value).removeprefix("torch."), name))
-        check_device(self.device)
         self._check_whole("max_batch", 1, LARGEST_BATCH)
         for name in ("num_pages", "context_length", "state_slots", "state_checkpoint"):
             if getattr(self, name) is not None:
@@ -136,7 +134,7 @@ class EngineOptions:
                 f"`inter_token_latency` {show(latency)} is not allowed; give seconds above 0",
                 settings=["inter_token_latency"],
             )
-        chunk = LARGEST_COUNT if self.chunked_prefill_size == -1 else self.step_tokens("cuda")
+        chunk = LARGEST_COUNT if self.chunked_prefill_size == -1 else self.step_tokens(on_gpu=True)
         self._check_graphs(BATCH_SIZES, self.max_batch, ())
         self._check_graphs(PREFILL_SIZES, max(chunk, self.max_batch), _WITHOUT_PREFILLS)
 
@@ -170,10 +168,10 @@ class EngineOptions:
                     settings=[option.name, name],
                 )
 
-    def step_tokens(self, device: str) -> int:
-        """Return the most tokens of a step on a device type; -1 for prompts that are not chunked."""
+    def step_tokens(self, *, on_gpu: bool) -> int:
+        """Return the most tokens of a step, on a GPU or another device; -1 for prompts that are not chunked."""
         if self.chunked_prefill_size is None:
-            return _GPU_STEP_TOKENS if device == "cuda" else _CPU_STEP_TOKENS
+            return _GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS
         return self.chunked_prefill_size
 
     @property

@@ -21,7 +21,7 @@ from attnplug.host import (
     model_dtype,
 )
 from attnplug.kernels import torch_dtype
-from attnplug.machine.device import open_device
+from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.memory.capacity import Capacity
@@ -56,6 +56,10 @@ class Prepared:
     selected."""
     draft: DraftModel | None = None
     draft_choice: DraftChoice | None = None
+
+    @property
+    def runtime(self) -> DeviceRuntime:
+        return runtime_of(self.device)
 
     @property
     def draft_cache(self) -> ModelSpec | None:
@@ -145,13 +149,15 @@ def prepare(
             f"to {spec.context_length}, or change the model's rope scaling in its config",
             settings=[Setting.CONTEXT_LENGTH],
         )
-    device, sm = open_device(options.device)
+    registry, speculation = load_registry(), options.speculation
+    device, processor = open_device(options.device, registry.device)
+    graphs = runtime_of(device).graph is not None
     dtype = options.dtype or model_dtype(spec) or DType.FLOAT32
     kv_dtype = options.kv_dtype or dtype
     problem = Problem(
         spec,
         device.type,
-        sm,
+        processor.sm or None,
         dtype,
         kv_dtype,
         index_dtype=options.index_dtype,
@@ -159,12 +165,13 @@ def prepare(
         tensor_parallel=parallel.size,
         is_embedding=is_embedding,
         cuda_graph=options.demanded_graphs,
-        wants_graphs=options.captures and not is_embedding,
-        wants_prefill_graphs=options.captures_prefills and not is_embedding,
+        wants_graphs=graphs and options.captures and not is_embedding,
+        wants_prefill_graphs=graphs and options.captures_prefills and not is_embedding,
         coordinator="hisparse" if options.enable_hisparse else None,
         mla_extend=options.extend_policy.forced,
+        architecture=processor.architecture,
     )
-    if problem.cuda_graph and device.type != "cuda":
+    if problem.cuda_graph and not graphs:
         name = "cuda_graph_batch_sizes" if options.cuda_graph_batch_sizes is not None else "cuda_graph_prefill_sizes"
         raise UsageError(
             f"`{name}` demands CUDA graphs, and the device is {device.type}; leave it out, or choose another `device`",
@@ -173,7 +180,6 @@ def prepare(
     if options.enable_hisparse:
         check_buffers(spec, options)
     asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
-    registry, speculation = load_registry(), options.speculation
     problem = target_problem(problem, speculation)
     ranking = default_ranking(registry, problem, per_batch=True)
     request = target_request(registry, asked, problem, speculation, ranking)

@@ -8,6 +8,7 @@ import torch
 
 from attnplug import DType, ModelSpec, PoolError, UsageError
 from attnplug.host import Selection
+from attnplug.machine.runtime import runtime_of
 from attnplug_engine.memory.capacity import Capacity, HotBytes, bytes_per_page, bytes_per_state
 from attnplug_engine.models.host_memory import available_memory
 from attnplug_engine.options import EngineOptions
@@ -38,10 +39,10 @@ def page_and_context(spec: ModelSpec, options: EngineOptions, selection: Selecti
 
 def cache_budget(device: torch.device, share: float) -> int:
     """Return the bytes for caches: ``share`` of a GPU's free memory, and a fixed size on a CPU."""
-    if device.type != "cuda":
+    if (module := runtime_of(device).module) is None:
         return _CPU_CACHE_BYTES
-    torch.cuda.empty_cache()  # memory that torch caches counts as taken
-    return int(torch.cuda.mem_get_info(device)[0] * share)
+    module.empty_cache()  # memory that torch caches counts as taken
+    return int(module.mem_get_info(device)[0] * share)
 
 
 def capacity(
@@ -73,7 +74,7 @@ def capacity(
     if not spec.full_layers:
         # A page takes no memory then, but a config may claim any context.
         num_pages = min(num_pages or per_request * options.max_batch, _MAX_EMPTY_PAGES)
-    chunk = min(options.step_tokens(device.type), context)
+    chunk = min(options.step_tokens(on_gpu=runtime_of(device).module is not None), context)
     if chunk == -1:
         chunk = unchunked_step_tokens(context, options.max_batch)
     room_for = Capacity(num_pages or 1, page_size, options.max_batch, chunk, context, state_slots, lookahead, nodes)
@@ -85,7 +86,7 @@ def capacity(
         if draft is not None:
             page += bytes_per_page(draft, page_size, kv_dtype, dtype, options.index_dtype, drafts=nodes - 1)
         room = cache_budget(device, _GPU_CACHE_SHARE)
-        if device.type == "cuda":
+        if runtime_of(device).module is not None:
             room -= state_slots * bytes_per_state(spec, dtype)
         num_pages = min(room // page, per_request * options.max_batch)
         if num_pages < 1:
@@ -123,7 +124,7 @@ def _hot_capacity(
     if num_pages is None:
         room = cache_budget(device, _GPU_CACHE_SHARE)
         host_budget = config.host_budget(spec.ranks)
-        if device.type != "cuda":
+        if runtime_of(device).module is None:
             host_budget = min(host_budget, free, _CPU_CACHE_BYTES)
         num_pages = min((room - fixed) // on_device, host_budget // on_host, most_pages)
         if num_pages < 1:

@@ -11,7 +11,7 @@ from attnplug_tune.table_writing import versions_of, write_tables
 from attnplug import DType, LayerSpec, Role
 from attnplug.auto.table_store import table_path
 from attnplug.host import Registry, load_registry
-from attnplug.machine.hardware import this_processor
+from attnplug.machine.hardware import CPU
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 
 
@@ -23,7 +23,7 @@ def measured_twins(monkeypatch: pytest.MonkeyPatch, folder: Path, layer: LayerSp
     monkeypatch.setenv("ATTNPLUG_CACHE_DIR", str(folder))
     native = load_registry().get("torch_native")
     twins = {name: replace(native, spec=replace(native.spec, name=name)) for name in ("alpha", "beta")}
-    here = this_processor("cpu")
+    here = next(iter(CPU.detect()))
     assert here is not None
     times = {"alpha": (10.0, 90.0), "beta": (11.0, 20.0)}
     tables = [

@@ -12,7 +12,7 @@ from attnplug.auto.schedule import BackendSchedule, BatchPoint
 from attnplug.auto.table_store import table_path
 from attnplug.declare.options import parse_options
 from attnplug.host import HostContext, Selection, build_selection, load_model, load_registry
-from attnplug.machine.hardware import this_processor
+from attnplug.machine.hardware import CPU
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 
 LONGEST = 48
@@ -99,7 +99,7 @@ def share(monkeypatch: pytest.MonkeyPatch, *names: str, longest: int = LONGEST) 
 
 def tune(model: str, *names: str) -> None:
     """Write measured tables by which these backends alternate in decoding the model."""
-    processor, registry = this_processor("cpu"), load_registry()
+    processor, registry = next(iter(CPU.detect())), load_registry()
     assert processor is not None
     (shape,) = {MeasuredShape.of(layer, DType.FLOAT32, DType.FLOAT32, 64) for layer in load_model(model).layers}
     tables = [

@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 
 from attnplug.cli.app import option
-from attnplug.declare.capabilities import check_device
 from attnplug.declare.errors import UsageError
 from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, Problem
 from attnplug.declare.settings import Setting
+from attnplug.registry.registry import load_registry
 from attnplug_tune.points import check_requests, parse_points
 from attnplug_tune.shapes import parse_shapes
 
@@ -56,7 +56,8 @@ def _check_measuring(parsed: argparse.Namespace) -> None:
         parse_points(parsed.points)
     if parsed.max_batch is not None:
         check_requests(parsed.max_batch)
-    check_device(parsed.device)
+    if parsed.device is not None:
+        load_registry().device(parsed.device)
     for text, setting in ((parsed.dtype, Setting.DTYPE), (parsed.kv_dtype, Setting.KV_DTYPE)):
         if text is not None:
             DType.parse(text, setting)

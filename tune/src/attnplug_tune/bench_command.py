@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
-
 from attnplug.cli import output
 from attnplug.machine.interrupt import raise_on_sigterm
+from attnplug.machine.runtime import runtime_of
 from attnplug.registry.selection import AUTO
 from attnplug_tune.charts import rows_as_svg
 from attnplug_tune.console import describe_unmeasured, print_fastest, progress, write_text
@@ -33,8 +32,8 @@ def bench(parsed: argparse.Namespace) -> int:
     names = work.chosen(parsed.backends, parsed.render)
     jobs = [work.job(name, raw=parsed.against == "raw") for name in names]
     rate = bandwidth(work.device)
-    if work.device.type == "cuda":
-        torch.cuda.empty_cache()  # for the processes that measure
+    if (module := runtime_of(work.device).module) is not None:
+        module.empty_cache()  # for the processes that measure
     rows, failed = [], []
     header = _header(work, names, rate)
     try:

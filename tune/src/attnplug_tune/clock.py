@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from attnplug.machine.runtime import runtime_of
 from attnplug_tune.shapes import Task
 
 _TARGET_S = 0.04
@@ -61,7 +62,11 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Clock for synchronous calls."""
+    """Host time of calls, until the device has finished them."""
+
+    def __init__(self, device: torch.device) -> None:
+        module = runtime_of(device).module
+        self._wait = (lambda: None) if module is None else module.synchronize
 
     def now(self) -> float:
         return time.monotonic()
@@ -76,10 +81,11 @@ class HostClock:
             found.append(self._once(chain))
         return found
 
-    @staticmethod
-    def _once(chain: Chain) -> float:
+    def _once(self, chain: Chain) -> float:
+        self._wait()
         started = time.perf_counter()
         chain.run()
+        self._wait()
         return time.perf_counter() - started
 
 
@@ -147,4 +153,4 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else HostClock(device)

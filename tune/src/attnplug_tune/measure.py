@@ -8,6 +8,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import Problem
 from attnplug.machine.interrupt import Terminated
+from attnplug.machine.runtime import runtime_of
 from attnplug.registry.assembly import build_backend, build_selection
 from attnplug.registry.registry import Registry
 from attnplug.registry.select import select
@@ -109,8 +111,8 @@ def run_job(job: Job, registry: Registry, clock: Clock) -> Iterator[Outcome]:
             elif isinstance(outcome, Timed):
                 spent += outcome.seconds
             yield outcome
-        if setup.device.type == "cuda":
-            if (error := _device_error()) is not None:
+        if (module := runtime_of(setup.device).module) is not None:
+            if (error := _device_error(module)) is not None:
                 yield Failed(job.backend, task, f"the GPU is lost: {error}", last=True)
                 return
             gc.collect()
@@ -195,24 +197,24 @@ def _gap(stage: Stage, clock: Clock, known: dict[int, float]) -> float:
 
 def memory_of(device: torch.device) -> float:
     """Bytes that a stage may use."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return _SHARE_OF_MEMORY * (free + cached)
+    if (module := runtime_of(device).module) is not None:
+        free, _ = module.mem_get_info(device)
+        cached: int = module.memory_reserved(device) - module.memory_allocated(device)
+        return float(_SHARE_OF_MEMORY * (free + cached))
     return 0.25 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _device_error() -> str | None:
+def _device_error(module: Any) -> str | None:
     """Error that makes the GPU unusable for this process, such as an illegal memory access; None if there is none."""
     try:
-        torch.cuda.synchronize()
+        module.synchronize()
     except RuntimeError as error:
         return describe_error(error).splitlines()[0]
     return None
 
 
 def _builder(job: Job, registry: Registry, task: Task) -> Build:
-    role, sm = task.point.role, None
+    role = task.point.role
     if job.backend != AUTO:
         registered = registry.get(job.backend)
         spec = registered.spec
@@ -224,20 +226,20 @@ def _builder(job: Job, registry: Registry, task: Task) -> Build:
 
         return build
 
-    if job.device.startswith("cuda"):
-        major, minor = torch.cuda.get_device_capability(torch.device(job.device))
-        sm = 10 * major + minor
+    runtime = runtime_of(torch.device(job.device))
+    processor = runtime.processor(torch.device(job.device))
 
     def choose(context: HostContext) -> AttentionBackend:
         shape = task.shape
         problem = Problem(
             ModelSpec("measured", "measured", context.model.layers, context.model.context_length),
             device=context.device.type,
-            sm=sm,
+            sm=processor.sm or None,
+            architecture=processor.architecture,
             dtype=shape.dtype,
             kv_dtype=shape.kv_dtype,
             page_size=shape.page_size,
-            wants_graphs=context.device.type == "cuda",
+            wants_graphs=runtime.graph is not None,
             mla_by_host=shape.hosted,
         )
         ranking = default_ranking(registry, problem, per_batch=True)

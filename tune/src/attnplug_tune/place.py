@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from attnplug.declare.errors import UsageError
+from attnplug.machine.runtime import runtime_of
 
-_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+_BYTES, _GPU_BYTES = 256 << 20, 4 << 30
 
 
 def commit() -> str | None:
@@ -32,10 +33,11 @@ def commit() -> str | None:
 
 def bandwidth(device: torch.device) -> float:
     """Bytes per second of plain reads or copies, whichever is faster, over more memory than any cache holds."""
+    size = _BYTES if runtime_of(device).module is None else _GPU_BYTES
     try:
-        memory = torch.ones(_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+        memory = torch.ones(size // 4, dtype=torch.float32, device=device)
     except torch.OutOfMemoryError as error:
-        needed = f"{_BYTES[device.type] >> 20} MiB"
+        needed = f"{size >> 20} MiB"
         raise UsageError(
             f"{device} has no {needed} of free memory to measure its bandwidth; end what uses it"
         ) from error
@@ -49,7 +51,7 @@ def _best_s(call: Callable[[], object], device: torch.device) -> float:
     for _ in range(6):
         started = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if (module := runtime_of(device).module) is not None:
+            module.synchronize()
         times.append(time.perf_counter() - started)
     return min(times[1:])

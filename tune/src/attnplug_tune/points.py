@@ -95,14 +95,13 @@ def check_requests(max_batch: int) -> None:
         raise UsageError(f"--max-batch {max_batch} is more than {_MOST_REQUESTS} requests; give a lower number")
 
 
-def default_points(device: str, max_batch: int, max_context: int, speculative_tokens: int = 0) -> tuple[Point, ...]:
+def default_points(on_gpu: bool, max_batch: int, max_context: int, speculative_tokens: int = 0) -> tuple[Point, ...]:
     """Grid of points up to a batch size and a context, coarse to fine, so that a short run covers the corners.
 
     ``speculative_tokens``: tokens per request of a verify; 0 leaves verifies out.
     """
-    cpu = device == "cpu"
-    requests = _up_to(CPU_REQUESTS if cpu else DECODE_REQUESTS, max_batch)
-    lengths = _up_to(CPU_LENGTHS if cpu else DECODE_LENGTHS, max_context)
+    requests = _up_to(DECODE_REQUESTS if on_gpu else CPU_REQUESTS, max_batch)
+    lengths = _up_to(DECODE_LENGTHS if on_gpu else CPU_LENGTHS, max_context)
     grid = [
         (max(first, second), Point(Role.DECODE, count, length))
         for first, count in _levels(requests)
@@ -121,7 +120,7 @@ def default_points(device: str, max_batch: int, max_context: int, speculative_to
     ]
     prefills = [
         Point(Role.PREFILL, count, prefix + new, new)
-        for count, new, prefix in (CPU_PREFILLS if cpu else PREFILLS)
+        for count, new, prefix in (PREFILLS if on_gpu else CPU_PREFILLS)
         if prefix + new <= max_context and count <= max_batch
     ]
     grid += [(place // 2, point) for place, point in enumerate(prefills)]

@@ -31,6 +31,7 @@ from attnplug.kv.caches import CacheKey, KeyedCache, KVPools
 from attnplug.kv.pools import MHAPool, MLAPool
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention
+from attnplug.machine.runtime import runtime_of
 from attnplug.wrappers.forwarding import planner_claims
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool, latent_format, latent_row_nbytes
 from attnplug_sparse.selection import select_rows
@@ -183,7 +184,7 @@ class Stage:
         """True if the chain runs in a CUDA graph."""
         point = self.task.point
         needed = GraphLevel.UNIFORM if point.tokens > 1 else GraphLevel.DECODE
-        runs = self.device.type == "cuda" and point.role is not Role.PREFILL
+        runs = runtime_of(self.device).graph is not None and point.role is not Role.PREFILL
         return runs and self.attention.graph_level >= needed
 
     def batch(self, *, captured: bool) -> ForwardBatch:

@@ -15,10 +15,10 @@ from packaging.requirements import Requirement
 
 from attnplug.auto.measurement import MeasuredTable
 from attnplug.auto.table_store import DRIVER, SCHEMA, TableError, read_tables
+from attnplug.declare.device import Processor
 from attnplug.declare.errors import TableWarning
 from attnplug.declare.installed import installed_version
 from attnplug.declare.registered import Registered
-from attnplug.machine.hardware import Processor
 
 LOCK_SECONDS = 10.0
 """Time that a writer waits for the lock. Writing takes milliseconds."""

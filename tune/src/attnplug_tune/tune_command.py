@@ -12,7 +12,7 @@ from pathlib import Path
 from attnplug.auto.measurement import MeasuredTable
 from attnplug.auto.table_store import TableError, read_tables, table_path
 from attnplug.cli import output
-from attnplug.machine.hardware import Processor
+from attnplug.declare.device import Processor
 from attnplug.machine.interrupt import raise_on_sigterm
 from attnplug_tune.console import describe_unmeasured, print_fastest, progress, write_text
 from attnplug_tune.process import in_own_process

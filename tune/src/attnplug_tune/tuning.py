@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from attnplug.auto.measurement import MeasuredShape, MeasuredTable, Measurement
+from attnplug.declare.device import Processor
 from attnplug.declare.problem import Role
-from attnplug.machine.hardware import Processor
 from attnplug_tune.measure import Failed, Job, Outcome, Skipped, Timed
 from attnplug_tune.points import Point
 from attnplug_tune.process import RunJob

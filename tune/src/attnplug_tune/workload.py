@@ -10,13 +10,13 @@ import torch
 
 from attnplug.auto.ranking import by_preference
 from attnplug.cli.text import warn_of_plugins
+from attnplug.declare.device import Processor
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options, split_settings
 from attnplug.declare.problem import DType, Problem, Role, model_dtype
 from attnplug.declare.settings import Render, Setting
-from attnplug.machine.device import open_device
-from attnplug.machine.hardware import Processor, this_processor
+from attnplug.machine.runtime import open_device, runtime_of
 from attnplug.registry.hosts import load_host
 from attnplug.registry.models import load_model
 from attnplug.registry.registry import Registry, load_registry
@@ -25,8 +25,8 @@ from attnplug_tune.measure import Job
 from attnplug_tune.points import Point, default_points, parse_points
 from attnplug_tune.shapes import Task, layers_to_measure, parse_shapes, tasks_of
 
-_BATCH = {"cuda": 256, "cpu": 16}
-_CONTEXT = {"cuda": 65536, "cpu": 1024}
+_BATCH, _GPU_BATCH = 16, 256
+_CONTEXT, _GPU_CONTEXT = 1024, 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,41 +92,45 @@ def read_workload(parsed: argparse.Namespace) -> Workload:
     registry = load_registry()
     models = parse_shapes(parsed.shapes) if parsed.model is None else (load_model(parsed.model, registry),)
     warn_of_plugins(registry)
-    device, sm = open_device(parsed.device)
+    device, processor = open_device(parsed.device, registry.device)
     settings = split_settings(parsed.backend_option)
     for name, given in settings.items():
         parse_options(name, registry.get(name).spec.options, given)  # report a wrong option before anything runs
-    context = parsed.max_context or min(_CONTEXT[device.type], *(model.context_length for model in models))
-    batch = parsed.max_batch or _BATCH[device.type]
+    on_gpu = runtime_of(device).module is not None
+    context = parsed.max_context or min(
+        _GPU_CONTEXT if on_gpu else _CONTEXT, *(model.context_length for model in models)
+    )
+    batch = parsed.max_batch or (_GPU_BATCH if on_gpu else _BATCH)
     if parsed.points is None:
-        points = default_points(device.type, batch, context, parsed.speculative_tokens)
+        points = default_points(on_gpu, batch, context, parsed.speculative_tokens)
     else:
         points = parse_points(parsed.points)
         context = max(context, *(point.lengths[-1] for point in points))
-    problems = tuple(_problem(parsed, model, device.type, sm) for model in models)
+    problems = tuple(_problem(parsed, model, device, processor) for model in models)
     if parsed.host is not None:
         problems = tuple(_hosted(parsed.host, problem) for problem in problems)
     notes = [f"{model.name}: {what} are not measured" for model in models for what in layers_to_measure(model)[1]]
     if any(problem.prefilled_by_host for problem in problems) and any(point.role is Role.PREFILL for point in points):
         notes.append(f"prefills are not measured: {parsed.host} has its own kernels for them")
-    processor = this_processor(device.type) or Processor(torch.cuda.get_device_name(device), sm or 0)
     return Workload(registry, device, processor, problems, points, context, settings, tuple(notes))
 
 
-def _problem(parsed: argparse.Namespace, model: ModelSpec, device: str, sm: int | None) -> Problem:
-    default = model_dtype(model) or (DType.BFLOAT16 if device == "cuda" else DType.FLOAT32)
+def _problem(parsed: argparse.Namespace, model: ModelSpec, device: torch.device, processor: Processor) -> Problem:
+    runtime = runtime_of(device)
+    default = model_dtype(model) or (DType.FLOAT32 if runtime.module is None else DType.BFLOAT16)
     dtype = default if parsed.dtype is None else DType.parse(parsed.dtype, Setting.DTYPE)
     full = replace(model, layers=model.full_layers)
     if not layers_to_measure(full)[0]:
         raise UsageError(f"{model.name} has no full-attention layer that can be measured; other kinds are not measured")
     return Problem(
         full,
-        device=device,
-        sm=sm,
+        device=device.type,
+        sm=processor.sm or None,
+        architecture=processor.architecture,
         dtype=dtype,
         kv_dtype=dtype if parsed.kv_dtype is None else DType.parse(parsed.kv_dtype, Setting.KV_DTYPE),
         page_size=parsed.page_size,
-        wants_graphs=device == "cuda",
+        wants_graphs=runtime.graph is not None,
         speculative_tokens=parsed.speculative_tokens,
         tensor_parallel=parsed.tensor_parallel,
     )

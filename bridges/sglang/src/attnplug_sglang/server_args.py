@@ -48,7 +48,7 @@ def _check(name: str, roles: tuple[Role, ...], arguments: Any) -> None:
     own = None if model is None else model_dtype(model)
     problem = Problem(
         model,
-        device=arguments.device if arguments.device in ("cuda", "cpu") else None,
+        device=arguments.device,
         dtype=own if dtype is None else DType.parse(dtype, "dtype"),
         kv_dtype=None if arguments.kv_cache_dtype in _AUTO else DType.parse(arguments.kv_cache_dtype, "kv_dtype"),
         page_size=arguments.page_size,

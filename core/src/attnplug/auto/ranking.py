@@ -17,7 +17,6 @@ from attnplug.declare.errors import TableWarning, UsageError
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, Problem, Role, model_dtype
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
-from attnplug.machine.hardware import this_processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,8 @@ def default_ranking(registry: Plugins, problem: Problem, *, per_batch: bool = Fa
     schedule, and one backend serves all batches. The prefill of MLA that a host chunks and merges itself never gets a
     schedule. Each table that cannot be used is reported by a :class:`TableWarning`, once per process.
     """
-    processor = this_processor(problem.device, problem.sm)
-    if processor is None:
+    processor = next(iter(registry.processors(problem.device)), None)
+    if processor is None or problem.sm not in (None, processor.sm):
         return BY_PREFERENCE
     tables = load_tables(registry, processor)
     for fault in tables.faults:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from attnplug.auto.measurement import MeasuredShape, MeasuredTable
+from attnplug.declare.device import Processor
 from attnplug.declare.errors import AttnplugError, PluginError
 from attnplug.declare.installed import installed_version
 from attnplug.declare.reading import integer, of_type
 from attnplug.declare.registered import Provided, Registered
 from attnplug.hf.config_keys import read_json_object
-from attnplug.machine.hardware import Processor
 
 CACHE_VARIABLE = "ATTNPLUG_CACHE_DIR"
 TABLES_VARIABLE = "ATTNPLUG_TABLES"
@@ -87,13 +87,15 @@ def _values(value: object, names: Iterable[str], title: str) -> list[Any]:
 
 
 class Plugins(Protocol):
-    """Installed backends by name, and the folders of tables that plugins ship. The registry implements it."""
+    """Installed backends by name, folders of tables that plugins ship, and devices. The registry implements it."""
 
     @property
     def backends(self) -> Mapping[str, Registered]: ...
 
     @property
     def table_folders(self) -> Sequence[Provided[Path]]: ...
+
+    def processors(self, device: str | None) -> Sequence[Processor]: ...
 
 
 @dataclass(frozen=True, slots=True)

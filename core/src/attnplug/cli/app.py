@@ -241,8 +241,8 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--device``."""
-    text = "device to run on (default: cuda if there is a GPU, otherwise cpu)"
-    parser.add_argument("--device", metavar="cpu|cuda", help=text)
+    text = "device type: cpu, cuda or one of a plugin (default: cuda if there is a GPU, otherwise cpu)"
+    parser.add_argument("--device", metavar="DEVICE", help=text)
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
@@ -262,7 +262,7 @@ OWN: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | None]] = {
         _explain_options,
     ),
     "doctor": (
-        "Report on Python, torch, GPUs, kernel libraries, plugins and caches. Always prints, never fails.",
+        "Report on Python, torch, devices, kernel libraries, plugins and caches. Always prints, never fails.",
         None,
     ),
     "completion": ("Print a completion script for a shell.", _completion_options),

@@ -12,9 +12,8 @@ from attnplug.cli.app import option, refusal_as_json
 from attnplug.cli.text import table, warn_of_plugins
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.problem import GraphLevel, Problem
-from attnplug.declare.refusal import Refusal
+from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Source
-from attnplug.machine.hardware import visible_gpus
 from attnplug.registry.registry import ALLOW_VARIABLE, Registry, load_registry
 
 
@@ -74,14 +73,18 @@ def run(parsed: argparse.Namespace) -> int:
 
 def listing(registry: Registry, every: bool) -> Iterator[BackendRow]:
     """Yield usable and refused backends by name. With ``every``, broken and blocked plugins follow."""
-    here = [Problem(device="cuda", sm=gpu.sm) for gpu in visible_gpus()] + [Problem(device="cpu")]
+    here = [
+        Problem(device=name, sm=processor.sm or None, architecture=processor.architecture)
+        for name in dict.fromkeys(("cuda", "cpu", *registry.devices))  # the first one decides between equal counts
+        for processor in registry.processors(name)
+    ]
     outcomes = [
         (backend, [backend.spec.refusals(problem) for problem in here]) for backend in registry.backends.values()
     ]
     registry.raise_if_check_failed((backend, refusals) for backend, found in outcomes for refusals in found)
     for backend, found in outcomes:
         # Empty if the backend can use any device of this machine; otherwise the refusals of the closest match.
-        reasons = min(found, key=len)
+        reasons = min(found, key=lambda refused: (RefusalCode.DEVICE in [each.code for each in refused], len(refused)))
         spec, status = backend.spec, "refused" if reasons else "usable"
         yield BackendRow(spec.name, backend.source, spec.contract, status, describe(spec.capabilities), tuple(reasons))
     if every:
@@ -93,8 +96,9 @@ def listing(registry: Registry, every: bool) -> Iterator[BackendRow]:
 
 def describe(can: Capabilities) -> str:
     """Return a one-line summary of a backend's capabilities."""
-    parts = ["/".join(sorted(can.kinds)), "for " + "/".join(sorted(can.roles)), "on " + "/".join(sorted(can.devices))]
-    parts += _sms(can.min_sm, can.max_sm)
+    devices = "/".join(sorted(can.devices or ["any device"]))
+    parts = ["/".join(sorted(can.kinds)), "for " + "/".join(sorted(can.roles)), f"on {devices}"]
+    parts += [*_sms(can.min_sm, can.max_sm), *(f"{device} {needed}" for device, needed in can.architectures.items())]
     parts.append("/".join(sorted(can.dtypes)))
     if can.kv_dtypes != can.dtypes:
         parts.append("KV " + "/".join(sorted(can.kv_dtypes)))

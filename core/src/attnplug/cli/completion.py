@@ -13,9 +13,10 @@ from pathlib import Path
 from attnplug.cli import output
 from attnplug.cli.app import make_parser
 from attnplug.declare.problem import DType, GraphLevel
+from attnplug.registry.registry import load_registry
 
 _VALUES = {
-    "cpu|cuda": "cpu cuda",
+    "DEVICE": " ".join(load_registry().devices),
     "DTYPE": " ".join(DType),
     "LEVEL": " ".join(level.name.lower() for level in GraphLevel),
     "NAME|auto": "auto $(attnplug backends --names 2>/dev/null)",

@@ -32,7 +32,6 @@ from attnplug.declare.errors import describe_error
 from attnplug.declare.installed import installed_version
 from attnplug.declare.registered import Source
 from attnplug.declare.version import CONTRACT_VERSION
-from attnplug.machine.hardware import this_processor, visible_gpus
 from attnplug.registry.loading import GROUP, canonical_name, find_entry_points
 from attnplug.registry.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
 
@@ -143,10 +142,10 @@ def run(parsed: argparse.Namespace) -> int:
         sections: dict[str, Callable[[], Findings]] = {
             "environment": _environment,
             "torch": partial(_torch, probes, torch),
-            "GPUs": _gpus,
+            "devices": partial(_probed, plugins, "devices"),
             "kernel libraries": partial(_kernel_libraries, probes, plugins),
             "plugins": partial(_plugins, probes, plugins, torch),
-            "measured tables": partial(_tables, plugins),
+            "measured tables": partial(_probed, plugins, "tables"),
             "variables": lambda: {name: repr(os.environ[name]) for name in _VARIABLES if name in os.environ},
             "cache folders": _caches,
         }
@@ -206,12 +205,9 @@ def torch_answer() -> Findings:
 def _torch_findings() -> Findings:
     import torch
 
-    answer = {"version": torch.__version__, "CUDA build": str(torch.version.cuda)}
-    answer["CUDA available"] = str(torch.cuda.is_available())
-    for number in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(number)
-        answer[f"cuda:{number}"] = f"{gpu.name}, SM {gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-    return answer
+    available = {"CUDA build": str(torch.version.cuda), "CUDA available": str(torch.cuda.is_available())}
+    memory = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    return {"version": torch.__version__, **available, **{f"cuda:{n}": f"{b >> 30} GiB" for n, b in enumerate(memory)}}
 
 
 def _torch(probes: Probes, probed: Future[Findings]) -> Findings:
@@ -219,10 +215,6 @@ def _torch(probes: Probes, probed: Future[Findings]) -> Findings:
     if "failed" in answer:  # torch crashed the process, or a factory did
         answer = _probe_torch(probes, dict)
     return {"import failed": answer["failed"]} if "failed" in answer else answer["torch"]
-
-
-def _gpus() -> Findings:
-    return {f"GPU {number}": f"{gpu.name}, SM {gpu.sm}" for number, gpu in enumerate(visible_gpus())}
 
 
 def _kernel_libraries(probes: Probes, plugins: Future[Findings]) -> Findings:
@@ -324,18 +316,25 @@ def plugin_answer() -> Findings:
         "findings": findings,
         "factories": {row.name: registry.backends[row.name].spec.factory for row in usable},
         "usable": [row.source.distribution for row in usable],
+        "devices": _guarded(partial(_devices, registry)),
         "tables": _guarded(partial(_table_states, registry)),
     }
 
 
-def _tables(probed: Future[Findings]) -> Findings:
+def _devices(registry: Registry) -> Findings:
+    """Return this machine's devices of every installed type."""
+    found = {name: "\n".join(map(str, registry.processors(name))) for name in registry.devices}
+    return {name: text or f"none ({registry.devices[name].source})" for name, text in found.items()}
+
+
+def _probed(probed: Future[Findings], part: str) -> Findings:
     answer = probed.result()
-    return answer if "failed" in answer else answer["tables"]
+    return answer if "failed" in answer else answer[part]
 
 
 def _table_states(registry: Registry) -> Findings:
     """Return the state of each file of measured tables for this machine, and of each plugin's tables."""
-    processors = [found for device in ("cuda", "cpu") if (found := this_processor(device)) is not None]
+    processors = [found[0] for device in registry.devices if (found := registry.processors(device))]
     states = [f for processor in processors for f in file_states(registry, processor).items()]
     return dict(states) or {"of this user": f"none in {cache_folder()}; 'attnplug tune' measures"}
 

@@ -9,16 +9,15 @@ from attnplug.auto.ranking import default_ranking
 from attnplug.cli import output
 from attnplug.cli.app import refusal_as_json
 from attnplug.cli.text import warn_of_plugins
-from attnplug.declare.capabilities import check_device
+from attnplug.declare.device import Processor
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role, model_dtype
 from attnplug.declare.settings import Render, Setting
-from attnplug.machine.hardware import visible_gpus
 from attnplug.registry.hosts import load_host
 from attnplug.registry.models import load_model
-from attnplug.registry.registry import load_registry
+from attnplug.registry.registry import Registry, load_registry
 from attnplug.registry.select import explain
 from attnplug.registry.selection import BackendRequest, RoleChoice, Selection, explanation, unrelated_candidates
 
@@ -28,9 +27,9 @@ def request_of(parsed: argparse.Namespace) -> BackendRequest:
     return BackendRequest(parsed.attention_backend, roles, split_settings(parsed.backend_option))
 
 
-def problem_of(parsed: argparse.Namespace, model: ModelSpec) -> Problem:
+def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry) -> Problem:
     """Return the problem that the options describe. Without ``--cuda-graph``, backends run in graphs if they can."""
-    device, sm = target_device(parsed.device, parsed.sm)
+    device, processor = target_device(parsed.device, parsed.sm, registry)
     dtype = DType.parse(parsed.dtype, Setting.DTYPE) if parsed.dtype is not None else model_dtype(model)
     if parsed.speculative_topk > 1 and not parsed.speculative_tokens:
         raise UsageError(
@@ -40,13 +39,14 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec) -> Problem:
     return Problem(
         model=model,
         device=device,
-        sm=sm,
+        sm=processor.sm or None if parsed.sm is None else parsed.sm,
+        architecture=processor.architecture,
         dtype=dtype,
         kv_dtype=DType.parse(parsed.kv_dtype, Setting.KV_DTYPE) if parsed.kv_dtype is not None else dtype,
         index_dtype=None if parsed.index_dtype is None else DType.parse(parsed.index_dtype, Setting.INDEX_DTYPE),
         page_size=parsed.page_size,
         cuda_graph=GraphLevel.NEVER if parsed.cuda_graph is None else graph_level(parsed.cuda_graph),
-        wants_graphs=device == "cuda" and parsed.cuda_graph is None,
+        wants_graphs=registry.device(device).graphs is not None and parsed.cuda_graph is None,
         wants_prefill_graphs=not parsed.speculative_tokens and not parsed.enable_hisparse,
         speculative_tokens=parsed.speculative_tokens,
         speculative_topk=parsed.speculative_topk,
@@ -56,24 +56,21 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec) -> Problem:
     )
 
 
-def target_device(device: str | None, sm: int | None) -> tuple[str, int | None]:
-    """Return the device and SM to explain for: the requested ones, which may be absent, or those of this machine."""
-    check_device(device)
-    if device == "cpu":
-        if sm is not None:
-            raise UsageError(f"--sm {sm} names a GPU, but --device is cpu; leave one of them out")
-        return "cpu", None
+def target_device(device: str | None, sm: int | None, registry: Registry) -> tuple[str, Processor]:
+    """Return the device to explain for: the requested one, which may be absent, or the GPU or CPU of this machine."""
     if sm is not None:
-        return "cuda", sm
-    gpus = visible_gpus()
-    if gpus:
-        return "cuda", gpus[0].sm
-    if device == "cuda":
+        if device not in (None, "cuda"):
+            raise UsageError(f"--sm {sm} names a GPU, but --device is {device}; leave one of them out")
+        return "cuda", Processor("", sm)
+    name = ("cuda" if registry.processors("cuda") else "cpu") if device is None else device
+    registry.device(name)  # an unknown one is an error
+    found = registry.processors(name)
+    if not found and name == "cuda":
         raise UsageError(
             "--device cuda is requested, but this machine has no CUDA device; "
             "give the target's --sm (90 for an H100 or H200, 100 for a B200)"
         )
-    return "cpu", None
+    return name, found[0] if found else Processor(name)
 
 
 def graph_level(text: str) -> GraphLevel:
@@ -90,7 +87,7 @@ def run(parsed: argparse.Namespace) -> int:
             "prefills; leave one of them out"
         )
     registry, request = load_registry(), request_of(parsed)
-    problem = problem_of(parsed, load_model(parsed.model, registry))
+    problem = problem_of(parsed, load_model(parsed.model, registry), registry)
     warn_of_plugins(registry)
     render, per_batch, refusals, host = parsed.render, True, [], {}
     if parsed.host is not None:
@@ -122,6 +119,7 @@ def _problem_as_json(selection: Selection) -> dict[str, object]:
     assert model is not None, "--model is required"
     return {
         **{field.name: getattr(problem, field.name) for field in fields(problem)},
+        "architecture": None if problem.architecture is None else str(problem.architecture),
         "model": {"name": model.name, "type": model.model_type, "description": model.describe()},
         "cuda_graph": None if problem.wants_graphs else problem.cuda_graph.name.lower(),  # None: as far as possible
         "page_size": selection.page_size,

@@ -77,7 +77,8 @@ def _other(registry: Registry) -> Iterator[Item]:
         for path in sorted(folder.value.glob("*.json"))
     ]
     models = [("model", TINY + name, model.source) for name, model in registry.tiny_models.items()]
-    for kind, name, source in (*kinds, *tables, *models):
+    devices = [("device", name, device.source) for name, device in registry.devices.items()]
+    for kind, name, source in (*kinds, *tables, *models, *devices):
         if not source.embedded:
             yield Item(source, kind, name, "installed", "installed")
 

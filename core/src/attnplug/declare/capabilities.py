@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
 
 from attnplug.declare.claims import Claims, declared
-from attnplug.declare.errors import UsageError
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import FP8_CACHES, LARGEST_PAGE, SM_RANGE, CacheLayout, DType, GraphLevel, Role
-from attnplug.declare.reading import boolean, integer, members_of, names, optional_integer, pairs
-from attnplug.declare.settings import Setting
+from attnplug.declare.reading import boolean, device_names, integer, members_of, names, of_type, optional_integer, pairs
 
-DEVICES = ("cpu", "cuda")
 EXTRAS = ("entries", "lse", "out", "q_rope", "selected", "sinks")
 """Fields of ``ForwardExtras``, which is defined elsewhere because it needs torch."""
-
-
-def check_device(requested: str | None) -> None:
-    """Raise UsageError if a device type is requested that is unknown."""
-    if requested is not None and requested not in DEVICES:
-        message = f"`device` {requested!r} is unknown; use one of {', '.join(DEVICES)}"
-        raise UsageError(message, settings=[Setting.DEVICE])
+_DICT = partial(of_type, wanted=dict, words="a dict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +26,15 @@ class Capabilities(Claims):
     """
 
     kinds: frozenset[AttentionKind] = declared(members_of(AttentionKind))
-    devices: frozenset[str] = declared(names)
+    devices: frozenset[str] | None = declared(device_names)
+    """Names of torch device types; ``None`` means any, for a backend of torch operations alone."""
     dtypes: frozenset[DType] = declared(members_of(DType))
     """Supported dtypes of activations."""
     kv_dtypes: frozenset[DType] = declared(members_of(DType), frozenset())
     """Supported KV cache dtypes; default: ``dtypes``."""
     roles: frozenset[Role] = declared(members_of(Role), frozenset({Role.PREFILL, Role.DECODE}))
     min_sm: int | None = declared(optional_integer, None)
-    """Lowest compute capability on CUDA: 90 for 9.0."""
+    """Lowest compute capability on CUDA: 90 for 9.0. ``architectures`` are the requirements on other devices."""
     max_sm: int | None = declared(optional_integer, None)
     """Highest compute capability, inclusive."""
     head_dims: frozenset[tuple[int, int]] | None = declared(pairs, None)
@@ -64,6 +58,8 @@ class Capabilities(Claims):
     min_fp8_sm: int | None = declared(optional_integer, None)
     """Lowest compute capability for an fp8 cache."""
     max_fp8_sm: int | None = declared(optional_integer, None)
+    architectures: Mapping[str, Any] = field(default_factory=dict, hash=False, metadata={"read": _DICT})
+    """Required architectures by device, such as ``{"acme": 3}``, in the form that the device's plugin compares."""
 
     def __post_init__(self) -> None:
         super(Capabilities, self).__post_init__()
@@ -87,8 +83,9 @@ class Capabilities(Claims):
                 yield f"{name} is empty, so it could never be chosen"
         for extra in sorted(self.extras - set(EXTRAS), key=str):
             yield f"extra {extra!r} is unknown; known are {', '.join(EXTRAS)}"
-        for device in sorted(self.devices - set(DEVICES), key=str):
-            yield f"device {device!r} is unknown; known are {', '.join(DEVICES)}"
+        for device in self.architectures:
+            if device == "cuda" or device not in (self.devices or self.architectures):
+                yield f"architectures has {device!r}; give min_sm and max_sm for cuda, and no device it does not claim"
         if self.kinds and self.roles:
             if linear and Role.LINEAR not in self.roles:
                 yield f"it claims the linear kinds {_listed(linear)} but not the role linear"
@@ -99,8 +96,8 @@ class Capabilities(Claims):
             if not full and self.roles - {Role.LINEAR}:
                 yield f"it claims the roles {_listed(self.roles - {Role.LINEAR})} but only linear kinds"
         yield from self._sm_contradictions()
-        if self.cuda_graph > GraphLevel.NEVER and "cuda" not in self.devices:
-            yield f"it claims CUDA graphs ({self.cuda_graph.name}) but its devices are {_listed(self.devices)}"
+        if self.cuda_graph > GraphLevel.NEVER and self.devices == frozenset({"cpu"}):
+            yield f"it claims CUDA graphs ({self.cuda_graph.name}) but its devices are cpu"
         if any(size > LARGEST_PAGE for size in self.page_sizes.kernel or ()):
             yield f"page sizes {sorted(self.page_sizes.kernel or ())} hold one that is not from 1 to {LARGEST_PAGE}"
         if self.page_sizes.kernel is not None and not self.page_sizes.kernel:
@@ -126,7 +123,7 @@ class Capabilities(Claims):
     def _sm_contradictions(self) -> Iterator[str]:
         bounds = {name: getattr(self, name) for name in ("min_sm", "max_sm", "min_fp8_sm", "max_fp8_sm")}
         given = {name: sm for name, sm in bounds.items() if sm is not None}
-        if given and "cuda" not in self.devices:
+        if given and self.devices is not None and "cuda" not in self.devices:
             yield f"it bounds the SM but its devices are {_listed(self.devices)}, without cuda"
         for low, high in (("min_sm", "max_sm"), ("min_fp8_sm", "max_fp8_sm")):
             if low in given and high in given and given[low] > given[high]:

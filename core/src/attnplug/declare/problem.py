@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
+from attnplug.declare.device import SM, Architecture
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.settings import Setting
@@ -120,8 +121,9 @@ class ExtendPath(StrEnum):
 class Problem:
     """A model, a device and the serving settings, for which backends are selected.
 
-    ``None`` means undecided, which refuses no backend. ``sm`` is the compute capability as one number (90 for 9.0).
-    ``page_size`` is the cache manager's, in tokens; a kernel may divide it into smaller pages.
+    ``None`` means undecided, which refuses no backend. ``device`` is a torch device type. ``sm`` is the compute
+    capability of a CUDA device as one number (90 for 9.0); other devices have an ``architecture``. ``page_size`` is the
+    cache manager's, in tokens; a kernel may divide it into smaller pages.
     """
 
     model: ModelSpec | None = None
@@ -159,6 +161,7 @@ class Problem:
     """Name of the coordinator that keeps latent rows outside the pools and loads those that layers read."""
     mla_extend: ExtendPath | None = None
     """Path on which MLA layers must be prefilled; default: any that the backend supports."""
+    architecture: Architecture | None = None
 
     def __post_init__(self) -> None:
         for message, *settings in self._mistakes():
@@ -222,6 +225,13 @@ class Problem:
                 "none",
                 Setting.MLA_EXTEND,
             )
+
+    @property
+    def device_architecture(self) -> Architecture | None:
+        """Architecture with which requirements of backends are compared; ``None`` if it is undecided."""
+        if self.device != "cuda":
+            return self.architecture
+        return None if self.sm is None else SM(self.sm)
 
     @property
     def prefilled_by_host(self) -> bool:

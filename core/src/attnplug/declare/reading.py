@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, TypeVar
 
+from attnplug.declare.device import DEVICE_NAME
 from attnplug.declare.errors import PluginError
 from attnplug.declare.problem import GraphLevel
 
@@ -24,6 +25,14 @@ def several(name: str, values: object) -> tuple[Any, ...]:
 
 def names(name: str, values: object) -> frozenset[Any]:
     return frozenset(several(name, values))
+
+
+def device_names(name: str, values: object) -> frozenset[str] | None:
+    found = None if values is None else names(name, values)
+    for device in found or ():
+        if not isinstance(device, str) or not DEVICE_NAME.fullmatch(device):
+            raise PluginError(f"{name} holds {device!r}; give torch device types, such as cuda, without an index")
+    return found
 
 
 def members_of(enum: type[_Member]) -> Callable[[str, object], frozenset[_Member]]:

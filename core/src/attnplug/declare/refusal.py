@@ -19,6 +19,7 @@ class RefusalCode(StrEnum):
     FEATURE = "feature"
     DEVICE = "device"
     SM = "sm"
+    ARCHITECTURE = "architecture"
     DTYPE = "dtype"
     KV_DTYPE = "kv_dtype"
     INDEX_DTYPE = "index_dtype"

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 from attnplug.declare.capabilities import Capabilities
+from attnplug.declare.device import SM
 from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.installed import DOTTED, factory_refusal, requirement_problem, requirement_refusal
 from attnplug.declare.model import AttentionKind, Feature, LayerSpec
@@ -160,10 +161,10 @@ def _check_problems(check: object) -> Iterator[str]:
 
 def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None) -> Iterator[Refusal]:
     """Yield refusals that depend on device, dtypes, pages, graphs and speculation."""
-    yield from _unsupported(RefusalCode.DEVICE, "device", problem.device, can.devices, Setting.DEVICE)
-    if problem.device in can.devices and (needed := _required_sm(problem, can.min_sm, can.max_sm)) is not None:
-        message = f"requires {needed}; this GPU is SM {problem.sm}"
-        yield Refusal(RefusalCode.SM, message, problem.sm, needed)  # no setting: nobody can change the GPU
+    if can.devices is not None:
+        yield from _unsupported(RefusalCode.DEVICE, "device", problem.device, can.devices, Setting.DEVICE)
+    if can.devices is None or problem.device in can.devices:
+        yield from _architecture_refusals(can, problem)
     yield from _unsupported(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
     if problem.kv_dtype is not None:
         yield from _kv_dtype_refusals(can, problem, problem.kv_dtype)
@@ -181,6 +182,19 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
     yield from can.refusals(problem, [role], ["trees"])
 
 
+def _architecture_refusals(can: Capabilities, problem: Problem) -> Iterator[Refusal]:
+    """Yield the refusal of an architecture. No setting: nobody can change the device."""
+    here, on_cuda = problem.device_architecture, problem.device == "cuda"
+    requirement = (can.min_sm, can.max_sm) if on_cuda else can.architectures.get(problem.device or "")
+    try:
+        needed = None if here is None or requirement is None else here.unmet(requirement)
+    except Exception as error:  # of a plugin, which must not affect other candidates (D2)
+        needed = f"{requirement!r}, which {problem.device} cannot compare ({describe_error(error)})"
+    if needed is not None:
+        code, value = (RefusalCode.SM, problem.sm) if on_cuda else (RefusalCode.ARCHITECTURE, str(here))
+        yield Refusal(code, f"requires {needed}; this {'GPU' if on_cuda else 'device'} is {here}", value, needed)
+
+
 def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: DType) -> Iterator[Refusal]:
     if kv_dtype not in can.kv_dtypes:
         yield from _unsupported(RefusalCode.KV_DTYPE, "KV dtype", kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
@@ -190,7 +204,7 @@ def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: DType) -> 
         allowed = [dtype for dtype in allowed if dtype in {problem.dtype, *FP8_CACHES}]
     if kv_dtype not in allowed:
         message = f"a cache in {kv_dtype} cannot be read with {problem.dtype} queries"
-    elif kv_dtype in FP8_CACHES and (needed := _required_sm(problem, can.min_fp8_sm, can.max_fp8_sm)) is not None:
+    elif kv_dtype in FP8_CACHES and (needed := _required_fp8_sm(can, problem)) is not None:
         message = f"an fp8 cache requires {needed}; this GPU is SM {problem.sm}"
         allowed = [dtype for dtype in allowed if dtype not in FP8_CACHES]
     else:
@@ -320,13 +334,7 @@ def _unsupported_dims(
         yield Refusal(code, message, list(dims), [list(pair) for pair in pairs], role.setting)
 
 
-def _required_sm(problem: Problem, low: int | None, high: int | None) -> str | None:
-    """Return the required compute capabilities as text; ``None`` if the problem's GPU has one of them."""
-    sm = problem.sm
-    if problem.device != "cuda" or sm is None or (low or sm) <= sm <= (high or sm):
-        return None
-    if low is None:
-        return f"SM {high} or older"
-    if high is None:
-        return f"SM {low} or newer"
-    return f"SM {low}" if low == high else f"SM {low} to {high}"
+def _required_fp8_sm(can: Capabilities, problem: Problem) -> str | None:
+    """Return the compute capabilities that an fp8 cache requires, if the problem's GPU has none of them."""
+    on_cuda = problem.device == "cuda" and problem.sm is not None
+    return SM(problem.sm or 0).unmet((can.min_fp8_sm, can.max_fp8_sm)) if on_cuda else None

@@ -141,6 +141,4 @@ class WorkspaceOwner:
 
 def _exact(device: torch.device) -> torch.device:
     """Add the current index to ``cuda``: it is the same device as ``cuda:0`` if 0 is current."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.empty(0, device=device).device if device.index is None else device

@@ -1,44 +1,17 @@
-"""CPU and GPU detection without torch and without creating CUDA state."""
+"""Core's own device types, detected without torch and without creating CUDA state."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from attnplug.declare.device import DeviceSpec, Processor
+
 IS_ARM = platform.machine() in ("aarch64", "arm64")
 """True on Arm hosts. Some torch code paths are faster on Arm, others on x86."""
-
-
-@dataclass(frozen=True, slots=True)
-class Processor:
-    """A visible NVIDIA GPU or a CPU.
-
-    ``sm`` is a GPU's compute capability as one number (90 for 9.0), 0 for a CPU. ``driver`` is the driver's version.
-    """
-
-    name: str
-    sm: int
-    driver: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} (SM {self.sm})" if self.sm else self.name
-
-
-def this_processor(device: str | None, sm: int | None = None) -> Processor | None:
-    """Return the first visible GPU for ``"cuda"``, or the CPU for ``"cpu"``.
-
-    Returns None if there is no such device, or if ``sm`` is given and differs from its compute capability.
-    """
-    if device == "cpu":
-        return Processor(_cpu_name(), 0)
-    gpus = visible_gpus() if device == "cuda" else ()
-    if not gpus or sm not in (None, gpus[0].sm):
-        return None
-    return gpus[0]
 
 
 @cache
@@ -64,29 +37,28 @@ def visible_gpus() -> tuple[Processor, ...]:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return ()
-    if nvml.nvmlInit_v2() != 0:
+    count, version = ctypes.c_uint(), ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return ()
-    try:
-        count = ctypes.c_uint()
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return ()
-        version = ctypes.create_string_buffer(96)
-        nvml.nvmlSystemGetDriverVersion(version, len(version))
-        driver = version.value.decode(errors="replace")
-        gpus = [gpu for index in range(count.value) if (gpu := _gpu(nvml, index, driver)) is not None]
-    finally:
-        nvml.nvmlShutdown()
+    nvml.nvmlSystemGetDriverVersion(version, len(version))
+    gpus = [gpu for index in range(count.value) if (gpu := _gpu(nvml, index, version.value.decode())) is not None]
+    nvml.nvmlShutdown()
     chosen = [int(text) for text in (visible or "").split(",") if text.strip().isdigit()]
     return tuple(gpus[index] for index in chosen if index < len(gpus)) if chosen else tuple(gpus)
 
 
 def _gpu(nvml: ctypes.CDLL, index: int, driver: str) -> Processor | None:
-    handle = ctypes.c_void_p()
+    handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
     major, minor = ctypes.c_int(), ctypes.c_int()
-    name = ctypes.create_string_buffer(96)
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
         return None
-    if nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) != 0:
+    if nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)):
         return None
     nvml.nvmlDeviceGetName(handle, name, len(name))
     return Processor(name.value.decode(errors="replace"), major.value * 10 + minor.value, driver)
+
+
+CPU = DeviceSpec("cpu", detect=lambda: (Processor(_cpu_name()),))
+CUDA = DeviceSpec(
+    "cuda", lambda: visible_gpus(), "torch.cuda", streams=True, graphs="CUDAGraph", pinned=True, collectives="nccl"
+)

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attnplug.machine.runtime import runtime_of
+
 _CPU = torch.device("cpu")
 
 
@@ -24,10 +26,9 @@ def to_device(
 def on_host(
     numbers: Sequence[Any] | NDArray[Any], device: torch.device, dtype: type[np.integer[Any]] = np.int64
 ) -> Tensor:
-    """Copy integers to a host tensor, pinned if ``device`` is CUDA, for a later asynchronous copy to ``device``.
+    """Copy integers to a host tensor, pinned if the device allows it, for a later asynchronous copy to ``device``.
 
     torch's allocator keeps the pinned memory until that copy has finished.
     """
     tensor = torch.from_numpy(np.array(numbers, dtype))  # a third of the time of torch.tensor
-    # device.type creates a string, at ten times the cost of a comparison
-    return tensor.pin_memory() if device != _CPU and device.type == "cuda" else tensor
+    return tensor.pin_memory() if device != _CPU and runtime_of(device).pinned else tensor

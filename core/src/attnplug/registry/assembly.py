@@ -316,7 +316,7 @@ def _lacking(chosen: AttentionBackend, other: Claims, selection: Selection, role
     if extends and (paths := claims.mla_extend - other.mla_extend):
         yield f"it cannot extend MLA by {' or '.join(sorted(paths))}"
     captured = role is not Role.PREFILL or (drafts and selection.verify is Role.PREFILL)
-    if captured and problem.wants_graphs and problem.device == "cuda":
+    if captured and problem.wants_graphs and problem.device != "cpu":
         wanted = min(claims.cuda_graph, GraphLevel.UNIFORM if drafts else GraphLevel.DECODE)
         if other.cuda_graph < wanted:
             yield f"it claims CUDA graphs at level {other.cuda_graph.name}, not {wanted.name}"

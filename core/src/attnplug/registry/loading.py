@@ -25,6 +25,7 @@ import importlib_metadata as metadata
 import pluggy
 from importlib_metadata import EntryPoint
 
+from attnplug.declare.device import DeviceSpec
 from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.registered import Source, distribution_identity
 from attnplug.declare.spec import BackendSpec
@@ -52,6 +53,7 @@ class Loaded:
     source: Source
     backends: Sequence[BackendSpec] = ()
     workspace_kinds: Sequence[WorkspaceKind] = ()
+    devices: Sequence[DeviceSpec] = ()
     rankings: Sequence[Path] = ()
     tiny_models: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
@@ -225,6 +227,7 @@ _MANAGER = pluggy.PluginManager(plugin_hooks.PROJECT)
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "attnplug_backends": partial(_items, BackendSpec),
     "attnplug_workspace_kinds": partial(_items, WorkspaceKind),
+    "attnplug_devices": partial(_items, DeviceSpec),
     "attnplug_rankings": _folders,
     "attnplug_tiny_models": _models,
 }

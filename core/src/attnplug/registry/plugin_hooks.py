@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pluggy
 
+from attnplug.declare.device import DeviceSpec
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.workspace_kind import WorkspaceKind
 
@@ -40,6 +41,15 @@ def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty
     """Return the kinds of workspace memory that this plugin's kernels need, beyond ``attnplug.SCRATCH``.
 
     Plugins with equal kinds share memory. One name with different contracts is an error that names both plugins.
+    """
+
+
+@hookspec
+def attnplug_devices() -> Iterable[DeviceSpec]:  # type: ignore[empty-body] # a hookspec has none
+    """Return the torch device types that this plugin supports.
+
+    Users can then request it by name, and backends that claim it, or any device, can be selected for it. The module
+    that a spec names is imported only when the device is opened. Names are unique, as those of backends are.
     """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +13,16 @@ from typing import Any, TypeVar
 
 from importlib_metadata import EntryPoint
 
-from attnplug.declare.errors import PluginError, UsageError
+from attnplug.declare.device import DeviceSpec, Processor
+from attnplug.declare.errors import PluginError, PluginWarning, UsageError, describe_error
 from attnplug.declare.installed import factory_refusal
+from attnplug.declare.reading import of_type
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Provided, Registered, Source
+from attnplug.declare.settings import Setting
 from attnplug.declare.version import CONTRACT_VERSION, contract_problem
 from attnplug.declare.workspace_kind import WorkspaceKind
+from attnplug.machine.hardware import CPU, CUDA
 from attnplug.registry.loading import Broken, Loaded, canonical_name, find_entry_points, load_plugin
 
 Claim = TypeVar("Claim", bound=Registered | Provided[Any])
@@ -26,6 +31,8 @@ SLOW_SECONDS = 1.0
 """Load time above which a plugin is reported. Loading should take milliseconds."""
 ALLOW_VARIABLE = "ATTNPLUG_PLUGINS"
 STRICT_VARIABLE = "ATTNPLUG_STRICT"
+_CORE = Source("torch_native", "attnplug.torch_native.plugin", "attnplug", "")
+CORE_DEVICES = {spec.name: Provided(spec, _CORE) for spec in (CPU, CUDA)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class Registry:
     strict: bool = False
     """``ATTNPLUG_STRICT`` is set, so any fault of a plugin is an error."""
     workspace_kinds: Mapping[str, Provided[WorkspaceKind]] = field(default_factory=dict)
+    devices: Mapping[str, Provided[DeviceSpec]] = field(default_factory=CORE_DEVICES.copy)
     table_folders: tuple[Provided[Path], ...] = ()
     """Folders of measured tables."""
     tiny_models: Mapping[str, Provided[Mapping[str, object]]] = field(default_factory=dict)
@@ -74,6 +82,25 @@ class Registry:
             f"there is no backend {name!r}{hint} Installed: {', '.join(sorted(self.backends)) or 'none'}; "
             "'attnplug doctor' shows the broken and blocked ones too"
         )
+
+    def device(self, name: str) -> DeviceSpec:
+        """Return the device type named ``name``. Raises UsageError, with the installed ones, if there is none."""
+        if name not in self.devices:
+            faults = "".join(f"; {fault}" for fault in self.broken if fault.name == f"device {name}")
+            message = f"`{Setting.DEVICE}` {name!r} is unknown; installed are {', '.join(self.devices)}{faults}"
+            raise UsageError(message, settings=[Setting.DEVICE])
+        return self.devices[name].value
+
+    def processors(self, device: str | None) -> tuple[Processor, ...]:
+        """Return this machine's devices of one type. If the plugin cannot list them, warn and return none (D2)."""
+        if (found := self.devices.get(device or "")) is None:
+            return ()
+        try:
+            return tuple(of_type("detect", one, Processor, "a Processor") for one in found.value.detect())
+        except Exception as error:
+            text = f"device {device} ({found.source}) is not detected: {describe_error(error)}"
+            warnings.warn(text, PluginWarning, stacklevel=2)
+            return ()
 
     def raise_if_check_failed(self, refusals: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
         """In strict mode, raise a PluginError that lists every backend whose own check raised an exception."""
@@ -116,10 +143,12 @@ def load_registry(
     models = [
         (name, Provided(config, plugin.source)) for plugin in loaded for name, config in plugin.tiny_models.items()
     ]
+    devices = [(spec.name, Provided(spec, plugin.source)) for plugin in loaded for spec in plugin.devices]
     kind_title = "the workspace kind {!r} (zeroed by one, not by the other)"
     registry = Registry(
         backends=_unique("the name {!r}", "{}", _backends(loaded, broken), broken, CONTRACT_VERSION),
         workspace_kinds=_unique(kind_title, "workspace kind {}", _kinds(loaded), broken),
+        devices=_unique("the device {!r}", "device {}", devices, broken),
         table_folders=tuple(Provided(folder, plugin.source) for plugin in loaded for folder in plugin.rankings),
         tiny_models=_unique("the name 'tiny:{}'", "tiny:{}", models, broken),
         broken=tuple(broken),

@@ -139,7 +139,7 @@ class _Chooser:
     def _capturable(self, usable: list[Registered], role: Role) -> list[Registered]:
         """Return the usable backends that can be captured, or all of them if the host does not want graphs."""
         problem = self.problem
-        if not problem.wants_graphs or problem.device != "cuda" or role not in _CAPTURED:
+        if not problem.wants_graphs or problem.device == "cpu" or role not in _CAPTURED:
             return usable
         # A higher level would be a requirement, which all usable ones meet.
         return self._able(usable, role, GraphLevel.DECODE)
@@ -152,7 +152,7 @@ class _Chooser:
         """Drop backends from the schedule whose verify steps cannot be captured, if the chosen one's can."""
         problem, role = self.problem, choice.role
         drafts = problem.speculative_tokens and role is self.request.verify
-        if choice.schedule is None or not drafts or not problem.wants_graphs or problem.device != "cuda":
+        if choice.schedule is None or not drafts or not problem.wants_graphs or problem.device == "cpu":
             return choice
         able = self._able(choice.serving, role, GraphLevel.UNIFORM)
         return _restricted(choice, able, "CUDA graphs that verify drafts") if choice.chosen in able else choice

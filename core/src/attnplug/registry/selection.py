@@ -139,7 +139,7 @@ class Selection:
         all prefills, and so does the chosen one if an MLA extend path was requested; the result is then empty.
         """
         problem, prefill = self.problem, self.choices.get(Role.PREFILL)
-        if not problem.wants_prefill_graphs or problem.device != "cuda" or problem.mla_extend is not None:
+        if not problem.wants_prefill_graphs or problem.device == "cpu" or problem.mla_extend is not None:
             return []
         if prefill is None or prefill.requested != AUTO or Role.LINEAR in self.choices:
             return []
@@ -287,8 +287,8 @@ def _inputs(selection: Selection) -> Iterator[str]:
     if problem.model is not None:
         yield f"model      {problem.model.describe()}"
     device = problem.device or "any"
-    if problem.device == "cuda" and problem.sm is not None:
-        device += f", SM {problem.sm}"
+    if problem.device_architecture is not None:
+        device += f", {problem.device_architecture}"
     yield f"device     {device}"
     index = "" if problem.index_dtype is None else f", index keys {problem.index_dtype}"
     yield f"dtype      {problem.dtype or 'any'}, KV cache {problem.kv_dtype or 'any'}{index}"

@@ -1,15 +1,17 @@
-"""Core's own plugin: the default backend, scratch memory and tiny models."""
+"""Core's own plugin: the default backend, scratch memory, devices and tiny models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from attnplug.declare.capabilities import Capabilities
+from attnplug.declare.device import DeviceSpec
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import CacheLayout, DType, ExtendPath, Role
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.workspace_kind import SCRATCH, WorkspaceKind
 from attnplug.hf.tiny import TINY_CONFIGS
+from attnplug.machine.hardware import CPU, CUDA
 from attnplug.registry.plugin_hooks import hookimpl
 
 
@@ -23,7 +25,7 @@ def attnplug_backends() -> list[BackendSpec]:
             factory="attnplug.torch_native.backend:TorchNativeBackend",
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MHA, AttentionKind.MLA}),
-                devices=frozenset({"cpu", "cuda"}),
+                devices=None,
                 dtypes=frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}),
                 kv_dtypes=frozenset(DType),
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
@@ -41,6 +43,11 @@ def attnplug_backends() -> list[BackendSpec]:
 @hookimpl
 def attnplug_workspace_kinds() -> list[WorkspaceKind]:
     return [SCRATCH]
+
+
+@hookimpl
+def attnplug_devices() -> list[DeviceSpec]:
+    return [CPU, CUDA]
 
 
 @hookimpl

@@ -16,6 +16,7 @@ from attnplug.cli.text import warn_of_plugins
 from attnplug.declare.settings import Render
 from attnplug.host import ForwardingBackend
 from attnplug.machine import interrupt
+from attnplug.machine.runtime import runtime_of
 from attnplug_engine.cli.output import CompletionWriter, for_terminal, logprob_lines
 from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.completion import Completion, Usage
@@ -172,7 +173,7 @@ def _summary(engine: Engine, console: Console, render: Render) -> None:
     if isinstance(engine.runner.backend, ForwardingBackend):
         for name, why in engine.runner.backend.left_out.items():
             console.print(f"without {name}: {why}")
-    if engine.runner.device.type == "cuda":
+    if runtime_of(engine.runner.device).graph is not None:
         console.print(f"CUDA graphs: {engine.graphs}")
         console.print(f"decode steps: {counts.replayed_steps} replayed, {counts.eager_steps} eager")
         console.print(f"prefill steps: {counts.replayed_prefills} replayed, {counts.eager_prefills} eager")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from attnplug import Problem, RefusalCode, Role, UsageError
 from attnplug.host import AttnplugError, BackendRequest, SelectionError, load_model, load_registry, select
@@ -48,10 +48,9 @@ def join_ranks(size: int, asked: str | None) -> TensorParallel:
 
     From here on this process ends with its parent.
     """
-    from attnplug.machine.device import open_device
+    from attnplug.machine.runtime import open_device, runtime_of
     from attnplug_engine.parallel.collectives import SINGLE, ProcessGroupParallel  # the parent imports no torch
 
-    device = open_device(asked)[0].type
     watched = _end_with_parent()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return SINGLE
@@ -66,8 +65,9 @@ def join_ranks(size: int, asked: str | None) -> TensorParallel:
     if not where:
         raise UsageError(f"RANK={rank} is set without MASTER_ADDR, the host where ranks meet; {_TORCHRUN}")
     port = _number("MASTER_PORT", most=65535)
-    if device == "cuda":
-        _take_gpu(rank)
+    device, _ = open_device(asked, load_registry().device)
+    if (module := runtime_of(device).module) is not None:
+        _take_device(rank, device.type, module)
     try:
         joined = ProcessGroupParallel.join(device)
     except (RuntimeError, ValueError) as error:  # torch raises RuntimeError for network errors
@@ -104,17 +104,14 @@ def _number(name: str, most: int = 1 << 20) -> int:
     return int(text)
 
 
-def _take_gpu(rank: int) -> None:
-    import torch
-
+def _take_device(rank: int, name: str, module: Any) -> None:
     local = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0
-    if local >= torch.cuda.device_count():
+    if local >= (count := module.device_count()):
         raise UsageError(
-            f"rank {rank} needs a GPU of its own, the one of number {local}, and torch sees "
-            f"{torch.cuda.device_count()}; lower `tensor_parallel`",
+            f"rank {rank} needs a device of its own, {name}:{local}, and torch sees {count}; lower `tensor_parallel`",
             settings=["tensor_parallel"],
         )
-    torch.cuda.set_device(local)
+    module.set_device(local)
 
 
 def _end_with_parent() -> bool:

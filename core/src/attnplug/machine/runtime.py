@@ -1,0 +1,63 @@
+"""Open devices: streams, graphs, pinned memory and memory info, by torch's own module of the device type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from attnplug.declare.device import DeviceSpec, Processor
+from attnplug.declare.errors import UsageError, describe_error
+from attnplug.declare.settings import Setting
+from attnplug.machine.hardware import CUDA
+
+
+class DeviceRuntime:
+    """A device type in use. ``module`` is torch's module of a type with streams, None for a synchronous one."""
+
+    def __init__(self, spec: DeviceSpec) -> None:
+        imported = None if spec.module is None else import_module(spec.module)
+        self.spec, self.pinned = spec, spec.pinned
+        self.module: Any = imported if spec.streams else None
+        self.graph: Any = None if spec.graphs is None else getattr(imported, spec.graphs)
+
+    def processor(self, device: torch.device) -> Processor:
+        """Return the name and architecture of a device."""
+        found = next(iter(self.spec.detect()), Processor(self.spec.name))
+        if self.spec.name != CUDA.name:
+            return found
+        major, minor = torch.cuda.get_device_capability(device)
+        same = found.sm == 10 * major + minor
+        return found if same else Processor(torch.cuda.get_device_name(device), 10 * major + minor)
+
+
+_OPENED: dict[str, DeviceRuntime] = {CUDA.name: DeviceRuntime(CUDA)}
+
+
+@cache
+def runtime_of(device: torch.device) -> DeviceRuntime:
+    """Return the runtime of a device. A type that was not opened by name is used as a synchronous one."""
+    return _OPENED.get(device.type) or DeviceRuntime(DeviceSpec(device.type))
+
+
+def open_device(requested: str | None, find: Callable[[str], DeviceSpec]) -> tuple[torch.device, Processor]:
+    """Return the device to run on, and its name and architecture. ``find`` is ``Registry.device``.
+
+    ``None`` selects the current CUDA device, or else the CPU. Raises UsageError for an unknown or absent device.
+    """
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    spec = find(default if requested is None else requested)
+    try:
+        runtime = DeviceRuntime(spec)
+        device = torch.empty(0, device=spec.name).device  # the current one, with its index
+        processor = runtime.processor(device)
+    except Exception as error:
+        message = f"`device` {spec.name} is requested, but torch {torch.__version__} cannot open it: "
+        reason = f"{describe_error(error).splitlines()[0]}; use another `device`, or see 'attnplug doctor'"
+        raise UsageError(message + reason, settings=[Setting.DEVICE]) from error
+    _OPENED[spec.name] = runtime
+    runtime_of.cache_clear()
+    return device, processor
