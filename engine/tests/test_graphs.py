@@ -21,6 +21,7 @@ from refilled_native import Recorded, Refilled, RefilledDelta, RefilledNative, R
 from attnplug import BackendError, DType, PlanError, PoolError, UsageError, WorkspaceKind
 from attnplug.declare.errors import WorkspaceError
 from attnplug.host import TINY_CONFIGS
+from attnplug.machine.runtime import runtime_of
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.execution.runner import Phase
 from attnplug_engine.graphs.capture_check import CaptureMismatch
@@ -243,6 +244,7 @@ class TestPhases:
 
     def test_a_graph_that_does_not_fit_is_named_with_those_before_it_and_what_to_lower(self, native, monkeypatch):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
+        monkeypatch.setattr("attnplug_engine.graphs.step_graphs.runtime_of", lambda _: runtime_of(torch.device("cuda")))
         one, capture = engine(), Recorded()
 
         def full(done, total):
@@ -484,7 +486,7 @@ class TestSizes:
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
         monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
         monkeypatch.setattr("attnplug_engine.engine.limited_by", lambda backend, claim: ("some",))
-        device = SimpleNamespace(type="cuda")
+        device = torch.device("cuda")
         monkeypatch.setattr(
             "attnplug_engine.graphs.step_graphs.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None)
         )

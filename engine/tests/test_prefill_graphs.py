@@ -21,6 +21,7 @@ from thread_ranks import in_ranks
 from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role, UsageError
 from attnplug.auto.fastest import FastestBackend
 from attnplug.host import load_model
+from attnplug.machine.runtime import runtime_of
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.graphs.capture_check import CaptureMismatch
@@ -278,13 +279,14 @@ class TestCapture:
             clock[0] += 2
             busy[0] += 5
 
-        device = torch.device("cpu")
+        device = torch.device("cuda")
         assert (_seconds(run, device, waits=False), _seconds(run, device, waits=True)) == (2, 7)
 
     @pytest.mark.parametrize("keep_all", [True, False], ids=["demanded", "by default"])
     def test_a_graph_that_does_not_fit_is_an_error_or_left_out(self, keep_all, monkeypatch):
         """Nobody asked for those of a default."""
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
+        monkeypatch.setattr("attnplug_engine.graphs.step_graphs.runtime_of", lambda _: runtime_of(torch.device("cuda")))
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: float(not waits))
         one, capture = engine(), PrefillGraphs.capture
 
@@ -434,7 +436,7 @@ class TestOptions:
             "attnplug_engine.graphs.step_graphs.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None)
         )
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: waits != keeps)
-        one.runner.device = SimpleNamespace(type="cuda")
+        one.runner.device = torch.device("cuda")
         monkeypatch.setattr("attnplug_engine.graphs.step_graphs._min_over_ranks", lambda runner, value: value)
         assert str(one._capture(None)) == f"decode with 1, 2, 4, 5 requests, {fragment}"
         assert (one.runner.graphs.prefill is None) is ("no prefill" in fragment)

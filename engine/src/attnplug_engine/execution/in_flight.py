@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attnplug.kernels import to_device
+from attnplug.machine.runtime import runtime_of
 from attnplug_engine.execution.sampler import Logprobs
 from attnplug_engine.execution.step_output import StepOutput, record_event
 from attnplug_engine.request import TokenLogprobs
@@ -49,7 +50,8 @@ def to_host(tensor: Tensor) -> Tensor:
     """Start a copy to the host. It is complete when the stream has reached this point."""
     if tensor.is_cpu:
         return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    pinned = runtime_of(tensor.device).pinned
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor, non_blocking=pinned)
 
 
 def fill_pending_tokens(ids: Tensor, step: Step, newest: Tensor) -> None:

@@ -64,7 +64,7 @@ class Sampler:
             raise UsageError(
                 f"logits of shape {list(logits.shape)} do not fit {len(requests)} requests; give [requests, vocab]"
             )
-        if logits.is_cpu and all([request.params.greedy for request in requests]):
+        if not logits.is_cuda and all([request.params.greedy for request in requests]):
             return argmax_finite(logits)
         return sample(logits, sampling_metadata(requests, self.seed_of, logits.device, positions))
 
@@ -75,10 +75,12 @@ def sample(logits: Tensor, batch: SamplingMetadata) -> Tensor:
     The token is -1 if a row holds NaN or +inf, or only -inf, which marks tokens that cannot be chosen. On a GPU this
     does not synchronize, and the launches do not depend on the parameters, so a CUDA graph can capture them.
     """
-    if not logits.is_cpu:
+    if logits.is_cuda:
         from attnplug_engine.kernels.sample import launch_sample
 
         return launch_sample(logits, batch)
+    if not logits.is_cpu:  # random bits are made with NumPy
+        return sample(logits.cpu(), batch.cpu()).to(logits.device)
     tokens = argmax_finite(logits)
     drawn = ((batch.temperature > 0) & (tokens >= 0)).nonzero().flatten()
     if not drawn.shape[0]:

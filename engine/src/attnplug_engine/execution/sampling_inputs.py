@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attnplug.machine.runtime import runtime_of
 from attnplug_engine.kernels.sampling_metadata import SamplingMetadata, divide_sampling_fields
 from attnplug_engine.request import Request
 
@@ -95,7 +96,7 @@ def sampling_metadata(
     ``positions`` are the numbers of output tokens, pending ones included; by default those that are known.
     """
     rows = len(requests)
-    staging = torch.empty(SamplingArrays.ROW_BYTES * rows, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staging = torch.empty(SamplingArrays.ROW_BYTES * rows, dtype=torch.uint8, pin_memory=runtime_of(device).pinned)
     if positions is None:
         positions = [len(request.output) for request in requests]
     SamplingArrays.over(staging.numpy(), rows).fill(requests, seed_of, positions)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnplug.machine.runtime import runtime_of
 
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event on the current stream; None on devices other than CUDA, which are synchronous."""
-    if device.type != "cuda":
+
+def record_event(device: torch.device) -> torch.Event | None:
+    """Record an event on the current stream; None on a device without streams, which is synchronous."""
+    module = runtime_of(device).module
+    if module is None:
         return None
-    event = torch.cuda.Event()
+    event: torch.Event = module.Event()
     event.record()
     return event
 
@@ -19,7 +22,7 @@ class StepOutput:
     """Sampled tokens of one step in host memory, valid when the event ``done`` is. A later step may reuse the
     memory."""
 
-    def __init__(self, memory: Tensor, done: torch.cuda.Event | None) -> None:
+    def __init__(self, memory: Tensor, done: torch.Event | None) -> None:
         self._memory, self._done = memory, done
         self._tokens: list[int] | None = None
 

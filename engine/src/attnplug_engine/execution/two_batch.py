@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
 from attnplug.host import ModelAttention
+from attnplug.machine.runtime import runtime_of
 from attnplug_engine.models.decoder import Decoder
 from attnplug_engine.models.rope import Rotation
 
@@ -80,7 +81,8 @@ class TwoBatch:
 
     def __init__(self, model: Decoder, attention: ModelAttention, device: torch.device) -> None:
         self._model, self._attention, self._device = model, attention, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._module = runtime_of(device).module
+        self._stream = None if self._module is None else self._module.Stream(device)
         self.least_rows = 0 if self._stream is None else LEAST_ROWS
 
     def halves(self, batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch] | None:
@@ -103,7 +105,7 @@ class TwoBatch:
                 parts = self._run(*halves)
         finally:  # memory that the second half reads must outlive it
             if self._stream is not None:
-                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+                self._module.current_stream(self._device).wait_stream(self._stream)
         return torch.cat(parts)
 
     def _run(self, first: ForwardBatch, second: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -126,7 +128,7 @@ class TwoBatch:
     def _follow(self) -> None:
         """Make the second half's stream wait for what the first half's stream has been given so far."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(self._module.current_stream(self._device))
 
     def _aside(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self._stream is None else self._module.stream(self._stream)

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from attnplug.machine.runtime import runtime_of
+
 WARM_UPS = 2
 """Runs before a capture. Kernels are compiled and libraries create their handles in them, which a capture cannot do."""
 
@@ -21,19 +23,21 @@ class GraphCapture:
     """CUDA graphs over one memory pool, captured on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._runtime = runtime_of(device)
+        self._stream = self._runtime.module.Stream(device)
+        self._pool = self._runtime.module.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        current = torch.cuda.current_stream()
+        module = self._runtime.module
+        current = module.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with module.stream(self._stream):
             for _ in range(WARM_UPS):
                 run()
         current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
+        graph = self._runtime.graph()
         # Other threads may use the device meanwhile. What this thread must not do is an error in this mode as well.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         replay: Callable[[], None] = graph.replay
         return replay

@@ -29,6 +29,7 @@ from attnplug import (
 from attnplug.contract.batch import BatchPlan
 from attnplug.host import ForwardingBackend, HostLengths, KVPools, ModelAttention, planner_claims
 from attnplug.linear import DeltaInputs, DeltaWeights, LinearDims, LinearInputs
+from attnplug.machine.runtime import runtime_of
 from attnplug.sparse import IndexerDims, IndexInputs
 from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.scheduling.page_allocator import PageAllocator
@@ -269,8 +270,8 @@ class CaptureCheck:
             self._wait()
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if (module := runtime_of(self._device).module) is not None:
+            module.synchronize(self._device)
 
     @staticmethod
     def _static(captured: Geometry) -> list[Tensor]:

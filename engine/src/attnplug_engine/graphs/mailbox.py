@@ -11,11 +11,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from attnplug.machine.runtime import runtime_of
 from attnplug_engine.execution.step_output import StepOutput, record_event
 
 SLOTS = 2
@@ -33,7 +34,8 @@ class Mailbox(Generic[Host]):
     """
 
     def __init__(self, nbytes: int, tokens: int, device: torch.device, fields: Callable[[Tensor], Host]) -> None:
-        pinned = device.type == "cuda"
+        runtime = runtime_of(device)
+        pinned = runtime.pinned
         self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.input_slots = torch.zeros(SLOTS, nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.output_slots = torch.zeros(SLOTS, tokens, dtype=torch.int64, pin_memory=pinned)
@@ -44,7 +46,9 @@ class Mailbox(Generic[Host]):
         """The last output of each slot."""
         # An engine that is dropped may leave a step running. torch reuses pinned memory at once, because it does not
         # know that kernels use it; so wait. At process exit nothing reuses it.
-        weakref.finalize(self, _wait_for, self._outputs).atexit = False
+        weakref.finalize(
+            self, _wait_for, self._outputs, None if runtime.graph is None else runtime.module
+        ).atexit = False
 
     @contextmanager
     def write(self) -> Iterator[Host]:
@@ -70,8 +74,8 @@ class Mailbox(Generic[Host]):
         self._next, self._outputs[:] = 0, [None] * SLOTS
 
 
-def _wait_for(outputs: Sequence[StepOutput | None]) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+def _wait_for(outputs: Sequence[StepOutput | None], module: Any) -> None:
+    if module is not None and module.is_available() and module.is_current_stream_capturing():
         return  # a capture begins by waiting for everything, and must not wait once it has begun
     for output in outputs:
         if output is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnplug import AttentionBackend, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
 from attnplug.host import ForwardingBackend, ModelAttention
+from attnplug.machine.runtime import runtime_of
 from attnplug_engine.execution.in_flight import fill_pending_tokens
 from attnplug_engine.execution.sampler import Sampler, sample
 from attnplug_engine.execution.sampling_inputs import SamplingArrays
@@ -155,12 +156,13 @@ class PrefillGraphs:
 def _seconds(run: Callable[[], None], device: torch.device, *, waits: bool) -> float:
     """Return the shortest of several runs, timed on the host alone or until the device is done (``waits``)."""
     shortest = math.inf
+    synchronize = runtime_of(device).module.synchronize
     for _ in range(_TIMED_RUNS):
-        torch.cuda.synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         run()
         if waits:
-            torch.cuda.synchronize(device)
+            synchronize(device)
         shortest = min(shortest, time.perf_counter() - started)
     return shortest
 

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from attnplug.machine.runtime import runtime_of
+
 _STAGES = 2
 """Host buffers: one is filled while the copy of the other may be in flight."""
 
@@ -21,11 +23,11 @@ class Staging(Generic[Host]):
 
     def __init__(self, nbytes: int, device: torch.device, fields: Callable[[Tensor], Host]) -> None:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        pinned = device.type == "cuda"
-        self._stages: list[tuple[Tensor, Host, torch.cuda.Event | None]] = []
+        runtime = runtime_of(device)
+        self._stages: list[tuple[Tensor, Host, torch.Event | None]] = []
         for _ in range(_STAGES):
-            own = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
-            self._stages.append((own, fields(own), torch.cuda.Event() if pinned else None))
+            own = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=runtime.pinned)
+            self._stages.append((own, fields(own), None if runtime.module is None else runtime.module.Event()))
 
     @contextmanager
     def write(self) -> Iterator[Host]:

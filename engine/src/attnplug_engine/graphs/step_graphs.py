@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from attnplug import ExtendPath, GraphLevel, PoolError
+from attnplug.machine.runtime import runtime_of
 from attnplug_engine.execution.runner import ModelRunner, Phase, ReplayedStep
 from attnplug_engine.execution.sampler import Sampler
 from attnplug_engine.graphs.capture import CaptureFunction
@@ -114,7 +115,7 @@ def _min_over_ranks(runner: ModelRunner, value: float) -> float:
 
 def no_memory(runner: ModelRunner, size: int, done: Sequence[int], *, prefill: bool = False) -> PoolError:
     """Return the error for a graph of ``size`` requests or tokens that does not fit, following those of ``done``."""
-    free, total = torch.cuda.mem_get_info(runner.device)
+    free, total = runtime_of(runner.device).module.mem_get_info(runner.device)
     caches = runner.pools.nbytes - (0 if runner.coordinator is None else runner.coordinator.host_nbytes)
     larger = f" after those of {', '.join(map(str, reversed(done)))}" if done else ""
     what, sizes, off = "requests", "cuda_graph_batch_sizes", "disable_cuda_graph"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TypeVar
 
@@ -53,6 +53,9 @@ class SamplingMetadata:
             self.seed[which],
             self.position[which],
         )
+
+    def cpu(self) -> SamplingMetadata:
+        return SamplingMetadata(*(getattr(self, each.name).cpu() for each in fields(self)))
 
 
 def divide_sampling_fields(memory: Buffer, rows: int) -> list[Buffer]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnplug import UsageError
 from attnplug.host import AttnplugError
+from attnplug.machine.runtime import runtime_of
 
 
 class ParallelError(UsageError):
@@ -93,11 +94,11 @@ class ProcessGroupParallel:
         size: int | None = None,
         init_method: str | None = None,
     ) -> ProcessGroupParallel:
-        """Start the default group: nccl for CUDA, gloo otherwise. ``close`` ends it.
+        """Start the default group: nccl for CUDA, gloo for a CPU. ``close`` ends it.
 
         ``rank``, ``size`` and ``init_method`` default to the environment variables that torchrun sets.
         """
-        backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+        backend = runtime_of(torch.device(device)).spec.collectives
         dist.init_process_group(
             backend,
             init_method=init_method,

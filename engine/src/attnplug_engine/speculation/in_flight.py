@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnplug_engine.execution.in_flight import to_host
 from attnplug_engine.execution.sampler import Logprobs
+from attnplug_engine.execution.step_output import record_event
 from attnplug_engine.request import Request, TokenLogprobs
 from attnplug_engine.speculation.timing import Timing
 
@@ -36,10 +37,7 @@ class RoundOutput:
             rows = [number * most + place for number in asking for place in range(most)]
             count = max(request.params.logprobs or 0 for request in self._asking)
             self._logprobs = Logprobs.of(logits, tokens.flatten(), rows, count).map(to_host)
-        self._done: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._done = torch.cuda.Event()
-            self._done.record()
+        self._done = record_event(tokens.device)
 
     def tokens(self) -> list[list[int]]:
         """Return the new tokens of each request. Blocks until they have arrived."""

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
+from attnplug.machine.runtime import runtime_of
+
 
 @dataclass(slots=True, eq=False)
 class Section:
     """Work on the side stream, with the memory that it reads and its end event."""
 
     read: Sequence[object]
-    done: torch.cuda.Event | None = None
+    done: torch.Event | None = None
 
 
 class PlanStream:
@@ -31,7 +33,8 @@ class PlanStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._module = runtime_of(device).module
+        self._stream = None if self._module is None else self._module.Stream(device)
         self._sections: deque[Section] = deque()  # not yet awaited by the main stream, oldest first
 
     @contextmanager
@@ -42,20 +45,20 @@ class PlanStream:
         if self._stream is None:
             yield section
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
             try:
                 yield section
             finally:
-                section.done = torch.cuda.Event()
-                section.done.record(self._stream)
+                section.done = done = self._module.Event()
+                done.record(self._stream)
 
     def wait(self, section: Section) -> None:
         """Make the main stream wait for a section, and so for earlier ones; for none twice."""
         if section not in self._sections:
             return
         if section.done is not None:
-            torch.cuda.current_stream(self._device).wait_event(section.done)
+            self._module.current_stream(self._device).wait_event(section.done)
         awaited = None
         while awaited is not section:
             awaited = self._sections.popleft()
