@@ -49,7 +49,7 @@ class LinearScene:
         model = ModelSpec("conformance", "conformance", case.layers, 4096)
         self.pools = KVPools(linear=self.pool)
         limits = Limits(max(requests + case.padded_requests, 1), max(sum(self.new) + 64, 1024), 4096, case.lanes)
-        problem = replace(case.problem(self.device.type, subject.sm), page_size=PAGE)
+        problem = replace(case.problem(self.device.type, subject.sm, subject.architecture), page_size=PAGE)
         self.backend = backend or subject.build(model, problem, case.role, self.pools, limits)
         self.weight = (self.normal(self.dims.conv_channels, self.dims.conv_width) * 0.5).to(self.dtype)
         self.bias = self.normal(self.dims.conv_channels) if case.bias else None

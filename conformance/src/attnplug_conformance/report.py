@@ -12,6 +12,7 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 import torch
 
+from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.check import Measured
 from attnplug_conformance.runner import Result, Status, Verdict
 
@@ -32,7 +33,7 @@ _NAMED = 8
 def environment(verdict: Verdict) -> str:
     """Describe the device, software versions and, if any, the reference kernels of a run."""
     device = verdict.subject.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = "cpu" if device.type == "cpu" else runtime_of(device).processor(device).name
     seam = "" if verdict.subject.seam is None else f", {verdict.subject.seam}"
     return f"{name}{seam}, torch {torch.__version__}, Python {platform.python_version()}"
 

@@ -16,6 +16,7 @@ import torch
 
 from attnplug import AttentionKind, DType, ExtendPath, Feature, GraphLevel, Role
 from attnplug.declare.errors import describe_error
+from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import watching
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext, Measured
@@ -216,8 +217,8 @@ def run_checks(
 def _lost(device: torch.device) -> bool:
     """Return True if an illegal access has made the GPU unusable for this process."""
     try:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if (module := runtime_of(device).module) is not None:
+            module.synchronize()
     except RuntimeError:
         return True
     return False

@@ -32,6 +32,7 @@ from attnplug import (
 from attnplug.contract.plan import describe_result
 from attnplug.host import KVPools, Limits, plan_forward
 from attnplug.kernels import torch_dtype
+from attnplug.machine.runtime import runtime_of
 from attnplug.sparse import Coordinator
 from attnplug_conformance.arithmetic import (
     NAN,
@@ -109,7 +110,7 @@ class Scene:
         self.totals = [before + new for before, new in case.lengths]
         self.page_table, self.num_pages, self.poisoned_page = self._page_table()
         self.pools = self._pools(zero_region)
-        self.problem = case.problem(self.device.type, subject.sm)
+        self.problem = case.problem(self.device.type, subject.sm, subject.architecture)
         self.rows = rows = sum(self.new) + case.padding
         """Number of tokens of the newest batch, padding included."""
         requests = len(self.new) + case.padded_requests
@@ -434,8 +435,8 @@ class Scene:
         return Output(out, sums, planned - started, self.now() - planned)
 
     def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        if (module := runtime_of(self.device).module) is not None:
+            module.synchronize()
         return time.perf_counter()
 
     # Expected results

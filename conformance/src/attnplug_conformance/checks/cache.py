@@ -100,7 +100,9 @@ def _table_view(context: CheckContext) -> None:
 def _split_roles(context: CheckContext) -> None:
     """One instance prefills and another decodes, behind one split backend."""
     scene = context.scene()
-    problem = replace(scene.case, mode=DECODE).problem(scene.device.type, context.subject.sm)
+    problem = replace(scene.case, mode=DECODE).problem(
+        scene.device.type, context.subject.sm, context.subject.architecture
+    )
     role = Role.DECODE
     decode = context.subject.build(scene.model, problem, role, scene.pools, scene.limits, frozenset({role}))
     scene.backend = SplitBackend(scene.backend, decode)

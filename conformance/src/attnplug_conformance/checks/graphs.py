@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnplug import AttentionKind, ForwardBatch, ForwardExtras, ForwardMode, Geometry, GraphLevel
 from attnplug.host import ModelAttention
+from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import as_bytes, poison, relative_error, uninitialized_as_nan
 from attnplug_conformance.case import LAYER, Case, Shape
 from attnplug_conformance.check import Check, CheckContext, Measured, expect_error
@@ -67,7 +68,7 @@ class Capture:
         assert q is not None and k is not None
         self.q, self.k, self.v = q, k, v
         self.extras = None if scene.sinks is None else ForwardExtras(sinks=scene.sinks.clone())
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: Any = None
 
     def reserve(self) -> Capture:
         self.attention.reserve(self.batch.batch_size + 1, self.batch.geometry.rows + 3)
@@ -76,16 +77,18 @@ class Capture:
     def capture(self) -> Capture:
         planned = self.attention.capture(self.batch, in_capture=True)
         self.plan = planned.attention
-        if self.scene.device.type == "cpu":
+        runtime = runtime_of(self.scene.device)
+        if runtime.graph is None:
             self.run()
             return self
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        module = runtime.module
+        stream = module.Stream()
+        stream.wait_stream(module.current_stream())
+        with module.stream(stream):
             self.run()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        module.current_stream().wait_stream(stream)
+        self.graph = runtime.graph()
+        with module.graph(self.graph):
             self.run()
         return self
 
@@ -228,7 +231,7 @@ def _lanes(context: CheckContext) -> None:
         attention.capture(capture.batch)
         attention.refill(capture.batch)
     first.put(batches[0])  # both lanes share the pool: restore the first lane's rows
-    if scene.device.type == "cpu":
+    if first.graph is None:
         backend = scene.backend
         forward = backend.forward_decode if first.batch.forward_mode.is_decode else backend.forward_extend
         out = forward(first.q, first.k, first.v, scene.layer, first.batch)
@@ -292,7 +295,7 @@ def requires_graphs(level: GraphLevel, trees: bool = False, cuda: bool = False) 
         if trees and not subject.capabilities.trees:
             return "it does not claim trees"
         if cuda and subject.device.type != "cuda":
-            return "a CPU has no CUDA graphs: synchronization and allocations cannot be counted"
+            return f"the device is {subject.device.type}: synchronization and allocations cannot be counted"
         return None
 
     return applies

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
+from attnplug.machine.runtime import runtime_of
 from attnplug.wrappers.split import HybridLinearBackend
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, Shape, always
@@ -290,9 +291,9 @@ def _graph(context: CheckContext) -> None:
         return scene.forward(attention, batch)
 
     graph, outs = None, run()
-    if device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+    if (runtime := runtime_of(device)).graph is not None:
+        graph = runtime.graph()
+        with runtime.module.graph(graph):
             outs = run()
     real = requests - 1
     slots[:real] = torch.tensor(scene.slots[:real], device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from attnplug.contract.backend import hook_signatures
 from attnplug.contract.batch import BatchPlan
 from attnplug.contract.hooks import bind_hook
 from attnplug.host import ForwardingBackend, plan_forward
+from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import poison, relative_error
 from attnplug_conformance.case import LAYER, Case, always
 from attnplug_conformance.check import Check, CheckContext, expect_error
@@ -279,16 +280,14 @@ def _lanes(context: CheckContext) -> None:
         scene.plan(batch)
     wanted = scene.wanted()[0]
     outs: list[list[torch.Tensor]] = [[], []]
-    on_gpu = scene.device.type == "cuda"
-    streams = [torch.cuda.Stream() for _ in both] if on_gpu else [None, None]
-    if on_gpu:
-        torch.cuda.synchronize()
-    for _ in range(20 if on_gpu else 2):
+    module = runtime_of(scene.device).module
+    streams = [nullcontext() if module is None else module.stream(module.Stream()) for _ in both]
+    scene.now()  # waits for the device
+    for _ in range(2 if module is None else 20):
         for lane, (batch, given, stream) in enumerate(zip(both, parts, streams, strict=True)):
-            with torch.cuda.stream(stream):
+            with stream:
                 outs[lane].append(scene.forward(batch, given))
-    if on_gpu:
-        torch.cuda.synchronize()
+    scene.now()
     for lane, span in enumerate(spans):
         for out in outs[lane]:
             error = relative_error(out, wanted[span])

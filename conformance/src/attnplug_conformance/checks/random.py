@@ -6,7 +6,7 @@ import shlex
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from attnplug import AttentionKind, ForwardBatch, ForwardExtras, ForwardMode, Geometry
 from attnplug.declare.errors import describe_error
 from attnplug.host import ModelAttention
+from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import LAYER
 from attnplug_conformance.check import Check, CheckContext, expect_error
@@ -154,19 +155,17 @@ def _run_two_batches(context: CheckContext, drawn: Drawn, scene: Scene) -> None:
     batches, inputs = [part.batch() for part in parts], [part.inputs() for part in parts]
     for batch in batches:
         _plan(drawn, scene, batch)
-    on_gpu = scene.device.type == "cuda" and drawn.way is Way.LANES
-    streams = [torch.cuda.Stream() for _ in parts] if on_gpu else [None, None]
-    if on_gpu:
-        torch.cuda.synchronize()
+    module = runtime_of(scene.device).module if drawn.way is Way.LANES else None
+    streams = [nullcontext() if module is None else module.stream(module.Stream()) for _ in parts]
+    scene.now()  # waits for the device
     outs = []
     for turn, number in enumerate((0, 1, 0, 1)[: 3 if drawn.way is Way.SEQUENCE else 4]):
         extras = _extras(drawn, scene, batches[number])
-        with torch.cuda.stream(streams[number]):
+        with streams[number]:
             outs.append((number, scene.forward(batches[number], inputs[number], extras=extras), extras.lse))
         if not turn and drawn.refused:
             _refuse(drawn.refused, scene, parts[0])
-    if on_gpu:
-        torch.cuda.synchronize()
+    scene.now()
     other = "in another lane" if drawn.way is Way.LANES else "on the same backend"
     with failure_prefix(f"with another batch {other}"):
         for number, out, lse in outs:
