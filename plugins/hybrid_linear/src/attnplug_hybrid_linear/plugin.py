@@ -45,7 +45,7 @@ def attnplug_backends() -> list[BackendSpec]:
             factory="attnplug_hybrid_linear.torch_backend:TorchLinearBackend",
             capabilities=Capabilities(
                 kinds=_KINDS,
-                devices=frozenset({"cpu", "cuda"}),
+                devices=None,
                 dtypes=frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}),
                 kv_dtypes=_ANY_CACHE,
                 roles=frozenset({Role.LINEAR}),

@@ -30,7 +30,7 @@ def attnplug_backends() -> list[BackendSpec]:
             check=_check_layers,
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MLA}),
-                devices=frozenset({"cpu", "cuda"}),
+                devices=None,
                 dtypes=frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}),
                 kv_dtypes=frozenset(DType),
                 index_dtypes=frozenset(dtype for dtype in DType if dtype.is_element),

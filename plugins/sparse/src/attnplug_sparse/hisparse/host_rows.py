@@ -80,17 +80,17 @@ class HostRows:
 
             move(self.cells, source, target)
             return
-        live = target.slots >= 0
-        self.cells[:, target.slots[live]] = self.cells[:, source.slots[live]]
+        live = target.slots.cpu() >= 0
+        self.cells[:, target.slots.cpu()[live]] = self.cells[:, source.slots.cpu()[live]]
 
     def read(self, number: int, slots: HostSlots) -> Tensor:
-        """Return rows of a layer, ``[*slots.shape, row_bytes]``. CPU only."""
-        return self.cells[number][slots.slots]
+        """Return rows of a layer on the device, ``[*slots.shape, row_bytes]``. Not for CUDA, which has kernels."""
+        return self.cells[number][slots.slots.cpu()].to(self.device)
 
     def write(self, number: int, slots: HostSlots, rows: Tensor) -> None:
-        """Store rows of a layer ``[n, row_bytes]``, except where a slot is -1. CPU only."""
+        """Store rows of a layer ``[n, row_bytes]``, except where a slot is -1. Not for CUDA, which has kernels."""
         live = slots.slots >= 0
-        self.cells[number][slots.slots[live]] = rows[live]
+        self.cells[number][slots.slots[live].cpu()] = rows[live].cpu()
 
 
 _PORTABLE_AND_MAPPED = 3

@@ -1,4 +1,4 @@
-"""Swap-in with torch on a CPU, one request after another. The kernels are compared with it."""
+"""Swap-in with torch, one request after another. The kernels are compared with it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TorchSwap:
         pool, sizes = self._pool, self._pool.sizes
         old = member.start // sizes.ratio
         first = 0 if sizes.window is None else max(0, old - sizes.window + 1)
-        prefix = self._logical(member, torch.arange(first, old), geometry)
+        prefix = self._logical(member, torch.arange(first, old, device=wanted.device), geometry)
         pool.cells[pool.staging + prefix.slots] = self._host.read(number, host_slots(prefix))
         self._tables.counters[2] += old - first
         return pool.staging + self._logical(member, wanted, geometry).slots
@@ -84,7 +84,7 @@ class TorchSwap:
         missing = wanted[~is_hit]
         if member.new > 1:
             missing = missing.unique()
-        touched = torch.zeros(len(held), dtype=torch.bool)
+        touched = torch.zeros(len(held), dtype=torch.bool, device=held.device)
         touched[columns[is_hit]] = True
         by_age = order.long()
         used, free = by_age[touched[by_age]], by_age[~touched[by_age]]
