@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from attnplug.machine.runtime import open_device
 from attnplug.registry.registry import load_registry
 from attnplug_tune.clock import clock_for
 from attnplug_tune.measure import Failed, Job, Outcome, Timed, run_job
@@ -86,9 +87,9 @@ def _following(job: Job, outcomes: list[Outcome]) -> tuple[Task, ...]:
 
 def _work(job: Job, sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
-    device = torch.device(job.device)
     registry = load_registry()
-    clock = clock_for(device)
+    open_device(job.device.partition(":")[0], registry.device)  # a plugin's device exists in processes that open it
+    clock = clock_for(torch.device(job.device))
     gc.collect()
     gc.freeze()  # every capture collects garbage first; exempt what was imported
     try:
