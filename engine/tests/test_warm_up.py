@@ -23,6 +23,7 @@ PROMPTS = [[5, 6, 7], list(range(20)), [9] * 11]
         ("tiny:deepseek_v32", {"enable_hisparse": True, "page_size": 16, "max_batch": 2}),
     ],
 )
+@pytest.mark.sample(1)
 def test_a_warm_engine_answers_like_a_cold_one(model, settings):
     """E1: rows, pages, states, statistics and prefix cache are those of an engine that ran nothing."""
     cold, warm = (Engine(model, device="cpu", context_length=48, **settings) for _ in range(2))
