@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", default="{}", help="JSON of further settings of our engine")
     parser.add_argument("--seconds", type=float, default=5.0, help="time over which the requests of a load arrive")
     parser.add_argument("--ttft", action="store_true", help="measure the cases of ttft_h200.py too")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds of each process, its start included")
+    parser.add_argument("--timeout", type=float, default=540, help="seconds of processes that start together")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out", metavar="FILE")
     parser.add_argument("--results", metavar="FILE", help="results that name vLLM's saturation; else --out")

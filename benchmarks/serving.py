@@ -90,6 +90,7 @@ class OurServer:
         self.notes = {
             "backends": {str(role): choice.chosen_name for role, choice in engine.selection.choices.items()},
             "graphs": str(engine.graphs),
+            "mixed_steps": str(engine.scheduler.mixed_steps),
             "settings": {name: str(value) for name, value in settings.items()},
         }
 
@@ -252,3 +253,6 @@ def measure_in_process(
         traceback.print_exc()
         found["error"] = error_text(error)
     record(out, engine, model, found)
+    if lock is not None:  # frees the GPU for the next process at once
+        sys.stdout.flush()
+        os._exit(0)

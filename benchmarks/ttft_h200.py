@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--cases", default=CASES, help="prompts x tokens of each")
     parser.add_argument("--settings", default="{}", help="JSON of further settings of our engine")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds of each process, its start included")
+    parser.add_argument("--timeout", type=float, default=540, help="seconds of processes that start together")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out", metavar="FILE")
     parser.add_argument("--results", help=argparse.SUPPRESS)  # of arrivals_h200.py
