@@ -125,9 +125,9 @@ def test_folders_are_read_only_when_a_ranking_is_made(tmp_path: Path, monkeypatc
     ("content", "line"),
     [
         ("{", "is not JSON"),
-        ('{"schema": 7}', "it has schema 7, and this attnplug reads 4; it is not used"),
+        ('{"schema": 7}', "it has schema 7, and this attnplug reads 5; it is not used"),
         (
-            '{"schema": 4, "device": "B", "sm": 80, "tables": []}',
+            '{"schema": 5, "device": "B", "sm": 80, "tables": []}',
             "measured on B (SM 80), and this is Acme Board 3 (SM 90)",
         ),
     ],

@@ -12,16 +12,21 @@ from attnplug_testing.errors import raises_naming
 
 
 def test_points_are_read_as_users_write_them() -> None:
-    assert parse_points("64x4096, 8x~4k,16x4kv4,1x8k+512") == (
+    assert parse_points("64x4096, 8x~4k,16x4kv4,1x8k+512,1x0+2k&32x4k") == (
         Point(Role.DECODE, 64, 4096),
         Point(Role.DECODE, 8, 4096, ragged=True),
         Point(Role.DECODE, 16, 4096, 4),
         Point(Role.PREFILL, 1, 8192 + 512, 512),
+        Point(Role.PREFILL, 1, 2048, 2048, decodes=32, decode_length=4096),
     )
 
 
 @pytest.mark.parametrize(
-    "text", ["", "64", "0x64", "1x0", "1x2v3", "1x64+0", "64*4096", "1x64,1x64", "1xk", "1x~64", "8x~64+8"]
+    "text",
+    [
+        *("", "64", "0x64", "1x0", "1x2v3", "1x64+0", "64*4096", "1x64,1x64", "1xk", "1x~64", "8x~64+8"),
+        *("1x64&4x8", "1x0+8&0x8", "1x0+8&4x0", "1x0+8&4x~8"),
+    ],
 )
 def test_a_point_that_cannot_be_is_refused_with_its_text(text: str) -> None:
     with raises_naming(UsageError, "--points"):
@@ -66,7 +71,15 @@ def test_a_verify_is_measured_where_drafts_are_checked() -> None:
     assert verifies and {point.tokens for point in verifies} == {4}
 
 
-def test_prefills_have_prefixes_and_without() -> None:
-    prefills = [point for point in default_points("cuda", 8, 65536) if point.role is Role.PREFILL]
-    assert {point.length - point.tokens for point in prefills} == {0, 8192}
-    assert Point(Role.PREFILL, 8, 512, 512) in prefills
+def test_prefills_are_prompts_prefixes_and_the_decodes_of_mixed_batches() -> None:
+    prefills = [point for point in default_points("cuda", 256, 65536) if point.role is Role.PREFILL]
+    by_line: dict[int, list[Point]] = {}
+    for point in prefills:
+        by_line.setdefault(point.tokens, []).append(point)
+    assert max(point.rows for point in prefills) == 32768 and len(set(prefills)) == len(prefills)
+    for tokens, points in by_line.items():
+        single = [point.length - tokens for point in points if point.requests == 1]
+        assert single, f"{tokens} new tokens of one request"
+        assert (0 in single) is (tokens > 1), f"{tokens} new tokens without a prefix"
+    assert {point.requests for point in by_line[1]} == {1, 32, 128}
+    assert {point.requests for point in default_points("cuda", 8, 1024) if point.role is Role.PREFILL} == {1, 8}

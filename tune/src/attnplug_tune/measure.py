@@ -239,6 +239,7 @@ def _builder(job: Job, registry: Registry, task: Task) -> Build:
             page_size=shape.page_size,
             wants_graphs=context.device.type == "cuda",
             mla_by_host=shape.hosted,
+            mla_extend=shape.path,
         )
         ranking = default_ranking(registry, problem, per_batch=True)
         return build_selection(select(registry, BackendRequest(), problem, ranking=ranking), context)

@@ -120,6 +120,8 @@ def tasks_of(registered: Registered, problems: Sequence[Problem], points: Sequen
             dtype, kv_dtype = problem.dtype or DType.FLOAT32, problem.kv_dtype or problem.dtype or DType.FLOAT32
             page_size = page_size_for(registered, problem)
             for layer in layers_to_measure(problem.model.for_rank(problem.tensor_parallel))[0]:
-                shape = MeasuredShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=problem.mla_by_host)
+                path = problem.mla_extend if point.role is Role.PREFILL else None
+                by_host = problem.mla_by_host
+                shape = MeasuredShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=by_host, path=path)
                 found[Task(layer, shape, point)] = None
     return tuple(found)

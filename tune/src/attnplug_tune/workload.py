@@ -13,7 +13,7 @@ from attnplug.cli.text import warn_of_plugins
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options, split_settings
-from attnplug.declare.problem import DType, Problem, Role, model_dtype
+from attnplug.declare.problem import DType, ExtendPath, Problem, Role, model_dtype
 from attnplug.declare.settings import Render, Setting
 from attnplug.machine.device import open_device
 from attnplug.machine.hardware import Processor, this_processor
@@ -102,7 +102,7 @@ def read_workload(parsed: argparse.Namespace) -> Workload:
         points = default_points(device.type, batch, context, parsed.speculative_tokens)
     else:
         points = parse_points(parsed.points)
-        context = max(context, *(point.lengths[-1] for point in points))
+        context = max(context, *(max(point.lengths) for point in points))
     problems = tuple(_problem(parsed, model, device.type, sm) for model in models)
     if parsed.host is not None:
         problems = tuple(_hosted(parsed.host, problem) for problem in problems)
@@ -129,6 +129,7 @@ def _problem(parsed: argparse.Namespace, model: ModelSpec, device: str, sm: int 
         wants_graphs=device == "cuda",
         speculative_tokens=parsed.speculative_tokens,
         tensor_parallel=parsed.tensor_parallel,
+        mla_extend=None if parsed.mla_extend is None else ExtendPath.parse(parsed.mla_extend),
     )
 
 

@@ -214,7 +214,10 @@ def _shapes(role: Role, problem: Problem) -> Counter[MeasuredShape]:
     layers = model.linear_layers if role is Role.LINEAR else model.full_layers
     page_size = problem.page_size or math.lcm(DEFAULT_PAGE_SIZE, model.page_multiple)
     kv_dtype, by_host = problem.kv_dtype or dtype, problem.mla_by_host
-    return Counter(MeasuredShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=by_host) for layer in layers)
+    path = problem.mla_extend if role is Role.PREFILL else None
+    return Counter(
+        MeasuredShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=by_host, path=path) for layer in layers
+    )
 
 
 def _fit(shape: MeasuredShape, count: int, tables: Sequence[FoundTable], usable: int) -> _Fit | None:
@@ -235,7 +238,7 @@ def _fit(shape: MeasuredShape, count: int, tables: Sequence[FoundTable], usable:
 
 def _distance(measured: MeasuredShape, shape: MeasuredShape) -> float:
     """Distance of two shapes in factors of two, page sizes aside; infinite if their times are not comparable."""
-    for name in ("kind", "dtype", "kv_dtype"):
+    for name in ("kind", "dtype", "kv_dtype", "path"):
         if getattr(measured, name) is not getattr(shape, name):
             return math.inf
     if bool(measured.window) != bool(shape.window) or bool(measured.topk) != bool(shape.topk):

@@ -30,7 +30,7 @@ DRIVER = "driver"
 _PLATFORM = ("torch", "triton")
 """Distributions whose releases rarely change the order of backends, like those of the backend's own package. Shipped
 tables apply until their major version changes. The user's own tables apply to exactly what was measured."""
-SCHEMA = 4
+SCHEMA = 5
 _KEYS = ("schema", "device", "sm", "tables")
 _TABLE_KEYS = ("backend", "role", "shape", "measured", "versions")
 _SHAPE_KEYS = tuple(each.name for each in fields(MeasuredShape))
