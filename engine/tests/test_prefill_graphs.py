@@ -77,6 +77,7 @@ def tokens(one: Engine, texts: list[list[int]], each: Any) -> list[list[int]]:
 class TestTokens:
     @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
     @pytest.mark.parametrize("model", MODELS)
+    @pytest.mark.sample(2)
     def test_replayed_prefills_give_the_tokens_of_eager_ones(self, model, overlap):
         """Prompts of up to 30 tokens, in chunks and beside requests that decode; steps of more than 22 run eagerly."""
         each = [SamplingParams(max_tokens=2 + number % 5) for number in range(12)]

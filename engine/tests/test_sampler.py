@@ -105,6 +105,7 @@ class Drawn:
 
 
 @in_every_way
+@pytest.mark.sample(1)
 def test_draws_by_the_definition(choose: Any, device: str) -> None:
     """Every kind, with vocabularies in one chunk and in several, full of equals and not."""
     unclear, times = 0, 1 if choose is by_kernel else 3
@@ -160,6 +161,7 @@ def test_the_likeliest_token_by_the_definition(seed: int, rows: int, vocab: int,
 
 
 @pytest.mark.parametrize("params", KINDS[1:])
+@pytest.mark.sample(2)
 def test_tokens_come_as_often_as_their_probability_says(params: dict[str, float]) -> None:
     """Chi-square of 3,000 draws of one request, and of the first draws of as many."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 2

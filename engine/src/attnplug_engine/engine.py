@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -36,10 +35,11 @@ from attnplug_engine.request import (
     TokenLogprobs,
     Update,
 )
+from attnplug_engine.scheduling.mixed_steps import MixedSteps, prefill_seconds, timed_prompts
 from attnplug_engine.scheduling.prefix_cache import CacheStatistics, PrefixCache
 from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
 from attnplug_engine.scheduling.step import RoundResult, Step, StepResult
-from attnplug_engine.scheduling.warm_up import mixed_step_tokens, warm_up_batches
+from attnplug_engine.scheduling.warm_up import warm_up_batches
 from attnplug_engine.sizing import capacity
 from attnplug_engine.speculation.in_flight import RoundsInFlight
 from attnplug_engine.speculation.round_graphs import RoundGraphs
@@ -130,7 +130,7 @@ class Engine:
         mixed = self._warm_up(parallel) if prepared.device.type == "cuda" else None
         self.scheduler: Scheduler = self._scheduler(self.cache, mixed)
 
-    def _scheduler(self, cache: PrefixCache | None, mixed_step_tokens: int | None) -> Scheduler:
+    def _scheduler(self, cache: PrefixCache | None, mixed_steps: MixedSteps | None) -> Scheduler:
         runner, options, rounds = self.runner, self.options, self.rounds
         room, held = runner.capacity, (runner.table, runner.allocator, cache)
         limits: dict[str, Any] = dict(
@@ -138,7 +138,7 @@ class Engine:
             max_step_tokens=room.max_step_tokens,
             context_length=room.context_length,
             whole_prompts=options.chunked_prefill_size == -1,
-            mixed_step_tokens=mixed_step_tokens,
+            mixed_steps=mixed_steps,
             states=runner.states,
             checkpoint=options.state_checkpoint,
             coordinator=runner.coordinator,
@@ -151,36 +151,49 @@ class Engine:
         rounds = None if self.rounds is None else RoundStatistics(self.rounds.speculation.steps)
         return Statistics(rounds=rounds, backend_usage=self.runner.backend_usage)
 
-    def _warm_up(self, parallel: TensorParallel) -> int:
-        """Run requests of every kind once, so that the first request compiles nothing (E1). Return the most prefill
-        tokens of a step in which requests decode, the same on all ranks."""
-        capacity, tokens, took = self.runner.capacity, 1, math.inf
+    def _warm_up(self, parallel: TensorParallel) -> MixedSteps | None:
+        """Run requests of every kind once, so that the first request compiles nothing (E1). Return the limit of mixed
+        steps, the same on all ranks; None if prompts are not chunked."""
+        # Ranks run the same requests, so they count the pages that all of them have.
+        capacity = replace(self.runner.capacity, num_pages=self.runner.allocator.free_pages)
         self.scheduler = self._scheduler(None, None)
         for batch in warm_up_batches(capacity):
-            started, tokens = time.perf_counter(), sum(len(request.prompt) for request in batch)
-            for request in batch:
-                self.scheduler.add(request)
-                if request.params.logprobs is not None:
-                    self._observed.add(request)
-            try:
-                while self._step() is not None and not batch[0].output:
-                    pass
-                took = time.perf_counter() - started
-                while self._step() is not None:
-                    pass
-            except torch.OutOfMemoryError as error:
-                raise PoolError(
-                    f"a step of {capacity.max_step_tokens} tokens does not fit into the memory beside weights and "
-                    "caches; lower `chunked_prefill_size` or `num_pages`",
-                    settings=["chunked_prefill_size", "num_pages"],
-                ) from error
+            self._run_warm_up(batch)
+        prompts = () if self.options.chunked_prefill_size == -1 else timed_prompts(capacity, self.vocab_size)
+        times = [(len(request.prompt), self._run_warm_up([request])) for request in prompts]
         self.runner.backend_usage.clear()
         self.statistics = self._statistics()
         if self.runner.coordinator is not None:
             self.runner.coordinator.reset_statistics()
-        rates = torch.tensor([tokens / took], device=self.runner.device)
-        slowest = float(rates[0]) if parallel.size == 1 else min(parallel.all_gather(rates, 0).tolist())
-        return mixed_step_tokens(slowest, self.options.inter_token_latency)
+        if not times:
+            return None
+        seconds = torch.tensor([prefill_seconds(times)], dtype=torch.float64, device=self.runner.device)
+        if parallel.size > 1:  # ranks run one schedule: that of the slowest
+            seconds = parallel.all_gather(seconds, 0)
+        per_token, per_position = seconds.amax(0).tolist()
+        return MixedSteps.of(per_token, per_position, self.options.inter_token_latency)
+
+    def _run_warm_up(self, batch: Sequence[Request]) -> float:
+        """Run requests to their ends; return the seconds until the first one has a token."""
+        started = time.perf_counter()
+        for request in batch:
+            self.scheduler.add(request)
+            if request.params.logprobs is not None:
+                self._observed.add(request)
+        try:
+            while self._step() is not None and not batch[0].output:
+                pass
+            seconds = time.perf_counter() - started
+            while self._step() is not None:
+                pass
+        except torch.OutOfMemoryError as error:
+            most = self.runner.capacity.max_step_tokens
+            raise PoolError(
+                f"a step of {most} tokens does not fit into the memory beside weights and caches; lower "
+                "`chunked_prefill_size` or `num_pages`",
+                settings=["chunked_prefill_size", "num_pages"],
+            ) from error
+        return seconds
 
     def _capture(self, progress: Callable[[int, int], None] | None) -> GraphReport:
         runner, options, rounds = self.runner, self.options, self.rounds

@@ -55,7 +55,7 @@ class EngineOptions:
     """Most tokens of one step; -1 for prompts that are not chunked. None: 8192 on a GPU and 2048 on a CPU."""
     inter_token_latency: float = 0.05
     """Seconds by which prefill may delay requests that decode: a step with both has as many prefill tokens as the
-    GPU runs in this time, measured at start-up. A CPU is not measured."""
+    GPU runs in this time, attention over their context included, measured at start-up. A CPU is not measured."""
     prefix_cache: bool = True
     state_slots: int | None = None
     """Slots for the states of linear layers: those of running requests and of snapshots."""

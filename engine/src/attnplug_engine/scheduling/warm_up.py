@@ -1,4 +1,4 @@
-"""Requests that an engine runs before its first one: they compile and load kernels, and tell how fast it prefills."""
+"""Requests that an engine runs before its first one: they compile and load kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from attnplug_engine.request import Request, SamplingParams
 
 _SHORT = 17
 _NEW_TOKENS = 4
-_LEAST_MIXED_TOKENS = 128
 _GREEDY = SamplingParams(_NEW_TOKENS)
 _SAMPLED = SamplingParams(_NEW_TOKENS, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=0, logprobs=2)
 
@@ -17,8 +16,8 @@ _SAMPLED = SamplingParams(_NEW_TOKENS, temperature=0.8, top_k=40, top_p=0.9, min
 def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
     """Yield requests to run together, batch by batch; those that do not fit into a small pool are left out.
 
-    A full step alone; a prompt with a prefix in the cache; short prompts that decode, greedily and sampled, while
-    another one prefills. The first batch is last again, to be timed.
+    A prompt of two full steps and a short one, of which two have a prefix; short prompts that decode, greedily and
+    sampled, while another one prefills.
     """
     rows = capacity.num_pages * capacity.page_size
     longest = min(capacity.context_length - _NEW_TOKENS, rows - _NEW_TOKENS - capacity.lookahead)
@@ -29,20 +28,8 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
 
     if full < 1:
         return
-    yield [request(full)]
-    if full < longest:
-        yield [request(min(full + _SHORT, longest))]
+    yield [request(min(2 * full + _SHORT, longest))]
     several = min(capacity.max_batch, longest // (2 * _SHORT))
     if several > 1:
         prompts = [request(_SHORT, _SAMPLED if number % 2 else _GREEDY) for number in range(several)]
         yield [*prompts, request(min(2 * _SHORT, longest))]
-    yield [request(full)]
-
-
-def mixed_step_tokens(tokens_per_second: float, latency: float) -> int:
-    """Return the most prefill tokens of a step in which requests decode, so that it takes about ``latency`` seconds.
-
-    It is a power of two: runs that are timed alike chunk prompts alike.
-    """
-    tokens = int(min(tokens_per_second * latency, 1 << 30))
-    return max(1 << max(tokens.bit_length() - 1, 0), _LEAST_MIXED_TOKENS)
