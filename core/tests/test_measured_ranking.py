@@ -80,7 +80,7 @@ def test_what_a_host_prefills_by_its_own_calls_has_one_backend() -> None:
     """C1: it chunks and merges MLA itself. Its decode goes by batch."""
     able = replace(PLAIN, kinds={"mla"}, mla_extend={"one_shot", "chunked"})
     installed = registry(backend("early", able), backend("late", able))
-    shape = MeasuredShape.of(MLA, DType.BFLOAT16, DType.BFLOAT16, 64)
+    shape = MeasuredShape.of(MLA, (DType.BFLOAT16, DType.BFLOAT16), 64, False)
     write_tables(
         table_path(BOARD), [one for role in (Role.PREFILL, Role.DECODE) for one in crossing(shape=shape, role=role)]
     )
@@ -160,7 +160,7 @@ def test_where_a_host_absorbs_what_was_measured_so_comes_first() -> None:
     """C1: joining the parts of queries costs some backends more than others. Else the same heads stand for it."""
     able = replace(PLAIN, kinds={"mla"}, mla_extend={"one_shot", "chunked"})
     installed = registry(backend("early", able), backend("late", able))
-    ours = MeasuredShape.of(MLA, DType.BFLOAT16, DType.BFLOAT16, 64)
+    ours = MeasuredShape.of(MLA, (DType.BFLOAT16, DType.BFLOAT16), 64, False)
     problem = replace(PROBLEM, model=DEEPSEEK, mla_by_host=True)
     others = crossing(shape=replace(ours, num_heads=2 * ours.num_heads, hosted=True))
     found = chosen(*crossing(shape=ours), *others, installed=installed, problem=problem)
