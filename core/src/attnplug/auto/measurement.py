@@ -46,8 +46,8 @@ class MeasuredShape:
             if name in enums and (name != "path" or value is not None):
                 object.__setattr__(self, name, *members_of(enums[name])(name, [value]))
             elif name == "hosted":
-                if type(value) is not bool or (value and self.kind is not AttentionKind.MLA):
-                    raise PluginError(f"hosted={value!r} must be true or false, and is false of {self.kind}")
+                if type(value) is not bool or ((value or self.path) and self.kind is not AttentionKind.MLA):
+                    raise PluginError(f"hosted={value!r} must be a bool; it and path={self.path!r} are for mla alone")
             elif name != "path" and not 0 <= integer(name, value) < _MOST:
                 raise PluginError(f"{name}={value!r} must not be negative, and below {_MOST}")
 
