@@ -272,6 +272,7 @@ class TestPrefill:
         assert isinstance(schedule, ExtendSchedule)
         assert [schedule.fastest(1, length, length) for length in (64, 3000)] == ["early", "late"]
         assert any(line.startswith("  1 × 4096 new tokens: ") for line in explanation(selection))
+        assert "at 1 × 4096 (4096 new)" in selection.choices[Role.PREFILL].why(), "a prompt, not a decode"
 
     @pytest.mark.parametrize("path", [None, ExtendPath.ABSORBED])
     def test_a_path_that_was_asked_for_is_compared_by_its_own_times(self, path: ExtendPath | None) -> None:

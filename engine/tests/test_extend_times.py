@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from attnplug_tune.table_writing import versions_of, write_tables
@@ -56,6 +57,9 @@ def test_mla_is_captured_absorbed_and_runs_eagerly_on_the_policy_s_path() -> Non
     captured, eager = one.runner.extend_times.seconds(step((0, 256)))
     layers = len(one.runner.spec.full_layers)
     assert math.isclose(eager, 90e-6 * layers, rel_tol=1e-3) and math.isclose(captured, 3 * eager, rel_tol=1e-9)
+    mixed = replace(step((0, 256), (64, 1)), mode=ForwardMode.MIXED)
+    captured, eager = one.runner.extend_times.seconds(mixed)
+    assert captured == eager, "a mixed batch runs absorbed, captured or not"
 
 
 def test_other_layers_have_one_path() -> None:

@@ -86,8 +86,8 @@ TOLERANCE = 1.01
 """A backend joins a schedule only if some batch would take longer than the best time by this factor without it."""
 NOT_MEASURED = 2.0
 """Slowness of a backend at a point where it was not measured."""
-_SHOWN = BatchPoint(1, 4096, 1)
-"""Batch whose times are shown, or the nearest measured one."""
+_SHOWN = {Role.PREFILL: BatchPoint(1, 4096, 4096), Role.DECODE: BatchPoint(1, 4096, 1)}
+"""Batches whose times are shown, or the nearest measured ones."""
 _MEASURED_AS = {Role.DRAFT: Role.DECODE}
 _AGAIN = "measure it again by 'attnplug tune', or ask for it by name"
 _BY_BATCH = (Role.PREFILL, Role.DECODE)
@@ -159,7 +159,7 @@ class MeasuredRanking:
         if by_batch and len(sharing := _sharing(slowness, order)) > 1:
             kind = ExtendSchedule if role is Role.PREFILL else BackendSchedule
             schedule = kind({name: times[name] for name in sharing})
-        return Ranked(backends, _why(order, points, times, fits, others, schedule), schedule)
+        return Ranked(backends, _why(order, points, times, fits, others, schedule, role), schedule)
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
         """Backends that failed at a shape of the model's layers, on this machine and with the installed versions.
@@ -289,10 +289,12 @@ def _why(
     fits: Sequence[_Fit],
     others: Sequence[Registered],
     schedule: BackendSchedule | None,
+    role: Role,
 ) -> str:
     """One line: times at one point, the origin of the tables, and backends that were not measured."""
     common = [point for point in points if all(point in times[name] for name in order)]
-    shown = min(common or points, key=lambda point: (sum(map(_octaves, point, _SHOWN)), point))
+    about = _SHOWN[_MEASURED_AS.get(role, role)]
+    shown = min(common or points, key=lambda point: (sum(map(_octaves, point, about)), point))
     figures = [f"{name} {times[name][shown]:.1f}" for name in order if shown in times[name]]
     figures[0] += " µs"
     new = f" ({shown.tokens} new)" if shown.tokens > 1 else ""
