@@ -52,11 +52,13 @@ class Group:
     backends: str
     options: tuple[str, ...] = ()
     points: Sequence[tuple[int, int, int]] = PREFILLS
+    budget: int = 200
+    """Seconds to measure in. The most informative points come first."""
 
 
 GROUPS = (
     Group("mla:16,mla:128,mla:32", MLA),
-    Group("mla:16,mla:128,mla:32", FP8_MLA, ("--mla-extend", "absorbed"), ABSORBED),
+    Group("mla:16,mla:128,mla:32", FP8_MLA, ("--mla-extend", "absorbed"), ABSORBED, 90),
     Group("gqa:32/8x64,gqa:32/8x128,gqa:64/8x128,gqa:16/8x256", GQA),
 )
 FP8 = ("--kv-dtype", "float8_e4m3")
@@ -88,7 +90,8 @@ def main() -> None:
         for group in groups:
             points = ",".join(f"{requests}x{prefix}+{new}" for requests, new, prefix in group.points)
             more = ("--again",) if arguments.again else ()
-            run("tune", group, points, arguments.smoke, "--budget", "300", "--tables", str(arguments.tables), *more)
+            budget = ("--budget", str(group.budget))
+            run("tune", group, points, arguments.smoke, *budget, "--tables", str(arguments.tables), *more)
         return
     points = random_points(arguments.count, random.Random(arguments.seed), smoke=arguments.smoke)
     rows: list[BenchRow] = []

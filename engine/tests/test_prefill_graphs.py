@@ -20,9 +20,11 @@ from thread_ranks import in_ranks
 
 from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role, UsageError
 from attnplug.auto.fastest import FastestBackend
+from attnplug.auto.schedule import ExtendSchedule
 from attnplug.host import load_model
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_engine import Engine, EngineOptions, SamplingParams
+from attnplug_engine.execution.extend_times import ExtendTimes
 from attnplug_engine.graphs.capture_check import CaptureMismatch
 from attnplug_engine.graphs.capture_sizes import default_prefill_sizes
 from attnplug_engine.graphs.prefill import PrefillGraphs, _seconds
@@ -485,6 +487,23 @@ class TestAside:
             return graphs.fitting(Step(ForwardMode.EXTEND, entries, (), ())) is not None
 
         assert fits((18, 2)) and not fits((19, 2)) and fits((15, 2), (5, 1)) and not fits((15, 2), (6, 1))
+
+    @pytest.mark.parametrize(
+        ("captured_us", "eager_us", "saved_us", "replayed"),
+        [(30, 20, 10, False), (30, 20, 40, True), (30, 31, 10, True), (30, 20, 29, False)],
+    )
+    def test_measured_times_are_compared_with_each_other_and_with_what_the_graph_saves(
+        self, captured_us, eager_us, saved_us, replayed, monkeypatch
+    ):
+        """Microseconds of all layers."""
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *_, waits: 1e-6 * saved_us * (not waits))
+        one = engine()
+        layers = len(one.runner.spec.full_layers)
+        captured, eager = (ExtendSchedule({"measured": {(1, 4, 4): us / layers}}) for us in (captured_us, eager_us))
+        one.runner.extend_times = ExtendTimes(captured, eager, layers)
+        capture_steps(one.runner, SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
+        step = Step(ForwardMode.EXTEND, (StepEntry(None, 0, (1,) * 4, True),), (), ())
+        assert (one.runner.graphs.prefill.fitting(step) is not None) is replayed
 
     @pytest.mark.parametrize("alone", [False, True])
     def test_without_times_too_unless_the_captured_one_prefills_alone(self, alone, native):

@@ -102,6 +102,20 @@ def test_an_mla_prefill_takes_the_path_that_its_table_names(path: ExtendPath | N
     assert path is ExtendPath.CHUNKED or table.shape not in {task.shape for task in others if task.point.tokens > 1}
 
 
+def test_decodes_of_a_mixed_batch_are_absorbed_as_in_an_engine(install: Install, monkeypatch) -> None:
+    """C1: their prefixes are long enough for the policy to run a plain extend as MHA."""
+    calls: list[str] = []
+    for hook in ("forward_extend", "forward_ragged"):
+        monkeypatch.setattr(TorchNativeBackend, hook, noted(calls, hook, getattr(TorchNativeBackend, hook)))
+    registry = toys(install)
+    for point, hook in (("2x4096+1", "forward_extend"), ("2x4096+2", "forward_ragged")):
+        calls.clear()
+        found = tasks_of(registry.get("torch_native"), [problem("tiny:deepseek_v3")], parse_points(point))
+        clock = FakeClock({"torch_native": constant(1)}, runs=True)
+        (outcome,) = run_job(Job("torch_native", found, "cpu", 128), registry, clock)
+        assert isinstance(outcome, Timed) and set(calls) == {hook}
+
+
 def test_a_mixed_batch_has_decodes_beside_its_prefills(install: Install) -> None:
     """It is planned as one: the prefills' rows, then one row of each decode."""
     registry = toys(install)

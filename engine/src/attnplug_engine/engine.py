@@ -17,6 +17,7 @@ from attnplug.host import ForwardingBackend, Selection
 from attnplug.wrappers.forwarding import limited_by
 from attnplug_engine.completion import Completion, Statistics, Usage
 from attnplug_engine.execution import signals
+from attnplug_engine.execution.extend_times import measured_extends
 from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.graphs.capture import GraphCapture
 from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
@@ -104,6 +105,8 @@ class Engine:
             seed=options.seed,
             two_batch_overlap=options.two_batch_overlap,
         )
+        runner = self.runner
+        runner.extend_times = measured_extends(prepared.ranking, self.selection, runner.backend, runner.spec)
         self.rounds: RoundRunner | None = None
         """Runs the steps if the engine speculates."""
         self.draft_selection: Selection | None = None

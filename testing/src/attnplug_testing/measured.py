@@ -32,7 +32,7 @@ def measured_twins(monkeypatch: pytest.MonkeyPatch, folder: Path, layer: LayerSp
             here.sm,
             name,
             role,
-            MeasuredShape.of(layer, dtype, dtype, 64),
+            MeasuredShape.of(layer, (dtype, dtype), 64, False),
             tuple(
                 Measurement(1, length, 1, False, *[time] * 3) for length, time in zip((8, 64), times[name], strict=True)
             ),

@@ -101,7 +101,9 @@ def tune(model: str, *names: str) -> None:
     """Write measured tables by which these backends alternate in decoding the model."""
     processor, registry = this_processor("cpu"), load_registry()
     assert processor is not None
-    (shape,) = {MeasuredShape.of(layer, DType.FLOAT32, DType.FLOAT32, 64) for layer in load_model(model).layers}
+    (shape,) = {
+        MeasuredShape.of(layer, (DType.FLOAT32, DType.FLOAT32), 64, False) for layer in load_model(model).layers
+    }
     tables = [
         MeasuredTable(
             processor.name,

@@ -30,8 +30,8 @@ def check_tune(parsed: argparse.Namespace) -> None:
     _check_measuring(parsed)
     if mixed := [point for point in parse_points(parsed.points or "1x1") if point.decodes]:
         raise UsageError(
-            f"--points: {mixed[0]} is a mixed batch, and tables have none; auto adds the times of its prefills and of "
-            "its decodes, such as 32x4k+1. 'attnplug bench' measures mixed batches"
+            f"--points: {mixed[0]} is a mixed batch, and tables have none: auto estimates them from others, such as "
+            "32x4k+1; leave it out, or measure it with 'attnplug bench'"
         )
     _check_plotted("--report", parsed.report, ".html")
 

@@ -3,8 +3,9 @@
 A step is planned once and every call writes its new rows, as in an engine. Decodes and verifies run in a CUDA graph if
 the backend claims it, with a page table for the longest context and lengths on the device only. In a graph each call
 depends on the previous result, so that no two overlap. MLA decodes and verifies are absorbed; the up-projections are
-not part of a backend. MLA prefills take the requested path, or the policy's, up-projections included. If a host absorbs
-MLA itself, its queries come in two parts, and it has written the new rows.
+not part of a backend. MLA prefills take the requested path, or the policy's, up-projections included. Extends of one
+token are decodes of a mixed batch, which is absorbed if the backend can. If a host absorbs MLA itself, its queries come
+in two parts, and it has written the new rows.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class Stage:
         point = self.task.point
         mode = ForwardMode.DECODE if point.tokens == 1 else ForwardMode.TARGET_VERIFY
         if point.role is Role.PREFILL:
-            mode = ForwardMode.MIXED if point.decodes else ForwardMode.EXTEND
+            mode = ForwardMode.MIXED if 1 in point.query_lens else ForwardMode.EXTEND
         geometry = Geometry.of_lengths(mode, self.page_table, point.query_lens, self.lengths, self.page_size)
         if not captured:
             return ForwardBatch(geometry)

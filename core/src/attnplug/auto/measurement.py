@@ -40,39 +40,27 @@ class MeasuredShape:
     path: ExtendPath | None = None
 
     def __post_init__(self) -> None:
-        enums = {"kind": AttentionKind, "dtype": DType, "kv_dtype": DType}
+        enums = {"kind": AttentionKind, "dtype": DType, "kv_dtype": DType, "path": ExtendPath}
         for name in (each.name for each in fields(self)):
             value = getattr(self, name)
-            if name in enums:
+            if name in enums and (name != "path" or value is not None):
                 object.__setattr__(self, name, *members_of(enums[name])(name, [value]))
             elif name == "hosted":
-                if type(value) is not bool or (value and self.kind is not AttentionKind.MLA):
-                    raise PluginError(f"hosted={value!r} must be true or false, and is false of {self.kind}")
-            elif name == "path":
-                if value is not None and (value not in list(ExtendPath) or self.kind is not AttentionKind.MLA):
-                    raise PluginError(f"path={value!r} must be null or, for MLA, one of {', '.join(ExtendPath)}")
-                object.__setattr__(self, name, value and ExtendPath(value))
-            elif not 0 <= integer(name, value) < _MOST:
+                if type(value) is not bool or ((value or self.path) and self.kind is not AttentionKind.MLA):
+                    raise PluginError(f"hosted={value!r} must be a bool; it and path={self.path!r} are for mla alone")
+            elif name != "path" and not 0 <= integer(name, value) < _MOST:
                 raise PluginError(f"{name}={value!r} must not be negative, and below {_MOST}")
 
     @classmethod
     def of(
-        cls,
-        layer: LayerSpec,
-        dtype: DType,
-        kv_dtype: DType,
-        page_size: int,
-        *,
-        mla_by_host: bool = False,
-        path: ExtendPath | None = None,
+        cls, layer: LayerSpec, types: tuple[DType, DType], page_size: int, hosted: bool, path: ExtendPath | None = None
     ) -> MeasuredShape:
-        """Shape of a layer as one rank has it (``LayerSpec.for_rank``). ``path`` applies to MLA alone."""
+        """Shape of a layer as one rank has it (``LayerSpec.for_rank``), with the types of activations and cache."""
         mla, topk = layer.mla, 0 if layer.indexer is None else layer.indexer.topk
         row = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
         if mla is not None:
             row = 1, mla.row_dim, mla.kv_lora_rank
-        types, hosted = (dtype, kv_dtype), mla_by_host and mla is not None
-        window, path = layer.sliding_window or 0, None if mla is None else path
+        window, (hosted, path) = layer.sliding_window or 0, (False, None) if mla is None else (hosted, path)
         return cls(layer.kind, layer.num_heads, *row, *types, page_size, window, topk, hosted, path)
 
     def __str__(self) -> str:

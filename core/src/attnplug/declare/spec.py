@@ -108,8 +108,7 @@ class BackendSpec:
     def refusals(self, problem: Problem, role: Role | None = None, options: Any = None) -> list[Refusal]:
         """Return every reason why this backend cannot serve ``problem`` in ``role``; empty if it can.
 
-        Without a role or a model, checks that depend on them are skipped. ``options`` are parsed options, ``None`` for
-        the defaults.
+        Without a role or a model, checks that depend on them are skipped. ``options`` are parsed; ``None``: defaults.
         """
         requirements = [(needed,) if isinstance(needed, str) else needed for needed in self.requires]
         installed = [factory_refusal(self.factory), *(requirement_refusal(*needed) for needed in requirements)]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnplug import AttentionBackend, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
 from attnplug.host import ForwardingBackend, ModelAttention
+from attnplug_engine.execution.extend_times import ExtendTimes
 from attnplug_engine.execution.in_flight import fill_pending_tokens
 from attnplug_engine.execution.sampler import Sampler, sample
 from attnplug_engine.execution.sampling_inputs import SamplingArrays
@@ -31,7 +32,7 @@ from attnplug_engine.scheduling.step import Step
 _TIMED_RUNS = 4  # the first one is a warm-up
 
 _MULTIPLY_ADDS_PER_SECOND = 9e13
-"""Multiply-adds per second of extends by ``triton_mla`` on an H200."""
+"""Multiply-adds per second of absorbed extends by ``triton_mla`` on an H200, for devices without tables."""
 _SAVED_PER_LAYER = 4e-4
 """Upper bound of the seconds that a graph saves per layer; launching a layer takes the host 0.5 to 0.9 ms."""
 
@@ -54,23 +55,26 @@ class PrefillGraphs:
         *,
         largest: int,
         slower: ModelSpec | None = None,
+        times: ExtendTimes | None = None,
         all_reduce_min: Callable[[float], float] | None = None,
     ) -> None:
         """``run_model`` returns the logits of the given rows of a batch. ``slower`` is the model if an uncaptured
-        backend is faster for its prefills: steps with much attention then run eagerly. ``all_reduce_min`` is the
-        minimum over ranks; if given, a graph is kept only if it saves time on every rank."""
+        backend is faster for its prefills: steps with much attention then run eagerly. ``times`` are measured ones, if
+        there are any; otherwise the captured attention is estimated, and compared with the launches that a graph saves.
+        ``all_reduce_min`` is the minimum over ranks; if given, a graph is kept only if it saves time on every rank."""
         self._run_model, self._attention, self._table, self._tokens = run_model, attention, table, tokens
         self._page_size = capacity.page_size
         self._context = min(capacity.context_length, table.max_pages * capacity.page_size)
-        self._slower, self._all_reduce_min = slower, all_reduce_min
+        self._slower, self._times, self._all_reduce_min = slower, times, all_reduce_min
+        self._per_pair = 0.0 if slower is None else _work(slower) / _MULTIPLY_ADDS_PER_SECOND
         self.requests, self.largest = min(capacity.max_batch, largest), largest
         """Largest number of requests and of tokens of a captured step."""
         fill = attention.padding_length()
         self.inputs = PrefillInputs(largest, self.requests, table.max_requests, fill, tokens.device)
         self._page_table = torch.zeros(self.requests, table.max_pages, dtype=torch.int32, device=tokens.device)
         self._steps: dict[int, CapturedStep] = {}
-        self._most_pairs: dict[int, float] = {}
-        """Attention work up to which a step of each size is replayed, if the captured backend is the slower one."""
+        self._saved: dict[int, float] = {}
+        """Seconds that the graph of each size saves at most, if the captured backend is the slower one."""
         self._sampled = torch.zeros(self.requests, dtype=torch.int64, device=tokens.device)
         self._logits: Tensor | None = None
         """Logits buffer ``[requests, vocab]``, shared by all graph sizes to save hundreds of MB."""
@@ -119,8 +123,7 @@ class PrefillGraphs:
         assert self._logits is not None
         self._steps[size] = CapturedStep(size, batch, replay, [self._logits[:requests]])
         if self._slower is not None:
-            seconds = min(saved, _SAVED_PER_LAYER * len(self._slower.layers))
-            self._most_pairs[size] = seconds * _MULTIPLY_ADDS_PER_SECOND / _work(self._slower)
+            self._saved[size] = min(saved, _SAVED_PER_LAYER * len(self._slower.layers))
         return [self._steps[size]]
 
     def _kept(self, logits: Tensor, requests: int) -> Tensor:
@@ -132,15 +135,24 @@ class PrefillGraphs:
     def drop(self, size: int) -> None:
         """Remove a captured size."""
         self._steps.pop(size, None)
-        self._most_pairs.pop(size, None)
+        self._saved.pop(size, None)
 
     def fitting(self, step: Step) -> CapturedStep | None:
         """Return the smallest captured step that holds the step's tokens; None if none does."""
         tokens = step.num_tokens
         size = min((size for size in self._steps if size >= tokens), default=None)
-        if size is None or (size in self._most_pairs and _pairs(step) > self._most_pairs[size]):
-            return None
-        return self._steps[size]
+        return None if size is None or not self._pays(step, size) else self._steps[size]
+
+    def _pays(self, step: Step, size: int) -> bool:
+        """Return True if a step's attention in the graph takes no longer than eager attention, or than the launches
+        that the graph saves."""
+        if self._slower is None:
+            return True
+        if self._times is not None:
+            captured, eager = self._times.seconds(step)
+        else:
+            captured, eager = _pairs(step) * self._per_pair, 0.0
+        return captured <= max(self._saved[size], eager)
 
     def run(self, captured: CapturedStep, step: Step, sampler: Sampler) -> Tensor:
         """Replay a captured step; return the tokens of its ``sampled_requests``, valid until the next replay."""

@@ -69,6 +69,7 @@ def capture_steps(
             *shared,
             largest=max(prefills),
             slower=runner.spec if _eager_is_faster(runner) else None,
+            times=runner.extend_times,
             all_reduce_min=None if keep_all else partial(_min_over_ranks, runner),
         )
     check = CaptureCheck(
