@@ -16,8 +16,9 @@ import torch
 from attnplug import GraphLevel, PoolError, Serving, UsageError
 from attnplug.host import ForwardingBackend, Selection
 from attnplug.wrappers.forwarding import limited_by
-from attnplug_engine.completion import Completion, Statistics, Usage
+from attnplug_engine.completion import Completion, StartUp, Statistics, Usage
 from attnplug_engine.execution import signals
+from attnplug_engine.execution.compilations import Compilation, CompilationMark
 from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.graphs.capture import GraphCapture
 from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
@@ -59,8 +60,9 @@ class Engine:
     >>> engine.generate(["Hello"], max_tokens=4)  # a list with one Completion
 
     Settings are the fields of :class:`EngineOptions`. ``progress(done, total)`` is called while a checkpoint's tensors
-    are read, and ``on_capture(done, total)`` while CUDA graphs are captured. Under tensor parallelism every rank makes
-    the same calls: each runs the same schedule and samples the same tokens.
+    are read, ``on_compile`` while backends' kernels are compiled, ``on_capture`` while CUDA graphs are captured, and
+    ``on_warm_up`` while requests of every kind compile the other kernels, on a GPU. Under tensor parallelism every
+    rank makes the same calls: each runs the same schedule and samples the same tokens.
 
     An engine may be shared by iterators and by threads (of one rank). Each step runs all requests, and every request's
     tokens are kept for each of its followers.
@@ -73,12 +75,17 @@ class Engine:
         *,
         parallel: TensorParallel = SINGLE,
         progress: Callable[[int, int], None] | None = None,
+        on_compile: Callable[[int, int], None] | None = None,
         on_capture: Callable[[int, int], None] | None = None,
+        on_warm_up: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> None:
+        started = time.perf_counter()
         self.options = options = replace(options or EngineOptions(), **settings)
         model = os.fspath(model)
         prepared = prepare(model, options, parallel, progress=progress)
+        on_gpu = prepared.device.type == "cuda"
+        compilations = CompilationMark() if on_gpu else None  # importing Triton takes a second
         self.registry = prepared.registry
         self.vocab_size = prepared.loaded.module.vocab_size
         self._encoder = PromptEncoder(model, self.vocab_size)
@@ -103,6 +110,7 @@ class Engine:
             check_layers=options.check_layers,
             seed=options.seed,
             two_batch_overlap=options.two_batch_overlap,
+            on_compile=on_compile,
         )
         self.rounds: RoundRunner | None = None
         """Runs the steps if the engine speculates."""
@@ -117,7 +125,7 @@ class Engine:
             self._equalize_pages(parallel)
         page_size, states = self.runner.capacity.page_size, self.runner.states
         self.cache = PrefixCache(self.runner.allocator, page_size, states) if options.prefix_cache else None
-        overlap = prepared.device.type == "cuda" if options.overlap is None else options.overlap
+        overlap = on_gpu if options.overlap is None else options.overlap
         self._depth = MAX_IN_FLIGHT if overlap else 1
         self._in_flight: deque[tuple[Step, StepInFlight | RoundsInFlight]] = deque()  # oldest first
         self._stepping = False
@@ -127,8 +135,16 @@ class Engine:
         self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities
         self._lock = threading.RLock()
         self._queue_lock = threading.Lock()
-        mixed = self._warm_up(parallel) if prepared.device.type == "cuda" else None
+        mixed = self._warm_up(parallel, on_warm_up) if on_gpu else None
         self.scheduler: Scheduler = self._scheduler(self.cache, mixed)
+        compiled = () if compilations is None else tuple(compilations.since())
+        self.start_up = StartUp(time.perf_counter() - started, compiled)
+        self._started_at = CompilationMark() if on_gpu else None
+
+    @property
+    def compilations_since_start(self) -> list[Compilation]:
+        """Kernels that were compiled or loaded since start-up, by any code of this process. A request waited (E1)."""
+        return [] if self._started_at is None else self._started_at.since()
 
     def _scheduler(self, cache: PrefixCache | None, mixed_step_tokens: int | None) -> Scheduler:
         runner, options, rounds = self.runner, self.options, self.rounds
@@ -151,12 +167,15 @@ class Engine:
         rounds = None if self.rounds is None else RoundStatistics(self.rounds.speculation.steps)
         return Statistics(rounds=rounds, backend_usage=self.runner.backend_usage)
 
-    def _warm_up(self, parallel: TensorParallel) -> int:
+    def _warm_up(self, parallel: TensorParallel, progress: Callable[[int, int], None] | None = None) -> int:
         """Run requests of every kind once, so that the first request compiles nothing (E1). Return the most prefill
         tokens of a step in which requests decode, the same on all ranks."""
         capacity, tokens, took = self.runner.capacity, 1, math.inf
         self.scheduler = self._scheduler(None, None)
-        for batch in warm_up_batches(capacity):
+        batches = list(warm_up_batches(capacity))
+        for done, batch in enumerate(batches):
+            if progress is not None:
+                progress(done, len(batches))
             started, tokens = time.perf_counter(), sum(len(request.prompt) for request in batch)
             for request in batch:
                 self.scheduler.add(request)
