@@ -22,7 +22,7 @@ from attnplug.host import BackendRequest, HostContext, KVPools, Limits, Registry
 from attnplug.kernels import KernelBuild
 from attnplug.registry import kernel_builds
 from attnplug.registry.assembly import build_chosen
-from attnplug.registry.attribution import BuildError
+from attnplug.registry.isolation import BuildError
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import MHA, claiming, model
 from support.compilers import fail, run_compiler, write_pid
@@ -55,7 +55,8 @@ def declare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registered]:
 
 
 def build(backend: Registered, progress: Callable[[int, int], None] | None = None) -> None:
-    kernel_builds.build_kernels([(backend, ROLES, None)], PROBLEM, progress)
+    with kernel_builds.compile_progress(progress):
+        kernel_builds.build_kernels([(backend, ROLES, None)], PROBLEM)
 
 
 def test_what_is_missing_is_compiled_elsewhere_and_everything_is_loaded(declare, tmp_path):

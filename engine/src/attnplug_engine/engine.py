@@ -15,6 +15,7 @@ import torch
 
 from attnplug import GraphLevel, PoolError, Serving, UsageError
 from attnplug.host import ForwardingBackend, Selection
+from attnplug.registry.kernel_builds import compile_progress
 from attnplug.wrappers.forwarding import limited_by
 from attnplug_engine.completion import Completion, StartUp, Statistics, Usage
 from attnplug_engine.execution import signals
@@ -95,30 +96,30 @@ class Engine:
             chunked_prefill_size=options.step_tokens(prepared.device.type),
             disable_radix_cache=not options.prefix_cache,
         )
-        self.selection, self.runner = prepared.build(
-            lambda selection: capacity(
-                prepared.loaded.spec,
-                options,
-                selection,
-                prepared.dtype,
-                prepared.kv_dtype,
-                prepared.device,
-                prepared.draft_cache,
-            ),
-            serving,
-            options.extend_policy,
-            check_layers=options.check_layers,
-            seed=options.seed,
-            two_batch_overlap=options.two_batch_overlap,
-            on_compile=on_compile,
-        )
-        self.rounds: RoundRunner | None = None
-        """Runs the steps if the engine speculates."""
-        self.draft_selection: Selection | None = None
-        if (speculation := options.speculation) is not None:
-            built = prepared.build_draft(self.runner, speculation, serving, options.extend_policy)
-            self.draft_selection, draft = (None, None) if built is None else built
-            self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
+        with compile_progress(on_compile):
+            self.selection, self.runner = prepared.build(
+                lambda selection: capacity(
+                    prepared.loaded.spec,
+                    options,
+                    selection,
+                    prepared.dtype,
+                    prepared.kv_dtype,
+                    prepared.device,
+                    prepared.draft_cache,
+                ),
+                serving,
+                options.extend_policy,
+                check_layers=options.check_layers,
+                seed=options.seed,
+                two_batch_overlap=options.two_batch_overlap,
+            )
+            self.rounds: RoundRunner | None = None
+            """Runs the steps if the engine speculates."""
+            self.draft_selection: Selection | None = None
+            if (speculation := options.speculation) is not None:
+                built = prepared.build_draft(self.runner, speculation, serving, options.extend_policy)
+                self.draft_selection, draft = (None, None) if built is None else built
+                self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
         self.graphs = self._capture(on_capture)
         """Captured graphs."""
         if parallel.size > 1:

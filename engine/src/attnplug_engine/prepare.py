@@ -71,7 +71,6 @@ class Prepared:
         check_layers: bool = False,
         seed: int = 0,
         two_batch_overlap: bool = False,
-        on_compile: Callable[[int, int], None] | None = None,
     ) -> tuple[Selection, ModelRunner]:
         """Build the selected backends and a runner on them; the selection is the same on all ranks."""
 
@@ -90,7 +89,6 @@ class Prepared:
                 check_layers=check_layers,
                 seed=seed,
                 two_batch_overlap=two_batch_overlap,
-                on_compile=on_compile,
             )
 
         selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed, self.ranking)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from attnplug_tune.table_writing import versions_of, write_tables
@@ -91,8 +90,8 @@ def shared(selection: Selection, *names: str, longest: int = LONGEST) -> Selecti
 def share(monkeypatch: pytest.MonkeyPatch, *names: str, longest: int = LONGEST) -> None:
     """Let every engine run on these backends alternately, as a ranking of measured times would."""
 
-    def build(selection: Selection, context: HostContext, *progress: Any) -> AttentionBackend:
-        return build_selection(shared(selection, *names, longest=longest), context, *progress)
+    def build(selection: Selection, context: HostContext) -> AttentionBackend:
+        return build_selection(shared(selection, *names, longest=longest), context)
 
     for module in ("execution.runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from attnplug import ForwardMode
 from attnplug.declare.version import CONTRACT_VERSION
-from attnplug.registry.attribution import BuildError
+from attnplug.registry.isolation import BuildError
 from attnplug.registry.kernel_builds import declared_builds
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext

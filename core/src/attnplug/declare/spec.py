@@ -31,6 +31,21 @@ MOST_REFUSALS = 1000
 
 
 @dataclass(frozen=True, slots=True)
+class KernelBuild:
+    """A kernel, or a module of kernels, that a backend compiles just in time.
+
+    - ``name``: unique among the backend's kernels. The same name always stands for the same binary.
+    - ``build()``: loads the kernel into the calling process, and compiles it into the library's disk cache if it is not
+      there. Idempotent. It is called in a new process first, so it must be picklable and need no state of this one.
+    - ``is_cached()``: True if ``build`` would compile nothing.
+    """
+
+    name: str
+    build: Callable[[], object]
+    is_cached: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class BackendSpec:
     """Declaration of one backend, returned by a plugin's ``attnplug_backends`` hook.
 

@@ -32,8 +32,8 @@ from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Rol
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Setting
-from attnplug.registry.attribution import BuildError, attributed_to, label
-from attnplug.registry.kernel_builds import Progress, build_kernels
+from attnplug.registry.isolation import BuildError, attributed_to, label
+from attnplug.registry.kernel_builds import build_kernels
 from attnplug.registry.registry import Registry
 from attnplug.registry.select import select
 from attnplug.registry.selection import AUTO, BackendRequest, Selection
@@ -221,25 +221,19 @@ def _import_chosen(selection: Selection) -> None:
             _attributed(import_factory, registered)
 
 
-def build_selection(selection: Selection, context: HostContext, progress: Progress | None = None) -> AttentionBackend:
+def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:
     """Build the selected backends and combine them into one. Raises :class:`BuildError` if one cannot be built.
 
-    First compiles what the backends compile just in time, in parallel; ``progress(done, total)`` is called meanwhile.
-    The context holds pools and coordinators, so these exist before any backend (A10's order). Each backend gets its own
-    view of it, with its name, roles and options.
+    Kernels that the backends compile just in time are compiled first. The context holds pools and coordinators, so
+    these exist before any backend (A10's order). Each backend gets its own view of it: name, roles and options.
 
     - If prefill and decode have different backends, they become a ``SplitBackend``.
     - If several backends share a role by batch, a ``FastestBackend`` sends each batch to the fastest.
     - A backend for linear layers and the one for the other layers become a ``HybridLinearBackend``.
     - A draft model has one role for prefill and decode.
     """
-    served: dict[str, tuple[Registered, frozenset[Role]]] = {}
-    for role in selection.choices:
-        for registered in selection.serving(role):
-            _, roles = served.get(registered.spec.name, (registered, frozenset()))
-            served[registered.spec.name] = registered, roles | {role}
-    uses = [(*found, selection.options.get(name)) for name, found in served.items()]
-    _compile_kernels(uses, context, selection.problem, progress)
+    uses = [(*use, selection.options.get(name)) for name, use in selection.uses().items()]
+    _compile_kernels(uses, context, selection.problem)
     full = _full_attention(selection, context)
     if Role.LINEAR not in selection.choices:
         assert full is not None, "a model has full-attention or linear layers"
@@ -253,7 +247,6 @@ def _compile_kernels(
     uses: Collection[tuple[Registered, frozenset[Role], Any]],
     context: HostContext,
     problem: Problem | None,
-    progress: Progress | None = None,
 ) -> None:
     if all(backend.spec.kernel_builds is None for backend, _, _ in uses):
         return
@@ -263,7 +256,7 @@ def _compile_kernels(
         sm = 10 * major + minor
     dtype = DType.parse(str(context.dtype), Setting.DTYPE)
     own = Problem(context.model, context.device.type, sm, dtype, context.kv_dtype, mla_extend=path)
-    build_kernels(uses, own, progress)
+    build_kernels(uses, own)
 
 
 def _full_attention(selection: Selection, context: HostContext) -> AttentionBackend | None:
@@ -273,9 +266,9 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
     if not roles:
         return None
     built: dict[str, AttentionBackend] = {}
-    for name, registered in {each.spec.name: each for role in roles for each in selection.serving(role)}.items():
-        own_roles = frozenset(role for role in roles if registered in selection.serving(role))
-        built[name] = _build(selection, registered, context, own_roles)
+    for name, (registered, served) in selection.uses().items():
+        if own_roles := served & set(roles):
+            built[name] = _build(selection, registered, context, own_roles)
     extenders = selection.graph_extenders({name: backend.claims.cuda_graph for name, backend in built.items()})
     if extenders or any(selection.schedule(role) is not None for role in roles):
         return _dispatch_by_batch(selection, built, roles, extenders)

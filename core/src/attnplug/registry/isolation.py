@@ -1,4 +1,4 @@
-"""Isolation of the process from code of other packages (D2)."""
+"""Isolation of the process from code of other packages, and errors that name the package at fault (D2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from attnplug.declare.errors import PluginError, describe_error
+from attnplug.declare.errors import AttnplugError, BackendError, PluginError, describe_error
+from attnplug.declare.registered import Registered
 
 
 @contextlib.contextmanager
@@ -121,3 +122,32 @@ def _no_exit() -> Iterator[None]:
     finally:
         processes.clear()  # a package that kept the function can exit later
         os._exit = end
+
+
+def label(registered: Registered) -> str:
+    return f"backend {registered.spec.name} ({registered.source})"
+
+
+@contextlib.contextmanager
+def attributed_to(registered: Registered, failure: str) -> Iterator[None]:
+    """Raise any exception of a plugin's code as an error that names the plugin. Kernel libraries do anything."""
+    where = f"{label(registered)}: {failure}"
+    try:
+        with guarded():
+            yield
+    except PluginError as error:  # raised by a declaration, which does not know its plugin
+        raise BackendError(f"{where}: {error}") from error
+    except (AttnplugError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise BackendError(f"{where}: {describe_error(error)}") from error
+
+
+class BuildError(BackendError):
+    """A selected backend could not be built. ``backend`` is its registration, with the plugin's distribution."""
+
+    def __init__(self, backend: Registered, error: AttnplugError) -> None:
+        named, text = label(backend), error.message
+        super().__init__(text if text.startswith(named) else f"{named}: {text}", settings=error.settings)
+        self.backend = backend
+        self.exit_code = error.exit_code  # that of a UsageError if the backend refuses its options

@@ -8,31 +8,39 @@ import pkgutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from itertools import islice
 from typing import Any
 
 from attnplug.declare.errors import AttnplugError, BackendError
-from attnplug.declare.kernel_build import KernelBuild
 from attnplug.declare.problem import Problem, Role
 from attnplug.declare.registered import Registered
-from attnplug.registry.attribution import BuildError, attributed_to
+from attnplug.declare.spec import KernelBuild
+from attnplug.registry.isolation import BuildError, attributed_to
 
-Progress = Callable[[int, int], None]
-"""Called with the number of compiled kernels and the total."""
 compiled_kernels: list[tuple[str, float]] = []
 """Name and seconds of every kernel that :func:`build_kernels` compiled for this process."""
 _BYTES_PER_COMPILER = 4 << 30
 _LINES_SHOWN = 12
 _loaded: set[tuple[str, str]] = set()  # backend, kernel
+_progress: ContextVar[Callable[[int, int], None] | None] = ContextVar("progress", default=None)
 
 
-def build_kernels(
-    backends: Iterable[tuple[Registered, frozenset[Role], Any]], problem: Problem, progress: Progress | None = None
-) -> None:
+@contextmanager
+def compile_progress(progress: Callable[[int, int], None] | None) -> Iterator[None]:
+    """Call ``progress(done, total)`` while kernels are compiled inside the block."""
+    token = _progress.set(progress)
+    try:
+        yield
+    finally:
+        _progress.reset(token)
+
+
+def build_kernels(backends: Iterable[tuple[Registered, frozenset[Role], Any]], problem: Problem) -> None:
     """Compile the kernels that backends need for a problem and that no disk cache has, and load all of them.
 
     A backend comes with its roles and its parsed options. ``problem`` states model, device, SM and dtypes. Starts no
@@ -46,25 +54,19 @@ def build_kernels(
                 wanted[key] = backend, build
     missing = [(owner, build) for owner, build in wanted.values() if not _call(owner, build.name, build.is_cached)]
     if missing:
-        ranks = 1 if problem.model is None else problem.model.ranks
-        _compile(missing, max(problem.tensor_parallel, ranks), progress)
+        _compile(missing, 1 if problem.model is None else problem.model.ranks)
     for key, (backend, build) in wanted.items():
         _call(backend, build.name, build.build)
         _loaded.add(key)
 
 
-def declared_builds(
-    backend: Registered, problem: Problem, roles: frozenset[Role], options: Any
-) -> Sequence[KernelBuild]:
+def declared_builds(backend: Registered, problem: Problem, roles: frozenset[Role], options: Any) -> list[KernelBuild]:
     """Return the kernels that a backend's spec lists for a problem. Raises BuildError if the list is malformed."""
-    reference = backend.spec.kernel_builds
-    if reference is None:
-        return ()
-    if options is None and backend.spec.options is not None:
-        options = backend.spec.options()
+    spec, reference = backend.spec, backend.spec.kernel_builds
 
     def checked() -> list[KernelBuild]:
-        builds = list(pkgutil.resolve_name(reference)(problem, roles, options))
+        given = spec.options() if options is None and spec.options is not None else options
+        builds = [] if reference is None else list(pkgutil.resolve_name(reference)(problem, roles, given))
         if wrong := [build for build in builds if not isinstance(build, KernelBuild)]:
             raise TypeError(f"it returned {wrong[0]!r} in its list, which is not a KernelBuild")
         names = [build.name for build in builds]
@@ -72,7 +74,7 @@ def declared_builds(
             raise ValueError(f"it returned several kernels named {', '.join(sorted(repeated))}")
         return builds
 
-    return _call(backend, reference, checked)  # type: ignore[no-any-return]
+    return _call(backend, str(reference), checked)  # type: ignore[no-any-return]
 
 
 def _call(backend: Registered, name: str, function: Callable[[], Any]) -> Any:
@@ -83,33 +85,29 @@ def _call(backend: Registered, name: str, function: Callable[[], Any]) -> Any:
         raise BuildError(backend, error) from error
 
 
-def _compile(missing: Sequence[tuple[Registered, KernelBuild]], ranks: int, progress: Progress | None) -> None:
+def _compile(missing: Sequence[tuple[Registered, KernelBuild]], ranks: int) -> None:
     """Compile kernels in as many processes as cores and memory allow.
 
     Not by ``multiprocessing``, which would run the host's ``__main__`` again in every process. A process leads a
     session, so that it can be killed together with the compilers it starts.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory, progress = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _progress.get()
     most = max(min(os.cpu_count() or 1, memory // _BYTES_PER_COMPILER) // ranks, 1)
     workers = min(most, len(missing))
     environment = {"MAX_JOBS": str(most // workers), **os.environ}  # compilers of one process: ninja's, for instance
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", f"from {__name__} import run_pickled; run_pickled()"]
     running: set[subprocess.Popen[bytes]] = set()
-    stopped, command = threading.Event(), f"from {__name__} import run_pickled; run_pickled()"
+    stopped, pipe = False, subprocess.PIPE
 
     def compile_one(backend: Registered, build: KernelBuild) -> tuple[str, float]:
         started, pickled = time.perf_counter(), _call(backend, build.name, lambda: pickle.dumps(build.build))
         process = subprocess.Popen(
-            [sys.executable, "-c", command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         running.add(process)
-        if stopped.is_set():
-            os.killpg(process.pid, signal.SIGKILL)
+        if stopped:
+            process.kill()
         printed, _ = process.communicate(pickled)
         running.discard(process)
         if process.returncode:
@@ -119,16 +117,15 @@ def _compile(missing: Sequence[tuple[Registered, KernelBuild]], ranks: int, prog
         return f"{backend.spec.name}: {build.name}", time.perf_counter() - started
 
     with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(compile_one, *one) for one in missing]
+        finished = as_completed(futures)
         try:
-            if progress is not None:
-                progress(0, len(missing))
-            futures = [pool.submit(compile_one, *one) for one in missing]
-            for done, future in enumerate(as_completed(futures), 1):
-                compiled_kernels.append(future.result())
+            for done in range(len(futures) + 1):
                 if progress is not None:
                     progress(done, len(futures))
+                compiled_kernels.extend(future.result() for future in islice(finished, 1))
         except BaseException:  # a failed build, or an interrupt
-            stopped.set()
+            stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(running):
                 with suppress(ProcessLookupError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 from operator import add
@@ -110,7 +109,6 @@ class ModelRunner:
         check_layers: bool = False,
         seed: int = 0,
         two_batch_overlap: bool = False,
-        on_compile: Callable[[int, int], None] | None = None,
     ) -> None:
         policy = policy or ExtendPolicy()
         serving = replace(serving or Serving(), disable_chunked_prefix_cache=policy.disable_chunked_prefix_cache)
@@ -139,7 +137,7 @@ class ModelRunner:
             serving=serving,
             coordinator=self.coordinator,
         )
-        self.backend = build_selection(selection, context, on_compile)
+        self.backend = build_selection(selection, context)
         self.attention = ModelAttention(self.backend, self.pools, policy)
         claims = self.backend.claims
         chooses_path = self.pools.mla is not None and claims.mla_extend != {ExtendPath.ABSORBED}
