@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -100,8 +101,8 @@ def _compile(missing: Sequence[tuple[Registered, KernelBuild]], ranks: int) -> N
     running: set[subprocess.Popen[bytes]] = set()
     stopped, pipe = False, subprocess.PIPE
 
-    def compile_one(backend: Registered, build: KernelBuild) -> tuple[str, float]:
-        started, pickled = time.perf_counter(), _call(backend, build.name, lambda: pickle.dumps(build.build))
+    def compile_one(backend: Registered, build: KernelBuild, pickled: bytes) -> tuple[str, float]:
+        started = time.perf_counter()
         process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -116,8 +117,10 @@ def _compile(missing: Sequence[tuple[Registered, KernelBuild]], ranks: int) -> N
             raise BuildError(backend, BackendError(f"kernel {build.name} cannot be compiled:\n{text}"))
         return f"{backend.spec.name}: {build.name}", time.perf_counter() - started
 
+    # Pickled here, because a plugin's code is isolated by state of the whole process.
+    work = [(owner, build, _call(owner, build.name, partial(pickle.dumps, build.build))) for owner, build in missing]
     with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(compile_one, *one) for one in missing]
+        futures = [pool.submit(compile_one, *one) for one in work]
         finished = as_completed(futures)
         try:
             for done in range(len(futures) + 1):
