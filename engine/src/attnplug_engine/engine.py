@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from attnplug import GraphLevel, PoolError, Serving, UsageError
-from attnplug.host import ForwardingBackend, Selection
-from attnplug.registry.kernel_builds import compile_progress
+from attnplug.host import ForwardingBackend, Selection, compile_progress
 from attnplug.wrappers.forwarding import limited_by
 from attnplug_engine.completion import Completion, StartUp, Statistics, Usage
 from attnplug_engine.execution import signals
