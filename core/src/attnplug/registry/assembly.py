@@ -26,13 +26,13 @@ from attnplug.contract.context import BackendContext, HostContext
 from attnplug.contract.hooks import shown
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.claims import Claims
-from attnplug.declare.errors import AttnplugError, BackendError, HookError, PluginWarning, describe_error
+from attnplug.declare.errors import BackendError, HookError, PluginWarning, describe_error
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Setting
-from attnplug.registry.isolation import BuildError, attributed_to, label
+from attnplug.registry.isolation import BuildError, attributed_to
 from attnplug.registry.kernel_builds import build_kernels
 from attnplug.registry.registry import Registry
 from attnplug.registry.select import select
@@ -129,23 +129,23 @@ def missing_claims(claims: Claims, problem: Problem, roles: Collection[Role]) ->
 
 
 def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:
-    """Import a backend's factory. Raises :class:`BackendError` for any failure."""
+    """Import a backend's factory. Raises :class:`BuildError` for any failure."""
     spec = registered.spec
     with attributed_to(registered, f"{spec.factory} cannot be imported"):
         factory: Callable[[BackendContext], Any] = pkgutil.resolve_name(spec.factory)
     if not callable(factory):
-        raise BackendError(f"{label(registered)}: {spec.factory} is {factory!r}, which is not callable")
+        raise BuildError(registered, BackendError(f"{spec.factory} is {factory!r}, which is not callable"))
     return factory
 
 
 def build_backend(registered: Registered, context: BackendContext, problem: Problem | None = None) -> AttentionBackend:
-    """Import a backend's factory, build the backend and validate it. Raises BackendError with every problem found.
+    """Import a backend's factory, build the backend and validate it. Raises BuildError with every problem found.
 
     Its hooks must be callable, and its claims within its spec and sufficient for ``problem``, if given.
     """
     spec = registered.spec
     for unreadable in unreadable_layouts(context, spec.capabilities):
-        raise BackendError(f"{label(registered)}: {unreadable}", settings=[Setting.LAYOUT])
+        raise BuildError(registered, BackendError(unreadable, settings=[Setting.LAYOUT]))
     factory = import_factory(registered)
     _compile_kernels([(registered, context.roles, context.options)], context, problem)
     with attributed_to(registered, f"{spec.factory} cannot be built"):  # the checks run the plugin's properties
@@ -161,7 +161,7 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
         problems = list(missing_claims(backend.claims, problem, context.roles))
     if problems:
         lines = "\n".join(f"  {each}" for each in problems)
-        raise BackendError(f"{label(registered)}: {spec.factory} {fault}:\n{lines}")
+        raise BuildError(registered, BackendError(f"{spec.factory} {fault}:\n{lines}"))
     backend.backend_id.source = str(registered.source)
     return backend
 
@@ -218,7 +218,7 @@ def choose_importable(
 def _import_chosen(selection: Selection) -> None:
     for role in selection.choices:
         for registered in selection.serving(role):
-            _attributed(import_factory, registered)
+            import_factory(registered)
 
 
 def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:
@@ -321,12 +321,4 @@ def _build(
 ) -> AttentionBackend:
     spec = registered.spec
     own = context.for_backend(spec.name, spec.capabilities, roles=roles, options=selection.options.get(spec.name))
-    return _attributed(build_backend, registered, own, selection.problem)
-
-
-def _attributed(step: Callable[..., Built], registered: Registered, *rest: object) -> Built:
-    """Run one build step. Its errors become a BuildError, which names the backend."""
-    try:
-        return step(registered, *rest)
-    except AttnplugError as error:
-        raise BuildError(registered, error) from error
+    return build_backend(registered, own, selection.problem)

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from attnplug.declare.errors import AttnplugError, BackendError
+from attnplug.declare.errors import BackendError
 from attnplug.declare.problem import Problem, Role
 from attnplug.declare.registered import Registered
 from attnplug.declare.spec import KernelBuild
@@ -79,11 +79,8 @@ def declared_builds(backend: Registered, problem: Problem, roles: frozenset[Role
 
 
 def _call(backend: Registered, name: str, function: Callable[[], Any]) -> Any:
-    try:
-        with attributed_to(backend, f"{name} failed"):
-            return function()
-    except AttnplugError as error:
-        raise BuildError(backend, error) from error
+    with attributed_to(backend, f"{name} failed"):
+        return function()
 
 
 def _compile(missing: Sequence[tuple[Registered, KernelBuild]], ranks: int) -> None:
