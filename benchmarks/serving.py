@@ -68,6 +68,9 @@ class Server(Protocol):
     def has_work(self) -> bool:
         """True if a request is unfinished."""
 
+    def note_late_compilations(self) -> None:
+        """Note what was compiled since start-up, if the engine knows."""
+
 
 class OurServer:
     """Our engine."""
@@ -92,7 +95,13 @@ class OurServer:
             "graphs": str(engine.graphs),
             "mixed_steps": str(engine.scheduler.mixed_steps),
             "settings": {name: str(value) for name, value in settings.items()},
+            "start_s": engine.start_up.seconds,
+            "compiled": [each.name for each in engine.start_up.compiled if not each.cached],
         }
+
+    def note_late_compilations(self) -> None:
+        """Note the kernels that were compiled or loaded since start-up."""
+        self.notes["late"] = [each.name for each in self._engine.compilations_since_start]
 
     def add(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
         self._numbers[self._engine.add(prompt, self._params(max_tokens=max_tokens)).id] = number
@@ -147,6 +156,9 @@ class VllmServer:
     def step(self) -> Sequence[int]:
         outputs = self._engine.step()
         return [int(output.request_id) for output in outputs for _ in output.outputs[0].token_ids]
+
+    def note_late_compilations(self) -> None:
+        """vLLM does not count compilations."""
 
     @property
     def has_work(self) -> bool:

@@ -8,7 +8,8 @@ python benchmarks/ttft_h200.py --engine ours --models mla --smoke        the sam
 
 A case is a number of prompts, which arrive at once, and their length. Each runs ten times with other prompts:
 ``first_ms`` is its first run in this engine (in the first case also the engine's first request), ``tenth_ms`` the last,
-``median_ms`` the median of all but the first. The prefix cache is off.
+``median_ms`` the median of all but the first. The prefix cache is off. Ours also reports the kernels that were compiled
+or loaded after start-up: there may be none (E1).
 
 TFLOP/s of the dense models count, for each prompt of n tokens, 2 n for each parameter outside of embedding and head,
 and causal attention: layers x heads x (query and key width + value width) x n^2, which is half of the full square. The
@@ -65,6 +66,7 @@ def measure_ttft(
             point["tflops"] = prompts * prefill_flops(config, tokens) / median / 1e12
         points.append(point)
         print(json.dumps(point), flush=True)
+        server.note_late_compilations()
         save()
 
 

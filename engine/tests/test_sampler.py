@@ -30,6 +30,7 @@ from attnplug_engine.request import Request, SamplingParams, TokenLogprobs
 from attnplug_engine.scheduling.step import Step, StepEntry
 from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
 from attnplug_testing.errors import naming
+from attnplug_testing.kernel_variants import recorded_variants
 from attnplug_testing.triton_mode import settle_triton
 
 KINDS: list[dict[str, float]] = [
@@ -453,3 +454,16 @@ def test_invalid_parameters_are_refused_by_name(name: str) -> None:
 def test_stop_texts_are_a_tuple_of_texts(stop: object) -> None:
     with pytest.raises(UsageError, check=naming("stop")):
         SamplingParams(1, stop=stop)
+
+
+@INTERPRETED
+def test_the_number_of_rows_compiles_no_other_kernel():
+    """E1: arrays of a packed batch lie at other alignments for every number of rows."""
+    from attnplug_engine.kernels.sample import launch_sample
+
+    with recorded_variants() as variants:
+        for rows in range(1, 6):
+            requests = [Request(number, (1,), SamplingParams(1, temperature=0.5, seed=7)) for number in range(rows)]
+            batch = sampling_metadata(requests, lambda request: 7, torch.device("cpu"))
+            launch_sample(torch.randn(rows, 100), batch)
+    assert {name: len(found) for name, found in variants.items()} == {"_look": 1, "_choose": 1}

@@ -4,6 +4,7 @@ from attnplug.author.served_layers import output_width as output_width
 from attnplug.contract.geometry import spread as spread
 from attnplug.declare.installed import import_library as import_library
 from attnplug.declare.installed import requirement_refusal as requirement_refusal
+from attnplug.declare.spec import KernelBuild as KernelBuild
 from attnplug.kv.buffer import PageCopy as PageCopy
 from attnplug.kv.buffer import PagedBuffer as PagedBuffer
 from attnplug.kv.buffer import copy_pages as copy_pages

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from attnplug import ForwardMode
 from attnplug_engine.execution.backend_usage import BackendUsage
+from attnplug_engine.execution.compilations import Compilation
 from attnplug_engine.request import TokenLogprobs
 from attnplug_engine.scheduling.step import Step
 from attnplug_engine.speculation.statistics import RoundStatistics
@@ -33,6 +34,14 @@ class Completion:
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     """One entry per token, if ``SamplingParams.logprobs`` requests them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartUp:
+    """Duration of an engine's start-up in seconds, and the kernels that it compiled or loaded from disk caches."""
+
+    seconds: float
+    compiled: tuple[Compilation, ...] = ()
 
 
 @dataclass(slots=True)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from attnplug import GraphLevel, PoolError, Serving, UsageError
-from attnplug.host import ForwardingBackend, Selection
+from attnplug.host import ForwardingBackend, Selection, compile_progress
 from attnplug.wrappers.forwarding import limited_by
-from attnplug_engine.completion import Completion, Statistics, Usage
+from attnplug_engine.completion import Completion, StartUp, Statistics, Usage
 from attnplug_engine.execution import signals
+from attnplug_engine.execution.compilations import Compilation, CompilationMark
 from attnplug_engine.execution.extend_times import measured_extends
 from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.graphs.capture import GraphCapture
@@ -60,8 +61,9 @@ class Engine:
     >>> engine.generate(["Hello"], max_tokens=4)  # a list with one Completion
 
     Settings are the fields of :class:`EngineOptions`. ``progress(done, total)`` is called while a checkpoint's tensors
-    are read, and ``on_capture(done, total)`` while CUDA graphs are captured. Under tensor parallelism every rank makes
-    the same calls: each runs the same schedule and samples the same tokens.
+    are read, ``on_compile`` while backends' kernels are compiled, ``on_capture`` while CUDA graphs are captured, and
+    ``on_warm_up`` while requests of every kind compile the other kernels, on a GPU. Under tensor parallelism every
+    rank makes the same calls: each runs the same schedule and samples the same tokens.
 
     An engine may be shared by iterators and by threads (of one rank). Each step runs all requests, and every request's
     tokens are kept for each of its followers.
@@ -74,12 +76,17 @@ class Engine:
         *,
         parallel: TensorParallel = SINGLE,
         progress: Callable[[int, int], None] | None = None,
+        on_compile: Callable[[int, int], None] | None = None,
         on_capture: Callable[[int, int], None] | None = None,
+        on_warm_up: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> None:
+        started = time.perf_counter()
         self.options = options = replace(options or EngineOptions(), **settings)
         model = os.fspath(model)
         prepared = prepare(model, options, parallel, progress=progress)
+        on_gpu = prepared.device.type == "cuda"
+        compilations = CompilationMark() if on_gpu else None  # importing Triton takes a second
         self.registry = prepared.registry
         self.vocab_size = prepared.loaded.module.vocab_size
         self._encoder = PromptEncoder(model, self.vocab_size)
@@ -89,38 +96,39 @@ class Engine:
             chunked_prefill_size=options.step_tokens(prepared.device.type),
             disable_radix_cache=not options.prefix_cache,
         )
-        self.selection, self.runner = prepared.build(
-            lambda selection: capacity(
-                prepared.loaded.spec,
-                options,
-                selection,
-                prepared.dtype,
-                prepared.kv_dtype,
-                prepared.device,
-                prepared.draft_cache,
-            ),
-            serving,
-            options.extend_policy,
-            check_layers=options.check_layers,
-            seed=options.seed,
-            two_batch_overlap=options.two_batch_overlap,
-        )
-        runner = self.runner
-        runner.extend_times = measured_extends(prepared.ranking, self.selection, runner.backend, runner.spec)
-        self.rounds: RoundRunner | None = None
-        """Runs the steps if the engine speculates."""
-        self.draft_selection: Selection | None = None
-        if (speculation := options.speculation) is not None:
-            built = prepared.build_draft(self.runner, speculation, serving, options.extend_policy)
-            self.draft_selection, draft = (None, None) if built is None else built
-            self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
+        with compile_progress(on_compile):
+            self.selection, self.runner = prepared.build(
+                lambda selection: capacity(
+                    prepared.loaded.spec,
+                    options,
+                    selection,
+                    prepared.dtype,
+                    prepared.kv_dtype,
+                    prepared.device,
+                    prepared.draft_cache,
+                ),
+                serving,
+                options.extend_policy,
+                check_layers=options.check_layers,
+                seed=options.seed,
+                two_batch_overlap=options.two_batch_overlap,
+            )
+            runner = self.runner
+            runner.extend_times = measured_extends(prepared.ranking, self.selection, runner.backend, runner.spec)
+            self.rounds: RoundRunner | None = None
+            """Runs the steps if the engine speculates."""
+            self.draft_selection: Selection | None = None
+            if (speculation := options.speculation) is not None:
+                built = prepared.build_draft(self.runner, speculation, serving, options.extend_policy)
+                self.draft_selection, draft = (None, None) if built is None else built
+                self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
         self.graphs = self._capture(on_capture)
         """Captured graphs."""
         if parallel.size > 1:
             self._equalize_pages(parallel)
         page_size, states = self.runner.capacity.page_size, self.runner.states
         self.cache = PrefixCache(self.runner.allocator, page_size, states) if options.prefix_cache else None
-        overlap = prepared.device.type == "cuda" if options.overlap is None else options.overlap
+        overlap = on_gpu if options.overlap is None else options.overlap
         self._depth = MAX_IN_FLIGHT if overlap else 1
         self._in_flight: deque[tuple[Step, StepInFlight | RoundsInFlight]] = deque()  # oldest first
         self._stepping = False
@@ -130,8 +138,16 @@ class Engine:
         self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities
         self._lock = threading.RLock()
         self._queue_lock = threading.Lock()
-        mixed = self._warm_up(parallel) if prepared.device.type == "cuda" else None
+        mixed = self._warm_up(parallel, on_warm_up) if on_gpu else None
         self.scheduler: Scheduler = self._scheduler(self.cache, mixed)
+        compiled = () if compilations is None else tuple(compilations.since())
+        self.start_up = StartUp(time.perf_counter() - started, compiled)
+        self._started_at = CompilationMark() if on_gpu else None
+
+    @property
+    def compilations_since_start(self) -> list[Compilation]:
+        """Kernels that were compiled or loaded since start-up, by any code of this process. A request waited (E1)."""
+        return [] if self._started_at is None else self._started_at.since()
 
     def _scheduler(self, cache: PrefixCache | None, mixed_steps: MixedSteps | None) -> Scheduler:
         runner, options, rounds = self.runner, self.options, self.rounds
@@ -154,13 +170,18 @@ class Engine:
         rounds = None if self.rounds is None else RoundStatistics(self.rounds.speculation.steps)
         return Statistics(rounds=rounds, backend_usage=self.runner.backend_usage)
 
-    def _warm_up(self, parallel: TensorParallel) -> MixedSteps | None:
+    def _warm_up(
+        self, parallel: TensorParallel, progress: Callable[[int, int], None] | None = None
+    ) -> MixedSteps | None:
         """Run requests of every kind once, so that the first request compiles nothing (E1). Return the limit of mixed
         steps, the same on all ranks; None if prompts are not chunked."""
         # Ranks run the same requests, so they count the pages that all of them have.
         capacity = replace(self.runner.capacity, num_pages=self.runner.allocator.free_pages)
         self.scheduler = self._scheduler(None, None)
-        for batch in warm_up_batches(capacity):
+        batches = list(warm_up_batches(capacity))
+        for done, batch in enumerate(batches):
+            if progress is not None:
+                progress(done, len(batches))
             self._run_warm_up(batch)
         prompts = () if self.options.chunked_prefill_size == -1 else timed_prompts(capacity, self.vocab_size)
         times = [(len(request.prompt), self._run_warm_up([request])) for request in prompts]

@@ -128,6 +128,14 @@ class Selection:
         """Return the backends that share a role, the chosen one first. There are several only if it has a schedule."""
         return self.choices[role].serving
 
+    def uses(self) -> dict[str, tuple[Registered, frozenset[Role]]]:
+        """Return the backends to build, by name, each with the roles that it serves."""
+        found: dict[str, tuple[Registered, frozenset[Role]]] = {}
+        for role in self.choices:
+            for backend in self.serving(role):
+                found[backend.spec.name] = backend, found.get(backend.spec.name, (backend, frozenset()))[1] | {role}
+        return found
+
     def schedule(self, role: Role) -> BackendSchedule | None:
         """Return the per-batch schedule of a role, or None if it has only one backend."""
         return self.choices[role].schedule

@@ -20,9 +20,13 @@ from attnplug_engine.parallel.ranks import check_division, prompts_for_ranks, ru
 JSONL, TEXT = "jsonl", "text"
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="PATH|tiny:NAME", help="a checkpoint's folder, or tiny:NAME")
+
+
 def add_model_and_prompts(parser: argparse.ArgumentParser, line: str) -> None:
     """Add the model and the prompts. ``line`` describes the keys of a JSON line."""
-    parser.add_argument("--model", required=True, metavar="PATH|tiny:NAME", help="a checkpoint's folder, or tiny:NAME")
+    add_model(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="one prompt")
     what.add_argument(

@@ -20,7 +20,7 @@ _FEW_HEADS = 512
 """Maximum heads over all requests for which small programs are faster, because large ones leave the device idle."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "lens", "slots"])
 def _advance(
     q, k, v, log_decay, beta, out, states, starts, lens, slots, scale,
     q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, beta_row,
@@ -146,7 +146,7 @@ def _configuration(heads: int, by_channel: bool) -> tuple[int, int]:
     return (32, 1) if by_channel else (64, 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _put(states, slots, values, size, BLOCK: tl.constexpr):
     slot = tl.load(slots + tl.program_id(1))
     if slot >= 0:
@@ -161,7 +161,7 @@ def put_states(states: Tensor, varlen: VarlenBatch, values: Tensor) -> None:
     _put[(triton.cdiv(size, block), values.shape[0])](states, varlen.slots, values, size, BLOCK=block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "lens", "slots"])
 def _clear(out, starts, lens, slots, width, BLOCK: tl.constexpr):
     span = tl.program_id(0)
     if tl.load(slots + span) < 0:

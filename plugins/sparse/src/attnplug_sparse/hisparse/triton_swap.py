@@ -107,7 +107,7 @@ def _plan(
     return missing, old
 
 
-@triton.jit(do_not_specialize=["requests", "first_slot", "max_requests", "copiers", "max_new"])
+@triton.jit(do_not_specialize=["requests", "first_slot", "max_requests", "copiers", "max_new", "table_row"])
 def _swap_in(
     out, positions, position_row, page_table, table_row, seq_lens, new_lens, max_new, table_rows, new_slots,
     held, hints, order, touched, sources, targets, ready, done, counters, host, device, requests, first_slot,
@@ -159,7 +159,7 @@ def _swap_in(
             tl.store(ready + request, 0)
 
 
-@triton.jit(do_not_specialize=["staging", "max_new", "window"])
+@triton.jit(do_not_specialize=["staging", "max_new", "window", "table_row"])
 def _stage(
     page_table, table_row, seq_lens, new_lens, max_new, counters, host, device, staging, window,
     NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_ROWS: tl.constexpr, RATIO: tl.constexpr,
@@ -180,7 +180,7 @@ def _stage(
             tl.atomic_add(counters + 2, (old - begin).to(tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["requests", "staging", "max_new"])
+@triton.jit(do_not_specialize=["requests", "staging", "max_new", "table_row"])
 def _translate(
     out, positions, position_row, page_table, table_row, seq_lens, new_lens, max_new, requests, staging,
     CHOSEN: tl.constexpr, NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_ROWS: tl.constexpr, RATIO: tl.constexpr,
