@@ -147,18 +147,34 @@ def _configuration(heads: int, by_channel: bool) -> tuple[int, int]:
 
 
 @triton.jit
-def _put(states, slots, values, size, BLOCK: tl.constexpr):
+def _copy_states(states, slots, values, size, STORE: tl.constexpr, BLOCK: tl.constexpr):
     slot = tl.load(slots + tl.program_id(1))
     if slot >= 0:
         place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(values + tl.program_id(1).to(tl.int64) * size + place, mask=place < size)
-        tl.store(states + slot * size + place, value, mask=place < size)
+        state, value = states + slot * size + place, values + tl.program_id(1).to(tl.int64) * size + place
+        if STORE:
+            tl.store(state, tl.load(value, mask=place < size), mask=place < size)
+        else:
+            tl.store(value, tl.load(state, mask=place < size), mask=place < size)
+
+
+def take_states(states: Tensor, varlen: VarlenBatch) -> Tensor:
+    """Return copies ``[sequences, …]`` float32 of the states at the sequences' slots. Those of padded sequences are
+    uninitialized: a captured extend may have many, and copying 2 MiB for each would take longer than its kernels."""
+    values = states.new_empty(varlen.slots.shape[0], *states.shape[1:])
+    _launch_copy(states, varlen, values, store=False)
+    return values
 
 
 def put_states(states: Tensor, varlen: VarlenBatch, values: Tensor) -> None:
     """Write ``values`` ``[sequences, …]`` float32 to the sequences' slots, except for padded ones."""
+    _launch_copy(states, varlen, values, store=True)
+
+
+def _launch_copy(states: Tensor, varlen: VarlenBatch, values: Tensor, *, store: bool) -> None:
     size, block = states[0].numel(), 1024
-    _put[(triton.cdiv(size, block), values.shape[0])](states, varlen.slots, values, size, BLOCK=block)
+    grid = (triton.cdiv(size, block), values.shape[0])
+    _copy_states[grid](states, varlen.slots, values, size, STORE=store, BLOCK=block)
 
 
 @triton.jit
