@@ -155,6 +155,8 @@ def build(
     linear: type[RefilledDelta] = RefilledDelta,
 ) -> AttentionBackend:
     role = Role.DRAFT if selection.problem.is_draft else Role.DECODE
+    if role not in selection.choices:
+        return HybridLinearBackend(None, linear(context.pools.linear), context.model)
     registered = selection.chosen(role)
     name = registered.spec.name
     assert name in (NAME, SPARSE)

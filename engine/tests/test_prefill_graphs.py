@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from refilled_native import Recorded, RefilledNative, Refilling, build, over
+from refilled_native import Recorded, RefilledDelta, RefilledNative, Refilling, build, over
 from thread_ranks import in_ranks
 
-from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role, UsageError
+from attnplug import BackendError, ForwardBatch, ForwardMode, GraphLevel, PoolError, Role, UsageError
 from attnplug.auto.fastest import FastestBackend
-from attnplug.host import load_model
+from attnplug.host import HostLengths, load_model
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.graphs.capture_check import CaptureMismatch
@@ -32,6 +32,11 @@ from attnplug_engine.scheduling.step import Step, StepEntry
 from attnplug_testing.errors import having, naming
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
+HYBRIDS = ["tiny:qwen3_next", "tiny:minimax"]
+"""With a convolution's state beside the recurrent one, and without."""
+FURTHER = [
+    pytest.param(name, marks=pytest.mark.long) for name in ("tiny:kimi_linear", "tiny:mamba2", "tiny:nemotron_h")
+]
 SIZES = (2, 4)
 PREFILLS = (4, 9, 22)
 
@@ -44,12 +49,30 @@ class AnyBatch(Refilling):
         self.claims = replace(self.claims, cuda_graph=GraphLevel.ALWAYS)
 
 
+class AnyLinear(RefilledDelta):
+    """Linear attention that captures extends, too."""
+
+    def __init__(self, pool):
+        super().__init__(pool)
+        self.claims = replace(self.claims, cuda_graph=GraphLevel.ALWAYS)
+
+    def _rows(self, batch):
+        geometry = batch.geometry
+        if geometry.host is None and geometry.new_lens is not None:
+            lens = geometry.new_lens.tolist()
+            assert sum(lens) <= geometry.rows
+            geometry = replace(geometry, rows=sum(lens), host=HostLengths(lens, geometry.seq_lens.tolist()))
+            batch = ForwardBatch(geometry)
+        yield from super()._rows(batch)
+
+
 @pytest.fixture(autouse=True)
 def native(monkeypatch: pytest.MonkeyPatch):
     """Makes every engine run on the backend that can be "captured" here."""
 
-    def use(kind: Any = AnyBatch) -> None:
-        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", partial(build, kind=kind))
+    def use(kind: Any = AnyBatch, linear: Any = AnyLinear) -> None:
+        build_native = partial(build, kind=kind, linear=linear)
+        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build_native)
 
     use()
     return use
@@ -85,6 +108,26 @@ class TestTokens:
         counts = graphs.statistics
         assert counts.replayed_prefills > 2 and counts.eager_prefills > 2
         assert eager.statistics.replayed_prefills == 0 and eager.statistics.eager_prefills > 3
+
+    @pytest.mark.parametrize("model", [*HYBRIDS, *FURTHER])
+    def test_linear_states_move_on_in_replayed_prefills(self, model):
+        """Prompts in chunks and beside requests that decode. Padded requests and tokens have no state."""
+        each = [SamplingParams(max_tokens=2 + number % 5) for number in range(5)]
+        graphs, eager = captured(engine(model, overlap=True, chunked_prefill_size=9)), engine(model)
+        assert tokens(graphs, prompts(5, 15), each) == tokens(eager, prompts(5, 15), each)
+        assert graphs.statistics.replayed_prefills > 3 and not graphs.statistics.eager_prefills
+        states = graphs.runner.states
+        assert states.free_slots == states.num_slots
+
+    def test_snapshots_of_linear_states_are_those_of_the_replay(self):
+        """A prefix is found again at a checkpoint, whose state was copied behind a replayed prefill."""
+        settings = {"prefix_cache": True, "state_checkpoint": 8, "chunked_prefill_size": 16}
+        shared, each = prompts(1, 30)[0] * 2, SamplingParams(max_tokens=4)
+        graphs, eager = captured(engine(HYBRIDS[0], **settings)), engine(HYBRIDS[0])
+        for rest in prompts(4, 9):
+            text = [[*shared[:20], *rest]]
+            assert tokens(graphs, text, each) == tokens(eager, text, each)
+        assert graphs.cache_statistics.hit_tokens >= 16 and not graphs.statistics.eager_prefills
 
     @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
     def test_a_prefix_that_is_cached_and_requests_that_lose_their_pages(self, overlap):
@@ -179,6 +222,17 @@ class TestCapture:
             return found and found.size
 
         assert [fitting(1), fitting(4), fitting(2, 3), fitting(22), fitting(23)] == [4, 4, 9, 22, None]
+
+    def test_a_step_of_more_requests_than_were_captured_runs_eagerly(self, monkeypatch):
+        """Chunk kernels of linear layers read and write a state for every captured request, so few are captured."""
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._MAX_STATES", 2)
+        graphs, each = captured(engine(HYBRIDS[0])), SamplingParams(max_tokens=2)
+        prefill = graphs.runner.graphs.prefill
+        assert prefill.requests == 2 and captured(engine()).runner.graphs.prefill.requests == 5
+        assert tokens(graphs, prompts(3, 4), each) == tokens(engine(HYBRIDS[0]), prompts(3, 4), each)
+        assert graphs.statistics.eager_prefills == 1 and not graphs.statistics.replayed_prefills
+        tokens(graphs, prompts(2, 4), each)
+        assert graphs.statistics.replayed_prefills == 1
 
     def test_prefills_come_first_and_all_count_as_progress(self):
         events: list[tuple[int, int]] = []
@@ -329,6 +383,34 @@ class WritesPadding(AnyBatch):
     def refill(self, plan, geometry):
         super().refill(plan, geometry)
         plan.new_slots.clamp_(min=0)
+
+
+class StaleStateLengths(AnyLinear):
+    """Keeps the new lengths of its first batch."""
+
+    def _rows(self, batch):
+        geometry = batch.geometry
+        if geometry.captured and geometry.new_lens is not None and geometry.new_lens.any():
+            self.first = getattr(self, "first", geometry.new_lens.clone())
+            batch = ForwardBatch(replace(geometry, new_lens=self.first))
+        yield from super()._rows(batch)
+
+
+class KeepsPaddedStates(AnyLinear):
+    """Advances the last slot by padded tokens."""
+
+    def forward_linear(self, inputs, layer, batch):
+        if batch.geometry.captured and batch.geometry.new_lens is not None:
+            self._pool.recurrent(layer.layer_id)[-1] += 1
+        return super().forward_linear(inputs, layer, batch)
+
+
+@pytest.mark.parametrize(("linear", "fault"), [(StaleStateLengths, "result"), (KeepsPaddedStates, "writes")])
+def test_a_linear_backend_that_claims_too_much_is_found_out(linear, fault, native):
+    native(linear=linear)
+    with pytest.raises(CaptureMismatch, check=having("naive_linear", "extend")) as caught:
+        captured(engine(HYBRIDS[0], state_slots=9))
+    assert caught.value.fault == fault and caught.value.kind.is_linear
 
 
 class WritesBefore(AnyBatch):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnplug import GraphLevel, PoolError, Serving, UsageError
-from attnplug.host import ForwardingBackend, Selection
+from attnplug.host import Selection
 from attnplug.wrappers.forwarding import limited_by
 from attnplug_engine.completion import Completion, Statistics, Usage
 from attnplug_engine.execution import signals
@@ -22,7 +22,7 @@ from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.graphs.capture import GraphCapture
 from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
 from attnplug_engine.graphs.decode import DecodeGraphs, GraphReport
-from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends
+from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends, prefilling_child
 from attnplug_engine.graphs.step_graphs import capture_steps
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
@@ -220,7 +220,7 @@ class Engine:
             backends=graphs.backends,
             prefill_sizes=() if prefill_graphs is None else prefill_graphs.sizes,
             why_no_prefill=why_no_prefill,
-            prefill_by=backend.captured_extends if isinstance(backend, ForwardingBackend) else None,
+            prefill_by=prefilling_child(backend),
         )
 
     def _prefills(self, limits: Sequence[str]) -> tuple[tuple[int, ...], str]:
@@ -233,7 +233,7 @@ class Engine:
             return (), "a draft follows it"
         if runner.coordinator is not None:
             return (), "it brings rows to host memory"
-        if captures_extends(runner.backend) and runner.pools.linear is None:
+        if captures_extends(runner.backend):
             # The chunk size was checked before the model was known; its context may be shorter.
             sizes = default_prefill_sizes(most) if asked is None else PREFILL_SIZES.check(asked, most, "context_length")
             return sizes, ""

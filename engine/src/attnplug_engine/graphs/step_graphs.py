@@ -68,6 +68,7 @@ def capture_steps(
             lambda batch, rows: runner.model.logits(runner.run_model(batch).index_select(0, rows)),
             *shared,
             largest=max(prefills),
+            has_states=runner.pools.linear is not None,
             slower=runner.spec if _eager_is_faster(runner) else None,
             all_reduce_min=None if keep_all else partial(_min_over_ranks, runner),
         )
