@@ -119,6 +119,20 @@ class TestTokens:
         states = graphs.runner.states
         assert states.free_slots == states.num_slots
 
+    def test_rows_in_host_memory_are_brought_in_by_the_graph(self):
+        """HiSparse: prompts in chunks, whose prefixes are staged, beside requests that decode from hot buffers. As many
+        rows move as without graphs."""
+        model, each = "tiny:deepseek_v32", [SamplingParams(max_tokens=2 + number % 3) for number in range(4)]
+        buffers = {"enable_hisparse": True, "hisparse_config": {"device_buffer_size": 16}, "num_pages": 24}
+        settings = {**buffers, "chunked_prefill_size": 9, "context_length": 64, "page_size": 16}
+        found, moved = [], []
+        for one in (engine(model, **settings), captured(engine(model, **settings), (4, 9))):
+            one.runner.coordinator.reset_statistics()
+            found.append(tokens(one, prompts(4, 20), each))
+            moved.append(one.runner.coordinator.statistics())
+        assert found[0] == found[1] and moved[0] == moved[1] and moved[0].staged and moved[0].loaded
+        assert one.statistics.replayed_prefills > 3 and not one.statistics.eager_prefills
+
     def test_snapshots_of_linear_states_are_those_of_the_replay(self):
         """A prefix is found again at a checkpoint, whose state was copied behind a replayed prefill."""
         settings = {"prefix_cache": True, "state_checkpoint": 8, "chunked_prefill_size": 16}
@@ -472,7 +486,6 @@ class TestOptions:
             {"disable_prefill_cuda_graph": True},
             {"check_layers": True},
             {"speculative_algorithm": "ngram"},
-            {"enable_hisparse": True},
         ],
         ids=lambda given: next(iter(given)),
     )

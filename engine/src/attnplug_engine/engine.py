@@ -231,8 +231,6 @@ class Engine:
             return (), "turned off"
         if self.rounds is not None:
             return (), "a draft follows it"
-        if runner.coordinator is not None:
-            return (), "it brings rows to host memory"
         if captures_extends(runner.backend):
             # The chunk size was checked before the model was known; its context may be shorter.
             sizes = default_prefill_sizes(most) if asked is None else PREFILL_SIZES.check(asked, most, "context_length")

@@ -32,7 +32,6 @@ _SWITCHES = (
 _WITHOUT_PREFILLS = (
     ("disable_prefill_cuda_graph", "leave out one of them"),
     ("speculative_algorithm", "prefills that a draft follows are not captured: leave out one of them"),
-    ("enable_hisparse", "prefills that bring rows to host memory are not captured: leave out one of them"),
 )
 
 
@@ -200,7 +199,7 @@ class EngineOptions:
     @property
     def captures_prefills(self) -> bool:
         """True if prefills are captured where that is possible."""
-        without = self.disable_prefill_cuda_graph or self.enable_hisparse or self.speculative_algorithm is not None
+        without = self.disable_prefill_cuda_graph or self.speculative_algorithm is not None
         return self.captures and not without
 
     @property

@@ -105,6 +105,7 @@ class PrefillGraphs:
             new_lens=inputs.new_lens[:requests],
             state_slots=inputs.state_slots[:requests] if self._has_states else None,
             captured=True,
+            table_rows=inputs.rows[:requests],
         )
         batch = ForwardBatch(geometry, inputs.ids[:size], inputs.positions[:size])
         mirror, sampling = self._table.mirror(), inputs.sampling(requests)
