@@ -226,6 +226,74 @@ class TestTokens:
             assert int((pool.keys(layer).flatten(2) != 7.0).any(-1).sum()) == 6
 
 
+EAGLE = {"speculative_algorithm": "eagle", "speculative_draft_model": "tiny:llama", "speculative_num_steps": 3}
+MTP = {"speculative_algorithm": "mtp", "speculative_num_steps": 2}
+DRAFT = {"speculative_algorithm": "standalone", "speculative_draft_model": "tiny:qwen3"}
+NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 3}
+
+
+class TestSpeculation:
+    """The target's prefills are replayed beside rounds; a draft follows each."""
+
+    @pytest.fixture(autouse=True)
+    def both(self, monkeypatch: pytest.MonkeyPatch):
+        for module in ("execution.runner", "speculation.draft_runner"):
+            build_native = partial(build, kind=AnyBatch, linear=AnyLinear)
+            monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build_native)
+
+    def captured(self, one: Engine, prefills: tuple[int, ...] = PREFILLS) -> Engine:
+        assert one.rounds is not None
+        one.rounds.capture(SIZES, Recorded(), prefills=prefills)
+        return one
+
+    @pytest.mark.parametrize(
+        ("model", "settings", "overlap"),
+        [
+            ("tiny:llama", NGRAM, True),
+            ("tiny:llama", EAGLE, True),
+            ("tiny:deepseek_v3", MTP, False),
+            ("tiny:llama", DRAFT, True),
+            pytest.param("tiny:llama", {**EAGLE, "speculative_algorithm": "eagle3"}, False, marks=pytest.mark.long),
+            pytest.param("tiny:llama", {**NGRAM, "speculative_topk": 2}, False, marks=pytest.mark.long),
+            pytest.param("tiny:deepseek_v3", {**MTP, "speculative_topk": 2}, True, marks=pytest.mark.long),
+            pytest.param("tiny:llama", {**DRAFT, "speculative_topk": 2}, False, marks=pytest.mark.long),
+        ],
+    )
+    def test_tokens_and_proposals_are_those_of_eager_prefills(self, model, settings, overlap):
+        """Greedy and drawn tokens; as many proposals are accepted, so drafts have read the same rows."""
+        each = [SamplingParams(6, temperature=0.9 * (number % 2), seed=3) for number in range(6)]
+        settings = {**settings, "chunked_prefill_size": 20}
+        eager, graphs = engine(model, **settings), self.captured(engine(model, overlap=overlap, **settings))
+        found = [tokens(one, prompts(6, 20), each) for one in (eager, graphs)]
+        assert found[0] == found[1] == tokens(engine(model), prompts(6, 20), each)
+        assert graphs.statistics.replayed_prefills > 1 and not graphs.statistics.eager_prefills
+        assert eager.statistics.eager_prefills > 1 and not eager.statistics.replayed_prefills
+        assert overlap or graphs.statistics.rounds.acceptance == eager.statistics.rounds.acceptance
+
+    def test_a_draft_with_the_targets_weights_is_accepted_always(self):
+        settings = {**DRAFT, "speculative_draft_model": "tiny:llama"}
+        one, each = self.captured(engine(**settings)), SamplingParams(8)
+        assert tokens(one, prompts(5, 20), each) == tokens(engine(), prompts(5, 20), each)
+        assert one.statistics.rounds.acceptance == 1 and one.statistics.replayed_prefills
+
+    def test_log_probabilities_come_from_the_replayed_logits(self):
+        mine, theirs = (
+            one.generate(prompts(4, 9), SamplingParams(2, logprobs=2))
+            for one in (self.captured(engine(**NGRAM)), engine(**NGRAM))
+        )
+        for found, expected in zip(mine, theirs, strict=True):
+            values = [[one.logprob for one in each.logprobs] for each in (found, expected)]
+            assert found.token_ids == expected.token_ids and values[0] == pytest.approx(values[1], abs=1e-4)
+
+    def test_prefills_count_as_progress_and_only_those_that_save_time_are_kept(self, monkeypatch):
+        times, events = iter([1.0, 1.5, 1.0, 1.0, 1.0, 0.2]), list[tuple[int, int]]()
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, **how: next(times))
+        one = engine(**NGRAM)
+        one.rounds.capture(SIZES, Recorded(), lambda *event: events.append(event), prefills=PREFILLS, keep_all=False)
+        assert one.rounds.prefill_graphs.sizes == PREFILLS[:2]
+        assert events == [(number, 5) for number in range(1, 6)]
+
+
 class TestCapture:
     def test_the_smallest_graph_that_holds_all_tokens_is_replayed(self):
         graphs = captured(engine()).runner.graphs.prefill
@@ -485,7 +553,6 @@ class TestOptions:
             {"disable_cuda_graph": True},
             {"disable_prefill_cuda_graph": True},
             {"check_layers": True},
-            {"speculative_algorithm": "ngram"},
         ],
         ids=lambda given: next(iter(given)),
     )

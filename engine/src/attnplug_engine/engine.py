@@ -185,7 +185,7 @@ class Engine:
     def _capture(self, progress: Callable[[int, int], None] | None) -> GraphReport:
         runner, options, rounds = self.runner, self.options, self.rounds
         level, limits = runner.attention.graph_level, limited_by(runner.backend, "cuda_graph")
-        backend = runner.backend
+        backend, target_limits = runner.backend, limits
         if rounds is not None and rounds.draft is not None and rounds.draft.attention.graph_level < level:
             backend = rounds.draft.backend
             level, limits = rounds.draft.attention.graph_level, (backend.backend_id.name,)
@@ -200,17 +200,18 @@ class Engine:
             return GraphReport(level, limits, why_none=f"{names} {what}")
         sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
         before = torch.cuda.mem_get_info(runner.device)[0]
-        capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(limits)
+        capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(target_limits)
         graphs: DecodeGraphs | RoundGraphs
         prefill_graphs: PrefillGraphs | None = None
+        keep_all = options.cuda_graph_prefill_sizes is not None
         if rounds is None:
-            keep_all = options.cuda_graph_prefill_sizes is not None
             steps = capture_steps(runner, sizes, capture, progress, prefills=prefills, keep_all=keep_all)
             graphs, prefill_graphs = steps.decode, steps.prefill
-            if prefills and prefill_graphs is None:
-                why_no_prefill = "the GPU needs longer for it than the host"
         else:
-            graphs = rounds.capture(sizes, capture, progress)
+            graphs = rounds.capture(sizes, capture, progress, prefills=prefills, keep_all=keep_all)
+            prefill_graphs = rounds.prefill_graphs
+        if prefills and prefill_graphs is None:
+            why_no_prefill = "the GPU needs longer for it than the host"
         taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
         return GraphReport(
             level,
@@ -220,17 +221,16 @@ class Engine:
             backends=graphs.backends,
             prefill_sizes=() if prefill_graphs is None else prefill_graphs.sizes,
             why_no_prefill=why_no_prefill,
-            prefill_by=prefilling_child(backend),
+            prefill_by=prefilling_child(runner.backend),
         )
 
     def _prefills(self, limits: Sequence[str]) -> tuple[tuple[int, ...], str]:
         """Return the token counts for which prefills are captured, and the reason if there are none."""
-        runner, options, most = self.runner, self.options, self.runner.capacity.max_rows
+        runner, options, capacity = self.runner, self.options, self.runner.capacity
+        most = capacity.max_rows if self.rounds is None else capacity.max_step_tokens
         asked = options.cuda_graph_prefill_sizes
         if options.disable_prefill_cuda_graph:
             return (), "turned off"
-        if self.rounds is not None:
-            return (), "a draft follows it"
         if captures_extends(runner.backend):
             # The chunk size was checked before the model was known; its context may be shorter.
             sizes = default_prefill_sizes(most) if asked is None else PREFILL_SIZES.check(asked, most, "context_length")
@@ -331,7 +331,8 @@ class Engine:
         self._in_flight.popleft()
         self._abort_leaving()
         result = scheduler.finish_round(step, tokens, _completes_stop if self._observed else None)
-        counts.add_rounds(step, result.tokens, time.perf_counter() - started, replayed=running.replayed)
+        seconds, prefill = time.perf_counter() - started, running.replayed_prefill
+        counts.add_rounds(step, result.tokens, seconds, replayed=running.replayed, replayed_prefill=prefill)
         if running.timing is not None:
             counts.rounds.add([len(new) for new in tokens[: step.rounds]], running.timing)
         for entry in step.entries:

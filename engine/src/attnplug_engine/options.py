@@ -29,10 +29,7 @@ _SWITCHES = (
     "plan_stream",
     "enable_hisparse",
 )
-_WITHOUT_PREFILLS = (
-    ("disable_prefill_cuda_graph", "leave out one of them"),
-    ("speculative_algorithm", "prefills that a draft follows are not captured: leave out one of them"),
-)
+_WITHOUT_PREFILLS = (("disable_prefill_cuda_graph", "leave out one of them"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +196,7 @@ class EngineOptions:
     @property
     def captures_prefills(self) -> bool:
         """True if prefills are captured where that is possible."""
-        without = self.disable_prefill_cuda_graph or self.speculative_algorithm is not None
-        return self.captures and not without
+        return self.captures and not self.disable_prefill_cuda_graph
 
     @property
     def demanded_graphs(self) -> GraphLevel:
