@@ -14,8 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import refilled_native
 import torch
-from refilled_native import Recorded, RefilledDelta, RefilledNative, Refilling, build, over
+from refilled_native import AnyBatch, Recorded, RefilledDelta, RefilledNative, build, over
 from thread_ranks import in_ranks
 
 from attnplug import BackendError, ForwardBatch, ForwardMode, GraphLevel, PoolError, Role, UsageError
@@ -39,14 +40,6 @@ FURTHER = [
 ]
 SIZES = (2, 4)
 PREFILLS = (4, 9, 22)
-
-
-class AnyBatch(Refilling):
-    """Captures extends, too."""
-
-    def __init__(self, context, fill=0):
-        super().__init__(context, fill)
-        self.claims = replace(self.claims, cuda_graph=GraphLevel.ALWAYS)
 
 
 class AnyLinear(RefilledDelta):
@@ -84,8 +77,7 @@ def engine(model: str = MODELS[0], **settings: Any) -> Engine:
 
 
 def captured(one: Engine, prefills: tuple[int, ...] = PREFILLS) -> Engine:
-    capture_steps(one.runner, SIZES, Recorded(), prefills=prefills)
-    return one
+    return refilled_native.captured(one, SIZES, prefills)
 
 
 def prompts(count: int = 12, longest: int = 30) -> list[list[int]]:
@@ -241,11 +233,6 @@ class TestSpeculation:
             build_native = partial(build, kind=AnyBatch, linear=AnyLinear)
             monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build_native)
 
-    def captured(self, one: Engine, prefills: tuple[int, ...] = PREFILLS) -> Engine:
-        assert one.rounds is not None
-        one.rounds.capture(SIZES, Recorded(), prefills=prefills)
-        return one
-
     @pytest.mark.parametrize(
         ("model", "settings", "overlap"),
         [
@@ -259,27 +246,54 @@ class TestSpeculation:
             pytest.param("tiny:llama", {**DRAFT, "speculative_topk": 2}, False, marks=pytest.mark.long),
         ],
     )
-    def test_tokens_and_proposals_are_those_of_eager_prefills(self, model, settings, overlap):
-        """Greedy and drawn tokens; as many proposals are accepted, so drafts have read the same rows."""
+    def test_tokens_are_those_of_eager_prefills(self, model, settings, overlap):
+        """Greedy and drawn ones, and of an engine that does not speculate."""
         each = [SamplingParams(6, temperature=0.9 * (number % 2), seed=3) for number in range(6)]
         settings = {**settings, "chunked_prefill_size": 20}
-        eager, graphs = engine(model, **settings), self.captured(engine(model, overlap=overlap, **settings))
+        eager, graphs = engine(model, **settings), captured(engine(model, overlap=overlap, **settings))
         found = [tokens(one, prompts(6, 20), each) for one in (eager, graphs)]
         assert found[0] == found[1] == tokens(engine(model), prompts(6, 20), each)
         assert graphs.statistics.replayed_prefills > 1 and not graphs.statistics.eager_prefills
         assert eager.statistics.eager_prefills > 1 and not eager.statistics.replayed_prefills
-        assert overlap or graphs.statistics.rounds.acceptance == eager.statistics.rounds.acceptance
+
+    @pytest.mark.parametrize(
+        ("model", "settings", "draft"),
+        [
+            ("tiny:llama", EAGLE, AnyBatch),
+            ("tiny:llama", EAGLE, RefilledNative),
+            ("tiny:deepseek_v3", MTP, AnyBatch),
+            ("tiny:llama", DRAFT, AnyBatch),
+        ],
+    )
+    def test_drafts_read_and_propose_the_same(self, model, settings, draft, monkeypatch):
+        """In chunks, of which the last one ends several requests at once. A draft whose backend captures no extends
+        runs eagerly behind the target's graph."""
+        own = partial(build, kind=draft)
+        monkeypatch.setattr("attnplug_engine.speculation.draft_runner.build_selection", own)
+        eager, graphs = (engine(model, chunked_prefill_size=20, **settings) for _ in range(2))
+        captured(graphs)
+        drafts, replayed = graphs.rounds.draft_prefills, []
+        assert (drafts is not None) is (draft is AnyBatch)
+        if drafts is not None:
+            run = drafts.run
+            drafts.run = lambda *step: replayed.append(run(*step)) or replayed[-1]
+        texts, each = prompts(5, 25), SamplingParams(1)
+        assert tokens(eager, texts, each) == tokens(graphs, texts, each)
+        mine, theirs = (one.rounds.state.proposed.tokens[:5] for one in (graphs, eager))
+        assert torch.equal(mine, theirs) and (mine >= 0).any()
+        count = graphs.statistics.replayed_prefills
+        assert count > 1 and len(replayed) == count * (drafts is not None)
 
     def test_a_draft_with_the_targets_weights_is_accepted_always(self):
         settings = {**DRAFT, "speculative_draft_model": "tiny:llama"}
-        one, each = self.captured(engine(**settings)), SamplingParams(8)
+        one, each = captured(engine(**settings)), SamplingParams(8)
         assert tokens(one, prompts(5, 20), each) == tokens(engine(), prompts(5, 20), each)
         assert one.statistics.rounds.acceptance == 1 and one.statistics.replayed_prefills
 
     def test_log_probabilities_come_from_the_replayed_logits(self):
         mine, theirs = (
             one.generate(prompts(4, 9), SamplingParams(2, logprobs=2))
-            for one in (self.captured(engine(**NGRAM)), engine(**NGRAM))
+            for one in (captured(engine(**NGRAM)), engine(**NGRAM))
         )
         for found, expected in zip(mine, theirs, strict=True):
             values = [[one.logprob for one in each.logprobs] for each in (found, expected)]

@@ -78,7 +78,8 @@ class PrefillGraphs:
         self._steps: dict[int, CapturedStep] = {}
         self._most_pairs: dict[int, float] = {}
         """Attention work up to which a step of each size is replayed, if the captured backend is the slower one."""
-        self._sampled = torch.zeros(self.requests, dtype=torch.int64, device=tokens.device)
+        self.sampled = torch.zeros(self.requests, dtype=torch.int64, device=tokens.device)
+        """Sampled tokens of the last replay; -1 where the logits were not finite."""
         self._logits: Tensor | None = None
         """Logits buffer ``[requests, vocab]``, shared by all graph sizes to save hundreds of MB."""
 
@@ -116,7 +117,7 @@ class PrefillGraphs:
             torch.index_select(mirror, 0, rows, out=geometry.page_table)
             self._attention.refill(batch)
             logits = self._kept(self._run_model(batch, lasts), requests)
-            store_tokens(self._sampled, tokens, targets, sample(logits, sampling))
+            store_tokens(self.sampled, tokens, targets, sample(logits, sampling))
 
         launching = 0.0 if self._all_reduce_min is None else _seconds(run, tokens.device, waits=False)
         replay = capture(run)
@@ -160,7 +161,7 @@ class PrefillGraphs:
         fill_pending_tokens(self.inputs.ids, step, self._tokens)
         self._attention.capture(captured.batch)
         captured.replay()
-        return self._sampled[: len(step.sampled_requests)]
+        return self.sampled[: len(step.sampled_requests)]
 
 
 def _seconds(run: Callable[[], None], device: torch.device, *, waits: bool) -> float:

@@ -13,7 +13,7 @@ from attnplug_engine.execution.runner import ModelRunner, Phase, ReplayedStep
 from attnplug_engine.execution.sampler import Sampler
 from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.capture_check import CaptureCheck
-from attnplug_engine.graphs.decode import DecodeGraphs
+from attnplug_engine.graphs.decode import CapturedStep, DecodeGraphs
 from attnplug_engine.graphs.prefill import PrefillGraphs
 from attnplug_engine.scheduling.step import Step
 
@@ -124,11 +124,15 @@ def capture_prefill(
     check: CaptureCheck,
     *,
     keep_all: bool,
+    follow: Callable[[CapturedStep], None] | None = None,
 ) -> None:
-    """Capture and check a prefill of ``size`` tokens. Without ``keep_all``, one that does not fit is left out."""
+    """Capture and check a prefill of ``size`` tokens, and call ``follow`` with it if it is kept. Without ``keep_all``,
+    one that does not fit is left out."""
     try:
         for captured in prefill.capture(size, capture):
             check.run(captured.batch, capture)
+            if follow is not None:
+                follow(captured)
     except torch.OutOfMemoryError:
         if keep_all or runner.parallel.size > 1:
             raise

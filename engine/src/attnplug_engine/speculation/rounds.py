@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,11 +16,13 @@ from attnplug_engine.execution.runner import ModelRunner, Phase
 from attnplug_engine.execution.sampler import sample
 from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.capture_check import CaptureCheck
-from attnplug_engine.graphs.prefill import PrefillGraphs
+from attnplug_engine.graphs.decode import CapturedStep
+from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends
 from attnplug_engine.graphs.step_graphs import capture_prefill, no_memory, prefill_graphs
 from attnplug_engine.scheduling.step import Step, StepEntry
 from attnplug_engine.speculation.acceptance import Accepted, accept_and_commit, moves
 from attnplug_engine.speculation.batches import Batches, EagerBatches, RoundShapes
+from attnplug_engine.speculation.draft_prefills import DraftPrefillGraphs
 from attnplug_engine.speculation.draft_runner import DraftRunner, needs_lengths
 from attnplug_engine.speculation.frozen_kv import FrozenKVProposer
 from attnplug_engine.speculation.in_flight import RoundOutput, RoundsInFlight
@@ -91,6 +94,8 @@ class RoundRunner:
         """Captured prefills of the target."""
         self._taken: dict[ForwardBatch, Tensor | None] = {}
         """Hidden states ``[tokens, width]`` that the draft reads, by the batch of a captured prefill."""
+        self.draft_prefills: DraftPrefillGraphs | None = None
+        """Captured prefills of the draft."""
         self._exact = needs_lengths(runner.backend, runner.pools)
         self.plan_stream: PlanStream | None = None
         self.planned_in_order: list[str] = []
@@ -145,14 +150,22 @@ class RoundRunner:
         prefill, size, total = None, graphs.largest, len(prefills) + len(sizes)
         if prefills:
             prefill = prefill_graphs(runner, self._captured_target, largest=max(prefills), keep_all=keep_all)
+            self.draft_prefills = self._draft_prefills(prefill)
+        drafts = self.draft_prefills
+
+        def follow(step: CapturedStep) -> None:
+            if drafts is not None:
+                checks[1].run(drafts.capture(step, partial(self._taken.get, step.batch), capture), capture)
+
         making: RoundGraphs | PrefillGraphs = graphs
         try:
-            graphs.reserve(runner.allocator, *(() if prefill is None else (prefill.requests, prefill.largest)))
+            reserved = () if prefill is None else (prefill.requests, prefill.largest, drafts.rows if drafts else 0)
+            graphs.reserve(runner.allocator, *reserved)
             runner.enter(Phase.CAPTURE)
             if prefill is not None:
                 making = prefill
                 for done, size in enumerate(sorted(prefills, reverse=True), 1):
-                    capture_prefill(runner, prefill, size, capture, checks[0], keep_all=keep_all)
+                    capture_prefill(runner, prefill, size, capture, checks[0], keep_all=keep_all, follow=follow)
                     if progress is not None:
                         progress(done, total)
             making = graphs
@@ -187,6 +200,14 @@ class RoundRunner:
             self._look_ahead(captured.draft, found.newest, found.verified)
 
         return [verify, extend, ahead]
+
+    def _draft_prefills(self, prefill: PrefillGraphs) -> DraftPrefillGraphs | None:
+        """Return the graphs of the draft's prefills; None if it has none, or its backend cannot capture them."""
+        draft, proposer = self.draft, self.proposer
+        # The models of a window draft choose tokens between their prefills, by sampling parameters of each step.
+        if draft is None or type(proposer) is not DraftModelProposer or not captures_extends(draft.backend):
+            return None
+        return DraftPrefillGraphs(draft, proposer.lay_out, prefill, more_rows=proposer.more_rows)
 
     def _captured_target(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
         """Run the target over a captured prefill; return the logits of these rows."""
@@ -323,7 +344,7 @@ class RoundRunner:
             ForwardMode.EXTEND, step.entries[first:], (), step.rows[first:], step.state_slots[first:], step.snapshots
         )
         graphs = self.prefill_graphs
-        captured = None if graphs is None else graphs.fitting(part)
+        captured, newest = None if graphs is None else graphs.fitting(part), None
         if graphs is not None and captured is not None:
             replayed, logits = graphs.run(captured, part, runner.sampler), captured.logits[0]
             batch, taken = captured.batch, self._taken[captured.batch]
@@ -350,8 +371,10 @@ class RoundRunner:
             self.state.commit(members.rows, committed, sampled)
         requests, one = [entry.request for entry in entries], torch.ones_like(sampled)
         output = RoundOutput(requests, sampled.unsqueeze(1), one, logits, committed)
+        if captured is not None and self.draft_prefills is not None:
+            newest = self.draft_prefills.run(captured.size, part)
         page_table = batch.geometry.page_table[: len(part.entries)]
-        proposal = self.proposer.after_prefill(Prefill(part, page_table, taken, ended, sampled))
+        proposal = self.proposer.after_prefill(Prefill(part, page_table, taken, ended, sampled, newest))
         if ended is not None and proposal is not None:
             self.state.propose(ended.members.rows, proposal)
         return output, captured is not None
