@@ -300,7 +300,7 @@ class TestSpeculation:
             assert found.token_ids == expected.token_ids and values[0] == pytest.approx(values[1], abs=1e-4)
 
     def test_prefills_count_as_progress_and_only_those_that_save_time_are_kept(self, monkeypatch):
-        times, events = iter([1.0, 1.5, 1.0, 1.0, 1.0, 0.2]), list[tuple[int, int]]()
+        times, events = iter([1.0, 1.6, *[1.0] * 3, 1.0, 1.0, 0.2]), list[tuple[int, int]]()
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, **how: next(times))
         one = engine(**NGRAM)
         one.rounds.capture(SIZES, Recorded(), lambda *event: events.append(event), prefills=PREFILLS, keep_all=False)
@@ -356,14 +356,16 @@ class TestCapture:
         assert [str(mode) for mode in calls] == ["extend"] and one.runner.backend.planned == planned
 
     def test_what_saves_no_time_is_not_kept(self, monkeypatch):
-        """From some size on the device takes longer than the host."""
-        times = iter([1.0, 1.5, 1.0, 1.0, 1.0, 0.2])
+        """From some size on the device takes longer than the host; much longer ones are not even captured."""
+        times, captures = iter([1.0, 1.6, 1.0, 1.4, 1.2, 1.0, 1.0, 0.2]), list[Any]()
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, **how: next(times))
         one = engine()
-        capture_steps(one.runner, SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
-        assert one.runner.graphs.prefill.sizes == PREFILLS[:2]
+        recorded = lambda run: captures.append(run) or Recorded()(run)  # noqa: E731
+        capture_steps(one.runner, SIZES, recorded, prefills=PREFILLS, keep_all=False)
+        assert one.runner.graphs.prefill.sizes == PREFILLS[:1]
+        assert len(captures) == 3 + 2 * len(SIZES)  # two prefills, one of which is checked, and decode steps
         each = SamplingParams(max_tokens=3)
-        assert tokens(one, prompts(), each) == tokens(engine(), prompts(), each)
+        assert tokens(one, [[1, 2, 3]], each) == tokens(engine(), [[1, 2, 3]], each)
         assert one.statistics.replayed_prefills
 
     def test_ranks_go_by_the_one_that_saves_least(self, monkeypatch):
@@ -372,7 +374,7 @@ class TestCapture:
 
         def seconds(run, device, *, waits):
             here.timed += waits
-            return 1.5 if waits and here.rank and here.timed == 1 else 1.0 - 0.5 * waits  # the first is the largest
+            return 1.6 if waits and here.rank and here.timed == 1 else 1.0 - 0.5 * waits  # the first is the largest
 
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", seconds)
 
@@ -544,7 +546,7 @@ class TestOptions:
     def test_a_default_pads_by_half_at_most_and_holds_no_more_than_a_step(self):
         for most in (3, 16, 100, 512, 9000):
             sizes = default_prefill_sizes(most)
-            assert sizes[-1] == min(most, 2048) and len(sizes) < 14
+            assert sizes[-1] == min(most, 8192) and len(sizes) < 18
             assert all(size <= 2 * before for before, size in pairwise(sizes))
 
     @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ class EngineOptions:
     """Numbers of requests for which decode steps are captured. None: several up to ``max_batch``, if the backends can
     be captured. If given, backends that cannot be captured are refused."""
     cuda_graph_prefill_sizes: tuple[int, ...] | None = None
-    """Numbers of tokens up to which steps with prefill are captured. None: several up to 2048, if the backends can
-    capture any batch, and only where the GPU runs them faster than the host launches them. If given, backends that
-    cannot capture them are refused."""
+    """Numbers of tokens up to which steps with prefill are captured. None: several up to the tokens of a step, at most
+    8192, if the backends can capture any batch, and only where the GPU runs them faster than the host launches them. If
+    given, backends that cannot capture them are refused."""
     disable_cuda_graph: bool = False
     disable_prefill_cuda_graph: bool = False
     enable_hisparse: bool = False

@@ -30,6 +30,8 @@ from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.step import Step
 
 _TIMED_RUNS = 4  # the first one is a warm-up
+_DEVICE_BOUND = 1.5
+"""Ratio of a step's time to that of its launches from which on the device is the bound: a graph saves nothing."""
 
 _MULTIPLY_ADDS_PER_SECOND = 9e13
 """Multiply-adds per second of extends by ``triton_mla`` on an H200."""
@@ -92,7 +94,8 @@ class PrefillGraphs:
         """Capture a step of ``size`` padding tokens; plan and mark its batch (B2).
 
         The graph is kept if launching the step takes the host longer than the device needs to run it. Otherwise the
-        host is ahead without a graph, and padding would only cost time.
+        host is ahead without a graph, and padding would only cost time. A step that is clearly bound by the device is
+        not captured at all: its memory would stay in the graphs' pool.
         """
         inputs, tokens, requests = self.inputs, self._tokens, min(self.requests, size)
         geometry = Geometry(
@@ -119,9 +122,12 @@ class PrefillGraphs:
             logits = self._kept(self._run_model(batch, lasts), requests)
             store_tokens(self.sampled, tokens, targets, sample(logits, sampling))
 
-        launching = 0.0 if self._all_reduce_min is None else _seconds(run, tokens.device, waits=False)
+        launching, saved = 0.0, math.inf
+        if self._all_reduce_min is not None:
+            launching = _seconds(run, tokens.device, waits=False)
+            if self._all_reduce_min(_DEVICE_BOUND * launching - _seconds(run, tokens.device, waits=True)) < 0:
+                return []
         replay = capture(run)
-        saved = math.inf
         if self._all_reduce_min is not None:
             saved = self._all_reduce_min(launching - _seconds(replay, tokens.device, waits=True))
         if saved < 0:
