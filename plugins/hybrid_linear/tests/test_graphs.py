@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from attnplug import ForwardMode, PlanError
+from attnplug_hybrid_linear.varlen import VarlenBatch
+from attnplug_testing.devices import DEVICES, INTERPRETED
 from attnplug_testing.errors import raises_naming
 from linear_capture import Capture, CapturedExtend, in_every_graph_setting
 from linear_scene import PADDED, random_members, same_bits
@@ -69,6 +71,17 @@ def test_a_captured_extend_serves_any_lengths(setting, rows, requests) -> None:
     scene.check(capture.replay_lengths([3], [1]), setting.tolerance)
     scene.check(capture.replay_lengths([1, 4], [rows // 2, rows // 2]), setting.tolerance)
     scene.check_states(setting.state_tolerance)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]])
+def test_many_padded_rows_are_cleared_by_several_programs(device) -> None:
+    """B5: of a captured extend, those of the last sequence."""
+    from attnplug_hybrid_linear.triton_recurrence import clear_padded
+
+    starts, lens, slots = torch.tensor([[0, 10, 10], [10, 0, 86], [3, -1, -1]], device=device).unbind()
+    out = torch.ones(96, 4, 257, device=device)
+    clear_padded(out, VarlenBatch(starts, lens, slots, 96, 96, captured=True))
+    assert bool((out[:10] == 1).all()) and not out[10:].any()
 
 
 @in_every_graph_setting

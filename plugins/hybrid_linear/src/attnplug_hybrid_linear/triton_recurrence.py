@@ -182,12 +182,14 @@ def _clear(out, starts, lens, slots, width, BLOCK: tl.constexpr):
     span = tl.program_id(0)
     if tl.load(slots + span) < 0:
         row, end = tl.load(starts + span), tl.load(starts + span) + tl.load(lens + span)
-        for at in range(row * width, end * width, BLOCK):
+        for at in range(row * width + tl.program_id(1) * BLOCK, end * width, tl.num_programs(1) * BLOCK):
             place = at + tl.arange(0, BLOCK)
             tl.store(out + place, tl.zeros([BLOCK], out.dtype.element_ty), mask=place < end * width)
 
 
 def clear_padded(out: Tensor, varlen: VarlenBatch) -> None:
     """Zero the rows of padded requests in ``out`` ``[tokens, …]``."""
-    width = out[0].numel()
-    _clear[(varlen.slots.shape[0],)](out, varlen.starts, varlen.lens, varlen.slots, width, BLOCK=1024)
+    width, block = out[0].numel(), 1024
+    # The padding rows of a captured extend may be most of its rows, and are one sequence.
+    programs = min(triton.cdiv(varlen.rows * width, 32 * block), 64)
+    _clear[varlen.slots.shape[0], programs](out, varlen.starts, varlen.lens, varlen.slots, width, BLOCK=block)
