@@ -274,6 +274,7 @@ class TestSpeculation:
         captured(graphs)
         drafts, replayed = graphs.rounds.draft_prefills, []
         assert (drafts is not None) is (draft is AnyBatch)
+        assert graphs.rounds.why_no_draft_prefill == ("" if drafts else "torch_native cannot capture it")
         if drafts is not None:
             run = drafts.run
             drafts.run = lambda *step: replayed.append(run(*step)) or replayed[-1]
@@ -298,6 +299,35 @@ class TestSpeculation:
         for found, expected in zip(mine, theirs, strict=True):
             values = [[one.logprob for one in each.logprobs] for each in (found, expected)]
             assert found.token_ids == expected.token_ids and values[0] == pytest.approx(values[1], abs=1e-4)
+
+    @pytest.mark.parametrize(
+        ("settings", "fragment"),
+        [
+            (EAGLE, "tokens, 7 MiB (level UNIFORM, by torch_native); no prefill of the draft: torch_native cannot"),
+            (NGRAM, "prefill of up to 16, 20 tokens, 7 MiB (level ALWAYS)"),
+            ({**NGRAM, "disable_prefill_cuda_graph": True}, "7 MiB (level ALWAYS); no prefill: turned off"),
+        ],
+        ids=["eagle", "ngram", "off"],
+    )
+    def test_an_engine_says_what_it_captured(self, settings, fragment, monkeypatch):
+        own = partial(build, kind=RefilledNative)
+        monkeypatch.setattr("attnplug_engine.speculation.draft_runner.build_selection", own)
+        one, free = engine(chunked_prefill_size=20, **settings), iter([9 << 20, 2 << 20])
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
+        monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
+        for module in ("graphs.step_graphs", "speculation.rounds"):
+            check = SimpleNamespace(run=lambda *given: None)
+            monkeypatch.setattr(f"attnplug_engine.{module}.CaptureCheck", lambda *given, check=check: check)
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: not waits)
+        monkeypatch.setattr("attnplug_engine.graphs.step_graphs._min_over_ranks", lambda runner, value: value)
+        here, capture = one.runner.device, one.rounds.capture
+
+        def on_a_cpu(*given: Any, **named: Any) -> Any:
+            one.runner.device = here
+            return capture(*given, **named)
+
+        one.rounds.capture, one.runner.device = on_a_cpu, SimpleNamespace(type="cuda")
+        assert fragment in str(one._capture(None))
 
     def test_prefills_count_as_progress_and_only_those_that_save_time_are_kept(self, monkeypatch):
         times, events = iter([1.0, 1.6, *[1.0] * 3, 1.0, 1.0, 0.2]), list[tuple[int, int]]()

@@ -221,6 +221,7 @@ class Engine:
             backends=graphs.backends,
             prefill_sizes=() if prefill_graphs is None else prefill_graphs.sizes,
             why_no_prefill=why_no_prefill,
+            why_no_draft_prefill="" if rounds is None or prefill_graphs is None else rounds.why_no_draft_prefill,
             prefill_by=prefilling_child(runner.backend),
         )
 

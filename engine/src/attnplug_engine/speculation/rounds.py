@@ -201,11 +201,19 @@ class RoundRunner:
 
         return [verify, extend, ahead]
 
+    @property
+    def why_no_draft_prefill(self) -> str:
+        """Reason why prefills of the draft cannot be captured; empty if they can, or if it has none."""
+        if self.draft is None or not isinstance(self.proposer, DraftModelProposer):
+            return ""
+        if isinstance(self.proposer, WindowProposer):
+            return "its models choose tokens between their prefills"
+        return "" if captures_extends(self.draft.backend) else f"{self.draft.backend.backend_id.name} cannot capture it"
+
     def _draft_prefills(self, prefill: PrefillGraphs) -> DraftPrefillGraphs | None:
-        """Return the graphs of the draft's prefills; None if it has none, or its backend cannot capture them."""
+        """Return the graphs of the draft's prefills; None if it has none, or they cannot be captured."""
         draft, proposer = self.draft, self.proposer
-        # The models of a window draft choose tokens between their prefills, by sampling parameters of each step.
-        if draft is None or type(proposer) is not DraftModelProposer or not captures_extends(draft.backend):
+        if draft is None or not isinstance(proposer, DraftModelProposer) or self.why_no_draft_prefill:
             return None
         return DraftPrefillGraphs(draft, proposer.lay_out, prefill, more_rows=proposer.more_rows)
 
