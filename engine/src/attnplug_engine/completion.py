@@ -86,13 +86,20 @@ class Statistics:
         self._count(prefill, decoding, seconds)
 
     def add_rounds(
-        self, step: Step, new_tokens: Mapping[int, Sequence[int]], seconds: float, *, replayed: bool = False
+        self,
+        step: Step,
+        new_tokens: Mapping[int, Sequence[int]],
+        seconds: float,
+        *,
+        replayed: bool = False,
+        replayed_prefill: bool = False,
     ) -> None:
         """Like ``add``, for a step of speculative rounds, with its new tokens by request id."""
         if step.rounds:
             self.replayed_steps += replayed
             self.eager_steps += not replayed
-        self.eager_prefills += step.rounds < len(step.entries)
+        self.replayed_prefills += replayed_prefill
+        self.eager_prefills += step.rounds < len(step.entries) and not replayed_prefill
         prefill = sum([len(entry.token_ids) for entry in step.entries[step.rounds :]])
         rounds = [new_tokens.get(entry.request.id, ()) for entry in step.entries[: step.rounds]]
         self._count(prefill, sum(map(len, rounds)), seconds)

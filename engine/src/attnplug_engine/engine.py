@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnplug import GraphLevel, PoolError, Serving, UsageError
-from attnplug.host import ForwardingBackend, Selection, compile_progress
+from attnplug.host import Selection, compile_progress
 from attnplug.wrappers.forwarding import limited_by
 from attnplug_engine.completion import Completion, StartUp, Statistics, Usage
 from attnplug_engine.execution import signals
@@ -23,7 +23,7 @@ from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.graphs.capture import GraphCapture
 from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
 from attnplug_engine.graphs.decode import DecodeGraphs, GraphReport
-from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends
+from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends, prefilling_child
 from attnplug_engine.graphs.step_graphs import capture_steps
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
@@ -222,7 +222,7 @@ class Engine:
     def _capture(self, progress: Callable[[int, int], None] | None) -> GraphReport:
         runner, options, rounds = self.runner, self.options, self.rounds
         level, limits = runner.attention.graph_level, limited_by(runner.backend, "cuda_graph")
-        backend = runner.backend
+        backend, target_limits = runner.backend, limits
         if rounds is not None and rounds.draft is not None and rounds.draft.attention.graph_level < level:
             backend = rounds.draft.backend
             level, limits = rounds.draft.attention.graph_level, (backend.backend_id.name,)
@@ -237,17 +237,18 @@ class Engine:
             return GraphReport(level, limits, why_none=f"{names} {what}")
         sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
         before = torch.cuda.mem_get_info(runner.device)[0]
-        capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(limits)
+        capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(target_limits)
         graphs: DecodeGraphs | RoundGraphs
         prefill_graphs: PrefillGraphs | None = None
+        keep_all = options.cuda_graph_prefill_sizes is not None
         if rounds is None:
-            keep_all = options.cuda_graph_prefill_sizes is not None
             steps = capture_steps(runner, sizes, capture, progress, prefills=prefills, keep_all=keep_all)
             graphs, prefill_graphs = steps.decode, steps.prefill
-            if prefills and prefill_graphs is None:
-                why_no_prefill = "the GPU needs longer for it than the host"
         else:
-            graphs = rounds.capture(sizes, capture, progress)
+            graphs = rounds.capture(sizes, capture, progress, prefills=prefills, keep_all=keep_all)
+            prefill_graphs = rounds.prefill_graphs
+        if prefills and prefill_graphs is None:
+            why_no_prefill = "the GPU needs longer for it than the host"
         taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
         return GraphReport(
             level,
@@ -257,20 +258,18 @@ class Engine:
             backends=graphs.backends,
             prefill_sizes=() if prefill_graphs is None else prefill_graphs.sizes,
             why_no_prefill=why_no_prefill,
-            prefill_by=backend.captured_extends if isinstance(backend, ForwardingBackend) else None,
+            why_no_draft_prefill="" if rounds is None or prefill_graphs is None else rounds.why_no_draft_prefill,
+            prefill_by=prefilling_child(runner.backend),
         )
 
     def _prefills(self, limits: Sequence[str]) -> tuple[tuple[int, ...], str]:
         """Return the token counts for which prefills are captured, and the reason if there are none."""
-        runner, options, most = self.runner, self.options, self.runner.capacity.max_rows
+        runner, options, capacity = self.runner, self.options, self.runner.capacity
+        most = capacity.max_rows if self.rounds is None else capacity.max_step_tokens
         asked = options.cuda_graph_prefill_sizes
         if options.disable_prefill_cuda_graph:
             return (), "turned off"
-        if self.rounds is not None:
-            return (), "a draft follows it"
-        if runner.coordinator is not None:
-            return (), "it brings rows to host memory"
-        if captures_extends(runner.backend) and runner.pools.linear is None:
+        if captures_extends(runner.backend):
             # The chunk size was checked before the model was known; its context may be shorter.
             sizes = default_prefill_sizes(most) if asked is None else PREFILL_SIZES.check(asked, most, "context_length")
             return sizes, ""
@@ -370,7 +369,8 @@ class Engine:
         self._in_flight.popleft()
         self._abort_leaving()
         result = scheduler.finish_round(step, tokens, _completes_stop if self._observed else None)
-        counts.add_rounds(step, result.tokens, time.perf_counter() - started, replayed=running.replayed)
+        seconds, prefill = time.perf_counter() - started, running.replayed_prefill
+        counts.add_rounds(step, result.tokens, seconds, replayed=running.replayed, replayed_prefill=prefill)
         if running.timing is not None:
             counts.rounds.add([len(new) for new in tokens[: step.rounds]], running.timing)
         for entry in step.entries:

@@ -302,6 +302,20 @@ def test_kernels_do_what_torch_does(topk, buffer_size, nodes, more, device, monk
     trace.end()
 
 
+@pytest.mark.parametrize("device", BY_KERNEL)
+def test_few_programs_stage_a_prefix_of_many_tiles(device, monkeypatch):
+    """A captured prefill launches as many for every request."""
+    from attnplug_sparse.hisparse import triton_swap
+
+    monkeypatch.setattr(triton_swap, "_STAGING_PROGRAMS", 1)
+    monkeypatch.setattr(triton_swap, "_MAX_COPIERS", 2)
+    trace = Trace(50, 50, 1, device, kernels=True)
+    row = trace.admit()
+    for new in (50, 5):  # the second one's choice is all 50 rows before it, in two tiles
+        trace.step({row: new})
+    assert trace.hisparse.statistics().staged == 50 * LAYERS
+
+
 # ---- a backend over it ----
 
 

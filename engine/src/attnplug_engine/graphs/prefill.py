@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnplug import AttentionBackend, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
 from attnplug.host import ForwardingBackend, ModelAttention
+from attnplug.wrappers.split import HybridLinearBackend
 from attnplug_engine.execution.extend_times import ExtendTimes
 from attnplug_engine.execution.in_flight import fill_pending_tokens
 from attnplug_engine.execution.sampler import Sampler, sample
@@ -30,9 +31,14 @@ from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.step import Step
 
 _TIMED_RUNS = 4  # the first one is a warm-up
+_DEVICE_BOUND = 1.5
+"""Ratio of a step's time to that of its launches from which on the device is the bound: a graph saves nothing."""
 
 _MULTIPLY_ADDS_PER_SECOND = 9e13
 """Multiply-adds per second of absorbed extends by ``triton_mla`` on an H200, for devices without tables."""
+_MAX_STATES = 32
+"""Most requests of a captured prefill of a model with linear layers. The layers' chunk kernels read and write a state
+for each of them, padded or not: 2 MiB per layer in Qwen3-Next, so 32 take about 30 µs per layer on an H200."""
 _SAVED_PER_LAYER = 4e-4
 """Upper bound of the seconds that a graph saves per layer; launching a layer takes the host 0.5 to 0.9 ms."""
 
@@ -40,9 +46,9 @@ _SAVED_PER_LAYER = 4e-4
 class PrefillGraphs:
     """Prefills of one model, captured for several numbers of tokens over one set of inputs.
 
-    Any step fits whose tokens do, decoding requests beside a prefill included. The last tokens of a graph are padding
-    and belong to no request. Tokens that the host does not know yet are read from ``tokens [requests + 1]``, as in
-    :class:`DecodeGraphs`, and new tokens are written there.
+    Any step fits whose tokens and requests do, decoding requests beside a prefill included. The last tokens of a graph
+    are padding and belong to no request. Tokens that the host does not know yet are read from ``tokens [requests +
+    1]``, as in :class:`DecodeGraphs`, and new tokens are written there.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class PrefillGraphs:
         capacity: Capacity,
         *,
         largest: int,
+        has_states: bool,
         slower: ModelSpec | None = None,
         times: ExtendTimes | None = None,
         all_reduce_min: Callable[[float], float] | None = None,
@@ -67,7 +74,9 @@ class PrefillGraphs:
         self._context = min(capacity.context_length, table.max_pages * capacity.page_size)
         self._slower, self._times, self._all_reduce_min = slower, times, all_reduce_min
         self._per_pair = 0.0 if slower is None else _work(slower) / _MULTIPLY_ADDS_PER_SECOND
-        self.requests, self.largest = min(capacity.max_batch, largest), largest
+        self._has_states = has_states
+        self.requests = min(capacity.max_batch, largest, _MAX_STATES if has_states else largest)
+        self.largest = largest
         """Largest number of requests and of tokens of a captured step."""
         fill = attention.padding_length()
         self.inputs = PrefillInputs(largest, self.requests, table.max_requests, fill, tokens.device)
@@ -75,7 +84,8 @@ class PrefillGraphs:
         self._steps: dict[int, CapturedStep] = {}
         self._saved: dict[int, float] = {}
         """Seconds that the graph of each size saves at most, if the captured backend is the slower one."""
-        self._sampled = torch.zeros(self.requests, dtype=torch.int64, device=tokens.device)
+        self.sampled = torch.zeros(self.requests, dtype=torch.int64, device=tokens.device)
+        """Sampled tokens of the last replay; -1 where the logits were not finite."""
         self._logits: Tensor | None = None
         """Logits buffer ``[requests, vocab]``, shared by all graph sizes to save hundreds of MB."""
 
@@ -88,7 +98,8 @@ class PrefillGraphs:
         """Capture a step of ``size`` padding tokens; plan and mark its batch (B2).
 
         The graph is kept if launching the step takes the host longer than the device needs to run it. Otherwise the
-        host is ahead without a graph, and padding would only cost time.
+        host is ahead without a graph, and padding would only cost time. A step that is clearly bound by the device is
+        not captured at all: its memory would stay in the graphs' pool.
         """
         inputs, tokens, requests = self.inputs, self._tokens, min(self.requests, size)
         geometry = Geometry(
@@ -100,7 +111,9 @@ class PrefillGraphs:
             max_seq_len=self._context,
             max_new=min(size, self._context),
             new_lens=inputs.new_lens[:requests],
+            state_slots=inputs.state_slots[:requests] if self._has_states else None,
             captured=True,
+            table_rows=inputs.rows[:requests],
         )
         batch = ForwardBatch(geometry, inputs.ids[:size], inputs.positions[:size])
         mirror, sampling = self._table.mirror(), inputs.sampling(requests)
@@ -111,11 +124,14 @@ class PrefillGraphs:
             torch.index_select(mirror, 0, rows, out=geometry.page_table)
             self._attention.refill(batch)
             logits = self._kept(self._run_model(batch, lasts), requests)
-            store_tokens(self._sampled, tokens, targets, sample(logits, sampling))
+            store_tokens(self.sampled, tokens, targets, sample(logits, sampling))
 
-        launching = 0.0 if self._all_reduce_min is None else _seconds(run, tokens.device, waits=False)
+        launching, saved = 0.0, math.inf
+        if self._all_reduce_min is not None:
+            launching = _seconds(run, tokens.device, waits=False)
+            if self._all_reduce_min(_DEVICE_BOUND * launching - _seconds(run, tokens.device, waits=True)) < 0:
+                return []
         replay = capture(run)
-        saved = math.inf
         if self._all_reduce_min is not None:
             saved = self._all_reduce_min(launching - _seconds(replay, tokens.device, waits=True))
         if saved < 0:
@@ -138,7 +154,9 @@ class PrefillGraphs:
         self._saved.pop(size, None)
 
     def fitting(self, step: Step) -> CapturedStep | None:
-        """Return the smallest captured step that holds the step's tokens; None if none does."""
+        """Return the smallest captured step that holds the step's tokens and requests; None if none does."""
+        if len(step.entries) > self.requests:
+            return None
         tokens = step.num_tokens
         size = min((size for size in self._steps if size >= tokens), default=None)
         return None if size is None or not self._pays(step, size) else self._steps[size]
@@ -161,7 +179,7 @@ class PrefillGraphs:
         fill_pending_tokens(self.inputs.ids, step, self._tokens)
         self._attention.capture(captured.batch)
         captured.replay()
-        return self._sampled[: len(step.sampled_requests)]
+        return self.sampled[: len(step.sampled_requests)]
 
 
 def _seconds(run: Callable[[], None], device: torch.device, *, waits: bool) -> float:
@@ -193,17 +211,18 @@ def _pairs(step: Step) -> int:
 class PrefillInputs:
     """Inputs of captured prefills of up to ``tokens`` tokens and ``requests`` requests, sent by one copy per step.
 
-    ``rows`` are the requests' rows of the slot table. A padded request has ``padding_row``, no new tokens, and the
-    length ``fill``. For requests that are sampled, ``lasts`` are the batch rows with their logits and ``targets`` the
-    slot table rows that receive their tokens.
+    ``rows`` are the requests' rows of the slot table. A padded request has ``padding_row``, no new tokens, the length
+    ``fill`` and the state slot -1. For requests that are sampled, ``lasts`` are the batch rows with their logits and
+    ``targets`` the slot table rows that receive their tokens.
     """
 
     def __init__(self, tokens: int, requests: int, padding_row: int, fill: int, device: torch.device) -> None:
         self._padding_row, self._fill = padding_row, fill
-        nbytes = 16 * tokens + (24 + SamplingArrays.ROW_BYTES + 8) * requests
+        nbytes = 16 * tokens + (32 + SamplingArrays.ROW_BYTES + 8) * requests
         self._staging = Staging(nbytes, device, lambda memory: _PrefillHost(memory, tokens, requests))
         fields = _fields(self._staging.memory, tokens, requests)
-        self.ids, self.positions, self.rows, self.lasts, self.targets, self.seq_lens, self.new_lens, drawn = fields
+        self.ids, self.positions, self.rows, self.lasts, self.targets, self.state_slots, *fields = fields
+        self.seq_lens, self.new_lens, drawn = fields
         self._sampling = SamplingMetadata.over(drawn, requests)
         with self._staging.write() as host:
             self._pad(host, 0, 0, 0)
@@ -225,6 +244,8 @@ class PrefillInputs:
             host.ids[:tokens] = [token for entry in entries for token in entry.token_ids]
             host.positions[:tokens] = np.arange(tokens) + np.repeat(starts - ends + counts, counts)
             host.rows[:count] = step.rows
+            if step.state_slots:
+                host.state_slots[:count] = step.state_slots
             host.new_lens[:count] = counts
             host.seq_lens[:count] = starts + counts
             host.lasts[: len(requests)] = ends[sampled] - 1
@@ -237,6 +258,7 @@ class PrefillInputs:
         host.ids[tokens:] = 0
         host.positions[tokens:] = 0
         host.rows[requests:] = self._padding_row
+        host.state_slots[requests:] = -1
         host.new_lens[requests:] = 0
         host.seq_lens[requests:] = self._fill
         host.lasts[sampled:] = 0
@@ -248,21 +270,32 @@ class _PrefillHost:
 
     def __init__(self, memory: Tensor, tokens: int, requests: int) -> None:
         *fields, sampling = (field.numpy() for field in _fields(memory, tokens, requests))
-        self.ids, self.positions, self.rows, self.lasts, self.targets, self.seq_lens, self.new_lens = fields
+        self.ids, self.positions, self.rows, self.lasts, self.targets, self.state_slots, *lens = fields
+        self.seq_lens, self.new_lens = lens
         self.sampling = SamplingArrays.over(sampling, requests)
 
 
 def _fields(memory: Tensor, tokens: int, requests: int) -> list[Tensor]:
-    """Split the memory: ids, positions, rows, lasts and targets in int64, lengths and new lengths in int32, and the
-    bytes of the sampling parameters, which precede the lengths because they are aligned to 8 bytes."""
-    drawn = 16 * tokens + 24 * requests
+    """Split the memory: ids, positions, rows, lasts, targets and state slots in int64, lengths and new lengths in
+    int32, and the bytes of the sampling parameters, which precede the lengths because they are aligned to 8 bytes."""
+    drawn = 16 * tokens + 32 * requests
     lens = drawn + SamplingArrays.ROW_BYTES * requests
-    long = memory[:drawn].view(torch.int64).split([tokens, tokens, requests, requests, requests])
+    long = memory[:drawn].view(torch.int64).split([tokens, tokens, *[requests] * 4])
     short = memory[lens:].view(torch.int32).split(requests)
     return [*long, *short, memory[drawn:lens]]
 
 
 def captures_extends(backend: AttentionBackend) -> bool:
     """Return True if extends can be captured: any batch can be, or one child runs captured extends."""
-    has_child = isinstance(backend, ForwardingBackend) and backend.captured_extends is not None
-    return has_child or backend.claims.cuda_graph is GraphLevel.ALWAYS
+    if backend.claims.cuda_graph is GraphLevel.ALWAYS:
+        return True
+    if isinstance(backend, HybridLinearBackend):
+        return all(map(captures_extends, backend.children.values()))
+    return isinstance(backend, ForwardingBackend) and backend.captured_extends is not None
+
+
+def prefilling_child(backend: AttentionBackend) -> str | None:
+    """Return the label of the child that runs captured extends, if not all children can be captured."""
+    if isinstance(backend, HybridLinearBackend):
+        return next(filter(None, map(prefilling_child, backend.children.values())), None)
+    return backend.captured_extends if isinstance(backend, ForwardingBackend) else None
