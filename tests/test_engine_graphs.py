@@ -163,7 +163,7 @@ def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracl
     random = Random(2)
     texts = [[random.randrange(500) for _ in range(count)] for count in (5, 40, 690, 130, 18)]
     graphs = engine.runner.graphs.prefill
-    graphs._most_pairs = dict.fromkeys(graphs.sizes, 500**2)
+    monkeypatch.setattr(graphs, "_pays", lambda step, size: step.num_tokens < 500)
     with watched_logits() as seen:
         outputs = [done.token_ids for done in engine.generate(texts, SamplingParams(max_tokens=12))]
     rows = [torch.stack(seen[number][: len(outputs[number])]) for number in sorted(seen)]
@@ -192,7 +192,14 @@ def test_prefills_over_rows_in_host_memory_are_replayed(tmp_path):
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "index_head_dim": 128, "index_topk": 64}
     config = {**TINY_CONFIGS["deepseek_v32"], **sizes, **heads, "dtype": "bfloat16", "num_experts_per_tok": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    common = {"device": "cuda", "enable_hisparse": True, "num_pages": 64, "max_batch": 4, "chunked_prefill_size": 96}
+    common = {
+        "device": "cuda",
+        "attention_backend": "triton_mla",
+        "enable_hisparse": True,
+        "num_pages": 64,
+        "max_batch": 4,
+        "chunked_prefill_size": 96,
+    }
     common |= {"random_weights": True, "ignore_eos": True, "prefix_cache": False, "overlap": False}
     texts, found, staged = prompts(8, 128), [], []
     for settings in ({"cuda_graph_prefill_sizes": (16, 96)}, {"disable_prefill_cuda_graph": True}):
