@@ -63,6 +63,8 @@ tests-core: PATHS := core/tests
 tests-plugins: PATHS := plugins
 tests-workspace: PATHS := tests
 tests-others: PATHS := bridges $(filter-out core/tests engine/tests,$(wildcard */tests))
+# One thread each: tensors of tests are small, and the threads of two suites on two cores wait for each other.
+$(SUITES) long-test: export OMP_NUM_THREADS = 1
 $(SUITES): $(VENV)/installed-dev
 	$(BIN)/pytest -q -m "not cross_compile and not long" $(PATHS)
 

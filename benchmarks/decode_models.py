@@ -184,6 +184,11 @@ def _experts(config: Config, layer: int) -> int:
     return int(config["n_routed_experts"]) if sparse else 0
 
 
+def has_experts(config: Config) -> bool:
+    """Return True if a layer is a mixture of experts."""
+    return any(_experts(config, layer) for layer in range(config["num_hidden_layers"]))
+
+
 def distinct_experts(experts: int, per_token: int, batch: int) -> float:
     """Expected number of distinct experts of ``batch`` tokens with uniform routing."""
     return experts * (1 - (1 - per_token / experts) ** batch) if experts else 0.0

@@ -17,7 +17,7 @@ GROUPS = {
     "copies": r"^memcpy|^memset",
     "sampling": r"^_look|sampl|argmax|gumbel|multinomial|arg_?min_?max",
     "attention": r"attend|attention|attn|flash|fmha|mla|paged|decodewithkv|merge|sdpa|split_?kv|combine"
-    r"|delta|_decode|recurr|convol|conv1d|gdn|chunk_|_advance|_write_rows|_write_pairs|_fill_|_plan\b|_keep|_put|_clear|kv_?cache",
+    r"|delta|_decode|recurr|convol|conv1d|gdn|chunk_|_advance|_write_rows|_write_pairs|_fill_|_plan\b|_keep|_copy_states|_clear|kv_?cache",
     "products": r"gemm|gemv|gemvx|matmul|matvec|linear|product|cutlass|nvjet|xmma|cublas|splitk|split_k|grouped|expert"
     r"|_mm\b|moe|_spread|_gather|_by_head|_score|_choose|_rank|_join|dot_kernel|reduce_1block",
 }

@@ -17,12 +17,15 @@ from attnplug.host import load_registry
 def main(path: Path) -> None:
     registry, file = load_registry(), read_tables(path)
     folders = {folder.source: folder.value for folder in registry.table_folders}
-    for backend in sorted({table.backend for table in file.tables}):
+    measured = [table for table in file.tables if not table.failed]  # a failure says nothing about other machines
+    for backend in sorted({table.backend for table in measured}):
         source = registry.get(backend).source
         if source not in folders:
             sys.exit(f"{source} has no hook attnplug_rankings, so the tables of {backend} have no place")
-        write_tables(folders[source] / path.name, [table for table in file.tables if table.backend == backend])
-        print(f"{backend}: {folders[source] / path.name}")
+        target = folders[source] / path.name
+        write_tables(target, [table for table in measured if table.backend == backend])
+        target.with_name(f"{target.name}.lock").unlink()
+        print(f"{backend}: {target}")
 
 
 if __name__ == "__main__":

@@ -224,13 +224,15 @@ def test_tokens_are_right(oracles, model, settings, graphs, overlap):
     oracle, folder = oracles(model)
     texts = prompts(9)
     texts.append([*texts[-1][:40], 7, 8, 9])
-    more = {"cuda_graph_batch_sizes": (1, 4, 8)} if graphs else {"disable_cuda_graph": True}
+    more = {"cuda_graph_batch_sizes": (1, 4, 8), "cuda_graph_prefill_sizes": (32, 128)}
+    more = more if graphs else {"disable_cuda_graph": True}
     engine = speculating(folder, model, settings, overlap=overlap, chunked_prefill_size=128, **more)
-    assert bool(engine.graphs.sizes) is graphs
+    assert bool(engine.graphs.sizes) is bool(engine.graphs.prefill_sizes) is graphs
     outputs = [one.token_ids for one in engine.generate(texts, SamplingParams(NEW))]
     judge(oracle, texts, outputs)
     counts = engine.statistics
-    assert bool(counts.replayed_steps) is graphs
+    assert bool(counts.replayed_steps) is bool(counts.replayed_prefills) is graphs
+    assert bool(counts.eager_prefills) is not graphs
     if settings["speculative_algorithm"] == "standalone":
         assert counts.rounds.acceptance > 0.85
     assert counts.rounds.verify_seconds > 0

@@ -13,8 +13,8 @@ import pytest
 
 from attnplug import BackendSpec, Problem, Role
 from attnplug.auto.table_store import read_tables, table_files
+from attnplug.declare.device import Processor
 from attnplug.host import load_registry
-from attnplug.machine.hardware import Processor
 from attnplug_testing.command import Explained
 from attnplug_testing.configs import KIMI_LINEAR, read
 

@@ -45,6 +45,26 @@ def test_a_repeated_check_has_the_same_options_and_inputs():
     assert line.endswith(f"{wanted} --seed 7")
 
 
+@pytest.mark.parametrize(
+    ("builds", "fault"),
+    [
+        ("[KernelBuild('a', print, bool)]", ""),
+        ("[KernelBuild('a', print, bool)] * 2", "several kernels named a"),
+        ("[KernelBuild('a', lambda: None, bool)]", "another process"),
+        ("['a.cu']", "not a KernelBuild"),
+        ("None", "good_mha"),
+    ],
+)
+def test_the_kernels_that_a_backend_lists_are_checked(builds, fault):
+    """E1"""
+    hook = f"\nfrom attnplug.kernels import KernelBuild\ndef builds(problem, roles, options):\n    return {builds}\n"
+    lists = subject("lists", text("mha") + hook)
+    spec = replace(lists.registered.spec, kernel_builds="kit_lists:builds")
+    lists = replace(lists, registered=replace(lists.registered, spec=spec))
+    (result,) = run_checks(lists, [CHECKS["declared.kernel_builds"]], floors=False).results
+    assert result.status is (Status.FAILED if fault else Status.PASSED) and fault in result.message
+
+
 def test_a_backend_that_cannot_be_built_ends_the_run():
     unbuildable = subject("unbuildable", text("mha").replace("self.captured = {}", "raise RuntimeError('no kernel')"))
     verdict = run_checks(unbuildable, all_checks())

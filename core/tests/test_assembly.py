@@ -49,8 +49,9 @@ from attnplug.host import (
     select,
 )
 from attnplug.registry.assembly import BuildError, build_chosen
+from attnplug.wrappers.split import HybridLinearBackend
 from attnplug_testing.errors import raises_naming
-from attnplug_testing.specs import MHA, MLA, claiming, model
+from attnplug_testing.specs import GDN, MHA, MLA, claiming, model
 from support.recorder import Recorder
 
 PROBLEM = Problem(model(MHA), "cpu")
@@ -314,6 +315,28 @@ class TestShared:
         ]
         assert whole.captured_extends == who and isinstance(whole, FastestBackend) is (who is not None)
         assert whole.claims.cuda_graph is GraphLevel.UNIFORM, "A9: the weakest claim"
+
+    @pytest.mark.parametrize(("level", "who"), [(GraphLevel.ALWAYS, "b"), (GraphLevel.UNIFORM, None)])
+    def test_extends_of_a_hybrid_are_captured_if_linear_layers_are(
+        self, built: dict[str, list[BackendContext]], level: GraphLevel, who: str | None
+    ) -> None:
+        problem = Problem(model(MLA, GDN), "cuda", wants_graphs=True, wants_prefill_graphs=True)
+        full = claiming(kinds=frozenset({AttentionKind.MLA}), roles=frozenset({Role.PREFILL, Role.DECODE}))
+        able = replace(full.capabilities, mla_extend=frozenset(ExtendPath))
+        linear = claiming(kinds=frozenset({AttentionKind.GDN}), roles=frozenset({Role.LINEAR})).capabilities
+        claims = {
+            "a": (replace(able, cuda_graph=GraphLevel.UNIFORM), 100),
+            "b": (replace(able, cuda_graph=GraphLevel.ALWAYS), 50),
+            "c": (replace(linear, cuda_graph=level), 50),
+        }
+        installed = {
+            name: backend(name, factory="recorders:build", capabilities=own, preference=by)
+            for name, (own, by) in claims.items()
+        }
+        request = BackendRequest(roles={Role.DECODE: "b"})
+        context = replace(CONTEXT, model=problem.model)
+        whole = build_selection(select(Registry(installed), request, problem), context)
+        assert isinstance(whole, HybridLinearBackend) and whole.children["full"].captured_extends == who
 
     def test_one_that_cannot_be_built_is_left_out_and_the_choice_made_again(
         self, built: dict[str, list[BackendContext]], tmp_path: Path, monkeypatch: Any

@@ -268,9 +268,16 @@ def test_cache_folders_are_shown_with_their_state(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "absent"))
+    monkeypatch.setattr(doctor, "_FILES_COUNTED", 3)
+    (tmp_path / "kernel").mkdir()
+    for number in range(2):
+        (tmp_path / "kernel" / f"{number}.cubin").write_bytes(bytes(1 << 20))
     found = report()["cache folders"]
-    assert found["triton"] == f"{tmp_path} (writable)"
-    assert "not there" in found["hugging face"]
+    assert found["triton"] == f"{tmp_path} (writable, 2 files, 2.0 MiB)"
+    assert "not there" in found["hugging face"] and "attnplug" in found and "flashinfer" in found
+    for number in range(9):
+        (tmp_path / f"{number}.cubin").touch()
+    assert "at least 3 files" in report()["cache folders"]["triton"]
 
 
 # ---- probes ----

@@ -30,7 +30,7 @@ from attnplug import (
     Role,
 )
 from attnplug.auto.fastest import FastestBackend
-from attnplug.auto.schedule import BackendSchedule
+from attnplug.auto.schedule import BackendSchedule, ExtendSchedule
 from attnplug.contract.batch import BatchPlan
 from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 from attnplug.host import (
@@ -72,6 +72,28 @@ def batch(lengths: Sequence[int], mode: ForwardMode = DECODE, new: int = 1, **ch
     table = torch.zeros(len(lengths), PAGES, dtype=torch.int32)
     known = Geometry.of_lengths(mode, table, [new] * len(lengths), list(lengths), 64)
     return ForwardBatch(replace(known, **changes))
+
+
+def test_an_extend_is_planned_by_the_backend_that_is_the_fastest_for_all_of_its_requests() -> None:
+    """Uneven prompts and mixed batches by their totals; without exact lengths, by the mean request."""
+    points = [(1, 256, 256), (1, 4096, 256), (32, 2049, 1)]
+    times = {"few": dict(zip(points, (1.0, 9.0, 9.0), strict=True)), "many": dict.fromkeys(points, 3.0)}
+    children = {name: Recorder(name) for name in times}
+    both = FastestBackend(children, {Role.PREFILL: ExtendSchedule(times), Role.DECODE: "few"})
+    table = torch.zeros(33, PAGES, dtype=torch.int32)
+
+    def planner(query_lens: list[int], kv_lens: list[int], mode: ForwardMode = EXTEND, **changes: Any) -> str:
+        known = Geometry.of_lengths(mode, table[: len(kv_lens)], query_lens, kv_lens, 64)
+        return both.fastest(replace(known, **changes))
+
+    assert planner([256], [256]) == planner([250, 30], [250, 60]) == "few"
+    few = [200, 1, 1], [200, 3900, 3900]
+    assert planner(*few, ForwardMode.MIXED) == "few"
+    assert planner(*few, ForwardMode.MIXED, host=None, typical=TypicalLens(2666, 3900)) == "many"
+    mixed = [200, *[1] * 32], [200, *[2048] * 32]
+    assert planner(*mixed, ForwardMode.MIXED) == "many"
+    assert planner(*mixed, ForwardMode.MIXED, host=None, typical=TypicalLens(1992, 2048)) == "many"
+    assert planner([256], [256], host=None) == "few"
 
 
 class TestWhoPlans:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from attnplug_tune.table_writing import write_tables
 
-from attnplug import DType, Feature, GraphLevel, Problem, RefusalCode, Role
+from attnplug import DType, ExtendPath, Feature, GraphLevel, Problem, RefusalCode, Role
 from attnplug.auto.ranking import default_ranking
+from attnplug.auto.schedule import ExtendSchedule
 from attnplug.auto.table_store import table_path
-from attnplug.declare.errors import TableWarning
+from attnplug.declare.errors import PluginError, TableWarning
 from attnplug.host import BackendRequest, select
 from attnplug.registry.selection import explanation
 from attnplug.tables import MeasuredShape
+from attnplug_testing.errors import raises_naming
 from support.board import (
     BOARD,
     CROSSING,
@@ -80,7 +82,7 @@ def test_what_a_host_prefills_by_its_own_calls_has_one_backend() -> None:
     """C1: it chunks and merges MLA itself. Its decode goes by batch."""
     able = replace(PLAIN, kinds={"mla"}, mla_extend={"one_shot", "chunked"})
     installed = registry(backend("early", able), backend("late", able))
-    shape = MeasuredShape.of(MLA, DType.BFLOAT16, DType.BFLOAT16, 64)
+    shape = MeasuredShape.of(MLA, (DType.BFLOAT16, DType.BFLOAT16), 64, False)
     write_tables(
         table_path(BOARD), [one for role in (Role.PREFILL, Role.DECODE) for one in crossing(shape=shape, role=role)]
     )
@@ -160,7 +162,7 @@ def test_where_a_host_absorbs_what_was_measured_so_comes_first() -> None:
     """C1: joining the parts of queries costs some backends more than others. Else the same heads stand for it."""
     able = replace(PLAIN, kinds={"mla"}, mla_extend={"one_shot", "chunked"})
     installed = registry(backend("early", able), backend("late", able))
-    ours = MeasuredShape.of(MLA, DType.BFLOAT16, DType.BFLOAT16, 64)
+    ours = MeasuredShape.of(MLA, (DType.BFLOAT16, DType.BFLOAT16), 64, False)
     problem = replace(PROBLEM, model=DEEPSEEK, mla_by_host=True)
     others = crossing(shape=replace(ours, num_heads=2 * ours.num_heads, hosted=True))
     found = chosen(*crossing(shape=ours), *others, installed=installed, problem=problem)
@@ -256,3 +258,40 @@ def test_a_draft_is_ranked_by_its_decoding() -> None:
     installed = registry(backend("early", able), backend("late", able), backend("other", able, preference=100))
     selection = chosen(*crossing(), installed=installed, problem=problem, per_batch=True)
     assert [each.spec.name for each in selection.serving(Role.DRAFT)] == ["late"]
+
+
+class TestPrefill:
+    TIMES: ClassVar = {
+        "early": {(1, 64, 64): 5.0, (1, 4096, 4096): 200.0, (8, 4097, 1): 30.0},
+        "late": {(1, 64, 64): 8.0, (1, 4096, 4096): 100.0, (8, 4097, 1): 60.0},
+    }
+
+    def test_each_extend_has_its_fastest_backend(self) -> None:
+        selection = chosen(*(table(name, t, Role.PREFILL) for name, t in self.TIMES.items()), per_batch=True)
+        schedule = selection.schedule(Role.PREFILL)
+        assert isinstance(schedule, ExtendSchedule)
+        assert [schedule.fastest(1, length, length) for length in (64, 3000)] == ["early", "late"]
+        assert any(line.startswith("  1 × 4096 new tokens: ") for line in explanation(selection))
+        assert "at 1 × 4096 (4096 new)" in selection.choices[Role.PREFILL].why(), "a prompt, not a decode"
+
+    @pytest.mark.parametrize("path", [None, ExtendPath.ABSORBED])
+    def test_a_path_that_was_asked_for_is_compared_by_its_own_times(self, path: ExtendPath | None) -> None:
+        """C1: absorbed, the other one is the faster."""
+        shape = MeasuredShape.of(MLA, (DType.BFLOAT16, DType.BFLOAT16), 64, False)
+        able = replace(PLAIN, kinds=frozenset({MLA.kind}), mla_dims=frozenset({(512, 64)}))
+        installed = registry(backend("early", able), backend("late", able))
+        point = (1, 512, 512)
+        tables = [
+            table(name, {point: time}, Role.PREFILL, shape=replace(shape, path=of))
+            for of, times in ((None, (1.0, 2.0)), (ExtendPath.ABSORBED, (4.0, 3.0)))
+            for name, time in zip(("early", "late"), times, strict=True)
+        ]
+        problem = replace(PROBLEM, model=DEEPSEEK, mla_extend=path)
+        found = chosen(*tables, installed=installed, problem=problem).chosen(Role.PREFILL)
+        assert found.spec.name == ("early" if path is None else "late")
+
+    @pytest.mark.parametrize("changes", [{"path": "sideways"}, {"kind": "mha", "path": "absorbed"}])
+    def test_a_path_that_cannot_be_is_refused(self, changes: dict[str, Any]) -> None:
+        shape = MeasuredShape.of(MLA, (DType.BFLOAT16, DType.BFLOAT16), 64, False)
+        with raises_naming(PluginError, "path", changes["path"]):
+            replace(shape, **changes)

@@ -14,8 +14,9 @@ from attnplug import DType, Role
 from attnplug.auto import table_store as store
 from attnplug.auto.ranking import _warned
 from attnplug.auto.table_store import TableError, file_states, load_tables, read_tables, table_files, table_path
+from attnplug.declare.device import Processor
 from attnplug.declare.errors import TableWarning
-from attnplug.machine.hardware import Processor, _cpu_name
+from attnplug.machine.hardware import _cpu_name
 from attnplug.tables import MeasuredTable
 from attnplug_testing.command import Attnplug, Package
 from attnplug_testing.errors import raises_naming
@@ -125,9 +126,9 @@ def test_folders_are_read_only_when_a_ranking_is_made(tmp_path: Path, monkeypatc
     ("content", "line"),
     [
         ("{", "is not JSON"),
-        ('{"schema": 7}', "it has schema 7, and this attnplug reads 4; it is not used"),
+        ('{"schema": 7}', "it has schema 7, and this attnplug reads 5; it is not used"),
         (
-            '{"schema": 4, "device": "B", "sm": 80, "tables": []}',
+            '{"schema": 5, "device": "B", "sm": 80, "tables": []}',
             "measured on B (SM 80), and this is Acme Board 3 (SM 90)",
         ),
     ],

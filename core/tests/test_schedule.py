@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.auto.schedule import BackendSchedule, BatchPoint
+from attnplug.auto.schedule import BackendSchedule, BatchPoint, ExtendSchedule
 from attnplug.declare.lengths import EVERY_LENGTH, TypicalLens, is_ragged
 
 SHORT_AND_LONG = BackendSchedule(
@@ -167,3 +168,63 @@ def test_length_ranges_are_cached_for_a_bounded_number_of_batches() -> None:
     for tokens in range(1, 9000):
         SHORT_AND_LONG.fastest(3, 100, tokens)
     assert len(SHORT_AND_LONG._ranges) < 4500
+
+
+def extends(*, fixed: dict[str, float], per_pair: dict[str, float]) -> ExtendSchedule:
+    """Backends with a fixed time and one for each pair, over prompts, prefixes, many requests and decodes."""
+    prompts = [(1, 512, 512), (1, 2048, 2048), (1, 8192, 8192), (8, 512, 512), (32, 256, 256), (128, 256, 256)]
+    prefixes = [(1, 8704, 512), (1, 4352, 256), (8, 4352, 256), (1, 34816, 2048), (32, 2112, 64)]
+    points = [*prompts, *prefixes, (1, 4097, 1), (32, 4097, 1), (32, 513, 1), (128, 4097, 1), (8, 16385, 1)]
+    pairs = [n * tokens * (2 * length - tokens + 1) // 2 for n, length, tokens in points]
+    return ExtendSchedule(
+        {
+            name: {point: fixed[name] + per_pair[name] * many for point, many in zip(points, pairs, strict=True)}
+            for name in fixed
+        }
+    )
+
+
+SMALL_AND_LARGE = extends(fixed={"small": 10.0, "large": 100.0}, per_pair={"small": 1e-4, "large": 2e-5})
+"""Equal at 1.1 million pairs."""
+
+
+class TestExtends:
+    def test_measured_points_have_their_times(self) -> None:
+        for name, times in SMALL_AND_LARGE.times.items():
+            for point, time in times.items():
+                assert math.isclose(SMALL_AND_LARGE.expected(*point)[name], time, rel_tol=1e-4)
+
+    def test_prompts_and_prefixes_of_equal_work_are_compared_with_each_other(self) -> None:
+        """2000 × 2000 pairs each: one prompt, many, and a chunk behind a prefix."""
+        batches = [(1, 2828, 2828), (50, 400, 400), (1, 16000, 250), (8, 2010, 250)]
+        assert {SMALL_AND_LARGE.fastest(*batch) for batch in batches} == {"large"}
+        assert {SMALL_AND_LARGE.fastest(*batch) for batch in [(1, 700, 700), (1, 2000, 100), (6, 256, 256)]} == {
+            "small"
+        }
+
+    @pytest.mark.parametrize(("decodes", "name"), [(4, "small"), (100, "large")])
+    def test_a_mixed_batch_is_a_prefill_and_its_decodes(self, decodes: int, name: str) -> None:
+        """Neither the chunk of 500 tokens nor the mean request says which backend is the faster one."""
+        times = SMALL_AND_LARGE.expected_extend([500, *[1] * decodes], [500, *[20000] * decodes])
+        assert min(times, key=lambda each: times[each]) == name
+
+    def test_times_grow_with_the_work_beyond_what_was_measured(self) -> None:
+        """An engine compares them with the launches that a graph saves."""
+        times = [SMALL_AND_LARGE.expected(1, length, length)["large"] for length in (8192, 16384, 32768)]
+        assert times[1] > 3 * times[0] and times[2] > 3 * times[1]
+
+    def test_a_backend_is_not_chosen_near_a_batch_that_it_was_not_measured_at(self) -> None:
+        times = {"all": {(1, 512, 512): 50.0, (1, 8192, 8192): 900.0}, "short": {(1, 512, 512): 10.0}}
+        schedule = ExtendSchedule(times)
+        assert math.isinf(schedule.expected(1, 8192, 8192)["short"]) and schedule.fastest(1, 8000, 8000) == "all"
+
+    def test_what_remains_of_it_is_of_its_kind(self) -> None:
+        three = extends(fixed=dict.fromkeys("abc", 1.0), per_pair=dict.fromkeys("abc", 1.0))
+        assert isinstance(three.only(["a", "c"]), ExtendSchedule) and three.only(["a"]) is None
+
+    def test_places_that_are_kept_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("attnplug.auto.schedule._MOST_CACHED", 3)
+        schedule = extends(fixed={"a": 1.0, "b": 2.0}, per_pair={"a": 1.0, "b": 1.0})
+        for length in range(1, 2000, 100):
+            schedule.fastest(1, length, length)
+        assert len(schedule._nearby) <= 3

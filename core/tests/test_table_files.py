@@ -39,7 +39,7 @@ def _changed(change: Any) -> Any:
     ("damage", "named"),
     [
         (lambda content: [content], ["object"]),
-        (_changed(lambda c: c.update(schema=1)), ["schema", 1, 4]),
+        (_changed(lambda c: c.update(schema=1)), ["schema", 1, 5]),
         (_changed(lambda c: c.pop("schema")), ["schema", None]),
         (_changed(lambda c: c.pop("device")), ["device"]),
         (_changed(lambda c: c.update(more=1)), ["more"]),

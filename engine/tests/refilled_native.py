@@ -95,6 +95,14 @@ class Refilling:
         return out
 
 
+class AnyBatch(Refilling):
+    """Captures extends, too."""
+
+    def __init__(self, context: BackendContext, fill: int = 0) -> None:
+        super().__init__(context, fill)
+        self.claims = replace(self.claims, cuda_graph=GraphLevel.ALWAYS)
+
+
 class RefilledNative(Refilling, TorchNativeBackend):
     pass
 
@@ -155,6 +163,8 @@ def build(
     linear: type[RefilledDelta] = RefilledDelta,
 ) -> AttentionBackend:
     role = Role.DRAFT if selection.problem.is_draft else Role.DECODE
+    if role not in selection.choices:
+        return HybridLinearBackend(None, linear(context.pools.linear), context.model)
     registered = selection.chosen(role)
     name = registered.spec.name
     assert name in (NAME, SPARSE)
@@ -199,10 +209,10 @@ class _Made(TorchDispatchMode):
         return out
 
 
-def captured(engine: Engine, sizes: tuple[int, ...]) -> Engine:
-    """The engine with decode steps, or rounds, "captured" for these sizes."""
+def captured(engine: Engine, sizes: tuple[int, ...], prefills: tuple[int, ...] = ()) -> Engine:
+    """The engine with decode steps, or rounds, "captured" for these sizes, and prefills for these numbers of tokens."""
     if engine.rounds is not None:
-        engine.rounds.capture(sizes, Recorded())
+        engine.rounds.capture(sizes, Recorded(), prefills=prefills)
     else:
-        capture_steps(engine.runner, sizes, Recorded())
+        capture_steps(engine.runner, sizes, Recorded(), prefills=prefills)
     return engine

@@ -64,6 +64,7 @@ def prompts(sequences: list[list[int]]) -> list[list[int]]:
     [("llama", SETTINGS), *((name, SETTINGS[3:5]) for name in ("qwen3", "deepseek_v3", "kimi_linear"))],
     ids=["llama", "qwen3", "deepseek_v3", "kimi_linear"],
 )
+@pytest.mark.sample(1)
 def test_embeddings_equal_pooled_hidden_states_of_transformers(model_type, each, make_oracle, prompts):
     """Whole prompts in one batch, and prompts cut in pieces, for which the cache must be right."""
     folder = make_oracle(model_type).folder
@@ -78,6 +79,7 @@ def test_embeddings_equal_pooled_hidden_states_of_transformers(model_type, each,
 
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
+@pytest.mark.sample(4)
 def test_prompts_in_pieces_give_the_vectors_of_whole_ones(name, prompts):
     """For every architecture: rows of the cache and states of linear layers go on from piece to piece."""
     whole = Embedder(f"tiny:{name}", device="cpu", pooling="mean").embed(prompts)

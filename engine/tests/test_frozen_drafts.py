@@ -10,7 +10,7 @@ import pytest
 import torch
 from coached_drafts import Coach, caches, params, tokens
 from device_native import on_device_lengths
-from refilled_native import RefilledNative, build, captured
+from refilled_native import AnyBatch, build, captured
 from thread_ranks import in_ranks
 from torch.testing import assert_close
 
@@ -117,12 +117,13 @@ def test_drawn_tokens_are_those_of_an_engine_without_a_draft(assistants):
 @pytest.mark.parametrize("fill", [0, 6])
 def test_captured_rounds_give_the_same_tokens(fill, assistants, monkeypatch):
     for module in ("execution.runner", "speculation.draft_runner"):
-        refilled = partial(build, kind=partial(RefilledNative, fill=fill))
+        refilled = partial(build, kind=partial(AnyBatch, fill=fill))
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", refilled)
     folder, _ = assistants()
     Coach(monkeypatch, PROMPTS, longer(LLAMA))
-    one = captured(drafting(LLAMA, folder, overlap=True), (1, 2, 4))
+    one = captured(drafting(LLAMA, folder, overlap=True), (1, 2, 4), (4, 24))
     assert tokens(one, PROMPTS, params(PROMPTS, NEW)) == plain(LLAMA)
+    assert one.statistics.replayed_prefills and not one.statistics.eager_prefills
     assert one.statistics.replayed_steps > 3 and one.statistics.rounds.acceptance > 0.5
 
 

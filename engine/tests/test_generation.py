@@ -100,6 +100,7 @@ DIVISIONS = [(1, 33), (16, 1), (64, 7), (16, -1)]
     + [(name, 16, 7) for name in ("qwen3", "deepseek_v3", "deepseek_v32")]
     + [("deepseek_v3_yarn", 1, 33), ("deepseek_v3_yarn", 16, -1), ("glm_moe_dsa", 1, 33)],
 )
+@pytest.mark.sample(3)
 def test_same_tokens_at_every_size_of_pages_and_prefill_chunks(oracles, name, page_size, chunk):
     generate(oracles(name), page_size=page_size, chunked_prefill_size=chunk)
 
@@ -110,6 +111,7 @@ def test_same_tokens_at_every_size_of_pages_and_prefill_chunks(oracles, name, pa
     + [("deepseek_v3", ExtendPath.CHUNKED, 131072), ("deepseek_v3_yarn", ExtendPath.ONE_SHOT, 8)]
     + [("deepseek_v2", ExtendPath.CHUNKED, 8)],
 )
+@pytest.mark.sample(2)
 def test_same_tokens_on_every_extend_path(oracles, name, path, capacity):
     """C1"""
     policy = ExtendPolicy(forced=path, chunk_capacity=capacity)
@@ -149,6 +151,7 @@ def test_a_page_with_another_holder_is_copied_before_the_next_token_is_written(o
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(2)
 def test_logits_agree_within_1e_4(oracles, name):
     """Every step's logits, prefill and decode, against a whole forward of transformers."""
     oracle = oracles(name)

@@ -64,6 +64,7 @@ def tokens(one: Engine, each: list[SamplingParams]) -> list[list[int]]:
 class TestTokens:
     @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
     @pytest.mark.parametrize("model", MODELS)
+    @pytest.mark.sample(2)
     def test_replayed_steps_give_the_tokens_of_eager_ones(self, model, overlap, native):
         """Batches of 5 run eagerly, of 4 and 2 as captured, of 3 and 1 padded or not."""
         eager, graphs = engine(model), captured(engine(model, overlap=overlap), (2, 4))

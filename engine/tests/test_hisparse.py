@@ -96,6 +96,7 @@ def expected() -> Callable[[str], list[list[int]]]:
 
 
 @pytest.mark.parametrize(("model", "hot"), [(SPARSE[0], 2 * TOPK), (SPARSE[1], TOPK), (V4, V4_TOPK)])
+@pytest.mark.sample(1)
 def test_tokens_are_those_without_it(model, hot, expected):
     """Includes prefix hits, and chunked prefills beside decoding requests."""
     engine = make(model, hot=hot)
@@ -115,6 +116,7 @@ def test_tokens_are_those_without_it(model, hot, expected):
     ],
     ids=["preempted and overlapped", "whole prompts", "v4, preempted and overlapped", "v4, small chunks"],
 )
+@pytest.mark.sample(1)
 def test_however_steps_are_made(model, settings, expected):
     """The host pool that is exhausted preempts a request, as pages that lack always do."""
     engine = make(model, **settings)
@@ -164,6 +166,7 @@ S4, H4, W4 = "compressed_sparse_attention", "heavily_compressed_attention", "sli
 
 
 @pytest.mark.parametrize("kinds", [[S4] * 3, [H4] * 3, [W4, H4, S4]], ids=["sparse", "heavy", "mixed"])
+@pytest.mark.sample(1)
 def test_every_mix_of_v4_layers_generates_the_tokens_of_transformers(kinds, oracle_type, tmp_path):
     """Batched, in chunks, then alone, with prefix hits. Only entries that an index selects are on the host."""
     changes = {"num_hidden_layers": 3, "layer_types": kinds, "mlp_layer_types": ["moe"] * 3}

@@ -158,6 +158,7 @@ def test_requests_of_one_batch_end_and_start_apart(name, shared_oracle, make_sta
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sample(2)
 def test_a_tiny_model_is_the_one_that_transformers_loads_from_what_it_saves(name, tmp_path, make_stage, prompts):
     from transformers import AutoModelForCausalLM
 

@@ -382,6 +382,7 @@ def logits_of(model: LoadedModel, rows: int, device: str) -> Tensor:
 @pytest.mark.parametrize("device", BY_KERNEL)
 @pytest.mark.parametrize(("model_type", "rows"), [("llama", 1), ("qwen3", 9), ("deepseek_v2", 9), ("deepseek_v3", 1)])
 @pytest.mark.usefixtures("pretend")
+@pytest.mark.sample(2)
 def test_a_model_by_kernels_is_as_near_to_float64_as_by_torch(
     model_type: str, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

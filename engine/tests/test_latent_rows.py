@@ -55,6 +55,7 @@ def test_latent_rows_are_normed_and_rotated_with_their_queries(pairs: bool, devi
     ("slots", "written"),
     [([5, 0, 2], {0: 5, 1: 0, 2: 2}), ([-1, 5, -2], {1: 5}), ([6, 1 << 40, 4], {2: 4}), ([3], {0: 3}), ([], {})],
 )
+@pytest.mark.sample(6)
 def test_latent_rows_are_stored_at_their_slots_and_nowhere_else(
     slots: list[int], written: dict[int, int], width: int, device: str
 ) -> None:
@@ -81,6 +82,7 @@ def test_latent_rows_are_stored_at_their_slots_and_nowhere_else(
 @pytest.mark.parametrize("device", BY_KERNEL)
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.sample(4)
 def test_queries_are_absorbed_and_rotated_while_rows_are_stored(tokens: int, pairs: bool, device: str) -> None:
     """Sizes that no tile divides, and more tokens than a tile has. Rows and rotations have the bits that they have
     without absorbing; nothing around the inputs is read."""

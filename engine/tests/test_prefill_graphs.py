@@ -14,16 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import refilled_native
 import torch
-from refilled_native import Recorded, RefilledNative, Refilling, build, over
+from refilled_native import AnyBatch, Recorded, RefilledDelta, RefilledNative, build, over
 from thread_ranks import in_ranks
 
-from attnplug import BackendError, ForwardMode, GraphLevel, PoolError, Role, UsageError
+from attnplug import BackendError, ForwardBatch, ForwardMode, GraphLevel, PoolError, Role, UsageError
 from attnplug.auto.fastest import FastestBackend
-from attnplug.host import load_model
+from attnplug.auto.schedule import ExtendSchedule
+from attnplug.host import HostLengths, load_model
 from attnplug.machine.runtime import runtime_of
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_engine import Engine, EngineOptions, SamplingParams
+from attnplug_engine.execution.extend_times import ExtendTimes
 from attnplug_engine.graphs.capture_check import CaptureMismatch
 from attnplug_engine.graphs.capture_sizes import default_prefill_sizes
 from attnplug_engine.graphs.prefill import PrefillGraphs, _seconds
@@ -33,24 +36,39 @@ from attnplug_engine.scheduling.step import Step, StepEntry
 from attnplug_testing.errors import having, naming
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
+HYBRIDS = ["tiny:qwen3_next", "tiny:minimax"]
+"""With a convolution's state beside the recurrent one, and without."""
+FURTHER = [
+    pytest.param(name, marks=pytest.mark.long) for name in ("tiny:kimi_linear", "tiny:mamba2", "tiny:nemotron_h")
+]
 SIZES = (2, 4)
 PREFILLS = (4, 9, 22)
 
 
-class AnyBatch(Refilling):
-    """Captures extends, too."""
+class AnyLinear(RefilledDelta):
+    """Linear attention that captures extends, too."""
 
-    def __init__(self, context, fill=0):
-        super().__init__(context, fill)
+    def __init__(self, pool):
+        super().__init__(pool)
         self.claims = replace(self.claims, cuda_graph=GraphLevel.ALWAYS)
+
+    def _rows(self, batch):
+        geometry = batch.geometry
+        if geometry.host is None and geometry.new_lens is not None:
+            lens = geometry.new_lens.tolist()
+            assert sum(lens) <= geometry.rows
+            geometry = replace(geometry, rows=sum(lens), host=HostLengths(lens, geometry.seq_lens.tolist()))
+            batch = ForwardBatch(geometry)
+        yield from super()._rows(batch)
 
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch: pytest.MonkeyPatch):
     """Makes every engine run on the backend that can be "captured" here."""
 
-    def use(kind: Any = AnyBatch) -> None:
-        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", partial(build, kind=kind))
+    def use(kind: Any = AnyBatch, linear: Any = AnyLinear) -> None:
+        build_native = partial(build, kind=kind, linear=linear)
+        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build_native)
 
     use()
     return use
@@ -62,8 +80,7 @@ def engine(model: str = MODELS[0], **settings: Any) -> Engine:
 
 
 def captured(one: Engine, prefills: tuple[int, ...] = PREFILLS) -> Engine:
-    capture_steps(one.runner, SIZES, Recorded(), prefills=prefills)
-    return one
+    return refilled_native.captured(one, SIZES, prefills)
 
 
 def prompts(count: int = 12, longest: int = 30) -> list[list[int]]:
@@ -78,6 +95,7 @@ def tokens(one: Engine, texts: list[list[int]], each: Any) -> list[list[int]]:
 class TestTokens:
     @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
     @pytest.mark.parametrize("model", MODELS)
+    @pytest.mark.sample(2)
     def test_replayed_prefills_give_the_tokens_of_eager_ones(self, model, overlap):
         """Prompts of up to 30 tokens, in chunks and beside requests that decode; steps of more than 22 run eagerly."""
         each = [SamplingParams(max_tokens=2 + number % 5) for number in range(12)]
@@ -86,6 +104,40 @@ class TestTokens:
         counts = graphs.statistics
         assert counts.replayed_prefills > 2 and counts.eager_prefills > 2
         assert eager.statistics.replayed_prefills == 0 and eager.statistics.eager_prefills > 3
+
+    @pytest.mark.parametrize("model", [*HYBRIDS, *FURTHER])
+    def test_linear_states_move_on_in_replayed_prefills(self, model):
+        """Prompts in chunks and beside requests that decode. Padded requests and tokens have no state."""
+        each = [SamplingParams(max_tokens=2 + number % 5) for number in range(5)]
+        graphs, eager = captured(engine(model, overlap=True, chunked_prefill_size=9)), engine(model)
+        assert tokens(graphs, prompts(5, 15), each) == tokens(eager, prompts(5, 15), each)
+        assert graphs.statistics.replayed_prefills > 3 and not graphs.statistics.eager_prefills
+        states = graphs.runner.states
+        assert states.free_slots == states.num_slots
+
+    def test_rows_in_host_memory_are_brought_in_by_the_graph(self):
+        """HiSparse: prompts in chunks, whose prefixes are staged, beside requests that decode from hot buffers. As many
+        rows move as without graphs."""
+        model, each = "tiny:deepseek_v32", [SamplingParams(max_tokens=2 + number % 3) for number in range(4)]
+        buffers = {"enable_hisparse": True, "hisparse_config": {"device_buffer_size": 16}, "num_pages": 24}
+        settings = {**buffers, "chunked_prefill_size": 9, "context_length": 64, "page_size": 16}
+        found, moved = [], []
+        for one in (engine(model, **settings), captured(engine(model, **settings), (4, 9))):
+            one.runner.coordinator.reset_statistics()
+            found.append(tokens(one, prompts(4, 20), each))
+            moved.append(one.runner.coordinator.statistics())
+        assert found[0] == found[1] and moved[0] == moved[1] and moved[0].staged and moved[0].loaded
+        assert one.statistics.replayed_prefills > 3 and not one.statistics.eager_prefills
+
+    def test_snapshots_of_linear_states_are_those_of_the_replay(self):
+        """A prefix is found again at a checkpoint, whose state was copied behind a replayed prefill."""
+        settings = {"prefix_cache": True, "state_checkpoint": 8, "chunked_prefill_size": 16}
+        shared, each = prompts(1, 30)[0] * 2, SamplingParams(max_tokens=4)
+        graphs, eager = captured(engine(HYBRIDS[0], **settings)), engine(HYBRIDS[0])
+        for rest in prompts(4, 9):
+            text = [[*shared[:20], *rest]]
+            assert tokens(graphs, text, each) == tokens(eager, text, each)
+        assert graphs.cache_statistics.hit_tokens >= 16 and not graphs.statistics.eager_prefills
 
     @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
     def test_a_prefix_that_is_cached_and_requests_that_lose_their_pages(self, overlap):
@@ -170,6 +222,126 @@ class TestTokens:
             assert int((pool.keys(layer).flatten(2) != 7.0).any(-1).sum()) == 6
 
 
+EAGLE = {"speculative_algorithm": "eagle", "speculative_draft_model": "tiny:llama", "speculative_num_steps": 3}
+MTP = {"speculative_algorithm": "mtp", "speculative_num_steps": 2}
+DRAFT = {"speculative_algorithm": "standalone", "speculative_draft_model": "tiny:qwen3"}
+NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 3}
+
+
+class TestSpeculation:
+    """The target's prefills are replayed beside rounds; a draft follows each."""
+
+    @pytest.fixture(autouse=True)
+    def both(self, monkeypatch: pytest.MonkeyPatch):
+        for module in ("execution.runner", "speculation.draft_runner"):
+            build_native = partial(build, kind=AnyBatch, linear=AnyLinear)
+            monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build_native)
+
+    @pytest.mark.parametrize(
+        ("model", "settings", "overlap"),
+        [
+            ("tiny:llama", NGRAM, True),
+            ("tiny:llama", EAGLE, True),
+            ("tiny:deepseek_v3", MTP, False),
+            ("tiny:llama", DRAFT, True),
+            pytest.param("tiny:llama", {**EAGLE, "speculative_algorithm": "eagle3"}, False, marks=pytest.mark.long),
+            pytest.param("tiny:llama", {**NGRAM, "speculative_topk": 2}, False, marks=pytest.mark.long),
+            pytest.param("tiny:deepseek_v3", {**MTP, "speculative_topk": 2}, True, marks=pytest.mark.long),
+            pytest.param("tiny:llama", {**DRAFT, "speculative_topk": 2}, False, marks=pytest.mark.long),
+        ],
+    )
+    def test_tokens_are_those_of_eager_prefills(self, model, settings, overlap):
+        """Greedy and drawn ones, and of an engine that does not speculate."""
+        each = [SamplingParams(6, temperature=0.9 * (number % 2), seed=3) for number in range(6)]
+        settings = {**settings, "chunked_prefill_size": 20}
+        eager, graphs = engine(model, **settings), captured(engine(model, overlap=overlap, **settings))
+        found = [tokens(one, prompts(6, 20), each) for one in (eager, graphs)]
+        assert found[0] == found[1] == tokens(engine(model), prompts(6, 20), each)
+        assert graphs.statistics.replayed_prefills > 1 and not graphs.statistics.eager_prefills
+        assert eager.statistics.eager_prefills > 1 and not eager.statistics.replayed_prefills
+
+    @pytest.mark.parametrize(
+        ("model", "settings", "draft"),
+        [
+            ("tiny:llama", EAGLE, AnyBatch),
+            ("tiny:llama", EAGLE, RefilledNative),
+            ("tiny:deepseek_v3", MTP, AnyBatch),
+            ("tiny:llama", DRAFT, AnyBatch),
+        ],
+    )
+    def test_drafts_read_and_propose_the_same(self, model, settings, draft, monkeypatch):
+        """In chunks, of which the last one ends several requests at once. A draft whose backend captures no extends
+        runs eagerly behind the target's graph."""
+        own = partial(build, kind=draft)
+        monkeypatch.setattr("attnplug_engine.speculation.draft_runner.build_selection", own)
+        eager, graphs = (engine(model, chunked_prefill_size=20, **settings) for _ in range(2))
+        captured(graphs)
+        drafts, replayed = graphs.rounds.draft_prefills, []
+        assert (drafts is not None) is (draft is AnyBatch)
+        assert graphs.rounds.why_no_draft_prefill == ("" if drafts else "torch_native cannot capture it")
+        if drafts is not None:
+            run = drafts.run
+            drafts.run = lambda *step: replayed.append(run(*step)) or replayed[-1]
+        texts, each = prompts(5, 25), SamplingParams(1)
+        assert tokens(eager, texts, each) == tokens(graphs, texts, each)
+        mine, theirs = (one.rounds.state.proposed.tokens[:5] for one in (graphs, eager))
+        assert torch.equal(mine, theirs) and (mine >= 0).any()
+        count = graphs.statistics.replayed_prefills
+        assert count > 1 and len(replayed) == count * (drafts is not None)
+
+    def test_a_draft_with_the_targets_weights_is_accepted_always(self):
+        settings = {**DRAFT, "speculative_draft_model": "tiny:llama"}
+        one, each = captured(engine(**settings)), SamplingParams(8)
+        assert tokens(one, prompts(5, 20), each) == tokens(engine(), prompts(5, 20), each)
+        assert one.statistics.rounds.acceptance == 1 and one.statistics.replayed_prefills
+
+    def test_log_probabilities_come_from_the_replayed_logits(self):
+        mine, theirs = (
+            one.generate(prompts(4, 9), SamplingParams(2, logprobs=2))
+            for one in (captured(engine(**NGRAM)), engine(**NGRAM))
+        )
+        for found, expected in zip(mine, theirs, strict=True):
+            values = [[one.logprob for one in each.logprobs] for each in (found, expected)]
+            assert found.token_ids == expected.token_ids and values[0] == pytest.approx(values[1], abs=1e-4)
+
+    @pytest.mark.parametrize(
+        ("settings", "fragment"),
+        [
+            (EAGLE, "tokens, 7 MiB (level UNIFORM, by torch_native); no prefill of the draft: torch_native cannot"),
+            (NGRAM, "prefill of up to 16, 20 tokens, 7 MiB (level ALWAYS)"),
+            ({**NGRAM, "disable_prefill_cuda_graph": True}, "7 MiB (level ALWAYS); no prefill: turned off"),
+        ],
+        ids=["eagle", "ngram", "off"],
+    )
+    def test_an_engine_says_what_it_captured(self, settings, fragment, monkeypatch):
+        own = partial(build, kind=RefilledNative)
+        monkeypatch.setattr("attnplug_engine.speculation.draft_runner.build_selection", own)
+        one, free = engine(chunked_prefill_size=20, **settings), iter([9 << 20, 2 << 20])
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
+        monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
+        for module in ("graphs.step_graphs", "speculation.rounds"):
+            check = SimpleNamespace(run=lambda *given: None)
+            monkeypatch.setattr(f"attnplug_engine.{module}.CaptureCheck", lambda *given, check=check: check)
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: not waits)
+        monkeypatch.setattr("attnplug_engine.graphs.step_graphs._min_over_ranks", lambda runner, value: value)
+        here, capture = one.runner.device, one.rounds.capture
+
+        def on_a_cpu(*given: Any, **named: Any) -> Any:
+            one.runner.device = here
+            return capture(*given, **named)
+
+        one.rounds.capture, one.runner.device = on_a_cpu, torch.device("cuda")
+        assert fragment in str(one._capture(None))
+
+    def test_prefills_count_as_progress_and_only_those_that_save_time_are_kept(self, monkeypatch):
+        times, events = iter([1.0, 1.6, *[1.0] * 3, 1.0, 1.0, 0.2]), list[tuple[int, int]]()
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, **how: next(times))
+        one = engine(**NGRAM)
+        one.rounds.capture(SIZES, Recorded(), lambda *event: events.append(event), prefills=PREFILLS, keep_all=False)
+        assert one.rounds.prefill_graphs.sizes == PREFILLS[:2]
+        assert events == [(number, 5) for number in range(1, 6)]
+
+
 class TestCapture:
     def test_the_smallest_graph_that_holds_all_tokens_is_replayed(self):
         graphs = captured(engine()).runner.graphs.prefill
@@ -180,6 +352,17 @@ class TestCapture:
             return found and found.size
 
         assert [fitting(1), fitting(4), fitting(2, 3), fitting(22), fitting(23)] == [4, 4, 9, 22, None]
+
+    def test_a_step_of_more_requests_than_were_captured_runs_eagerly(self, monkeypatch):
+        """Chunk kernels of linear layers read and write a state for every captured request, so few are captured."""
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._MAX_STATES", 2)
+        graphs, each = captured(engine(HYBRIDS[0])), SamplingParams(max_tokens=2)
+        prefill = graphs.runner.graphs.prefill
+        assert prefill.requests == 2 and captured(engine()).runner.graphs.prefill.requests == 5
+        assert tokens(graphs, prompts(3, 4), each) == tokens(engine(HYBRIDS[0]), prompts(3, 4), each)
+        assert graphs.statistics.eager_prefills == 1 and not graphs.statistics.replayed_prefills
+        tokens(graphs, prompts(2, 4), each)
+        assert graphs.statistics.replayed_prefills == 1
 
     def test_prefills_come_first_and_all_count_as_progress(self):
         events: list[tuple[int, int]] = []
@@ -207,14 +390,16 @@ class TestCapture:
         assert [str(mode) for mode in calls] == ["extend"] and one.runner.backend.planned == planned
 
     def test_what_saves_no_time_is_not_kept(self, monkeypatch):
-        """From some size on the device takes longer than the host."""
-        times = iter([1.0, 1.5, 1.0, 1.0, 1.0, 0.2])
+        """From some size on the device takes longer than the host; much longer ones are not even captured."""
+        times, captures = iter([1.0, 1.6, 1.0, 1.4, 1.2, 1.0, 1.0, 0.2]), list[Any]()
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, **how: next(times))
         one = engine()
-        capture_steps(one.runner, SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
-        assert one.runner.graphs.prefill.sizes == PREFILLS[:2]
+        recorded = lambda run: captures.append(run) or Recorded()(run)  # noqa: E731
+        capture_steps(one.runner, SIZES, recorded, prefills=PREFILLS, keep_all=False)
+        assert one.runner.graphs.prefill.sizes == PREFILLS[:1]
+        assert len(captures) == 3 + 2 * len(SIZES)  # two prefills, one of which is checked, and decode steps
         each = SamplingParams(max_tokens=3)
-        assert tokens(one, prompts(), each) == tokens(engine(), prompts(), each)
+        assert tokens(one, [[1, 2, 3]], each) == tokens(engine(), [[1, 2, 3]], each)
         assert one.statistics.replayed_prefills
 
     def test_ranks_go_by_the_one_that_saves_least(self, monkeypatch):
@@ -223,7 +408,7 @@ class TestCapture:
 
         def seconds(run, device, *, waits):
             here.timed += waits
-            return 1.5 if waits and here.rank and here.timed == 1 else 1.0 - 0.5 * waits  # the first is the largest
+            return 1.6 if waits and here.rank and here.timed == 1 else 1.0 - 0.5 * waits  # the first is the largest
 
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", seconds)
 
@@ -333,6 +518,34 @@ class WritesPadding(AnyBatch):
         plan.new_slots.clamp_(min=0)
 
 
+class StaleStateLengths(AnyLinear):
+    """Keeps the new lengths of its first batch."""
+
+    def _rows(self, batch):
+        geometry = batch.geometry
+        if geometry.captured and geometry.new_lens is not None and geometry.new_lens.any():
+            self.first = getattr(self, "first", geometry.new_lens.clone())
+            batch = ForwardBatch(replace(geometry, new_lens=self.first))
+        yield from super()._rows(batch)
+
+
+class KeepsPaddedStates(AnyLinear):
+    """Advances the last slot by padded tokens."""
+
+    def forward_linear(self, inputs, layer, batch):
+        if batch.geometry.captured and batch.geometry.new_lens is not None:
+            self._pool.recurrent(layer.layer_id)[-1] += 1
+        return super().forward_linear(inputs, layer, batch)
+
+
+@pytest.mark.parametrize(("linear", "fault"), [(StaleStateLengths, "result"), (KeepsPaddedStates, "writes")])
+def test_a_linear_backend_that_claims_too_much_is_found_out(linear, fault, native):
+    native(linear=linear)
+    with pytest.raises(CaptureMismatch, check=having("naive_linear", "extend")) as caught:
+        captured(engine(HYBRIDS[0], state_slots=9))
+    assert caught.value.fault == fault and caught.value.kind.is_linear
+
+
 class WritesBefore(AnyBatch):
     """Also writes the row before the new ones of the request that has the fewest."""
 
@@ -368,7 +581,7 @@ class TestOptions:
     def test_a_default_pads_by_half_at_most_and_holds_no_more_than_a_step(self):
         for most in (3, 16, 100, 512, 9000):
             sizes = default_prefill_sizes(most)
-            assert sizes[-1] == min(most, 2048) and len(sizes) < 14
+            assert sizes[-1] == min(most, 8192) and len(sizes) < 18
             assert all(size <= 2 * before for before, size in pairwise(sizes))
 
     @pytest.mark.parametrize(
@@ -391,8 +604,6 @@ class TestOptions:
             {"disable_cuda_graph": True},
             {"disable_prefill_cuda_graph": True},
             {"check_layers": True},
-            {"speculative_algorithm": "ngram"},
-            {"enable_hisparse": True},
         ],
         ids=lambda given: next(iter(given)),
     )
@@ -486,6 +697,23 @@ class TestAside:
             return graphs.fitting(Step(ForwardMode.EXTEND, entries, (), ())) is not None
 
         assert fits((18, 2)) and not fits((19, 2)) and fits((15, 2), (5, 1)) and not fits((15, 2), (6, 1))
+
+    @pytest.mark.parametrize(
+        ("captured_us", "eager_us", "saved_us", "replayed"),
+        [(30, 20, 10, False), (30, 20, 40, True), (30, 31, 10, True), (30, 20, 29, False)],
+    )
+    def test_measured_times_are_compared_with_each_other_and_with_what_the_graph_saves(
+        self, captured_us, eager_us, saved_us, replayed, monkeypatch
+    ):
+        """Microseconds of all layers."""
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *_, waits: 1e-6 * saved_us * (not waits))
+        one = engine()
+        layers = len(one.runner.spec.full_layers)
+        captured, eager = (ExtendSchedule({"measured": {(1, 4, 4): us / layers}}) for us in (captured_us, eager_us))
+        one.runner.extend_times = ExtendTimes(captured, eager, layers)
+        capture_steps(one.runner, SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
+        step = Step(ForwardMode.EXTEND, (StepEntry(None, 0, (1,) * 4, True),), (), ())
+        assert (one.runner.graphs.prefill.fitting(step) is not None) is replayed
 
     @pytest.mark.parametrize("alone", [False, True])
     def test_without_times_too_unless_the_captured_one_prefills_alone(self, alone, native):

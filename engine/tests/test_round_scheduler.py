@@ -125,6 +125,7 @@ def request(number: int, prompt: Sequence[int], new: int, stop: bool = False) ->
 @pytest.mark.parametrize("speculation", [CHAIN, NGRAM, Speculation(Algorithm.STANDALONE, "x", 3, 2, 6)])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.sample(24)
 def test_every_request_gets_the_tokens_it_gets_alone(seed, depth, speculation):
     """Whatever is accepted, with chunks, a prefix cache, too few pages, aborts, steps taken back and bad logits."""
     random = Random(seed)

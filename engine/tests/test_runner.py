@@ -262,6 +262,7 @@ def test_every_rank_has_its_rank_in_the_context_and_runs_its_part_of_the_heads(r
     ],
     ids=["claimed", "not claimed", "MLA that is always absorbed", "the path of an MLA extend is chosen by them"],
 )
+@pytest.mark.sample(1)
 def test_exact_lengths_on_the_host_are_made_only_where_they_are_needed(recorded, model, backend, exact):
     """A9: ``needs_cpu_seq_lens``. Others have upper bounds, and the same tokens."""
     prompts = [[1, 2, 3, 4, 5], [6, 7], list(range(8, 20))]

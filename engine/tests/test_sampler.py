@@ -30,6 +30,7 @@ from attnplug_engine.request import Request, SamplingParams, TokenLogprobs
 from attnplug_engine.scheduling.step import Step, StepEntry
 from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
 from attnplug_testing.errors import naming
+from attnplug_testing.kernel_variants import recorded_variants
 from attnplug_testing.triton_mode import settle_triton
 
 KINDS: list[dict[str, float]] = [
@@ -105,6 +106,7 @@ class Drawn:
 
 
 @in_every_way
+@pytest.mark.sample(1)
 def test_draws_by_the_definition(choose: Any, device: str) -> None:
     """Every kind, with vocabularies in one chunk and in several, full of equals and not."""
     unclear, times = 0, 1 if choose is by_kernel else 3
@@ -160,6 +162,7 @@ def test_the_likeliest_token_by_the_definition(seed: int, rows: int, vocab: int,
 
 
 @pytest.mark.parametrize("params", KINDS[1:])
+@pytest.mark.sample(2)
 def test_tokens_come_as_often_as_their_probability_says(params: dict[str, float]) -> None:
     """Chi-square of 3,000 draws of one request, and of the first draws of as many."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 2
@@ -451,3 +454,16 @@ def test_invalid_parameters_are_refused_by_name(name: str) -> None:
 def test_stop_texts_are_a_tuple_of_texts(stop: object) -> None:
     with pytest.raises(UsageError, check=naming("stop")):
         SamplingParams(1, stop=stop)
+
+
+@INTERPRETED
+def test_the_number_of_rows_compiles_no_other_kernel():
+    """E1: arrays of a packed batch lie at other alignments for every number of rows."""
+    from attnplug_engine.kernels.sample import launch_sample
+
+    with recorded_variants() as variants:
+        for rows in range(1, 6):
+            requests = [Request(number, (1,), SamplingParams(1, temperature=0.5, seed=7)) for number in range(rows)]
+            batch = sampling_metadata(requests, lambda request: 7, torch.device("cpu"))
+            launch_sample(torch.randn(rows, 100), batch)
+    assert {name: len(found) for name, found in variants.items()} == {"_look": 1, "_choose": 1}

@@ -6,6 +6,7 @@ import pytest
 
 from attnplug import ForwardMode, PoolError, UsageError
 from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams
+from attnplug_engine.scheduling.mixed_steps import MixedSteps
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
 from attnplug_engine.scheduling.scheduler import Scheduler, StepError
@@ -29,7 +30,7 @@ class Pool:
         context_length: int = 64,
         cached: bool = False,
         whole_prompts: bool = False,
-        mixed_step_tokens: int | None = None,
+        mixed_steps: MixedSteps | None = None,
     ) -> Scheduler:
         return Scheduler(
             self.table,
@@ -39,7 +40,7 @@ class Pool:
             max_step_tokens=max_step_tokens,
             context_length=context_length,
             whole_prompts=whole_prompts,
-            mixed_step_tokens=mixed_step_tokens,
+            mixed_steps=mixed_steps,
         )
 
 
@@ -473,7 +474,7 @@ def test_a_wrong_sampling_parameter_is_refused_with_what_is_allowed(name: str, v
 
 def test_prefill_beside_decoding_requests_is_limited() -> None:
     """Requests that decode wait for the prefill of their step; without them, a step is filled."""
-    scheduler = Pool().scheduler(max_step_tokens=12, mixed_step_tokens=4)
+    scheduler = Pool().scheduler(max_step_tokens=12, mixed_steps=MixedSteps(4))
     scheduler.add(request(0, length=3, max_tokens=2))
     finish(scheduler, start(scheduler))
     scheduler.add(request(1, length=20))
@@ -481,3 +482,21 @@ def test_prefill_beside_decoding_requests_is_limited() -> None:
     assert shape(step) == [(0, 3, 1, True), (1, 0, 4, False)]
     finish(scheduler, step)
     assert shape(start(scheduler)) == [(1, 4, 12, False)]
+
+
+def test_a_chunk_beside_decoding_requests_shrinks_with_its_position() -> None:
+    """Attention over the context is part of the delay. Prompts that wait share a step."""
+    pool = Pool(page_size=64)
+    scheduler = pool.scheduler(max_step_tokens=4096, context_length=4096, mixed_steps=MixedSteps(1024, doubling=512))
+    scheduler.add(request(0, length=3, max_tokens=20))
+    finish(scheduler, start(scheduler))
+    scheduler.add(request(1, length=1700, max_tokens=1))
+    chunks = []
+    while len((step := start(scheduler)).entries) > 1:
+        chunks.append(len(step.entries[1].token_ids))
+        finish(scheduler, step)
+    assert chunks == [632, 391, 310, 265, 102]
+    finish(scheduler, step)
+    for number in (2, 3, 4):
+        scheduler.add(request(number, length=300, max_tokens=1))
+    assert [tokens for _, _, tokens, _ in shape(start(scheduler))] == [1, 300, 300, 206]

@@ -57,6 +57,7 @@ from attnplug_testing.errors import refusing
         (HYBRID, MTP | shaped(2), False),
     ],
 )
+@pytest.mark.sample(4)
 def test_tokens_are_those_without_speculation(model, settings, overlap):
     """Greedy and drawn ones, in one batch that shrinks from 7 requests to 1."""
     one = engine(model, overlap=overlap, **settings)
@@ -114,6 +115,7 @@ class TestProposals:
             (LLAMA, NGRAM | shaped(3, 2)),
         ],
     )
+    @pytest.mark.sample(2)
     def test_rounds_and_prefills_propose_alike(self, model, settings):
         one = engine(model, chunked_prefill_size=5, prefix_cache=False, overlap=False, **settings)
         other = engine(model, prefix_cache=False, overlap=False, **settings)
@@ -173,6 +175,7 @@ class TestServing:
             (HYBRID, MTP | shaped(2), True),
         ],
     )
+    @pytest.mark.sample(1)
     def test_requests_come_end_and_lose_their_pages(self, model, settings, overlap):
         """Includes chunks, a prefix cache, too few pages, aborts, and steps that fail."""
         random = Random(7)
@@ -265,6 +268,7 @@ class TestServing:
             assert got[:-1] == engine().generate(PROMPTS[:2], SamplingParams(7))[index].token_ids and got[-1] is None
 
     @pytest.mark.parametrize("settings", [NGRAM, standalone(DEEPSEEK), MTP | shaped(2, 2)], ids=str)
+    @pytest.mark.sample(1)
     def test_ranks_take_the_same_tokens(self, settings):
         def run(parallel):
             one = Engine(DEEPSEEK, device="cpu", page_size=4, ignore_eos=True, parallel=parallel, **settings)

@@ -221,6 +221,7 @@ def random_level(chance: random.Random, parents: int, topk: int) -> Level:
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 4), (2, 1), (2, 4), (4, 3), (8, 3)])
+@pytest.mark.sample(5)
 def test_a_tree_grows_by_its_best(topk: int, steps: int, kernel_device: str) -> None:
     """Against the enumeration of all candidates: what a draft runs at every step, and the tree of the best at the end,
     in which parents precede children."""

@@ -69,6 +69,7 @@ def test_logits_equal_those_of_transformers(oracle, make_stage, sequences):
 
 
 @pytest.mark.parametrize("first", range(1, 10))
+@pytest.mark.sample(3)
 def test_chunks_that_end_anywhere_in_a_window_of_four(first, oracle, make_stage):
     """A10"""
     (tokens,) = drawn(first + 16)
@@ -102,6 +103,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.sample(1)
 def test_other_configs(changes, make_oracle, make_stage, sequences):
     oracle = make_oracle(NAME, **changes)
     for tokens, logits in zip(sequences, staged(oracle, make_stage, 3).run(sequences, 8), strict=True):

@@ -1,14 +1,25 @@
-"""Warm-up: it leaves no trace, and the time of its last prefill bounds prefill beside decoding requests."""
+"""Warm-up: it leaves no trace, covers every kind of step, and fits the pool."""
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from attnplug import PoolError, UsageError
+from attnplug.declare.device import Processor
+from attnplug.host import TINY_CONFIGS
 from attnplug_engine import Engine
+from attnplug_engine.cli import generate
+from attnplug_engine.execution import compilations
+from attnplug_engine.execution.compilations import Compilation, CompilationMark, describe
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.parallel.collectives import SINGLE
-from attnplug_engine.scheduling.warm_up import mixed_step_tokens, warm_up_batches
+from attnplug_engine.scheduling.warm_up import warm_up_batches
 from attnplug_testing.errors import naming
 
 PROMPTS = [[5, 6, 7], list(range(20)), [9] * 11]
@@ -23,6 +34,7 @@ PROMPTS = [[5, 6, 7], list(range(20)), [9] * 11]
         ("tiny:deepseek_v32", {"enable_hisparse": True, "page_size": 16, "max_batch": 2}),
     ],
 )
+@pytest.mark.sample(1)
 def test_a_warm_engine_answers_like_a_cold_one(model, settings):
     """E1: rows, pages, states, statistics and prefix cache are those of an engine that ran nothing."""
     cold, warm = (Engine(model, device="cpu", context_length=48, **settings) for _ in range(2))
@@ -41,12 +53,119 @@ def test_a_warm_engine_answers_like_a_cold_one(model, settings):
 
 
 def test_warm_up_covers_every_kind_of_step():
-    """E1: a full step, a prefix, many requests that decode, greedy and sampled, beside a prefill."""
-    batches = list(warm_up_batches(Capacity(100, 16, max_batch=8, max_step_tokens=64, context_length=500)))
+    """E1: sizes by powers of two, page boundaries, prefixes, many requests, greedy and sampled, beside a prefill."""
+    batches = list(warm_up_batches(Capacity(1000, 16, max_batch=6, max_step_tokens=64, context_length=9000)))
     lengths = [[len(request.prompt) for request in batch] for batch in batches]
-    assert lengths == [[64], [81], [17] * 8 + [34], [64]]
-    assert {request.params.temperature for request in batches[2]} == {0.0, 0.8}
-    assert len({request.id for batch in batches for request in batch}) == 12
+    alone = [1, 2, 4, 8, 15, 16, 17, 32]
+    assert lengths[: len(alone) + 3] == [[64], *([tokens] for tokens in alone), [81], [64 + 8192 + 17]]
+    assert lengths[len(alone) + 3 :] == [[17] * count for count in (1, 2, 4, 6)] + [[10] * 6, [17] * 5 + [81]]
+    assert {request.params.temperature for request in batches[-1]} == {0.0, 0.8}
+    requests = [request for batch in batches for request in batch]
+    assert len({request.id for request in requests}) == len(requests)
+
+
+def test_a_warm_up_step_decodes_beside_a_chunk_of_a_prompt(monkeypatch):
+    """E1: kernels of mixed steps are compiled, too."""
+    engine = Engine("tiny:llama", device="cpu", max_batch=4, chunked_prefill_size=32, context_length=96)
+    mixed, launch = [], engine.runner.launch
+
+    def record(step):
+        counts = {len(entry.token_ids) for entry in step.entries if entry.position}
+        mixed.append(1 in counts and max(counts) > 1)
+        return launch(step)
+
+    monkeypatch.setattr(engine.runner, "launch", record)
+    seen = []
+    engine._warm_up(SINGLE, lambda *counts: seen.append(counts))
+    assert any(mixed)
+    assert seen == [(done, len(seen)) for done in range(len(seen))]
+
+
+def test_compilations_are_counted_and_other_listeners_are_called(monkeypatch):
+    """E1: Triton's variants, FlashInfer's modules and kernels that backends list, from disk caches or not."""
+    knobs = pytest.importorskip("triton").knobs
+    heard = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **event: heard.append(event["cache_hit"]))
+    monkeypatch.setattr(compilations, "_watching", False)
+    registry = SimpleNamespace(get_all_specs=lambda: dict.fromkeys(modules))
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.core", SimpleNamespace(jit_spec_registry=registry))
+    modules = ["old"]
+    mark = CompilationMark()
+    assert mark.since() == []
+    for hit in (False, True):
+        times = SimpleNamespace(total=1_500_000)
+        knobs.compilation.listener(src=None, metadata={"name": "attend"}, metadata_group={}, times=times, cache_hit=hit)
+    modules.append("batch_mla")
+    monkeypatch.setattr(compilations, "compiled_kernels", [*compilations.compiled_kernels, ("acme: flash", 7.0)])
+    found = mark.since()
+    assert [(each.name, each.cached) for each in found] == [
+        ("acme: flash", False),
+        ("batch_mla", True),
+        ("attend", False),
+        ("attend", True),
+    ]
+    assert heard == [False, True] and CompilationMark().since() == []
+    assert describe(found) == "compiled 2 kernels in 8.5 s; cached for the next start"
+    assert describe(found[1:2]) is None
+
+
+def test_an_engine_on_a_cpu_compiles_nothing():
+    engine = Engine("tiny:llama", device="cpu")
+    assert engine.start_up.compiled == () and engine.start_up.seconds > 0
+    assert engine.compilations_since_start == []
+
+
+def test_warm_compiles_nothing_for_a_cpu(attnplug):
+    outcome = attnplug("warm", "--model", "tiny:llama", "--device", "cpu", "--max-batch", "4")
+    assert outcome.code == 0 and "device cpu" in outcome.out and outcome.out.count("\n") == 1
+    assert attnplug("warm", "--model", "tiny:llama", "--device", "cpu", "--json").json["compiled"] == []
+    assert attnplug("warm", "--model", "/nowhere", "--device", "cpu").code == 2
+
+
+def test_warm_starts_an_engine_from_a_config_alone(attnplug, monkeypatch, tmp_path):
+    """E1: with random weights; it prints every kernel that was compiled, and where they are cached."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["llama"]))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    compiled = (Compilation("attend", 2.5, False), Compilation("merge", 0.0, True))
+    real, started = generate.Engine, []
+
+    def start(model, options, **callbacks):
+        engine = real(model, options, **callbacks)
+        engine.start_up = replace(engine.start_up, compiled=compiled)
+        started.append(options)
+        return engine
+
+    monkeypatch.setattr(generate, "Engine", start)
+    monkeypatch.setattr(generate, "open_device", lambda *_: (torch.device("cuda"), Processor("GPU", 90)))
+    outcome = attnplug("warm", "--model", str(tmp_path), "--device", "cpu", "--max-batch", "4")
+    assert outcome.code == 0 and started[0].random_weights and started[0].max_batch == 4
+    for text in ("2.5 s  attend", "compiled 1 kernel", "loaded 1 from the caches", str(tmp_path / "kernels")):
+        assert text in outcome.out
+
+
+MODELS = {
+    "mla": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    "llama": {"head_dim": 128},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+@pytest.mark.parametrize(("model", "dims"), [("tiny:deepseek_v3", MODELS["mla"]), ("tiny:llama", MODELS["llama"])])
+def test_no_request_waits_for_a_compiler(model, dims, tmp_path):
+    """E1: after start-up, the first request of every kind compiles and loads nothing."""
+    config = {**TINY_CONFIGS[model.removeprefix("tiny:")], **dims, "max_position_embeddings": 32768}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"random_weights": True, "dtype": "bfloat16", "max_batch": 128, "num_pages": 1024, "page_size": 64}
+    engine = Engine(tmp_path, device="cuda", chunked_prefill_size=2048, **settings)
+    vocab = engine.vocab_size
+    for count, tokens in [(1, 8184), (1, 2048), (32, 512), (128, 256), (3, 5000), (1, 1), (7, 33), (2, 64), (5, 65)]:
+        for sampling in ({}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 3}):
+            prompts = [[(request + place) % vocab for place in range(tokens)] for request in range(count)]
+            engine.generate(prompts, max_tokens=5, **sampling)
+            prefixed = [[*prompt, 1, 2, 3] for prompt in prompts]
+            engine.generate(prefixed, max_tokens=5, **sampling)
+            assert [each.name for each in engine.compilations_since_start] == [], (count, tokens, sampling)
 
 
 @pytest.mark.parametrize(("pages", "context"), [(1, 5), (1, 500), (2, 20)])
@@ -56,11 +175,28 @@ def test_warm_up_fits_a_small_pool(pages, context):
             assert request.max_length <= min(context, 16 * pages)
 
 
-@pytest.mark.parametrize(
-    ("rate", "latency", "tokens"), [(200_000, 0.05, 8192), (10_000, 0.05, 256), (10, 0.05, 128), (1e30, 1e9, 1 << 30)]
-)
-def test_prefill_beside_decoding_takes_the_latency_asked_for(rate, latency, tokens):
-    assert mixed_step_tokens(rate, latency) == tokens
+def test_warm_up_counts_only_the_pages_that_all_ranks_have():
+    """Under tensor parallelism, a rank with more memory has surplus pages, which are allocated before the warm-up."""
+    engine = Engine("tiny:llama", device="cpu", num_pages=40, page_size=4, max_batch=2)
+    engine.runner.allocator.allocate(30)
+    limit = engine._warm_up(SINGLE)
+    assert limit is not None and engine.runner.allocator.free_pages == 10
+
+
+def test_ranks_agree_on_the_limit_of_the_slowest():
+    class Ranks:
+        size = 2
+
+        def all_gather(self, seconds, dim):
+            return torch.cat((seconds, torch.tensor([[0.05 / 1000, 0.0]], dtype=torch.float64)), dim)
+
+    engine = Engine("tiny:llama", device="cpu", inter_token_latency=0.05, chunked_prefill_size=64)
+    limit = engine._warm_up(Ranks())
+    assert limit is not None and limit.tokens <= 896
+
+
+def test_prompts_that_are_not_chunked_are_not_timed():
+    assert Engine("tiny:llama", device="cpu", chunked_prefill_size=-1)._warm_up(SINGLE) is None
 
 
 @pytest.mark.parametrize("latency", [0, -1.0, float("nan"), True, "fast"])
@@ -71,8 +207,6 @@ def test_a_latency_is_seconds_above_0(latency):
 
 def test_a_step_that_does_not_fit_is_refused_at_start_up(monkeypatch):
     """E1: with the setting to lower, before a request is accepted."""
-    import torch
-
     engine = Engine("tiny:llama", device="cpu", chunked_prefill_size=16)
 
     def exhausted(step):

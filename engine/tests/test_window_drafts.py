@@ -9,7 +9,7 @@ import draft_math as math
 import pytest
 import torch
 from coached_drafts import Coach, caches, params, tokens
-from refilled_native import RefilledNative, build, captured
+from refilled_native import AnyBatch, build, captured
 from torch.testing import assert_close
 
 from attnplug import ForwardMode
@@ -86,11 +86,12 @@ def test_drawn_tokens_are_those_of_an_engine_without_a_draft(saved):
 @pytest.mark.parametrize("fill", [6])
 def test_captured_rounds_give_the_same_tokens(fill, saved, plain, longer, monkeypatch):
     for module in ("execution.runner", "speculation.draft_runner"):
-        refilled = partial(build, kind=partial(RefilledNative, fill=fill))
+        refilled = partial(build, kind=partial(AnyBatch, fill=fill))
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", refilled)
     Coach(monkeypatch, PROMPTS, longer)
-    one = captured(drafting(saved[0], overlap=True), (1, 2, 4))
+    one = captured(drafting(saved[0], overlap=True), (1, 2, 4), (4, 24))
     assert tokens(one, PROMPTS, params(PROMPTS, NEW)) == plain
+    assert one.statistics.replayed_prefills and not one.statistics.eager_prefills
     assert one.statistics.replayed_steps > 3 and one.statistics.rounds.acceptance > 0.5
 
 

@@ -44,7 +44,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"schema": 1}', '{"schema": 2}', '{"schema": 2, "rows": [{}], "failed": []}']
+    "text", ["", "[]", '{"schema": 1}', '{"schema": 3}', '{"schema": 3, "rows": [{}], "failed": []}']
 )
 def test_a_file_that_holds_no_results_is_refused_by_name(text: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.json"

@@ -124,7 +124,7 @@ def test_a_backend_that_ends_its_process_does_not_end_the_command(
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [("{", "JSON"), ('{"schema": 4, "device": "Other", "sm": 0, "tables": []}', "Other")],
+    [("{", "JSON"), ('{"schema": 5, "device": "Other", "sm": 0, "tables": []}', "Other")],
 )
 def test_a_file_that_cannot_be_added_to_is_reported_before_anything_is_measured(
     content: str, named: str, attnplug: Attnplug, clock: FakeClock, tmp_path: Path
@@ -227,6 +227,10 @@ WRONG = {
     ("tune", *HERE, "--host", "nobody"): "nobody",
     ("tune", "--device", "cpu", "--shapes", "mla:4", "--host", "vllm", "--points", "1x32+16"): "vllm",
     ("tune", "--device", "cpu", "--model", "tiny:deepseek_v32", "--host", "vllm"): "sparse",
+    ("tune", *HERE, "--points", "1x0+8&2x8"): "beside 2 × 8",
+    ("tune", *HERE, "--mla-extend", "none"): "--mla-extend 'none'",
+    ("tune", *HERE, "--mla-extend", "absorbed"): "no MLA layers",
+    ("bench", "--device", "cpu", "--shapes", "mla:4", "--host", "vllm", "--mla-extend", "absorbed"): "--mla-extend",
     ("bench", *HERE, "--against", "them"): "--against 'them'",
     ("bench", "--compare", "no.json", "none.json"): "no.json",
     ("bench", "--compare", "a.json", "b.json", "--out", "c.json"): "--out",

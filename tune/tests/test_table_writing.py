@@ -41,7 +41,7 @@ def test_what_is_written_is_read_again(path: Path) -> None:
     write_tables(path, tables)
     read = read_tables(path)
     assert (read.device, read.sm, read.tables) == ("NVIDIA H200", 90, tables)
-    assert json.loads(path.read_text())["schema"] == 4
+    assert json.loads(path.read_text())["schema"] == 5
 
 
 def test_rows_are_added_and_replaced(path: Path) -> None:

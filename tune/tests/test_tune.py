@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +15,13 @@ from attnplug_tune.clock import HostClock
 from attnplug_tune.measure import Failed, Job, Outcome, Skipped, Timed, run_job
 from attnplug_tune.points import Point, parse_points
 from attnplug_tune.shapes import parse_shapes, tasks_of
+from attnplug_tune.stage import Setup, Stage
 from attnplug_tune.tuning import Tuned, missing_tasks, tables_of, tune
 from tuning import FakeClock, problem, tasks, toys
 
-from attnplug import Role
+from attnplug import ExtendPath, ForwardMode, Role
 from attnplug.auto.schedule import BackendSchedule
-from attnplug.machine.hardware import Processor
+from attnplug.declare.device import Processor
 from attnplug.registry.registry import Registry
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_sparse.plugin import attnplug_backends
@@ -65,11 +67,71 @@ def test_every_sort_of_layer_runs_in_every_role(model: str, install: Install) ->
     if model == "tiny:deepseek_v32":
         name, native = "torch_sparse", registry.get("torch_native")
         registry = Registry({name: replace(native, spec=attnplug_backends()[0])})
-    points = parse_points("2x70,2x70v3,2x32+8")
+    points = parse_points("2x70,2x70v3,2x32+8,1x32+8&3x20")
     found = tasks_of(registry.get(name), [problem(model, speculative_tokens=3)], points)
     clock = FakeClock({name: constant(1)}, runs=True)
     outcomes = list(run_job(Job(name, found, "cpu", 128), registry, clock))
-    assert [type(outcome) for outcome in outcomes] == [Timed] * 3
+    assert [type(outcome) for outcome in outcomes] == [Timed] * 4
+
+
+def noted(calls: list[str], name: str, run: Callable[..., object]) -> Callable[..., object]:
+    def call(*given: object, **more: object) -> object:
+        calls.append(name)
+        return run(*given, **more)
+
+    return functools.wraps(run)(call)
+
+
+@pytest.mark.parametrize("path", [None, *ExtendPath])
+def test_an_mla_prefill_takes_the_path_that_its_table_names(path: ExtendPath | None, install: Install, monkeypatch):
+    """C1: with its up-projections. Without a path, the policy's is measured: one-shot, as there is no prefix."""
+    calls: list[str] = []
+    for hook in ("forward_extend", "forward_ragged"):
+        monkeypatch.setattr(TorchNativeBackend, hook, noted(calls, hook, getattr(TorchNativeBackend, hook)))
+    registry = toys(install)
+    wanted = problem("tiny:deepseek_v3", mla_extend=path)
+    found = tasks_of(registry.get("torch_native"), [wanted], parse_points("1x0+8,1x8"))
+    assert [task.shape.path for task in found] == [path, None], "decodes have no path"
+    clock = FakeClock({"torch_native": constant(1)}, runs=True)
+    (outcome,) = run_job(Job("torch_native", found[:1], "cpu", 128), registry, clock)
+    assert isinstance(outcome, Timed)
+    assert set(calls) == {"forward_extend" if path is ExtendPath.ABSORBED else "forward_ragged"}
+    (table,) = tables_of(Tuned("torch_native", 1, [outcome]), HERE, {"torch": "2"}, "2026-11-17")
+    assert table.shape.path is path and missing_tasks(found, "torch_native", [table]) == found[1:]
+    others = tasks_of(registry.get("torch_native"), [problem("tiny:deepseek_v3", mla_extend=ExtendPath.CHUNKED)], FEW)
+    assert path is ExtendPath.CHUNKED or table.shape not in {task.shape for task in others if task.point.tokens > 1}
+
+
+def test_decodes_of_a_mixed_batch_are_absorbed_as_in_an_engine(install: Install, monkeypatch) -> None:
+    """C1: their prefixes are long enough for the policy to run a plain extend as MHA."""
+    calls: list[str] = []
+    for hook in ("forward_extend", "forward_ragged"):
+        monkeypatch.setattr(TorchNativeBackend, hook, noted(calls, hook, getattr(TorchNativeBackend, hook)))
+    registry = toys(install)
+    for point, hook in (("2x4096+1", "forward_extend"), ("2x4096+2", "forward_ragged")):
+        calls.clear()
+        found = tasks_of(registry.get("torch_native"), [problem("tiny:deepseek_v3")], parse_points(point))
+        clock = FakeClock({"torch_native": constant(1)}, runs=True)
+        (outcome,) = run_job(Job("torch_native", found, "cpu", 128), registry, clock)
+        assert isinstance(outcome, Timed) and set(calls) == {hook}
+
+
+def test_a_mixed_batch_has_decodes_beside_its_prefills(install: Install) -> None:
+    """It is planned as one: the prefills' rows, then one row of each decode."""
+    registry = toys(install)
+    (task,) = tasks_of(registry.get("torch_native"), [problem()], parse_points("2x8+4&3x20"))
+    stage = Stage(task, Setup(torch.device("cpu"), 64), measure._builder(job(registry, "torch_native"), registry, task))
+    geometry = stage.batch(captured=False).geometry
+    assert geometry.mode is ForwardMode.MIXED and geometry.rows == task.point.rows == 11
+    assert tuple(geometry.query_lens) == (4, 4, 1, 1, 1) and tuple(geometry.kv_lens) == (12, 12, 20, 20, 20)
+
+
+def test_a_long_prefill_is_timed_by_a_single_call(install: Install, monkeypatch) -> None:
+    registry = toys(install)
+    monkeypatch.setattr("attnplug_tune.stage._LONG_PAIRS", 100)
+    clock = FakeClock({"torch_native": constant(1)})
+    list(run_job(job(registry, "torch_native", *parse_points("1x0+10,1x0+11")), registry, clock))
+    assert [chain.calls for chain in clock.ran] == [4, 1]
 
 
 @pytest.mark.parametrize("apart", [True, False])

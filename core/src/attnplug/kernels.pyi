@@ -6,6 +6,7 @@ from attnplug.declare.device import DeviceSpec as DeviceSpec
 from attnplug.declare.device import Processor as Processor
 from attnplug.declare.installed import import_library as import_library
 from attnplug.declare.installed import requirement_refusal as requirement_refusal
+from attnplug.declare.spec import KernelBuild as KernelBuild
 from attnplug.kv.buffer import PageCopy as PageCopy
 from attnplug.kv.buffer import PagedBuffer as PagedBuffer
 from attnplug.kv.buffer import copy_pages as copy_pages

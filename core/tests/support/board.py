@@ -15,10 +15,10 @@ from attnplug import AttentionKind, DType, Problem, Role
 from attnplug.auto import table_store as store
 from attnplug.auto.ranking import default_ranking
 from attnplug.auto.table_store import table_path
+from attnplug.declare.device import Processor
 from attnplug.declare.installed import installed_version
 from attnplug.declare.registered import Provided, Source
 from attnplug.host import BackendRequest, Registry, Selection, select
-from attnplug.machine.hardware import Processor
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 from support.selection import LLAMA, backend, registry
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from attnplug import ForwardMode
 from attnplug_engine.execution.backend_usage import BackendUsage
+from attnplug_engine.execution.compilations import Compilation
 from attnplug_engine.request import TokenLogprobs
 from attnplug_engine.scheduling.step import Step
 from attnplug_engine.speculation.statistics import RoundStatistics
@@ -33,6 +34,14 @@ class Completion:
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     """One entry per token, if ``SamplingParams.logprobs`` requests them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartUp:
+    """Duration of an engine's start-up in seconds, and the kernels that it compiled or loaded from disk caches."""
+
+    seconds: float
+    compiled: tuple[Compilation, ...] = ()
 
 
 @dataclass(slots=True)
@@ -77,13 +86,20 @@ class Statistics:
         self._count(prefill, decoding, seconds)
 
     def add_rounds(
-        self, step: Step, new_tokens: Mapping[int, Sequence[int]], seconds: float, *, replayed: bool = False
+        self,
+        step: Step,
+        new_tokens: Mapping[int, Sequence[int]],
+        seconds: float,
+        *,
+        replayed: bool = False,
+        replayed_prefill: bool = False,
     ) -> None:
         """Like ``add``, for a step of speculative rounds, with its new tokens by request id."""
         if step.rounds:
             self.replayed_steps += replayed
             self.eager_steps += not replayed
-        self.eager_prefills += step.rounds < len(step.entries)
+        self.replayed_prefills += replayed_prefill
+        self.eager_prefills += step.rounds < len(step.entries) and not replayed_prefill
         prefill = sum([len(entry.token_ids) for entry in step.entries[step.rounds :]])
         rounds = [new_tokens.get(entry.request.id, ()) for entry in step.entries[: step.rounds]]
         self._count(prefill, sum(map(len, rounds)), seconds)

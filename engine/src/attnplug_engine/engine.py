@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -14,16 +13,18 @@ from typing import Any
 import torch
 
 from attnplug import GraphLevel, PoolError, Serving, UsageError
-from attnplug.host import ForwardingBackend, Selection
+from attnplug.host import Selection, compile_progress
 from attnplug.machine.runtime import runtime_of
 from attnplug.wrappers.forwarding import limited_by
-from attnplug_engine.completion import Completion, Statistics, Usage
+from attnplug_engine.completion import Completion, StartUp, Statistics, Usage
 from attnplug_engine.execution import signals
+from attnplug_engine.execution.compilations import Compilation, CompilationMark
+from attnplug_engine.execution.extend_times import measured_extends
 from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.graphs.capture import GraphCapture
 from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
 from attnplug_engine.graphs.decode import DecodeGraphs, GraphReport
-from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends
+from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends, prefilling_child
 from attnplug_engine.graphs.step_graphs import capture_steps
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
@@ -37,10 +38,11 @@ from attnplug_engine.request import (
     TokenLogprobs,
     Update,
 )
+from attnplug_engine.scheduling.mixed_steps import MixedSteps, prefill_seconds, timed_prompts
 from attnplug_engine.scheduling.prefix_cache import CacheStatistics, PrefixCache
 from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
 from attnplug_engine.scheduling.step import RoundResult, Step, StepResult
-from attnplug_engine.scheduling.warm_up import mixed_step_tokens, warm_up_batches
+from attnplug_engine.scheduling.warm_up import warm_up_batches
 from attnplug_engine.sizing import capacity
 from attnplug_engine.speculation.in_flight import RoundsInFlight
 from attnplug_engine.speculation.round_graphs import RoundGraphs
@@ -60,8 +62,9 @@ class Engine:
     >>> engine.generate(["Hello"], max_tokens=4)  # a list with one Completion
 
     Settings are the fields of :class:`EngineOptions`. ``progress(done, total)`` is called while a checkpoint's tensors
-    are read, and ``on_capture(done, total)`` while CUDA graphs are captured. Under tensor parallelism every rank makes
-    the same calls: each runs the same schedule and samples the same tokens.
+    are read, ``on_compile`` while backends' kernels are compiled, ``on_capture`` while CUDA graphs are captured, and
+    ``on_warm_up`` while requests of every kind compile the other kernels, on a GPU. Under tensor parallelism every
+    rank makes the same calls: each runs the same schedule and samples the same tokens.
 
     An engine may be shared by iterators and by threads (of one rank). Each step runs all requests, and every request's
     tokens are kept for each of its followers.
@@ -74,51 +77,59 @@ class Engine:
         *,
         parallel: TensorParallel = SINGLE,
         progress: Callable[[int, int], None] | None = None,
+        on_compile: Callable[[int, int], None] | None = None,
         on_capture: Callable[[int, int], None] | None = None,
+        on_warm_up: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> None:
+        started = time.perf_counter()
         self.options = options = replace(options or EngineOptions(), **settings)
         model = os.fspath(model)
         prepared = prepare(model, options, parallel, progress=progress)
+        on_gpu = prepared.runtime.module is not None
+        compilations = CompilationMark() if on_gpu else None  # importing Triton takes a second
         self.registry = prepared.registry
         self.vocab_size = prepared.loaded.module.vocab_size
         self._encoder = PromptEncoder(model, self.vocab_size)
         self.tokenizer = self._encoder.tokenizer
         self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, prepared.loaded.config)
         serving = Serving(
-            chunked_prefill_size=options.step_tokens(on_gpu=prepared.runtime.module is not None),
+            chunked_prefill_size=options.step_tokens(on_gpu=on_gpu),
             disable_radix_cache=not options.prefix_cache,
         )
-        self.selection, self.runner = prepared.build(
-            lambda selection: capacity(
-                prepared.loaded.spec,
-                options,
-                selection,
-                prepared.dtype,
-                prepared.kv_dtype,
-                prepared.device,
-                prepared.draft_cache,
-            ),
-            serving,
-            options.extend_policy,
-            check_layers=options.check_layers,
-            seed=options.seed,
-            two_batch_overlap=options.two_batch_overlap,
-        )
-        self.rounds: RoundRunner | None = None
-        """Runs the steps if the engine speculates."""
-        self.draft_selection: Selection | None = None
-        if (speculation := options.speculation) is not None:
-            built = prepared.build_draft(self.runner, speculation, serving, options.extend_policy)
-            self.draft_selection, draft = (None, None) if built is None else built
-            self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
+        with compile_progress(on_compile):
+            self.selection, self.runner = prepared.build(
+                lambda selection: capacity(
+                    prepared.loaded.spec,
+                    options,
+                    selection,
+                    prepared.dtype,
+                    prepared.kv_dtype,
+                    prepared.device,
+                    prepared.draft_cache,
+                ),
+                serving,
+                options.extend_policy,
+                check_layers=options.check_layers,
+                seed=options.seed,
+                two_batch_overlap=options.two_batch_overlap,
+            )
+            runner = self.runner
+            runner.extend_times = measured_extends(prepared.ranking, self.selection, runner.backend, runner.spec)
+            self.rounds: RoundRunner | None = None
+            """Runs the steps if the engine speculates."""
+            self.draft_selection: Selection | None = None
+            if (speculation := options.speculation) is not None:
+                built = prepared.build_draft(self.runner, speculation, serving, options.extend_policy)
+                self.draft_selection, draft = (None, None) if built is None else built
+                self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
         self.graphs = self._capture(on_capture)
         """Captured graphs."""
         if parallel.size > 1:
             self._equalize_pages(parallel)
         page_size, states = self.runner.capacity.page_size, self.runner.states
         self.cache = PrefixCache(self.runner.allocator, page_size, states) if options.prefix_cache else None
-        overlap = prepared.runtime.module is not None if options.overlap is None else options.overlap
+        overlap = on_gpu if options.overlap is None else options.overlap
         self._depth = MAX_IN_FLIGHT if overlap else 1
         self._in_flight: deque[tuple[Step, StepInFlight | RoundsInFlight]] = deque()  # oldest first
         self._stepping = False
@@ -128,10 +139,18 @@ class Engine:
         self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities
         self._lock = threading.RLock()
         self._queue_lock = threading.Lock()
-        mixed = self._warm_up(parallel) if prepared.runtime.module is not None else None
+        mixed = self._warm_up(parallel, on_warm_up) if on_gpu else None
         self.scheduler: Scheduler = self._scheduler(self.cache, mixed)
+        compiled = () if compilations is None else tuple(compilations.since())
+        self.start_up = StartUp(time.perf_counter() - started, compiled)
+        self._started_at = CompilationMark() if on_gpu else None
 
-    def _scheduler(self, cache: PrefixCache | None, mixed_step_tokens: int | None) -> Scheduler:
+    @property
+    def compilations_since_start(self) -> list[Compilation]:
+        """Kernels that were compiled or loaded since start-up, by any code of this process. A request waited (E1)."""
+        return [] if self._started_at is None else self._started_at.since()
+
+    def _scheduler(self, cache: PrefixCache | None, mixed_steps: MixedSteps | None) -> Scheduler:
         runner, options, rounds = self.runner, self.options, self.rounds
         room, held = runner.capacity, (runner.table, runner.allocator, cache)
         limits: dict[str, Any] = dict(
@@ -139,7 +158,7 @@ class Engine:
             max_step_tokens=room.max_step_tokens,
             context_length=room.context_length,
             whole_prompts=options.chunked_prefill_size == -1,
-            mixed_step_tokens=mixed_step_tokens,
+            mixed_steps=mixed_steps,
             states=runner.states,
             checkpoint=options.state_checkpoint,
             coordinator=runner.coordinator,
@@ -152,41 +171,59 @@ class Engine:
         rounds = None if self.rounds is None else RoundStatistics(self.rounds.speculation.steps)
         return Statistics(rounds=rounds, backend_usage=self.runner.backend_usage)
 
-    def _warm_up(self, parallel: TensorParallel) -> int:
-        """Run requests of every kind once, so that the first request compiles nothing (E1). Return the most prefill
-        tokens of a step in which requests decode, the same on all ranks."""
-        capacity, tokens, took = self.runner.capacity, 1, math.inf
+    def _warm_up(
+        self, parallel: TensorParallel, progress: Callable[[int, int], None] | None = None
+    ) -> MixedSteps | None:
+        """Run requests of every kind once, so that the first request compiles nothing (E1). Return the limit of mixed
+        steps, the same on all ranks; None if prompts are not chunked."""
+        # Ranks run the same requests, so they count the pages that all of them have.
+        capacity = replace(self.runner.capacity, num_pages=self.runner.allocator.free_pages)
         self.scheduler = self._scheduler(None, None)
-        for batch in warm_up_batches(capacity):
-            started, tokens = time.perf_counter(), sum(len(request.prompt) for request in batch)
-            for request in batch:
-                self.scheduler.add(request)
-                if request.params.logprobs is not None:
-                    self._observed.add(request)
-            try:
-                while self._step() is not None and not batch[0].output:
-                    pass
-                took = time.perf_counter() - started
-                while self._step() is not None:
-                    pass
-            except torch.OutOfMemoryError as error:
-                raise PoolError(
-                    f"a step of {capacity.max_step_tokens} tokens does not fit into the memory beside weights and "
-                    "caches; lower `chunked_prefill_size` or `num_pages`",
-                    settings=["chunked_prefill_size", "num_pages"],
-                ) from error
+        batches = list(warm_up_batches(capacity))
+        for done, batch in enumerate(batches):
+            if progress is not None:
+                progress(done, len(batches))
+            self._run_warm_up(batch)
+        prompts = () if self.options.chunked_prefill_size == -1 else timed_prompts(capacity, self.vocab_size)
+        times = [(len(request.prompt), self._run_warm_up([request])) for request in prompts]
         self.runner.backend_usage.clear()
         self.statistics = self._statistics()
         if self.runner.coordinator is not None:
             self.runner.coordinator.reset_statistics()
-        rates = torch.tensor([tokens / took], device=self.runner.device)
-        slowest = float(rates[0]) if parallel.size == 1 else min(parallel.all_gather(rates, 0).tolist())
-        return mixed_step_tokens(slowest, self.options.inter_token_latency)
+        if not times:
+            return None
+        seconds = torch.tensor([prefill_seconds(times)], dtype=torch.float64, device=self.runner.device)
+        if parallel.size > 1:  # ranks run one schedule: that of the slowest
+            seconds = parallel.all_gather(seconds, 0)
+        per_token, per_position = seconds.amax(0).tolist()
+        return MixedSteps.of(per_token, per_position, self.options.inter_token_latency)
+
+    def _run_warm_up(self, batch: Sequence[Request]) -> float:
+        """Run requests to their ends; return the seconds until the first one has a token."""
+        started = time.perf_counter()
+        for request in batch:
+            self.scheduler.add(request)
+            if request.params.logprobs is not None:
+                self._observed.add(request)
+        try:
+            while self._step() is not None and not batch[0].output:
+                pass
+            seconds = time.perf_counter() - started
+            while self._step() is not None:
+                pass
+        except torch.OutOfMemoryError as error:
+            most = self.runner.capacity.max_step_tokens
+            raise PoolError(
+                f"a step of {most} tokens does not fit into the memory beside weights and caches; lower "
+                "`chunked_prefill_size` or `num_pages`",
+                settings=["chunked_prefill_size", "num_pages"],
+            ) from error
+        return seconds
 
     def _capture(self, progress: Callable[[int, int], None] | None) -> GraphReport:
         runner, options, rounds = self.runner, self.options, self.rounds
         level, limits = runner.attention.graph_level, limited_by(runner.backend, "cuda_graph")
-        backend = runner.backend
+        backend, target_limits = runner.backend, limits
         if rounds is not None and rounds.draft is not None and rounds.draft.attention.graph_level < level:
             backend = rounds.draft.backend
             level, limits = rounds.draft.attention.graph_level, (backend.backend_id.name,)
@@ -202,17 +239,18 @@ class Engine:
             return GraphReport(level, limits, why_none=f"{names} {what}")
         sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
         before = runtime.module.mem_get_info(runner.device)[0]
-        capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(limits)
+        capture, (prefills, why_no_prefill) = GraphCapture(runner.device), self._prefills(target_limits)
         graphs: DecodeGraphs | RoundGraphs
         prefill_graphs: PrefillGraphs | None = None
+        keep_all = options.cuda_graph_prefill_sizes is not None
         if rounds is None:
-            keep_all = options.cuda_graph_prefill_sizes is not None
             steps = capture_steps(runner, sizes, capture, progress, prefills=prefills, keep_all=keep_all)
             graphs, prefill_graphs = steps.decode, steps.prefill
-            if prefills and prefill_graphs is None:
-                why_no_prefill = "the GPU needs longer for it than the host"
         else:
-            graphs = rounds.capture(sizes, capture, progress)
+            graphs = rounds.capture(sizes, capture, progress, prefills=prefills, keep_all=keep_all)
+            prefill_graphs = rounds.prefill_graphs
+        if prefills and prefill_graphs is None:
+            why_no_prefill = "the GPU needs longer for it than the host"
         taken = max(before - runtime.module.mem_get_info(runner.device)[0], 0)
         return GraphReport(
             level,
@@ -222,20 +260,18 @@ class Engine:
             backends=graphs.backends,
             prefill_sizes=() if prefill_graphs is None else prefill_graphs.sizes,
             why_no_prefill=why_no_prefill,
-            prefill_by=backend.captured_extends if isinstance(backend, ForwardingBackend) else None,
+            why_no_draft_prefill="" if rounds is None or prefill_graphs is None else rounds.why_no_draft_prefill,
+            prefill_by=prefilling_child(runner.backend),
         )
 
     def _prefills(self, limits: Sequence[str]) -> tuple[tuple[int, ...], str]:
         """Return the token counts for which prefills are captured, and the reason if there are none."""
-        runner, options, most = self.runner, self.options, self.runner.capacity.max_rows
+        runner, options, capacity = self.runner, self.options, self.runner.capacity
+        most = capacity.max_rows if self.rounds is None else capacity.max_step_tokens
         asked = options.cuda_graph_prefill_sizes
         if options.disable_prefill_cuda_graph:
             return (), "turned off"
-        if self.rounds is not None:
-            return (), "a draft follows it"
-        if runner.coordinator is not None:
-            return (), "it brings rows to host memory"
-        if captures_extends(runner.backend) and runner.pools.linear is None:
+        if captures_extends(runner.backend):
             # The chunk size was checked before the model was known; its context may be shorter.
             sizes = default_prefill_sizes(most) if asked is None else PREFILL_SIZES.check(asked, most, "context_length")
             return sizes, ""
@@ -335,7 +371,8 @@ class Engine:
         self._in_flight.popleft()
         self._abort_leaving()
         result = scheduler.finish_round(step, tokens, _completes_stop if self._observed else None)
-        counts.add_rounds(step, result.tokens, time.perf_counter() - started, replayed=running.replayed)
+        seconds, prefill = time.perf_counter() - started, running.replayed_prefill
+        counts.add_rounds(step, result.tokens, seconds, replayed=running.replayed, replayed_prefill=prefill)
         if running.timing is not None:
             counts.rounds.add([len(new) for new in tokens[: step.rounds]], running.timing)
         for entry in step.entries:

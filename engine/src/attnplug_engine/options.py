@@ -28,11 +28,7 @@ _SWITCHES = (
     "plan_stream",
     "enable_hisparse",
 )
-_WITHOUT_PREFILLS = (
-    ("disable_prefill_cuda_graph", "leave out one of them"),
-    ("speculative_algorithm", "prefills that a draft follows are not captured: leave out one of them"),
-    ("enable_hisparse", "prefills that bring rows to host memory are not captured: leave out one of them"),
-)
+_WITHOUT_PREFILLS = (("disable_prefill_cuda_graph", "leave out one of them"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ class EngineOptions:
     """Most tokens of one step; -1 for prompts that are not chunked. None: 8192 on a GPU and 2048 on a CPU."""
     inter_token_latency: float = 0.05
     """Seconds by which prefill may delay requests that decode: a step with both has as many prefill tokens as the
-    GPU runs in this time, measured at start-up. A CPU is not measured."""
+    GPU runs in this time, attention over their context included, measured at start-up. A CPU is not measured."""
     prefix_cache: bool = True
     state_slots: int | None = None
     """Slots for the states of linear layers: those of running requests and of snapshots."""
@@ -77,9 +73,9 @@ class EngineOptions:
     """Numbers of requests for which decode steps are captured. None: several up to ``max_batch``, if the backends can
     be captured. If given, backends that cannot be captured are refused."""
     cuda_graph_prefill_sizes: tuple[int, ...] | None = None
-    """Numbers of tokens up to which steps with prefill are captured. None: several up to 2048, if the backends can
-    capture any batch, and only where the GPU runs them faster than the host launches them. If given, backends that
-    cannot capture them are refused."""
+    """Numbers of tokens up to which steps with prefill are captured. None: several up to the tokens of a step, at most
+    8192, if the backends can capture any batch, and only where the GPU runs them faster than the host launches them. If
+    given, backends that cannot capture them are refused."""
     disable_cuda_graph: bool = False
     disable_prefill_cuda_graph: bool = False
     enable_hisparse: bool = False
@@ -198,8 +194,7 @@ class EngineOptions:
     @property
     def captures_prefills(self) -> bool:
         """True if prefills are captured where that is possible."""
-        without = self.disable_prefill_cuda_graph or self.enable_hisparse or self.speculative_algorithm is not None
-        return self.captures and not without
+        return self.captures and not self.disable_prefill_cuda_graph
 
     @property
     def demanded_graphs(self) -> GraphLevel:

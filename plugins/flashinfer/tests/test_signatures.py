@@ -15,13 +15,19 @@ import torch
 from attnplug_tune.raw_calls import RawScene
 from packaging.requirements import Requirement
 
-from attnplug import AttentionKind, BackendContext, DType, ForwardMode, LayerSpec, MHAPool
+from attnplug import AttentionKind, BackendContext, DType, ForwardMode, LayerSpec, MHAPool, ModelSpec, Problem, Role
 from attnplug.host import KVPools
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_flashinfer import kernels
 from attnplug_flashinfer.backend import FlashInferBackend
+from attnplug_flashinfer.jit_modules import kernel_builds
+from attnplug_flashinfer.options import FlashInferOptions
+from attnplug_flashinfer.planner import FlashInferPagedCall
 from attnplug_flashinfer.plugin import LIBRARY
 from attnplug_flashinfer.raw import calls
+from attnplug_flashinfer.shapes import FlashInferLayerShape
+from attnplug_flashinfer.work_list import PageCounts, UniformPagedBatch
+from attnplug_flashinfer_mla.lengths import CallLengths
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import check, check_replay, mha
 from attnplug_testing.signatures import installed, read_signature, unpacked
@@ -99,6 +105,61 @@ def test_raw_calls_are_taken(home: Path, captured: bool, monkeypatch: pytest.Mon
     assert given["plan"]["indices"].tolist() == [3, 1, 2] and given["plan"]["indptr"].tolist() == [0, 2, 3]
     assert given["plan"]["last_page_len"].tolist() == [6, 5]
     assert given["run"]["paged_kv_cache"][0] is not None
+
+
+class Requested(Exception):
+    """Raised instead of compiling a module, with the arguments of its loader."""
+
+
+def requesting(*arguments: Any) -> None:
+    raise Requested(*arguments)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (50, 3.0)])
+def test_the_modules_that_planning_asks_for_are_those_that_are_built(
+    window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E1: the installed FlashInfer's planning decides, eager and captured, by the arguments of its loader."""
+    from flashinfer import decode, prefill
+
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **named: real(*shape, **named))
+    for module in (decode, prefill):
+        monkeypatch.setattr(module, "get_batch_prefill_module", requesting)
+    library = replace(kernels.load_library(), event=lambda: None)
+    layer = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125, window, cap)
+    shape, scratch = FlashInferLayerShape.of(layer), torch.empty(1 << 10, dtype=torch.uint8)
+    dtypes = kernels.KernelDTypes(64, torch.bfloat16, torch.float8_e4m3fn)
+    kv_lens, counts = torch.tensor([70], dtype=torch.int32), PageCounts(*torch.zeros(2, 2, dtype=torch.int32))
+    indices = torch.zeros(2, dtype=torch.int32)
+    lengths = CallLengths(torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32), kv_lens)
+    call = FlashInferPagedCall(True, False, lengths, kv_lens - 64, indices, 3)
+    asked = []
+    eager = kernels.FlashInferEager(library, shape, dtypes, scratch, kernels.FA2)
+    with pytest.raises(Requested) as caught:
+        eager.plan(call)
+    asked.append(caught.value.args)
+    buffers = kernels.PagedGraphBuffers(PageCounts(counts.kv_indptr, counts.last_page_lens[:1]), indices)
+    batch = UniformPagedBatch(1, 1, 4, 64, shape.window_left)
+    captured = kernels.FlashInferCaptured(library, shape, dtypes, scratch, batch, buffers)
+    with pytest.raises(Requested) as caught:
+        captured.plan(kv_lens)
+    asked.append(caught.value.args)
+    spec = ModelSpec("m", "m", (layer,), 4096)
+    problem = Problem(spec, "cuda", 90, DType.BFLOAT16, DType.FLOAT8_E4M3)
+    (build,) = kernel_builds(problem, frozenset({Role.PREFILL, Role.DECODE}), FlashInferOptions())
+    with pytest.raises(Requested) as caught:
+        build.build()
+    assert asked == [caught.value.args] * 2
+
+
+def test_long_extends_have_a_module_of_their_own_on_hopper() -> None:
+    """E1: fa3 for prefill over a 16-bit cache; decode alone never reaches it."""
+    layer = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
+    problem = Problem(ModelSpec("m", "m", (layer,) * 2, 4096), "cuda", 90, DType.BFLOAT16, DType.BFLOAT16)
+    for roles, used in (({Role.PREFILL, Role.DECODE}, ["fa2", "fa3"]), ({Role.DECODE}, ["fa2"])):
+        builds = kernel_builds(problem, frozenset(roles), FlashInferOptions())
+        assert [build.name.split("_")[2] for build in builds] == used
 
 
 def test_the_numbers_of_a_plan_are_in_the_order_that_we_read_them_in(home: Path) -> None:

@@ -14,6 +14,7 @@ from attnplug_flashinfer_mla.lengths import CallLengths
 from attnplug_flashinfer_mla.planner import padded_heads, split_segments
 from attnplug_flashinfer_mla.triton_kernels import launch_fill_indices
 from attnplug_testing.devices import DEVICES, INTERPRETED
+from attnplug_testing.kernel_variants import recorded_variants
 
 in_every_way = pytest.mark.parametrize(
     ("fill", "device"),
@@ -93,3 +94,17 @@ def test_planning_of_indices_row_by_row(gaps, page_size, fill, device):
     positions = [(r, kv[r] - new[r] + n) for r in range(len(kv)) for n in range(new[r])]
     found = [-1 if p < 0 else int(table[r, p // page_size]) * page_size + p % page_size for r, p in positions]
     assert slots.tolist() == found
+
+
+@INTERPRETED
+def test_the_width_of_a_page_table_compiles_no_other_kernel() -> None:
+    """E1"""
+    with recorded_variants() as variants:
+        for width in (1, 2, 16, 17):
+            ends = torch.tensor([0, 1], dtype=torch.int32)
+            lengths = CallLengths(ends, width * ends, torch.tensor([64 * width], dtype=torch.int32))
+            table = torch.arange(width, dtype=torch.int32)[None]
+            indices, slots = torch.zeros(width, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+            launch_fill_indices(table, lengths, 64, indices, slots)
+            assert indices.tolist() == list(range(width))
+    assert len(variants["_fill_indices"]) == 1

@@ -31,16 +31,24 @@ class ReferenceChunks:
 
     def chunked(self, inputs: LinearInputs, scale: float, chunks: FlaChunks, states: Tensor) -> tuple[Tensor, Tensor]:
         cu_seqlens = chunks.cu_seqlens.tolist()
-        assert chunks.cu_seqlens.dtype is torch.int64 and chunks.cu_seqlens_cpu.tolist() == cu_seqlens
+        assert chunks.cu_seqlens.dtype is torch.int64 and chunks.rows == cu_seqlens[-1]
         assert states.shape[0] == len(cu_seqlens) - 1 and states.dtype is torch.float32 and states.is_contiguous()
         varlen = [slice(*pair) for pair in pairwise(cu_seqlens)]
-        assert chunks.indices.tolist() == [
+        indices = [
             [number, place]
             for number, span in enumerate(varlen)
             for place in range(-(-(span.stop - span.start) // CHUNK))
         ]
+        if chunks.cu_seqlens_cpu is None:  # captured: the others lie behind the last sequence's end
+            self._check_surplus(chunks.indices[len(indices) :].tolist(), len(varlen) - 1, varlen[-1])
+        else:
+            assert chunks.cu_seqlens_cpu.tolist() == cu_seqlens and chunks.indices.shape[0] == len(indices)
+        assert chunks.indices[: len(indices)].tolist() == indices
         outputs, after = [], torch.empty_like(states)
         for number, span in enumerate(varlen):
+            if span.start == span.stop:  # a captured sequence may be empty
+                after[number] = states[number]
+                continue
             own = tokens_of(inputs, span)
             decay, beta = own.log_decay, own.beta
             tokens = Tokens.of(
@@ -53,6 +61,10 @@ class ReferenceChunks:
             out, after[number : number + 1] = advance(tokens, states[number : number + 1])
             outputs.append(out.squeeze(0).to(inputs.v.dtype))
         return torch.cat(outputs), after
+
+    @staticmethod
+    def _check_surplus(indices: list[list[int]], last: int, span: slice) -> None:
+        assert all(number == last and place * CHUNK >= span.stop - span.start for number, place in indices)
 
 
 @dataclass(frozen=True)

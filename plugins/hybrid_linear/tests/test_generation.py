@@ -57,6 +57,21 @@ def test_same_tokens_as_transformers_where_bfloat16_can_tell(oracle, settings):
     )
 
 
+@pytest.mark.parametrize("oracle", CONFIGS, indirect=True)
+@pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 90, "state_checkpoint": 32}], ids=["whole", "parts"])
+def test_captured_prefills_give_transformers_tokens(oracle, settings):
+    """A7: every kind of linear layer, by recurrent kernels (16 tokens) and by the library's chunks."""
+    name, judge = oracle
+    backend = {"kimi_linear": "triton_mla", "mamba2": "auto"}.get(name, "triton_mha")
+    sizes = (16, 90) if settings else (16, 64, 384, 600)
+    judge.check(
+        attention_backend=backend,
+        role_backends={Role.LINEAR: "fla"},
+        cuda_graph_prefill_sizes=sizes,
+        **settings,
+    )
+
+
 @pytest.mark.parametrize("oracle", ["kimi_linear"], indirect=True)
 @pytest.mark.parametrize("path", ExtendPath)
 def test_every_way_to_extend_kimis_mla(oracle, path):

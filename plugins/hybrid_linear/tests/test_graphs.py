@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from attnplug import ForwardMode, PlanError
+from attnplug_hybrid_linear.varlen import VarlenBatch
+from attnplug_testing.devices import DEVICES, INTERPRETED
 from attnplug_testing.errors import raises_naming
-from linear_capture import Capture, in_every_graph_setting
+from linear_capture import Capture, CapturedExtend, in_every_graph_setting
 from linear_scene import PADDED, random_members, same_bits
 from linear_settings import ON_A_GPU
 
@@ -53,6 +55,48 @@ def test_fifty_random_batches_equal_eager_steps_and_float64(setting) -> None:
             assert all(torch.equal(found[layer_id], wanted[layer_id]) for layer_id in wanted)
     scene.check_states(setting.state_tolerance)
     assert same_bits(scene.bits(), eager.bits())
+
+
+@in_every_graph_setting
+@pytest.mark.parametrize(("rows", "requests"), [(150, 3), (12, 4)], ids=["chunked", "recurrent"])
+def test_a_captured_extend_serves_any_lengths(setting, rows, requests) -> None:
+    """A7, B5: one request or several, in any slots, with any padding behind them; a decode beside a prefill."""
+    scene = setting.scene(5)
+    scene.backend.init_cuda_graph_state(4, 160)
+    before = scene.bits()
+    capture = CapturedExtend(scene, requests, rows)
+    assert same_bits(before, scene.bits())
+    scene.check(capture.replay_lengths([4], [rows]), setting.tolerance)
+    scene.check(capture.replay_lengths([2, 0, 1], [rows - 7, 1, 4]), setting.tolerance)
+    scene.check(capture.replay_lengths([3], [1]), setting.tolerance)
+    scene.check(capture.replay_lengths([1, 4], [rows // 2, rows // 2]), setting.tolerance)
+    scene.check_states(setting.state_tolerance)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]])
+def test_many_padded_rows_are_cleared_by_several_programs(device) -> None:
+    """B5: of a captured extend, those of the last sequence."""
+    from attnplug_hybrid_linear.triton_recurrence import clear_padded
+
+    starts, lens, slots = torch.tensor([[0, 10, 10], [10, 0, 86], [3, -1, -1]], device=device).unbind()
+    out = torch.ones(96, 4, 257, device=device)
+    clear_padded(out, VarlenBatch(starts, lens, slots, 96, 96, captured=True))
+    assert bool((out[:10] == 1).all()) and not out[10:].any()
+
+
+@in_every_graph_setting
+def test_random_captured_extends_equal_float64(setting) -> None:
+    """A7: sizes at and around the chunk's, in one graph."""
+    scene, drawn = setting.scene(4), Random(3)
+    scene.backend.init_cuda_graph_state(4, 140)
+    capture = CapturedExtend(scene, 4, 140)
+    for _ in range(4 if setting.device == "cpu" else 40):
+        left, new = 140, []
+        for _ in range(drawn.randint(1, 4)):
+            new.append(min(drawn.choice((1, 2, 17, 63, 64, 65)), max(left - 4, 1)))
+            left -= new[-1]
+        scene.check(capture.replay_lengths(drawn.sample(range(4), len(new)), new), setting.tolerance)
+    scene.check_states(setting.state_tolerance)
 
 
 @in_every_graph_setting

@@ -93,7 +93,6 @@ def test_fla_serves_the_linear_layers_of_hybrid_models(config, changes) -> None:
         ({"device": "cpu", "sm": None}, "device", ["cuda"]),
         ({"sm": 75}, "sm", None),
         ({"dtype": DType.FLOAT32}, "dtype", ["bfloat16", "float16"]),
-        ({"cuda_graph": GraphLevel.ALWAYS}, "cuda_graph", None),
     ],
 )
 def test_fla_refuses(changes, code, allowed) -> None:

@@ -56,6 +56,7 @@ def test_chunks_that_end_anywhere_in_a_window(layer, first):
 
 
 @pytest.mark.parametrize("first", [127, 128, 129])
+@pytest.mark.sample(1)
 def test_windows_of_real_lengths(first):
     """A10"""
     for layer in (compressed_layer(128, window=128), compressed_layer(4, overlap=True, topk=16, window=128)):

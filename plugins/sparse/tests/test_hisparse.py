@@ -282,6 +282,7 @@ KERNEL_CASES = [(5, 5, 1, {}), (4, 5, 1, {}), (3, 9, 3, {}), (3, 4, 1, {"ratio":
 
 @pytest.mark.parametrize("device", BY_KERNEL)
 @pytest.mark.parametrize(("topk", "buffer_size", "nodes", "more"), KERNEL_CASES)
+@pytest.mark.sample(4)
 def test_kernels_do_what_torch_does(topk, buffer_size, nodes, more, device, monkeypatch):
     from attnplug_sparse.hisparse import triton_swap
 
@@ -299,6 +300,20 @@ def test_kernels_do_what_torch_does(topk, buffer_size, nodes, more, device, monk
         tables, others = trace.hisparse.tables, plain.hisparse.tables
         assert torch.equal(tables.held.cpu(), others.held) and torch.equal(tables.order.cpu(), others.order)
     trace.end()
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+def test_few_programs_stage_a_prefix_of_many_tiles(device, monkeypatch):
+    """A captured prefill launches as many for every request."""
+    from attnplug_sparse.hisparse import triton_swap
+
+    monkeypatch.setattr(triton_swap, "_STAGING_PROGRAMS", 1)
+    monkeypatch.setattr(triton_swap, "_MAX_COPIERS", 2)
+    trace = Trace(50, 50, 1, device, kernels=True)
+    row = trace.admit()
+    for new in (50, 5):  # the second one's choice is all 50 rows before it, in two tiles
+        trace.step({row: new})
+    assert trace.hisparse.statistics().staged == 50 * LAYERS
 
 
 # ---- a backend over it ----

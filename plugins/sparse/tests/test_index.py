@@ -68,6 +68,7 @@ def scene(case: KernelCase, device: str = "cpu", types: str = "float32", score: 
 
 @by_kernel
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sample(5)
 def test_rows_are_chosen_as_float64_chooses_them(name, device):
     """A10; NaN in every page and row that must not be read."""
     scene(CASES[name], device).check()
@@ -76,6 +77,7 @@ def test_rows_are_chosen_as_float64_chooses_them(name, device):
 @by_kernel
 @pytest.mark.parametrize("types", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("name", ["decode", "extend", "verify of trees"])
+@pytest.mark.sample(4)
 def test_keys_in_short_types(name, types, device):
     scene(CASES[name], device, types).check()
 
@@ -177,6 +179,7 @@ def test_positions_are_found_where_they_lie_and_slots_are_taken_as_they_are(devi
 @by_kernel
 @pytest.mark.parametrize(("name", "types"), [("decode", "bfloat16"), ("verify", "float32"), ("verify of trees", "fp8")])
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # numpy, of a padded request's queries
+@pytest.mark.sample(2)
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests_as_eager_does(name, types, device):
     """B2's ground; equal bits."""
     case = CASES[name]

@@ -52,6 +52,7 @@ def test_window_cap_and_sinks(device):
     [(DECODE, 1, {"programs": 15}), (DECODE, 1, {"programs": 9, "single": True}), (EXTEND, 50, {"tile": 64})],
     ids=["many parts", "single steps", "tall tiles"],
 )
+@pytest.mark.sample(2)
 def test_parts_are_merged(mode, new, changes, device):
     cut = replace(MHAKernelConfig(16, 16, 4, 2, programs=9, overlap=False), **changes)
     stage = check(case(mode, (170, new), (0, new), (3, new), head_dim=32), device, lambda *_: cut)
@@ -101,6 +102,7 @@ def over(shape: str, context: BackendContext, asked: KernelCase) -> tuple[MHAPoo
     ("shape", "mode", "new"),
     [("vllm", DECODE, 1), ("vllm", EXTEND, 20), ("columns apart", EXTEND, 20), ("odd addresses", DECODE, 1)],
 )
+@pytest.mark.sample(2)
 def test_a_cache_of_any_strides(mode, new, shape, device):
     pools = []
 

@@ -51,6 +51,7 @@ def scenes(case: KernelCase, new: int, device: str) -> tuple[KernelScene, list[K
     [(DECODE, 1, {"window": 20}), (DECODE, 1, FP8), (DRAFT_EXTEND, 2, {"page_size": 1})],
     ids=["window", "fp8", "draft"],
 )
+@pytest.mark.sample(2)
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, changes, device):
     """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
     stage, others = scenes(mha((), mode, **{**SMALL, **changes}), new, device)

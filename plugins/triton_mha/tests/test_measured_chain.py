@@ -53,7 +53,9 @@ def test_a_captured_chain_gives_what_torch_native_gives(
     """On a CPU the captured batch runs as it is. Its table is for the longest context, its lengths on the device."""
     monkeypatch.setattr("attnplug_tune.stage.CALLS", 2)
     dtype = DType.FLOAT32 if device == "cpu" else DType.BFLOAT16
-    task = Task(LAYER, MeasuredShape.of(LAYER, dtype, dtype, 64), Point(Role.DECODE, 3, 130, tokens, ragged=True))
+    task = Task(
+        LAYER, MeasuredShape.of(LAYER, (dtype, dtype), 64, False), Point(Role.DECODE, 3, 130, tokens, ragged=True)
+    )
     with torch.inference_mode():
         wanted, _ = last_result(task, device, lambda context: built("torch_native", context))
         if device == "cpu":

@@ -45,6 +45,7 @@ def trees(rows: int, prefixes: tuple[int, ...] = (0, 37, 64), **changes: Any) ->
         (64, TALL, {"prefixes": (37,), "kv_heads": 4}),
     ],
 )
+@pytest.mark.sample(3)
 def test_every_request_has_a_tree_of_its_own(rows, cut, changes, device):
     """C4; whole pages, parts of pages and no prefix at all; NaN in every row that must not be read."""
     check(trees(rows, **changes), device, lambda *_: cut)

@@ -117,6 +117,7 @@ class TestBatches:
     @pytest.mark.parametrize(
         ("heads", "kv_dtype", "mode", "new"), [(4, None, VERIFY, 3), (4, FP8, EXTEND, 5), (24, None, DECODE, 1)]
     )
+    @pytest.mark.sample(2)
     def test_queries_in_two_parts(self, heads, kv_dtype, mode, new, device):
         """As a host has them that absorbs itself: latent parts head by head, rotary parts within wider rows."""
         given = lengths(3, 60, new, seed=heads)
@@ -160,6 +161,7 @@ class TestConfigurations:
         ],
         ids=lambda value: ",".join(value) or "plain" if isinstance(value, dict) else None,
     )
+    @pytest.mark.sample(5)
     def test_ways_to_cut_and_merge(self, mode, new, merge, changes, device):
         """Parts of long requests, several requests in one program, and both at once."""
         cut = replace(MLAKernelConfig(16, 16, 4, 2, merge=merge, merge_columns=64), **changes)
@@ -168,6 +170,7 @@ class TestConfigurations:
 
     @on_every_device
     @pytest.mark.parametrize(("mode", "new", "merge"), [(DECODE, 1, "kernel"), (VERIFY, 3, "last")])
+    @pytest.mark.sample(1)
     def test_tiles_with_a_lead(self, mode, new, merge, device):
         """Long and short requests: every tile's parts lie after its lead, for whoever merges them too."""
         cut = MLAKernelConfig(16, 16, 4, 2, programs=4, start_steps=5, merge=merge, merge_columns=512)
@@ -177,6 +180,7 @@ class TestConfigurations:
 
     @on_every_device
     @pytest.mark.parametrize("merge_parts", [64, 32])
+    @pytest.mark.sample(1)
     def test_a_tile_of_many_parts(self, merge_parts, device):
         """More than the shorter piece of code takes at once: by the longer one, or by the shorter one twice."""
         cut = MLAKernelConfig(16, 16, 4, 2, programs=14, merge_parts=merge_parts, merge_columns=512)
@@ -295,6 +299,7 @@ class TestBits:
         ("mode", "new", "merge"),
         [(DECODE, 1, "kernel"), (VERIFY, 3, "last"), (EXTEND, 5, "last")],
     )
+    @pytest.mark.sample(2)
     def test_batch_invariance(self, mode, new, merge, device):
         """A request's bits are the same alone, among others, and wherever it stands."""
         mine, others = (70 if device == "cpu" else 9000, new), ((40, new), (0, new), (90, new))

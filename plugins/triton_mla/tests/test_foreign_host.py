@@ -171,6 +171,7 @@ def sglang(step: Step) -> Made:
     ],
     ids=["vllm", "vllm across layers", "vllm with rows apart", "sglang", "sglang with pages"],
 )
+@pytest.mark.sample(3)
 def test_another_engines_tensors_give_float64s_result(host, page_size, mode, device):
     dims, dtype = (NARROW, DType.FLOAT32) if device == "cpu" else (DEEPSEEK, DType.BFLOAT16)
     step = Step(mode, page_size, dims, dtype, device)

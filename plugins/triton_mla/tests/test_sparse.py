@@ -59,6 +59,7 @@ def scene(case: KernelCase, device: str = "cpu") -> SparseStage:
     ("name", "device"),
     [*((name, "cpu") for name in OTHERS), *(pytest.param(name, "cuda", marks=DEVICES[1].marks) for name in CASES)],
 )
+@pytest.mark.sample(4)
 def test_rows_are_chosen_and_attended_to_as_float64_does(name, device):
     """A10; NaN in every page and row that must not be read."""
     scene(CASES[name], device).check()
@@ -159,6 +160,7 @@ def test_an_fp8_cache(device):
 
 @on_every_device
 @pytest.mark.parametrize("name", ["decode", "verify", "verify of trees"])
+@pytest.mark.sample(2)
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests_as_eager_does(name, device):
     """B2's ground; equal bits."""
     case = CASES[name]

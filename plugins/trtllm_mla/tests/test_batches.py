@@ -308,6 +308,7 @@ class TestNothingIsReadBack:
     @on_every_device
     @of_both_types
     @pytest.mark.parametrize("mode", [DECODE, VERIFY, EXTEND])
+    @pytest.mark.sample(4)
     def test_planning_copies_nothing_from_the_device(self, mode, kv_dtype, device):
         """Lengths on the CPU are enough: those on the device are never looked at."""
         new = {DECODE: 1, VERIFY: 3}.get(mode, (1, 40))

@@ -25,6 +25,7 @@ DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 @pytest.mark.parametrize(
     ("mode", "new", "heads", "page_size", "kv_dtype"), [(DECODE, 1, 24, 128, FP8), (VERIFY, 4, 24, 64, None)]
 )
+@pytest.mark.sample(1)
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, heads, page_size, kv_dtype, device):
     """Replays give float64's result; padded requests are zero, and nothing is written for them."""
     case = mla(((300, new),) * 4, mode, page_size, heads, kv_dtype=kv_dtype)

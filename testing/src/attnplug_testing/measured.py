@@ -24,7 +24,6 @@ def measured_twins(monkeypatch: pytest.MonkeyPatch, folder: Path, layer: LayerSp
     native = load_registry().get("torch_native")
     twins = {name: replace(native, spec=replace(native.spec, name=name)) for name in ("alpha", "beta")}
     here = next(iter(CPU.detect()))
-    assert here is not None
     times = {"alpha": (10.0, 90.0), "beta": (11.0, 20.0)}
     tables = [
         MeasuredTable(
@@ -32,7 +31,7 @@ def measured_twins(monkeypatch: pytest.MonkeyPatch, folder: Path, layer: LayerSp
             here.sm,
             name,
             role,
-            MeasuredShape.of(layer, dtype, dtype, 64),
+            MeasuredShape.of(layer, (dtype, dtype), 64, False),
             tuple(
                 Measurement(1, length, 1, False, *[time] * 3) for length, time in zip((8, 64), times[name], strict=True)
             ),

@@ -24,3 +24,20 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     hypothesis.settings.register_profile("attnplug", deadline=None, print_blob=True, max_examples=40)
     hypothesis.settings.load_profile("attnplug")
     early_config.pluginmanager.import_plugin("attnplug_testing.command")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but ``n`` of the parameter sets of a test with ``sample(n)`` as long, those for a GPU aside.
+
+    The ``n`` sets are evenly spaced.
+    """
+    tests: dict[str, list[tuple[pytest.Item, int]]] = {}
+    for item in items:
+        marker = item.get_closest_marker("sample")
+        if marker is not None and item.get_closest_marker("gpu") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append((item, *marker.args))
+    for sets in tests.values():
+        for place, (item, count) in enumerate(sets):
+            if place * count % len(sets) >= count:
+                item.add_marker("long")

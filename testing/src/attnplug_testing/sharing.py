@@ -100,8 +100,9 @@ def share(monkeypatch: pytest.MonkeyPatch, *names: str, longest: int = LONGEST) 
 def tune(model: str, *names: str) -> None:
     """Write measured tables by which these backends alternate in decoding the model."""
     processor, registry = next(iter(CPU.detect())), load_registry()
-    assert processor is not None
-    (shape,) = {MeasuredShape.of(layer, DType.FLOAT32, DType.FLOAT32, 64) for layer in load_model(model).layers}
+    (shape,) = {
+        MeasuredShape.of(layer, (DType.FLOAT32, DType.FLOAT32), 64, False) for layer in load_model(model).layers
+    }
     tables = [
         MeasuredTable(
             processor.name,

@@ -10,7 +10,7 @@ from pathlib import Path
 from attnplug.cli.app import option
 from attnplug.declare.errors import UsageError
 from attnplug.declare.options import split_settings
-from attnplug.declare.problem import DType, Problem
+from attnplug.declare.problem import DType, ExtendPath, Problem
 from attnplug.declare.settings import Setting
 from attnplug.registry.registry import load_registry
 from attnplug_tune.points import check_requests, parse_points
@@ -18,7 +18,7 @@ from attnplug_tune.shapes import parse_shapes
 
 _MEASURING_OPTIONS = (
     *("model", "shapes", "host", "points", "backends", "device", "dtype", "kv_dtype", "page_size", "backend_option"),
-    *("max_batch", "max_context", "speculative_tokens", "against", "out", "plot"),
+    *("max_batch", "max_context", "speculative_tokens", "mla_extend", "against", "out", "plot"),
 )
 _LIBRARIES = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}  # distributions by module
 
@@ -28,6 +28,11 @@ def check_tune(parsed: argparse.Namespace) -> None:
     if not parsed.budget > 0:
         raise UsageError(f"--budget {parsed.budget:g} is too short; give seconds above 0")
     _check_measuring(parsed)
+    if mixed := [point for point in parse_points(parsed.points or "1x1") if point.decodes]:
+        raise UsageError(
+            f"--points: {mixed[0]} is a mixed batch, and tables have none: auto estimates them from others, such as "
+            "32x4k+1; leave it out, or measure it with 'attnplug bench'"
+        )
     _check_plotted("--report", parsed.report, ".html")
 
 
@@ -54,6 +59,10 @@ def _check_measuring(parsed: argparse.Namespace) -> None:
         parse_shapes(parsed.shapes)
     if parsed.points is not None:
         parse_points(parsed.points)
+    if parsed.mla_extend is not None:
+        ExtendPath.parse(parsed.mla_extend)
+        if parsed.host is not None:
+            raise UsageError(f"--mla-extend is for our own engine; {parsed.host} prefills MLA itself. Leave one out")
     if parsed.max_batch is not None:
         check_requests(parsed.max_batch)
     if parsed.device is not None:

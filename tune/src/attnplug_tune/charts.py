@@ -116,5 +116,6 @@ def _title(point: Point) -> str:
     requests = f"{point.requests} request{'s' * (point.requests > 1)}"
     if point.role is Role.PREFILL:
         prefix = point.length - point.tokens
-        return f"{requests}, prefix of {prefix} rows" if prefix else f"{requests}, no prefix"
+        beside = f", beside {point.decodes} decodes" * bool(point.decodes)
+        return (f"{requests}, prefix of {prefix} rows" if prefix else f"{requests}, no prefix") + beside
     return requests + f", {point.tokens} tokens each" * (point.tokens > 1) + ", lengths differ" * point.ragged

@@ -59,9 +59,11 @@ def _add_measuring_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", metavar="NAME", help=text)
     text = (
         "in place of a grid: 64x4096 decodes, 64x~4096 with lengths around that, 64x4096v4 verifies 4 tokens, 1x8k+512 "
-        "prefills 512 after 8192 rows"
+        "prefills 512 after 8192 rows, 1x8k+512&32x4k beside 32 decodes (bench only)"
     )
     parser.add_argument("--points", metavar="POINTS", help=text)
+    text = "path of MLA prefills: absorbed, one_shot or chunked (default: as the engine chooses, batch by batch)"
+    parser.add_argument("--mla-extend", metavar="PATH", help=text)
     text = "backends to measure, auto included where it is to be compared (default: all that are usable)"
     parser.add_argument("--backends", metavar="A,B", help=text)
     add_device_option(parser)

@@ -241,6 +241,7 @@ def _builder(job: Job, registry: Registry, task: Task) -> Build:
             page_size=shape.page_size,
             wants_graphs=runtime.graph is not None,
             mla_by_host=shape.hosted,
+            mla_extend=shape.path,
         )
         ranking = default_ranking(registry, problem, per_batch=True)
         return build_selection(select(registry, BackendRequest(), problem, ranking=ranking), context)

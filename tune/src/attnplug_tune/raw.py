@@ -26,10 +26,9 @@ def raw_calls(backend: str) -> Callable[[RawScene], RawCalls | None] | None:
 
 def raw_chain(backend: str, side: str, stage: Stage) -> Chain | None:
     """Chain of a library's calls over the caches of a stage; None if the library has no such call."""
-    make = raw_calls(backend)
-    if make is None:
+    make, point = raw_calls(backend), stage.task.point
+    if make is None or point.decodes:
         return None
-    point = stage.task.point
     scene = RawScene(
         stage.layers,
         stage.pools,

@@ -15,7 +15,7 @@ from attnplug_tune.measure import Timed
 from attnplug_tune.points import Point
 from attnplug_tune.raw import RAW
 
-SCHEMA = 2
+SCHEMA = 3
 _MOST = 1 << 40
 SLOWER = 1.05
 """Factor beyond which a median counts as slower, if the ranges between quartiles do not overlap."""
@@ -41,6 +41,8 @@ class BenchRow:
     high: float
     limit_us: float = 0.0
     planned_by: str = ""
+    decodes: int = 0
+    decode_length: int = 0
 
     @property
     def label(self) -> str:
@@ -49,7 +51,8 @@ class BenchRow:
 
     @property
     def point(self) -> Point:
-        return Point(Role(self.role), self.requests, self.length, self.tokens, self.ragged)
+        counts = self.requests, self.length, self.tokens
+        return Point(Role(self.role), *counts, self.ragged, self.decodes, self.decode_length)
 
     @property
     def share(self) -> float | None:
@@ -78,6 +81,8 @@ def row_of(timed: Timed, bandwidth: float = 0.0) -> BenchRow:
         measured.high,
         1e6 * task.moved_bytes() / bandwidth if bounded else 0.0,
         timed.planned_by,
+        task.point.decodes,
+        task.point.decode_length,
     )
 
 
@@ -127,8 +132,8 @@ def _row(data: Mapping[str, object]) -> BenchRow:
         if name in ("side", "layer", "role", "planned_by"):
             Role(str(value)) if name == "role" else None
             right = isinstance(value, str) and value.isprintable()
-        elif name in ("requests", "length", "tokens"):
-            right = type(value) is int and 0 < value < _MOST
+        elif name in ("requests", "length", "tokens", "decodes", "decode_length"):
+            right = type(value) is int and (not name.startswith("decode")) <= value < _MOST
         elif name == "ragged":
             right = type(value) is bool
         else:
@@ -226,4 +231,4 @@ def sides_of(points: Mapping[Point, Mapping[str, BenchRow]]) -> list[str]:
 
 
 def _place(row: BenchRow) -> tuple[object, ...]:
-    return row.layer, row.role, row.ragged, row.tokens, row.requests, row.length, row.side
+    return row.layer, row.role, row.ragged, row.decodes, row.tokens, row.requests, row.length, row.side

@@ -117,9 +117,10 @@ def tasks_of(registered: Registered, problems: Sequence[Problem], points: Sequen
         for number, problem in enumerate(problems):
             if (number, point.role) not in served or problem.model is None:
                 continue
-            dtype, kv_dtype = problem.dtype or DType.FLOAT32, problem.kv_dtype or problem.dtype or DType.FLOAT32
+            dtype, path = problem.dtype or DType.FLOAT32, problem.mla_extend if point.role is Role.PREFILL else None
             page_size = page_size_for(registered, problem)
             for layer in layers_to_measure(problem.model.for_rank(problem.tensor_parallel))[0]:
-                shape = MeasuredShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=problem.mla_by_host)
+                types = dtype, problem.kv_dtype or dtype
+                shape = MeasuredShape.of(layer, types, page_size, problem.mla_by_host, path)
                 found[Task(layer, shape, point)] = None
     return tuple(found)

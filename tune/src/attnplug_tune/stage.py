@@ -3,8 +3,9 @@
 A step is planned once and every call writes its new rows, as in an engine. Decodes and verifies run in a CUDA graph if
 the backend claims it, with a page table for the longest context and lengths on the device only. In a graph each call
 depends on the previous result, so that no two overlap. MLA decodes and verifies are absorbed; the up-projections are
-not part of a backend. MLA prefills take the policy's path, up-projections included. If a host absorbs MLA itself, its
-queries come in two parts, and it has written the new rows.
+not part of a backend. MLA prefills take the requested path, or the policy's, up-projections included. Extends of one
+token are decodes of a mixed batch, which is absorbed if the backend can. If a host absorbs MLA itself, its queries come
+in two parts, and it has written the new rows.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ FEW_CALLS = 4
 """Calls of a slow chain: prefills, and decodes over very large caches."""
 _LONG_BYTES = 2 << 30
 """Size of a cache that takes half a millisecond to read."""
+_LONG_PAIRS = 1 << 25
+"""Pairs of a query row and a KV row that take a millisecond or more: a single call is timed."""
 _FILL_ROWS = 1 << 15
 _LINKED = 8
 """Output elements that the next call depends on."""
@@ -103,12 +106,14 @@ class Stage:
         self.lengths = task.point.lengths
         cache = cache_bytes(task)
         self.calls = FEW_CALLS if cache > _LONG_BYTES or task.point.role is Role.PREFILL else CALLS
+        if task.point.rows * max(self.lengths) > _LONG_PAIRS:
+            self.calls = 1
         self.layers = tuple(replace(task.layer, layer_id=number) for number in range(min(_layers(cache), self.calls)))
         self.context = max(setup.max_context, *self.lengths)
         self.page_table = self._page_table()
         self.pools = self._pools()
         self._fill()
-        rows, requests = task.point.rows, task.point.requests
+        rows, requests = task.point.rows, len(self.lengths)
         self.attention = ModelAttention(
             build(
                 HostContext(
@@ -195,10 +200,8 @@ class Stage:
         point = self.task.point
         mode = ForwardMode.DECODE if point.tokens == 1 else ForwardMode.TARGET_VERIFY
         if point.role is Role.PREFILL:
-            mode = ForwardMode.EXTEND
-        geometry = Geometry.of_lengths(
-            mode, self.page_table, [point.tokens] * point.requests, self.lengths, self.page_size
-        )
+            mode = ForwardMode.MIXED if 1 in point.query_lens else ForwardMode.EXTEND
+        geometry = Geometry.of_lengths(mode, self.page_table, point.query_lens, self.lengths, self.page_size)
         if not captured:
             return ForwardBatch(geometry)
         width = math.ceil(self.context / self.page_size)
@@ -217,7 +220,7 @@ class Stage:
             attention.reserve(batch.batch_size, batch.num_tokens)
             attention.capture(batch, in_capture=True)
         else:
-            attention.plan(batch)
+            attention.plan(batch, self.task.shape.path)
         call = self._call(batch)
 
         def run() -> None:

@@ -14,7 +14,7 @@ from attnplug.declare.device import Processor
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options, split_settings
-from attnplug.declare.problem import DType, Problem, Role, model_dtype
+from attnplug.declare.problem import DType, ExtendPath, Problem, Role, model_dtype
 from attnplug.declare.settings import Render, Setting
 from attnplug.machine.runtime import open_device, runtime_of
 from attnplug.registry.hosts import load_host
@@ -105,7 +105,7 @@ def read_workload(parsed: argparse.Namespace) -> Workload:
         points = default_points(on_gpu, batch, context, parsed.speculative_tokens)
     else:
         points = parse_points(parsed.points)
-        context = max(context, *(point.lengths[-1] for point in points))
+        context = max(context, *(max(point.lengths) for point in points))
     problems = tuple(_problem(parsed, model, device, processor) for model in models)
     if parsed.host is not None:
         problems = tuple(_hosted(parsed.host, problem) for problem in problems)
@@ -133,6 +133,7 @@ def _problem(parsed: argparse.Namespace, model: ModelSpec, device: torch.device,
         wants_graphs=runtime.graph is not None,
         speculative_tokens=parsed.speculative_tokens,
         tensor_parallel=parsed.tensor_parallel,
+        mla_extend=None if parsed.mla_extend is None else ExtendPath.parse(parsed.mla_extend),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from attnplug.host import (
     Selection,
     WorkspaceOwner,
     build_selection,
+    compile_progress,
     load_registry,
 )
 from attnplug_sglang.backend import AttnplugBackend
@@ -65,7 +67,8 @@ def _build(name: str, runner: Any) -> AttnplugBackend:
         part = ModelSpec(model.name, model.model_type, group.layers, model.context_length, model.dtype, model.ranks)
         pools = pools_over(runner.token_to_kv_pool, group, runner.page_size, _scales(runner))
         context = _context(runner, part, pools, workspace)
-        attention = ModelAttention(build_selection(selection, context), pools)
+        with compile_progress(partial(logger.info, "attnplug has compiled %d of %d kernels")):
+            attention = ModelAttention(build_selection(selection, context), pools)
         table = PageTable(runner.req_to_token_pool.req_to_token, runner.page_size, group.translate)
         groups.append((attention, table, tuple(layer.layer_id for layer in group.layers)))
     backend = AttnplugBackend(runner, layers, groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from attnplug.host import (
     Selection,
     WorkspaceOwner,
     build_selection,
+    compile_progress,
 )
 from attnplug_vllm.host import render
 from attnplug_vllm.selection import Refused
@@ -116,7 +118,8 @@ class GroupAttention:
                 pools=pools,
                 workspace=workspace,
             )
-            backend = build_selection(self.selection, context)
+            with compile_progress(partial(logger.info, "attnplug has compiled %d of %d kernels")):
+                backend = build_selection(self.selection, context)
             attention = ModelAttention(backend, pools)
         except AttnplugError as error:
             raise Refused(error.format(render), error=error) from error

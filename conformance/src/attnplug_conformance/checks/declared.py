@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 
+from attnplug import ForwardMode
 from attnplug.declare.version import CONTRACT_VERSION
+from attnplug.registry.isolation import BuildError
+from attnplug.registry.kernel_builds import declared_builds
+from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.diagnosis import CheckFailure
-from attnplug_conformance.subject import Subject
+from attnplug_conformance.subject import Subject, Unclaimed
 
 _PROGRAM = """
 import json, sys
@@ -45,6 +50,30 @@ def _contract(context: CheckContext) -> None:
         raise CheckFailure(f"it is written for contract {spec.contract}; the installed contract is {CONTRACT_VERSION}")
 
 
+def _kernel_builds(context: CheckContext) -> None:
+    """Ask for the kernels of a decode of every claimed kind. None is compiled; other checks build what they run."""
+    subject = context.subject
+    for kind in subject.claimed_kinds():
+        try:
+            case = subject.fit(Case(((3, 1),), ForwardMode.DECODE, kind))
+        except Unclaimed:
+            continue
+        problem = case.problem(subject.device.type, subject.sm, subject.architecture)
+        try:
+            builds = declared_builds(subject.registered, problem, subject.capabilities.roles, subject.options)
+        except BuildError as error:
+            raise CheckFailure(str(error)) from error
+        for build in builds:
+            try:
+                pickle.dumps(build.build)
+            except Exception as error:
+                raise CheckFailure(f"kernel {build.name} cannot be built in another process: {error}") from error
+
+
+def _lists_kernels(subject: Subject) -> str | None:
+    return None if subject.registered.spec.kernel_builds is not None else "it lists no kernels to build"
+
+
 def _installed(subject: Subject) -> str | None:
     from importlib.metadata import PackageNotFoundError, distribution
 
@@ -59,6 +88,15 @@ def _installed(subject: Subject) -> str | None:
 
 def declared_checks() -> Iterator[Check]:
     yield Check("declared.contract", "declared", "it is written for this contract", None, _contract, True)
+    yield Check(
+        "declared.kernel_builds",
+        "declared",
+        "the kernels that it compiles just in time are listed, each under a name of its own, and can be pickled",
+        None,
+        _kernel_builds,
+        False,
+        _lists_kernels,
+    )
     yield Check(
         "declared.light",
         "declared",

@@ -15,6 +15,7 @@ from attnplug.wrappers.split import HybridLinearBackend
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, Shape, always
 from attnplug_conformance.check import Check, CheckContext, Measured, expect_error
+from attnplug_conformance.checks.graphs import requires_graphs
 from attnplug_conformance.diagnosis import CheckFailure, check_settings_unchanged, failure_prefix
 from attnplug_conformance.linear_scene import PAGE, LinearScene, tokens_of
 from attnplug_conformance.subject import Subject
@@ -23,6 +24,7 @@ EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXE
 VERIFY = ForwardMode.TARGET_VERIFY
 STRONG = 8.0
 """Factor by which decay is stronger than in other cases: 64 tokens then decay by exp(-256)."""
+_READ = {DECODE: "state_slots", EXTEND: "state_slots and new_lens"}
 KINDS = tuple(kind for kind in AttentionKind if kind.is_linear)
 
 
@@ -264,22 +266,25 @@ def _built_twice(context: CheckContext) -> None:
 
 
 def _graph(context: CheckContext) -> None:
-    """Captured decode: state slots change between replays, and padded requests have slot -1."""
+    """Captured decode or extend: state slots, and an extend's lengths, change between replays; padded requests have
+    slot -1."""
     scene = _scene(context)
     attention = scene.attention()
-    requests = len(scene.new)
-    attention.reserve(requests, requests)
+    requests, rows, mode = len(scene.new), scene.rows, context.case.mode
+    attention.reserve(requests, rows)
     device = scene.device
+    new_lens = torch.zeros(requests, dtype=torch.int32, device=device) if mode is EXTEND else None
     slots = torch.full((requests,), -1, dtype=torch.int64, device=device)
     batch = ForwardBatch(
         Geometry(
-            DECODE,
+            mode,
             torch.zeros(requests, 256, dtype=torch.int32, device=device),
             torch.full((requests,), attention.padding_length(), dtype=torch.int32, device=device),
             PAGE,
-            rows=requests,
+            rows=rows,
             max_seq_len=256 * PAGE,
-            max_new=1,
+            max_new=1 if new_lens is None else rows,
+            new_lens=new_lens,
             captured=True,
             state_slots=slots,
         )
@@ -296,8 +301,13 @@ def _graph(context: CheckContext) -> None:
         with runtime.module.graph(graph):
             outs = run()
     real = requests - 1
+    live = sum(scene.new[:real])
     slots[:real] = torch.tensor(scene.slots[:real], device=device)
-    batch.geometry.seq_lens[:real] = 2
+    batch.geometry.seq_lens[:real] = torch.tensor(
+        [before + new for before, new in context.case.lengths[:real]], dtype=torch.int32, device=device
+    )
+    if new_lens is not None:
+        new_lens[:real] = torch.tensor(scene.new[:real], dtype=torch.int32, device=device)
     attention.capture(batch)
     if graph is None:
         outs = run()
@@ -307,11 +317,11 @@ def _graph(context: CheckContext) -> None:
     for found, right in zip(outs, wanted[::-1], strict=True):
         if found is None:
             continue
-        error = relative_error(found[:real].flatten(1).unsqueeze(1), torch.cat(right)[:real].flatten(1).unsqueeze(1))
+        error = relative_error(found[:live].flatten(1).unsqueeze(1), torch.cat(right)[:live].flatten(1).unsqueeze(1))
         if not error <= scene.tolerance:
-            raise CheckFailure(f"a replay with other slots is wrong by {error:.1e}; read state_slots on the device")
-        if (found[real:] != 0).any():
-            raise CheckFailure("the output of a padded request of a replay is not zero")
+            raise CheckFailure(f"a replay with other slots is wrong by {error:.1e}; read {_READ[mode]} on the device")
+        if (found[live:] != 0).any():
+            raise CheckFailure("the output of a padded request or row of a replay is not zero")
     for states, right, before in zip(scene.states(LAYER), [a for a in after if a], scene.before, strict=True):
         for request, slot in enumerate(scene.slots):
             should = right[request] if request < real else before[request].double()
@@ -394,3 +404,13 @@ def _checks_of(kind: AttentionKind) -> Iterator[Check]:
         lambda subject: None if subject.capabilities.cuda_graph else "it claims no CUDA graphs",
         claim="graphs",
     )
+    for name, lengths in (("", (*some, (2, 70), (0, 66))), (".short", ((5, 3), (0, 4), (9, 1), (0, 6)))):
+        yield check(
+            f"graph.extend{name}",
+            "a captured extend is replayed with other states and lengths, and fewer requests",
+            of(*lengths, graph=GraphLevel.ALWAYS),
+            _graph,
+            False,
+            requires_graphs(GraphLevel.ALWAYS),
+            claim="graphs",
+        )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from attnplug.auto.schedule import BackendSchedule
+from attnplug.auto.schedule import BackendSchedule, ExtendSchedule
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.geometry import Geometry
@@ -80,6 +80,9 @@ class FastestBackend(ForwardingBackend):
         if isinstance(by, str):
             return by
         requests, host, typical = geometry.requests or 1, geometry.host, geometry.typical
+        if host is not None and isinstance(by, ExtendSchedule):
+            times = by.expected_extend(host.query_lens, host.kv_lens)
+            return min(times, key=lambda name: (times[name], name))
         if typical is not None:
             mean, longest = typical
         elif host is not None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from attnplug.declare.errors import PluginError
 from attnplug.declare.model import AttentionKind, LayerSpec
-from attnplug.declare.problem import DType, Role
+from attnplug.declare.problem import DType, ExtendPath, Role
 from attnplug.declare.reading import integer, members_of, several
 
 _MOST = 1 << 40
@@ -23,6 +23,7 @@ class MeasuredShape:
     ``head_dim`` is the width of a cached key row; for MLA, of the latent row that all heads share. ``value_dim`` is the
     width of a value row; for MLA, ``kv_lora_rank``. ``window`` and ``topk`` are 0 if a layer attends to all rows.
     ``hosted``: MLA whose host absorbs the queries. They come in two parts, and new rows are cached before the call.
+    ``path``: the path of MLA extends, up-projections included; None if ``ExtendPolicy`` chose it batch by batch.
     """
 
     kind: AttentionKind
@@ -36,35 +37,36 @@ class MeasuredShape:
     window: int = 0
     topk: int = 0
     hosted: bool = False
+    path: ExtendPath | None = None
 
     def __post_init__(self) -> None:
-        enums = {"kind": AttentionKind, "dtype": DType, "kv_dtype": DType}
+        enums = {"kind": AttentionKind, "dtype": DType, "kv_dtype": DType, "path": ExtendPath}
         for name in (each.name for each in fields(self)):
             value = getattr(self, name)
-            if name in enums:
+            if name in enums and (name != "path" or value is not None):
                 object.__setattr__(self, name, *members_of(enums[name])(name, [value]))
             elif name == "hosted":
-                if type(value) is not bool or (value and self.kind is not AttentionKind.MLA):
-                    raise PluginError(f"hosted={value!r} must be true or false, and is false of {self.kind}")
-            elif not 0 <= integer(name, value) < _MOST:
+                if type(value) is not bool or ((value or self.path) and self.kind is not AttentionKind.MLA):
+                    raise PluginError(f"hosted={value!r} must be a bool; it and path={self.path!r} are for mla alone")
+            elif name != "path" and not 0 <= integer(name, value) < _MOST:
                 raise PluginError(f"{name}={value!r} must not be negative, and below {_MOST}")
 
     @classmethod
     def of(
-        cls, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int, *, mla_by_host: bool = False
+        cls, layer: LayerSpec, types: tuple[DType, DType], page_size: int, hosted: bool, path: ExtendPath | None = None
     ) -> MeasuredShape:
-        """Shape of a layer as one rank has it (``LayerSpec.for_rank``)."""
+        """Shape of a layer as one rank has it (``LayerSpec.for_rank``), with the types of activations and cache."""
         mla, topk = layer.mla, 0 if layer.indexer is None else layer.indexer.topk
         row = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
         if mla is not None:
             row = 1, mla.row_dim, mla.kv_lora_rank
-        types, hosted = (dtype, kv_dtype), mla_by_host and mla is not None
-        return cls(layer.kind, layer.num_heads, *row, *types, page_size, layer.sliding_window or 0, topk, hosted)
+        window, (hosted, path) = layer.sliding_window or 0, (False, None) if mla is None else (hosted, path)
+        return cls(layer.kind, layer.num_heads, *row, *types, page_size, window, topk, hosted, path)
 
     def __str__(self) -> str:
         heads = f"{self.num_heads}" if self.kind is AttentionKind.MLA else f"{self.num_heads}/{self.num_kv_heads}"
         more = f", window {self.window}" * bool(self.window) + f", {self.topk} rows chosen" * bool(self.topk)
-        more += ", absorbed by a host" * self.hosted
+        more += ", absorbed by a host" * self.hosted + (f", extended {self.path}" if self.path else "")
         types = self.dtype if self.dtype is self.kv_dtype else f"{self.dtype}, cache {self.kv_dtype}"
         return f"{self.kind} {heads} heads of {self.head_dim}, {types}, pages of {self.page_size}{more}"
 

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Protocol
 
 from attnplug.auto.measurement import MeasuredShape
-from attnplug.auto.schedule import BackendSchedule, BatchPoint, filled
+from attnplug.auto.schedule import BackendSchedule, BatchPoint, ExtendSchedule, filled
 from attnplug.auto.table_store import FoundTable, Plugins, load_tables
 from attnplug.declare.errors import TableWarning, UsageError
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, Problem, Role, model_dtype
@@ -85,8 +85,8 @@ TOLERANCE = 1.01
 """A backend joins a schedule only if some batch would take longer than the best time by this factor without it."""
 NOT_MEASURED = 2.0
 """Slowness of a backend at a point where it was not measured."""
-_SHOWN = BatchPoint(1, 4096, 1)
-"""Batch whose times are shown, or the nearest measured one."""
+_SHOWN = {Role.PREFILL: BatchPoint(1, 4096, 4096), Role.DECODE: BatchPoint(1, 4096, 1)}
+"""Batches whose times are shown, or the nearest measured ones."""
 _MEASURED_AS = {Role.DRAFT: Role.DECODE}
 _AGAIN = "measure it again by 'attnplug tune', or ask for it by name"
 _BY_BATCH = (Role.PREFILL, Role.DECODE)
@@ -141,9 +141,7 @@ class MeasuredRanking:
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
         preferred = BY_PREFERENCE.rank(usable, role, problem)
-        fits = self._fits(usable, role, problem)
-        present = [b.spec.name for b in usable if fits and all(b.spec.name in fit.tables for fit in fits)]
-        times = {name: found for name in present if (found := _model_times(name, fits))}
+        fits, times = self.measured(usable, role, problem)
         names = list(times)
         others = [b for b in preferred.backends if b.spec.name not in names]
         beside_others = len(names) > 1 and not all(b.source.embedded for b in usable if b.spec.name in names)
@@ -158,8 +156,9 @@ class MeasuredRanking:
         schedule = None
         by_batch = self._per_batch and role in _BY_BATCH and not (role is Role.PREFILL and problem.prefilled_by_host)
         if by_batch and len(sharing := _sharing(slowness, order)) > 1:
-            schedule = BackendSchedule({name: times[name] for name in sharing})
-        return Ranked(backends, _why(order, points, times, fits, others, schedule), schedule)
+            kind = ExtendSchedule if role is Role.PREFILL else BackendSchedule
+            schedule = kind({name: times[name] for name in sharing})
+        return Ranked(backends, _why(order, points, times, fits, others, schedule, role), schedule)
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
         """Backends that failed at a shape of the model's layers, on this machine and with the installed versions.
@@ -179,17 +178,17 @@ class MeasuredRanking:
                 found[table.backend] = Refusal(RefusalCode.MEASURED, message, value=table.backend, advice=_AGAIN)
         return found
 
-    def _fits(self, usable: Sequence[Registered], role: Role, problem: Problem) -> list[_Fit]:
-        """Tables for each shape of the model's layers; empty if some shape has none."""
-        names = {backend.spec.name for backend in usable}
-        tables = [
-            found
-            for found in self._tables
-            if found.table.backend in names and found.table.role is _MEASURED_AS.get(role, role)
-        ]
-        fits = [_fit(shape, count, tables, len(usable)) for shape, count in _shapes(role, problem).items()]
-        found = [fit for fit in fits if fit is not None]
-        return found if len(found) == len(fits) else []
+    def measured(self, usable: Sequence[Registered], role: Role, problem: Problem) -> tuple[list[_Fit], Times]:
+        """Tables for each shape of the model's layers, and mean microseconds of a layer; empty if a shape has none."""
+        names = [backend.spec.name for backend in usable]
+        measured_as = _MEASURED_AS.get(role, role)
+        tables = [each for each in self._tables if each.table.backend in names and each.table.role is measured_as]
+        found = [_fit(shape, count, tables, len(usable)) for shape, count in _shapes(role, problem).items()]
+        fits = [fit for fit in found if fit is not None]
+        if not fits or len(fits) < len(found):
+            return [], {}
+        present = [name for name in names if all(name in fit.tables for fit in fits)]
+        return fits, {name: times for name in present if (times := _model_times(name, fits))}
 
 
 def _served(points: Iterable[BatchPoint], role: Role, problem: Problem) -> list[BatchPoint]:
@@ -212,8 +211,8 @@ def _shapes(role: Role, problem: Problem) -> Counter[MeasuredShape]:
         return Counter()
     layers = model.linear_layers if role is Role.LINEAR else model.full_layers
     page_size = problem.page_size or math.lcm(DEFAULT_PAGE_SIZE, model.page_multiple)
-    kv_dtype, by_host = problem.kv_dtype or dtype, problem.mla_by_host
-    return Counter(MeasuredShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=by_host) for layer in layers)
+    types, path = (dtype, problem.kv_dtype or dtype), problem.mla_extend if role is Role.PREFILL else None
+    return Counter(MeasuredShape.of(layer, types, page_size, problem.mla_by_host, path) for layer in layers)
 
 
 def _fit(shape: MeasuredShape, count: int, tables: Sequence[FoundTable], usable: int) -> _Fit | None:
@@ -234,7 +233,7 @@ def _fit(shape: MeasuredShape, count: int, tables: Sequence[FoundTable], usable:
 
 def _distance(measured: MeasuredShape, shape: MeasuredShape) -> float:
     """Distance of two shapes in factors of two, page sizes aside; infinite if their times are not comparable."""
-    for name in ("kind", "dtype", "kv_dtype"):
+    for name in ("kind", "dtype", "kv_dtype", "path"):
         if getattr(measured, name) is not getattr(shape, name):
             return math.inf
     if bool(measured.window) != bool(shape.window) or bool(measured.topk) != bool(shape.topk):
@@ -289,10 +288,12 @@ def _why(
     fits: Sequence[_Fit],
     others: Sequence[Registered],
     schedule: BackendSchedule | None,
+    role: Role,
 ) -> str:
     """One line: times at one point, the origin of the tables, and backends that were not measured."""
     common = [point for point in points if all(point in times[name] for name in order)]
-    shown = min(common or points, key=lambda point: (sum(map(_octaves, point, _SHOWN)), point))
+    about = _SHOWN[_MEASURED_AS.get(role, role)]
+    shown = min(common or points, key=lambda point: (sum(map(_octaves, point, about)), point))
     figures = [f"{name} {times[name][shown]:.1f}" for name in order if shown in times[name]]
     figures[0] += " µs"
     new = f" ({shown.tokens} new)" if shown.tokens > 1 else ""

@@ -129,7 +129,7 @@ class BackendSchedule:
         """Restrict the schedule to ``names``. Return None if fewer than two backends remain."""
         kept = set(names)
         times = {name: times for name, times in self.times.items() if name in kept}
-        return BackendSchedule(times) if len(times) > 1 else None
+        return type(self)(times) if len(times) > 1 else None
 
     def fastest(self, requests: int, length: int, tokens: int, ragged: bool = False) -> str:
         """Name of the fastest backend. ``length`` is every request's KV length, or their mean if ``ragged``."""
@@ -221,9 +221,56 @@ class BackendSchedule:
         score = {name: math.fsum(map(math.log, slow)) for name, slow in slowness.items()}
         return min(self.times, key=lambda name: (unknown[name], score[name], name))
 
-    def _best(self, requests: int, length: int, tokens: int, ragged: bool) -> str:
+    def _best(self, requests: int, length: int, tokens: int, ragged: bool = False) -> str:
         expected = self.expected(requests, length, tokens, ragged)
         return min(expected, key=lambda name: (expected[name], name))
+
+
+class ExtendSchedule(BackendSchedule):
+    """Fastest backend for each extend, mixed batches included. Its points need not form a grid.
+
+    Batches are compared by the logarithms of their totals: requests, new tokens, and pairs of a new token and a row it
+    attends to. The time per unit of work is the mean over the six nearest points, weighted by distance.
+    """
+
+    def __init__(self, times: Mapping[str, Mapping[Any, float]]) -> None:
+        super().__init__(times)
+        self._places = [
+            (_place([point.tokens] * point.requests, [point.length] * point.requests), point)
+            for point in next(iter(self._filled.values()))
+        ]
+        self._nearby: dict[tuple[int, ...], dict[str, float]] = {}
+
+    fastest = BackendSchedule._best
+
+    def expected(self, requests: int, length: int, tokens: int, ragged: bool = False) -> dict[str, float]:
+        return self.expected_extend([tokens] * requests, [length] * requests)
+
+    def expected_extend(self, query_lens: Sequence[int], kv_lens: Sequence[int]) -> dict[str, float]:
+        """Interpolated microseconds of each candidate for requests with these new tokens and KV lengths."""
+        place = _place(query_lens, kv_lens)
+        if place not in self._nearby:
+            if len(self._nearby) >= _MOST_CACHED:
+                self._nearby.clear()
+            nearest = sorted((max(math.dist(place, at), 0.1), point, at) for at, point in self._places)[:6]
+            weights = {point: (distance**-4, _work(place) / _work(at)) for distance, point, at in nearest}
+            total = sum(weight for weight, _ in weights.values())
+            self._nearby[place] = {
+                name: math.exp(sum(w * math.log(more * times[point]) for point, (w, more) in weights.items()) / total)
+                for name, times in self._filled.items()
+            }
+        return self._nearby[place]
+
+
+def _place(query_lens: Sequence[int], kv_lens: Sequence[int]) -> tuple[int, ...]:
+    """Logarithms of a batch's totals in eighths of an octave, which bounds the number of cached places."""
+    pairs = sum([new * (2 * kv - new + 1) for new, kv in zip(query_lens, kv_lens, strict=True)]) // 2
+    return tuple(round(8 * math.log2(max(total, 1))) for total in (len(kv_lens), sum(query_lens), pairs))
+
+
+def _work(place: tuple[int, ...]) -> float:
+    """Work in pairs, with rough shares of each row and of the launch."""
+    return 2 ** (place[2] / 8) + 512 * 2 ** (place[1] / 8) + (1 << 19)
 
 
 def _describe(ranges: Sequence[LengthRange]) -> str:

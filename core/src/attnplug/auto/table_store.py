@@ -30,7 +30,7 @@ DRIVER = "driver"
 _PLATFORM = ("torch", "triton")
 """Distributions whose releases rarely change the order of backends, like those of the backend's own package. Shipped
 tables apply until their major version changes. The user's own tables apply to exactly what was measured."""
-SCHEMA = 4
+SCHEMA = 5
 _KEYS = ("schema", "device", "sm", "tables")
 _TABLE_KEYS = ("backend", "role", "shape", "measured", "versions")
 _SHAPE_KEYS = tuple(each.name for each in fields(MeasuredShape))
@@ -226,7 +226,8 @@ def _outdated(found: FoundTable, backend: Registered, processor: Processor) -> s
     for name in backend.spec.uses:
         measured, installed = table.versions.get(name), installed_version(name)
         if (measured is None) != (installed is None):
-            return f"measured with {name} {measured or 'missing'}, and it is {installed or 'missing'} here"
+            here_too = f"measured with {name} {measured or 'missing'}, and it is {installed or 'missing'} here"
+            return here_too if origin.own else ""  # shipped tables cannot fit every installation
     if not all(here.values()):
         return ""
     loosely = () if origin.own else (backend.source.distribution, *_PLATFORM)

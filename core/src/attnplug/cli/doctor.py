@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,6 +43,7 @@ _FOR_TESTS = {"test", "tests", "dev"}
 
 _OWN_VARIABLES = (ALLOW_VARIABLE, STRICT_VARIABLE, CACHE_VARIABLE, TABLES_VARIABLE)
 _VARIABLES = (*_OWN_VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR", "HF_HOME")
+_FILES_COUNTED = 10_000  # of a cache folder, in about 50 ms
 _THREADS = 10  # one per section, and those of the shared probes: plugins and torch
 
 
@@ -339,20 +341,30 @@ def _table_states(registry: Registry) -> Findings:
     return dict(states) or {"of this user": f"none in {cache_folder()}; 'attnplug tune' measures"}
 
 
-def _caches() -> Findings:
+def cache_folders() -> dict[str, Path]:
+    """Return the folders in which kernels, measured tables and models are cached."""
     home, variable = Path.home(), os.environ.get
-    folders = {
+    return {
         "flashinfer": Path(variable("FLASHINFER_WORKSPACE_BASE", home)) / ".cache" / "flashinfer",
-        "triton": Path(variable("TRITON_CACHE_DIR", home / ".triton" / "cache")),
+        "triton": Path(variable("TRITON_CACHE_DIR", Path(variable("TRITON_HOME", home)) / ".triton" / "cache")),
+        "attnplug": cache_folder(),
         "hugging face": Path(variable("HF_HOME", home / ".cache" / "huggingface")),
     }
-    return {name: f"{folder} ({_folder_state(folder)})" for name, folder in folders.items()}
+
+
+def _caches() -> Findings:
+    return {name: f"{folder} ({_folder_state(folder)})" for name, folder in cache_folders().items()}
 
 
 def _folder_state(folder: Path) -> str:
+    """Return whether a folder is writable, and its files and size. Counts at most ``_FILES_COUNTED`` files."""
     try:
         if not folder.is_dir():
             return "not there"
-        return "writable" if os.access(folder, os.W_OK) else "not writable"
+        paths = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
+        sizes = [os.lstat(path).st_size for path in islice(paths, _FILES_COUNTED)]
+        least = "at least " if len(sizes) == _FILES_COUNTED else ""
+        state = "writable" if os.access(folder, os.W_OK) else "not writable"
+        return f"{state}, {least}{len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
     except OSError as error:
         return f"cannot be read: {error}"

@@ -47,7 +47,7 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry)
         page_size=parsed.page_size,
         cuda_graph=GraphLevel.NEVER if parsed.cuda_graph is None else graph_level(parsed.cuda_graph),
         wants_graphs=registry.device(device).graphs is not None and parsed.cuda_graph is None,
-        wants_prefill_graphs=not parsed.speculative_tokens and not parsed.enable_hisparse,
+        wants_prefill_graphs=True,
         speculative_tokens=parsed.speculative_tokens,
         speculative_topk=parsed.speculative_topk,
         coordinator="hisparse" if parsed.enable_hisparse else None,

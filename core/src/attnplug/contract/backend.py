@@ -30,8 +30,7 @@ class ForwardExtras:
     lse: Tensor | None = None
     """Output ``[tokens, heads]`` float32: log-sum-exp, natural log, -inf for a row that attends to no key (C4)."""
     sinks: Tensor | None = None
-    """``[heads]`` float32, for layers with ``sinks``: logit of an additional key with value zero, not included in
-    ``lse``."""
+    """``[heads]`` float32, for layers with ``sinks``: logit of an additional key with value zero, not in ``lse``."""
     out: Tensor | None = None
     """Caller-owned output buffer, in the result's shape and q's dtype. The backend writes to it and returns it."""
     q_rope: Tensor | None = None
@@ -180,8 +179,7 @@ class LinearHooks(Protocol):
 
         Rows of earlier steps come from the request's state, which is updated. x ``[tokens, conv_channels]``, weight
         ``[conv_channels, conv_width]`` (the last column multiplies the newest row), bias ``[conv_channels]``; returns
-        ``[tokens, conv_channels]``, with SiLU applied if ``silu``. Padding rows give zero. x may have any stride
-        between rows.
+        ``[tokens, conv_channels]``, with SiLU applied if ``silu``. Padding rows give zero. Any row stride of x.
         """
 
     def forward_linear(self, inputs: LinearInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
@@ -217,8 +215,7 @@ class GraphPlanning(Protocol):
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         """Plan on the host, before a capture or a replay.
 
-        The graph itself may update lengths, page table and state slots. Everything that depends on them is computed in
-        ``init_forward_metadata_in_graph``.
+        The graph may update lengths, page table and state slots. ``init_forward_metadata_in_graph`` reads them.
         """
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:

@@ -72,8 +72,7 @@ class Geometry:
     """``[requests]`` int32 on the device: new tokens of each request."""
     host: HostLengths | None = split_by("length", default=None)
     slots: Tensor | None = split_by("token", default=None)
-    """``[rows]`` int64: slot mapping of new rows, -1 for padding; ``None``: by the page table. Read it with
-    ``new_slots()``."""
+    """``[rows]`` int64: slot mapping of new rows, -1 for padding; ``None``: by the page table. See ``new_slots()``."""
     state_slots: Tensor | None = split_by("request", default=None)
     """``[requests]`` int64: slot of each request's linear-attention state, -1 for padded requests."""
     calls: tuple[RaggedCall, ...] = split_by("reset", default=())

@@ -22,8 +22,7 @@ class LinearInputs:
     q and k are ``[tokens, key_heads, key_dim]``, v is ``[tokens, heads, value_dim]``; head h uses key head
     ``h * key_heads // heads``. ``log_decay``, float32 and never above 0, is ``[tokens, heads]``, or ``[tokens, heads,
     key_dim]``, or ``[heads]`` if it is equal for all tokens. ``beta`` is ``[tokens, heads]``. With ``normalize``,
-    q and k are L2-normalised first (divided by the root of their sum of squares plus 1e-6). q, k and v may have any
-    stride between rows.
+    q and k are L2-normalised first (divided by the root of their sum of squares plus 1e-6). Rows may have any stride.
     """
 
     q: Tensor

@@ -62,8 +62,7 @@ class IndexInputs:
     q: Tensor
     """``[tokens, heads, head_dim]``, rotated."""
     k: Tensor | None
-    """``[tokens, head_dim]``: the new tokens' index keys, rotated, to be written to the cache; ``None`` if they are in
-    it already."""
+    """``[tokens, head_dim]``: the new tokens' index keys, rotated, to be cached; ``None`` if they are cached."""
     weights: Tensor
     """``[tokens, heads]`` float32."""
     entries: CompressorInputs | None = None

@@ -11,8 +11,7 @@ SplitBy = Literal["token", "request", "length", "shared", "reset"]
 
 
 def split_by(by: SplitBy, **arguments: Any) -> Any:
-    """Declare a dataclass field with the way it is split: by ``token`` or ``request``, ``shared`` by both halves, or
-    ``reset`` in both.
+    """Declare a dataclass field that is split by ``token`` or ``request``, ``shared`` by both halves, or ``reset``.
 
     A ``length`` is split by request. The caller of ``divide`` sets the lengths of a request that is cut itself.
     """

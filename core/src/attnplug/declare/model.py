@@ -225,8 +225,7 @@ class ModelSpec:
 
     @property
     def index_layers(self) -> tuple[LayerSpec, ...]:
-        """Layers that cache an index key per token. Layers that share an index cache none, compressed layers cache one
-        per entry."""
+        """Layers that cache an index key per token, not per entry as compressed ones do, and share no other's index."""
         return tuple(
             layer
             for layer in self.layers

@@ -32,6 +32,21 @@ MOST_REFUSALS = 1000
 
 
 @dataclass(frozen=True, slots=True)
+class KernelBuild:
+    """A kernel, or a module of kernels, that a backend compiles just in time.
+
+    - ``name``: unique among the backend's kernels. The same name always stands for the same binary.
+    - ``build()``: loads the kernel into the calling process, and compiles it into the library's disk cache if it is not
+      there. Idempotent. It is called in a new process first, so it must be picklable and need no state of this one.
+    - ``is_cached()``: True if ``build`` would compile nothing.
+    """
+
+    name: str
+    build: Callable[[], object]
+    is_cached: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class BackendSpec:
     """Declaration of one backend, returned by a plugin's ``attnplug_backends`` hook.
 
@@ -54,6 +69,11 @@ class BackendSpec:
     - ``check(problem, role, options)``: yields refusals that capabilities cannot express. ``options`` are the parsed
       options (defaults if the user sets none), ``None`` if the spec has no options.
 
+    - ``kernel_builds``: ``"package.module:attribute"``, a function of ``(problem, roles, options)`` that returns a list
+      of ``KernelBuild``: every kernel that the backend compiles just in time. Hosts compile them in parallel processes
+      before they build the backend, so that no request waits for a compiler (E1). Not for kernels of Triton, which
+      hosts compile by running requests of every kind.
+
     Raises :class:`PluginError` with every mistake of the declaration.
     """
 
@@ -66,6 +86,7 @@ class BackendSpec:
     uses: tuple[str, ...] = ()
     options: type[Any] | None = None
     check: Callable[[Problem, Role | None, Any], Iterable[Refusal]] | None = field(default=None, compare=False)
+    kernel_builds: str | None = None
     preference: int = 0
     """Rank under ``auto`` unless a host ranks otherwise: the highest wins, then the first by name. 0 for a reference,
     100 for a fast backend. The embedded default always comes last."""
@@ -82,8 +103,9 @@ class BackendSpec:
             yield "name 'auto' is reserved for automatic selection"
         if not isinstance(self.summary, str) or not self.summary or not self.summary.isprintable():
             yield f"summary {self.summary!r} must be one line of text"
-        if not isinstance(self.factory, str) or not re.fullmatch(rf"{DOTTED}:{DOTTED}", self.factory):
-            yield f"factory {self.factory!r} must be a string 'package.module:attribute'"
+        for name, reference in {"factory": self.factory, "kernel_builds": self.kernel_builds or "none:none"}.items():
+            if not isinstance(reference, str) or not re.fullmatch(rf"{DOTTED}:{DOTTED}", reference):
+                yield f"{name} {reference!r} must be a string 'package.module:attribute'"
         if type(self.preference) is not int:
             yield f"preference {self.preference!r} must be a whole number"
         elif abs(self.preference) > LARGEST_PREFERENCE:
@@ -109,8 +131,7 @@ class BackendSpec:
     def refusals(self, problem: Problem, role: Role | None = None, options: Any = None) -> list[Refusal]:
         """Return every reason why this backend cannot serve ``problem`` in ``role``; empty if it can.
 
-        Without a role or a model, checks that depend on them are skipped. ``options`` are parsed options, ``None`` for
-        the defaults.
+        Without a role or a model, checks that depend on them are skipped. ``options`` are parsed; ``None``: defaults.
         """
         requirements = [(needed,) if isinstance(needed, str) else needed for needed in self.requires]
         installed = [factory_refusal(self.factory), *(requirement_refusal(*needed) for needed in requirements)]

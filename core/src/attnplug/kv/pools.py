@@ -203,8 +203,7 @@ class MLAPool(RowPool):
         shared: bool = False,
         row_format: MLARowFormat | None = None,
     ) -> None:
-        """Allocate the pool. With ``shared``, layers share one memory, for a subclass that distinguishes rows by
-        slot."""
+        """Allocate the pool. With ``shared``, layers share one memory: a subclass distinguishes rows by slot."""
         formats = _mla_formats(layers, dtype, scales, row_format)
         super().__init__(formats, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, shared=shared)
 

@@ -34,7 +34,7 @@ def _write_row(
     tl.store(target, row.to(pages.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_rows(
     pages, slots, rows, token_stride, head_stride, scale, limit,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
@@ -54,7 +54,7 @@ def _write_rows(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_pairs(
     pages, value_pages, slots, rows, values, token_stride, head_stride, value_token_stride, value_head_stride,
     scale, value_scale, limit,

@@ -33,8 +33,7 @@ class WorkspaceUse:
 
 
 class Workspace:
-    """One shared allocation. ``buffer`` is its current memory, ``[bytes]`` uint8, replaced when an owner requests
-    more."""
+    """One shared allocation. ``buffer`` is its memory, ``[bytes]`` uint8, replaced when an owner requests more."""
 
     __slots__ = ("_owners", "_retired", "buffer", "kind", "lane")
 

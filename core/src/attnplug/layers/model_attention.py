@@ -188,8 +188,7 @@ class ModelAttention:
 
         q is ``[tokens, heads, nope + rope]`` with its rope part rotated, rows ``[tokens, kv_lora_rank + rope]`` are the
         new cache rows (normed latent, rotated key). If rows were stored by ``row_places``, rows is ``None`` and q is
-        absorbed (``MLAWeights.absorb``). ``selected`` are the rows that a sparse layer attends to; see
-        ``RowSelection.select``.
+        absorbed (``MLAWeights.absorb``). ``selected``: see ``RowSelection.select``.
         """
         if self._mla is None:
             raise BackendError(f"layer {layer.layer_id} is MLA, but the model was built without an MLA pool")

@@ -46,8 +46,7 @@ class ExtendPolicy:
         """Return the path of one batch: the requested one, if any.
 
         Decoding is absorbed. A backend that can extend absorbed runs only a plain extend as MHA, because other modes
-        have few queries per request. A backend that cannot runs everything as MHA. Raises PlanError if no path is both
-        allowed and supported.
+        have few queries per request. A backend that cannot runs everything as MHA. Raises PlanError if no path is left.
         """
         if mode.is_decode:
             return ExtendPath.ABSORBED

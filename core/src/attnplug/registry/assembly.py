@@ -6,7 +6,6 @@ import inspect
 import pkgutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, get_type_hints
 
@@ -25,13 +24,15 @@ from attnplug.contract.context import BackendContext, HostContext
 from attnplug.contract.hooks import shown
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.claims import Claims
-from attnplug.declare.errors import AttnplugError, BackendError, HookError, PluginError, PluginWarning, describe_error
+from attnplug.declare.errors import BackendError, HookError, PluginWarning, describe_error
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import ExtendPath, GraphLevel, Problem, Role
+from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Setting
-from attnplug.registry.isolation import guarded
+from attnplug.machine.runtime import runtime_of
+from attnplug.registry.isolation import BuildError, attributed_to
+from attnplug.registry.kernel_builds import build_kernels
 from attnplug.registry.registry import Registry
 from attnplug.registry.select import select
 from attnplug.registry.selection import AUTO, BackendRequest, Selection
@@ -127,44 +128,26 @@ def missing_claims(claims: Claims, problem: Problem, roles: Collection[Role]) ->
 
 
 def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:
-    """Import a backend's factory. Raises :class:`BackendError` for any failure."""
+    """Import a backend's factory. Raises :class:`BuildError` for any failure."""
     spec = registered.spec
-    with _attributed_to(registered, "imported"):
+    with attributed_to(registered, f"{spec.factory} cannot be imported"):
         factory: Callable[[BackendContext], Any] = pkgutil.resolve_name(spec.factory)
     if not callable(factory):
-        raise BackendError(f"{_label(registered)}: {spec.factory} is {factory!r}, which is not callable")
+        raise BuildError(registered, BackendError(f"{spec.factory} is {factory!r}, which is not callable"))
     return factory
 
 
-@contextmanager
-def _attributed_to(registered: Registered, action: str) -> Iterator[None]:
-    """Raise any exception of a plugin's code as an error that names the plugin. Kernel libraries do anything."""
-    where = f"{_label(registered)}: {registered.spec.factory} cannot be {action}"
-    try:
-        with guarded():
-            yield
-    except PluginError as error:  # raised by a declaration, which does not know its plugin
-        raise BackendError(f"{where}: {error}") from error
-    except (AttnplugError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise BackendError(f"{where}: {describe_error(error)}") from error
-
-
-def _label(registered: Registered) -> str:
-    return f"backend {registered.spec.name} ({registered.source})"
-
-
 def build_backend(registered: Registered, context: BackendContext, problem: Problem | None = None) -> AttentionBackend:
-    """Import a backend's factory, build the backend and validate it. Raises BackendError with every problem found.
+    """Import a backend's factory, build the backend and validate it. Raises BuildError with every problem found.
 
     Its hooks must be callable, and its claims within its spec and sufficient for ``problem``, if given.
     """
     spec = registered.spec
     for unreadable in unreadable_layouts(context, spec.capabilities):
-        raise BackendError(f"{_label(registered)}: {unreadable}", settings=[Setting.LAYOUT])
+        raise BuildError(registered, BackendError(unreadable, settings=[Setting.LAYOUT]))
     factory = import_factory(registered)
-    with _attributed_to(registered, "built"):  # the checks run the plugin's properties
+    _compile_kernels([(registered, context.roles, context.options)], context, problem)
+    with attributed_to(registered, f"{spec.factory} cannot be built"):  # the checks run the plugin's properties
         backend: AttentionBackend = factory(context)
         problems = list(backend_problems(backend, linear=context.roles == {Role.LINEAR}))
         if not problems:
@@ -177,22 +160,12 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
         problems = list(missing_claims(backend.claims, problem, context.roles))
     if problems:
         lines = "\n".join(f"  {each}" for each in problems)
-        raise BackendError(f"{_label(registered)}: {spec.factory} {fault}:\n{lines}")
+        raise BuildError(registered, BackendError(f"{spec.factory} {fault}:\n{lines}"))
     backend.backend_id.source = str(registered.source)
     return backend
 
 
 Built = TypeVar("Built")
-
-
-class BuildError(BackendError):
-    """A selected backend could not be built. ``backend`` is its registration, with the plugin's distribution."""
-
-    def __init__(self, backend: Registered, error: AttnplugError) -> None:
-        label, text = _label(backend), error.message
-        super().__init__(text if text.startswith(label) else f"{label}: {text}", settings=error.settings)
-        self.backend = backend
-        self.exit_code = error.exit_code  # that of a UsageError if the backend refuses its options
 
 
 def build_chosen(
@@ -244,20 +217,22 @@ def choose_importable(
 def _import_chosen(selection: Selection) -> None:
     for role in selection.choices:
         for registered in selection.serving(role):
-            _attributed(import_factory, registered)
+            import_factory(registered)
 
 
 def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:
     """Build the selected backends and combine them into one. Raises :class:`BuildError` if one cannot be built.
 
-    The context holds pools and coordinators, so these exist before any backend (A10's order). Each backend gets its own
-    view of it, with its name, roles and options.
+    Kernels that the backends compile just in time are compiled first. The context holds pools and coordinators, so
+    these exist before any backend (A10's order). Each backend gets its own view of it: name, roles and options.
 
     - If prefill and decode have different backends, they become a ``SplitBackend``.
     - If several backends share a role by batch, a ``FastestBackend`` sends each batch to the fastest.
     - A backend for linear layers and the one for the other layers become a ``HybridLinearBackend``.
     - A draft model has one role for prefill and decode.
     """
+    uses = [(*use, selection.options.get(name)) for name, use in selection.uses().items()]
+    _compile_kernels(uses, context, selection.problem)
     full = _full_attention(selection, context)
     if Role.LINEAR not in selection.choices:
         assert full is not None, "a model has full-attention or linear layers"
@@ -267,6 +242,19 @@ def build_selection(selection: Selection, context: HostContext) -> AttentionBack
     return HybridLinearBackend(full, linear, context.model)
 
 
+def _compile_kernels(
+    uses: Collection[tuple[Registered, frozenset[Role], Any]],
+    context: HostContext,
+    problem: Problem | None,
+) -> None:
+    if all(backend.spec.kernel_builds is None for backend, _, _ in uses):
+        return
+    here, path = runtime_of(context.device).processor(context.device), None if problem is None else problem.mla_extend
+    dtype = DType.parse(str(context.dtype), Setting.DTYPE)
+    own = Problem(context.model, context.device.type, here.sm or None, dtype, context.kv_dtype, mla_extend=path)
+    build_kernels(uses, replace(own, architecture=here.architecture))
+
+
 def _full_attention(selection: Selection, context: HostContext) -> AttentionBackend | None:
     roles = [role for role in (Role.PREFILL, Role.DECODE) if role in selection.choices]
     if selection.problem.is_draft:
@@ -274,9 +262,9 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
     if not roles:
         return None
     built: dict[str, AttentionBackend] = {}
-    for name, registered in {each.spec.name: each for role in roles for each in selection.serving(role)}.items():
-        own_roles = frozenset(role for role in roles if registered in selection.serving(role))
-        built[name] = _build(selection, registered, context, own_roles)
+    for name, (registered, served) in selection.uses().items():
+        if own_roles := served & set(roles):
+            built[name] = _build(selection, registered, context, own_roles)
     extenders = selection.graph_extenders({name: backend.claims.cuda_graph for name, backend in built.items()})
     if extenders or any(selection.schedule(role) is not None for role in roles):
         return _dispatch_by_batch(selection, built, roles, extenders)
@@ -329,12 +317,4 @@ def _build(
 ) -> AttentionBackend:
     spec = registered.spec
     own = context.for_backend(spec.name, spec.capabilities, roles=roles, options=selection.options.get(spec.name))
-    return _attributed(build_backend, registered, own, selection.problem)
-
-
-def _attributed(step: Callable[..., Built], registered: Registered, *rest: object) -> Built:
-    """Run one build step. Its errors become a BuildError, which names the backend."""
-    try:
-        return step(registered, *rest)
-    except AttnplugError as error:
-        raise BuildError(registered, error) from error
+    return build_backend(registered, own, selection.problem)

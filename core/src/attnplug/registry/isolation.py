@@ -1,4 +1,4 @@
-"""Isolation of the process from code of other packages (D2)."""
+"""Isolation of the process from code of other packages, and errors that name the package at fault (D2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from attnplug.declare.errors import PluginError, describe_error
+from attnplug.declare.errors import AttnplugError, BackendError, PluginError, describe_error
+from attnplug.declare.registered import Registered
 
 
 @contextlib.contextmanager
@@ -121,3 +122,26 @@ def _no_exit() -> Iterator[None]:
     finally:
         processes.clear()  # a package that kept the function can exit later
         os._exit = end
+
+
+class BuildError(BackendError):
+    """A selected backend could not be built. ``backend`` is its registration, with the plugin's distribution."""
+
+    def __init__(self, backend: Registered, error: AttnplugError) -> None:
+        super().__init__(f"backend {backend.spec.name} ({backend.source}): {error.message}", settings=error.settings)
+        self.backend = backend
+        self.exit_code = error.exit_code  # that of a UsageError if the backend refuses its options
+
+
+@contextlib.contextmanager
+def attributed_to(backend: Registered, failure: str) -> Iterator[None]:
+    """Raise any exception of a plugin's code as a BuildError. Kernel libraries do anything."""
+    try:
+        with guarded():
+            yield
+    except (BuildError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if not isinstance(error, AttnplugError) or isinstance(error, PluginError):  # which do not know the backend
+            raise BuildError(backend, BackendError(f"{failure}: {describe_error(error)}")) from error
+        raise BuildError(backend, error) from error

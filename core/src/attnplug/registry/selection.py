@@ -128,20 +128,27 @@ class Selection:
         """Return the backends that share a role, the chosen one first. There are several only if it has a schedule."""
         return self.choices[role].serving
 
+    def uses(self) -> dict[str, tuple[Registered, frozenset[Role]]]:
+        """Return the backends to build, by name, each with the roles that it serves."""
+        found: dict[str, tuple[Registered, frozenset[Role]]] = {}
+        for role in self.choices:
+            for backend in self.serving(role):
+                found[backend.spec.name] = backend, found.get(backend.spec.name, (backend, frozenset()))[1] | {role}
+        return found
+
     def schedule(self, role: Role) -> BackendSchedule | None:
         """Return the per-batch schedule of a role, or None if it has only one backend."""
         return self.choices[role].schedule
 
     def graph_extenders(self, levels: Mapping[str, GraphLevel]) -> list[str]:
-        """Return the backends that can run extends in CUDA graphs, if ``auto`` also chose backends that cannot.
-
-        ``levels`` holds the graph level of every serving backend. A prefill backend that was requested by name serves
-        all prefills, and so does the chosen one if an MLA extend path was requested; the result is then empty.
-        """
+        """Return the backends that can run extends in CUDA graphs, if ``auto`` also chose backends that cannot. None if
+        a prefill backend or an MLA extend path was requested, or if linear layers cannot be captured."""
         problem, prefill = self.problem, self.choices.get(Role.PREFILL)
+        linear = self.serving(Role.LINEAR) if Role.LINEAR in self.choices else ()
+        captured = all(each.spec.capabilities.cuda_graph is GraphLevel.ALWAYS for each in linear)
         if not problem.wants_prefill_graphs or problem.device == "cpu" or problem.mla_extend is not None:
             return []
-        if prefill is None or prefill.requested != AUTO or Role.LINEAR in self.choices:
+        if prefill is None or prefill.requested != AUTO or not captured:
             return []
         able = [name for name, level in levels.items() if level is GraphLevel.ALWAYS]
         prefills = {candidate.backend.spec.name for candidate in prefill.candidates if not candidate.refusals}

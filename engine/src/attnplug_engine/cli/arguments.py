@@ -13,16 +13,20 @@ from typing import Any
 from attnplug import DType, Role, Setting, UsageError
 from attnplug.cli import output
 from attnplug.cli.app import add_backend_options, option
-from attnplug.host import BackendRequest, split_settings
+from attnplug.host import BackendRequest, load_registry, split_settings
 from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.parallel.ranks import check_division, prompts_for_ranks, run_ranks, started_as_rank
 
 JSONL, TEXT = "jsonl", "text"
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="PATH|tiny:NAME", help="a checkpoint's folder, or tiny:NAME")
+
+
 def add_model_and_prompts(parser: argparse.ArgumentParser, line: str) -> None:
     """Add the model and the prompts. ``line`` describes the keys of a JSON line."""
-    parser.add_argument("--model", required=True, metavar="PATH|tiny:NAME", help="a checkpoint's folder, or tiny:NAME")
+    add_model(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="one prompt")
     what.add_argument(
@@ -63,6 +67,8 @@ def add_serving_options(
 def shared_settings(parsed: argparse.Namespace) -> dict[str, Any]:
     """Return the parsed options as fields of ``EngineOptions`` and ``EmbedOptions``."""
     request = _backend_request(parsed)
+    if parsed.device is not None:
+        load_registry().device(parsed.device)  # an unknown one is refused before torch is imported
     return {
         "attention_backend": request.attention,
         "role_backends": request.roles,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -12,15 +12,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from attnplug import PoolError
 from attnplug.cli import output
+from attnplug.cli.doctor import cache_folders
 from attnplug.cli.text import warn_of_plugins
 from attnplug.declare.settings import Render
-from attnplug.host import ForwardingBackend
+from attnplug.host import ForwardingBackend, load_registry
 from attnplug.machine import interrupt
-from attnplug.machine.runtime import runtime_of
+from attnplug.machine.runtime import open_device, runtime_of
 from attnplug_engine.cli.output import CompletionWriter, for_terminal, logprob_lines
 from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.completion import Completion, Usage
 from attnplug_engine.engine import Engine
+from attnplug_engine.execution.compilations import describe
+from attnplug_engine.models.architectures import load_spec
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import TensorParallel
 from attnplug_engine.parallel.ranks import join_ranks, leave_ranks
@@ -39,21 +42,63 @@ def generate(parsed: argparse.Namespace, lines: list[PromptLine], options: Engin
     return code if code == INTERRUPTED else leave_ranks(parallel, code)
 
 
-def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions, parallel: TensorParallel) -> int:
-    speaks = parallel.rank == 0
-    console = Console(stderr=True, highlight=False, markup=False, quiet=not speaks)
+def warm(parsed: argparse.Namespace, options: EngineOptions) -> int:
+    """Start an engine, which compiles everything, and print what it compiled and where it is cached."""
+    load_spec(parsed.model)  # a mistake in the model is reported on any device
+    device, _ = open_device(options.device, load_registry().device)
+    if runtime_of(device).module is None:
+        text = f"there is nothing to compile for device {device.type}"
+        if parsed.json:
+            output.write_json({"device": device.type, "compiled": [], "loaded": 0, "caches": {}})
+        else:
+            print(f"{text}; run this on a machine with a GPU")
+        return 0
+    parallel = join_ranks(parsed.tensor_parallel, parsed.device)
+    start_up = _start(parsed, options, parallel, _console(parallel)).start_up
+    compiled = sorted((each for each in start_up.compiled if not each.cached), key=lambda each: -each.seconds)
+    loaded, folders = len(start_up.compiled) - len(compiled), cache_folders()
+    if parallel.rank == 0 and parsed.json:
+        rows = [{"name": each.name, "seconds": each.seconds} for each in compiled]
+        caches = {name: str(folder) for name, folder in folders.items()}
+        output.write_json({"device": device.type, "compiled": rows, "loaded": loaded, "caches": caches})
+    elif parallel.rank == 0:
+        for each in compiled:
+            print(f"{each.seconds:6.1f} s  {each.name}")
+        print(f"{describe(compiled) or 'compiled nothing'}; loaded {loaded} from the caches")
+        for name, folder in folders.items():
+            print(f"{name} cache: {folder}")
+    return leave_ranks(parallel, 0)
+
+
+def _console(parallel: TensorParallel) -> Console:
+    return Console(stderr=True, highlight=False, markup=False, quiet=parallel.rank > 0)
+
+
+def _start(parsed: argparse.Namespace, options: EngineOptions, parallel: TensorParallel, console: Console) -> Engine:
+    """Build the engine, with a progress bar for each phase of its start-up."""
     with _progress(console, "loading", shown=not parsed.json) as (bar, task):
+
+        def phase(name: str) -> Callable[[int, int], None]:
+            return lambda done, total: bar.update(task, completed=done, total=total, description=name)
+
         engine = Engine(
             parsed.model,
             options,
             parallel=parallel,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            on_capture=lambda done, total: bar.update(
-                task, completed=done, total=total, description="capturing CUDA graphs"
-            ),
+            progress=phase("loading"),
+            on_compile=phase("compiling kernels"),
+            on_capture=phase("capturing CUDA graphs"),
+            on_warm_up=phase("warming up"),
         )
-    if speaks:
+    if parallel.rank == 0:
         warn_of_plugins(engine.registry)
+    return engine
+
+
+def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions, parallel: TensorParallel) -> int:
+    speaks = parallel.rank == 0
+    console = _console(parallel)
+    engine = _start(parsed, options, parallel, console)
     requests: dict[int, Request] = {}
     rejected: list[Completion] = []
     for index, line in enumerate(lines):  # queue all before any runs, so that a bad one is reported at once
@@ -151,6 +196,8 @@ def _progress(console: Console, what: str, shown: bool, total: int | None = None
 
 
 def _summary(engine: Engine, console: Console, render: Render) -> None:
+    if (compiled := describe(engine.start_up.compiled)) is not None:
+        console.print(compiled)
     for role, choice in engine.selection.choices.items():
         console.print(f"{role}: {choice.chosen_name} ({choice.why(render)})")
     for role, choice in ({} if engine.draft_selection is None else engine.draft_selection.choices).items():

@@ -31,8 +31,7 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(commands, "run", "Generate with a model on any installed backend.", run)
     add_model_and_prompts(parser, "prompt, messages or prompt_token_ids, and its own id, max_tokens, stop and so on")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message: use the chat template")
-    roles = (Role.PREFILL, Role.DECODE, Role.LINEAR, Role.DRAFT)
-    add_serving_options(parser, roles, chunked_prefill_size=None, seeded="sampling and of random weights")
+    add_engine_options(parser)
     parser.add_argument(
         "--random-weights", action="store_true", help="read only the model's config; draw random weights from --seed"
     )
@@ -60,10 +59,16 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="log probability of every token, and of the N most likely ones in its place",
     )
+    parser.add_argument("--ignore-eos", action="store_true", help="continue beyond the checkpoint's end-of-text token")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of an engine, which ``attnplug warm`` has too."""
+    roles = (Role.PREFILL, Role.DECODE, Role.LINEAR, Role.DRAFT)
+    add_serving_options(parser, roles, chunked_prefill_size=None, seeded="sampling and of random weights")
     parser.add_argument(
         "--index-dtype", metavar="DTYPE", help="element type of a sparse model's index keys (default: as --dtype)"
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="continue beyond the checkpoint's end-of-text token")
     parser.add_argument("--num-pages", type=int, metavar="N", help="pages of the cache (default: by memory)")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     parser.add_argument(
@@ -153,11 +158,12 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    options = _options(parsed)
+    options = engine_options(parsed)
     return on_each_rank(parsed, _prompts, partial(_generate, options=options))
 
 
-def _options(parsed: argparse.Namespace) -> EngineOptions:
+def engine_options(parsed: argparse.Namespace) -> EngineOptions:
+    """Return the parsed options of an engine."""
     from attnplug.host import ExtendPolicy  # imported here, as --help needs neither
     from attnplug_engine.options import EngineOptions
 

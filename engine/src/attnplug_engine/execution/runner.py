@@ -29,6 +29,7 @@ from attnplug.host import (
 )
 from attnplug.kernels import to_device
 from attnplug_engine.execution.backend_usage import BackendUsage
+from attnplug_engine.execution.extend_times import ExtendTimes
 from attnplug_engine.execution.in_flight import StepInFlight, fill_pending_tokens
 from attnplug_engine.execution.sampler import Sampler
 from attnplug_engine.execution.step_output import StepOutput
@@ -149,6 +150,8 @@ class ModelRunner:
         self.tokens = torch.zeros(capacity.max_batch + 1, dtype=torch.int64, device=device)
         self.sampler = Sampler(seed)
         self.graphs: StepGraphs | None = None
+        self.extend_times: ExtendTimes | None = None
+        """Measured times of extends, by which captured and eager ones are compared."""
         self.backend_usage = BackendUsage(shared=isinstance(self.backend, ForwardingBackend))
         self.phase = Phase.BUILD
         self.dtype, self.parallel = dtype, parallel

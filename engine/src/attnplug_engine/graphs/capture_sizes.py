@@ -10,7 +10,7 @@ from attnplug.hf.config_keys import show
 
 _FINE = (1, 2, 4, 8, 12, 16, 24, 32)
 LARGEST_DEFAULT = 512
-_PREFILLS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_PREFILLS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
 def default_sizes(max_batch: int) -> tuple[int, ...]:

@@ -216,6 +216,8 @@ class GraphReport:
     prefill_sizes: tuple[int, ...] = ()
     """Numbers of tokens of prefills."""
     why_no_prefill: str = ""
+    why_no_draft_prefill: str = ""
+    """Reason why the target's prefills are captured and those of its draft are not."""
     prefill_by: str | None = None
     """The backend of captured prefills, if another one runs eager prefills."""
 
@@ -231,6 +233,8 @@ class GraphReport:
         text += f", {self.nbytes / 2**20:.0f} MiB (level {self.level.name}{by})"
         if self.why_no_prefill:
             text += f"; no prefill: {self.why_no_prefill}"
+        elif self.why_no_draft_prefill:
+            text += f"; no prefill of the draft: {self.why_no_draft_prefill}"
         if len(self.backends) > 1:
             each = (f"{' and '.join(names)} with {', '.join(map(str, of))}" for names, of in self.backends.items())
             text += f"; {sum(map(len, self.backends.values()))} graphs: {'; '.join(each)}"

@@ -18,6 +18,8 @@ from torch import Tensor
 from attnplug import AttentionBackend, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
 from attnplug.host import ForwardingBackend, ModelAttention
 from attnplug.machine.runtime import runtime_of
+from attnplug.wrappers.split import HybridLinearBackend
+from attnplug_engine.execution.extend_times import ExtendTimes
 from attnplug_engine.execution.in_flight import fill_pending_tokens
 from attnplug_engine.execution.sampler import Sampler, sample
 from attnplug_engine.execution.sampling_inputs import SamplingArrays
@@ -30,9 +32,14 @@ from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.step import Step
 
 _TIMED_RUNS = 4  # the first one is a warm-up
+_DEVICE_BOUND = 1.5
+"""Ratio of a step's time to that of its launches from which on the device is the bound: a graph saves nothing."""
 
 _MULTIPLY_ADDS_PER_SECOND = 9e13
-"""Multiply-adds per second of extends by ``triton_mla`` on an H200."""
+"""Multiply-adds per second of absorbed extends by ``triton_mla`` on an H200, for devices without tables."""
+_MAX_STATES = 32
+"""Most requests of a captured prefill of a model with linear layers. The layers' chunk kernels read and write a state
+for each of them, padded or not: 2 MiB per layer in Qwen3-Next, so 32 take about 30 µs per layer on an H200."""
 _SAVED_PER_LAYER = 4e-4
 """Upper bound of the seconds that a graph saves per layer; launching a layer takes the host 0.5 to 0.9 ms."""
 
@@ -40,9 +47,9 @@ _SAVED_PER_LAYER = 4e-4
 class PrefillGraphs:
     """Prefills of one model, captured for several numbers of tokens over one set of inputs.
 
-    Any step fits whose tokens do, decoding requests beside a prefill included. The last tokens of a graph are padding
-    and belong to no request. Tokens that the host does not know yet are read from ``tokens [requests + 1]``, as in
-    :class:`DecodeGraphs`, and new tokens are written there.
+    Any step fits whose tokens and requests do, decoding requests beside a prefill included. The last tokens of a graph
+    are padding and belong to no request. Tokens that the host does not know yet are read from ``tokens [requests +
+    1]``, as in :class:`DecodeGraphs`, and new tokens are written there.
     """
 
     def __init__(
@@ -54,25 +61,32 @@ class PrefillGraphs:
         capacity: Capacity,
         *,
         largest: int,
+        has_states: bool,
         slower: ModelSpec | None = None,
+        times: ExtendTimes | None = None,
         all_reduce_min: Callable[[float], float] | None = None,
     ) -> None:
         """``run_model`` returns the logits of the given rows of a batch. ``slower`` is the model if an uncaptured
-        backend is faster for its prefills: steps with much attention then run eagerly. ``all_reduce_min`` is the
-        minimum over ranks; if given, a graph is kept only if it saves time on every rank."""
+        backend is faster for its prefills: steps with much attention then run eagerly. ``times`` are measured ones, if
+        there are any; otherwise the captured attention is estimated, and compared with the launches that a graph saves.
+        ``all_reduce_min`` is the minimum over ranks; if given, a graph is kept only if it saves time on every rank."""
         self._run_model, self._attention, self._table, self._tokens = run_model, attention, table, tokens
         self._page_size = capacity.page_size
         self._context = min(capacity.context_length, table.max_pages * capacity.page_size)
-        self._slower, self._all_reduce_min = slower, all_reduce_min
-        self.requests, self.largest = min(capacity.max_batch, largest), largest
+        self._slower, self._times, self._all_reduce_min = slower, times, all_reduce_min
+        self._per_pair = 0.0 if slower is None else _work(slower) / _MULTIPLY_ADDS_PER_SECOND
+        self._has_states = has_states
+        self.requests = min(capacity.max_batch, largest, _MAX_STATES if has_states else largest)
+        self.largest = largest
         """Largest number of requests and of tokens of a captured step."""
         fill = attention.padding_length()
         self.inputs = PrefillInputs(largest, self.requests, table.max_requests, fill, tokens.device)
         self._page_table = torch.zeros(self.requests, table.max_pages, dtype=torch.int32, device=tokens.device)
         self._steps: dict[int, CapturedStep] = {}
-        self._most_pairs: dict[int, float] = {}
-        """Attention work up to which a step of each size is replayed, if the captured backend is the slower one."""
-        self._sampled = torch.zeros(self.requests, dtype=torch.int64, device=tokens.device)
+        self._saved: dict[int, float] = {}
+        """Seconds that the graph of each size saves at most, if the captured backend is the slower one."""
+        self.sampled = torch.zeros(self.requests, dtype=torch.int64, device=tokens.device)
+        """Sampled tokens of the last replay; -1 where the logits were not finite."""
         self._logits: Tensor | None = None
         """Logits buffer ``[requests, vocab]``, shared by all graph sizes to save hundreds of MB."""
 
@@ -85,7 +99,8 @@ class PrefillGraphs:
         """Capture a step of ``size`` padding tokens; plan and mark its batch (B2).
 
         The graph is kept if launching the step takes the host longer than the device needs to run it. Otherwise the
-        host is ahead without a graph, and padding would only cost time.
+        host is ahead without a graph, and padding would only cost time. A step that is clearly bound by the device is
+        not captured at all: its memory would stay in the graphs' pool.
         """
         inputs, tokens, requests = self.inputs, self._tokens, min(self.requests, size)
         geometry = Geometry(
@@ -97,7 +112,9 @@ class PrefillGraphs:
             max_seq_len=self._context,
             max_new=min(size, self._context),
             new_lens=inputs.new_lens[:requests],
+            state_slots=inputs.state_slots[:requests] if self._has_states else None,
             captured=True,
+            table_rows=inputs.rows[:requests],
         )
         batch = ForwardBatch(geometry, inputs.ids[:size], inputs.positions[:size])
         mirror, sampling = self._table.mirror(), inputs.sampling(requests)
@@ -108,11 +125,14 @@ class PrefillGraphs:
             torch.index_select(mirror, 0, rows, out=geometry.page_table)
             self._attention.refill(batch)
             logits = self._kept(self._run_model(batch, lasts), requests)
-            store_tokens(self._sampled, tokens, targets, sample(logits, sampling))
+            store_tokens(self.sampled, tokens, targets, sample(logits, sampling))
 
-        launching = 0.0 if self._all_reduce_min is None else _seconds(run, tokens.device, waits=False)
+        launching, saved = 0.0, math.inf
+        if self._all_reduce_min is not None:
+            launching = _seconds(run, tokens.device, waits=False)
+            if self._all_reduce_min(_DEVICE_BOUND * launching - _seconds(run, tokens.device, waits=True)) < 0:
+                return []
         replay = capture(run)
-        saved = math.inf
         if self._all_reduce_min is not None:
             saved = self._all_reduce_min(launching - _seconds(replay, tokens.device, waits=True))
         if saved < 0:
@@ -120,8 +140,7 @@ class PrefillGraphs:
         assert self._logits is not None
         self._steps[size] = CapturedStep(size, batch, replay, [self._logits[:requests]])
         if self._slower is not None:
-            seconds = min(saved, _SAVED_PER_LAYER * len(self._slower.layers))
-            self._most_pairs[size] = seconds * _MULTIPLY_ADDS_PER_SECOND / _work(self._slower)
+            self._saved[size] = min(saved, _SAVED_PER_LAYER * len(self._slower.layers))
         return [self._steps[size]]
 
     def _kept(self, logits: Tensor, requests: int) -> Tensor:
@@ -133,15 +152,26 @@ class PrefillGraphs:
     def drop(self, size: int) -> None:
         """Remove a captured size."""
         self._steps.pop(size, None)
-        self._most_pairs.pop(size, None)
+        self._saved.pop(size, None)
 
     def fitting(self, step: Step) -> CapturedStep | None:
-        """Return the smallest captured step that holds the step's tokens; None if none does."""
+        """Return the smallest captured step that holds the step's tokens and requests; None if none does."""
+        if len(step.entries) > self.requests:
+            return None
         tokens = step.num_tokens
         size = min((size for size in self._steps if size >= tokens), default=None)
-        if size is None or (size in self._most_pairs and _pairs(step) > self._most_pairs[size]):
-            return None
-        return self._steps[size]
+        return None if size is None or not self._pays(step, size) else self._steps[size]
+
+    def _pays(self, step: Step, size: int) -> bool:
+        """Return True if a step's attention in the graph takes no longer than eager attention, or than the launches
+        that the graph saves."""
+        if self._slower is None:
+            return True
+        if self._times is not None:
+            captured, eager = self._times.seconds(step)
+        else:
+            captured, eager = _pairs(step) * self._per_pair, 0.0
+        return captured <= max(self._saved[size], eager)
 
     def run(self, captured: CapturedStep, step: Step, sampler: Sampler) -> Tensor:
         """Replay a captured step; return the tokens of its ``sampled_requests``, valid until the next replay."""
@@ -150,7 +180,7 @@ class PrefillGraphs:
         fill_pending_tokens(self.inputs.ids, step, self._tokens)
         self._attention.capture(captured.batch)
         captured.replay()
-        return self._sampled[: len(step.sampled_requests)]
+        return self.sampled[: len(step.sampled_requests)]
 
 
 def _seconds(run: Callable[[], None], device: torch.device, *, waits: bool) -> float:
@@ -183,17 +213,18 @@ def _pairs(step: Step) -> int:
 class PrefillInputs:
     """Inputs of captured prefills of up to ``tokens`` tokens and ``requests`` requests, sent by one copy per step.
 
-    ``rows`` are the requests' rows of the slot table. A padded request has ``padding_row``, no new tokens, and the
-    length ``fill``. For requests that are sampled, ``lasts`` are the batch rows with their logits and ``targets`` the
-    slot table rows that receive their tokens.
+    ``rows`` are the requests' rows of the slot table. A padded request has ``padding_row``, no new tokens, the length
+    ``fill`` and the state slot -1. For requests that are sampled, ``lasts`` are the batch rows with their logits and
+    ``targets`` the slot table rows that receive their tokens.
     """
 
     def __init__(self, tokens: int, requests: int, padding_row: int, fill: int, device: torch.device) -> None:
         self._padding_row, self._fill = padding_row, fill
-        nbytes = 16 * tokens + (24 + SamplingArrays.ROW_BYTES + 8) * requests
+        nbytes = 16 * tokens + (32 + SamplingArrays.ROW_BYTES + 8) * requests
         self._staging = Staging(nbytes, device, lambda memory: _PrefillHost(memory, tokens, requests))
         fields = _fields(self._staging.memory, tokens, requests)
-        self.ids, self.positions, self.rows, self.lasts, self.targets, self.seq_lens, self.new_lens, drawn = fields
+        self.ids, self.positions, self.rows, self.lasts, self.targets, self.state_slots, *fields = fields
+        self.seq_lens, self.new_lens, drawn = fields
         self._sampling = SamplingMetadata.over(drawn, requests)
         with self._staging.write() as host:
             self._pad(host, 0, 0, 0)
@@ -215,6 +246,8 @@ class PrefillInputs:
             host.ids[:tokens] = [token for entry in entries for token in entry.token_ids]
             host.positions[:tokens] = np.arange(tokens) + np.repeat(starts - ends + counts, counts)
             host.rows[:count] = step.rows
+            if step.state_slots:
+                host.state_slots[:count] = step.state_slots
             host.new_lens[:count] = counts
             host.seq_lens[:count] = starts + counts
             host.lasts[: len(requests)] = ends[sampled] - 1
@@ -227,6 +260,7 @@ class PrefillInputs:
         host.ids[tokens:] = 0
         host.positions[tokens:] = 0
         host.rows[requests:] = self._padding_row
+        host.state_slots[requests:] = -1
         host.new_lens[requests:] = 0
         host.seq_lens[requests:] = self._fill
         host.lasts[sampled:] = 0
@@ -238,21 +272,32 @@ class _PrefillHost:
 
     def __init__(self, memory: Tensor, tokens: int, requests: int) -> None:
         *fields, sampling = (field.numpy() for field in _fields(memory, tokens, requests))
-        self.ids, self.positions, self.rows, self.lasts, self.targets, self.seq_lens, self.new_lens = fields
+        self.ids, self.positions, self.rows, self.lasts, self.targets, self.state_slots, *lens = fields
+        self.seq_lens, self.new_lens = lens
         self.sampling = SamplingArrays.over(sampling, requests)
 
 
 def _fields(memory: Tensor, tokens: int, requests: int) -> list[Tensor]:
-    """Split the memory: ids, positions, rows, lasts and targets in int64, lengths and new lengths in int32, and the
-    bytes of the sampling parameters, which precede the lengths because they are aligned to 8 bytes."""
-    drawn = 16 * tokens + 24 * requests
+    """Split the memory: ids, positions, rows, lasts, targets and state slots in int64, lengths and new lengths in
+    int32, and the bytes of the sampling parameters, which precede the lengths because they are aligned to 8 bytes."""
+    drawn = 16 * tokens + 32 * requests
     lens = drawn + SamplingArrays.ROW_BYTES * requests
-    long = memory[:drawn].view(torch.int64).split([tokens, tokens, requests, requests, requests])
+    long = memory[:drawn].view(torch.int64).split([tokens, tokens, *[requests] * 4])
     short = memory[lens:].view(torch.int32).split(requests)
     return [*long, *short, memory[drawn:lens]]
 
 
 def captures_extends(backend: AttentionBackend) -> bool:
     """Return True if extends can be captured: any batch can be, or one child runs captured extends."""
-    has_child = isinstance(backend, ForwardingBackend) and backend.captured_extends is not None
-    return has_child or backend.claims.cuda_graph is GraphLevel.ALWAYS
+    if backend.claims.cuda_graph is GraphLevel.ALWAYS:
+        return True
+    if isinstance(backend, HybridLinearBackend):
+        return all(map(captures_extends, backend.children.values()))
+    return isinstance(backend, ForwardingBackend) and backend.captured_extends is not None
+
+
+def prefilling_child(backend: AttentionBackend) -> str | None:
+    """Return the label of the child that runs captured extends, if not all children can be captured."""
+    if isinstance(backend, HybridLinearBackend):
+        return next(filter(None, map(prefilling_child, backend.children.values())), None)
+    return backend.captured_extends if isinstance(backend, ForwardingBackend) else None

@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from attnplug import ExtendPath, GraphLevel, PoolError
+from attnplug import ExtendPath, ForwardBatch, GraphLevel, PoolError
 from attnplug.machine.runtime import runtime_of
 from attnplug_engine.execution.runner import ModelRunner, Phase, ReplayedStep
 from attnplug_engine.execution.sampler import Sampler
 from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.capture_check import CaptureCheck
-from attnplug_engine.graphs.decode import DecodeGraphs
+from attnplug_engine.graphs.decode import CapturedStep, DecodeGraphs
 from attnplug_engine.graphs.prefill import PrefillGraphs
 from attnplug_engine.scheduling.step import Step
 
@@ -65,12 +66,11 @@ def capture_steps(
     )
     prefill = None
     if prefills:
-        prefill = PrefillGraphs(
+        prefill = prefill_graphs(
+            runner,
             lambda batch, rows: runner.model.logits(runner.run_model(batch).index_select(0, rows)),
-            *shared,
             largest=max(prefills),
-            slower=runner.spec if _eager_is_faster(runner) else None,
-            all_reduce_min=None if keep_all else partial(_min_over_ranks, runner),
+            keep_all=keep_all,
         )
     check = CaptureCheck(
         runner.spec, runner.attention, runner.pools, runner.allocator, runner.dtype, runner.device, runner.coordinator
@@ -84,13 +84,11 @@ def capture_steps(
         decode.reserve(runner.allocator, *(() if prefill is None else (prefill.requests, prefill.largest)))
         runner.enter(Phase.CAPTURE)
         for done, (making, size) in enumerate(todo, 1):
-            try:
+            if isinstance(making, PrefillGraphs):
+                capture_prefill(runner, making, size, capture, check, keep_all=keep_all)
+            else:
                 for captured in making.capture(size, capture):
                     check.run(captured.batch, capture)
-            except torch.OutOfMemoryError:
-                if isinstance(making, DecodeGraphs) or keep_all or runner.parallel.size > 1:
-                    raise
-                making.drop(size)  # no setting asked for this size
             if progress is not None:
                 progress(done, len(todo))
     except torch.OutOfMemoryError as error:
@@ -99,6 +97,48 @@ def capture_steps(
     runner.graphs = steps = CapturedSteps(decode, prefill if prefill is not None and prefill.sizes else None)
     runner.enter(Phase.SERVE)
     return steps
+
+
+def prefill_graphs(
+    runner: ModelRunner, run_model: Callable[[ForwardBatch, Tensor], Tensor], *, largest: int, keep_all: bool
+) -> PrefillGraphs:
+    """Return the graphs of a runner's prefills of up to ``largest`` tokens, still to be captured. ``run_model`` returns
+    the logits of the given rows of a batch."""
+    return PrefillGraphs(
+        run_model,
+        runner.attention,
+        runner.table,
+        runner.tokens,
+        runner.capacity,
+        largest=largest,
+        has_states=runner.pools.linear is not None,
+        slower=runner.spec if _eager_is_faster(runner) else None,
+        times=runner.extend_times,
+        all_reduce_min=None if keep_all else partial(_min_over_ranks, runner),
+    )
+
+
+def capture_prefill(
+    runner: ModelRunner,
+    prefill: PrefillGraphs,
+    size: int,
+    capture: CaptureFunction,
+    check: CaptureCheck,
+    *,
+    keep_all: bool,
+    follow: Callable[[CapturedStep], None] | None = None,
+) -> None:
+    """Capture and check a prefill of ``size`` tokens, and call ``follow`` with it if it is kept. Without ``keep_all``,
+    one that does not fit is left out."""
+    try:
+        for captured in prefill.capture(size, capture):
+            check.run(captured.batch, capture)
+            if follow is not None:
+                follow(captured)
+    except torch.OutOfMemoryError:
+        if keep_all or runner.parallel.size > 1:
+            raise
+        prefill.drop(size)  # no setting asked for this size
 
 
 def _eager_is_faster(runner: ModelRunner) -> bool:

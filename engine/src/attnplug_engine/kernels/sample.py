@@ -32,6 +32,8 @@ _NO_WEIGHT = tl.constexpr(104.0)
 """exp(-104) is 0 in float32."""
 _LOWEST = tl.constexpr(-1e38)
 """Smallest score of a token that can be chosen."""
+_PER_ROW = ["temperature", "seed", "position", "peaks", "peak_tokens", "scores", "drawn"]
+"""Arrays whose alignment depends on the number of rows. Each variant would be compiled when it first occurs (E1)."""
 
 
 @triton.jit
@@ -70,7 +72,7 @@ def _gumbel(tokens, first, second):
     return -_log(tl.where(chance < 0.0625, near, -_log(1 - chance)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _look(
     logits, stride, vocab, temperature, seed, position, peaks, peak_tokens, scores, drawn, chunks,
     CHUNK: tl.constexpr, EARLY: tl.constexpr,
@@ -151,7 +153,7 @@ def _weight_of_largest(logits, vocab, peak, temp, wanted, BLOCK: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=[*_PER_ROW, "top_k", "top_p", "min_p", "chosen"])
 def _choose(
     logits, stride, vocab, temperature, top_k, top_p, min_p, seed, position, peaks, peak_tokens, scores, drawn, chunks,
     chosen, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,

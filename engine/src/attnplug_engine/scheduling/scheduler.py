@@ -12,6 +12,7 @@ from attnplug.kernels import PageCopy
 from attnplug.sparse import Coordinator
 from attnplug_engine.request import FinishReason, Request, RequestState
 from attnplug_engine.scheduling.kv_cache_manager import KVCacheManager
+from attnplug_engine.scheduling.mixed_steps import MixedSteps, PrefillBudget
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
 from attnplug_engine.scheduling.slot_table import SlotTable
@@ -37,9 +38,9 @@ def unchunked_step_tokens(context_length: int, max_batch: int) -> int:
 class Scheduler:
     """Serves requests first come, first served, as many at a time as rows and pages allow.
 
-    A step runs every decoding request and fills up to ``max_step_tokens`` with prefill, and with at most
-    ``mixed_step_tokens`` of it while requests decode: they wait for the step. At least one token of a prefill runs, so
-    a step has at most ``max(max_step_tokens, max_batch)`` tokens. With ``whole_prompts`` a prefill is not
+    A step runs every decoding request and fills up to ``max_step_tokens`` with prefill. While requests decode, which
+    wait for the step, prefill is limited by ``mixed_steps``. At least one token of a prefill runs, so a step has at
+    most ``max(max_step_tokens, max_batch)`` tokens. With ``whole_prompts`` a prefill is not
     chunked (A6); ``max_step_tokens`` must then hold the longest prompt beside all decoding requests. A request is
     admitted if there are pages, free or evictable, for all its tokens so far and one more for each running request. If
     a decoding request cannot get its next page, the latest admitted request is preempted: it loses its row, waits at
@@ -87,7 +88,7 @@ class Scheduler:
         max_step_tokens: int,
         context_length: int,
         whole_prompts: bool = False,
-        mixed_step_tokens: int | None = None,
+        mixed_steps: MixedSteps | None = None,
         states: StateAllocator | None = None,
         checkpoint: int = 1024,
         lookahead: int = 0,
@@ -114,7 +115,7 @@ class Scheduler:
         self._max_batch = max_batch
         self._max_step_tokens = max_step_tokens
         self._whole_prompts = whole_prompts
-        self._mixed_step_tokens = max_step_tokens if mixed_step_tokens is None or whole_prompts else mixed_step_tokens
+        self.mixed_steps = None if whole_prompts else mixed_steps
         self._context_length = min(context_length, table.max_pages * table.page_size - lookahead)
         self._lookahead = lookahead
         self._pool_pages = self._kv_cache.available_pages
@@ -350,25 +351,23 @@ class Scheduler:
     def _prefill(self, entries: list[StepEntry], copies: list[PageCopy]) -> None:
         """Continue the running prefill, then admit requests; stop at a prefill that is not complete."""
         running = self._running
-        budget = max(self._max_step_tokens - len(entries), 1)
-        if entries:
-            budget = min(budget, self._mixed_step_tokens)
-        if running and not self._decodes(running[-1]):
-            budget = self._chunk(running[-1], budget, entries, copies)
-        while budget and self._waiting and len(running) < self._max_batch and not self._blocked:
+        budget = PrefillBudget(max(self._max_step_tokens - len(entries), 1), self.mixed_steps if entries else None)
+        if running and not self._decodes(running[-1]) and not self._chunk(running[-1], budget, entries, copies):
+            return
+        while budget.chunk(0) and self._waiting and len(running) < self._max_batch and not self._blocked:
             request = self._waiting[0]
-            if self._whole_prompts and request.length > budget:
+            if self._whole_prompts and request.length > budget.tokens:
                 return
             if not self._admit(request):
                 self._blocked = bool(running)
                 return
-            budget = self._chunk(request, budget, entries, copies)
+            if not self._chunk(request, budget, entries, copies):
+                return
 
-    def _chunk(self, request: Request, budget: int, entries: list[StepEntry], copies: list[PageCopy]) -> int:
-        """Schedule as much of a prefill as budget and pages allow; return the remaining budget, 0 if it is not
-        complete."""
+    def _chunk(self, request: Request, budget: PrefillBudget, entries: list[StepEntry], copies: list[PageCopy]) -> bool:
+        """Schedule as much of a prefill as budget and pages allow; return True if it is complete."""
         left = request.length - request.computed
-        tokens = min(left, budget)
+        tokens = min(left, max(budget.chunk(request.computed), 1))
         if self._states is not None:
             tokens = min(tokens, self._states.next_checkpoint(request, request.computed) - request.computed)
         tail = self._prefill_tail_rows if tokens == left else 0
@@ -376,15 +375,16 @@ class Scheduler:
             # All evictable pages are free now. A prefill that gets no page keeps those it has and waits for the next
             # step; a decoding request that needs them preempts it.
             if self._whole_prompts:
-                return 0
+                return False
             room = self._kv_cache.free_pages * self._page_size + -request.computed % self._page_size
             tokens = min(room, tokens - bool(tail))
             if not tokens or not self._kv_cache.extend(request, tokens, copies):
-                return 0
+                return False
         start, end = request.computed, request.computed + tokens
         entries.append(StepEntry(request, start, request.tokens(start, end), tokens == left))
         request.computed = end
-        return budget - tokens if tokens == left else 0
+        budget.spend(tokens, start)
+        return tokens == left
 
     def _admit(self, request: Request) -> bool:
         """Give the first waiting request a row that begins with its cached prefix; return False if there are not enough

@@ -1,4 +1,4 @@
-"""Requests that an engine runs before its first one: they compile and load kernels, and tell how fast it prefills."""
+"""Requests that an engine runs before its first one: they compile and load kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from attnplug_engine.request import Request, SamplingParams
 
 _SHORT = 17
 _NEW_TOKENS = 4
-_LEAST_MIXED_TOKENS = 128
+_LONG_PREFIX = 8192
+_FIRST_TOKEN = SamplingParams(1)
 _GREEDY = SamplingParams(_NEW_TOKENS)
 _SAMPLED = SamplingParams(_NEW_TOKENS, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=0, logprobs=2)
 
@@ -17,32 +18,37 @@ _SAMPLED = SamplingParams(_NEW_TOKENS, temperature=0.8, top_k=40, top_p=0.9, min
 def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
     """Yield requests to run together, batch by batch; those that do not fit into a small pool are left out.
 
-    A full step alone; a prompt with a prefix in the cache; short prompts that decode, greedily and sampled, while
-    another one prefills. The first batch is last again, to be timed.
+    Kernels choose tiles and splits by the number of tokens, requests and cache rows, in ranges that are at least
+    powers of two apart. So the batches are, in this order:
+
+    - a full step alone;
+    - a prompt of each power of two up to that, and prompts that end at a page's boundary;
+    - a prompt with a short prefix in the cache, and one with a prefix that is long enough to be chunked (C1);
+    - as many short prompts as each power of two, which decode greedily and sampled;
+    - a full step of many short prompts;
+    - prompts that decode while another one prefills in chunks.
     """
-    rows = capacity.num_pages * capacity.page_size
+    rows, size = capacity.num_pages * capacity.page_size, capacity.page_size
     longest = min(capacity.context_length - _NEW_TOKENS, rows - _NEW_TOKENS - capacity.lookahead)
     full, numbers = min(capacity.max_step_tokens, longest), iter(range(-1, -1 << 20, -1))
 
-    def request(tokens: int, params: SamplingParams = _GREEDY) -> Request:
+    def request(tokens: int, params: SamplingParams = _FIRST_TOKEN) -> Request:
         return Request(next(numbers), (0,) * tokens, params)
+
+    def decoding(count: int, tokens: int) -> list[Request]:
+        return [request(tokens, _SAMPLED if number % 2 else _GREEDY) for number in range(count)]
 
     if full < 1:
         return
-    yield [request(full)]
-    if full < longest:
-        yield [request(min(full + _SHORT, longest))]
-    several = min(capacity.max_batch, longest // (2 * _SHORT))
-    if several > 1:
-        prompts = [request(_SHORT, _SAMPLED if number % 2 else _GREEDY) for number in range(several)]
-        yield [*prompts, request(min(2 * _SHORT, longest))]
-    yield [request(full)]
-
-
-def mixed_step_tokens(tokens_per_second: float, latency: float) -> int:
-    """Return the most prefill tokens of a step in which requests decode, so that it takes about ``latency`` seconds.
-
-    It is a power of two: runs that are timed alike chunk prompts alike.
-    """
-    tokens = int(min(tokens_per_second * latency, 1 << 30))
-    return max(1 << max(tokens.bit_length() - 1, 0), _LEAST_MIXED_TOKENS)
+    yield [request(full, _GREEDY)]
+    powers = [1 << power for power in range(full.bit_length())]
+    for tokens in sorted({*powers, size - 1, size, size + 1} & set(range(1, full))):
+        yield [request(tokens)]
+    for tokens in sorted({min(full + extra, longest) for extra in (_SHORT, _LONG_PREFIX + _SHORT)} - {full}):
+        yield [request(tokens, _GREEDY)]
+    most, short = min(capacity.max_batch, capacity.num_pages), min(_SHORT, longest)
+    for count in sorted({1 << power for power in range(most.bit_length())} | {most}):
+        yield decoding(count, short)
+    if most > 1:
+        yield [request(max(full // most, 1)) for _ in range(most)]
+        yield [*decoding(most - 1, short), request(min(full + _SHORT, longest), _GREEDY)]

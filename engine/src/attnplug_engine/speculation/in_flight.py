@@ -60,10 +60,13 @@ class RoundOutput:
 
 class RoundsInFlight:
     """A launched step: new tokens, and log probabilities for requests that ask for them. ``replayed``: graphs ran its
-    round."""
+    round; ``replayed_prefill``: a graph ran its target's prefill."""
 
-    def __init__(self, parts: Sequence[RoundOutput], timing: Timing | None, *, replayed: bool) -> None:
-        self._parts, self.timing, self.replayed = parts, timing, replayed
+    def __init__(
+        self, parts: Sequence[RoundOutput], timing: Timing | None, *, replayed: bool, replayed_prefill: bool
+    ) -> None:
+        self._parts, self.timing = parts, timing
+        self.replayed, self.replayed_prefill = replayed, replayed_prefill
 
     def tokens(self) -> list[list[int]]:
         """Return new tokens for each of ``sampled_requests``; the last is -1 if its logits are not finite. Blocks until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -36,6 +36,21 @@ class Prefill:
     """Batches of the requests whose prefill ends here, if any."""
     sampled: Tensor
     """First tokens ``[requests that end]`` of these requests."""
+    newest: Tensor | None = None
+    """Draft's hidden states ``[requests that end, width]``, if a graph ran the draft's prefill."""
+
+
+class DraftRows(NamedTuple):
+    """Rows of a draft's prefill, on the host."""
+
+    tokens: list[int]
+    positions: list[int]
+    counts: list[int]
+    """New rows of each entry."""
+    lengths: list[int]
+    """KV length of each entry, with the new rows."""
+    last: list[int]
+    """Rows that get the sampled token of each request that ends; their ``tokens`` are 0."""
 
 
 class Proposer(Protocol):
@@ -115,6 +130,8 @@ class DraftModelProposer:
         self._fed = self.hidden_inputs != NOTHING
         """True if a step reads the hidden states of the previous one."""
         self._shift = int(not self._fed)
+        self.more_rows = not self._fed
+        """True if its prefill has one more row for every request that ends."""
         self.ahead = runner.model.models if self._fed else 0
         self._numbers = torch.arange(self._shift, self._shift + max(self._nodes, self._steps), device=runner.device)
         """Positions of a draft's rows behind the committed ones, ``[N or steps]``."""
@@ -133,20 +150,21 @@ class DraftModelProposer:
         ]
 
     def after_prefill(self, prefill: Prefill) -> Proposal | None:
-        batch, last = self._prefill(prefill)
-        out = self._runner.forward(batch, prefill.hidden)
-        if (ended := prefill.ended) is None:
-            return None
-        return self.look_ahead(ended, out.index_select(0, last), ended.members.committed)
+        newest, ended = prefill.newest, prefill.ended
+        if newest is None:
+            batch, last = self._prefill(prefill)
+            newest = self._runner.forward(batch, prefill.hidden)
+            if ended is not None:
+                newest = newest.index_select(0, last)
+        return None if ended is None else self.look_ahead(ended, newest, ended.members.committed)
 
-    def _prefill(self, prefill: Prefill) -> tuple[ForwardBatch, Tensor]:
-        """Return the draft's batch for a prefill, and the last rows in it of the requests that end."""
-        entries, page_table = prefill.step.entries, prefill.page_table
+    def lay_out(self, step: Step) -> DraftRows:
+        """Return the draft's rows for a prefill of the target."""
         tokens: list[int] = []
         positions: list[int] = []
         counts: list[int] = []
         last: list[int] = []
-        for request, position, token_ids, is_sampled in entries:
+        for request, position, token_ids, is_sampled in step.entries:
             end = position + len(token_ids)
             own = list(token_ids) if self._shift else [*token_ids[1:], *request.tokens(end, end + 1)]
             if is_sampled:
@@ -155,7 +173,12 @@ class DraftModelProposer:
             tokens += own
             counts.append(len(own))
             positions += range(position, position + len(own))
-        lengths = [entry.position + count for entry, count in zip(entries, counts, strict=True)]
+        lengths = [entry.position + count for entry, count in zip(step.entries, counts, strict=True)]
+        return DraftRows(tokens, positions, counts, lengths, last)
+
+    def _prefill(self, prefill: Prefill) -> tuple[ForwardBatch, Tensor]:
+        """Return the draft's batch for a prefill, and the last rows in it of the requests that end."""
+        page_table, (tokens, positions, counts, lengths, last) = prefill.page_table, self.lay_out(prefill.step)
         device, longest = page_table.device, max(counts)
         ids, places = to_device([tokens, positions], device).unbind()
         ends = to_device(last, device)

@@ -152,13 +152,14 @@ class RoundGraphs:
         """Captured batch sizes by the names of the backends: the target's, then the draft's."""
         return sizes_by_backend(self._rounds)
 
-    def reserve(self, allocator: PageAllocator) -> None:
-        """Reserve pages for padded requests and the backends' graph buffers."""
+    def reserve(self, allocator: PageAllocator, requests: int = 0, rows: int = 0, draft_rows: int = 0) -> None:
+        """Reserve pages for padded requests and the backends' graph buffers, which also serve prefills of up to
+        ``requests`` requests, ``rows`` rows of the target and ``draft_rows`` rows of the draft."""
         name = self._attention.backend.backend_id.name
         reserve_padding(name, self._padding, self._table, allocator, self._context)
-        self._attention.reserve(self.largest, self.largest * self._rows)
+        self._attention.reserve(max(self.largest, requests), max(self.largest * self._rows, rows))
         if self._draft is not None:
-            self._draft.reserve(self.largest, self.largest * self._draft_rows)
+            self._draft.reserve(max(self.largest, requests), max(self.largest * self._draft_rows, draft_rows))
 
     def capture(
         self, size: int, capture: CaptureFunction, parts: Callable[[CapturedRound], Sequence[Replay]]

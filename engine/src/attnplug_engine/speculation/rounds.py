@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,10 +16,13 @@ from attnplug_engine.execution.runner import ModelRunner, Phase
 from attnplug_engine.execution.sampler import sample
 from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.capture_check import CaptureCheck
-from attnplug_engine.graphs.step_graphs import no_memory
+from attnplug_engine.graphs.decode import CapturedStep
+from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends
+from attnplug_engine.graphs.step_graphs import capture_prefill, no_memory, prefill_graphs
 from attnplug_engine.scheduling.step import Step, StepEntry
 from attnplug_engine.speculation.acceptance import Accepted, accept_and_commit, moves
 from attnplug_engine.speculation.batches import Batches, EagerBatches, RoundShapes
+from attnplug_engine.speculation.draft_prefills import DraftPrefillGraphs
 from attnplug_engine.speculation.draft_runner import DraftRunner, needs_lengths
 from attnplug_engine.speculation.frozen_kv import FrozenKVProposer
 from attnplug_engine.speculation.in_flight import RoundOutput, RoundsInFlight
@@ -86,6 +90,12 @@ class RoundRunner:
             self.proposer = DraftModelProposer(draft, speculation)
         self.graphs: RoundGraphs | None = None
         self._verified: dict[CapturedRound, _CapturedResults] = {}
+        self.prefill_graphs: PrefillGraphs | None = None
+        """Captured prefills of the target."""
+        self._taken: dict[ForwardBatch, Tensor | None] = {}
+        """Hidden states ``[tokens, width]`` that the draft reads, by the batch of a captured prefill."""
+        self.draft_prefills: DraftPrefillGraphs | None = None
+        """Captured prefills of the draft."""
         self._exact = needs_lengths(runner.backend, runner.pools)
         self.plan_stream: PlanStream | None = None
         self.planned_in_order: list[str] = []
@@ -102,11 +112,19 @@ class RoundRunner:
 
     @torch.inference_mode()
     def capture(
-        self, sizes: Sequence[int], capture: CaptureFunction, progress: Callable[[int, int], None] | None = None
+        self,
+        sizes: Sequence[int],
+        capture: CaptureFunction,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        prefills: Sequence[int] = (),
+        keep_all: bool = True,
     ) -> RoundGraphs:
-        """Capture rounds of these batch sizes, the largest first, so that the others reuse its memory.
+        """Capture rounds of these batch sizes and the target's prefills of these numbers of tokens, the largest first,
+        so that the others reuse its memory.
 
-        Each is compared with eager attention before it is used. The workspace does not grow afterwards.
+        Unless ``keep_all``, a prefill is kept only if its graph saves time. Each graph is compared with eager attention
+        before it is used. The workspace does not grow afterwards.
         """
         runner, draft, capacity = self.runner, self.draft, self.runner.capacity
         runner.enter(Phase.WARM_UP, "capture graphs once, before the first step")
@@ -129,21 +147,40 @@ class RoundRunner:
         ]
         if draft is not None:
             checks.append(CaptureCheck(draft.model.spec, draft.attention, draft.pools, pages, draft.dtype, device))
-        size = graphs.largest
+        prefill, size, total = None, graphs.largest, len(prefills) + len(sizes)
+        if prefills:
+            prefill = prefill_graphs(runner, self._captured_target, largest=max(prefills), keep_all=keep_all)
+            self.draft_prefills = self._draft_prefills(prefill)
+        drafts = self.draft_prefills
+
+        def follow(step: CapturedStep) -> None:
+            if drafts is not None:
+                checks[1].run(drafts.capture(step, partial(self._taken.get, step.batch), capture), capture)
+
+        making: RoundGraphs | PrefillGraphs = graphs
         try:
-            graphs.reserve(runner.allocator)
+            reserved = () if prefill is None else (prefill.requests, prefill.largest, drafts.rows if drafts else 0)
+            graphs.reserve(runner.allocator, *reserved)
             runner.enter(Phase.CAPTURE)
-            for done, size in enumerate(sorted(sizes, reverse=True)):
+            if prefill is not None:
+                making = prefill
+                for done, size in enumerate(sorted(prefills, reverse=True), 1):
+                    capture_prefill(runner, prefill, size, capture, checks[0], keep_all=keep_all, follow=follow)
+                    if progress is not None:
+                        progress(done, total)
+            making = graphs
+            for done, size in enumerate(sorted(sizes, reverse=True), len(prefills) + 1):
                 for captured in graphs.capture(size, capture, self._parts):
                     for check, batches in zip(checks, (captured.target, captured.draft), strict=False):
                         for batch in batches.made:
                             check.run(batch, capture)
                 if progress is not None:
-                    progress(done + 1, len(sizes))
+                    progress(done, total)
         except torch.OutOfMemoryError as error:
-            raise no_memory(runner, size, graphs.sizes) from error
+            raise no_memory(runner, size, making.sizes, prefill=making is prefill) from error
         runner.workspace.freeze()
         self.graphs = graphs
+        self.prefill_graphs = prefill if prefill is not None and prefill.sizes else None
         runner.enter(Phase.SERVE)
         return graphs
 
@@ -164,6 +201,27 @@ class RoundRunner:
 
         return [verify, extend, ahead]
 
+    @property
+    def why_no_draft_prefill(self) -> str:
+        """Reason why prefills of the draft cannot be captured; empty if they can, or if it has none."""
+        if self.draft is None or not isinstance(self.proposer, DraftModelProposer):
+            return ""
+        if isinstance(self.proposer, WindowProposer):
+            return "its models choose tokens between their prefills"
+        return "" if captures_extends(self.draft.backend) else f"{self.draft.backend.backend_id.name} cannot capture it"
+
+    def _draft_prefills(self, prefill: PrefillGraphs) -> DraftPrefillGraphs | None:
+        """Return the graphs of the draft's prefills; None if it has none, or they cannot be captured."""
+        draft, proposer = self.draft, self.proposer
+        if draft is None or not isinstance(proposer, DraftModelProposer) or self.why_no_draft_prefill:
+            return None
+        return DraftPrefillGraphs(draft, proposer.lay_out, prefill, more_rows=proposer.more_rows)
+
+    def _captured_target(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
+        """Run the target over a captured prefill; return the logits of these rows."""
+        hidden, self._taken[batch] = self._target(batch)
+        return self.runner.model.logits(hidden.index_select(0, rows))
+
     # Steps
 
     @torch.inference_mode()
@@ -177,6 +235,7 @@ class RoundRunner:
         self._join()
         parts: list[RoundOutput] = []
         timing = captured = None
+        replayed_prefill = False
         if step.rounds:
             timing = Timing(self.runner.device)
             if self.graphs is not None:
@@ -184,12 +243,13 @@ class RoundRunner:
             parts.append(self._round(step, timing) if captured is None else self._replay(captured, step, timing))
         if step.rounds < len(step.entries):
             self._join()
-            parts.append(self._prefill(step))
+            output, replayed_prefill = self._prefill(step)
+            parts.append(output)
         states = self.runner.pools.linear
         if step.snapshots and states is not None:
             for source, target in step.snapshots:
                 states.copy(source, target)
-        return RoundsInFlight(parts, timing, replayed=captured is not None)
+        return RoundsInFlight(parts, timing, replayed=captured is not None, replayed_prefill=replayed_prefill)
 
     def _join(self) -> None:
         """Join the plan stream. Plans made in order may reuse memory allocated on it, so it must be done."""
@@ -285,32 +345,47 @@ class RoundRunner:
 
     # Prefills
 
-    def _prefill(self, step: Step) -> RoundOutput:
-        """Extend, sample where a prefill ends, and draft."""
+    def _prefill(self, step: Step) -> tuple[RoundOutput, bool]:
+        """Extend, sample where a prefill ends, and draft. Also return True if the target's extend was replayed."""
         runner, first = self.runner, step.rounds
         part = Step(
             ForwardMode.EXTEND, step.entries[first:], (), step.rows[first:], step.state_slots[first:], step.snapshots
         )
-        batch = runner.batch(part)
-        hidden, taken = self._target(batch)
+        graphs = self.prefill_graphs
+        captured, newest = None if graphs is None else graphs.fitting(part), None
+        if graphs is not None and captured is not None:
+            replayed, logits = graphs.run(captured, part, runner.sampler), captured.logits[0]
+            batch, taken = captured.batch, self._taken[captured.batch]
+            taken = None if taken is None else taken[: part.num_tokens]
+            runner.backend_usage.add(batch)
+        else:
+            batch = runner.batch(part)
+            hidden, taken = self._target(batch)
+            logits = hidden[:0]
         entries = [entry for entry in part.entries if entry.sampled]
         rows = [row for row, entry in zip(part.rows, part.entries, strict=True) if entry.sampled]
         ended, sampled = None, runner.tokens[:0]
-        logits, committed = hidden[:0], sampled
+        committed = sampled
         if entries:
             self._next_verify.drop()
             members = self._members(entries, rows, (), prefilled=True)
             ended = self._draft_batches(members)
-            logits = runner.model.logits(hidden.index_select(0, to_device(part.sampled_rows, runner.device)))
-            sampled = sample(logits, members.sampled(members.places(members.committed - 1)[0]))
+            if captured is None:
+                logits = runner.model.logits(hidden.index_select(0, to_device(part.sampled_rows, runner.device)))
+                sampled = sample(logits, members.sampled(members.places(members.committed - 1)[0]))
+            else:
+                sampled = replayed
             committed = members.committed
             self.state.commit(members.rows, committed, sampled)
         requests, one = [entry.request for entry in entries], torch.ones_like(sampled)
         output = RoundOutput(requests, sampled.unsqueeze(1), one, logits, committed)
-        proposal = self.proposer.after_prefill(Prefill(part, batch.geometry.page_table, taken, ended, sampled))
+        if captured is not None and self.draft_prefills is not None:
+            newest = self.draft_prefills.run(captured.size, part)
+        page_table = batch.geometry.page_table[: len(part.entries)]
+        proposal = self.proposer.after_prefill(Prefill(part, page_table, taken, ended, sampled, newest))
         if ended is not None and proposal is not None:
             self.state.propose(ended.members.rows, proposal)
-        return output
+        return output, captured is not None
 
     # Members
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from attnplug.kernels import PageCopy
 from attnplug.sparse import Coordinator
 from attnplug_engine.request import FinishReason, Request, RequestState
+from attnplug_engine.scheduling.mixed_steps import MixedSteps, PrefillBudget
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
 from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
@@ -53,7 +54,7 @@ class RoundScheduler(Scheduler):
         max_step_tokens: int,
         context_length: int,
         whole_prompts: bool = False,
-        mixed_step_tokens: int | None = None,
+        mixed_steps: MixedSteps | None = None,
         states: StateAllocator | None = None,
         checkpoint: int = 1024,
         short_hits: int = 0,
@@ -67,7 +68,7 @@ class RoundScheduler(Scheduler):
             max_step_tokens=max_step_tokens,
             context_length=context_length,
             whole_prompts=whole_prompts,
-            mixed_step_tokens=mixed_step_tokens,
+            mixed_steps=mixed_steps,
             states=states,
             checkpoint=checkpoint,
             lookahead=lookahead_rows(speculation),
@@ -163,13 +164,13 @@ class RoundScheduler(Scheduler):
             request.steps_in_flight += 1
         return True
 
-    def _chunk(self, request: Request, budget: int, entries: list[StepEntry], copies: list[PageCopy]) -> int:
+    def _chunk(self, request: Request, budget: PrefillBudget, entries: list[StepEntry], copies: list[PageCopy]) -> bool:
         before = len(entries)
-        left = super()._chunk(request, budget, entries, copies)
+        is_complete = super()._chunk(request, budget, entries, copies)
         if len(entries) > before and entries[-1].sampled:
             request.in_rounds = True
             request.steps_in_flight += 1
-        return left
+        return is_complete
 
     def _match(self, cache: PrefixCache, tokens: Sequence[int]) -> tuple[list[int], int]:
         pages, cached = cache.match(tokens)

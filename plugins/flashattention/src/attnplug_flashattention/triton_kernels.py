@@ -16,7 +16,7 @@ _AT_ONCE = 8
 """Splits that a merging program holds in registers at a time."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "width", "target_stride", "target_width", "count"])
 def _fill_parts(
     table, table_stride, width, kv_lens, target, target_stride, target_width, part_lens, ratio, size, step, count,
     BLOCK: tl.constexpr,
@@ -62,7 +62,7 @@ def launch_fill_splits(page_table: Tensor, kv_lens: Tensor, splits: KVSplits) ->
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "width", "queries", "rows"])
 def _fill_slots(table, table_stride, width, kv_lens, slots, page_size, queries, rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request = row // queries
@@ -90,7 +90,7 @@ def launch_fill_slots(page_table: Tensor, kv_lens: Tensor, page_size: int, slots
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_row", "lse_head", "count"])
 def _merge_parts(
     out, lse, lse_row, lse_head, merged, merged_lse, count, heads, dim,
     LSE: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, DIM: tl.constexpr,

@@ -37,7 +37,8 @@ def attnplug_backends() -> list[BackendSpec]:
             requires=((LIBRARY, "flashinfer"),),
             options=FlashInferOptions,
             check=refusals,
-            preference=40,  # below triton_mha: first use compiles kernels for a minute
+            kernel_builds="attnplug_flashinfer.jit_modules:kernel_builds",
+            preference=40,  # below triton_mha: the first start compiles kernels for a minute
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MHA}),
                 devices=frozenset({"cuda"}),

@@ -11,7 +11,7 @@ from attnplug_flashinfer.work_list import PageCounts, PagedWorkList, UniformPage
 _BLOCK = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "queries", "tiles", "room", "width", "most_seen", "least_chunk"])
 def _fill_schedule(
     request_indices, tile_indices, chunk_indices, valid, parts_indptr, merge_indptr, chunk_rows,
     kv_lens, kv_indptr, last_page_lens, requests, queries, tiles, room, page_size, width, most_seen, least_chunk,

@@ -32,6 +32,7 @@ from attnplug import (
 )
 from attnplug.kernels import check_lse
 from attnplug_flashinfer_mla.graphs import CapturedMLABatch, MLAGraphMemory
+from attnplug_flashinfer_mla.jit_modules import RAGGED_DIMS
 from attnplug_flashinfer_mla.kernel_pool import KernelHandle, KernelPool
 from attnplug_flashinfer_mla.kernels import (
     FlashInferMLAKernels,
@@ -43,9 +44,6 @@ from attnplug_flashinfer_mla.kernels import (
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_flashinfer_mla.planner import padded_heads, plan_paged
 from attnplug_flashinfer_mla.plugin import KERNEL, kernel_refusals
-
-_RAGGED_DIMS = frozenset({(192, 128)})
-"""Key and value dims that the ragged kernels were tested with. Other models extend absorbed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +123,7 @@ class FlashInferMLABackend(PlannedAttention):
         """Return the spec's claims without what is disabled. MHA paths require ragged kernels for the model's dims."""
         declared, paths = context.declared.claims, {ExtendPath.ABSORBED}
         ragged = not (options.disable_ragged or context.serving.skip_prefill)
-        if ragged and self._shape.ragged_dims in _RAGGED_DIMS:
+        if ragged and self._shape.ragged_dims in RAGGED_DIMS:
             paths |= {ExtendPath.ONE_SHOT} if self._chunking_disabled_by else set(ExtendPath)
         level = GraphLevel.NEVER if options.kernel == "cutlass" else declared.cuda_graph
         return replace(declared, cuda_graph=level, mla_extend=declared.mla_extend & paths)

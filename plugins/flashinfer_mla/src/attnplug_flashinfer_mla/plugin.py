@@ -65,6 +65,7 @@ def attnplug_backends() -> list[BackendSpec]:
             requires=((LIBRARY, "flashinfer"),),
             options=FlashInferMLAOptions,
             check=refusals,
+            kernel_builds="attnplug_flashinfer_mla.jit_modules:kernel_builds",
             preference=100,
             capabilities=CAPABILITIES,
         )

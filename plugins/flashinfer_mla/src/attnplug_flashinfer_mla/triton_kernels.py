@@ -21,7 +21,7 @@ _MAX_PROGRAMS = 16
 """Maximum programs per request: 128k tokens in pages of one are 256 blocks."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "width"])
 def _fill_indices(
     table, table_stride, width, qo_indptr, kv_indptr, kv_lens, kv_indices, slots, page_size, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def launch_fill_indices(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items", "tiles", "queries", "pages"])
 def _fill_schedule(
     q_indptr, kv_indptr, partial_indptr, merge_start, merge_end, merge_partial_start, merge_partial_end, merge_stride,
     q_len, kv_len, q_start, kv_start, kv_end, work_indptr,

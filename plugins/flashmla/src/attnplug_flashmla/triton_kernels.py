@@ -15,7 +15,7 @@ PAIRS = 4
 """(row, head) pairs per program: each of its 128 threads moves 16 bytes twice, and 4 bytes of the rope."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "width", "kernel_stride"])
 def _fill_pages(
     table, table_stride, width, seq_lens, kv_lens, kernel_table, kernel_stride, slots,
     QUERIES: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -17,11 +17,11 @@ from attnplug import BackendContext, ForwardBatch, Geometry, LayerSpec, Plan, Pl
 from attnplug.linear import DeltaInputs, LinearInputs
 from attnplug_hybrid_linear.fla_kernels import CHUNK, ChunkKernels, FlaChunks, FlaKernels
 from attnplug_hybrid_linear.plugin import COUNTERS
-from attnplug_hybrid_linear.states import LinearMetadata, StateBackend, VerifyInputs
+from attnplug_hybrid_linear.states import LinearMetadata, StateBackend, VerifyInputs, slots_of
 from attnplug_hybrid_linear.triton_convolution import convolve_in_place, keep_newest
 from attnplug_hybrid_linear.triton_delta import MAX_STATE, decode_delta
-from attnplug_hybrid_linear.triton_recurrence import advance_in_place, clear_padded, put_states
-from attnplug_hybrid_linear.varlen import VarlenBatch, VarlenBlocks, plan_varlen, split_blocks
+from attnplug_hybrid_linear.triton_recurrence import advance_in_place, clear_padded, put_states, take_states
+from attnplug_hybrid_linear.varlen import CapturedVarlen, VarlenBatch, VarlenBlocks, plan_varlen, split_blocks
 
 MAX_RECURRENT_TOKENS = 16
 """Maximum tokens per request for which the recurrent kernel is faster than the chunk kernels."""
@@ -29,18 +29,21 @@ MAX_RECURRENT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlaMetadata(LinearMetadata):
-    """A plan's metadata. ``blocks`` is set if a sequence is long, ``chunks`` if the library runs the batch."""
+    """A plan's metadata. ``blocks`` is set if a sequence is long, ``chunks`` if the library runs the batch, and
+    ``refilled`` if the batch is a captured extend."""
 
     varlen: VarlenBatch
     blocks: VarlenBlocks | None
     chunks: FlaChunks | None
+    refilled: CapturedVarlen | None = None
 
 
 class FlaLinearBackend(StateBackend):
     """GDN, KDA, Lightning, Mamba2 and short convolutions on CUDA.
 
-    Captured kernels read the batch's own state slots, and lengths that do not change, so CUDA graphs need no static
-    buffers of their own. ``kernels`` replaces the library in tests.
+    Captured kernels of decode and verify read the batch's own state slots, and lengths that do not change. Captured
+    extends have fixed memory in their plan, which the graph refills from ``new_lens`` and ``state_slots``. ``kernels``
+    replaces the library in tests.
     """
 
     def __init__(self, context: BackendContext, kernels: ChunkKernels | None = None) -> None:
@@ -55,15 +58,31 @@ class FlaLinearBackend(StateBackend):
     def metadata(self, query_lens: Sequence[int], state_slots: Tensor, verified: VerifyInputs | None) -> FlaMetadata:
         varlen = plan_varlen(query_lens, state_slots)
         blocks = split_blocks(query_lens, CHUNK, state_slots.device) if varlen.longest > MAX_RECURRENT_TOKENS else None
-        chunks = None if blocks is None or verified is not None else FlaChunks.of(query_lens, blocks, varlen.slots)
+        chunks = None if blocks is None or verified is not None else FlaChunks.of(query_lens, blocks)
         return FlaMetadata(verified, varlen, blocks, chunks)
 
     def capture(self, geometry: Geometry, memory: Any) -> Plan:
+        if geometry.new_lens is not None:
+            return self._capture_extend(geometry)
         self._counters(geometry.requests, geometry.lane)  # now: the workspace may be frozen later
         return self.plan_of(geometry, [geometry.rows // geometry.requests] * geometry.requests, captured=True)
 
+    def _capture_extend(self, geometry: Geometry) -> Plan:
+        varlen = CapturedVarlen(geometry.requests, geometry.rows, CHUNK, geometry.device)
+        short = geometry.rows <= MAX_RECURRENT_TOKENS
+        blocks, chunks = (None, None) if short else (varlen.blocks, FlaChunks.captured(varlen))
+        return Plan.of(self.backend_id, geometry, FlaMetadata(None, varlen.batch, blocks, chunks, varlen))
+
     def refill(self, plan: Plan, geometry: Geometry) -> None:
-        """Check that the batch has the state slots' memory that was captured; there is nothing to fill."""
+        """Update the lengths and slots of a captured extend. Of other batches, check that they have the state slots'
+        memory that was captured; there is nothing to fill."""
+        metadata: FlaMetadata = plan.metadata
+        if metadata.refilled is not None:
+            assert geometry.new_lens is not None
+            metadata.refilled.refill(geometry.new_lens, slots_of(geometry))
+            if metadata.chunks is not None:
+                metadata.chunks.renew()
+            return
         if plan.metadata.verified is not None:
             plan.metadata.verified.committed = False  # a warm-up precedes the capture
         slots = geometry.state_slots
@@ -113,7 +132,7 @@ class FlaLinearBackend(StateBackend):
         varlen, dims = metadata.varlen, layer.linear
         assert dims is not None
         one_each = varlen.longest == 1 and varlen.numbers is None and metadata.verified is None
-        if not one_each or dims.key_dim * dims.value_dim > MAX_STATE:
+        if not one_each or varlen.captured or dims.key_dim * dims.value_dim > MAX_STATE:
             return None
         out = _output(rows, varlen, dims.heads * dims.value_dim)
         conv, states = self.conv(layer.layer_id), self.recurrent(layer.layer_id)
@@ -129,8 +148,7 @@ class FlaLinearBackend(StateBackend):
 
     def _by_chunks(self, inputs: LinearInputs, layer: LayerSpec, varlen: VarlenBatch, chunks: FlaChunks) -> Tensor:
         states = self.recurrent(layer.layer_id)
-        before = states.index_select(0, chunks.slots)
-        out, after = self._kernels.chunked(inputs, layer.scale, chunks, before)
+        out, after = self._kernels.chunked(inputs, layer.scale, chunks, take_states(states, varlen))
         put_states(states, varlen, after)
         clear_padded(out, varlen)
         padding = inputs.v.shape[0] - varlen.rows

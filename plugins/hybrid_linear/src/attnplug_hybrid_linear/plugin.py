@@ -70,7 +70,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 roles=frozenset({Role.LINEAR}),
                 layouts=_ANY_LAYOUT,
                 max_speculative_tokens=64,
-                cuda_graph=GraphLevel.UNIFORM,
+                cuda_graph=GraphLevel.ALWAYS,
             ),
         ),
     ]

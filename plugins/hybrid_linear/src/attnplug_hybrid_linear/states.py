@@ -76,7 +76,7 @@ class StateBackend(PlannedBackend):
 
     def plan_of(self, geometry: Geometry, query_lens: Sequence[int], *, captured: bool = False) -> Plan:
         verified = VerifyInputs(captured) if geometry.mode is ForwardMode.TARGET_VERIFY else None
-        return Plan.of(self.backend_id, geometry, self.metadata(query_lens, _slots_of(geometry), verified))
+        return Plan.of(self.backend_id, geometry, self.metadata(query_lens, slots_of(geometry), verified))
 
     def recurrent(self, layer_id: int) -> Tensor:
         """Return the recurrent states ``[slots, heads, key_dim, value_dim]`` float32 of a layer."""
@@ -112,7 +112,7 @@ class StateBackend(PlannedBackend):
         verified.close()
 
 
-def _slots_of(geometry: Geometry) -> Tensor:
+def slots_of(geometry: Geometry) -> Tensor:
     """Return the state slots ``[requests]``, -1 for padded requests. Raises ``PlanError`` if the batch has none."""
     slots, requests = geometry.state_slots, geometry.requests
     if slots is None and not requests:

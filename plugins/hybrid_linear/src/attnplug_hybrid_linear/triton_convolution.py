@@ -38,7 +38,7 @@ def _move_on(x, x_row, start, state, tokens, channel, is_channel, WIDTH: tl.cons
     tl.store(state + channel[None, :] * WIDTH + column[:, None], rows.to(state.dtype.element_ty), mask=is_one)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "lens", "slots"])
 def _convolve(
     x, weight, bias, out, states, starts, lens, slots, block_span, block_place, x_row, channels,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, WHOLE: tl.constexpr,
@@ -73,7 +73,7 @@ def _convolve(
         _move_on(x, x_row, start, state, tokens, channel, is_channel, WIDTH, COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "lens", "slots"])
 def _keep(
     x, states, starts, lens, slots, x_row, channels, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip

@@ -65,7 +65,7 @@ def _unit(x):
     return x / tl.sqrt(tl.sum(x * x, 0) + 1e-6)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _decode(
     rows, conv, conv_states, decay, rate, bias, beta, gate, norm, out, states, slots, counters, scale, eps,
     row_stride, decay_row, decay_head, beta_row, gate_row, gate_head,

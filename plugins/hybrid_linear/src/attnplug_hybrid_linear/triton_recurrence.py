@@ -20,7 +20,7 @@ _FEW_HEADS = 512
 """Maximum heads over all requests for which small programs are faster, because large ones leave the device idle."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "lens", "slots"])
 def _advance(
     q, k, v, log_decay, beta, out, states, starts, lens, slots, scale,
     q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, beta_row,
@@ -146,32 +146,50 @@ def _configuration(heads: int, by_channel: bool) -> tuple[int, int]:
     return (32, 1) if by_channel else (64, 4)
 
 
-@triton.jit
-def _put(states, slots, values, size, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _copy_states(states, slots, values, size, STORE: tl.constexpr, BLOCK: tl.constexpr):
     slot = tl.load(slots + tl.program_id(1))
     if slot >= 0:
         place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(values + tl.program_id(1).to(tl.int64) * size + place, mask=place < size)
-        tl.store(states + slot * size + place, value, mask=place < size)
+        state, value = states + slot * size + place, values + tl.program_id(1).to(tl.int64) * size + place
+        if STORE:
+            tl.store(state, tl.load(value, mask=place < size), mask=place < size)
+        else:
+            tl.store(value, tl.load(state, mask=place < size), mask=place < size)
+
+
+def take_states(states: Tensor, varlen: VarlenBatch) -> Tensor:
+    """Return copies ``[sequences, …]`` float32 of the states at the sequences' slots. Those of padded sequences are
+    uninitialized: a captured extend may have many, and copying 2 MiB for each would take longer than its kernels."""
+    values = states.new_empty(varlen.slots.shape[0], *states.shape[1:])
+    _launch_copy(states, varlen, values, store=False)
+    return values
 
 
 def put_states(states: Tensor, varlen: VarlenBatch, values: Tensor) -> None:
     """Write ``values`` ``[sequences, …]`` float32 to the sequences' slots, except for padded ones."""
+    _launch_copy(states, varlen, values, store=True)
+
+
+def _launch_copy(states: Tensor, varlen: VarlenBatch, values: Tensor, *, store: bool) -> None:
     size, block = states[0].numel(), 1024
-    _put[(triton.cdiv(size, block), values.shape[0])](states, varlen.slots, values, size, BLOCK=block)
+    grid = (triton.cdiv(size, block), values.shape[0])
+    _copy_states[grid](states, varlen.slots, values, size, STORE=store, BLOCK=block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "lens", "slots"])
 def _clear(out, starts, lens, slots, width, BLOCK: tl.constexpr):
     span = tl.program_id(0)
     if tl.load(slots + span) < 0:
         row, end = tl.load(starts + span), tl.load(starts + span) + tl.load(lens + span)
-        for at in range(row * width, end * width, BLOCK):
+        for at in range(row * width + tl.program_id(1) * BLOCK, end * width, tl.num_programs(1) * BLOCK):
             place = at + tl.arange(0, BLOCK)
             tl.store(out + place, tl.zeros([BLOCK], out.dtype.element_ty), mask=place < end * width)
 
 
 def clear_padded(out: Tensor, varlen: VarlenBatch) -> None:
     """Zero the rows of padded requests in ``out`` ``[tokens, …]``."""
-    width = out[0].numel()
-    _clear[(varlen.slots.shape[0],)](out, varlen.starts, varlen.lens, varlen.slots, width, BLOCK=1024)
+    width, block = out[0].numel(), 1024
+    # The padding rows of a captured extend may be most of its rows, and are one sequence.
+    programs = min(triton.cdiv(varlen.rows * width, 32 * block), 64)
+    _clear[varlen.slots.shape[0], programs](out, varlen.starts, varlen.lens, varlen.slots, width, BLOCK=block)

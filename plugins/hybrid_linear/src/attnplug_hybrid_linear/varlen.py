@@ -1,4 +1,7 @@
-"""Variable-length batches: host lengths and state slots → row offsets for kernels."""
+"""Variable-length batches: lengths and state slots → row offsets for kernels.
+
+Eager batches are planned from host lengths. Captured extends are planned on the device, within fixed memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ class VarlenBatch:
 
     A sequence's rows (``lens`` rows from ``starts`` on) advance the state at its slot in order. A negative slot marks a
     padded request, whose output is zero. ``numbers`` are the sequences' request numbers; ``None`` if every request has
-    a sequence. ``rows`` is the total number of rows, ``longest`` the maximum length.
+    a sequence. ``rows`` is the total number of rows, ``longest`` the maximum length; of a captured extend, both are the
+    captured rows. ``captured``: the device refills the tensors, and sequences may be empty.
     """
 
     starts: Tensor
@@ -27,6 +31,7 @@ class VarlenBatch:
     rows: int
     longest: int
     numbers: Tensor | None = None
+    captured: bool = False
 
     def first(self, tokens: Tensor) -> VarlenBatch:
         """Return the batch truncated to the first ``tokens`` ``[requests]`` rows of each request."""
@@ -60,6 +65,41 @@ def split_blocks(query_lens: Sequence[int], size: int, device: torch.device) -> 
     """Return the blocks of all sequences, in order. Requests without tokens have none."""
     counts = [-(-tokens // size) for tokens in query_lens if tokens]
     return VarlenBlocks(*spread([0] * len(counts), counts, device), size)
+
+
+class CapturedVarlen:
+    """Fixed memory of a captured extend: ``rows`` rows of up to ``requests`` requests, refilled on the device.
+
+    The last sequence has the padding rows and slot -1, so kernels write zeros there, as for a padded request. There are
+    as many ``blocks`` as any lengths need; surplus blocks lie behind the last sequence's end, and kernels mask them.
+    ``cu_seqlens`` ``[requests + 2]`` are the row offsets, ``indices`` ``[blocks, 2]`` the blocks as pairs, all int64.
+    """
+
+    def __init__(self, requests: int, rows: int, size: int, device: torch.device) -> None:
+        sequences = requests + 1
+        count = (rows + (size - 1) * min(sequences, rows)) // size
+        self.cu_seqlens = torch.zeros(sequences + 1, dtype=torch.int64, device=device)
+        self.indices = torch.zeros(count, 2, dtype=torch.int64, device=device)
+        lens, slots = torch.zeros(2, sequences, dtype=torch.int64, device=device).unbind()
+        slots.fill_(-1)
+        self.batch = VarlenBatch(self.cu_seqlens[:-1], lens, slots, rows, rows, captured=True)
+        sequence, place = torch.zeros(2, count, dtype=torch.int64, device=device).unbind()
+        self.blocks = VarlenBlocks(sequence, place, size)
+        self._numbers = torch.arange(count, device=device)
+
+    def refill(self, new_lens: Tensor, state_slots: Tensor) -> None:
+        """Update all tensors from ``new_lens`` and ``state_slots`` ``[requests]`` on the device."""
+        lens, blocks = self.batch.lens, self.blocks
+        lens[:-1] = new_lens
+        lens[-1] = self.batch.rows - new_lens.sum()
+        self.batch.slots[:-1] = state_slots
+        torch.cumsum(lens, 0, out=self.cu_seqlens[1:])
+        ends = ((lens + (blocks.size - 1)) // blocks.size).cumsum(0)
+        sequence = torch.searchsorted(ends, self._numbers, right=True).clamp_(max=lens.shape[0] - 1)
+        first = torch.nn.functional.pad(ends, (1, -1))
+        blocks.sequence.copy_(sequence)
+        torch.sub(self._numbers, first[sequence], out=blocks.place)
+        torch.stack([blocks.sequence, blocks.place], 1, out=self.indices)
 
 
 def with_unit_stride(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ def attnplug_backends() -> list[BackendSpec]:
             factory="attnplug_tokenspeed_mla.factory:tokenspeed_mla",
             requires=((LIBRARY, "tokenspeed_mla"), blackwell.FLASHINFER),
             check=blackwell.refusals,
+            kernel_builds="attnplug_trtllm_mla.jit_modules:fallback_builds",
             preference=80,  # below trtllm_mla; never run on a GPU either
             capabilities=blackwell.capabilities(kv_dtypes=frozenset({DType.FLOAT8_E4M3})),
         )

@@ -40,7 +40,8 @@ def attnplug_backends() -> list[BackendSpec]:
             requires=((LIBRARY, "triton"),),
             options=TritonMLAOptions,
             check=refusals,
-            preference=50,  # below the libraries: slower with many heads and large batches
+            # Above flashinfer_mla: prefills faster, decodes as fast with up to 64 heads, compiles in seconds.
+            preference=110,
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MLA}),
                 devices=frozenset({"cuda"}),

@@ -20,6 +20,7 @@ def attnplug_backends() -> list[BackendSpec]:
             requires=(blackwell.FLASHINFER,),
             options=TRTLLMMLAOptions,
             check=blackwell.refusals,
+            kernel_builds="attnplug_trtllm_mla.jit_modules:kernel_builds",
             preference=90,  # below flashinfer_mla: never run on a GPU
             capabilities=blackwell.capabilities(),
         )

@@ -22,6 +22,9 @@ _PROGRAMS = 128
 """Approximate grid size: as many programs as a large GPU runs concurrently."""
 _MAX_COPIERS = 64
 _PLANNING_WARPS = 16
+_STAGING_PROGRAMS = 64
+"""Most programs per request that stage a prefix: with 32 rows in flight each, more than the bus needs. A captured
+prefill launches them for every request, whatever its prefix."""
 _FEW_ROWS = 8
 """Rows in flight per program. A request misses about 200 rows per step, which are then all in flight."""
 
@@ -107,7 +110,7 @@ def _plan(
     return missing, old
 
 
-@triton.jit(do_not_specialize=["requests", "first_slot", "max_requests", "copiers", "max_new"])
+@triton.jit(do_not_specialize=["requests", "first_slot", "max_requests", "copiers", "max_new", "table_row"])
 def _swap_in(
     out, positions, position_row, page_table, table_row, seq_lens, new_lens, max_new, table_rows, new_slots,
     held, hints, order, touched, sources, targets, ready, done, counters, host, device, requests, first_slot,
@@ -159,7 +162,7 @@ def _swap_in(
             tl.store(ready + request, 0)
 
 
-@triton.jit(do_not_specialize=["staging", "max_new", "window"])
+@triton.jit(do_not_specialize=["staging", "max_new", "window", "table_row"])
 def _stage(
     page_table, table_row, seq_lens, new_lens, max_new, counters, host, device, staging, window,
     NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_ROWS: tl.constexpr, RATIO: tl.constexpr,
@@ -171,16 +174,17 @@ def _stage(
     old = (length - new) // RATIO
     begin = tl.maximum(old - window, 0)
     if (new > NODES) & (begin + block * ROWS < old):
-        position = begin + block * ROWS + tl.arange(0, ROWS)
-        there = position < old
-        page = tl.load(page_table + request.to(tl.int64) * table_row + position // PAGE_ROWS, mask=there, other=0)
-        slot = page * PAGE_ROWS + position % PAGE_ROWS
-        copy_rows(device, staging + slot, host, slot, there, WORDS, MAIN, REST)
+        for first in range(begin + block * ROWS, old, tl.num_programs(0) * ROWS):
+            position = first + tl.arange(0, ROWS)
+            there = position < old
+            page = tl.load(page_table + request.to(tl.int64) * table_row + position // PAGE_ROWS, mask=there, other=0)
+            slot = page * PAGE_ROWS + position % PAGE_ROWS
+            copy_rows(device, staging + slot, host, slot, there, WORDS, MAIN, REST)
         if block == 0:
             tl.atomic_add(counters + 2, (old - begin).to(tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["requests", "staging", "max_new"])
+@triton.jit(do_not_specialize=["requests", "staging", "max_new", "table_row"])
 def _translate(
     out, positions, position_row, page_table, table_row, seq_lens, new_lens, max_new, requests, staging,
     CHOSEN: tl.constexpr, NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_ROWS: tl.constexpr, RATIO: tl.constexpr,
@@ -253,7 +257,8 @@ class TritonSwap:
         if geometry.max_new > sizes.nodes:
             most = max(geometry.max_seq_len // sizes.ratio, 1)
             window = most if sizes.window is None else sizes.window - 1  # without the row of a token itself
-            _stage[triton.cdiv(max(min(most, window), 1), TILE_ROWS), requests](
+            tiles = triton.cdiv(max(min(most, window), 1), TILE_ROWS)
+            _stage[min(tiles, _STAGING_PROGRAMS), requests](
                 *batch, tables.counters, host, device, self._pool.staging, window, **shape, **self._row, ROWS=TILE_ROWS,
                 num_warps=WARPS,
             )  # fmt: skip

@@ -44,7 +44,10 @@ _ROWS = 128
 """New rows per slot lookup."""
 
 
-@triton.jit(do_not_specialize=["table_row", "table_column", "width", "requests", "rows", "programs", "least_steps"])
+@triton.jit(
+    do_not_specialize=["table_row", "table_column", "width", "requests", "rows", "programs", "least_steps"],
+    do_not_specialize_on_alignment=["page_table", "seq_lens", "new_lens"],
+)
 def _plan(
     page_table, table_row, table_column, width, seq_lens, new_lens, slots, numbers,
     requests, rows, programs, least_steps, part_cost,

@@ -33,7 +33,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter multiplies bfloat16 as the integers of the same bits, so it is given float32."""
 
 
-@triton.jit(do_not_specialize=["requests", "rows", "topk", "width"])
+@triton.jit(do_not_specialize=["requests", "rows", "topk", "width"], do_not_specialize_on_alignment=["counts"])
 def _spread(numbers, infos, counts, requests, rows, topk, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = tl.zeros([ROWS], tl.int32)
@@ -66,7 +66,7 @@ def launch_spread(numbers: Tensor, requests: int, infos: Tensor, counts: Tensor,
 _VARIED = ("requests", "topk", "width", "table_row", "score_units", "group_units", "weights_row", "tree_row")
 
 
-@triton.jit(do_not_specialize=_VARIED)
+@triton.jit(do_not_specialize=_VARIED, do_not_specialize_on_alignment=["page_table"])
 def score(
     q, weights, keys, page_table, tree, scores, groups, numbers, requests, topk, width, q_row, q_head, weights_row,
     table_row, table_column, tree_row, tree_column, score_units, group_units, scale,

@@ -186,7 +186,10 @@ def _put_best(
         tie_count += total >> 16
 
 
-@triton.jit(do_not_specialize=["table_row", "score_units", "group_units", "tree_row", "queries"])
+@triton.jit(
+    do_not_specialize=["table_row", "score_units", "group_units", "tree_row", "queries"],
+    do_not_specialize_on_alignment=["page_table"],
+)
 def choose(
     scores, groups, group_list, candidates, infos, page_table, tree, chosen, table_row, table_column,
     tree_row, tree_column, queries, score_units, group_units,
@@ -257,7 +260,7 @@ def choose(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_row", "width"])
+@triton.jit(do_not_specialize=["table_row", "width"], do_not_specialize_on_alignment=["page_table"])
 def _translate(positions, infos, page_table, slots, table_row, table_column, width, positions_row,
     PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip

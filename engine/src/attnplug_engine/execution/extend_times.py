@@ -1,0 +1,62 @@
+"""Measured attention times of prefill steps, captured and eager."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+from attnplug import AttentionBackend, ExtendPath, ForwardMode, ModelSpec, Role
+from attnplug.auto.ranking import MeasuredRanking, Ranking
+from attnplug.auto.schedule import ExtendSchedule
+from attnplug.host import ForwardingBackend
+from attnplug.registry.selection import Selection
+from attnplug_engine.scheduling.step import Step
+
+
+class ExtendTimes:
+    """Attention times of a step in all layers of a model, interpolated between measured batches.
+
+    ``captured`` has the times of the backend of captured extends, on the path that it takes there, and ``eager`` those
+    of the backends that share prefill, also for mixed batches unless ``mixed`` has other ones.
+    """
+
+    def __init__(
+        self, captured: ExtendSchedule, eager: ExtendSchedule, layers: int, mixed: ExtendSchedule | None = None
+    ) -> None:
+        self._captured, self._eager, self._mixed, self._layers = captured, eager, mixed or eager, layers
+
+    def seconds(self, step: Step) -> tuple[float, float]:
+        """Seconds of a step's attention if it is captured, and if the fastest backend runs it eagerly."""
+        counts = [len(ids) for _, _, ids, _ in step.entries]
+        lengths = [position + len(ids) for _, position, ids, _ in step.entries]
+        by_mode = self._mixed if step.mode is ForwardMode.MIXED else self._eager
+        times = (min(by.expected_extend(counts, lengths).values()) for by in (self._captured, by_mode))
+        captured, eager = (1e-6 * self._layers * time for time in times)
+        return captured, eager
+
+
+def measured_extends(
+    ranking: Ranking, selection: Selection, backend: AttentionBackend, model: ModelSpec
+) -> ExtendTimes | None:
+    """Return the times of a model's extends; None if those of captured or of eager ones were not measured.
+
+    Captured extends of MLA run absorbed: other paths need exact lengths on the host. So do its mixed batches, if the
+    backend can.
+    """
+    if not isinstance(ranking, MeasuredRanking) or Role.PREFILL not in selection.choices:
+        return None
+    eager = selection.serving(Role.PREFILL)
+    name = backend.captured_extends if isinstance(backend, ForwardingBackend) else None
+    everyone = chain.from_iterable(map(selection.serving, selection.choices))
+    capturing = eager if name is None else [each for each in everyone if each.spec.name == name][:1]
+    path = ExtendPath.ABSORBED if any(layer.mla is not None for layer in model.full_layers) else None
+    absorbed = replace(selection.problem, mla_extend=path)
+    captured = ranking.measured(capturing, Role.PREFILL, absorbed)[1]
+    measured = ranking.measured(eager, Role.PREFILL, selection.problem)[1]
+    if not captured or not measured:
+        return None
+    mixed = ranking.measured(eager, Role.PREFILL, absorbed)[1] if path in backend.claims.mla_extend else {}
+    layers = len(model.full_layers)
+    return ExtendTimes(
+        ExtendSchedule(captured), ExtendSchedule(measured), layers, ExtendSchedule(mixed) if mixed else None
+    )
