@@ -131,7 +131,7 @@ def test_its_factory_is_there_where_its_libraries_are(spec: BackendSpec) -> None
 @of_every_backend
 def test_what_is_not_decided_is_no_reason_against_it(spec: BackendSpec) -> None:
     """D3: in any role that it claims, on any of its devices."""
-    for device in (None, *spec.capabilities.devices):
+    for device in (None, *(spec.capabilities.devices or ("cpu", "cuda", "acme"))):
         for role in (None, *spec.capabilities.roles):
             assert own_codes(spec, Problem(device=device), role) == set()
 
