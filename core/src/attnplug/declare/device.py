@@ -63,7 +63,6 @@ class DeviceSpec:
       operations have finished when their call returns, as on a CPU.
     - ``graphs``: class of captured graphs in ``module``, with the interface of ``torch.cuda.CUDAGraph``.
     - ``pinned``: copies between pinned host memory and the device are asynchronous.
-    - ``collectives``: backend of torch.distributed.
     """
 
     name: str
@@ -72,7 +71,6 @@ class DeviceSpec:
     streams: bool = False
     graphs: str | None = None
     pinned: bool = False
-    collectives: str = "gloo"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not DEVICE_NAME.fullmatch(self.name):

@@ -59,6 +59,4 @@ def _gpu(nvml: ctypes.CDLL, index: int, driver: str) -> Processor | None:
 
 
 CPU = DeviceSpec("cpu", detect=lambda: (Processor(_cpu_name()),))
-CUDA = DeviceSpec(
-    "cuda", lambda: visible_gpus(), "torch.cuda", streams=True, graphs="CUDAGraph", pinned=True, collectives="nccl"
-)
+CUDA = DeviceSpec("cuda", lambda: visible_gpus(), "torch.cuda", streams=True, graphs="CUDAGraph", pinned=True)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from attnplug import UsageError
 from attnplug.host import AttnplugError
-from attnplug.machine.runtime import runtime_of
 
 
 class ParallelError(UsageError):
@@ -94,13 +93,12 @@ class ProcessGroupParallel:
         size: int | None = None,
         init_method: str | None = None,
     ) -> ProcessGroupParallel:
-        """Start the default group: nccl for CUDA, gloo for a CPU. ``close`` ends it.
+        """Start the default group with torch's backend for the device, such as nccl for CUDA. ``close`` ends it.
 
         ``rank``, ``size`` and ``init_method`` default to the environment variables that torchrun sets.
         """
-        backend = runtime_of(torch.device(device)).spec.collectives
         dist.init_process_group(
-            backend,
+            dist.get_default_backend_for_device(device),
             init_method=init_method,
             rank=-1 if rank is None else rank,
             world_size=-1 if size is None else size,
