@@ -182,9 +182,9 @@ def _check_problems(check: object) -> Iterator[str]:
 
 def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None) -> Iterator[Refusal]:
     """Yield refusals that depend on device, dtypes, pages, graphs and speculation."""
-    if can.devices is not None:
-        yield from _unsupported(RefusalCode.DEVICE, "device", problem.device, can.devices, Setting.DEVICE)
-    if can.devices is None or problem.device in can.devices:
+    devices = can.devices or {problem.device or ""}
+    yield from _unsupported(RefusalCode.DEVICE, "device", problem.device, devices, Setting.DEVICE)
+    if problem.device in devices:
         yield from _architecture_refusals(can, problem)
     yield from _unsupported(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
     if problem.kv_dtype is not None:
@@ -220,13 +220,14 @@ def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: DType) -> 
     if kv_dtype not in can.kv_dtypes:
         yield from _unsupported(RefusalCode.KV_DTYPE, "KV dtype", kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
         return
+    sm = problem.sm if problem.device == "cuda" else None
     allowed = [dtype for dtype in DType if dtype in can.kv_dtypes]
     if can.kv_matches_dtype and problem.dtype in can.dtypes:
         allowed = [dtype for dtype in allowed if dtype in {problem.dtype, *FP8_CACHES}]
     if kv_dtype not in allowed:
         message = f"a cache in {kv_dtype} cannot be read with {problem.dtype} queries"
-    elif kv_dtype in FP8_CACHES and (needed := _required_fp8_sm(can, problem)) is not None:
-        message = f"an fp8 cache requires {needed}; this GPU is SM {problem.sm}"
+    elif kv_dtype in FP8_CACHES and sm is not None and (needed := SM(sm).unmet((can.min_fp8_sm, can.max_fp8_sm))):
+        message = f"an fp8 cache requires {needed}; this GPU is SM {sm}"
         allowed = [dtype for dtype in allowed if dtype not in FP8_CACHES]
     else:
         return
@@ -353,9 +354,3 @@ def _unsupported_dims(
         pairs = sorted(supported)
         message = f"{noun} {dims} are not supported, only {', '.join(map(str, pairs))}"
         yield Refusal(code, message, list(dims), [list(pair) for pair in pairs], role.setting)
-
-
-def _required_fp8_sm(can: Capabilities, problem: Problem) -> str | None:
-    """Return the compute capabilities that an fp8 cache requires, if the problem's GPU has none of them."""
-    on_cuda = problem.device == "cuda" and problem.sm is not None
-    return SM(problem.sm or 0).unmet((can.min_fp8_sm, can.max_fp8_sm)) if on_cuda else None

@@ -30,8 +30,8 @@ class DeviceRuntime:
         if self.spec.name != CUDA.name:
             return found
         major, minor = torch.cuda.get_device_capability(device)
-        same = found.sm == 10 * major + minor
-        return found if same else Processor(torch.cuda.get_device_name(device), 10 * major + minor)
+        sm = 10 * major + minor
+        return found if found.sm == sm else Processor(torch.cuda.get_device_name(device), sm)
 
 
 _OPENED: dict[str, DeviceRuntime] = {CUDA.name: DeviceRuntime(CUDA)}

@@ -46,11 +46,7 @@ def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty
 
 @hookspec
 def attnplug_devices() -> Iterable[DeviceSpec]:  # type: ignore[empty-body] # a hookspec has none
-    """Return the torch device types that this plugin supports.
-
-    Users can then request it by name, and backends that claim it, or any device, can be selected for it. The module
-    that a spec names is imported only when the device is opened. Names are unique, as those of backends are.
-    """
+    """Return the torch device types that this plugin supports. Their names are unique, as those of backends are."""
 
 
 @hookspec
