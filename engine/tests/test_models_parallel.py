@@ -102,6 +102,12 @@ def test_parts_are_neighbours_and_leave_nothing_out():
     assert [padded_part(4, rank)[0] for rank in [Threads(3).rank(2)]] == [slice(4, 4)]
 
 
+def test_a_device_type_without_collectives_is_named(tmp_path) -> None:
+    with pytest.raises(ValueError, match="privateuseone"):
+        ProcessGroupParallel.join("privateuseone", rank=0, size=1, init_method=f"file://{tmp_path / 'meeting'}")
+    assert not dist.is_initialized()
+
+
 def test_a_group_is_joined_where_the_caller_says_and_ends_with_its_owner(tmp_path):
     """A group of one rank; the command's own test has two, each a process."""
     parallel = ProcessGroupParallel.join("cpu", rank=0, size=1, init_method=f"file://{tmp_path / 'meeting'}")
