@@ -16,10 +16,21 @@ import pytest
 import torch
 
 from attnplug import BackendContext, DType, Problem, Role
+from attnplug.declare.device import SM, DeviceSpec, Processor
 from attnplug.declare.errors import PluginError, PluginWarning
 from attnplug.declare.registered import Registered, Source
-from attnplug.host import BackendRequest, HostContext, KVPools, Limits, Registry, WorkspaceOwner, build_selection
+from attnplug.host import (
+    BackendRequest,
+    HostContext,
+    KVPools,
+    Limits,
+    Registry,
+    WorkspaceOwner,
+    build_selection,
+    select,
+)
 from attnplug.kernels import KernelBuild
+from attnplug.machine.runtime import DeviceRuntime
 from attnplug.registry import kernel_builds
 from attnplug.registry.assembly import build_chosen
 from attnplug.registry.isolation import BuildError
@@ -30,6 +41,16 @@ from support.recorder import Recorder
 
 PROBLEM = Problem(model(MHA), "cpu")
 ROLES = frozenset({Role.PREFILL, Role.DECODE})
+CONTEXT = HostContext(
+    model=PROBLEM.model,
+    device=torch.device("cpu"),
+    dtype=torch.float32,
+    kv_dtype=DType.FLOAT32,
+    page_size=64,
+    limits=Limits(1, 1, 1),
+    pools=KVPools(),
+    workspace=WorkspaceOwner(),
+)
 
 
 def make(context: BackendContext) -> Recorder:
@@ -137,21 +158,21 @@ def test_auto_goes_on_without_a_backend_whose_kernels_cannot_be_compiled(declare
     factory = f"{__name__}:make"
     best = declare([KernelBuild("flash", fail, lambda: False)], "best", preference=100, factory=factory)
     good = declare([], "good", factory=factory)
-    context = HostContext(
-        model=PROBLEM.model,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        kv_dtype=DType.FLOAT32,
-        page_size=64,
-        limits=Limits(1, 1, 1),
-        pools=KVPools(),
-        workspace=WorkspaceOwner(),
-    )
     with pytest.warns(PluginWarning, match="no such type"):
         selection, built = build_chosen(
             Registry({"best": best, "good": good}),
             BackendRequest(),
             PROBLEM,
-            lambda selection: build_selection(selection, context),
+            lambda selection: build_selection(selection, CONTEXT),
         )
     assert selection.chosen(Role.DECODE) is good and isinstance(built, Recorder)
+
+
+def test_the_hook_gets_the_architecture_of_the_device(declare, monkeypatch):
+    """E1, E2: a device other than CUDA has no SM."""
+    runtime = DeviceRuntime(DeviceSpec("cpu", lambda: [Processor("Acme A2", architecture=SM(3))]))
+    monkeypatch.setattr("attnplug.registry.assembly.runtime_of", lambda device: runtime)
+    backend, seen = declare([], factory=f"{__name__}:make"), []
+    monkeypatch.setattr(sys.modules[__name__], "hook_of_acme", lambda problem, *given: seen.append(problem) or [])
+    build_selection(select(Registry({"acme": backend}), BackendRequest(), PROBLEM), CONTEXT)
+    assert {(problem.sm, problem.architecture) for problem in seen} == {(None, SM(3))}
