@@ -121,8 +121,7 @@ def test_same_tokens_on_every_extend_path(oracles, name, path, capacity):
 
 @pytest.mark.parametrize(
     ("name", "path", "splits"),
-    [("deepseek_v3", path, path is not ExtendPath.ABSORBED) for path in ExtendPath]
-    + [("glm_moe_dsa", None, False)],
+    [("deepseek_v3", path, path is not ExtendPath.ABSORBED) for path in ExtendPath] + [("glm_moe_dsa", None, False)],
 )
 def test_same_tokens_when_prompts_arrive_while_others_decode(oracles, name, path, splits, monkeypatch):
     """C1: MLA layers run the decodes apart from chunks as MHA. Prompts begin with cached pages, and end in chunks of
