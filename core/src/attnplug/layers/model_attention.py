@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -15,6 +15,7 @@ from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_opti
 from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
 from attnplug.contract.hooks import Hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
+from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import Plan, describe_result, received_plan
 from attnplug.contract.sparse import SelectedRows
 from attnplug.declare.errors import BackendError, PlanError
@@ -39,11 +40,12 @@ class ModelAttention:
         self.backend = backend
         self.hooks: Mapping[str, Hook | None] = {name: bind_optional_hook(backend, name) for name in hook_signatures()}
         """Optional hooks of the backend, each bound once; ``None`` if it has none."""
-        self._mla = None
+        self._mla, self._policy = None, policy or ExtendPolicy()
+        self._splits = pools.mla is not None and pools.linear is None and not pools.caches  # others run whole batches
         if pools.mla is not None:
             # MLA run as MHA reads latent rows only. Layers with further caches read them in place, absorbed.
             in_place = bool(pools.caches)
-            self._mla = MLAAttention(backend, pools.mla, policy or ExtendPolicy(), absorbed=in_place)
+            self._mla = MLAAttention(backend, pools.mla, self._policy, absorbed=in_place)
         for key in pools.caches:
             if key.hook is not None:
                 self._needed(key.hook, f"layers with {key.name}", "choose one that supports them")
@@ -77,6 +79,10 @@ class ModelAttention:
         apply_skip_attn_backend_init(batch, skip_attn_backend_init)
         if not batch.needs_forward_metadata_init():
             return batch.plan
+        host = batch.geometry.host if path is None and batch.forward_mode is ForwardMode.MIXED else None
+        if self._mla and host and (first := self.decodes_apart(host.query_lens, host.kv_lens)):
+            batch.plan = self._mla.plan_apart(batch, first, self.plan)
+            return batch.plan
         extend = None if self._mla is None else self._mla.plan(batch.geometry, path)
         calls = () if extend is None else tuple(part.call for part in extend.metadata)
         if calls or batch.geometry.calls:
@@ -85,12 +91,20 @@ class ModelAttention:
         batch.plan = BatchPlan(_attention_plan(self.backend, batch), extend, chunks, batch.geometry)
         return batch.plan
 
+    def decodes_apart(self, query_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
+        """Return how many requests at the front of a mixed batch run apart; see ``ExtendPolicy.decodes_apart``."""
+        abilities = self.backend.claims.mla_extend
+        return self._policy.decodes_apart(query_lens, kv_lens, abilities) if self._splits else 0
+
     def plan_halves(self, batch: ForwardBatch, halves: tuple[ForwardBatch, ForwardBatch]) -> None:
         """Plan both halves of a batch before either runs, and mark them as planned (B2).
 
-        MLA layers use the extend path of the whole batch.
+        MLA layers use the extend path of the whole batch: the second half of a request has a prefix, so by itself it
+        could take another path. A mixed batch runs on one path then.
         """
-        path = None if self._mla is None else self._mla.path_of_halves(batch.geometry)
+        path = None if self._mla is None else self._mla.path(batch.geometry)
+        if path is ExtendPath.CHUNKED and self._policy.disable_chunked_prefix_cache:
+            path = None  # allowed without a prefix only: each half follows the policy
         for half in halves:
             self.plan(half, path)
             half.mark_forward_metadata_ready()
