@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from attnplug import AttentionKind, CacheLayout, DType, ExtendPath, ForwardMode, GraphLevel, Role
-from attnplug.host import MLADims
+from attnplug.host import MLADims, installed_format
 from attnplug.linear import LinearDims
 from attnplug.sparse import IndexerDims
 from attnplug_conformance.case import Case
@@ -87,7 +87,7 @@ class Drawn:
 def fit(subject: Subject, drawn: Drawn) -> Drawn | None:
     """Return the case with the choices that it leaves to the backend; ``None`` if the spec refuses it."""
     case = drawn.case
-    if case.kv_dtype is not DType.FLOAT8_E4M3:
+    if case.kv_dtype is None or not installed_format(case.kv_dtype).layer_scale:
         case = replace(case, kv_scales=(1.0, 1.0))
     if drawn.way is Way.CAPTURED:
         if case.trees is None:
@@ -163,8 +163,8 @@ _ENUMS: dict[str, Callable[[Any], Any]] = {
     "mode": ForwardMode,
     "kind": AttentionKind,
     "dtype": DType,
-    "kv_dtype": DType,
-    "index_dtype": DType,
+    "kv_dtype": str,
+    "index_dtype": str,
     "layout": CacheLayout,
     "graph": GraphLevel,
     "forced_role": Role,

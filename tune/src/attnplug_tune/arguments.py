@@ -13,6 +13,7 @@ from attnplug.declare.errors import UsageError
 from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, Problem
 from attnplug.declare.settings import Setting
+from attnplug.registry.registry import load_registry
 from attnplug_tune.points import check_requests, parse_points
 from attnplug_tune.shapes import parse_shapes
 
@@ -57,9 +58,10 @@ def _check_measuring(parsed: argparse.Namespace) -> None:
     if parsed.max_batch is not None:
         check_requests(parsed.max_batch)
     check_device(parsed.device)
-    for text, setting in ((parsed.dtype, Setting.DTYPE), (parsed.kv_dtype, Setting.KV_DTYPE)):
-        if text is not None:
-            DType.parse(text, setting)
+    if parsed.dtype is not None:
+        DType.parse(parsed.dtype, Setting.DTYPE)
+    if parsed.kv_dtype is not None and DType.spelled(parsed.kv_dtype) is None:
+        load_registry().kv_format(parsed.kv_dtype)
     sizes = {name: getattr(parsed, name) for name in ("page_size", "speculative_tokens", "tensor_parallel")}
     Problem(**sizes)  # raises if a size is wrong
     split_settings(parsed.backend_option)

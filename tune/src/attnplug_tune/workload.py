@@ -103,7 +103,7 @@ def read_workload(parsed: argparse.Namespace) -> Workload:
     else:
         points = parse_points(parsed.points)
         context = max(context, *(point.lengths[-1] for point in points))
-    problems = tuple(_problem(parsed, model, device.type, sm) for model in models)
+    problems = tuple(_problem(parsed, model, registry, device.type, sm) for model in models)
     if parsed.host is not None:
         problems = tuple(_hosted(parsed.host, problem) for problem in problems)
     notes = [f"{model.name}: {what} are not measured" for model in models for what in layers_to_measure(model)[1]]
@@ -113,7 +113,7 @@ def read_workload(parsed: argparse.Namespace) -> Workload:
     return Workload(registry, device, processor, problems, points, context, settings, tuple(notes))
 
 
-def _problem(parsed: argparse.Namespace, model: ModelSpec, device: str, sm: int | None) -> Problem:
+def _problem(parsed: argparse.Namespace, model: ModelSpec, registry: Registry, device: str, sm: int | None) -> Problem:
     default = model_dtype(model) or (DType.BFLOAT16 if device == "cuda" else DType.FLOAT32)
     dtype = default if parsed.dtype is None else DType.parse(parsed.dtype, Setting.DTYPE)
     full = replace(model, layers=model.full_layers)
@@ -124,7 +124,7 @@ def _problem(parsed: argparse.Namespace, model: ModelSpec, device: str, sm: int 
         device=device,
         sm=sm,
         dtype=dtype,
-        kv_dtype=dtype if parsed.kv_dtype is None else DType.parse(parsed.kv_dtype, Setting.KV_DTYPE),
+        kv_dtype=dtype if parsed.kv_dtype is None else registry.kv_format(parsed.kv_dtype).name,
         page_size=parsed.page_size,
         wants_graphs=device == "cuda",
         speculative_tokens=parsed.speculative_tokens,

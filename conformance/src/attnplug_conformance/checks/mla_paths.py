@@ -14,12 +14,13 @@ from attnplug.contract.backend import bind_optional_hook
 from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention
 from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.arithmetic import NAN, pad_rows, relative_error, uninitialized_as_nan, watched
-from attnplug_conformance.case import FP8_CACHES, Case, always
+from attnplug_conformance.case import Case, always
 from attnplug_conformance.check import Check, CheckContext, Measured
 from attnplug_conformance.checks.plans import PassThrough
 from attnplug_conformance.diagnosis import CheckFailure, check_inputs_unchanged, check_tensor, failure_prefix
 from attnplug_conformance.reference import Rules, attention
 from attnplug_conformance.scene import Scene
+from attnplug_conformance.stored_rows import only_coded
 from attnplug_conformance.subject import Subject
 
 MLA = AttentionKind.MLA
@@ -270,7 +271,12 @@ def path_checks() -> Iterator[Check]:
             name not in ("one", "long", "causal_long", "many"),
         )
     for name, requirement, case, applies in (
-        ("large_inputs", "logits that overflow exp give the right result", replace(some, magnitude=60.0), _not_in_fp8),
+        (
+            "large_inputs",
+            "logits that overflow exp give the right result",
+            replace(some, magnitude=60.0),
+            _not_only_coded,
+        ),
         ("heads_24", "24 heads give the right result", replace(some, mla_heads=24), lambda subject: None),
     ):
         yield Check(
@@ -321,8 +327,9 @@ def path_checks() -> Iterator[Check]:
         )
 
 
-def _not_in_fp8(subject: Subject) -> str | None:
-    return "it attends in fp8, which holds no large numbers" if subject.capabilities.kv_dtypes <= FP8_CACHES else None
+def _not_only_coded(subject: Subject) -> str | None:
+    coded = only_coded(subject.capabilities.kv_dtypes)
+    return "it attends in formats that hold no large numbers" if coded else None
 
 
 def _path_case(path: ExtendPath, p: int, longest: int) -> Case:

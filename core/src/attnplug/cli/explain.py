@@ -18,7 +18,7 @@ from attnplug.declare.settings import Render, Setting
 from attnplug.machine.hardware import visible_gpus
 from attnplug.registry.hosts import load_host
 from attnplug.registry.models import load_model
-from attnplug.registry.registry import load_registry
+from attnplug.registry.registry import Registry, load_registry
 from attnplug.registry.select import explain
 from attnplug.registry.selection import BackendRequest, RoleChoice, Selection, explanation, unrelated_candidates
 
@@ -28,7 +28,7 @@ def request_of(parsed: argparse.Namespace) -> BackendRequest:
     return BackendRequest(parsed.attention_backend, roles, split_settings(parsed.backend_option))
 
 
-def problem_of(parsed: argparse.Namespace, model: ModelSpec) -> Problem:
+def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry) -> Problem:
     """Return the problem that the options describe. Without ``--cuda-graph``, backends run in graphs if they can."""
     device, sm = target_device(parsed.device, parsed.sm)
     dtype = DType.parse(parsed.dtype, Setting.DTYPE) if parsed.dtype is not None else model_dtype(model)
@@ -42,8 +42,8 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec) -> Problem:
         device=device,
         sm=sm,
         dtype=dtype,
-        kv_dtype=DType.parse(parsed.kv_dtype, Setting.KV_DTYPE) if parsed.kv_dtype is not None else dtype,
-        index_dtype=None if parsed.index_dtype is None else DType.parse(parsed.index_dtype, Setting.INDEX_DTYPE),
+        kv_dtype=dtype if parsed.kv_dtype is None else registry.kv_format(parsed.kv_dtype).name,
+        index_dtype=parsed.index_dtype and registry.kv_format(parsed.index_dtype, Setting.INDEX_DTYPE, "index").name,
         page_size=parsed.page_size,
         cuda_graph=GraphLevel.NEVER if parsed.cuda_graph is None else graph_level(parsed.cuda_graph),
         wants_graphs=device == "cuda" and parsed.cuda_graph is None,
@@ -90,7 +90,7 @@ def run(parsed: argparse.Namespace) -> int:
             "prefills; leave one of them out"
         )
     registry, request = load_registry(), request_of(parsed)
-    problem = problem_of(parsed, load_model(parsed.model, registry))
+    problem = problem_of(parsed, load_model(parsed.model, registry), registry)
     warn_of_plugins(registry)
     render, per_batch, refusals, host = parsed.render, True, [], {}
     if parsed.host is not None:

@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -14,8 +15,11 @@ from importlib_metadata import EntryPoint
 
 from attnplug.declare.errors import PluginError, UsageError
 from attnplug.declare.installed import factory_refusal
+from attnplug.declare.kv_format import BUILT_IN, KVFormat
+from attnplug.declare.problem import DType
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Provided, Registered, Source
+from attnplug.declare.settings import Setting
 from attnplug.declare.version import CONTRACT_VERSION, contract_problem
 from attnplug.declare.workspace_kind import WorkspaceKind
 from attnplug.registry.loading import Broken, Loaded, canonical_name, find_entry_points, load_plugin
@@ -47,6 +51,7 @@ class Registry:
     """Seconds that each slow plugin took to load."""
     strict: bool = False
     """``ATTNPLUG_STRICT`` is set, so any fault of a plugin is an error."""
+    kv_formats: Mapping[str, Provided[KVFormat]] = field(default_factory=dict)
     workspace_kinds: Mapping[str, Provided[WorkspaceKind]] = field(default_factory=dict)
     table_folders: tuple[Provided[Path], ...] = ()
     """Folders of measured tables."""
@@ -74,6 +79,19 @@ class Registry:
             f"there is no backend {name!r}{hint} Installed: {', '.join(sorted(self.backends)) or 'none'}; "
             "'attnplug doctor' shows the broken and blocked ones too"
         )
+
+    def kv_format(self, name: str, setting: str = Setting.KV_DTYPE, holds: str | None = None) -> KVFormat:
+        """Return the KV format that a user's spelling names. With ``holds``, it must hold rows of this kind.
+
+        Raises PluginError if several plugins claim the name, and UsageError with the known names if none does.
+        """
+        known = BUILT_IN | {each: provided.value for each, provided in self.kv_formats.items()}
+        if (found := known.get(DType.spelled(name) or name)) is not None and (holds is None or holds in found.holds):
+            return found
+        if faults := [str(broken) for broken in self.broken if broken.name == f"KV format {name}"]:
+            raise PluginError(f"`{setting}` {name}: {faults[0]}")
+        names = sorted(each for each, format in known.items() if holds is None or holds in format.holds)
+        raise UsageError(f"`{setting}` {name!r} is not a KV format; use one of {', '.join(names)}", settings=[setting])
 
     def raise_if_check_failed(self, refusals: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
         """In strict mode, raise a PluginError that lists every backend whose own check raised an exception."""
@@ -116,9 +134,11 @@ def load_registry(
     models = [
         (name, Provided(config, plugin.source)) for plugin in loaded for name, config in plugin.tiny_models.items()
     ]
+    formats = [(format.name, Provided(format, plugin.source)) for plugin in loaded for format in plugin.kv_formats]
     kind_title = "the workspace kind {!r} (zeroed by one, not by the other)"
     registry = Registry(
         backends=_unique("the name {!r}", "{}", _backends(loaded, broken), broken, CONTRACT_VERSION),
+        kv_formats=_unique("the KV format {!r}", "KV format {}", formats, broken),
         workspace_kinds=_unique(kind_title, "workspace kind {}", _kinds(loaded), broken),
         table_folders=tuple(Provided(folder, plugin.source) for plugin in loaded for folder in plugin.rankings),
         tiny_models=_unique("the name 'tiny:{}'", "tiny:{}", models, broken),
@@ -131,6 +151,12 @@ def load_registry(
     if registry.strict:
         _raise_if_broken(registry)
     return registry
+
+
+@lru_cache
+def installed_format(name: str) -> KVFormat:
+    """Return the KV format of this name, core's or an installed plugin's. Raises as ``Registry.kv_format``."""
+    return BUILT_IN[name] if name in BUILT_IN else load_registry().kv_format(name)
 
 
 def _near(name: str, backends: Iterable[str]) -> list[str]:
