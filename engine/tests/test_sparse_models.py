@@ -263,7 +263,7 @@ def test_fp8_caches_serve_sparse_layers_and_a_hit_in_the_prefix_cache_gives_the_
     fp8 = DType.FLOAT8_E4M3
     engine = Engine("tiny:glm_moe_dsa", device="cpu", kv_dtype=fp8, index_dtype=fp8, page_size=4, ignore_eos=True)
     first, again = (engine.generate([eight()[2]], SamplingParams(max_tokens=4))[0] for _ in range(2))
-    assert engine.runner.pools.cache(INDEX_KEYS).dtype is fp8
+    assert engine.runner.pools.cache(INDEX_KEYS).dtype == fp8
     assert again.token_ids == first.token_ids and again.usage.cached_tokens > 0
 
 

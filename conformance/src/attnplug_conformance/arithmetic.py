@@ -33,7 +33,7 @@ def _rounding(format: KVFormat) -> float:
     also in this dtype, to which they round their queries."""
     if format.codec is None:
         return ROUNDING[DType(format.name)]
-    return ROUNDING[DType.BFLOAT16] if format.in_bytes else max(ROUNDING[DType.BFLOAT16], 3.75 * format.error)
+    return ROUNDING[DType.BFLOAT16] if format.in_bytes else max(ROUNDING[DType.BFLOAT16], 3 * format.error)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -178,9 +178,9 @@ def prepare(
     problem = target_problem(problem, speculation)
     ranking = default_ranking(registry, problem, per_batch=True)
     request = target_request(registry, asked, problem, speculation, ranking)
-    check_codecs(spec.layers, registry.kv_format(kv_dtype))
-    # Refusals and kernel libraries that cannot be imported are reported before a checkpoint is read.
+    # Refusals, broken formats and kernel libraries that cannot be imported are reported before a checkpoint is read.
     selection = choose_importable(registry, request, problem, ranking)
+    check_codecs(spec.layers, registry.kv_format(kv_dtype))
     failed = selection.failed
     draft_choice = None
     if speculation is not None and speculation.has_model:

@@ -91,7 +91,7 @@ def _saturates(context: CheckContext) -> None:
     """Values that a format cannot represent with its layer scale are stored as its largest value."""
     scene = context.scene()
     for rows, (start, _) in zip(scene.keys, scene.case.lengths, strict=True):
-        rows[start:, ..., :4] = 1000.0 * max(scene.case.kv_scales)
+        rows[start:, ..., :4] = 1e4 * max(scene.case.kv_scales)
     before = scene.snapshot()
     scene.run()
     with failure_prefix("if a new row has values beyond the format's range, clamp them before rounding"):

@@ -69,7 +69,7 @@ class SparseScene(Scene):
     @property
     def score_tolerance(self) -> float:
         """Tolerance of a selected score. Kernels that read coded keys may also round their queries so."""
-        return max(self.tolerance, 1.25 * self.stored_keys.format.error) if self.index_coded else self.tolerance
+        return max(self.tolerance, self.stored_keys.format.error) if self.index_coded else self.tolerance
 
     def hook(self) -> Callable[[IndexInputs, LayerSpec, ForwardBatch], SelectedRows]:
         found = bind_optional_hook(self.backend, "select")

@@ -13,6 +13,7 @@ from pathlib import Path
 from attnplug.cli import output
 from attnplug.cli.app import make_parser
 from attnplug.declare.problem import DType, GraphLevel
+from attnplug.registry.registry import load_registry
 
 _VALUES = {
     "cpu|cuda": "cpu cuda",
@@ -33,6 +34,8 @@ class Option:
 
     @property
     def words(self) -> str | None:
+        if self.value == "FORMAT":  # those of the time when the script is made
+            return " ".join(load_registry().kv_formats)
         return None if self.value is None else _VALUES.get(self.value)
 
 

@@ -195,7 +195,7 @@ BUILT_IN = {
             "float8_e4m3fn",
             "e4m3 with one scale per layer, saturating at 448",
             (RowPart("float8_e4m3fn"),),
-            0.04,
+            0.05,
             codec="attnplug.kv.float8",
             holds=ROW_KINDS,
             layer_scale=True,

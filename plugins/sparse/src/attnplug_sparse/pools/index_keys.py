@@ -20,7 +20,7 @@ _FLOAT8 = KVFormat(
     DType.FLOAT8_E4M3.value,
     "e4m3 keys with one float32 scale each, by whole pages, as DeepGEMM's kernels read them",
     (RowPart("float8_e4m3fn"), RowPart("float32", per=None)),
-    0.04,
+    0.05,
     codec=__name__,
     holds=frozenset({"index"}),
     kernels={"cuda": "attnplug_sparse.pools.scaled_rows:row_writer"},
