@@ -5,7 +5,7 @@ from __future__ import annotations
 from attnplug import DType, ExtendPath, GraphLevel, Problem, Role
 from attnplug.cli.app import option, parse
 from attnplug.cli.explain import problem_of, request_of
-from attnplug.host import load_model
+from attnplug.host import load_model, load_registry
 
 ROLES = {Role.PREFILL: "two", Role.DECODE: "three", Role.LINEAR: "four", Role.DRAFT: "five"}
 OPTIONS = {
@@ -35,7 +35,7 @@ def test_every_option_of_explain_is_part_of_the_problem_or_of_the_request() -> N
     same = {name for name, value in vars(parsed).items() if value == getattr(default, name)}
     assert same - {"command", "render"} == {"json", "version"}
     model = load_model("tiny:deepseek_v32")
-    assert problem_of(parsed, model) == Problem(
+    assert problem_of(parsed, model, load_registry()) == Problem(
         model=model,
         device="cuda",
         sm=90,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attnplug import DType, KVFormat
-from attnplug.host import installed_format
 from attnplug_conformance.case import Case
+from attnplug_conformance.stored_rows import format_of
 
 NAN = float("nan")
 ROUNDING = {DType.FLOAT32: 0.0, DType.FLOAT16: 2e-3, DType.BFLOAT16: 1.5e-2}
@@ -23,7 +23,7 @@ def tolerance(case: Case, terms: int) -> float:
     Kernels accumulate in float32, and rounding errors grow with the square root of the number of terms. They may
     multiply queries and rows of different dtypes in the narrower one.
     """
-    kv = 0.0 if case.kv_dtype is None else _rounding(installed_format(case.kv_dtype))
+    kv = 0.0 if case.kv_dtype is None else _rounding(format_of(case.kv_dtype))
     own = 8 * torch.finfo(torch.float32).eps * math.sqrt(terms) + max(ROUNDING[case.dtype or DType.FLOAT32], kv)
     return own if case.magnitude == 1.0 else max(2e-2, 3 * own)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from attnplug import AttentionKind, ExtendPath, Feature, ForwardMode, GraphLevel, Role
 from attnplug.declare.kv_format import PLAIN_FORMATS
-from attnplug.host import MLADims, installed_format
+from attnplug.host import MLADims
 from attnplug.linear import LinearDims
 from attnplug.sparse import IndexerDims
 from attnplug_conformance.case import Case
@@ -28,7 +28,7 @@ from attnplug_conformance.random_case import (
     query_heads,
 )
 from attnplug_conformance.reference import Parents
-from attnplug_conformance.stored_rows import coded_formats, only_coded
+from attnplug_conformance.stored_rows import coded_formats, format_of, only_coded
 from attnplug_conformance.subject import TYPES, Subject
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
@@ -172,7 +172,7 @@ class _Source:
             claimed = PLAIN_FORMATS | held if can.kv_dtypes is None else can.kv_dtypes
             coded = sorted(held & claimed)
             case = replace(case, kv_dtype=rng.choice(coded if coded and self.chance(0.5) else sorted(claimed)))
-        if case.kv_dtype is not None and installed_format(case.kv_dtype).layer_scale:
+        if case.kv_dtype is not None and format_of(case.kv_dtype).layer_scale:
             case = replace(case, kv_scales=rng.choice(((0.4, 1.7), (1.0, 1.0), (2.5, 0.3), (0.05, 0.11))))
         if self.kind is AttentionKind.MLA:
             latent = LATENT if can.mla_dims is None else [(rank, 128, rope) for rank, rope in sorted(can.mla_dims)]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, KVFormat, LayerSpec, MHAPool, MLAPool
 from attnplug.declare.errors import AttnplugError, describe_error
-from attnplug.host import KVPools, MLADims
+from attnplug.host import MLADims
 from attnplug.kernels import PageCopy, RowFormat, RowPool
+from attnplug.kv.layout import LayoutName
 from attnplug_conformance.arithmetic import as_bytes
 from attnplug_conformance.diagnosis import CheckFailure
 from attnplug_conformance.stored_rows import StoredRows
@@ -24,49 +26,52 @@ class _IndexKeys(RowPool):
     kind, contents = "index key", ("index keys",)
 
 
-@dataclass
 class FormatScene:
     """A pool in a format with one layer, and random rows that are written to scattered slots."""
 
-    format: KVFormat
-    kind: str
-    device: torch.device
-    layout: str = "token_major"
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        format, group = self.format, self.format.group
-        self.page_size = 4 * format.page_multiple
-        self.width, self.rope, self.heads = group * max(1, 64 // group), 0, 2 if self.kind == "mha" else 1
-        sizes = {"num_pages": _PAGES, "page_size": self.page_size, "dtype": format, "device": self.device}
-        layer = LayerSpec(_LAYER, AttentionKind.MHA, 2, 2, self.width, self.width, 1.0)
-        if self.kind == "mha":
-            scales = {_LAYER: (self.scale, self.scale)} if format.layer_scale else None
-            pool = MHAPool([layer], **sizes, layout=self.layout, scales=scales)  # type: ignore[arg-type]
-            self.pools, self._values = KVPools(mha=pool), pool
-            self.write, self.parts = self._write_pair, tuple(part for parts in pool.parts(_LAYER) for part in parts)
-            self.read = lambda slots: pool.read_keys(_LAYER, slots)
-            self.nbytes = pool.nbytes
-            return
-        if self.kind == "mla":
-            rank = self.width
+    def __init__(
+        self,
+        format: KVFormat,
+        kind: str,
+        device: torch.device,
+        layout: LayoutName = "token_major",
+        scale: float = 1.0,
+    ) -> None:
+        self.format, self.kind, self.device, self.scale = format, kind, device, scale
+        self.page_size, group = 4 * format.page_multiple, format.group
+        self.width, self.rope, self.heads = group * max(1, 64 // group), 0, 2 if kind == "mha" else 1
+        if kind == "mla":
             self.rope = group * -(-16 // group) if format.rope is None else 16
-            self.width += self.rope
-            latent = LayerSpec(_LAYER, AttentionKind.MLA, 2, 2, 32, 16, 1.0, mla=MLADims(rank, 16, self.rope))
-            scale = {_LAYER: self.scale} if format.layer_scale else None
-            rows: RowPool = MLAPool([latent], **sizes, scales=scale)  # type: ignore[arg-type]
-            self.pools = KVPools(mla=rows)  # type: ignore[arg-type]
+        sizes: dict[str, Any] = {"num_pages": _PAGES, "page_size": self.page_size, "dtype": format, "device": device}
+        width, self.width = self.width, self.width + self.rope
+        self.pool: MHAPool | RowPool
+        if kind == "mha":
+            layer = LayerSpec(_LAYER, AttentionKind.MHA, 2, 2, width, width, 1.0)
+            scales = {_LAYER: (scale, scale)} if format.layer_scale else None
+            self.pool = MHAPool([layer], **sizes, layout=layout, scales=scales)
+            self.parts = tuple(part for parts in self.pool.parts(_LAYER) for part in parts)
+            return
+        if kind == "mla":
+            dims = MLADims(width, 16, self.rope)
+            layer = LayerSpec(_LAYER, AttentionKind.MLA, 2, 2, 32, 16, 1.0, mla=dims)
+            self.pool = MLAPool([layer], **sizes, scales={_LAYER: scale} if format.layer_scale else None)
         else:
-            form = RowFormat.of(format, self.width, scale=self.scale if format.layer_scale else 1.0)
-            rows = _IndexKeys({_LAYER: form}, **sizes)  # type: ignore[arg-type]
-            self.pools = KVPools(mla=rows)  # type: ignore[arg-type] # pages are copied as an MLA pool's
-        self.write = lambda slots, given: rows.write(_LAYER, slots, given)
-        self.read = lambda slots: rows.read_rows(_LAYER, slots).unsqueeze(-2)
-        self.parts, self.nbytes = rows.parts(_LAYER), rows.nbytes
+            form = RowFormat.of(format, width, scale=scale if format.layer_scale else 1.0)
+            self.pool = _IndexKeys({_LAYER: form}, **sizes)
+        self.parts = self.pool.parts(_LAYER)
 
-    def _write_pair(self, slots: Tensor, rows: Tensor) -> None:
-        """Write keys, and as values the same rows in reverse order of their columns."""
-        self._values.write(_LAYER, slots, rows, rows.flip(-1))
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Write rows ``[tokens, heads, width]``: as keys, with reversed columns as values, or as the only rows."""
+        if isinstance(self.pool, MHAPool):
+            self.pool.write(_LAYER, slots, rows, rows.flip(-1))
+        else:
+            self.pool.write(_LAYER, slots, rows)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Return rows ``[*slots.shape, heads, width]``."""
+        if isinstance(self.pool, MHAPool):
+            return self.pool.read_keys(_LAYER, slots)
+        return self.pool.read_rows(_LAYER, slots).unsqueeze(-2)
 
     @property
     def stored(self) -> StoredRows:
@@ -174,10 +179,10 @@ def _copies(scene: FormatScene) -> None:
     page = torch.arange(size, 2 * size, device=scene.device)
     scene.write(page, scene.rows(size))
     wanted = scene.read(page).clone()
-    scene.pools.copy_pages([PageCopy(1, 4)])
+    scene.pool.copy_pages([PageCopy(1, 4)])
     if not torch.equal(scene.read(page + 3 * size), wanted):
         raise CheckFailure("a copied page is not read as the page was: its scales did not move")
-    scene.pools.move_rows(page.flip(0), page)
+    scene.pool.move_rows(page.flip(0), page)
     if not torch.equal(scene.read(page), wanted.flip(0)):
         raise CheckFailure("moved rows are not read as before: their scales did not move")
 
@@ -199,8 +204,8 @@ def _prefix(scene: FormatScene) -> None:
 def _bytes(scene: FormatScene) -> None:
     rows = _PAGES * scene.page_size * scene.heads * (2 if scene.kind == "mha" else 1)
     wanted = rows * scene.format.row_nbytes(scene.width, scene.rope)
-    if scene.nbytes != wanted:
-        raise CheckFailure(f"its rows take {scene.nbytes} bytes, but it declares {wanted}")
+    if scene.pool.nbytes != wanted:
+        raise CheckFailure(f"its rows take {scene.pool.nbytes} bytes, but it declares {wanted}")
 
 
 def _layouts(scene: FormatScene) -> None:

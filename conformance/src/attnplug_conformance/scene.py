@@ -29,7 +29,7 @@ from attnplug import (
     Role,
 )
 from attnplug.contract.plan import describe_result
-from attnplug.host import KVPools, Limits, installed_format, plan_forward
+from attnplug.host import KVPools, Limits, plan_forward
 from attnplug.kernels import RowFormat, torch_dtype
 from attnplug.sparse import Coordinator
 from attnplug_conformance.arithmetic import (
@@ -44,7 +44,7 @@ from attnplug_conformance.arithmetic import (
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
 from attnplug_conformance.padding import padded
 from attnplug_conformance.reference import Rules, attention, tree_bits
-from attnplug_conformance.stored_rows import StoredRows
+from attnplug_conformance.stored_rows import StoredRows, format_of
 from attnplug_conformance.subject import Subject
 
 POISONED = {
@@ -96,7 +96,7 @@ class Scene:
         self.subject, self.case, self.device, self.layer = subject, case, subject.device, case.layer
         assert case.page_size is not None and case.dtype is not None
         self.page_size, self.dtype = case.page_size, torch_dtype(case.dtype)
-        self.format = installed_format(case.kv_dtype or case.dtype)
+        self.format = format_of(case.kv_dtype or case.dtype)
         self.coordinator: Coordinator | None = None
         self.scratch: list[tuple[ref[Tensor], bool]] = []
         """Live buffers of the backend's workspaces, and True if the buffer must stay zero."""

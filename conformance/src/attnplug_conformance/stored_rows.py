@@ -10,17 +10,25 @@ import torch
 from torch import Tensor
 
 from attnplug import KVFormat
-from attnplug.declare.kv_format import PLAIN_FORMATS
+from attnplug.declare.kv_format import BUILT_IN, PLAIN_FORMATS
 from attnplug.host import load_registry
 from attnplug.kernels import torch_dtype
 from attnplug.kv.coded_rows import load_codec
 
 
 @cache
+def _formats() -> dict[str, KVFormat]:
+    """All formats that are installed when checks are collected: their names are part of the checks' names."""
+    return BUILT_IN | {name: provided.value for name, provided in sorted(load_registry().kv_formats.items())}
+
+
+def format_of(name: str) -> KVFormat:
+    return _formats()[name]
+
+
 def coded_formats(holds: str) -> tuple[KVFormat, ...]:
-    """Return the installed formats that have a codec and hold rows of this kind, by name."""
-    found = (provided.value for _, provided in sorted(load_registry().kv_formats.items()))
-    return tuple(format for format in found if format.codec is not None and holds in format.holds)
+    """Return the formats that have a codec and hold rows of this kind."""
+    return tuple(format for format in _formats().values() if format.codec is not None and holds in format.holds)
 
 
 def only_coded(names: frozenset[str] | None) -> bool:

@@ -32,7 +32,6 @@ from attnplug.host import (
     MLADims,
     Parallel,
     WorkspaceOwner,
-    installed_format,
     split_settings,
 )
 from attnplug.kernels import torch_dtype
@@ -41,7 +40,7 @@ from attnplug.machine.device import open_device
 from attnplug.registry.assembly import build_backend
 from attnplug.sparse import Coordinator
 from attnplug_conformance.case import Case
-from attnplug_conformance.stored_rows import only_coded
+from attnplug_conformance.stored_rows import format_of, only_coded
 
 PAGES = (16, 32, 64, 128, 256, 8, 1)
 EQUAL = ((16, 16), (32, 32), (64, 64), (128, 128))
@@ -121,7 +120,7 @@ class Subject:
         reasons = [refusal.message for refusal in self.registered.spec.refusals(problem, role, self.options)]
         if problem.kv_dtype is not None and problem.model is not None:
             try:
-                installed_format(problem.kv_dtype).check(problem.model.layers, problem.page_size)
+                format_of(problem.kv_dtype).check(problem.model.layers, problem.page_size)
             except UsageError as error:
                 reasons.append(str(error))
         return reasons

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, GraphLevel, LayerSpec
 from attnplug.contract.backend import bind_optional_hook
-from attnplug.host import KVPools, installed_format
+from attnplug.host import KVPools
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions, SelectedRows, SelectedSlots
 from attnplug_conformance.arithmetic import NAN, as_bytes, pad_rows, poison, relative_error, uninitialized_as_nan
 from attnplug_conformance.case import LAYER, Case
@@ -19,7 +19,7 @@ from attnplug_conformance.checks.graphs import Capture, others, requires_graphs
 from attnplug_conformance.diagnosis import CheckFailure, check_padding, check_result, failure_prefix
 from attnplug_conformance.reference import Rules, ancestors, attention
 from attnplug_conformance.scene import Scene
-from attnplug_conformance.stored_rows import StoredRows, coded_formats
+from attnplug_conformance.stored_rows import StoredRows, coded_formats, format_of
 from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool, index_format
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
@@ -42,10 +42,10 @@ class SparseScene(Scene):
             self.case.layers,
             num_pages=self.num_pages,
             page_size=self.page_size,
-            dtype=installed_format(self.case.index_dtype or self.case.dtype),
+            dtype=format_of(self.case.index_dtype or self.case.dtype),
             device=self.device,
         )
-        self.stored_keys = StoredRows(index_format(installed_format(pool.dtype)), self.index.head_dim)
+        self.stored_keys = StoredRows(index_format(format_of(pool.dtype)), self.index.head_dim)
         for layer_id in pool.layer_ids:
             poison(pool.keys(layer_id))
         self.index_rows = [self.normal(total, self.index.head_dim) for total in self.totals]

@@ -108,7 +108,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         roles = {role.value: _as_json(choice, render) for role, choice in selection.choices.items()}
         inputs = {"problem": _problem_as_json(selection), "cuda_graph": selection.captured_graphs()}
-        inputs["kv_formats"] = sorted(registry.kv_formats)
+        inputs |= {"kv_formats": sorted(registry.kv_formats)}
         output.write_json({**inputs, **roles, **({"host": host} if host else {})})
     else:
         print("\n".join(explanation(selection, render)))

@@ -31,5 +31,5 @@ def decode(parts: Sequence[Tensor]) -> Tensor:
     packed, scales = parts
     code = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2).long()
     table = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], device=packed.device)
-    values = table[code].unflatten(-1, (-1, _GROUP))
+    values: Tensor = table[code].unflatten(-1, (-1, _GROUP))
     return (values * scales.float().unsqueeze(-1)).flatten(-2)
