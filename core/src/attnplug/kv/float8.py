@@ -18,7 +18,7 @@ _LARGEST = 448.0
 
 def encode(rows: Tensor) -> tuple[Tensor]:
     # torch's own cast turns overflow into NaN before pytorch/pytorch#178817 (CPU) and saturates after it.
-    return (rows.to(torch.float32).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn),)
+    return (rows.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn),)
 
 
 def decode(parts: Sequence[Tensor]) -> Tensor:
