@@ -181,24 +181,13 @@ class KVFormat:
 
 PLAIN_FORMATS = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 """Formats that store values in a dtype of activations."""
-BUILT_IN = {
-    each.name: each
-    for each in (
-        KVFormat("float32", "IEEE single precision", (RowPart("float32"),), 0.0, holds=ROW_KINDS),
-        KVFormat("float16", "IEEE half precision", (RowPart("float16"),), 1e-3, holds=ROW_KINDS),
-        KVFormat("bfloat16", "bfloat16", (RowPart("bfloat16"),), 4e-3, holds=ROW_KINDS),
-        KVFormat(
-            "float8_e4m3fn",
-            "e4m3 with one scale per layer, saturating at 448",
-            (RowPart("float8_e4m3fn"),),
-            0.05,
-            codec="attnplug.kv.float8",
-            holds=ROW_KINDS,
-            layer_scale=True,
-            kernels={"cuda": "attnplug.kv.float8:row_writer"},
-        ),
-    )
-}
+BUILT_IN = {each.name: each for each in (
+    KVFormat("float32", "IEEE single precision", (RowPart("float32"),), 0.0, holds=ROW_KINDS),
+    KVFormat("float16", "IEEE half precision", (RowPart("float16"),), 1e-3, holds=ROW_KINDS),
+    KVFormat("bfloat16", "bfloat16", (RowPart("bfloat16"),), 4e-3, holds=ROW_KINDS),
+    KVFormat("float8_e4m3fn", "e4m3 with one scale per layer, saturating at 448", (RowPart("float8_e4m3fn"),), 0.05,
+             "attnplug.kv.float8", ROW_KINDS, layer_scale=True, kernels={"cuda": "attnplug.kv.float8:row_writer"}),
+)}  # fmt: skip
 """Formats that core declares, by name."""
 
 

@@ -17,8 +17,8 @@ _LARGEST = 448.0
 
 
 def encode(rows: Tensor) -> tuple[Tensor]:
-    # torch's own cast turns overflow into NaN before pytorch/pytorch#178817 (CPU) and saturates after it. This clamps in
-    # place: with a layer scale, rows are the result of a division.
+    # torch's own cast turns overflow into NaN before pytorch/pytorch#178817 (CPU) and saturates after it. In place:
+    # rows of a format with a layer scale are the result of a division.
     return (rows.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn),)
 
 
