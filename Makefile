@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core conformance engine tune testing plugins/flashattention plugins/flashinfer plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/sparse plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/sglang bridges/transformers bridges/vllm
+PACKAGES := core conformance engine tune testing plugins/flashattention plugins/flashinfer plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/kv_formats plugins/sparse plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/sglang bridges/transformers bridges/vllm
 # The engine depends on attnplug-sparse, which requires no kernel library.
 PLUGINS := $(filter-out plugins/sparse,$(filter plugins/% bridges/%,$(PACKAGES)))
 # pip would compile all of torch and transformers, one file after another: Python compiles what is imported. That has to

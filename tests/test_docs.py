@@ -7,9 +7,11 @@ import importlib
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,8 +19,18 @@ import torch
 from torch import Tensor
 
 from attnplug.declare.version import CONTRACT_VERSION
-from attnplug.host import ModelAttention
+from attnplug.host import (
+    TINY_CONFIGS,
+    ModelAttention,
+    Registry,
+    WorkspaceOwner,
+    installed_format,
+    load_model,
+    load_registry,
+)
+from attnplug.registry.loading import find_entry_points
 from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug_testing.plugins import entry_point
 
 if TYPE_CHECKING:
     from conftest import Environment
@@ -207,6 +219,67 @@ def test_the_guides_wrapper_runs(hosted: dict[str, Any]) -> None:
     assert torch.equal(out, hosted["out"])
 
 
+@pytest.fixture
+def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Registry]:
+    """Return a function that writes a page's files, or its first block as ``acme.py``, and loads them as a plugin."""
+
+    def load(page: str) -> Registry:
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        for name, content in (files(text.split("Install it")[0]) or {"acme.py": blocks(text, "python")[0]}).items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(content)
+        (tmp_path / "tables").mkdir()
+        monkeypatch.syspath_prepend(tmp_path)
+        for name in ("acme", "my_int4", "my_int4.plugin", "my_int4.codec"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        target = "my_int4.plugin" if (tmp_path / "my_int4").exists() else "acme"
+        point = entry_point("acme", target, "acme", "1.0")
+        points, broken = find_entry_points()
+        monkeypatch.setattr("attnplug.registry.registry.find_entry_points", lambda: ([*points, point], broken))
+        installed_format.cache_clear()
+        registry = load_registry()
+        assert [fault for fault in registry.broken if fault.source.distribution == "acme"] == []
+        return registry
+
+    return load
+
+
+def test_the_format_of_the_page_conforms_and_the_engine_serves_it(extension: Callable[[str], Registry]) -> None:
+    """E2"""
+    from attnplug_conformance.format_checks import check_format
+    from attnplug_engine import Engine, SamplingParams
+
+    page = (ROOT / "docs" / "writing-a-kv-format.md").read_text()
+    assert sum(len(text.splitlines()) for text in files(page.split("Install it")[0]).values()) <= 60
+    format = extension("writing-a-kv-format").kv_format("int4_groups")
+    assert [result.message for result in check_format(format, torch.device("cpu")) if result.message] == []
+    assert format.row_nbytes(32) == 18
+    config = dict(TINY_CONFIGS["llama"], hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TINY_CONFIGS, "wide", config)
+        engine = Engine("tiny:wide", device="cpu", kv_dtype="int4_groups", ignore_eos=True)
+        assert len(engine.generate(["Hello"], SamplingParams(max_tokens=4))[0].token_ids) == 4
+    installed_format.cache_clear()
+
+
+def test_the_page_on_workspace_kinds_declares_and_requests_one(extension: Callable[[str], Registry]) -> None:
+    """A2"""
+    kind = extension("writing-a-workspace-kind").workspace_kinds["acme-counters"].value
+    acme, owner = importlib.import_module("acme"), WorkspaceOwner()
+    context = SimpleNamespace(workspace=owner, device=torch.device("cpu"), name="acme")
+    assert acme.reserve(context).kind is acme.COUNTERS and kind.zeroed
+    assert not acme.reserve(context).buffer.any() and len(owner.report()) == 1
+
+
+def test_the_page_on_rankings_ships_a_folder(extension: Callable[[str], Registry], tmp_path: Path) -> None:
+    assert tmp_path / "tables" in [folder.value for folder in extension("writing-a-ranking").table_folders]
+
+
+def test_the_page_on_tiny_models_adds_one(extension: Callable[[str], Registry]) -> None:
+    (layer, _) = load_model("tiny:acme_gqa", extension("writing-a-tiny-model")).layers
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (8, 1, 8)
+
+
 def test_the_engines_python_runs():
     (block,) = blocks(ENGINE, "python")
     exec(compile(block, "engine/README.md", "exec"), names := {})
@@ -238,7 +311,7 @@ OTHERS = {
     *("_capture_cuda_graph", "_k_scale", "_replay_cuda_graph", "_v_scale", "custom_mask", "disable_compile"),
     *("flashinfer_mla_disable_ragged", "supports_", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "nvcc"),
     *("MyOptions", "backnd", "seq_len", "CLONE", "auto_", "_h200", "org", "anything"),
-    *("--index-url", "--gpu-memory-utilization"),
+    *("--index-url", "--gpu-memory-utilization", "my_int4"),
 }
 """Names of other projects, and of the examples."""
 CURRENT = [

@@ -8,15 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import AttentionKind, DType, LayerSpec, MLAPool
+from attnplug import AttentionKind, LayerSpec, MHAPool, MLAPool
 from attnplug.host import MLADims
-from attnplug.sparse import IndexerDims
+from attnplug_conformance.arithmetic import as_bytes
 from attnplug_conformance.catalog import all_checks
-from attnplug_conformance.fp8_rows import pack_rows, round_index_keys, unpack_rows, write_index_keys
 from attnplug_conformance.reference import Rules, attention, entry, tree_bits
 from attnplug_conformance.scene import Scene
+from attnplug_conformance.stored_rows import StoredRows, coded_formats
 from attnplug_conformance.testing import subject_of
-from attnplug_sparse.pools import IndexKeyPool, latent_format
 
 
 def test_matches_torch_in_float64():
@@ -80,30 +79,26 @@ def test_an_entry_is_the_turned_norm_of_what_a_window_and_the_one_before_bring()
     assert made.tolist() == pytest.approx(wanted)
 
 
-def test_packed_rows_are_what_a_pool_reads():
+@pytest.mark.parametrize("format", [*coded_formats("mha"), *coded_formats("mla")], ids=str)
+def test_rows_are_read_back_as_a_pool_reads_them(format):
+    """E2: for every installed format, with parts of its own and the scale of a layer."""
     layer = LayerSpec(0, AttentionKind.MLA, 1, 1, 192, 128, 1.0, mla=MLADims(256, 128, 64))
-    rows = torch.randn(8, 1, 320) * torch.tensor([1.0, 9.0]).repeat_interleave(128).repeat(2)[:320]
-    pool = MLAPool(
-        [layer],
-        num_pages=2,
-        page_size=4,
-        dtype=DType.FP8_DS_MLA,
-        device="cpu",
-        row_format=latent_format(DType.FP8_DS_MLA),
-    )
-    pool.rows(0).copy_(pack_rows(rows, 256).view(2, 4, 1, -1))
-    assert torch.equal(pool.read_rows(0, torch.arange(8)), unpack_rows(pack_rows(rows, 256), 256).squeeze(1))
-    before = pool.rows(0).clone()
-    pool.write(0, torch.arange(8), rows)
-    assert torch.equal(pool.rows(0), before)
-
-
-def test_packed_index_keys_are_what_a_pool_reads():
-    layer = LayerSpec(0, AttentionKind.MLA, 1, 1, 24, 16, 1.0, mla=MLADims(32, 16, 8), indexer=IndexerDims(2, 16, 4))
-    pool = IndexKeyPool([layer], num_pages=2, page_size=4, dtype=DType.FLOAT8_E4M3, device="cpu")
-    keys, slots = torch.randn(8, 16) * torch.arange(1, 9)[:, None], torch.tensor([7, 2, 0, 4, 1, 6, 5, 3])
-    write_index_keys(pool.keys(0), slots // 4, slots % 4, keys)
-    assert torch.equal(pool.read_keys(0, slots), round_index_keys(keys))
+    if "mla" not in format.holds:
+        layer = replace(layer, kind=AttentionKind.MHA, head_dim=256, v_head_dim=256, mla=None)
+    scale, slots = 0.4 if format.layer_scale else 1.0, torch.tensor([7, 2, 0, 4, 1, 6, 5, 3])
+    sizes = {"num_pages": 2, "page_size": 4, "dtype": format, "device": "cpu"}
+    if layer.mla is not None:
+        pool, rows = MLAPool([layer], **sizes, scales={0: scale}), torch.randn(8, 1, 320)
+        pool.write(0, slots, rows)
+        found, parts, stored = pool.read_rows(0, slots).unsqueeze(1), pool.parts(0), StoredRows(format, 320, 64)
+    else:
+        pool, rows = MHAPool([layer], **sizes, scales={0: (scale, scale)}), torch.randn(8, 1, 256)
+        pool.write(0, slots, rows, rows)
+        found, parts, stored = pool.read_keys(0, slots), pool.parts(0)[0], StoredRows(format, 256)
+    assert torch.equal(found.float(), stored.read_back(rows, scale))
+    for part, cells in zip(parts, stored.encode(rows, scale), strict=True):
+        assert torch.equal(as_bytes(part).flatten(0, 1)[slots], as_bytes(cells))
+    assert not format.in_bytes or not torch.equal(found.float(), stored.read_back(rows, scale, scaled=False))
 
 
 @pytest.mark.parametrize("name", ["large_inputs", "float16.large_inputs", "bfloat16.large_inputs"])

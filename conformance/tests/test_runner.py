@@ -179,8 +179,8 @@ def test_claiming_nothing_that_can_run_does_not_pass():
     ("good", "old", "new", "claim"),
     [
         ("sparse", "if any(", "if problem.coordinator or any(", "hisparse"),
-        ("sparse", "if any(", "if problem.kv_dtype is DType.FP8_DS_MLA or any(", "mla fp8_ds_mla"),
-        ("sparse", "if any(", "if problem.index_dtype is not None or any(", "fp8 index keys"),
+        ("sparse", "if any(", "if problem.kv_dtype == 'fp8_ds_mla' or any(", "mla fp8_ds_mla"),
+        ("sparse", "if any(", "if problem.index_dtype is not None or any(", "float8_e4m3fn index keys"),
         ("compressed", '"entries", ', "", "compressed"),
     ],
 )
@@ -246,4 +246,4 @@ def test_every_check_has_a_requirement_and_a_claim():
 def test_the_quick_run_has_a_check_of_every_claim_of_the_layers_themselves():
     quick = {check.claim for check in all_checks() if check.quick}
     assert {"mha", "mla", "linear", "lse", "window", "cap", "sinks", "out", "trees", "graphs", "mla as mha"} <= quick
-    assert {"sparse", "mla fp8_ds_mla", "fp8 index keys", "hisparse", "compressed"} <= quick
+    assert {"sparse", "mla fp8_ds_mla", "float8_e4m3fn index keys", "hisparse", "compressed"} <= quick

@@ -53,10 +53,10 @@ def test_a_backend_that_is_refused_here_says_why(attnplug: Attnplug, package: Pa
     assert "--" not in text  # it has no option that would change its answer
 
 
-def test_which_gpus_read_an_fp8_cache_is_listed() -> None:
-    can = Capabilities({"mha"}, {"cuda"}, {"float16"}, {"float8_e4m3fn"}, min_sm=80, max_fp8_sm=90)
-    assert "SM 80–, float16, KV float8_e4m3fn, fp8 on SM –90, page" in describe(can)
-    assert "fp8 on SM 90, page" in describe(replace(can, min_fp8_sm=90))
+def test_formats_of_the_cache_are_listed() -> None:
+    can = Capabilities({"mha"}, {"cuda"}, {"float16"}, {"float8_e4m3fn", "acme_int4"}, min_sm=80)
+    assert "SM 80–, float16, KV acme_int4/float8_e4m3fn, page" in describe(can)
+    assert "KV in any format, page" in describe(replace(can, kv_dtypes=None))
 
 
 def test_broken_and_blocked_plugins_are_counted_and_shown_with_all(

@@ -57,7 +57,7 @@ def test_explain_as_json_has_a_fixed_shape(attnplug: Attnplug, package: Package)
     package("fast", capabilities='{"devices": ["cuda"], "min_sm": 90, "head_dims": [(128, 128)]}')
     outcome = attnplug("explain", "--model", "tiny:llama", "--device", "cpu", "--json")
     assert (outcome.code, outcome.err) == (0, "")
-    assert set(outcome.json) == {"problem", "cuda_graph", "prefill", "decode"}
+    assert set(outcome.json) == {"problem", "cuda_graph", "kv_formats", "prefill", "decode"}
     for role in (outcome.json["prefill"], outcome.json["decode"]):
         assert role["chosen"] == "torch_native"
         candidates = {candidate["name"]: candidate["refusals"] for candidate in role["candidates"]}
@@ -327,7 +327,7 @@ def test_a_broken_plugin_is_a_warning_that_leaves_stdout_clean(attnplug: Attnplu
     package("odd", "raise RuntimeError('no driver')")
     outcome = attnplug("explain", "--model", "tiny:llama", "--json")
     assert outcome.code == 0
-    assert set(outcome.json) == {"problem", "cuda_graph", "prefill", "decode"}
+    assert set(outcome.json) == {"problem", "cuda_graph", "kv_formats", "prefill", "decode"}
     for text in ("warning", "odd-dist 1.2.3", "no driver"):
         assert text in outcome.err
 

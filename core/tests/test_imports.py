@@ -19,7 +19,7 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 KERNEL_LIBRARIES = ("triton", "flashinfer", "flash_attn", "flash_mla", "fla", "cutlass", "transformers")
-LIMITS = {"attnplug": 40, "attnplug.host": 60}
+LIMITS = {"attnplug": 42, "attnplug.host": 60}
 PUBLIC = [
     import_module(name)
     for name in (*LIMITS, *(f"attnplug.{name}" for name in ("kernels", "linear", "sparse", "tables")))

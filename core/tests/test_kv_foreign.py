@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,8 +14,9 @@ from attnplug.host import KVPools, MLADims
 from attnplug.kernels import PageCopy, PageLayout, torch_dtype
 from attnplug.kv import buffer
 from attnplug.kv.foreign import page_views
-from attnplug_testing.devices import DEVICES, INTERPRETED
+from attnplug_testing.devices import DEVICES
 from attnplug_testing.errors import raises_naming
+from attnplug_testing.writing import BY_TRITON, writing
 from support.pools import mha_layer, mla_layer
 
 PAGES, PAGE, HEADS, DIM, ROW = 5, 4, 2, 8, 20
@@ -101,19 +101,7 @@ MLA = {
 }
 
 
-@contextmanager
-def writing(how: str) -> Iterator[str]:
-    """The device; ``cpu by triton`` is the kernel in Triton's interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        if how.endswith("by triton"):
-            from attnplug.kv.triton_rows import RowWriter
-
-            patch.setattr(buffer, "_row_kernel", RowWriter)
-            patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-        yield how.partition(" ")[0]
-
-
-WAYS = [*DEVICES, pytest.param("cpu by triton", marks=INTERPRETED)]
+WAYS = [*DEVICES, BY_TRITON]
 
 
 class Host:

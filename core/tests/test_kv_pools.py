@@ -8,7 +8,7 @@ from typing import Any, assert_type
 import pytest
 import torch
 
-from attnplug import BackendError, DType, MHAPool, MLAPool, ModelSpec, PoolError
+from attnplug import BackendError, DType, KVFormat, MHAPool, MLAPool, ModelSpec, PoolError, RowPart, UsageError
 from attnplug.host import HostContext, KVPools, Limits, ModelAttention, WorkspaceOwner
 from attnplug.kernels import CacheKey, PageCopy
 from attnplug.kv.layout import LayoutName
@@ -340,9 +340,11 @@ def test_an_unknown_layout_is_refused() -> None:
         mha_pool(layout="dim_major")
 
 
-def test_rows_that_are_no_elements_need_a_format() -> None:
-    sizes: dict[str, Any] = {"num_pages": 2, "page_size": 4, "dtype": DType.FP8_DS_MLA, "device": "cpu"}
-    with raises_naming(PoolError, "row_format"):
-        MLAPool([mla_layer()], **sizes)
-    with raises_naming(PoolError, "fp8_ds_mla"):
-        MHAPool([mha_layer()], **sizes)
+def test_a_format_of_another_package_is_given_as_an_object() -> None:
+    sizes: dict[str, Any] = {"num_pages": 2, "page_size": 4, "device": "cpu"}
+    with raises_naming(UsageError, "fp8_ds_mla", "bfloat16"):
+        MLAPool([mla_layer()], dtype="fp8_ds_mla", **sizes)
+    latent = KVFormat("latent_only", "latent rows", (RowPart("bfloat16"),), 0.01, holds={"mla"})
+    assert MLAPool([mla_layer()], dtype=latent, **sizes).dtype == "latent_only"
+    with raises_naming(PoolError, "latent_only", "mla"):
+        MHAPool([mha_layer()], dtype=latent, **sizes)

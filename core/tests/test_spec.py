@@ -94,22 +94,10 @@ from attnplug_testing.specs import GDN, MHA, MLA, claiming, model, page_sizes, s
             ("kv_dtype", "bfloat16", ["float8_e4m3fn"], "kv_dtype"),
         ),
         (
-            {"min_fp8_sm": 89, "kv_matches_dtype": True, "kv_dtypes": {"bfloat16", "float16", "float8_e4m3fn"}},
-            Problem(device="cuda", sm=80, dtype=DType.FLOAT16, kv_dtype=DType.FLOAT8_E4M3),
+            {"kv_dtypes": {"bfloat16", "acme_int4"}},
+            Problem(kv_dtype="acme_int8"),
             None,
-            ("kv_dtype", "float8_e4m3fn", ["float16"], "kv_dtype"),
-        ),
-        (
-            {"min_fp8_sm": 90, "max_fp8_sm": 90, "kv_dtypes": {"bfloat16", "fp8_ds_mla"}},
-            Problem(device="cuda", sm=100, kv_dtype=DType.FP8_DS_MLA),
-            None,
-            ("kv_dtype", "fp8_ds_mla", ["bfloat16"], "kv_dtype"),
-        ),
-        (
-            {"kv_dtypes": {"bfloat16", "fp8_ds_mla"}},
-            Problem(model(MHA), kv_dtype=DType.FP8_DS_MLA),
-            Role.DECODE,
-            ("kv_dtype", "fp8_ds_mla", ["bfloat16"], "kv_dtype"),
+            ("kv_dtype", "acme_int8", ["acme_int4", "bfloat16"], "kv_dtype"),
         ),
         (
             {"features": {"sparse"}, "index_dtypes": {"bfloat16"}},
@@ -228,20 +216,9 @@ def test_what_is_not_decided_is_no_reason_to_refuse() -> None:
     assert spec(narrow).refusals(Problem(), Role.PREFILL) == []
 
 
-@pytest.mark.parametrize("sm", [80, 89, 90])
-def test_which_gpus_read_an_fp8_cache_is_no_reason_against_another(sm: int) -> None:
-    """D3: bounds are inclusive, and a cache of 16 bits is read on all of them."""
-    bounded = claiming(min_fp8_sm=89, max_fp8_sm=90)
-    assert bounded.refusals(Problem(device="cuda", sm=sm, kv_dtype=DType.BFLOAT16)) == []
-    refused = bounded.refusals(Problem(device="cuda", sm=sm, kv_dtype=DType.FLOAT8_E4M3))
-    found = [(reason.code, "SM 89 to 90" in reason.message, reason.setting) for reason in refused]
-    assert found == ([("kv_dtype", True, "kv_dtype")] if sm == 80 else [])
-
-
 def test_an_sm_is_no_reason_on_a_cpu() -> None:
     assert claiming(min_sm=100).refusals(Problem(device="cpu", sm=None)) == []
     assert claiming(min_sm=100).refusals(Problem(device="cpu", sm=90)) == []
-    assert claiming(min_fp8_sm=100).refusals(Problem(device="cpu", sm=90, kv_dtype=DType.FLOAT8_E4M3)) == []
 
 
 def test_a_backend_that_only_prefills_takes_no_part_in_captured_decodes() -> None:
@@ -296,10 +273,10 @@ def test_a_kind_that_is_not_claimed_hides_no_other_reason() -> None:
 
 def test_an_fp8_cache_need_not_have_the_activations_type() -> None:
     """D3: and is offered to whoever asked for a type that does not match."""
-    matching = claiming(kv_matches_dtype=True, dtypes={"bfloat16", "float16"}, kv_dtypes=set(DType))
+    matching = claiming(kv_matches_dtype=True, dtypes={"bfloat16", "float16"}, kv_dtypes={*DType, "acme_int4"})
     assert matching.refusals(Problem(dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT8_E4M3)) == []
     (refusal,) = matching.refusals(Problem(dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT32))
-    assert refusal.allowed == ["bfloat16", "float8_e4m3fn", "fp8_ds_mla"]
+    assert refusal.allowed == ["acme_int4", "bfloat16", "float8_e4m3fn"]
 
 
 def test_a_type_that_is_not_claimed_is_one_reason() -> None:
@@ -388,7 +365,7 @@ def problems(ranks: st.SearchStrategy[int]) -> st.SearchStrategy[Problem]:
         device=st.none() | st.sampled_from(["cpu", "cuda", "tpu", ""]),
         sm=st.none() | st.integers(10, 999),
         dtype=st.none() | st.sampled_from(DType),
-        kv_dtype=st.none() | st.sampled_from([dtype for dtype in DType if dtype.is_element]),
+        kv_dtype=st.none() | st.sampled_from(DType),
         page_size=st.none() | st.integers(1, 1 << 16),
         cuda_graph=st.sampled_from(GraphLevel),
         speculative_tokens=st.integers(0, 100),

@@ -73,7 +73,7 @@ class TestTokens:
         assert counts.eager_steps and counts.replayed_steps > counts.eager_steps
         assert eager.statistics.replayed_steps == 0
 
-    @pytest.mark.parametrize("kv_dtype", [DType.FLOAT32, DType.FP8_DS_MLA])
+    @pytest.mark.parametrize("kv_dtype", [DType.FLOAT32, "fp8_ds_mla"])
     def test_rows_with_scales_of_their_own_are_captured_as_others_are(self, kv_dtype, native, tmp_path):
         """A page of fp8 index keys has its scales after all keys: a key is not one row of its bytes."""
         (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["glm_moe_dsa"], "kv_lora_rank": 128}))

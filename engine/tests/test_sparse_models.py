@@ -243,7 +243,7 @@ def test_bytes_of_a_page_are_those_of_its_rows_and_index_keys(name):
     spec = load_spec(f"tiny:{name}")
     pools = build_pools(spec, Capacity(6, 4, 2, 8, 64), torch.float16, DType.FLOAT8_E4M3, torch.device("cpu"))
     assert pools.nbytes == 6 * bytes_per_page(spec, 4, DType.FLOAT8_E4M3, torch.float16)
-    assert pools.cache(INDEX_KEYS).dtype is DType.FLOAT16
+    assert pools.cache(INDEX_KEYS).dtype == DType.FLOAT16
     assert pools.cache(INDEX_KEYS).layer_ids == tuple(layer.layer_id for layer in spec.index_layers)
 
 
@@ -251,7 +251,7 @@ def test_fp8_index_keys_and_latent_rows_with_scales_are_counted_as_they_lie():
     spec = load_spec("tiny:glm_moe_dsa")
     mla = replace(spec.layers[0].mla, kv_lora_rank=128)
     spec = replace(spec, layers=tuple(replace(layer, mla=mla) for layer in spec.layers))
-    types = (DType.FP8_DS_MLA, torch.bfloat16, DType.FLOAT8_E4M3)
+    types = ("fp8_ds_mla", torch.bfloat16, DType.FLOAT8_E4M3)
     fp8 = build_pools(spec, Capacity(6, 4, 2, 8, 64), types[1], types[0], torch.device("cpu"), types[2])
     assert fp8.nbytes == 6 * bytes_per_page(spec, 4, *types)
     own, keys = len(spec.index_layers), spec.index_layers[0].indexer.head_dim + 4
@@ -263,7 +263,7 @@ def test_fp8_caches_serve_sparse_layers_and_a_hit_in_the_prefix_cache_gives_the_
     fp8 = DType.FLOAT8_E4M3
     engine = Engine("tiny:glm_moe_dsa", device="cpu", kv_dtype=fp8, index_dtype=fp8, page_size=4, ignore_eos=True)
     first, again = (engine.generate([eight()[2]], SamplingParams(max_tokens=4))[0] for _ in range(2))
-    assert engine.runner.pools.cache(INDEX_KEYS).dtype is fp8
+    assert engine.runner.pools.cache(INDEX_KEYS).dtype == fp8
     assert again.token_ids == first.token_ids and again.usage.cached_tokens > 0
 
 

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from attnplug import DType
+from attnplug import DType, KVFormat
 from attnplug_conformance.case import Case
+from attnplug_conformance.stored_rows import format_of
 
 NAN = float("nan")
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-ROUNDING = {DType.FLOAT32: 0.0, DType.FLOAT16: 2e-3, DType.BFLOAT16: 1.5e-2, DType.FLOAT8_E4M3: 1.5e-1}
-ROUNDING[DType.FP8_DS_MLA] = ROUNDING[DType.BFLOAT16]  # kernels multiply values by their scales in bfloat16
+ROUNDING = {DType.FLOAT32: 0.0, DType.FLOAT16: 2e-3, DType.BFLOAT16: 1.5e-2}
 
 
 def tolerance(case: Case, terms: int) -> float:
@@ -24,9 +23,17 @@ def tolerance(case: Case, terms: int) -> float:
     Kernels accumulate in float32, and rounding errors grow with the square root of the number of terms. They may
     multiply queries and rows of different dtypes in the narrower one.
     """
-    kv = 0.0 if case.kv_dtype is None else ROUNDING[case.kv_dtype]
+    kv = 0.0 if case.kv_dtype is None else _rounding(format_of(case.kv_dtype))
     own = 8 * torch.finfo(torch.float32).eps * math.sqrt(terms) + max(ROUNDING[case.dtype or DType.FLOAT32], kv)
     return own if case.magnitude == 1.0 else max(2e-2, 3 * own)
+
+
+def _rounding(format: KVFormat) -> float:
+    """Rounding of products with rows of a format. Kernels multiply decoded rows in bfloat16, and those of one dtype
+    also in this dtype, to which they round their queries."""
+    if format.codec is None:
+        return ROUNDING[DType(format.name)]
+    return ROUNDING[DType.BFLOAT16] if format.in_bytes else max(ROUNDING[DType.BFLOAT16], 3 * format.error)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
@@ -44,16 +51,6 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float(((found - wanted).norm(dim=-1) / torch.maximum(sizes, sizes.mean() / 4 + 1e-30)).amax())
 
 
-def to_cache_dtype(rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Convert rows to the dtype of a cache. fp8 saturates.
-
-    The divisor is a tensor: on a GPU torch multiplies by the inverse of a Python number, and then one fp8 value in a
-    hundred rounds the other way.
-    """
-    cells = rows.float() / torch.tensor(scale, device=rows.device)
-    return (cells.clamp(-FP8_MAX, FP8_MAX) if dtype is torch.float8_e4m3fn else cells).to(dtype)
-
-
 def pad_rows(tensor: Tensor, rows: int, value: float = NAN) -> Tensor:
     """Copy of a tensor, padded at the end to ``rows`` rows with NaN or ``value``."""
     more = torch.full((rows - len(tensor), *tensor.shape[1:]), value, dtype=tensor.dtype, device=tensor.device)
@@ -61,11 +58,11 @@ def pad_rows(tensor: Tensor, rows: int, value: float = NAN) -> Tensor:
 
 
 def poison(memory: Tensor) -> None:
-    """Fill memory with NaN. Bytes of 0xFF are NaN in every floating-point dtype stored in uint8."""
-    if memory.dtype is torch.uint8:
-        memory.fill_(0xFF)
-    else:
+    """Fill memory with NaN. Integers get bytes of 0xFF, which are NaN in every floating-point dtype stored in uint8."""
+    if memory.is_floating_point():
         memory.copy_(torch.tensor(NAN))
+    else:
+        memory.view(torch.uint8).fill_(0xFF)
 
 
 def as_bytes(memory: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from attnplug.linear import LinearDims
 from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_conformance.reference import Parents
 
-FP8_CACHES = frozenset({DType.FLOAT8_E4M3, DType.FP8_DS_MLA})
 FIRST, LAYER, LAST = 1, 3, 5
 """Layer ids: the layer before the layer under test, the layer under test, and the one following it."""
 SCALE = 1.3
@@ -45,7 +44,8 @@ class Case:
     cap: float | None = None
     sinks: bool = False
     dtype: DType | None = None
-    kv_dtype: DType | None = None
+    kv_dtype: str | None = None
+    """Name of the cache's format; ``None``: the dtype of the activations."""
     kv_scales: tuple[float, float] = (1.0, 1.0)
     layout: CacheLayout = CacheLayout.TOKEN_MAJOR
     pages: str = "shuffled"
@@ -80,8 +80,8 @@ class Case:
     """Ratio of the other layers' head dimensions to this layer's."""
     index: IndexerDims | None = None
     """Indexer of sparse layers. It selects the rows that a token attends to."""
-    index_dtype: DType | None = None
-    """dtype of cached index keys; ``None``: that of the activations."""
+    index_dtype: str | None = None
+    """Format of cached index keys; ``None``: that of the activations."""
     hisparse: bool = False
     """True if the rows are in host memory and HiSparse swaps in the selected ones."""
     compressed: CompressedDims | None = None

@@ -17,7 +17,8 @@ from attnplug.cli.app import Commands, add_command
 def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
     text = "Check everything that a backend claims against float64, and diagnose what is wrong."
     parser = add_command(commands, "conform", text, _conform)
-    parser.add_argument("name", metavar="NAME", help="the backend, as attnplug backends lists it")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the backend, as attnplug backends lists it")
+    parser.add_argument("--kv-format", metavar="FORMAT", help="check this KV format, without a backend")
     parser.add_argument(
         "--device", metavar="DEVICE", help="where to run (default: cuda where there is a GPU, else cpu)"
     )
@@ -61,7 +62,43 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--case", metavar="JSON", help="run only this random case, as a failure prints it")
 
 
+_BACKEND_ONLY = ("name", "report", "expected_failures", "backend_option", "case", "budget", "check", "quick")
+
+
+def _conform_format(parsed: argparse.Namespace) -> int:
+    """Check a KV format by its declaration alone."""
+    if given := [name for name in _BACKEND_ONLY if getattr(parsed, name)]:
+        other = "a backend" if given[0] == "name" else f"--{given[0].replace('_', '-')}"
+        raise UsageError(f"--kv-format {parsed.kv_format} checks a format without a backend; leave out {other}")
+    from attnplug.cli import output
+    from attnplug.host import load_registry
+
+    registry = load_registry()
+    format = registry.kv_format(parsed.kv_format, "kv_format")
+    from attnplug.machine.runtime import open_device  # imports torch, which takes seconds
+    from attnplug_conformance.format_checks import check_format
+
+    results = list(check_format(format, open_device(parsed.device, registry.device)[0]))
+    failed = [result for result in results if result.message]
+    for result in failed:
+        print(f"FAILED {result.kind}.{result.check}: {result.message}", file=sys.stderr if parsed.json else None)
+        print(f"  must hold: {result.requirement}", file=sys.stderr if parsed.json else None)
+    if parsed.json:
+        output.write_json({"format": format.name, "results": [result.as_json() for result in results]})
+    else:
+        verdict = f"does not conform: {len(failed)} of {len(results)} checks failed"
+        held = ", ".join(sorted(format.holds))
+        print(
+            f"KV format {format.name} ({held} rows) {verdict if failed else f'conforms: {len(results)} checks passed'}"
+        )
+    return 1 if failed else 0
+
+
 def _conform(parsed: argparse.Namespace) -> int:
+    if parsed.kv_format is not None:
+        return _conform_format(parsed)
+    if parsed.name is None:
+        raise UsageError("give the NAME of a backend, or a format by --kv-format")
     report = None if parsed.report is None else _report_path(parsed.report)
     from attnplug.cli import output
     from attnplug.cli.text import warn_of_plugins

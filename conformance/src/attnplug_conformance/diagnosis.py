@@ -286,9 +286,9 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
             ((False, True), "keys"),
             ((True, False), "values"),
         ):
-            yield f"it ignored the fp8 scale of {message}", scene.wanted(scaled=scaled)[0]
-    if scene.packed:
-        yield "it ignored the scales of fp8_ds_mla rows", scene.wanted(scaled=(False, False))[0]
+            yield f"it ignored the layer's scale of {message}", scene.wanted(scaled=scaled)[0]
+    if scene.format.in_bytes:
+        yield f"it ignored the scales of {scene.format} rows", scene.wanted(scaled=(False, False))[0]
     if right.window is not None:
         yield "it ignored the sliding window", scene.wanted(replace(right, window=None))[0]
         for change, message in ((1, "one key too many"), (-1, "one key too few")):

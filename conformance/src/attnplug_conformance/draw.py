@@ -11,11 +11,12 @@ import math
 import random
 from dataclasses import replace
 
-from attnplug import AttentionKind, DType, ExtendPath, Feature, ForwardMode, GraphLevel, Role
+from attnplug import AttentionKind, ExtendPath, Feature, ForwardMode, GraphLevel, Role
+from attnplug.declare.kv_format import PLAIN_FORMATS
 from attnplug.host import MLADims
 from attnplug.linear import LinearDims
 from attnplug.sparse import IndexerDims
-from attnplug_conformance.case import FP8_CACHES, Case
+from attnplug_conformance.case import Case
 from attnplug_conformance.random_case import (
     UNIFORM,
     Drawn,
@@ -27,6 +28,7 @@ from attnplug_conformance.random_case import (
     query_heads,
 )
 from attnplug_conformance.reference import Parents
+from attnplug_conformance.stored_rows import coded_formats, format_of, only_coded
 from attnplug_conformance.subject import TYPES, Subject
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
@@ -166,9 +168,11 @@ class _Source:
             seed=rng.randrange(1 << 16),
         )
         if self.chance(0.5):
-            fp8 = sorted(can.kv_dtypes & FP8_CACHES)
-            case = replace(case, kv_dtype=rng.choice(fp8 if fp8 and self.chance(0.5) else sorted(can.kv_dtypes)))
-        if case.kv_dtype is DType.FLOAT8_E4M3:
+            held = {format.name for format in coded_formats(self.kind)}
+            claimed = PLAIN_FORMATS | held if can.kv_dtypes is None else can.kv_dtypes
+            coded = sorted(held & claimed)
+            case = replace(case, kv_dtype=rng.choice(coded if coded and self.chance(0.5) else sorted(claimed)))
+        if case.kv_dtype is not None and format_of(case.kv_dtype).layer_scale:
             case = replace(case, kv_scales=rng.choice(((0.4, 1.7), (1.0, 1.0), (2.5, 0.3), (0.05, 0.11))))
         if self.kind is AttentionKind.MLA:
             latent = LATENT if can.mla_dims is None else [(rank, 128, rope) for rank, rope in sorted(can.mla_dims)]
@@ -206,12 +210,13 @@ class _Source:
         """Draw an indexer. Its top-k is smaller than most contexts, and sometimes larger."""
         common = self.gpu or self.can.mla_dims is not None
         dims = (32, 128, 64) if common else (8, 16, self.upto(64))
-        fp8 = DType.FLOAT8_E4M3 in self.can.index_dtypes and self.chance(0.3)
+        claimed, held = self.can.index_dtypes, [format.name for format in coded_formats("index")]
+        coded = [name for name in held if claimed is None or name in claimed]
         trees: tuple[Parents, ...] | None = () if case.mode is VERIFY and self.can.trees and self.chance(0.6) else None
         return replace(
             case,
             index=IndexerDims(*dims),
-            index_dtype=DType.FLOAT8_E4M3 if fp8 else None,
+            index_dtype=self.rng.choice(coded) if coded and self.chance(0.3) else None,
             trees=trees,
         )
 
@@ -376,7 +381,7 @@ class _Source:
         if case.index is not None:
             return drawn
         late = case.trees is not None and not can.needs_cpu_seq_lens and self.chance(0.5)
-        large = self.chance(0.06) and case.kv_dtype not in FP8_CACHES and not can.kv_dtypes <= FP8_CACHES
+        large = self.chance(0.06) and case.kv_dtype in (None, *PLAIN_FORMATS) and not only_coded(can.kv_dtypes)
         if large and drawn.way is Way.RUN:
             drawn = replace(drawn, case=replace(drawn.case, magnitude=self.rng.choice((12.0, 60.0))))
         saved = drawn.way is not Way.RUN or not self.chance(0.1)

@@ -15,6 +15,7 @@ from attnplug.linear import LinearDims
 from attnplug.sparse import IndexerDims
 from attnplug_conformance.case import Case
 from attnplug_conformance.reference import Parents
+from attnplug_conformance.stored_rows import format_of
 from attnplug_conformance.subject import Subject, Unclaimed
 
 UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
@@ -87,7 +88,7 @@ class Drawn:
 def fit(subject: Subject, drawn: Drawn) -> Drawn | None:
     """Return the case with the choices that it leaves to the backend; ``None`` if the spec refuses it."""
     case = drawn.case
-    if case.kv_dtype is not DType.FLOAT8_E4M3:
+    if case.kv_dtype is None or not format_of(case.kv_dtype).layer_scale:
         case = replace(case, kv_scales=(1.0, 1.0))
     if drawn.way is Way.CAPTURED:
         if case.trees is None:
@@ -163,8 +164,8 @@ _ENUMS: dict[str, Callable[[Any], Any]] = {
     "mode": ForwardMode,
     "kind": AttentionKind,
     "dtype": DType,
-    "kv_dtype": DType,
-    "index_dtype": DType,
+    "kv_dtype": str,
+    "index_dtype": str,
     "layout": CacheLayout,
     "graph": GraphLevel,
     "forced_role": Role,

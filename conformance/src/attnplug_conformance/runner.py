@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from attnplug import AttentionKind, DType, ExtendPath, Feature, GraphLevel, Role
+from attnplug import AttentionKind, ExtendPath, Feature, GraphLevel, Role
 from attnplug.declare.errors import describe_error
 from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import watching
@@ -22,6 +22,7 @@ from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext, Measured
 from attnplug_conformance.diagnosis import CheckFailure, explain_changes
 from attnplug_conformance.scene import NotATensor
+from attnplug_conformance.stored_rows import coded_formats
 from attnplug_conformance.subject import NotBuilt, Subject, Unclaimed
 
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -158,8 +159,6 @@ FLOORS = {
     "graphs": 1,
     "mla as mha": 4,
     "sparse": 3,
-    "mla fp8_ds_mla": 2,
-    "fp8 index keys": 2,
     "hisparse": 3,
     "compressed": 4,
 }
@@ -236,6 +235,18 @@ def _one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def _claimed_formats(subject: Subject) -> dict[str, bool]:
+    """Return the claims of formats whose rows have several parts, and True for each that the backend makes by name."""
+    can, claims = subject.capabilities, dict[str, bool]()
+    for kind in sorted({AttentionKind.MHA, AttentionKind.MLA} & can.kinds):
+        for format in coded_formats(kind):
+            if format.in_bytes:
+                claims[f"{kind} {format}"] = can.kv_dtypes is not None and format.name in can.kv_dtypes
+    if Feature.SPARSE in can.features:
+        claims |= {f"{each} index keys": each.name in (can.index_dtypes or ()) for each in coded_formats("index")}
+    return claims
+
+
 def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> list[str]:
     """Describe claims with too few checks run. A backend that refuses everything does not pass."""
     ran = Counter(
@@ -251,8 +262,7 @@ def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> 
         "cap": heads and Feature.LOGIT_CAP in capabilities.features,
         "sinks": heads and Feature.SINKS in capabilities.features,
         "sparse": Feature.SPARSE in capabilities.features,
-        "mla fp8_ds_mla": AttentionKind.MLA in capabilities.kinds and DType.FP8_DS_MLA in capabilities.kv_dtypes,
-        "fp8 index keys": Feature.SPARSE in capabilities.features and DType.FLOAT8_E4M3 in capabilities.index_dtypes,
+        **_claimed_formats(subject),
         "hisparse": "hisparse" in capabilities.coordinators,
         "compressed": Feature.COMPRESSED in capabilities.features,
         "lse": "lse" in capabilities.extras,
@@ -268,7 +278,7 @@ def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> 
         if kind not in kinds
     ]
     share = 4 if quick else 1 if {Role.PREFILL, Role.DECODE} <= capabilities.roles else 2
-    for claim, floor in FLOORS.items():
+    for claim, floor in (FLOORS | dict.fromkeys(_claimed_formats(subject), 2)).items():
         fewest = max(1, floor // share)
         if (ran[claim] or claimed.get(claim, False)) and ran[claim] < fewest:
             problems.append(

@@ -19,7 +19,6 @@ from torch import Tensor
 from attnplug import (
     AttentionBackend,
     CacheLayout,
-    DType,
     ForwardBatch,
     ForwardExtras,
     Geometry,
@@ -31,7 +30,7 @@ from attnplug import (
 )
 from attnplug.contract.plan import describe_result
 from attnplug.host import KVPools, Limits, plan_forward
-from attnplug.kernels import torch_dtype
+from attnplug.kernels import RowFormat, torch_dtype
 from attnplug.machine.runtime import runtime_of
 from attnplug.sparse import Coordinator
 from attnplug_conformance.arithmetic import (
@@ -39,17 +38,15 @@ from attnplug_conformance.arithmetic import (
     as_bytes,
     pad_rows,
     poison,
-    to_cache_dtype,
     tolerance,
     uninitialized_as_nan,
     watched,
 )
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
-from attnplug_conformance.fp8_rows import GROUP, pack_rows, unpack_rows
 from attnplug_conformance.padding import padded
 from attnplug_conformance.reference import Rules, attention, tree_bits
+from attnplug_conformance.stored_rows import StoredRows, format_of
 from attnplug_conformance.subject import Subject
-from attnplug_sparse.pools import latent_format
 
 POISONED = {
     "tail": "rows beyond the last token of a request, on its last page",
@@ -100,8 +97,7 @@ class Scene:
         self.subject, self.case, self.device, self.layer = subject, case, subject.device, case.layer
         assert case.page_size is not None and case.dtype is not None
         self.page_size, self.dtype = case.page_size, torch_dtype(case.dtype)
-        self.kv_dtype = case.kv_dtype or case.dtype
-        self.packed = self.kv_dtype is DType.FP8_DS_MLA
+        self.format = format_of(case.kv_dtype or case.dtype)
         self.coordinator: Coordinator | None = None
         self.scratch: list[tuple[ref[Tensor], bool]] = []
         """Live buffers of the backend's workspaces, and True if the buffer must stay zero."""
@@ -128,13 +124,11 @@ class Scene:
         if case.mla is not None:  # an absorbed query is wider than head_dim; keep the variance of the logits
             self.q = (self.q.float() * (self.layer.head_dim / key_dim) ** 0.5).to(self.dtype)
         self.keys = [self.normal(total, kv_heads, key_dim) for total in self.totals]
-        if self.packed:  # groups whose scales differ
-            sizes = torch.tensor([1.0, 0.25, 2.0, 0.5]).repeat_interleave(GROUP).repeat(1 + key_dim // (4 * GROUP))
-            self.keys = [(keys * sizes[:key_dim].to(self.device)).to(self.dtype) for keys in self.keys]
+        self.keys = [self._with_scales(keys) for keys in self.keys]
         self.share(self.keys)
         if case.magnitude != 1.0:
             self._lower_first_logits()
-        self.values = [self.normal(total, kv_heads, value_dim) for total in self.totals]
+        self.values = [self._with_scales(self.normal(total, kv_heads, value_dim)) for total in self.totals]
         self.share(self.values)
         if case.mla is not None:
             self.values = [keys[..., :value_dim] for keys in self.keys]
@@ -158,6 +152,15 @@ class Scene:
     def normal(self, *shape: int) -> Tensor:
         made = torch.randn(*shape, generator=self.random) * self.case.magnitude
         return made.to(self.dtype).to(self.device)
+
+    def _with_scales(self, rows: Tensor) -> Tensor:
+        """Vary the magnitudes of groups of values, and of rows, so that the scales of a format that has some differ."""
+        if not self.format.in_bytes:
+            return rows
+        group, (count, _, width) = self.format.group, rows.shape
+        by_group = torch.tensor([1.0, 0.25, 2.0, 0.5])[torch.arange(width) // group % 4] if group > 1 else 1.0
+        by_row = torch.ones(count) if group > 2 else torch.tensor([1.0, 0.5, 2.0])[torch.arange(count) % 3]
+        return (rows * (by_row[:, None, None] * by_group).to(self.device)).to(self.dtype)
 
     def _allocate(self, nbytes: int, device: torch.device, zeroed: bool) -> Tensor:
         """Allocate a workspace buffer. Scratch memory starts as NaN, as if another backend had used it."""
@@ -217,17 +220,15 @@ class Scene:
 
     def _pools(self, zero_region: str | None) -> KVPools:
         case, layers, pages, size = self.case, self.case.layers, self.num_pages, self.page_size
-        key_dim, value_dim, _ = self.widths
-        fp8, stored = self.kv_dtype is DType.FLOAT8_E4M3, torch_dtype(self.kv_dtype)
-        strided = case.layout is CacheLayout.STRIDED
+        key_dim = self.widths[0]
+        scaled, strided = self.format.layer_scale, case.layout is CacheLayout.STRIDED
         if case.mla is not None:
-            scales = {FIRST: 2.0, LAYER: case.kv_scales[0], LAST: 3.0} if fp8 else None
+            scales = {FIRST: 2.0, LAYER: case.kv_scales[0], LAST: 3.0} if scaled else None
             if strided:
-                width = key_dim
-                if self.packed:
-                    width = pack_rows(torch.zeros(1, key_dim), value_dim).shape[1]
+                form = RowFormat.of(self.format, key_dim, rope=case.mla.qk_rope_head_dim)
+                wide = (pages, size, form.width + 16)
                 given = {
-                    layer.layer_id: torch.zeros(pages, size, width + 16, dtype=stored, device=self.device)[..., :width]
+                    layer.layer_id: torch.zeros(*wide, dtype=form.stored, device=self.device)[..., : form.width]
                     for layer in layers
                 }
                 mla = MLAPool.over(
@@ -235,38 +236,33 @@ class Scene:
                     given,
                     "pages tokens dim",
                     page_size=size,
-                    dtype=self.kv_dtype,
+                    dtype=self.format,
                     scales=scales,
-                    row_format=latent_format(self.kv_dtype),
                 )
             else:
                 mla = MLAPool(
                     layers,
                     num_pages=pages,
                     page_size=size,
-                    dtype=self.kv_dtype,
+                    dtype=self.format,
                     device=self.device,
                     scales=scales,
-                    row_format=latent_format(self.kv_dtype),
                 )
             pools = KVPools(mla=mla)
         else:
-            pairs = {FIRST: (2.0, 3.0), LAYER: case.kv_scales, LAST: (3.0, 2.0)} if fp8 else None
+            pairs = {FIRST: (2.0, 3.0), LAYER: case.kv_scales, LAST: (3.0, 2.0)} if scaled else None
             if strided:
-                tensors: dict[int, Tensor | tuple[Tensor, Tensor]] = {
-                    layer.layer_id: torch.zeros(
-                        *(pages, size, layer.num_kv_heads, layer.head_dim + layer.v_head_dim),
-                        dtype=stored,
-                        device=self.device,
-                    )
-                    for layer in layers
-                }
+                tensors: dict[int, Tensor | tuple[Tensor, Tensor]] = {}
+                for layer in layers:
+                    keys, values = (RowFormat.of(self.format, width) for width in (layer.head_dim, layer.v_head_dim))
+                    shape = pages, size, layer.num_kv_heads, keys.width + values.width
+                    tensors[layer.layer_id] = torch.zeros(shape, dtype=keys.stored, device=self.device)
                 mha = MHAPool.over(
                     layers,
                     tensors,
                     "pages tokens heads (kv dim)",
                     page_size=size,
-                    dtype=self.kv_dtype,
+                    dtype=self.format,
                     scales=pairs,
                 )
             else:
@@ -274,7 +270,7 @@ class Scene:
                     layers,
                     num_pages=pages,
                     page_size=size,
-                    dtype=self.kv_dtype,
+                    dtype=self.format,
                     device=self.device,
                     layout="head_major" if case.layout is CacheLayout.HEAD_MAJOR else "token_major",
                     scales=pairs,
@@ -295,41 +291,54 @@ class Scene:
         return pools
 
     def cache_tensors(self, layer_id: int, pools: KVPools | None = None) -> tuple[Tensor, ...]:
-        """Cache of a layer, ``[pages, page_size, heads, width]``: keys and values, or latent rows."""
+        """Parts of a layer's cache, ``[pages, page_size, heads, …]`` each: of keys and values, or of latent rows."""
+        return tuple(part for parts in self.contents(layer_id, pools) for part in parts)
+
+    def contents(self, layer_id: int, pools: KVPools | None = None) -> tuple[tuple[Tensor, ...], ...]:
+        """Parts of a layer's keys and of its values, or of its latent rows."""
         pools = pools or self.pools
         if pools.mla is not None:
-            return (pools.mla.rows(layer_id),)
+            return (pools.mla.parts(layer_id),)
         assert pools.mha is not None
-        return pools.mha.keys(layer_id), pools.mha.values(layer_id)
+        return pools.mha.parts(layer_id)
+
+    @property
+    def stored_rows(self) -> tuple[StoredRows, ...]:
+        """Conversions of rows of ``contents`` of the layer under test."""
+        if self.case.mla is not None:
+            return (StoredRows(self.format, self.widths[0], self.case.mla.qk_rope_head_dim),)
+        return StoredRows(self.format, self.widths[0]), StoredRows(self.format, self.widths[1])
 
     def scales(self, layer_id: int) -> tuple[float, ...]:
-        """fp8 scale of each of a layer's ``cache_tensors``; 1 for other dtypes."""
+        """Layer scale of each of a layer's ``contents``; 1 for formats without one."""
         if self.pools.mla is not None:
             return (self.pools.mla.scale(layer_id),)
         assert self.pools.mha is not None
         return self.pools.mha.scales(layer_id)
 
     def cache_rows(self) -> tuple[list[Tensor], ...]:
-        """Rows of every request, in the order of ``cache_tensors``."""
+        """Rows of every request, in the order of ``contents``."""
         return (self.keys,) if self.case.mla is not None else (self.keys, self.values)
 
     def store(self, layer_id: int, spans: list[tuple[int, int]]) -> None:
         """Write rows ``start … stop`` of every request directly into the cache, by the page table."""
-        scales = self.scales(layer_id)
-        for memory, rows, scale in zip(self.cache_tensors(layer_id), self.cache_rows(), scales, strict=True):
+        contents, scales = self.contents(layer_id), self.scales(layer_id)
+        for parts, rows, scale, stored in zip(contents, self.cache_rows(), scales, self.stored_rows, strict=True):
             for request, (start, stop) in enumerate(spans):
                 page, offset = self.places(request, start, stop)
-                cells = as_bytes(self.cells(rows[request][start:stop], scale, memory.dtype))
-                place = memory.device  # the host, with HiSparse
-                as_bytes(memory)[page.to(place), offset.to(place)] = cells.to(place)
+                for memory, cells in zip(parts, stored.encode(rows[request][start:stop], scale), strict=True):
+                    place = memory.device  # the host, with HiSparse
+                    as_bytes(memory)[page.to(place), offset.to(place)] = as_bytes(cells).to(place)
 
-    def cells(self, rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        """Convert rows to the cache's dtype or byte layout."""
-        return pack_rows(rows, self.widths[1]) if self.packed else to_cache_dtype(rows, scale, dtype)
-
-    def numbers(self, cells: Tensor) -> Tensor:
-        """Convert cache contents to float32, without the scale of the whole cache."""
-        return unpack_rows(cells, self.widths[1]) if self.packed else cells.float()
+    def read(self, pages: Tensor, offsets: Tensor) -> list[Tensor]:
+        """Rows ``[rows, heads, width]`` float32 of the layer under test at these places: keys and values, or latent
+        rows."""
+        found = []
+        for parts, scale, stored in zip(self.contents(LAYER), self.scales(LAYER), self.stored_rows, strict=True):
+            cells = [as_bytes(memory)[pages.to(memory.device), offsets.to(memory.device)] for memory in parts]
+            typed = [each.view(memory.dtype) for each, memory in zip(cells, parts, strict=True)]
+            found.append(stored.decode(typed, scale))
+        return found
 
     def places(self, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Pages and offsets of rows of a request."""
@@ -447,18 +456,15 @@ class Scene:
 
     def stored(self, request: int, *, scaled: tuple[bool, bool] = (True, True)) -> tuple[Tensor, Tensor]:
         """Keys and values of a request as cached, in float64. ``scaled=False`` ignores a scale, as a mistake would."""
-        memory, found = torch_dtype(self.kv_dtype), []
-        scales = self.case.kv_scales if self.case.mla is None else (self.case.kv_scales[0],) * 2
-        fp8 = self.kv_dtype is DType.FLOAT8_E4M3
-        for rows, scale, used in zip((self.keys, self.values), scales, scaled, strict=True):
-            if self.packed:
-                unpacked = unpack_rows(
-                    pack_rows(self.keys[request], self.widths[1]), self.widths[1], scaled=used
-                ).double()
-                found.append(unpacked[..., : rows[request].shape[-1]])
-                continue
-            scale = scale if fp8 else 1.0
-            found.append(to_cache_dtype(rows[request], scale, memory).double() * (scale if used else 1.0))
+        found = [
+            stored.read_back(rows[request], scale, scaled=used).double()
+            for stored, rows, scale, used in zip(
+                self.stored_rows, self.cache_rows(), self.case.kv_scales, scaled, strict=False
+            )
+        ]
+        if self.case.mla is not None:
+            latent = self.stored_rows[0].read_back(self.keys[request], self.case.kv_scales[0], scaled=scaled[1])
+            found.append(latent.double()[..., : self.widths[1]])
         return found[0], found[1]
 
     def read_by_tables(self, tables: Tensor) -> Tensor:
@@ -468,10 +474,7 @@ class Scene:
             position = torch.arange(self.totals[request])
             page = tables[request, position // self.page_size].long().clamp(0, self.num_pages - 1).to(self.device)
             offset = (position % self.page_size).to(self.device)
-            cache_tensors, fp8 = self.cache_tensors(LAYER), self.kv_dtype is DType.FLOAT8_E4M3
-            scales = self.case.kv_scales if fp8 else (1.0, 1.0)
-            cells = [as_bytes(memory)[page, offset].view(memory.dtype) for memory in cache_tensors]
-            read = [self.numbers(cell).double() * scale for cell, scale in zip(cells, scales, strict=False)]
+            read = [rows.double() for rows in self.read(page, offset)]
             keys, values = read[0], read[-1][..., : self.widths[1]]
             outs.append(attention(q, keys, values, self.rules(), self.sinks)[0])
         return torch.cat(outs)

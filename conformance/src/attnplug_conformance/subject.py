@@ -20,6 +20,7 @@ from attnplug import (
     ModelSpec,
     Problem,
     Role,
+    UsageError,
 )
 from attnplug.declare.device import Architecture
 from attnplug.declare.options import parse_options
@@ -40,7 +41,8 @@ from attnplug.machine.runtime import open_device
 from attnplug.registry.assembly import build_backend
 from attnplug.registry.registry import load_registry
 from attnplug.sparse import Coordinator
-from attnplug_conformance.case import FP8_CACHES, Case
+from attnplug_conformance.case import Case
+from attnplug_conformance.stored_rows import format_of, only_coded
 
 PAGES = (16, 32, 64, 128, 256, 8, 1)
 EQUAL = ((16, 16), (32, 32), (64, 64), (128, 128))
@@ -120,7 +122,14 @@ class Subject:
         return next(served, max(self.capabilities.page_sizes.kernel or {64}))
 
     def refusals(self, problem: Problem, role: Role) -> list[str]:
-        return [refusal.message for refusal in self.registered.spec.refusals(problem, role, self.options)]
+        """Reasons against the problem: the backend's own, and a format that cannot hold the rows."""
+        reasons = [refusal.message for refusal in self.registered.spec.refusals(problem, role, self.options)]
+        if problem.kv_dtype is not None and problem.model is not None:
+            try:
+                format_of(problem.kv_dtype).check(problem.model.layers, problem.page_size)
+            except UsageError as error:
+                reasons.append(str(error))
+        return reasons
 
     def fit(self, case: Case) -> Case:
         """Return the case with every choice made that it leaves open; raises :class:`Unclaimed` if none is served."""
@@ -128,10 +137,8 @@ class Subject:
         self._check_claims(case)
         dtype = case.dtype or next((dtype for dtype in TYPES if dtype in capabilities.dtypes), DType.BFLOAT16)
         kv_dtype = case.kv_dtype
-        if (
-            kv_dtype is None and len(capabilities.kv_dtypes) == 1 and capabilities.kv_dtypes <= FP8_CACHES
-        ):  # it supports no other cache dtype
-            (kv_dtype,) = capabilities.kv_dtypes
+        if kv_dtype is None and capabilities.kv_dtypes is not None and only_coded(capabilities.kv_dtypes):
+            kv_dtype = min(capabilities.kv_dtypes)
             case = replace(case, magnitude=min(case.magnitude, 3.0))  # the largest e4m3 value is 448
         page_size = case.page_size or self.page_size
         filled = replace(

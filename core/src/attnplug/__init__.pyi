@@ -18,6 +18,8 @@ from attnplug.declare.errors import BackendError as BackendError
 from attnplug.declare.errors import PlanError as PlanError
 from attnplug.declare.errors import PoolError as PoolError
 from attnplug.declare.errors import UsageError as UsageError
+from attnplug.declare.kv_format import KVFormat as KVFormat
+from attnplug.declare.kv_format import RowPart as RowPart
 from attnplug.declare.model import AttentionKind as AttentionKind
 from attnplug.declare.model import Feature as Feature
 from attnplug.declare.model import LayerSpec as LayerSpec

@@ -26,6 +26,7 @@ from attnplug.registry.hosts import HostSpec as HostSpec
 from attnplug.registry.kernel_builds import compile_progress as compile_progress
 from attnplug.registry.models import load_model as load_model
 from attnplug.registry.registry import Registry as Registry
+from attnplug.registry.registry import installed_format as installed_format
 from attnplug.registry.registry import load_registry as load_registry
 from attnplug.registry.select import SelectionError as SelectionError
 from attnplug.registry.select import explain as explain

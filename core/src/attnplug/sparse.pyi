@@ -9,4 +9,3 @@ from attnplug.contract.sparse import SelectedSlots as SelectedSlots
 from attnplug.contract.sparse import selected_tensor as selected_tensor
 from attnplug.declare.model import CompressedDims as CompressedDims
 from attnplug.declare.model import IndexerDims as IndexerDims
-from attnplug.declare.problem import LATENT_GROUP as LATENT_GROUP

@@ -10,7 +10,7 @@ from attnplug.kv.layout import LayoutName
 from attnplug.linear import LinearDims
 
 LAYOUTS: list[LayoutName] = ["token_major", "head_major"]
-ELEMENTS = [dtype for dtype in DType if dtype.is_element]
+ELEMENTS = list(DType)
 PLAIN = [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16]
 
 

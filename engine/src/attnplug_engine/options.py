@@ -10,7 +10,7 @@ from typing import Any
 from attnplug import DType, GraphLevel, Role, UsageError
 from attnplug.declare.problem import LARGEST_PAGE
 from attnplug.hf.config_keys import show
-from attnplug.host import ExtendPolicy
+from attnplug.host import ExtendPolicy, load_registry
 from attnplug_engine.checkpoints.pooling import Pooling
 from attnplug_engine.graphs.capture_sizes import BATCH_SIZES, PREFILL_SIZES, SizeOption
 from attnplug_engine.memory.hisparse import HiSparseConfig
@@ -31,6 +31,14 @@ _SWITCHES = (
 _WITHOUT_PREFILLS = (("disable_prefill_cuda_graph", "leave out one of them"),)
 
 
+def _dtype_or_format(setting: str, text: str) -> str:
+    """Return the dtype or KV format that a user's spelling names. Only formats of other packages load plugins."""
+    if setting == "dtype":
+        return DType.parse(text, setting)
+    holds = "index" if setting == "index_dtype" else None
+    return DType.spelled(text) or load_registry().kv_format(text, setting, holds).name
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Settings of an engine. None means: chosen automatically."""
@@ -40,9 +48,10 @@ class EngineOptions:
     backend_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     device: str | None = None
     dtype: DType | None = None
-    kv_dtype: DType | None = None
-    index_dtype: DType | None = None
-    """Element type of a sparse model's index keys. None: the model's own."""
+    kv_dtype: str | None = None
+    """Name of the KV cache's format. None: the model's dtype."""
+    index_dtype: str | None = None
+    """Name of the format of a sparse model's index keys. None: the model's dtype."""
     page_size: int | None = None
     num_pages: int | None = None
     max_batch: int = 32
@@ -99,7 +108,7 @@ class EngineOptions:
         for name in ("dtype", "kv_dtype", "index_dtype"):
             value = getattr(self, name)
             if value is not None:  # "bf16" and torch.bfloat16 stand for the member
-                object.__setattr__(self, name, DType.parse(str(value).removeprefix("torch."), name))
+                object.__setattr__(self, name, _dtype_or_format(name, str(value)))
         self._check_whole("max_batch", 1, LARGEST_BATCH)
         for name in ("num_pages", "context_length", "state_slots", "state_checkpoint"):
             if getattr(self, name) is not None:
@@ -220,7 +229,7 @@ class EmbedOptions:
     backend_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     device: str | None = None
     dtype: DType | None = None
-    kv_dtype: DType | None = None
+    kv_dtype: str | None = None
     page_size: int | None = None
     max_batch: int = 32
     chunked_prefill_size: int = -1

@@ -21,6 +21,7 @@ from attnplug.host import (
     model_dtype,
 )
 from attnplug.kernels import torch_dtype
+from attnplug.kv.pools import check_codecs
 from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
 from attnplug_engine.execution.runner import ModelRunner
@@ -44,8 +45,8 @@ class Prepared:
     loaded: LoadedModel
     device: torch.device
     dtype: torch.dtype
-    kv_dtype: DType
-    index_dtype: DType | None
+    kv_dtype: str
+    index_dtype: str | None
     parallel: TensorParallel
     registry: Registry
     request: BackendRequest
@@ -183,8 +184,9 @@ def prepare(
     problem = target_problem(problem, speculation)
     ranking = default_ranking(registry, problem, per_batch=True)
     request = target_request(registry, asked, problem, speculation, ranking)
-    # Refusals and kernel libraries that cannot be imported are reported before a checkpoint is read.
+    # Refusals, broken formats and kernel libraries that cannot be imported are reported before a checkpoint is read.
     selection = choose_importable(registry, request, problem, ranking)
+    check_codecs(spec.layers, registry.kv_format(kv_dtype))
     failed = selection.failed
     draft_choice = None
     if speculation is not None and speculation.has_model:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from attnplug import DType, ModelSpec, PoolError, UsageError
+from attnplug import ModelSpec, PoolError, UsageError
 from attnplug.host import Selection
 from attnplug.machine.runtime import runtime_of
 from attnplug_engine.memory.capacity import Capacity, HotBytes, bytes_per_page, bytes_per_state
@@ -50,7 +50,7 @@ def capacity(
     options: EngineOptions,
     selection: Selection,
     dtype: torch.dtype,
-    kv_dtype: DType,
+    kv_dtype: str,
     device: torch.device,
     draft: ModelSpec | None = None,
 ) -> Capacity:
@@ -105,7 +105,7 @@ def _hot_capacity(
     capacity: Capacity,
     most_pages: int,
     dtype: torch.dtype,
-    kv_dtype: DType,
+    kv_dtype: str,
     device: torch.device,
     draft: ModelSpec | None,
 ) -> Capacity:

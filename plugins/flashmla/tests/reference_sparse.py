@@ -12,13 +12,13 @@ from torch import Tensor
 
 from attnplug import AttentionKind, BackendContext, DType, ForwardMode, LayerSpec, MLAPool
 from attnplug_flashmla.sparse_backend import SparseFlashMLABackend
-from attnplug_sparse.pools import latent_format
+from attnplug_sparse.plugin import FP8_DS_MLA
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import DEEPSEEK, KernelCase, Lengths
 from attnplug_testing.sparse_scene import sparse
 
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
-PACKED, ROWS = DType.FP8_DS_MLA, DType.BFLOAT16
+PACKED, ROWS = FP8_DS_MLA.name, DType.BFLOAT16
 
 
 def case(
@@ -71,8 +71,7 @@ class ReferenceSparse:
             {0: cache.squeeze(2)},
             "pages tokens dim",
             page_size=64,
-            dtype=PACKED,
-            row_format=latent_format(PACKED),
+            dtype=FP8_DS_MLA,
         )
         return self._attend(q, slots, scale, pages * 64, lambda where: pool.read_rows(0, where))
 

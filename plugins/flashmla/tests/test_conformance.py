@@ -13,7 +13,7 @@ SUBJECTS = [
         "reference_sparse:build",
         seam="over a stand-in for FlashMLA",
         dtypes=(DType.BFLOAT16,),
-        kv_dtypes=(DType.BFLOAT16, DType.FP8_DS_MLA),
+        kv_dtypes=(DType.BFLOAT16, "fp8_ds_mla"),
     ),
 ]
 test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])

@@ -123,7 +123,7 @@ def refusals(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *
     if installed:
         install_library(tmp_path, "sgl-deep-gemm", "0.2.5", {"deep_gemm": ""})
     monkeypatch.syspath_prepend(tmp_path)
-    problem = Problem(MODEL, "cuda", 90, DType.BFLOAT16, DType.FP8_DS_MLA, 64, index_dtype=FP8)
+    problem = Problem(MODEL, "cuda", 90, DType.BFLOAT16, "fp8_ds_mla", 64, index_dtype=FP8)
     return attnplug_backends()[1].refusals(replace(problem, **changes), Role.DECODE, SparseOptions("deep_gemm"))
 
 

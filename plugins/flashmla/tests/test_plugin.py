@@ -153,7 +153,7 @@ def sparse_model() -> ModelSpec:
     "changes",
     [
         {"page_size": 64},
-        {"kv_dtype": DType.FP8_DS_MLA, "index_dtype": FP8},
+        {"kv_dtype": "fp8_ds_mla", "index_dtype": FP8},
         {"tensor_parallel": 8, "cuda_graph": GraphLevel.UNIFORM, "speculative_tokens": 8, "exact_lengths": False},
     ],
     ids=["bf16", "fp8", "graphs"],

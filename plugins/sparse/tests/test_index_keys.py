@@ -13,7 +13,8 @@ from attnplug import AttentionKind, DType, LayerSpec, MLAPool, PoolError
 from attnplug.host import KVPools, MLADims
 from attnplug.kernels import PageCopy
 from attnplug.sparse import IndexerDims
-from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool, latent_format
+from attnplug_sparse.plugin import FP8_DS_MLA
+from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.writing import WAYS, writing
@@ -73,7 +74,7 @@ def test_writes_do_not_synchronise(device: str) -> None:
 @on_every_device
 def test_pages_and_rows_move_in_both_caches(device: str) -> None:
     """A10: copies of pages, and moves after a verify, take keys and scales along."""
-    mla = MLAPool([LAYER], **SIZE, dtype=DType.FP8_DS_MLA, device=device, row_format=latent_format(DType.FP8_DS_MLA))
+    mla = MLAPool([LAYER], **SIZE, dtype=FP8_DS_MLA, device=device)
     pools = KVPools(mla=mla, caches={INDEX_KEYS: index(device)})
     keys, slots = pools.cache(INDEX_KEYS), torch.arange(4, 8, device=device)
     mla.write(2, slots, rows(4, 576, device))
@@ -105,7 +106,7 @@ def test_a_pool_over_a_hosts_bytes_is_the_same_memory() -> None:
 def test_types_widths_and_strides_that_cannot_be_kept_are_refused() -> None:
     size: dict[str, Any] = {**SIZE, "device": "cpu"}
     with raises_naming(PoolError, "fp8_ds_mla"):
-        IndexKeyPool([LAYER], dtype=DType.FP8_DS_MLA, **size)
+        IndexKeyPool([LAYER], dtype=FP8_DS_MLA, **size)
     with raises_naming(PoolError, 126):
         IndexKeyPool([replace(LAYER, indexer=IndexerDims(4, 126, 8))], dtype=DType.FLOAT8_E4M3, **size)
     apart = {2: torch.zeros(PAGES, PAGE, 140, dtype=torch.uint8)[..., :132]}

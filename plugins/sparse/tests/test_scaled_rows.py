@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import AttentionKind, DType, LayerSpec, MLAPool, PoolError
+from attnplug import AttentionKind, LayerSpec, MLAPool, PoolError
 from attnplug.host import KVPools, MLADims
 from attnplug.kernels import PageCopy
-from attnplug_sparse.pools import latent_format, latent_row_nbytes
+from attnplug_sparse.plugin import FP8_DS_MLA
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.writing import WAYS, writing
@@ -21,7 +21,7 @@ PAGES, PAGE = 5, 4
 DIMS = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
 LAYER = LayerSpec(2, AttentionKind.MLA, 4, 4, 192, 128, 1.0, mla=DIMS)
 SIZE: dict[str, Any] = {"num_pages": PAGES, "page_size": PAGE}
-PACKED: dict[str, Any] = {"dtype": DType.FP8_DS_MLA, "row_format": latent_format(DType.FP8_DS_MLA)}
+PACKED: dict[str, Any] = {"dtype": FP8_DS_MLA}
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 in_every_way = pytest.mark.parametrize("how", WAYS)
 
@@ -111,7 +111,7 @@ def test_pages_and_rows_move_with_their_scales(device: str) -> None:
 
 
 def test_rows_take_656_bytes() -> None:
-    assert latent_row_nbytes(LAYER, DType.FP8_DS_MLA) == 656
+    assert FP8_DS_MLA.token_nbytes(LAYER) == 656
     assert latent().nbytes == PAGES * PAGE * 656
 
 
@@ -133,7 +133,7 @@ def refused(make: Any, *named: object) -> None:
 def test_what_such_rows_cannot_hold_is_refused() -> None:
     size: dict[str, Any] = {**SIZE, "device": "cpu"}
     small = replace(LAYER, mla=MLADims(96, 128, 64))
-    refused(lambda: MLAPool([small], **PACKED, **size), 96, 64, 128)
+    refused(lambda: MLAPool([small], **PACKED, **size), 96, 128)
     refused(lambda: MLAPool([LAYER], **PACKED, scales={2: 2.0}, **size), "2.0")
     refused(lambda: latent().write(2, torch.arange(1), torch.zeros(1, 656)), "[tokens, 1, 576]")
     floats = {2: torch.zeros(PAGES, PAGE, 656)}

@@ -191,7 +191,7 @@ class KernelScene(Scene):
 
     def written(self) -> int:
         """Count the cache rows that have been written; all tensors of the cache must agree."""
-        full = [~self.numbers(memory).isnan().flatten(2).all(-1) for memory in self.cache_tensors(LAYER)]
+        full = [~memory.float().isnan().flatten(2).all(-1) for memory in self.cache_tensors(LAYER)]
         assert all(torch.equal(each, full[0]) for each in full)
         return int(full[0].sum())
 

@@ -34,8 +34,6 @@ def over_stand_ins(
         "kv_dtypes": frozenset(dtypes if kv_dtypes is None else kv_dtypes),
         "min_sm": None,
         "max_sm": None,
-        "min_fp8_sm": None,
-        "max_fp8_sm": None,
         **claims,
     }
     spec = registered.spec

@@ -33,7 +33,7 @@ def skip_unless_served(spec: BackendSpec, device: str) -> None:
 def scene(case: KernelCase, device: str, build: Build) -> KernelScene:
     """Return a scene. Over an fp8 cache its queries are rounded to fp8 beforehand, as the backend would round them."""
     stage = KernelScene(case, device, build)
-    if case.kv_dtype is FP8:
+    if case.kv_dtype == FP8:
         stage.q = to_float8(stage.q).to(stage.dtype)
     return stage
 

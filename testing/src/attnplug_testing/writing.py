@@ -5,12 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from attnplug.kv import buffer
+from attnplug.kv import buffer, coded_rows
+from attnplug.kv.layout import PageLayout
 from attnplug_testing.devices import DEVICES, GPU_MARKS, INTERPRETED
+
+
+def _plain_writer(pages: torch.Tensor, writer: Any) -> Any:
+    return writer(pages, PageLayout.of(pages), 1.0) if pages.is_floating_point() and pages.element_size() > 1 else None
 
 
 @contextmanager
@@ -25,7 +31,11 @@ def writing(how: str) -> Iterator[str]:
         if how.endswith("by triton"):
             from attnplug.kv.triton_rows import RowWriter
 
-            patch.setattr(buffer, "_row_kernel", RowWriter)
+            patch.setattr(buffer, "row_kernel", lambda pages: _plain_writer(pages, RowWriter))
+            make = coded_rows.format_kernel
+            patch.setattr(
+                coded_rows, "format_kernel", lambda format, parts, scale, _: make(format, parts, scale, "cuda")
+            )
             patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
         yield how.partition(" ")[0]
 

@@ -67,9 +67,10 @@ def _check_measuring(parsed: argparse.Namespace) -> None:
         check_requests(parsed.max_batch)
     if parsed.device is not None:
         load_registry().device(parsed.device)
-    for text, setting in ((parsed.dtype, Setting.DTYPE), (parsed.kv_dtype, Setting.KV_DTYPE)):
-        if text is not None:
-            DType.parse(text, setting)
+    if parsed.dtype is not None:
+        DType.parse(parsed.dtype, Setting.DTYPE)
+    if parsed.kv_dtype is not None and DType.spelled(parsed.kv_dtype) is None:
+        load_registry().kv_format(parsed.kv_dtype)
     sizes = {name: getattr(parsed, name) for name in ("page_size", "speculative_tokens", "tensor_parallel")}
     Problem(**sizes)  # raises if a size is wrong
     split_settings(parsed.backend_option)

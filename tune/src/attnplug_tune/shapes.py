@@ -12,6 +12,7 @@ from attnplug.declare.errors import UsageError
 from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, DType, Problem, Role
 from attnplug.declare.registered import Registered
+from attnplug.registry.registry import installed_format
 from attnplug_tune.points import Point
 
 _MLA = re.compile(r"mla:(\d+)", re.ASCII)
@@ -19,9 +20,6 @@ _HEADS = re.compile(r"(?:gqa|mha):(\d+)(?:/(\d+))?(?:x(\d+))?(?:w(\d+))?", re.AS
 _NOPE, _ROPE, _LATENT, _VALUE = 128, 64, 512, 128
 """Widths of DeepSeek's layers, which most MLA models share."""
 _CONTEXT = 1 << 20
-_ITEM_BYTES = {DType.FLOAT32: 4.0, DType.FLOAT16: 2.0, DType.BFLOAT16: 2.0, DType.FLOAT8_E4M3: 1.0}
-_ITEM_BYTES[DType.FP8_DS_MLA] = 656 / 576
-"""Bytes per cached element; the average for packed latent rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +38,8 @@ class Task:
         shape, point = self.shape, self.point
         most = min((most + point.tokens for most in (shape.window, shape.topk) if most), default=1 << 62)
         seen = sum(min(length, most) for length in point.lengths)
-        width = shape.head_dim + (0 if self.layer.mla is not None else shape.value_dim)
-        row = shape.num_kv_heads * width * _ITEM_BYTES[shape.kv_dtype]
-        moved = shape.num_heads * (shape.head_dim + shape.value_dim) * _ITEM_BYTES[shape.dtype] + row
+        row, widths = installed_format(shape.kv_dtype).token_nbytes(self.layer), (shape.head_dim, shape.value_dim)
+        moved = shape.num_heads * sum(map(installed_format(shape.dtype).row_nbytes, widths)) + row
         return seen * row + point.rows * moved
 
 
@@ -95,6 +92,7 @@ def page_size_for(registered: Registered, problem: Problem) -> int:
         return problem.page_size
     sizes = registered.spec.capabilities.page_sizes
     multiple = 1 if problem.model is None else problem.model.page_multiple
+    multiple = math.lcm(multiple, installed_format(problem.kv_dtype or DType.FLOAT32).page_multiple)
     default = math.lcm(DEFAULT_PAGE_SIZE, multiple)
     if sizes.kernel is None or sizes.kernel_size(default) is not None:
         return default

@@ -26,7 +26,7 @@ from attnplug.contract.sparse import IndexInputs
 from attnplug.declare.lengths import TypicalLens
 from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
-from attnplug.host import MLAWeights
+from attnplug.host import MLAWeights, installed_format
 from attnplug.kv.buffer import torch_dtype
 from attnplug.kv.caches import CacheKey, KeyedCache, KVPools
 from attnplug.kv.pools import MHAPool, MLAPool
@@ -34,7 +34,7 @@ from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention
 from attnplug.machine.runtime import runtime_of
 from attnplug.wrappers.forwarding import planner_claims
-from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool, latent_format, latent_row_nbytes
+from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
 from attnplug_sparse.selection import select_rows
 from attnplug_tune.clock import Chain
 from attnplug_tune.shapes import Task
@@ -71,10 +71,7 @@ def cache_bytes(task: Task) -> int:
     """Bytes of one layer's cache at a point."""
     shape = task.shape
     pages = sum(-(-length // shape.page_size) for length in task.point.lengths)
-    if task.layer.mla is not None:
-        row = latent_row_nbytes(task.layer, shape.kv_dtype)
-    else:
-        row = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * torch_dtype(shape.kv_dtype).itemsize
+    row = installed_format(shape.kv_dtype).token_nbytes(task.layer)
     if task.layer.indexer is not None:
         row += task.layer.indexer.head_dim * torch_dtype(shape.dtype).itemsize
     return pages * shape.page_size * row
@@ -152,15 +149,13 @@ class Stage:
 
     def _pools(self) -> KVPools:
         shape, device, pages, size = self.task.shape, self.device, self._pages, self.page_size
-        dtype, caches = shape.kv_dtype, dict[CacheKey[KeyedCache], KeyedCache]()
+        dtype, caches = installed_format(shape.kv_dtype), dict[CacheKey[KeyedCache], KeyedCache]()
         if self.task.layer.mla is None:
             return KVPools(mha=MHAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device))
         if self.task.layer.indexer is not None:
             keys = IndexKeyPool(self.layers, num_pages=pages, page_size=size, dtype=shape.dtype, device=device)
             caches[INDEX_KEYS] = keys
-        mla = MLAPool(
-            self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device, row_format=latent_format(dtype)
-        )
+        mla = MLAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device)
         return KVPools(mla=mla, caches=caches)
 
     def _fill(self) -> None:

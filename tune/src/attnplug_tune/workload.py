@@ -106,7 +106,7 @@ def read_workload(parsed: argparse.Namespace) -> Workload:
     else:
         points = parse_points(parsed.points)
         context = max(context, *(max(point.lengths) for point in points))
-    problems = tuple(_problem(parsed, model, device, processor) for model in models)
+    problems = tuple(_problem(parsed, model, registry, device, processor) for model in models)
     if parsed.host is not None:
         problems = tuple(_hosted(parsed.host, problem) for problem in problems)
     notes = [f"{model.name}: {what} are not measured" for model in models for what in layers_to_measure(model)[1]]
@@ -115,20 +115,24 @@ def read_workload(parsed: argparse.Namespace) -> Workload:
     return Workload(registry, device, processor, problems, points, context, settings, tuple(notes))
 
 
-def _problem(parsed: argparse.Namespace, model: ModelSpec, device: torch.device, processor: Processor) -> Problem:
+def _problem(
+    parsed: argparse.Namespace, model: ModelSpec, registry: Registry, device: torch.device, processor: Processor
+) -> Problem:
     runtime = runtime_of(device)
     default = model_dtype(model) or (DType.FLOAT32 if runtime.module is None else DType.BFLOAT16)
     dtype = default if parsed.dtype is None else DType.parse(parsed.dtype, Setting.DTYPE)
     full = replace(model, layers=model.full_layers)
     if not layers_to_measure(full)[0]:
         raise UsageError(f"{model.name} has no full-attention layer that can be measured; other kinds are not measured")
+    kv_format = registry.kv_format(parsed.kv_dtype or dtype)
+    kv_format.check(full.layers, parsed.page_size)
     return Problem(
         full,
         device=device.type,
         sm=processor.sm or None,
         architecture=processor.architecture,
         dtype=dtype,
-        kv_dtype=dtype if parsed.kv_dtype is None else DType.parse(parsed.kv_dtype, Setting.KV_DTYPE),
+        kv_dtype=kv_format.name,
         page_size=parsed.page_size,
         wants_graphs=runtime.graph is not None,
         speculative_tokens=parsed.speculative_tokens,

@@ -51,14 +51,14 @@ def refuse(problem: Problem) -> list[Refusal]:
 
 
 def _refusals(problem: Problem) -> Iterator[Refusal]:
-    fp8 = (DType.FLOAT8_E4M3, DType.FP8_DS_MLA)
-    if problem.kv_dtype in fp8:
+    readable = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+    if problem.kv_dtype is not None and problem.kv_dtype not in readable:
         yield Refusal(
             RefusalCode.KV_DTYPE,
-            "transformers passes keys and values to attention in the model's dtype, even from quantized caches; an fp8 "
-            "cache would never be read",
+            "transformers passes keys and values to attention in the model's dtype, even from quantized caches; a "
+            "cache in another format would never be read",
             str(problem.kv_dtype),
-            [str(dtype) for dtype in DType if dtype not in fp8],
+            [str(dtype) for dtype in readable],
             Setting.KV_DTYPE,
         )
     model = problem.model

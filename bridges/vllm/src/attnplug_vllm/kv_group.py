@@ -43,7 +43,7 @@ def mha_pools(
     scales: Mapping[int, tuple[float, float]],
 ) -> KVPools:
     """KV pools over tensors ``[blocks, heads, tokens, 2 * dim]`` of any strides."""
-    fp8 = scales if dtype is DType.FLOAT8_E4M3 else None
+    fp8 = scales if dtype == DType.FLOAT8_E4M3 else None
     return KVPools(mha=MHAPool.over(layers, caches, MHA_LAYOUT, page_size=page_size, dtype=dtype, scales=fp8))
 
 
@@ -55,7 +55,7 @@ def mla_pools(
     scales: Mapping[int, float],
 ) -> KVPools:
     """KV pools over tensors ``[blocks, tokens, latent + rope]``."""
-    fp8 = scales if dtype is DType.FLOAT8_E4M3 else None
+    fp8 = scales if dtype == DType.FLOAT8_E4M3 else None
     return KVPools(mla=MLAPool.over(layers, caches, MLA_LAYOUT, page_size=page_size, dtype=dtype, scales=fp8))
 
 

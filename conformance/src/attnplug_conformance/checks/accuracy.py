@@ -9,6 +9,7 @@ from typing import Any
 from attnplug import AttentionKind, CacheLayout, DType, ForwardMode
 from attnplug_conformance.case import Case, Shape, always
 from attnplug_conformance.check import Check, CheckContext
+from attnplug_conformance.stored_rows import coded_formats
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
 VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
@@ -236,21 +237,15 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
         ("extend", lambda p, longest: Case(((p + 3, 5), (0, 4)))),
         ("decode", lambda p, longest: decode(p + 3, 2 * p)),
     ):
-        yield Check(
-            f"{kind}.fp8.{mode}",
-            f"{kind} fp8",
-            "an fp8 cache is read and written with its scales, which are not 1",
-            _of(kind, shape, kv_dtype=DType.FLOAT8_E4M3, kv_scales=(0.4, 1.7)),
-            _accurate,
-        )
-        if kind is AttentionKind.MLA:
+        for format in coded_formats(kind):
+            scales = {"kv_scales": (0.4, 1.7)} if format.layer_scale else {}
             yield Check(
-                f"mla.fp8_ds_mla.{mode}",
-                "mla fp8_ds_mla",
-                "fp8_ds_mla rows are read and written with their own scales, one per 128 values",
-                _of(kind, shape, kv_dtype=DType.FP8_DS_MLA),
+                f"{kind}.{format}.{mode}",
+                f"{kind} {format}",
+                f"a cache in {format} is read and written with its scales",
+                _of(kind, shape, kv_dtype=format.name, **scales),
                 _accurate,
-                quick=True,
+                quick=format.in_bytes,
             )
         yield Check(
             f"{kind}.lse.{mode}",

@@ -184,9 +184,15 @@ def check_replayed(context: CheckContext, capture: Capture, other: Scene, out: T
             written |= set(zip(pages.tolist(), offsets.tolist(), strict=True))
         changed = (as_bytes(memory)[: len(theirs)] != as_bytes(theirs)).flatten(2).any(-1)
         extra = {tuple(place) for place in changed.nonzero().tolist()} - written
-        beyond = ~capture.scene.numbers(memory[len(theirs) :]).isnan()
-        if extra or beyond.any():
+        beyond = as_bytes(memory[len(theirs) :])
+        if extra or not torch.equal(beyond, _poisoned(beyond, memory.dtype)):
             raise CheckFailure("a replay wrote to a cache row that is not new; padded requests must write nothing")
+
+
+def _poisoned(like: Tensor, dtype: torch.dtype) -> Tensor:
+    poisoned = torch.empty_like(like).view(dtype)
+    poison(poisoned)
+    return as_bytes(poisoned)
 
 
 def _replays(context: CheckContext) -> None:

@@ -8,12 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnplug import DType, ForwardMode, Geometry
+from attnplug import ForwardMode, Geometry
 from attnplug.host import KVPools
+from attnplug.kv.coded_rows import part_views
 from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.checks.cache import check_written
 from attnplug_conformance.checks.sparse import DECODE, EXTEND, VERIFY, SparseScene, check_sparse, sparse_case
 from attnplug_conformance.diagnosis import failure_prefix
+from attnplug_conformance.stored_rows import coded_formats
 from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes
 from attnplug_sparse.pools import INDEX_KEYS
 
@@ -36,7 +38,7 @@ class HotScene(SparseScene):
             sizes,
             num_pages=self.num_pages,
             page_size=self.page_size,
-            dtype=self.kv_dtype,
+            dtype=self.format,
             device=self.device,
         )
         host = HostRows(
@@ -51,8 +53,11 @@ class HotScene(SparseScene):
         self.coordinator = self.hisparse = HiSparse(pool, host)
         return KVPools(mla=pool, caches={INDEX_KEYS: plain.caches[INDEX_KEYS], HOST_ROWS: host})
 
-    def cache_tensors(self, layer_id: int, pools: KVPools | None = None) -> tuple[Tensor, ...]:
-        return super().cache_tensors(layer_id, pools) if pools is not None else (self.hisparse.host_pages(layer_id),)
+    def contents(self, layer_id: int, pools: KVPools | None = None) -> tuple[tuple[Tensor, ...], ...]:
+        if pools is not None:
+            return super().contents(layer_id, pools)
+        (rows,) = self.stored_rows
+        return (part_views(self.hisparse.host_pages(layer_id), rows.format, rows.width, rows.rope),)
 
     def geometry(self, *, lane: int = 0, slots: Tensor | None = None) -> Geometry:
         rows = torch.arange(len(self.new), 0, -1, device=self.device)
@@ -82,10 +87,12 @@ def hisparse_checks() -> Iterator[Check]:
             _swapped_in,
             name != "verify",
         )
-    yield Check(
-        "mla.hisparse.fp8_ds_mla",
-        "hisparse",
-        "fp8_ds_mla rows that HiSparse swaps in are read with their own scales",
-        sparse_case(modes["decode"][0], DECODE, hisparse=True, kv_dtype=DType.FP8_DS_MLA),
-        _swapped_in,
-    )
+    for format in coded_formats("mla"):
+        if format.in_bytes:
+            yield Check(
+                f"mla.hisparse.{format}",
+                "hisparse",
+                f"{format} rows that HiSparse swaps in are read with their own scales",
+                sparse_case(modes["decode"][0], DECODE, hisparse=True, kv_dtype=format.name),
+                _swapped_in,
+            )

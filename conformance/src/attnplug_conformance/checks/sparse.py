@@ -17,10 +17,10 @@ from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, CheckContext, Measured
 from attnplug_conformance.checks.graphs import Capture, others, requires_graphs
 from attnplug_conformance.diagnosis import CheckFailure, check_padding, check_result, failure_prefix
-from attnplug_conformance.fp8_rows import round_index_keys, write_index_keys
 from attnplug_conformance.reference import Rules, ancestors, attention
 from attnplug_conformance.scene import Scene
-from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool
+from attnplug_conformance.stored_rows import StoredRows, coded_formats, format_of
+from attnplug_sparse.pools import INDEX_KEYS, IndexKeyPool, index_format
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 INDEX = IndexerDims(heads=8, head_dim=16, topk=8)
@@ -42,30 +42,34 @@ class SparseScene(Scene):
             self.case.layers,
             num_pages=self.num_pages,
             page_size=self.page_size,
-            dtype=self.case.index_dtype or self.case.dtype,
+            dtype=format_of(self.case.index_dtype or self.case.dtype),
             device=self.device,
         )
+        self.stored_keys = StoredRows(index_format(format_of(pool.dtype)), self.index.head_dim)
         for layer_id in pool.layer_ids:
             poison(pool.keys(layer_id))
         self.index_rows = [self.normal(total, self.index.head_dim) for total in self.totals]
-        fp8 = self.case.index_dtype is DType.FLOAT8_E4M3
-        if fp8:  # keys whose scales differ
+        if self.index_coded:  # keys whose scales differ
             sizes = [torch.exp2((torch.arange(total) % 5 - 2).float()) for total in self.totals]
             scaled = zip(self.index_rows, sizes, strict=True)
             self.index_rows = [(rows * size[:, None].to(self.device)).to(self.dtype) for rows, size in scaled]
         self.share(self.index_rows)
         for request, (before, _) in enumerate(self.case.lengths):
             page, offset = self.places(request, 0, before)
-            if fp8:
-                write_index_keys(pool.keys(LAYER), page, offset, self.index_rows[request][:before])
-            else:
-                pool.keys(LAYER)[page, offset] = self.index_rows[request][:before]
+            cells = self.stored_keys.encode(self.index_rows[request][:before].unsqueeze(1))
+            for memory, part in zip(pool.parts(LAYER), cells, strict=True):
+                as_bytes(memory)[page, offset] = as_bytes(part)
         return KVPools(mla=plain.mla, caches={**plain.caches, INDEX_KEYS: pool})
 
     @property
+    def index_coded(self) -> bool:
+        """True if index keys are not stored as they are."""
+        return self.stored_keys.format.codec is not None
+
+    @property
     def score_tolerance(self) -> float:
-        """Tolerance of a selected score. Kernels that read fp8 keys may also round their queries to fp8."""
-        return 5e-2 if self.case.index_dtype is DType.FLOAT8_E4M3 else self.tolerance
+        """Tolerance of a selected score. Kernels that read coded keys may also round their queries so."""
+        return max(self.tolerance, self.stored_keys.format.error) if self.index_coded else self.tolerance
 
     def hook(self) -> Callable[[IndexInputs, LayerSpec, ForwardBatch], SelectedRows]:
         found = bind_optional_hook(self.backend, "select")
@@ -79,7 +83,7 @@ class SparseScene(Scene):
             tokens, heads = sum(self.new), self.index.heads
             q, weights = self.normal(tokens, heads, self.index.head_dim), self.normal(tokens, heads).float()
             # Non-negative weights favour large keys, so that ignoring the scales changes the selection.
-            self.queries = q, weights.abs() if self.case.index_dtype is DType.FLOAT8_E4M3 else weights
+            self.queries = q, weights.abs() if self.index_coded else weights
         q, weights = self.queries
         return IndexInputs(pad_rows(q, rows), pad_rows(self.new_rows(self.index_rows), rows), pad_rows(weights, rows))
 
@@ -113,8 +117,7 @@ class SparseScene(Scene):
             raise CheckFailure("select chose rows for padding; a padding row must be all -1")
         chosen: list[list[int]] = []
         for request, (before, new) in enumerate(self.case.lengths):
-            keys = self.index_rows[request].cpu()
-            keys = (round_index_keys(keys) if self.case.index_dtype is DType.FLOAT8_E4M3 else keys).double()
+            keys = self.stored_keys.read_back(self.index_rows[request].cpu().unsqueeze(1)).squeeze(1).double()
             pages, offsets = self.places(request, 0, self.totals[request])
             slots = {slot: row for row, slot in enumerate((pages * self.page_size + offsets).tolist())}
             for position in range(before, before + new):
@@ -269,8 +272,10 @@ def _no_selection(context: CheckContext) -> None:
 
 def sparse_checks() -> Iterator[Check]:
     chosen = "it selects the best rows by its index, and attends only to these"
-    packed = "selected fp8_ds_mla rows are read with their own scales, one per 128 values"
-    scaled = "fp8 index keys are read and written with their scales, one per key"
+    packed, scaled = (
+        "selected {} rows are read with their scales",
+        "{} index keys are read and written with their scales",
+    )
     plain, mixed = ((7, 2), (30, 3)), ((3, 4), (30, 5), (0, 12))
     decode = ((7, 1), (8, 1), (40, 1), (0, 1))
     rows: tuple[tuple[str, str, str, Callable[[int, int], Case], Callable[[CheckContext], None]], ...] = (
@@ -287,14 +292,12 @@ def sparse_checks() -> Iterator[Check]:
         ("lse", "lse", "the log-sum-exp is over the selected rows", sparse_case(plain, EXTEND, "lse", padding=3),
          _with_lse),
         ("out", "out", "the result is written to the caller's memory", sparse_case(plain, EXTEND, "out"), _with_out),
-        ("fp8_ds_mla.extend", "mla fp8_ds_mla", packed, sparse_case(mixed, EXTEND, kv_dtype=DType.FP8_DS_MLA),
-         _sparse),
-        ("fp8_ds_mla.decode", "mla fp8_ds_mla", packed, sparse_case(decode, DECODE, kv_dtype=DType.FP8_DS_MLA),
-         _sparse),
-        ("fp8_index.extend", "fp8 index keys", scaled, sparse_case(plain, EXTEND, index_dtype=DType.FLOAT8_E4M3),
-         _sparse),
-        ("fp8_index.decode", "fp8 index keys", scaled, sparse_case(decode, DECODE, index_dtype=DType.FLOAT8_E4M3),
-         _sparse),
+        *((f"{each}.{mode}", f"mla {each}", packed.format(each),
+           sparse_case(lengths, mode, kv_dtype=each.name), _sparse)
+          for each in coded_formats("mla") if each.in_bytes for lengths, mode in ((mixed, EXTEND), (decode, DECODE))),
+        *((f"{each}_index.{mode}", f"{each} index keys", scaled.format(each),
+           sparse_case(lengths, mode, index_dtype=each.name), _sparse)
+          for each in coded_formats("index") for lengths, mode in ((plain, EXTEND), (decode, DECODE))),
     )  # fmt: skip
     yield Check(
         "mla.sparse.bounds",

@@ -13,7 +13,6 @@ from attnplug.contract.plan import Plan
 from attnplug.contract.sparse import check_selected
 from attnplug.declare.errors import BackendError, PlanError, PoolError
 from attnplug.declare.model import LayerSpec, MLADims
-from attnplug.kv.buffer import torch_dtype
 from attnplug.kv.pools import MLAPool
 
 NewRows = tuple[Tensor, Tensor | None]
@@ -165,6 +164,7 @@ class MLAShape:
     page_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    """Dtype of the pool's memory."""
 
     @classmethod
     def of(cls, context: BackendContext) -> MLAShape:
@@ -181,7 +181,7 @@ class MLAShape:
             first.scale,
             context.page_size,
             context.dtype,
-            torch_dtype(context.kv_dtype),
+            context.pools.mla.rows(first.layer_id).dtype,
         )
 
     @property

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from attnplug.declare.errors import PluginError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType, ExtendPath, Role
-from attnplug.declare.reading import integer, members_of, several
+from attnplug.declare.reading import format_names, integer, members_of, several
 
 _MOST = 1 << 40
 """Exclusive upper bound of counts and microseconds."""
@@ -32,7 +32,7 @@ class MeasuredShape:
     head_dim: int
     value_dim: int
     dtype: DType
-    kv_dtype: DType
+    kv_dtype: str
     page_size: int
     window: int = 0
     topk: int = 0
@@ -40,11 +40,13 @@ class MeasuredShape:
     path: ExtendPath | None = None
 
     def __post_init__(self) -> None:
-        enums = {"kind": AttentionKind, "dtype": DType, "kv_dtype": DType, "path": ExtendPath}
+        enums = {"kind": AttentionKind, "dtype": DType, "path": ExtendPath}
         for name in (each.name for each in fields(self)):
             value = getattr(self, name)
             if name in enums and (name != "path" or value is not None):
                 object.__setattr__(self, name, *members_of(enums[name])(name, [value]))
+            elif name == "kv_dtype":
+                object.__setattr__(self, name, *format_names(name, [value]) or ())
             elif name == "hosted":
                 if type(value) is not bool or ((value or self.path) and self.kind is not AttentionKind.MLA):
                     raise PluginError(f"hosted={value!r} must be a bool; it and path={self.path!r} are for mla alone")
@@ -53,7 +55,7 @@ class MeasuredShape:
 
     @classmethod
     def of(
-        cls, layer: LayerSpec, types: tuple[DType, DType], page_size: int, hosted: bool, path: ExtendPath | None = None
+        cls, layer: LayerSpec, types: tuple[DType, str], page_size: int, hosted: bool, path: ExtendPath | None = None
     ) -> MeasuredShape:
         """Shape of a layer as one rank has it (``LayerSpec.for_rank``), with the types of activations and cache."""
         mla, topk = layer.mla, 0 if layer.indexer is None else layer.indexer.topk
@@ -67,7 +69,7 @@ class MeasuredShape:
         heads = f"{self.num_heads}" if self.kind is AttentionKind.MLA else f"{self.num_heads}/{self.num_kv_heads}"
         more = f", window {self.window}" * bool(self.window) + f", {self.topk} rows chosen" * bool(self.topk)
         more += ", absorbed by a host" * self.hosted + (f", extended {self.path}" if self.path else "")
-        types = self.dtype if self.dtype is self.kv_dtype else f"{self.dtype}, cache {self.kv_dtype}"
+        types = self.dtype if self.dtype == self.kv_dtype else f"{self.dtype}, cache {self.kv_dtype}"
         return f"{self.kind} {heads} heads of {self.head_dim}, {types}, pages of {self.page_size}{more}"
 
 

@@ -234,7 +234,7 @@ def _fit(shape: MeasuredShape, count: int, tables: Sequence[FoundTable], usable:
 def _distance(measured: MeasuredShape, shape: MeasuredShape) -> float:
     """Distance of two shapes in factors of two, page sizes aside; infinite if their times are not comparable."""
     for name in ("kind", "dtype", "kv_dtype", "path"):
-        if getattr(measured, name) is not getattr(shape, name):
+        if getattr(measured, name) != getattr(shape, name):
             return math.inf
     if bool(measured.window) != bool(shape.window) or bool(measured.topk) != bool(shape.topk):
         return math.inf

@@ -247,7 +247,7 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the KV cache and of single backends."""
-    parser.add_argument("--kv-dtype", metavar="DTYPE", help="element type of the KV cache (default: as --dtype)")
+    parser.add_argument("--kv-dtype", metavar="FORMAT", help="format of the KV cache (default: as --dtype)")
     text = "tokens per cache page (default: a size that all backends support)"
     parser.add_argument("--page-size", type=int, metavar="TOKENS", help=text)
     text = "option of one backend; may be repeated"

@@ -101,8 +101,7 @@ def describe(can: Capabilities) -> str:
     parts += [*_sms(can.min_sm, can.max_sm), *(f"{device} {needed}" for device, needed in can.architectures.items())]
     parts.append("/".join(sorted(can.dtypes)))
     if can.kv_dtypes != can.dtypes:
-        parts.append("KV " + "/".join(sorted(can.kv_dtypes)))
-        parts += [f"fp8 on {sms}" for sms in _sms(can.min_fp8_sm, can.max_fp8_sm)]
+        parts.append("KV " + ("in any format" if can.kv_dtypes is None else "/".join(sorted(can.kv_dtypes))))
     parts.append(f"page size {can.page_sizes}")
     if can.cuda_graph > GraphLevel.NEVER:
         parts.append(f"graphs {can.cuda_graph.name.lower()}")

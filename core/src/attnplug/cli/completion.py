@@ -34,6 +34,8 @@ class Option:
 
     @property
     def words(self) -> str | None:
+        if self.value == "FORMAT":  # those of the time when the script is made
+            return " ".join(load_registry().kv_formats)
         return None if self.value is None else _VALUES.get(self.value)
 
 

@@ -42,8 +42,8 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry)
         sm=processor.sm or None if parsed.sm is None else parsed.sm,
         architecture=processor.architecture,
         dtype=dtype,
-        kv_dtype=DType.parse(parsed.kv_dtype, Setting.KV_DTYPE) if parsed.kv_dtype is not None else dtype,
-        index_dtype=None if parsed.index_dtype is None else DType.parse(parsed.index_dtype, Setting.INDEX_DTYPE),
+        kv_dtype=dtype if parsed.kv_dtype is None else registry.kv_format(parsed.kv_dtype).name,
+        index_dtype=parsed.index_dtype and registry.kv_format(parsed.index_dtype, Setting.INDEX_DTYPE, "index").name,
         page_size=parsed.page_size,
         cuda_graph=GraphLevel.NEVER if parsed.cuda_graph is None else graph_level(parsed.cuda_graph),
         wants_graphs=registry.device(device).graphs is not None and parsed.cuda_graph is None,
@@ -105,9 +105,12 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         roles = {role.value: _as_json(choice, render) for role, choice in selection.choices.items()}
         inputs = {"problem": _problem_as_json(selection), "cuda_graph": selection.captured_graphs()}
-        output.write_json({**inputs, **roles, **({"host": host} if host else {})})
+        output.write_json(
+            {**inputs, "kv_formats": sorted(registry.kv_formats), **roles, **({"host": host} if host else {})}
+        )
     else:
         print("\n".join(explanation(selection, render)))
+        print(f"\nKV formats, by --kv-dtype: {', '.join(sorted(registry.kv_formats))}")
         if any(map(unrelated_candidates, selection.choices.values())):
             print("\n--json has every reason against backends for another role or kind of attention")
     return 1 if refusals or selection.unserved else 0

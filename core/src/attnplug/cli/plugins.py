@@ -76,9 +76,10 @@ def _other(registry: Registry) -> Iterator[Item]:
         for folder in registry.table_folders
         for path in sorted(folder.value.glob("*.json"))
     ]
+    formats = [("KV format", name, format.source) for name, format in registry.kv_formats.items()]
     models = [("model", TINY + name, model.source) for name, model in registry.tiny_models.items()]
     devices = [("device", name, device.source) for name, device in registry.devices.items()]
-    for kind, name, source in (*kinds, *tables, *models, *devices):
+    for kind, name, source in (*formats, *kinds, *tables, *models, *devices):
         if not source.embedded:
             yield Item(source, kind, name, "installed", "installed")
 

@@ -13,7 +13,7 @@ from attnplug.contract.sparse import SelectedPositions, SelectedSlots
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.errors import BackendError, PoolError
 from attnplug.declare.model import ModelSpec
-from attnplug.declare.problem import DType, Role
+from attnplug.declare.problem import Role
 from attnplug.kv.caches import KVPools
 from attnplug.kv.workspace import WorkspaceOwner
 
@@ -114,7 +114,8 @@ class HostContext:
     model: ModelSpec
     device: torch.device
     dtype: torch.dtype
-    kv_dtype: DType
+    kv_dtype: str
+    """Name of the KV cache's format."""
     page_size: int
     """Tokens per page of the host's page table. Pools describe their memory layouts."""
     limits: Limits

@@ -8,9 +8,20 @@ from functools import partial
 from typing import Any
 
 from attnplug.declare.claims import Claims, declared
+from attnplug.declare.kv_format import PLAIN_FORMATS
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import FP8_CACHES, LARGEST_PAGE, SM_RANGE, CacheLayout, DType, GraphLevel, Role
-from attnplug.declare.reading import boolean, device_names, integer, members_of, names, of_type, optional_integer, pairs
+from attnplug.declare.problem import LARGEST_PAGE, SM_RANGE, CacheLayout, DType, GraphLevel, Role
+from attnplug.declare.reading import (
+    boolean,
+    device_names,
+    format_names,
+    integer,
+    members_of,
+    names,
+    of_type,
+    optional_integer,
+    pairs,
+)
 
 EXTRAS = ("entries", "lse", "out", "q_rope", "selected", "sinks")
 """Fields of ``ForwardExtras``, which is defined elsewhere because it needs torch."""
@@ -30,8 +41,8 @@ class Capabilities(Claims):
     """Names of torch device types; ``None`` means any, for a backend of torch operations alone."""
     dtypes: frozenset[DType] = declared(members_of(DType))
     """Supported dtypes of activations."""
-    kv_dtypes: frozenset[DType] = declared(members_of(DType), frozenset())
-    """Supported KV cache dtypes; default: ``dtypes``."""
+    kv_dtypes: frozenset[str] | None = declared(format_names, frozenset())
+    """Names of supported KV formats; default: ``dtypes``. ``None`` means any: rows are read by the pools."""
     roles: frozenset[Role] = declared(members_of(Role), frozenset({Role.PREFILL, Role.DECODE}))
     min_sm: int | None = declared(optional_integer, None)
     """Lowest compute capability on CUDA: 90 for 9.0. ``architectures`` are the requirements on other devices."""
@@ -47,24 +58,22 @@ class Capabilities(Claims):
     layers_alike: bool = declared(boolean, False)
     """One plan serves all layers, so they must have one shape."""
     kv_matches_dtype: bool = declared(boolean, False)
-    """A cache that is not fp8 must have the dtype of the activations."""
+    """A cache in a dtype of activations must have theirs."""
     max_speculative_tokens: int = declared(integer, 0)
     layouts: frozenset[CacheLayout] = declared(members_of(CacheLayout), frozenset({CacheLayout.TOKEN_MAJOR}))
-    index_dtypes: frozenset[DType] = declared(members_of(DType), frozenset())
-    """Supported dtypes of cached index keys, for sparse layers; default: ``dtypes``."""
+    index_dtypes: frozenset[str] | None = declared(format_names, frozenset())
+    """Names of supported formats of cached index keys, for sparse layers, as ``kv_dtypes``."""
     coordinators: frozenset[str] = declared(names, frozenset())
     """Names of supported coordinators, for sparse and compressed layers. With one, ``attend`` must read only the cache
     rows of ``extras.selected``, given as ``SelectedSlots``, and what it loaded by ``load_entries``."""
-    min_fp8_sm: int | None = declared(optional_integer, None)
-    """Lowest compute capability for an fp8 cache."""
-    max_fp8_sm: int | None = declared(optional_integer, None)
     architectures: Mapping[str, Any] = field(default_factory=dict, hash=False, metadata={"read": _DICT})
     """Required architectures by device, such as ``{"acme": 3}``, in the form that the device's plugin compares."""
 
     def __post_init__(self) -> None:
         super(Capabilities, self).__post_init__()
-        object.__setattr__(self, "kv_dtypes", self.kv_dtypes or self.dtypes)
-        object.__setattr__(self, "index_dtypes", self.index_dtypes or self.dtypes)
+        for name in ("kv_dtypes", "index_dtypes"):
+            if getattr(self, name) == frozenset():
+                object.__setattr__(self, name, self.dtypes)
         both = frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR})
         if self.kinds == {AttentionKind.MLA} and self.layouts & both:  # a latent row is one head
             object.__setattr__(self, "layouts", self.layouts | both)
@@ -109,8 +118,9 @@ class Capabilities(Claims):
                 yield f"it gives {name} but does not claim the kind {kind}, only {_listed(self.kinds)}"
         if self.max_heads is not None and self.max_heads < 1:
             yield f"max_heads {self.max_heads} allows no head at all"
-        if self.kv_matches_dtype and self.kv_dtypes.isdisjoint(self.dtypes | FP8_CACHES):
-            yield f"kv_matches_dtype, but none of the KV dtypes {_listed(self.kv_dtypes)} is fp8 or one of its dtypes"
+        formats = self.kv_dtypes
+        if self.kv_matches_dtype and formats is not None and formats <= PLAIN_FORMATS - self.dtypes:
+            yield f"kv_matches_dtype, but all of the KV formats {_listed(formats)} are dtypes that it does not claim"
         if self.max_speculative_tokens < 0:
             yield f"max_speculative_tokens {self.max_speculative_tokens} is negative"
         if Role.DRAFT in self.roles and not self.max_speculative_tokens:
@@ -121,18 +131,14 @@ class Capabilities(Claims):
             yield f"it claims the coordinators {_listed(self.coordinators)} but not the feature sparse"
 
     def _sm_contradictions(self) -> Iterator[str]:
-        bounds = {name: getattr(self, name) for name in ("min_sm", "max_sm", "min_fp8_sm", "max_fp8_sm")}
-        given = {name: sm for name, sm in bounds.items() if sm is not None}
+        given = {name: sm for name in ("min_sm", "max_sm") if (sm := getattr(self, name)) is not None}
         if given and self.devices is not None and "cuda" not in self.devices:
             yield f"it bounds the SM but its devices are {_listed(self.devices)}, without cuda"
-        for low, high in (("min_sm", "max_sm"), ("min_fp8_sm", "max_fp8_sm")):
-            if low in given and high in given and given[low] > given[high]:
-                yield f"{low} {given[low]} is above {high} {given[high]}"
+        if len(given) == 2 and given["min_sm"] > given["max_sm"]:
+            yield f"min_sm {self.min_sm} is above max_sm {self.max_sm}"
         for name, sm in given.items():
             if sm not in SM_RANGE:
                 yield f"{name} {sm} is not a compute capability; write 9.0 as 90, 10.3 as 103"
-        if given.keys() & {"min_fp8_sm", "max_fp8_sm"} and self.kv_dtypes.isdisjoint(FP8_CACHES):
-            yield f"it bounds the SM of an fp8 cache but claims none, only the KV dtypes {_listed(self.kv_dtypes)}"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -33,29 +33,25 @@ class Role(StrEnum):
 
 
 class DType(StrEnum):
-    """Dtypes of activations and caches, by torch's names, and one composite row format."""
+    """Dtypes of activations and cache elements, by torch's names."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
     FLOAT8_E4M3 = "float8_e4m3fn"
-    FP8_DS_MLA = "fp8_ds_mla"
-    """Latent MLA row of FlashMLA's sparse kernels: e4m3 values, one float32 scale per 128 of them, and the rotary part
-    in bfloat16. A row of 512 + 64 has 656 bytes."""
 
-    @property
-    def is_element(self) -> bool:
-        """True if tensors can have this dtype; False for a composite row format."""
-        return self is not DType.FP8_DS_MLA
+    @classmethod
+    def spelled(cls, text: str) -> DType | None:
+        """Return the dtype that a user's spelling names; ``None`` if it names none."""
+        return _SPELLINGS.get(text.lower().removeprefix("torch."))
 
     @classmethod
     def parse(cls, text: str, setting: str) -> DType:
         """Parse a user's spelling. ``setting`` is the key of the setting, which the UsageError names."""
-        try:
-            return _SPELLINGS[text.lower().removeprefix("torch.")]
-        except KeyError:
+        if (found := cls.spelled(text)) is None:
             message = f"`{setting}` {text!r} is not a data type; use one of {', '.join(cls)}"
-            raise UsageError(message, settings=[setting]) from None
+            raise UsageError(message, settings=[setting])
+        return found
 
 
 _SPELLINGS: dict[str, DType] = {dtype.value: dtype for dtype in DType} | {
@@ -68,12 +64,6 @@ _SPELLINGS: dict[str, DType] = {dtype.value: dtype for dtype in DType} | {
     "fp8_e4m3": DType.FLOAT8_E4M3,
     "float8_e4m3": DType.FLOAT8_E4M3,
 }
-
-
-LATENT_GROUP = 128
-"""Values of a ``DType.FP8_DS_MLA`` row that share a scale."""
-FP8_CACHES = frozenset({DType.FLOAT8_E4M3, DType.FP8_DS_MLA})
-"""Cache dtypes that may differ from the dtype of the activations."""
 
 
 class GraphLevel(IntEnum):
@@ -130,7 +120,8 @@ class Problem:
     device: str | None = None
     sm: int | None = None
     dtype: DType | None = None
-    kv_dtype: DType | None = None
+    kv_dtype: str | None = None
+    """Name of the KV cache's format."""
     page_size: int | None = None
     cuda_graph: GraphLevel = GraphLevel.NEVER
     speculative_tokens: int = 0
@@ -155,8 +146,8 @@ class Problem:
     """Branches that a draft keeps at every step. With more than 1, drafts are trees of ``speculative_tokens`` rows."""
     is_draft: bool = False
     """The model drafts for another one. One backend, of the role draft, runs all of its layers."""
-    index_dtype: DType | None = None
-    """Dtype of cached index keys, for sparse models; default: that of the activations."""
+    index_dtype: str | None = None
+    """Name of the format of cached index keys, for sparse models; default: the dtype of the activations."""
     coordinator: str | None = None
     """Name of the coordinator that keeps latent rows outside the pools and loads those that layers read."""
     mla_extend: ExtendPath | None = None

@@ -35,6 +35,16 @@ def device_names(name: str, values: object) -> frozenset[str] | None:
     return found
 
 
+def format_names(name: str, values: object) -> frozenset[str] | None:
+    """Return names of formats, which other packages may declare; ``None`` for any."""
+    if values is None:
+        return None
+    found = several(name, values)
+    if wrong := [value for value in found if not isinstance(value, str)]:
+        raise PluginError(f"{name} holds {wrong[0]!r}; give names of formats, or None for any")
+    return frozenset(map(str, found))
+
+
 def members_of(enum: type[_Member]) -> Callable[[str, object], frozenset[_Member]]:
     """Return a reader of sets of members of ``enum``, given as members or as their values."""
     known = {str(member.value): member for member in enum}

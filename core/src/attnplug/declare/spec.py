@@ -17,12 +17,12 @@ from itertools import islice
 from typing import Any
 
 from attnplug.declare.capabilities import Capabilities
-from attnplug.declare.device import SM
 from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.installed import DOTTED, factory_refusal, requirement_problem, requirement_refusal
+from attnplug.declare.kv_format import PLAIN_FORMATS
 from attnplug.declare.model import AttentionKind, Feature, LayerSpec
 from attnplug.declare.options import options_problems
-from attnplug.declare.problem import FP8_CACHES, LATENT_GROUP, DType, ExtendPath, Problem, Role
+from attnplug.declare.problem import ExtendPath, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.settings import Setting
 
@@ -216,22 +216,13 @@ def _architecture_refusals(can: Capabilities, problem: Problem) -> Iterator[Refu
         yield Refusal(code, f"requires {needed}; this {'GPU' if on_cuda else 'device'} is {here}", value, needed)
 
 
-def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: DType) -> Iterator[Refusal]:
-    if kv_dtype not in can.kv_dtypes:
-        yield from _unsupported(RefusalCode.KV_DTYPE, "KV dtype", kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
-        return
-    sm = problem.sm if problem.device == "cuda" else None
-    allowed = [dtype for dtype in DType if dtype in can.kv_dtypes]
-    if can.kv_matches_dtype and problem.dtype in can.dtypes:
-        allowed = [dtype for dtype in allowed if dtype in {problem.dtype, *FP8_CACHES}]
-    if kv_dtype not in allowed:
+def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: str) -> Iterator[Refusal]:
+    yield from _unsupported(RefusalCode.KV_DTYPE, "KV dtype", kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
+    formats = can.kv_dtypes or PLAIN_FORMATS
+    if can.kv_matches_dtype and problem.dtype in can.dtypes and kv_dtype in formats & PLAIN_FORMATS - {problem.dtype}:
         message = f"a cache in {kv_dtype} cannot be read with {problem.dtype} queries"
-    elif kv_dtype in FP8_CACHES and sm is not None and (needed := SM(sm).unmet((can.min_fp8_sm, can.max_fp8_sm))):
-        message = f"an fp8 cache requires {needed}; this GPU is SM {sm}"
-        allowed = [dtype for dtype in allowed if dtype not in FP8_CACHES]
-    else:
-        return
-    yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), list(map(str, allowed)), Setting.KV_DTYPE)
+        allowed = sorted(map(str, formats - PLAIN_FORMATS | {problem.dtype} & formats))
+        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, Setting.KV_DTYPE)
 
 
 def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[Refusal]:
@@ -281,7 +272,9 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
     yield from _unsupported(RefusalCode.KIND, "attention kind", layer.kind, can.kinds, role.setting)
     for feature in sorted(layer.features - can.features):
         yield _feature_refusal(can, role, layer, feature)
-    yield from _cache_refusals(can, problem, layer)
+    if layer.indexer is not None and Feature.SPARSE in can.features:
+        index = problem.index_dtype
+        yield from _unsupported(RefusalCode.INDEX_DTYPE, "index dtype", index, can.index_dtypes, Setting.INDEX_DTYPE)
     if layer.kind is AttentionKind.MHA:
         dims = (layer.head_dim, layer.v_head_dim)
         yield from _unsupported_dims(RefusalCode.HEAD_DIM, "head dims (qk, v)", dims, can.head_dims, role)
@@ -308,23 +301,6 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
         yield Refusal(RefusalCode.TENSOR_PARALLEL, message, ranks, allowed, Setting.TENSOR_PARALLEL)
 
 
-def _cache_refusals(can: Capabilities, problem: Problem, layer: LayerSpec) -> Iterator[Refusal]:
-    """Yield refusals of cache dtypes that this layer cannot have or the backend cannot read."""
-    if layer.indexer is not None and Feature.SPARSE in can.features:
-        dtype, setting = problem.index_dtype, Setting.INDEX_DTYPE
-        yield from _unsupported(RefusalCode.INDEX_DTYPE, "index dtype", dtype, can.index_dtypes, setting)
-    if problem.kv_dtype is not DType.FP8_DS_MLA or problem.kv_dtype not in can.kv_dtypes or layer.linear is not None:
-        return
-    rank = None if layer.mla is None else layer.mla.kv_lora_rank
-    if rank is None or rank % LATENT_GROUP:
-        message = (
-            f"a {problem.kv_dtype} cache holds latent rows with one scale per {LATENT_GROUP} values of kv_lora_rank; "
-            f"the model has layers with {'no latent rows' if rank is None else f'kv_lora_rank {rank}'}"
-        )
-        others = sorted(map(str, can.kv_dtypes - {problem.kv_dtype}))
-        yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), others, Setting.KV_DTYPE)
-
-
 def _feature_refusal(can: Capabilities, role: Role, layer: LayerSpec, feature: Feature) -> Refusal:
     supported = sorted(map(str, can.features))
     if feature is Feature.SPARSE and layer.indexer is not None:
@@ -338,11 +314,11 @@ def _feature_refusal(can: Capabilities, role: Role, layer: LayerSpec, feature: F
 
 
 def _unsupported(
-    code: RefusalCode, noun: str, value: str | None, supported: Iterable[str], setting: Setting
+    code: RefusalCode, noun: str, value: str | None, supported: Iterable[str] | None, setting: Setting
 ) -> Iterator[Refusal]:
-    """Yield the refusal of a value that is given and not supported."""
-    names = sorted(map(str, supported))
-    if value is not None and value not in names:
+    """Yield the refusal of a value that is given and not supported. ``None`` supports any value."""
+    names = sorted(map(str, supported or ()))
+    if supported is not None and value is not None and value not in names:
         message = f"{noun} {value} is not supported, only {', '.join(names) or 'none'}"
         yield Refusal(code, message, str(value), names, setting)
 

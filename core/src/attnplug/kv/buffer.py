@@ -1,11 +1,10 @@
-"""Memory of one layer's cache rows: writes and reads for any storage dtype, scale and layout."""
+"""Memory of one layer's cache rows in one dtype and any layout: writes, reads and copies."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,68 +13,53 @@ from attnplug.declare.errors import PoolError
 from attnplug.declare.problem import DType
 from attnplug.kv.layout import PageLayout
 
-if TYPE_CHECKING:
-    from attnplug.kv.triton_rows import PairWriter, RowWriter
-
-_TORCH_DTYPES: dict[DType, torch.dtype] = {
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.FLOAT8_E4M3: torch.float8_e4m3fn,
-    DType.FP8_DS_MLA: torch.uint8,
-}
-
-_FLOAT8_MAX = 448.0
 _FEW_SLOTS = 64
 """Up to this many slots, min and max of a list are faster than torch's: 3 µs instead of 8, in every layer of a step."""
 BLOCK = 4
 """Rows per block in :meth:`PagedBuffer.read_blocks`. A row of 1 KB costs a third less so; larger blocks gain little."""
 
 
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """Return the torch dtype of ``dtype``; that of the memory, if a row mixes several types."""
-    return _TORCH_DTYPES[dtype]
+def torch_dtype(dtype: str) -> torch.dtype:
+    """Return the torch dtype of a ``DType``, or of a part of a row."""
+    found: torch.dtype = getattr(torch, dtype)
+    return found
+
+
+class RowKernel(Protocol):
+    """Kernel that writes rows ``[tokens, heads, width]`` to slots ``[tokens]``, except to those outside the pool."""
+
+    def write(self, slots: Tensor, rows: Tensor, /) -> None: ...
 
 
 class PagedBuffer:
     """Rows ``[heads, dim]`` at flat slots ``page * page_size + offset``.
 
     ``pages`` is the memory that kernels read: ``[pages, page_size, heads, dim]`` with any strides. It keeps its address
-    and its content; memory from ``allocate`` is zero until written. In fp8 a row is stored as ``row / scale``,
-    saturated at ±448 (NaN stays NaN), and read back as float32. Other dtypes store rows rounded, with scale 1.
+    and its content; memory from ``allocate`` is zero until written. Rows are stored rounded to its dtype.
     """
 
-    def __init__(self, pages: Tensor, scale: float = 1.0) -> None:
-        self._float8 = pages.dtype == torch.float8_e4m3fn
-        if not (math.isfinite(scale) and scale > 0):
-            raise PoolError(f"a cache scale of {scale} cannot be divided by; give a finite number above 0")
-        if scale != 1.0 and not self._float8:
-            shown = str(pages.dtype).removeprefix("torch.")
-            raise PoolError(f"a cache in {shown} takes no scale, {scale} was given; leave it out or use fp8")
+    scale = 1.0
+
+    def __init__(self, pages: Tensor) -> None:
         self.layout = layout = PageLayout.of(pages)
-        self.scale = scale
         self.pages = pages
         self.nbytes = pages.numel() * pages.element_size()
         # torch has no index operations for float8 on the CPU, so they run on bytes.
-        self._cells = pages.view(torch.uint8) if self._float8 else pages
+        self._cells = pages.view(torch.uint8) if pages.element_size() == 1 else pages
         # index_copy_ and index_select by flat slot are much faster than indexing by (page, offset).
         self._flat = self._cells.view(-1, layout.heads, layout.dim) if layout.tokens_evenly_spaced else None
         self._blocks: Tensor | None = None
-        if self._flat is not None and self._flat.is_contiguous() and not self._float8 and not layout.page_size % BLOCK:
+        if self._flat is not None and self._flat.is_contiguous() and not layout.page_size % BLOCK:
             self._blocks = self._flat.view(-1, BLOCK * layout.heads * layout.dim)
         self._device, self._on_host = pages.device, pages.is_cpu
         self._slots, self._row = layout.num_pages * layout.page_size, (layout.heads, layout.dim)
-        # A tensor: on a GPU torch divides by a Python number by multiplying with its inverse, which rounds twice.
-        self._divisor = torch.tensor(scale, dtype=torch.float32, device=pages.device)
-        self.kernel = _row_kernel(pages, layout, scale)
+        self.kernel = row_kernel(pages)
         """Kernel that writes rows with one launch; ``None`` if there is none for this device."""
 
     @classmethod
-    def allocate(
-        cls, layout: PageLayout, *, dtype: DType, device: torch.device | str, scale: float = 1.0
-    ) -> PagedBuffer:
+    def allocate(cls, layout: PageLayout, *, dtype: DType, device: torch.device | str) -> PagedBuffer:
         """Allocate a buffer. Its memory is zero until written."""
-        return cls(layout.view(torch.zeros(layout.elements, dtype=torch_dtype(dtype), device=device)), scale)
+        return cls(layout.view(torch.zeros(layout.elements, dtype=torch_dtype(dtype), device=device)))
 
     @property
     def parts(self) -> tuple[PagedBuffer, ...]:
@@ -84,11 +68,7 @@ class PagedBuffer:
 
     def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None:
         """Raise PoolError for rows whose shape ``write`` cannot store, before anything is written."""
-        if slots.dim() != 1 or rows.shape != (slots.shape[0], *self._row):
-            raise PoolError(
-                f"{name} of shape {list(rows.shape)} cannot be written to slots of shape {list(slots.shape)}; "
-                f"give [tokens, {self.layout.heads}, {self.layout.dim}] and [tokens]"
-            )
+        check_shapes(slots, rows, self._row, name)
 
     def check_targets(self, slots: Tensor) -> bool:
         """Raise PoolError for slots that ``write`` cannot store to, before anything is written.
@@ -110,7 +90,9 @@ class PagedBuffer:
         # torch takes microseconds for a conversion that does nothing, twice per layer.
         if slots.dtype is not torch.int64:
             slots = slots.to(torch.int64)
-        cells = rows if rows.dtype is self._cells.dtype and not self._float8 else self._encode(rows)
+        cells = rows if rows.dtype is self.pages.dtype else rows.to(self.pages.dtype)
+        if cells.dtype is not self._cells.dtype:
+            cells = cells.view(self._cells.dtype)
         if padded and slots.numel():
             slots, cells = self._without_padding(slots, cells)
         self._scatter(slots, cells)
@@ -135,7 +117,7 @@ class PagedBuffer:
         return torch.where(live, slots, target), torch.where(live.view(-1, 1, 1), cells, cell)
 
     def read(self, slots: Tensor) -> Tensor:
-        """Return rows ``[*slots.shape, heads, dim]`` in the stored dtype, or in float32 if that is fp8."""
+        """Return rows ``[*slots.shape, heads, dim]`` in the stored dtype."""
         self._check_device(slots)
         if self._flat is not None:
             try:
@@ -147,14 +129,14 @@ class PagedBuffer:
         else:
             self._check_slots(slots)
             cells = self._cells[self._page_and_offset(slots)]
-        return cells.view(torch.float8_e4m3fn).to(torch.float32).mul_(self.scale) if self._float8 else cells
+        return cells if cells.dtype is self.pages.dtype else cells.view(self.pages.dtype)
 
     def read_blocks(self, blocks: Tensor, blank: Tensor | None) -> Tensor | None:
         """Return rows ``[requests, count * BLOCK, heads, dim]`` of blocks ``[requests, count]``, as stored.
 
         Block ``i`` is slots ``BLOCK * i … BLOCK * i + 3``. Rows ``blank``, counted over all requests, are zeroed.
-        Returns ``None`` if the caller has to use ``read``: in fp8, for rows that are not contiguous, or for a block
-        outside the pool, which ``read`` then reports.
+        Returns ``None`` if the caller has to use ``read``: for rows that are not contiguous, or for a block outside the
+        pool, which ``read`` then reports.
         """
         if self._blocks is None:
             return None
@@ -175,13 +157,6 @@ class PagedBuffer:
         flat = self._flat
         rows = self._cells[self._page_and_offset(sources)] if flat is None else flat.index_select(0, sources)
         self._scatter(targets, rows)
-
-    def _encode(self, rows: Tensor) -> Tensor:
-        if not self._float8:
-            return rows.to(self.pages.dtype)
-        # torch's own cast turns overflow into NaN before pytorch/pytorch#178817 (CPU) and saturates after it.
-        saturated = (rows.to(torch.float32) / self._divisor).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX)
-        return saturated.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def _page_and_offset(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         slots = slots.to(torch.int64)
@@ -210,26 +185,24 @@ class PagedBuffer:
         return low < 0
 
 
-def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> RowWriter | None:
+def check_shapes(slots: Tensor, rows: Tensor, row: tuple[int, int], name: str) -> None:
+    """Raise PoolError for rows that are not ``[tokens, *row]``, or slots that are not ``[tokens]``."""
+    if slots.dim() != 1 or rows.shape != (slots.shape[0], *row):
+        raise PoolError(
+            f"{name} of shape {list(rows.shape)} cannot be written to slots of shape {list(slots.shape)}; "
+            f"give [tokens, {row[0]}, {row[1]}] and [tokens]"
+        )
+
+
+def row_kernel(pages: Tensor) -> RowKernel | None:
     """Return a Triton kernel that writes rows; ``None`` where torch operations do so."""
-    if pages.device.type != "cuda":
+    if pages.device.type != "cuda" or not pages.is_floating_point() or pages.element_size() == 1:
         return None
-    if pages.element_size() == 1 and torch.cuda.get_device_capability(pages.device) < (8, 9):
-        return None  # Triton does not convert to this dtype there
     try:
         from attnplug.kv.triton_rows import RowWriter
     except ImportError:
         return None
-    return RowWriter(pages, layout, scale)
-
-
-def pair_kernel(keys: PagedBuffer, values: PagedBuffer) -> PairWriter | None:
-    """Return a kernel that writes keys and values with one launch; ``None`` unless both buffers have a kernel."""
-    if keys.kernel is None or values.kernel is None:
-        return None
-    from attnplug.kv.triton_rows import PairWriter
-
-    return PairWriter(keys.kernel, values.kernel)
+    return RowWriter(pages, PageLayout.of(pages), 1.0)
 
 
 def join_rows(keys: PagedBuffer, values: PagedBuffer) -> PagedBuffer | None:
@@ -238,8 +211,9 @@ def join_rows(keys: PagedBuffer, values: PagedBuffer) -> PagedBuffer | None:
     vLLM's caches are of this kind. torch copies whole rows, which are contiguous, 8 times as fast as both halves.
     """
     k, v = keys.pages, values.pages
+    plain = type(keys) is PagedBuffer and k.is_cpu
     is_adjacent = v.data_ptr() - k.data_ptr() == k.shape[-1] * k.element_size() and k.stride(2) == 2 * k.shape[-1]
-    if not k.is_cpu or k.shape != v.shape or k.stride() != v.stride() or not is_adjacent:
+    if not plain or k.shape != v.shape or k.stride() != v.stride() or not is_adjacent:
         return None
     return PagedBuffer(k.as_strided((*k.shape[:3], 2 * k.shape[-1]), k.stride()))
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnplug.declare.errors import PoolError
-from attnplug.declare.problem import DType
 
 _ROW = ("pages", "tokens", "heads", "dim")
 _GRAMMAR = (
@@ -91,13 +90,11 @@ def _check(fits: bool, tensor: Tensor, layout: str, what: str, difference: str) 
         raise PoolError(f"{what} of shape {list(tensor.shape)} is not {layout!r} for this layer: {difference}")
 
 
-def foreign_pages(pages: Tensor, stored: torch.dtype, dtype: DType, what: str) -> Tensor:
-    """View a host's memory in the type that a cache in ``dtype`` stores. fp8 may come as bytes, and bytes as fp8."""
-    if {pages.dtype, stored} == {torch.uint8, torch.float8_e4m3fn}:
-        pages = pages.view(stored)
-    if pages.dtype != stored:
-        raise PoolError(f"{what} of type {pages.dtype} cannot be a cache in {dtype}; give {stored}")
-    return pages
+def foreign_pages(pages: Tensor, stored: torch.dtype, format: str, what: str) -> Tensor:
+    """View a host's memory in the dtype that a cache in ``format`` stores. A dtype of one byte may come as another."""
+    if pages.dtype != stored and (pages.element_size() > 1 or stored.itemsize > 1):
+        raise PoolError(f"{what} of type {pages.dtype} cannot be a cache in {format}; give {stored}")
+    return pages.view(stored)
 
 
 def check_together(pages: Mapping[str, Tensor]) -> None:

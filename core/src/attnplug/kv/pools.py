@@ -2,71 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnplug.declare.errors import PoolError
+from attnplug.declare.kv_format import PLAIN_FORMATS, KVFormat, as_format
 from attnplug.declare.model import AttentionKind, LayerSpec
-from attnplug.declare.problem import FP8_CACHES, DType
-from attnplug.kv.buffer import PagedBuffer, join_rows, pair_kernel, torch_dtype
+from attnplug.declare.problem import DType
+from attnplug.kv.buffer import PagedBuffer, join_rows, torch_dtype
 from attnplug.kv.layout import LayoutName, PageLayout
-from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, Rows, distinct_layers, held_for, layer_scales
-
-if TYPE_CHECKING:
-    from attnplug.kv.triton_rows import PairWriter
-
-MLARowFormat = Callable[[LayerSpec], RowFormat]
+from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, distinct_layers, held_for, layer_scales
 
 
 def _mha_formats(
-    layers: Sequence[LayerSpec], dtype: DType, scales: Mapping[int, tuple[float, float]] | None
+    layers: Sequence[LayerSpec], dtype: KVFormat | str, scales: Mapping[int, tuple[float, float]] | None
 ) -> dict[int, tuple[RowFormat, RowFormat]]:
     """Return the formats of keys and values of the MHA layers, by id."""
-    if not dtype.is_element:
-        raise PoolError(f"keys and values of heads cannot be kept as {dtype}, which is a latent row of MLA")
     own = distinct_layers([layer for layer in layers if layer.kind is AttentionKind.MHA], "MHA")
     formats = {}
     for layer_id, (key_scale, value_scale) in layer_scales(scales, own, (1.0, 1.0)).items():
-        layer = own[layer_id]
+        layer, format = own[layer_id], _fitting(dtype, own[layer_id])
         formats[layer_id] = (
-            RowFormat.plain(layer.head_dim, dtype, key_scale, layer.num_kv_heads),
-            RowFormat.plain(layer.v_head_dim, dtype, value_scale, layer.num_kv_heads),
+            RowFormat.of(format, layer.head_dim, scale=key_scale, heads=layer.num_kv_heads),
+            RowFormat.of(format, layer.v_head_dim, scale=value_scale, heads=layer.num_kv_heads),
         )
     return formats
 
 
 def _mla_formats(
-    layers: Sequence[LayerSpec], dtype: DType, scales: Mapping[int, float] | None, row_format: MLARowFormat | None
+    layers: Sequence[LayerSpec], dtype: KVFormat | str, scales: Mapping[int, float] | None
 ) -> dict[int, RowFormat]:
     """Return the row formats of the MLA layers, by id."""
     own = distinct_layers([layer for layer in layers if layer.mla is not None], "MLA")
-    if row_format is None and not dtype.is_element:
-        raise PoolError(f"an MLA pool in {dtype} needs the format of its rows; give row_format")
     formats = {}
     for layer_id, scale in layer_scales(scales, own, 1.0).items():
-        layer = own[layer_id]
-        assert layer.mla is not None
-        if row_format is None:
-            formats[layer_id] = RowFormat.plain(layer.mla.row_dim, dtype, scale)
-        elif scale == 1.0:
-            formats[layer_id] = row_format(layer)
-        else:
-            raise PoolError(
-                f"layer {layer_id}: a scale of {scale} was given for rows in {dtype}, which have scales of their own; "
-                "leave it out"
-            )
+        dims, format = own[layer_id].mla, _fitting(dtype, own[layer_id])
+        assert dims is not None
+        formats[layer_id] = RowFormat.of(format, dims.row_dim, rope=dims.qk_rope_head_dim, scale=scale)
     return formats
+
+
+def _fitting(dtype: KVFormat | str, layer: LayerSpec) -> KVFormat:
+    format = as_format(dtype)
+    if (misfit := format.misfit(layer)) is not None:
+        raise PoolError(f"rows of layer {layer.layer_id} cannot be kept in {format.name}: {misfit}; use another format")
+    return format
+
+
+def check_codecs(layers: Sequence[LayerSpec], format: KVFormat) -> None:
+    """Run a format's codec once for every width of these layers' rows; see ``load_codec``. Allocates no pool."""
+    if any(layer.kind is AttentionKind.MHA for layer in layers):
+        _mha_formats(layers, format, None)
+    if any(layer.mla is not None for layer in layers):
+        _mla_formats(layers, format, None)
 
 
 class MHAPool(PagedPool):
     """Keys and values of all MHA layers among ``layers``, this rank's layers. Other kinds of layers are ignored.
 
     Each layer has a K cache ``[pages, page_size, kv_heads, head_dim]`` and a V cache ``[pages, page_size, kv_heads,
-    v_head_dim]``. The pool allocates their memory, zeroed, or uses the host's (``over``). ``scales`` are the fp8 key
-    and value scales by layer id, 1.0 by default.
+    v_head_dim]``; in a format whose rows have several parts, bytes ``[pages, page_size, kv_heads, row_nbytes]``. The
+    pool allocates their memory, zeroed, or uses the host's (``over``). ``dtype`` is a format, or the name of one that
+    core declares. ``scales`` are key and value scales by layer id, 1.0 by default, for formats with a layer scale.
     """
 
     kind = "MHA"
@@ -78,7 +78,7 @@ class MHAPool(PagedPool):
         *,
         num_pages: int,
         page_size: int,
-        dtype: DType,
+        dtype: KVFormat | str,
         device: torch.device | str,
         layout: LayoutName = "token_major",
         scales: Mapping[int, tuple[float, float]] | None = None,
@@ -93,7 +93,7 @@ class MHAPool(PagedPool):
         layout: str,
         *,
         page_size: int,
-        dtype: DType,
+        dtype: KVFormat | str,
         scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> MHAPool:
         """Make a pool over a host's tensors by layer id: one tensor per layer, or a pair of keys and values.
@@ -102,7 +102,7 @@ class MHAPool(PagedPool):
         ``tokens``, ``heads``, ``dim``, and ``kv`` if one tensor holds keys and values. Parentheses join several into
         one dimension, and ``slots`` is ``(pages tokens)``. vLLM has ``"kv pages tokens heads dim"``, ``"pages kv tokens
         heads dim"``, the same with ``heads tokens``, and ``"pages heads tokens (kv dim)"``; SGLang has pairs of
-        ``"slots heads dim"``. Tensors may have any strides. fp8 may be given as uint8. Raises PoolError for tensors
+        ``"slots heads dim"``. Tensors may have any strides. Raises PoolError for tensors
         that do not fit the layers, overlap, or differ in device or number of pages.
 
         >>> heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
@@ -115,16 +115,16 @@ class MHAPool(PagedPool):
         """
         return cls._over(_mha_formats(layers, dtype, scales), tensors, layout, page_size, dtype)
 
-    def _hold(self, layers: Mapping[int, tuple[Rows, ...]], dtype: DType) -> None:
+    def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
         super()._hold(layers, dtype)
         self._keys: dict[int, PagedBuffer] = {}
         self._values: dict[int, PagedBuffer] = {}
-        self._kernels: dict[int, PairWriter | None] = {}
+        self._kernels: dict[int, Any] = {}
         self._joined: dict[int, PagedBuffer | None] = {}
         for layer_id, (keys, values) in layers.items():
-            assert isinstance(keys, PagedBuffer) and isinstance(values, PagedBuffer)
             self._keys[layer_id], self._values[layer_id] = keys, values
-            self._kernels[layer_id] = pair_kernel(keys, values)
+            pair = getattr(keys.kernel, "pair", None)
+            self._kernels[layer_id] = None if pair is None or values.kernel is None else pair(values.kernel)
             self._joined[layer_id] = join_rows(keys, values)
 
     def keys(self, layer_id: int) -> Tensor:
@@ -135,12 +135,17 @@ class MHAPool(PagedPool):
         """V cache ``[pages, page_size, kv_heads, v_head_dim]`` as stored: not a copy."""
         return held_for(self._values, layer_id, "MHA").pages
 
+    def parts(self, layer_id: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return views ``[pages, page_size, kv_heads, …]`` of the parts of a layer's keys, and of its values."""
+        keys, values = held_for(self._keys, layer_id, "MHA"), self._values[layer_id]
+        return tuple(part.pages for part in keys.parts), tuple(part.pages for part in values.parts)
+
     def layout(self, layer_id: int) -> tuple[PageLayout, PageLayout]:
         """Layouts of a layer's keys and values."""
         return held_for(self._keys, layer_id, "MHA").layout, self._values[layer_id].layout
 
     def scales(self, layer_id: int) -> tuple[float, float]:
-        """Factors of stored keys and values; 1.0 unless the cache is fp8."""
+        """Factors of stored keys and values; 1.0 unless the format has a layer scale."""
         return held_for(self._keys, layer_id, "MHA").scale, self._values[layer_id].scale
 
     def write(self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -162,11 +167,11 @@ class MHAPool(PagedPool):
         value_buffer.write(slots, v, padded=padded)
 
     def read_keys(self, layer_id: int, slots: Tensor) -> Tensor:
-        """Return keys ``[*slots.shape, kv_heads, head_dim]`` in the stored dtype, or in float32 from fp8."""
+        """Return keys ``[*slots.shape, kv_heads, head_dim]`` in the stored dtype, or as decoded."""
         return held_for(self._keys, layer_id, "MHA").read(slots)
 
     def read_values(self, layer_id: int, slots: Tensor) -> Tensor:
-        """Return values ``[*slots.shape, kv_heads, v_head_dim]`` in the stored dtype, or in float32 from fp8."""
+        """Return values ``[*slots.shape, kv_heads, v_head_dim]`` in the stored dtype, or as decoded."""
         return held_for(self._values, layer_id, "MHA").read(slots)
 
     def read_blocks(self, layer_id: int, blocks: Tensor, blank: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -183,9 +188,8 @@ class MHAPool(PagedPool):
 class MLAPool(RowPool):
     """Latent rows of all MLA layers among ``layers``: per layer ``[pages, page_size, 1, row_dim]``.
 
-    A row is ``[kv_lora_rank | qk_rope_head_dim]``. Every rank holds all of it. ``scales`` are the fp8 scales by layer
-    id, 1.0 by default. ``row_format`` returns the storage format of a layer's rows in a ``dtype`` that is not one of an
-    element, e.g. the bytes of ``DType.FP8_DS_MLA``: ``[pages, page_size, 1, row_nbytes]``.
+    A row is ``[kv_lora_rank | qk_rope_head_dim]``. In a format whose rows have several parts the memory is bytes,
+    ``[pages, page_size, 1, row_nbytes]``. Every rank holds all of it. ``dtype`` and ``scales`` are as in ``MHAPool``.
     """
 
     kind = "MLA"
@@ -197,14 +201,13 @@ class MLAPool(RowPool):
         *,
         num_pages: int,
         page_size: int,
-        dtype: DType,
+        dtype: KVFormat | str,
         device: torch.device | str,
         scales: Mapping[int, float] | None = None,
         shared: bool = False,
-        row_format: MLARowFormat | None = None,
     ) -> None:
         """Allocate the pool. With ``shared``, layers share one memory: a subclass distinguishes rows by slot."""
-        formats = _mla_formats(layers, dtype, scales, row_format)
+        formats = _mla_formats(layers, dtype, scales)
         super().__init__(formats, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, shared=shared)
 
     @classmethod
@@ -215,23 +218,23 @@ class MLAPool(RowPool):
         layout: str,
         *,
         page_size: int,
-        dtype: DType,
+        dtype: KVFormat | str,
         scales: Mapping[int, float] | None = None,
-        row_format: MLARowFormat | None = None,
     ) -> MLAPool:
         """Make a pool over a host's tensors by layer id, without a copy; see ``MHAPool.over`` for ``layout``.
 
         vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. ``dim`` is the row format's width.
         """
-        return cls._over_host(_mla_formats(layers, dtype, scales, row_format), tensors, layout, page_size, dtype)
+        return cls._over_host(_mla_formats(layers, dtype, scales), tensors, layout, page_size, dtype)
 
     def by_slot(self, layer_id: int) -> Tensor | None:
         """A layer's memory by slot, ``[slots, row_dim]``, for callers that store new rows themselves.
 
-        Rows are contiguous. ``None`` if a row cannot be stored as it is: in fp8, or if slots are not evenly spaced.
+        Rows are contiguous. ``None`` if a row cannot be stored as it is: if the format has a codec, or if slots are not
+        evenly spaced.
         """
         pages, layout = self.rows(layer_id), self.layout(layer_id)
-        if self.dtype in FP8_CACHES or not layout.tokens_evenly_spaced or pages.stride(3) != 1:
+        if self.dtype not in PLAIN_FORMATS or not layout.tokens_evenly_spaced or pages.stride(3) != 1:
             return None
         return pages.view(-1, layout.dim)
 
@@ -239,7 +242,7 @@ class MLAPool(RowPool):
         return self._of(layer_id).layout
 
     def scale(self, layer_id: int) -> float:
-        """Factor of stored rows; 1.0 unless the cache is fp8 with one scale per layer."""
+        """Factor of stored rows; 1.0 unless the format has a layer scale."""
         return self._of(layer_id).scale
 
 
@@ -253,7 +256,7 @@ class LinearStatePool:
     def __init__(
         self, layers: Sequence[LayerSpec], *, num_slots: int, dtype: DType, device: torch.device | str
     ) -> None:
-        if dtype in FP8_CACHES:
+        if dtype not in PLAIN_FORMATS:
             raise PoolError(f"a convolution state cannot be kept in {dtype}; give the model's own type")
         if num_slots < 1:
             raise PoolError(f"a pool of {num_slots} slots cannot hold anything; give 1 or more")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self, TypeVar
+from functools import partial
+from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnplug.declare.errors import PoolError
+from attnplug.declare.kv_format import KVFormat, as_format
 from attnplug.declare.model import LayerSpec
-from attnplug.declare.problem import DType
 from attnplug.kv.buffer import PageCopy, PagedBuffer, copy_pages, move_rows, torch_dtype
+from attnplug.kv.coded_rows import CodedRows, load_codec
 from attnplug.kv.foreign import check_together, foreign_pages, page_views
 from attnplug.kv.layout import LayoutName, PageLayout
 
@@ -56,38 +58,33 @@ def layer_list(layer_ids: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(layer_ids)))
 
 
-class Rows(Protocol):
-    """One layer's rows: a ``PagedBuffer``, or buffers that together hold rows with scales of their own."""
-
-    pages: Tensor
-    layout: PageLayout
-    nbytes: int
-    scale: float
-
-    @property
-    def parts(self) -> tuple[PagedBuffer, ...]: ...
-    def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None: ...
-    def check_targets(self, slots: Tensor) -> bool: ...
-    def write(self, slots: Tensor, rows: Tensor, *, padded: bool) -> None: ...
-    def read(self, slots: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RowFormat:
     """Storage format of one layer's rows: ``heads`` times ``width`` elements of type ``stored`` per token.
 
-    ``wrap`` makes the layer's ``Rows`` from memory ``[pages, page_size, heads, width]``.
+    ``wrap`` wraps memory ``[pages, page_size, heads, width]``.
     """
 
     width: int
     stored: torch.dtype
-    wrap: Callable[[Tensor], Rows]
+    wrap: Callable[[Tensor], PagedBuffer]
     heads: int = 1
 
     @classmethod
-    def plain(cls, width: int, dtype: DType, scale: float = 1.0, heads: int = 1) -> RowFormat:
-        """Return the format of elements of one type, with one fp8 scale for the layer."""
-        return cls(width, torch_dtype(dtype), lambda pages: PagedBuffer(pages, scale), heads)
+    def of(cls, format: KVFormat | str, width: int, *, rope: int = 0, scale: float = 1.0, heads: int = 1) -> RowFormat:
+        """Return the storage of rows of ``width`` values, the last ``rope`` of which are rotary columns.
+
+        Raises PoolError for a scale that the format does not have, and PluginError for a codec that contradicts it.
+        """
+        format = as_format(format)
+        if scale != 1.0 and not format.layer_scale:
+            raise PoolError(f"a cache in {format.name} takes no scale per layer, {scale} was given; leave it out")
+        if format.codec is None:
+            return cls(width, torch_dtype(format.parts[0].dtype), PagedBuffer, heads)
+        load_codec(format, width - rope if format.rope is not None else width)
+        wrap = partial(CodedRows, format=format, width=width, rope=rope, scale=scale)
+        stored = torch.uint8 if format.in_bytes else torch_dtype(format.parts[0].dtype)
+        return cls(format.row_nbytes(width, rope) // stored.itemsize, stored, wrap, heads)
 
 
 class PagedPool:
@@ -101,21 +98,22 @@ class PagedPool:
     num_pages: int
     page_size: int
     nbytes: int
-    dtype: DType
+    dtype: str
+    """Name of the format."""
 
     def _allocate(
         self,
         formats: Mapping[int, tuple[RowFormat, ...]],
         num_pages: int,
         page_size: int,
-        dtype: DType,
+        dtype: KVFormat | str,
         device: torch.device | str,
         layout: LayoutName = "token_major",
         shared: bool = False,
     ) -> None:
         """Allocate zeroed memory by layer id. With ``shared``, all layers have the first one's."""
         check_size(num_pages, page_size)
-        layers: dict[int, tuple[Rows, ...]] = {}
+        layers: dict[int, tuple[PagedBuffer, ...]] = {}
         for layer_id, forms in formats.items():
             if shared and layers:
                 layers[layer_id] = next(iter(layers.values()))
@@ -134,14 +132,14 @@ class PagedPool:
         tensors: Mapping[int, Tensor | tuple[Tensor, ...]],
         layout: str,
         page_size: int,
-        dtype: DType,
+        dtype: KVFormat | str,
     ) -> Self:
         """Make a pool over a host's tensors by layer id, without a copy: one tensor per layer, or one per content."""
         check_size(1, page_size)
         if set(tensors) != set(formats):
             given_ids, own_ids = layer_list(tensors), layer_list(formats)
             raise PoolError(f"tensors were given for layers {given_ids}; the {cls.kind} pool's layers are {own_ids}")
-        layers: dict[int, tuple[Rows, ...]] = {}
+        layers: dict[int, tuple[PagedBuffer, ...]] = {}
         pages: dict[str, Tensor] = {}
         for layer_id, forms in formats.items():
             given, heads, widths = tensors[layer_id], forms[0].heads, [form.width for form in forms]
@@ -155,20 +153,20 @@ class PagedPool:
                     for tensor, width, name in zip(given, widths, names, strict=True)
                 ]
             for name, form, view in zip(names, forms, views, strict=True):
-                pages[name] = foreign_pages(view, form.stored, dtype, name)
+                pages[name] = foreign_pages(view, form.stored, str(dtype), name)
             layers[layer_id] = tuple(form.wrap(pages[name]) for name, form in zip(names, forms, strict=True))
         check_together(pages)
         pool = cls.__new__(cls)
         pool._hold(layers, dtype)
         return pool
 
-    def _hold(self, layers: Mapping[int, tuple[Rows, ...]], dtype: DType) -> None:
+    def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
         distinct = list({id(rows): rows for each in layers.values() for rows in each}.values())
         self._parts = tuple(part for rows in distinct for part in rows.parts)
         self.layer_ids = tuple(layers)
         self.nbytes = sum(rows.nbytes for rows in distinct)
         self.num_pages, self.page_size = distinct[0].layout.shape[:2]
-        self.dtype = dtype
+        self.dtype = str(dtype)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy pages in every layer, as if one after another."""
@@ -188,7 +186,7 @@ class RowPool(PagedPool):
             kind, contents = "mean key", ("mean keys",)
 
             def __init__(self, layers, **sizes):
-                super().__init__({layer.layer_id: RowFormat.plain(64, sizes["dtype"]) for layer in layers}, **sizes)
+                super().__init__({layer.layer_id: RowFormat.of(sizes["dtype"], 64) for layer in layers}, **sizes)
     """
 
     def __init__(
@@ -197,7 +195,7 @@ class RowPool(PagedPool):
         *,
         num_pages: int,
         page_size: int,
-        dtype: DType,
+        dtype: KVFormat | str,
         device: torch.device | str,
         shared: bool = False,
     ) -> None:
@@ -206,16 +204,21 @@ class RowPool(PagedPool):
 
     @classmethod
     def _over_host(
-        cls, formats: Mapping[int, RowFormat], tensors: Mapping[int, Tensor], layout: str, page_size: int, dtype: DType
+        cls,
+        formats: Mapping[int, RowFormat],
+        tensors: Mapping[int, Tensor],
+        layout: str,
+        page_size: int,
+        dtype: KVFormat | str,
     ) -> Self:
         """Make a pool over a host's tensors by layer id, without a copy; ``layout`` names their dimensions."""
         return cls._over({layer_id: (form,) for layer_id, form in formats.items()}, tensors, layout, page_size, dtype)
 
-    def _hold(self, layers: Mapping[int, tuple[Rows, ...]], dtype: DType) -> None:
+    def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
         super()._hold(layers, dtype)
         self._rows = {layer_id: rows for layer_id, (rows,) in layers.items()}
 
-    def _of(self, layer_id: int) -> Rows:
+    def _of(self, layer_id: int) -> PagedBuffer:
         return held_for(self._rows, layer_id, self.kind)
 
     def rows(self, layer_id: int) -> Tensor:
@@ -239,5 +242,5 @@ class RowPool(PagedPool):
         held.write(slots, rows, padded=held.check_targets(slots))
 
     def read_rows(self, layer_id: int, slots: Tensor) -> Tensor:
-        """Return rows ``[*slots.shape, width]`` in the stored dtype, or in float32 from fp8."""
+        """Return rows ``[*slots.shape, width]`` in the stored dtype, or as the format's codec decodes them."""
         return self._of(layer_id).read(slots).squeeze(-2)

@@ -92,6 +92,10 @@ class RowWriter:
         self.limit = layout.num_pages * layout.page_size
         self.blocks, self._constants = _blocks_and_constants(pages, layout)
 
+    def pair(self, values: RowWriter) -> PairWriter:
+        """Return the writer of keys, by this one, and values, with one launch."""
+        return PairWriter(self, values)
+
     def write(self, slots: Tensor, rows: Tensor) -> None:
         if not rows.shape[0]:
             return

@@ -27,6 +27,7 @@ from importlib_metadata import EntryPoint
 
 from attnplug.declare.device import DeviceSpec
 from attnplug.declare.errors import PluginError, describe_error
+from attnplug.declare.kv_format import KVFormat
 from attnplug.declare.registered import Source, distribution_identity
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.version import CONTRACT_VERSION
@@ -52,6 +53,7 @@ class Loaded:
 
     source: Source
     backends: Sequence[BackendSpec] = ()
+    kv_formats: Sequence[KVFormat] = ()
     workspace_kinds: Sequence[WorkspaceKind] = ()
     devices: Sequence[DeviceSpec] = ()
     rankings: Sequence[Path] = ()
@@ -226,6 +228,7 @@ def _models(result: Any) -> dict[str, Mapping[str, object]]:
 _MANAGER = pluggy.PluginManager(plugin_hooks.PROJECT)
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "attnplug_backends": partial(_items, BackendSpec),
+    "attnplug_kv_formats": partial(_items, KVFormat),
     "attnplug_workspace_kinds": partial(_items, WorkspaceKind),
     "attnplug_devices": partial(_items, DeviceSpec),
     "attnplug_rankings": _folders,

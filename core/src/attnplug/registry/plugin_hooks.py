@@ -18,6 +18,7 @@ from pathlib import Path
 import pluggy
 
 from attnplug.declare.device import DeviceSpec
+from attnplug.declare.kv_format import KVFormat
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.workspace_kind import WorkspaceKind
 
@@ -33,6 +34,15 @@ def attnplug_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body] # 
 
     The factory named in a spec is imported only when the backend is built. Backend names are unique: if two plugins
     claim one, neither gets it, and the error names both. Core keeps its own names.
+    """
+
+
+@hookspec
+def attnplug_kv_formats() -> Iterable[KVFormat]:  # type: ignore[empty-body] # a hookspec has none
+    """Return the KV cache formats that this plugin provides. A host's setting ``kv_dtype`` requests one by name.
+
+    ``torch_native`` serves every format by its codec. Backends with kernels claim formats by name. Names are unique, as
+    those of backends are.
     """
 
 

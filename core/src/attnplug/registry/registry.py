@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from importlib_metadata import EntryPoint
 from attnplug.declare.device import DeviceSpec, Processor
 from attnplug.declare.errors import PluginError, PluginWarning, UsageError, describe_error
 from attnplug.declare.installed import factory_refusal
+from attnplug.declare.kv_format import BUILT_IN, KVFormat
+from attnplug.declare.problem import DType
 from attnplug.declare.reading import of_type
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Provided, Registered, Source
@@ -54,6 +57,7 @@ class Registry:
     """Seconds that each slow plugin took to load."""
     strict: bool = False
     """``ATTNPLUG_STRICT`` is set, so any fault of a plugin is an error."""
+    kv_formats: Mapping[str, Provided[KVFormat]] = field(default_factory=dict)
     workspace_kinds: Mapping[str, Provided[WorkspaceKind]] = field(default_factory=dict)
     devices: Mapping[str, Provided[DeviceSpec]] = field(default_factory=CORE_DEVICES.copy)
     table_folders: tuple[Provided[Path], ...] = ()
@@ -102,6 +106,20 @@ class Registry:
             warnings.warn(text, PluginWarning, stacklevel=2)
             return ()
 
+    def kv_format(self, name: str, setting: str = Setting.KV_DTYPE, holds: str | None = None) -> KVFormat:
+        """Return the KV format that a user's spelling names. With ``holds``, it must hold rows of this kind.
+
+        Raises PluginError if several plugins claim the name, and UsageError with the known names if none does.
+        """
+        known = BUILT_IN | {each: provided.value for each, provided in self.kv_formats.items()}
+        found = known.get(name) or known.get(DType.spelled(name) or "")
+        if found is not None and (holds is None or holds in found.holds):
+            return found
+        if faults := [str(broken) for broken in self.broken if broken.name == f"KV format {name}"]:
+            raise PluginError(f"`{setting}` {name}: {faults[0]}")
+        names = sorted(each for each, format in known.items() if holds is None or holds in format.holds)
+        raise UsageError(f"`{setting}` {name!r} is not a KV format; use one of {', '.join(names)}", settings=[setting])
+
     def raise_if_check_failed(self, refusals: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
         """In strict mode, raise a PluginError that lists every backend whose own check raised an exception."""
         if self.strict:
@@ -144,9 +162,11 @@ def load_registry(
         (name, Provided(config, plugin.source)) for plugin in loaded for name, config in plugin.tiny_models.items()
     ]
     devices = [(spec.name, Provided(spec, plugin.source)) for plugin in loaded for spec in plugin.devices]
+    formats = [(format.name, Provided(format, plugin.source)) for plugin in loaded for format in plugin.kv_formats]
     kind_title = "the workspace kind {!r} (zeroed by one, not by the other)"
     registry = Registry(
         backends=_unique("the name {!r}", "{}", _backends(loaded, broken), broken, CONTRACT_VERSION),
+        kv_formats=_unique("the KV format {!r}", "KV format {}", formats, broken),
         workspace_kinds=_unique(kind_title, "workspace kind {}", _kinds(loaded), broken),
         devices=_unique("the device {!r}", "device {}", devices, broken),
         table_folders=tuple(Provided(folder, plugin.source) for plugin in loaded for folder in plugin.rankings),
@@ -160,6 +180,12 @@ def load_registry(
     if registry.strict:
         _raise_if_broken(registry)
     return registry
+
+
+@lru_cache
+def installed_format(name: str) -> KVFormat:
+    """Return the KV format of this name, core's or an installed plugin's. Raises as ``Registry.kv_format``."""
+    return BUILT_IN[name] if name in BUILT_IN else load_registry().kv_format(name)
 
 
 def _near(name: str, backends: Iterable[str]) -> list[str]:

@@ -53,8 +53,11 @@ def explain(
     for name in (request.attention, *request.roles.values()):
         if name != AUTO:
             registry.get(name)  # an unknown name is an error even if the role is not needed or no model is known
+    format = None if problem.kv_dtype is None else registry.kv_format(problem.kv_dtype)
     if problem.model is None:
         return Selection(problem, {}, problem.page_size, given, failed or {}, request.verify)
+    if format is not None:
+        format.check(problem.model.layers, problem.page_size)
     chooser = _Chooser(registry, request, problem, failed or {}, given, ranking)
     by_name = [Role.PREFILL] if problem.prefilled_by_host and Role.PREFILL in request.roles else []
     choices = {role: chooser.choose(role) for role in (*by_name, *problem.roles())}
@@ -70,7 +73,9 @@ def explain(
             f"leave it out, or give `{Role.LINEAR.setting}`",
             settings=[Setting.ATTENTION_BACKEND, Role.LINEAR.setting],
         )
-    page_size = _page_size(problem, [choice.chosen for choice in choices.values() if choice.chosen is not None])
+    multiple = math.lcm(problem.model.page_multiple, 1 if format is None else format.page_multiple)
+    chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
+    page_size = _page_size(problem, chosen, multiple)
     choices = {role: _with_page_size(choice, page_size) for role, choice in choices.items()}
     _raise_if_options_unused(registry, request, choices)
     names = {backend.spec.name for choice in choices.values() for backend in choice.serving}
@@ -181,12 +186,11 @@ def _why_unneeded(role: Role, problem: Problem) -> str:
     return reasons.get(role, "the model has no full-attention layer")
 
 
-def _page_size(problem: Problem, chosen: list[Registered]) -> int | None:
-    """Return the requested page size, or one that all chosen backends support."""
+def _page_size(problem: Problem, chosen: list[Registered], multiple: int) -> int | None:
+    """Return the requested page size, or a multiple of ``multiple`` that all chosen backends support."""
     if problem.page_size is not None or not chosen:
         return problem.page_size
     common = reduce(PageSizes.intersection, (backend.spec.capabilities.page_sizes for backend in chosen))
-    multiple = 1 if problem.model is None else problem.model.page_multiple
     if common.kernel_size(default := math.lcm(DEFAULT_PAGE_SIZE, multiple)) is not None:
         return default
     assert common.kernel is not None

@@ -136,7 +136,7 @@ class TorchNativeBackend(PlannedAttention):
         self._mha, self._mla = context.pools.mha, context.pools.mla
         # 16-bit caches are converted, which copies them anyway.
         self._in_place = (
-            self._mha is not None and self._mha.dtype is DType.FLOAT32 and torch.device(context.device).type == "cpu"
+            self._mha is not None and self._mha.dtype == DType.FLOAT32 and torch.device(context.device).type == "cpu"
         )
 
     def plan(self, geometry: Geometry) -> Plan:

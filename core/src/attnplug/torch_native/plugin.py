@@ -1,4 +1,4 @@
-"""Core's own plugin: the default backend, scratch memory, devices and tiny models."""
+"""Core's own plugin: the default backend, KV formats, scratch memory, devices and tiny models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.device import DeviceSpec
+from attnplug.declare.kv_format import BUILT_IN, KVFormat
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import CacheLayout, DType, ExtendPath, Role
 from attnplug.declare.spec import BackendSpec
@@ -27,7 +28,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 kinds=frozenset({AttentionKind.MHA, AttentionKind.MLA}),
                 devices=None,
                 dtypes=frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}),
-                kv_dtypes=frozenset(DType),
+                kv_dtypes=None,
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 features=frozenset(Feature) - {Feature.SPARSE, Feature.COMPRESSED},
                 max_speculative_tokens=64,
@@ -38,6 +39,11 @@ def attnplug_backends() -> list[BackendSpec]:
             ),
         )
     ]
+
+
+@hookimpl
+def attnplug_kv_formats() -> list[KVFormat]:
+    return list(BUILT_IN.values())
 
 
 @hookimpl

@@ -75,7 +75,7 @@ def shared_settings(parsed: argparse.Namespace) -> dict[str, Any]:
         "backend_options": request.options,
         "device": parsed.device,
         "dtype": DType.parse(parsed.dtype, Setting.DTYPE) if parsed.dtype is not None else None,
-        "kv_dtype": DType.parse(parsed.kv_dtype, Setting.KV_DTYPE) if parsed.kv_dtype is not None else None,
+        "kv_dtype": parsed.kv_dtype and (DType.spelled(parsed.kv_dtype) or parsed.kv_dtype),
         "page_size": parsed.page_size,
         "max_batch": parsed.max_batch,
         "chunked_prefill_size": parsed.chunked_prefill_size,

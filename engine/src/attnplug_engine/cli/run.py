@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from attnplug import DType, ExtendPath, Role, Setting, UsageError
+from attnplug import ExtendPath, Role, UsageError
 from attnplug.cli.app import Commands, add_command
 from attnplug_engine.cli.arguments import (
     TEXT,
@@ -174,7 +174,7 @@ def engine_options(parsed: argparse.Namespace) -> EngineOptions:
         policy = replace(policy, chunk_capacity=parsed.mla_chunk_capacity)
     return EngineOptions(
         **shared_settings(parsed),
-        index_dtype=DType.parse(parsed.index_dtype, Setting.INDEX_DTYPE) if parsed.index_dtype is not None else None,
+        index_dtype=parsed.index_dtype,
         random_weights=parsed.random_weights,
         num_pages=parsed.num_pages,
         prefix_cache=not parsed.no_prefix_cache,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import BackendError, DType, ExtendPath, ForwardBatch, ForwardMode, Geometry, Serving
+from attnplug import BackendError, ExtendPath, ForwardBatch, ForwardMode, Geometry, Serving
 from attnplug.contract.batch import apply_skip_attn_backend_init
 from attnplug.host import (
     AttnplugError,
@@ -102,8 +102,8 @@ class ModelRunner:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        kv_dtype: DType,
-        index_dtype: DType | None = None,
+        kv_dtype: str,
+        index_dtype: str | None = None,
         parallel: TensorParallel = SINGLE,
         policy: ExtendPolicy | None = None,
         serving: Serving | None = None,

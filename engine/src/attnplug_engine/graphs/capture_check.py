@@ -27,14 +27,14 @@ from attnplug import (
     Plan,
 )
 from attnplug.contract.batch import BatchPlan
-from attnplug.host import ForwardingBackend, HostLengths, KVPools, ModelAttention, planner_claims
+from attnplug.host import ForwardingBackend, HostLengths, KVPools, ModelAttention, installed_format, planner_claims
 from attnplug.linear import DeltaInputs, DeltaWeights, LinearDims, LinearInputs
 from attnplug.machine.runtime import runtime_of
 from attnplug.sparse import IndexerDims, IndexInputs
 from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_sparse.hisparse import HiSparse
-from attnplug_sparse.pools import INDEX_KEYS, latent_format
+from attnplug_sparse.pools import INDEX_KEYS
 from attnplug_sparse.selection import select_rows
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -219,9 +219,7 @@ class CaptureCheck:
         before = [tensor[:live].clone() for tensor in self._static(captured)]
         caches, table_rows = self._caches(layer), None
         try:
-            for cache in caches:
-                random = self._rand(live * each, *cache.shape[1:]).to(cache.device, cache.dtype)
-                _cells(cache)[table.flatten().long().to(cache.device)] = _cells(random)
+            self._write_random(layer, table.flatten().long(), page_size)
             if self._coordinator is not None and captured.table_rows is not None:
                 table_rows = torch.arange(live, device=self._device)
                 captured.table_rows[:live] = table_rows
@@ -279,24 +277,37 @@ class CaptureCheck:
         return [captured.page_table, captured.seq_lens, *(part for part in also if part is not None)]
 
     def _caches(self, layer: LayerSpec) -> Sequence[Tensor]:
-        """Caches of the layer's rows, ``[pages, page_size, …]``, each of one dtype: random bytes would be NaN."""
-        mha, mla = self._pools.mha, self._pools.mla
-        if layer.mla is not None and mla is not None:
+        """Caches of the layer's rows, ``[pages, page_size, …]``, each of one dtype."""
+        mha, mla = self._pools.mha, self._latent_pool(layer)
+        if mla is not None:
             keys = () if layer.indexer is None else self._pools.cache(INDEX_KEYS).parts(layer.layer_id)
-            if self._coordinator is not None:
-                stored = {layer.layer_id: self._coordinator.host_pages(layer.layer_id)}
-                mla = MLAPool.over(
-                    [layer],
-                    stored,
-                    "pages tokens heads dim",
-                    page_size=mla.page_size,
-                    dtype=mla.dtype,
-                    row_format=latent_format(mla.dtype),
-                )
             return [*mla.parts(layer.layer_id), *keys]
         if layer.linear is None and mha is not None:
-            return [mha.keys(layer.layer_id), mha.values(layer.layer_id)]
+            return [part for parts in mha.parts(layer.layer_id) for part in parts]
         return []
+
+    def _latent_pool(self, layer: LayerSpec) -> MLAPool | None:
+        """Return the pool with all latent rows of an MLA layer, in host memory if they are there."""
+        mla = self._pools.mla
+        if layer.mla is None or mla is None or self._coordinator is None:
+            return None if layer.mla is None else mla
+        stored, layout = {layer.layer_id: self._coordinator.host_pages(layer.layer_id)}, "pages tokens heads dim"
+        return MLAPool.over([layer], stored, layout, page_size=mla.page_size, dtype=installed_format(mla.dtype))
+
+    def _write_random(self, layer: LayerSpec, pages: Tensor, size: int) -> None:
+        """Write random rows of a layer to all slots of ``pages`` of ``size`` tokens. Random bytes could be NaN."""
+        mha, mla, layer_id = self._pools.mha, self._latent_pool(layer), layer.layer_id
+        if layer.linear is not None or not len(pages):
+            return
+        slots = (pages.unsqueeze(1) * size + torch.arange(size, device=pages.device)).flatten()
+        if mla is not None and layer.mla is not None:
+            host = mla.rows(layer_id).device
+            mla.write(layer_id, slots.to(host), self._rand(len(slots), layer.mla.row_dim).to(host))
+            if layer.indexer is not None:
+                self._pools.cache(INDEX_KEYS).write(layer_id, slots, self._rand(len(slots), layer.indexer.head_dim))
+        elif mha is not None:
+            widths, heads = (layer.head_dim, layer.v_head_dim), layer.num_kv_heads
+            mha.write(layer_id, slots, *(self._rand(len(slots), heads, width) for width in widths))
 
     def _states(self, layer: LayerSpec, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
         """Fill a linear layer's states of a batch's requests with random values; return views and copies of them."""
@@ -357,7 +368,7 @@ class CaptureCheck:
 
 def _cells(cache: Tensor) -> Tensor:
     """Return a view that torch can index: it indexes bytes everywhere, float8 only on some devices."""
-    return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
+    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
 
 
 def plan_alike(backend: AttentionBackend, plan: Plan, batch: ForwardBatch) -> Plan:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from attnplug import DType, ModelSpec
-from attnplug.kernels import torch_dtype
+from attnplug.host import installed_format
 from attnplug_sparse.hisparse import HotLayers, HotSizes, rows_and_entries
-from attnplug_sparse.pools import IndexKeyPool, compressed_page_bytes, latent_row_nbytes
+from attnplug_sparse.pools import IndexKeyPool, compressed_page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +60,20 @@ def bytes_per_state(spec: ModelSpec, dtype: torch.dtype) -> int:
 def bytes_per_page(
     spec: ModelSpec,
     page_size: int,
-    kv_dtype: DType,
+    kv_dtype: str,
     dtype: torch.dtype,
-    index_dtype: DType | None = None,
+    index_dtype: str | None = None,
     *,
     drafts: int = 0,
 ) -> int:
     """Return the bytes of one page in all layers of a rank's ``spec``. Compressed entries have the model's ``dtype``;
     so have index keys, unless ``index_dtype`` is given. ``drafts`` is that of ``CompressedPool``."""
-    row = 0
+    row, index = 0, installed_format(index_dtype or own_dtype(dtype))
     for layer in spec.full_layers:
-        if layer.mla is not None:
-            row += latent_row_nbytes(layer, kv_dtype)
-        else:
-            row += layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) * torch_dtype(kv_dtype).itemsize
+        row += installed_format(kv_dtype).token_nbytes(layer)
     for layer in spec.index_layers:
         if layer.indexer is not None:
-            row += IndexKeyPool.key_nbytes(layer.indexer, index_dtype or own_dtype(dtype))
+            row += IndexKeyPool.key_nbytes(layer.indexer, index)
     return page_size * row + compressed_page_bytes(spec.layers, page_size, dtype, drafts)
 
 
@@ -93,12 +90,12 @@ class HotBytes:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, capacity: Capacity, kv_dtype: DType, dtype: torch.dtype, index_dtype: DType | None
+        cls, spec: ModelSpec, capacity: Capacity, kv_dtype: str, dtype: torch.dtype, index_dtype: str | None
     ) -> HotBytes:
         size, drafts = capacity.page_size, capacity.nodes - 1
         host = staged = fixed = 0
         for group, stored in hot_layers(spec, capacity, kv_dtype, own_dtype(dtype)):
-            row = latent_row_nbytes(group.layers[0], stored)
+            row = installed_format(stored).token_nbytes(group.layers[0])
             staged += row * group.rows_per_page(size)
             host += row * group.rows_per_page(size) * len(group.layers)
             fixed += group.sizes.device_nbytes(len(group.layers), row)
@@ -106,8 +103,8 @@ class HotBytes:
         return cls(host, page - host + staged, fixed)
 
 
-def hot_layers(spec: ModelSpec, capacity: Capacity, kv_dtype: DType, dtype: DType) -> list[tuple[HotLayers, DType]]:
-    """Return the layers with latent rows in host memory, then those with entries there, and the dtypes of both."""
+def hot_layers(spec: ModelSpec, capacity: Capacity, kv_dtype: str, dtype: DType) -> list[tuple[HotLayers, str]]:
+    """Return the layers with latent rows in host memory, then those with entries there, and the formats of both."""
     rows, entries = rows_and_entries(spec.layers, capacity.hot_sizes)
     return [(rows, kv_dtype)] if entries is None else [(rows, kv_dtype), (entries, dtype)]
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from attnplug import AttentionKind, DType, MHAPool, MLAPool, ModelSpec, PoolError
-from attnplug.host import KVPools
+from attnplug import AttentionKind, MHAPool, MLAPool, ModelSpec, PoolError
+from attnplug.host import KVPools, installed_format
 from attnplug.kernels import CacheKey
 from attnplug.kv.caches import KeyedCache
 from attnplug.linear import LinearStatePool
 from attnplug_engine.memory.capacity import Capacity, HotBytes, bytes_per_page, bytes_per_state, hot_layers, own_dtype
 from attnplug_sparse.hisparse import HOST_ENTRIES, HOST_ROWS, HOT_ENTRIES, HiSparse, HostRows, HotPool
-from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool, latent_format
+from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool
 
 
 def build_pools(
     spec: ModelSpec,
     capacity: Capacity,
     dtype: torch.dtype,
-    kv_dtype: DType,
+    kv_dtype: str,
     device: torch.device,
-    index_dtype: DType | None = None,
+    index_dtype: str | None = None,
     *,
     hot: bool = False,
 ) -> KVPools:
@@ -50,18 +50,18 @@ def _build_pools(
     spec: ModelSpec,
     capacity: Capacity,
     dtype: torch.dtype,
-    kv_dtype: DType,
+    kv_dtype: str,
     device: torch.device,
-    index_dtype: DType | None,
+    index_dtype: str | None,
     *,
     hot: bool,
 ) -> KVPools:
-    kinds = spec.kinds
+    kinds, format = spec.kinds, installed_format(kv_dtype)
     mha = None
     mla: MLAPool | None = None
     if AttentionKind.MHA in kinds:
         mha = MHAPool(
-            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
+            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=format, device=device
         )
     caches: dict[CacheKey[KeyedCache], KeyedCache] = {}
     if hot:
@@ -73,7 +73,7 @@ def _build_pools(
                 group.sizes,
                 num_pages=capacity.num_pages,
                 page_size=capacity.page_size,
-                dtype=stored,
+                dtype=installed_format(stored),
                 device=device,
             )
             caches[key] = HostRows(
@@ -93,9 +93,8 @@ def _build_pools(
             spec.layers,
             num_pages=capacity.num_pages,
             page_size=capacity.page_size,
-            dtype=kv_dtype,
+            dtype=format,
             device=device,
-            row_format=latent_format(kv_dtype),
         )
     model_dtype = own_dtype(dtype)
     linear = None
@@ -106,7 +105,7 @@ def _build_pools(
             spec.layers,
             num_pages=capacity.num_pages,
             page_size=capacity.page_size,
-            dtype=index_dtype or model_dtype,
+            dtype=installed_format(index_dtype or model_dtype),
             device=device,
         )
     if spec.compressed_layers:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnplug import AttentionBackend, DType, ExtendPath, ForwardBatch, Serving
+from attnplug import AttentionBackend, ExtendPath, ForwardBatch, Serving
 from attnplug.host import (
     ExtendPolicy,
     HostContext,
@@ -52,8 +52,8 @@ class DraftRunner:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        kv_dtype: DType,
-        index_dtype: DType | None,
+        kv_dtype: str,
+        index_dtype: str | None,
         workspace: WorkspaceOwner,
         parallel: TensorParallel,
         policy: ExtendPolicy,

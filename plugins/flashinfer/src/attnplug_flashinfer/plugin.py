@@ -70,6 +70,6 @@ def refusals(problem: Problem, role: Role | None, options: FlashInferOptions) ->
     others = ["auto", "fa2"]
     if problem.sm not in (None, FA3_SM):
         yield Refusal("kernel", f"kernel=fa3 requires SM {FA3_SM}; this GPU is SM {problem.sm}", "fa3", others, KERNEL)
-    if problem.kv_dtype is DType.FLOAT8_E4M3:
+    if problem.kv_dtype == DType.FLOAT8_E4M3:
         message = f"kernel=fa3 requires a 16-bit cache, not {problem.kv_dtype}"
         yield Refusal("kernel", message, "fa3", others, KERNEL)

@@ -31,6 +31,7 @@ PLANS_CUTLASS = "flashinfer-python>=0.7.0.dev0,<0.8"
 """Versions that plan the CUTLASS kernel. In earlier ones each call copied the layer's whole cache."""
 KERNEL = "flashinfer_mla.kernel"
 KERNEL_SMS = {"fa3": (90, 90), "cutlass": (100, 110)}
+FP8_SM = 90
 MAX_HEADS = 128
 """Maximum heads per rank: all heads of a query token must fit one query tile."""
 
@@ -41,8 +42,6 @@ CAPABILITIES = Capabilities(
     dtypes=DTYPES,
     kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
     kv_matches_dtype=True,
-    min_fp8_sm=90,
-    max_fp8_sm=90,
     roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
     mla_dims=frozenset({(512, 64)}),
     max_heads=MAX_HEADS,
@@ -79,7 +78,7 @@ def attnplug_rankings() -> list[Path]:
 
 def refusals(problem: Problem, role: Role | None, options: FlashInferMLAOptions) -> Iterator[Refusal]:
     """Yield refusals that capabilities cannot express: fp8 cache support and limits of the requested kernel."""
-    if problem.kv_dtype is DType.FLOAT8_E4M3:
+    if problem.kv_dtype == DType.FLOAT8_E4M3:
         yield from _fp8_refusals(problem)
     yield from kernel_refusals(problem, options)
     if options.kernel == "cutlass" and (older := _version_refusal(PLANS_CUTLASS)) is not None:
@@ -88,14 +87,17 @@ def refusals(problem: Problem, role: Role | None, options: FlashInferMLAOptions)
 
 
 def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
-    """Yield refusals of an fp8 cache: it requires bfloat16 queries and ``READS_FP8``."""
-    dtype, value = problem.dtype, str(problem.kv_dtype)
+    """Yield refusals of an fp8 cache: it requires SM 90, bfloat16 queries and ``READS_FP8``."""
+    dtype, value, allowed = problem.dtype, str(problem.kv_dtype), [str(DType.BFLOAT16), str(DType.FLOAT16)]
+    if problem.sm not in (None, FP8_SM):
+        message = f"a cache in {value} requires SM {FP8_SM}; this GPU is SM {problem.sm}"
+        matching = [name for name in allowed if dtype in (None, name)]
+        yield Refusal(RefusalCode.KV_DTYPE, message, value, matching, Setting.KV_DTYPE)
     if dtype not in (None, DType.BFLOAT16):
         message = f"an fp8 cache is read with bfloat16 queries only, not with {dtype}"
         yield Refusal(RefusalCode.DTYPE, message, str(dtype), [str(DType.BFLOAT16)], Setting.DTYPE)
     if (older := _version_refusal(READS_FP8)) is not None:
         message = f"flashinfer-python {older.value} reads no fp8 cache"
-        allowed = [str(DType.BFLOAT16), str(DType.FLOAT16)]
         yield Refusal(RefusalCode.KV_DTYPE, message, value, allowed, Setting.KV_DTYPE, older.advice)
 
 

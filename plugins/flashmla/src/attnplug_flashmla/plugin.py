@@ -23,6 +23,7 @@ from attnplug import (
 )
 from attnplug.kernels import requirement_refusal
 from attnplug_flashmla.options import SparseOptions
+from attnplug_sparse.plugin import FP8_DS_MLA
 from attnplug_sparse.refusals import index_refusals
 
 LIBRARY = "sgl-flash-mla>=1.0,<2"
@@ -75,7 +76,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 min_sm=90,
                 max_sm=90,
                 dtypes=frozenset({DType.BFLOAT16}),
-                kv_dtypes=frozenset({DType.BFLOAT16, DType.FP8_DS_MLA}),
+                kv_dtypes=frozenset({DType.BFLOAT16, FP8_DS_MLA.name}),
                 index_dtypes=frozenset({DType.BFLOAT16, DType.FLOAT8_E4M3}),
                 coordinators=frozenset({"hisparse"}),
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
@@ -117,7 +118,7 @@ def _deep_gemm_refusals(problem: Problem) -> Iterator[Refusal]:
     if (lacking := requirement_refusal(DEEP_GEMM, "deep_gemm")) is not None:
         yield lacking
     setting = "flashmla_sparse.index_kernel"
-    if problem.dtype is not None and problem.index_dtype is not DType.FLOAT8_E4M3:
+    if problem.dtype is not None and problem.index_dtype != DType.FLOAT8_E4M3:
         kind = problem.index_dtype or problem.dtype
         message = f"DeepGEMM requires index keys in {DType.FLOAT8_E4M3}, not {kind}"
         yield Refusal(RefusalCode.INDEX_DTYPE, message, str(kind), [DType.FLOAT8_E4M3.value], Setting.INDEX_DTYPE)

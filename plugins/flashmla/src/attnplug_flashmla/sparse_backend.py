@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, DType, ForwardExtras, Geometry, LayerSpec, MLAShape, NewRows, Plan
+from attnplug import BackendContext, ForwardExtras, Geometry, LayerSpec, MLAShape, NewRows, Plan
 from attnplug.kernels import import_library
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedRows
 from attnplug_flashmla.deep_gemm_index import load_deep_gemm, score_in_fp8
@@ -17,6 +17,7 @@ from attnplug_flashmla.plugin import DEEP_GEMM, PAGE
 from attnplug_flashmla.sparse_kernels import WIDTH, FlashMLASparseKernels, SparseKernels, pad_heads
 from attnplug_sparse.attention import SparseAttention
 from attnplug_sparse.index import IndexPlan, SparseIndex
+from attnplug_sparse.plugin import FP8_DS_MLA
 
 _MAX_ROWS = 512
 """Maximum rows per call of the decode kernel, whose float32 partial results take 128 MiB for 128 heads."""
@@ -47,7 +48,7 @@ class SparseFlashMLABackend(SparseAttention):
         """``kernels`` and ``index_multiprocessors`` are for tests without a GPU."""
         super().__init__(context)
         shape = MLAShape.of(context)
-        self._packed = context.kv_dtype is DType.FP8_DS_MLA
+        self._packed = context.kv_dtype == FP8_DS_MLA.name
         places = (-1, PAGE, 1) if self._packed else (-1, 1)
         self._caches = {
             layer_id: (rows := shape.pool.rows(layer_id)).view(*places, rows.shape[-1])

@@ -21,9 +21,8 @@ from attnplug import (
 
 LIBRARY = "fla-core>=0.6,<0.7"
 _KINDS = frozenset(kind for kind in AttentionKind if kind.is_linear)
-_ANY_CACHE = frozenset(DType)
 _ANY_LAYOUT = frozenset(CacheLayout)
-"""Linear states are not part of the KV cache, so its dtype and layout do not matter."""
+"""Linear states are not part of the KV cache, so its format and layout do not matter."""
 MAX_KEY_DIM = 256
 """Maximum key dim of the library's delta-rule kernels."""
 COUNTERS = WorkspaceKind("hybrid-linear-counters", zeroed=True)
@@ -47,7 +46,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 kinds=_KINDS,
                 devices=None,
                 dtypes=frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}),
-                kv_dtypes=_ANY_CACHE,
+                kv_dtypes=None,
                 roles=frozenset({Role.LINEAR}),
                 layouts=_ANY_LAYOUT,
                 max_speculative_tokens=64,
@@ -66,7 +65,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 devices=frozenset({"cuda"}),
                 min_sm=80,
                 dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
-                kv_dtypes=_ANY_CACHE,
+                kv_dtypes=None,
                 roles=frozenset({Role.LINEAR}),
                 layouts=_ANY_LAYOUT,
                 max_speculative_tokens=64,

@@ -50,7 +50,8 @@ class SparseAttention(PlannedAttention):
     def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
         super().__init__(context, claims)
         self.index_keys: IndexKeyPool | None = context.pools.cache(INDEX_KEYS) if context.model.index_layers else None
-        if self.index_keys is not None and self.index_keys.dtype not in (readable := context.declared.index_dtypes):
+        readable = context.declared.index_dtypes
+        if self.index_keys is not None and readable is not None and self.index_keys.dtype not in readable:
             raise BackendError(
                 f"backend {context.name} reads index keys in {', '.join(sorted(readable))}, and the pool has them in "
                 f"{self.index_keys.dtype}"

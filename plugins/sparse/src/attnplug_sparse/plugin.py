@@ -1,4 +1,4 @@
-"""Plugin entry point: the spec of ``torch_sparse``. Imports no torch."""
+"""Plugin entry point: the spec of ``torch_sparse``, and FlashMLA's KV format. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,26 @@ from attnplug import (
     Capabilities,
     DType,
     Feature,
+    KVFormat,
     Problem,
     Refusal,
     RefusalCode,
     Role,
+    RowPart,
     hookimpl,
 )
+
+FP8_DS_MLA = KVFormat(
+    name="fp8_ds_mla",
+    summary="latent rows of FlashMLA's sparse kernels: e4m3, one float32 scale per 128 values, rotary part in bfloat16",
+    codec="attnplug_sparse.pools.scaled_rows",
+    parts=(RowPart("float8_e4m3fn"), RowPart("float32", per=128)),
+    rope="bfloat16",
+    holds=frozenset({"mla"}),
+    error=0.05,
+    kernels={"cuda": "attnplug_sparse.pools.scaled_rows:row_writer"},
+)
+"""A row of 512 + 64 values has 656 bytes."""
 
 
 @hookimpl
@@ -32,8 +46,8 @@ def attnplug_backends() -> list[BackendSpec]:
                 kinds=frozenset({AttentionKind.MLA}),
                 devices=None,
                 dtypes=frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}),
-                kv_dtypes=frozenset(DType),
-                index_dtypes=frozenset(dtype for dtype in DType if dtype.is_element),
+                kv_dtypes=None,
+                index_dtypes=None,
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 features=frozenset(Feature),
                 max_speculative_tokens=64,
@@ -44,6 +58,11 @@ def attnplug_backends() -> list[BackendSpec]:
             ),
         )
     ]
+
+
+@hookimpl
+def attnplug_kv_formats() -> list[KVFormat]:
+    return [FP8_DS_MLA]
 
 
 def _check_layers(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:

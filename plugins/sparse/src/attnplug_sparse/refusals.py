@@ -13,7 +13,7 @@ _LIMITS = {"heads": 128, "head_dim": 256, "topk": 8192}
 
 def index_refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
     """Yield every reason why a ``SparseIndex`` cannot serve the problem; for the ``check`` of a spec."""
-    if problem.index_dtype is DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < _FP8_SM:
+    if problem.index_dtype == DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < _FP8_SM:
         message = f"fp8 index keys are read on SM {_FP8_SM} or newer, this is SM {problem.sm}"
         allowed = [DType.BFLOAT16.value, DType.FLOAT16.value]
         yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.index_dtype), allowed, Setting.INDEX_DTYPE)

@@ -62,7 +62,7 @@ class TritonMHABackend(PlannedAttention):
         if pool is None or not layers:
             raise PoolError(f"backend {context.name} requires a model with MHA layers and an MHA pool")
         self._choose, self._device = choose, context.device
-        self._fp8 = context.kv_dtype is DType.FLOAT8_E4M3
+        self._fp8 = context.kv_dtype == DType.FLOAT8_E4M3
         self._caches = {layer.layer_id: KVLayerCache.of(pool, layer) for layer in layers}
         self._shapes = tuple({cache.shape: None for cache in self._caches.values()})
         self._limits: dict[TritonLayerShape, MHAKernelLimits] = {}

@@ -17,12 +17,15 @@ from attnplug import (
     Refusal,
     RefusalCode,
     Role,
+    Setting,
     WorkspaceKind,
     hookimpl,
 )
 
 LIBRARY = "triton>=3.6,<4"
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
+FP8_SM = 89
+"""First compute capability with an instruction that converts float8_e4m3fn."""
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 16
 COUNTERS = WorkspaceKind("triton-mha-counters", zeroed=True)
@@ -47,7 +50,6 @@ def attnplug_backends() -> list[BackendSpec]:
                 dtypes=DTYPES,
                 kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
                 kv_matches_dtype=True,
-                min_fp8_sm=89,  # the first with an instruction that converts float8_e4m3fn
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP, Feature.SINKS}),
                 max_speculative_tokens=64,
@@ -71,8 +73,16 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
     return [COUNTERS]
 
 
+def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
+    if problem.kv_dtype == DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < FP8_SM:
+        message = f"a cache in {problem.kv_dtype} requires SM {FP8_SM} or newer; this GPU is SM {problem.sm}"
+        allowed = sorted(str(dtype) for dtype in DTYPES if problem.dtype in (None, dtype))
+        yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
+
+
 def refusals(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:
-    """Yield refusals that capabilities cannot express: head dims."""
+    """Yield refusals that capabilities cannot express: head dims, and fp8 on older GPUs."""
+    yield from _fp8_refusals(problem)
     if role is None or role is Role.LINEAR or problem.model is None:
         return
     given = {(layer.head_dim, layer.v_head_dim): None for layer in problem.model.full_layers if layer.mla is None}

@@ -86,7 +86,7 @@ class TritonMLABackend(SparseAttention):
         rank, device = shape.dims.kv_lora_rank, context.device
         self._heads, self._page_size, self._rank, self._device = shape.heads, shape.page_size, rank, device
         self._invariant, self._choose = options.batch_invariant, choose
-        self._fp8 = context.kv_dtype is DType.FLOAT8_E4M3
+        self._fp8 = context.kv_dtype == DType.FLOAT8_E4M3
         self._caches = {layer_id: LatentLayerCache.of(shape.pool, layer_id, rank) for layer_id in shape.pool.layer_ids}
         self._limits: MLAKernelLimits | None = None
         index = SparseIndex(context, multiprocessors=multiprocessors) if context.model.is_sparse else None

@@ -16,7 +16,9 @@ from attnplug import (
     GraphLevel,
     Problem,
     Refusal,
+    RefusalCode,
     Role,
+    Setting,
     WorkspaceKind,
     hookimpl,
 )
@@ -24,6 +26,8 @@ from attnplug_sparse.refusals import index_refusals
 from attnplug_triton_mla.options import TritonMLAOptions
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
+FP8_SM = 89
+"""First compute capability with an instruction that converts float8_e4m3fn."""
 LIBRARY = "triton>=3.6,<4"
 COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
 """Arrival counters of split-KV programs: zero before and after each call."""
@@ -49,7 +53,6 @@ def attnplug_backends() -> list[BackendSpec]:
                 dtypes=DTYPES,
                 kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
                 kv_matches_dtype=True,
-                min_fp8_sm=89,  # the first with an instruction that converts float8_e4m3fn
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 mla_dims=frozenset({(512, 64), (512, 0), (256, 64), (256, 0)}),
                 max_heads=128,  # tested up to this number
@@ -79,6 +82,14 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
     return [COUNTERS]
 
 
+def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
+    if problem.kv_dtype == DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < FP8_SM:
+        message = f"a cache in {problem.kv_dtype} requires SM {FP8_SM} or newer; this GPU is SM {problem.sm}"
+        allowed = sorted(str(dtype) for dtype in DTYPES if problem.dtype in (None, dtype))
+        yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
+
+
 def refusals(problem: Problem, role: Role | None, options: TritonMLAOptions) -> Iterator[Refusal]:
-    """Yield refusals that capabilities cannot express: unsupported sparse indexes."""
+    """Yield refusals that capabilities cannot express: unsupported sparse indexes, and fp8 on older GPUs."""
+    yield from _fp8_refusals(problem)
     yield from index_refusals(problem, role)

@@ -20,7 +20,7 @@ def kernel_builds(problem: Problem, roles: frozenset[Role], options: Any) -> Seq
 
 def fallback_builds(problem: Problem, roles: frozenset[Role], options: Any) -> Sequence[KernelBuild]:
     """Return the modules of ``flashinfer_mla`` as a fallback. On these GPUs it reads no fp8 cache."""
-    paged = [] if problem.kv_dtype is DType.FLOAT8_E4M3 else [paged_module(problem, "fa2")]
+    paged = [] if problem.kv_dtype == DType.FLOAT8_E4M3 else [paged_module(problem, "fa2")]
     return [*paged, *ragged_modules(problem, roles, "fa2")]
 
 

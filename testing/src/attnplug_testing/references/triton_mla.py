@@ -41,7 +41,7 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
 
     context = declaring(context, "triton_mla")
     if on_cpu:
-        interpreted = context.declared.index_dtypes | {DType.FLOAT32}  # bfloat16 is not
+        interpreted = (context.declared.index_dtypes or frozenset()) | {DType.FLOAT32}  # bfloat16 is not
         context = replace(context, declared=replace(context.declared, index_dtypes=interpreted))
         ragged = RaggedConfig(32, 16, 4, 2)
         return TritonMLABackend(context, choose=choose or small, ragged=ragged, multiprocessors=MULTIPROCESSORS)

@@ -8,11 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from attnplug import DType, LayerSpec, MLAPool, PoolError
+from attnplug import KVFormat, LayerSpec, MLAPool, PoolError
 from attnplug.kernels import CacheKey, PageCopy
 from attnplug_sparse.hisparse.addresses import DeviceSlots
 from attnplug_sparse.hisparse.sizes import HotSizes
-from attnplug_sparse.pools.scaled_rows import latent_format
 
 
 class HotPool(MLAPool):
@@ -32,7 +31,7 @@ class HotPool(MLAPool):
         *,
         num_pages: int,
         page_size: int,
-        dtype: DType,
+        dtype: KVFormat | str,
         device: torch.device | str,
     ) -> None:
         """``num_pages`` is the number of pages of the page table."""
@@ -55,7 +54,6 @@ class HotPool(MLAPool):
             dtype=dtype,
             device=device,
             shared=True,
-            row_format=latent_format(dtype),
         )
         self._numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.cells: Tensor = self.rows(layers[0].layer_id).view(torch.uint8).flatten(0, 2)

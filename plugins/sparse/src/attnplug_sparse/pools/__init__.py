@@ -1,10 +1,9 @@
-"""Caches of sparse and compressed layers: index keys, entries, and latent rows with scales of their own."""
+"""Caches of sparse and compressed layers: index keys and entries."""
 
 from __future__ import annotations
 
 from attnplug_sparse.pools.compressed import COMPRESSED, CompressedPool, EntryCache, EntryShape, compressed_page_bytes
-from attnplug_sparse.pools.index_keys import INDEX_KEYS, IndexKeyPool
-from attnplug_sparse.pools.scaled_rows import latent_format, latent_row_nbytes
+from attnplug_sparse.pools.index_keys import INDEX_KEYS, IndexKeyPool, index_format
 
 __all__ = [
     "COMPRESSED",
@@ -14,6 +13,5 @@ __all__ = [
     "EntryShape",
     "IndexKeyPool",
     "compressed_page_bytes",
-    "latent_format",
-    "latent_row_nbytes",
+    "index_format",
 ]

@@ -159,7 +159,7 @@ class CompressedPool:
         hosted: bool = False,
     ) -> None:
         check_size(num_pages, page_size)
-        if dtype is DType.FLOAT8_E4M3:
+        if dtype == DType.FLOAT8_E4M3:
             raise PoolError("entries cannot be kept in float8_e4m3fn without a scale each; give the model's own type")
         own = distinct_layers([layer for layer in layers if layer.compressed is not None], _KIND)
         self._caches = {

@@ -9,19 +9,45 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from attnplug import DType, LayerSpec, PoolError
-from attnplug.kernels import CacheKey, RowFormat, RowPool, distinct_layers
+from attnplug import DType, KVFormat, LayerSpec, PoolError, RowPart
+from attnplug.kernels import CacheKey, CodedRows, RowFormat, RowPool, as_format, distinct_layers
 from attnplug.sparse import IndexerDims
-from attnplug_sparse.pools.scaled_rows import ScaledRows
+from attnplug_sparse.pools.scaled_rows import decode as decode
+from attnplug_sparse.pools.scaled_rows import encode_groups
 
 _SCALE = torch.float32.itemsize
+_FLOAT8 = KVFormat(
+    DType.FLOAT8_E4M3.value,
+    "e4m3 keys with one float32 scale each, by whole pages, as DeepGEMM's kernels read them",
+    (RowPart("float8_e4m3fn"), RowPart("float32", per=None)),
+    0.05,
+    codec=__name__,
+    holds=frozenset({"index"}),
+    kernels={"cuda": "attnplug_sparse.pools.scaled_rows:row_writer"},
+)
+
+
+def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return encode_groups(rows, rows.shape[-1])
+
+
+def index_format(dtype: KVFormat | str) -> KVFormat:
+    """Return the format of index keys in ``dtype``: in fp8 they have a scale each, unlike rows of layers.
+
+    Raises PoolError for a format that holds no index keys.
+    """
+    format = _FLOAT8 if str(dtype) == _FLOAT8.name else as_format(dtype)
+    if "index" not in format.holds:
+        raise PoolError(f"index keys cannot be kept as {format.name}, which holds {', '.join(sorted(format.holds))}")
+    return format
 
 
 class IndexKeyPool(RowPool):
     """Index keys of all layers among ``layers`` that have an index of their own: per layer ``[pages, page_size,
     head_dim]``.
 
-    Pages and slots are those of the latent rows: one page table addresses both. ``dtype`` is the model's own, or fp8.
+    Pages and slots are those of the latent rows: one page table addresses both. ``dtype`` is a format that holds index
+    keys, or the name of one that core declares.
     In fp8 a page of bytes ``[page_size, head_dim + 4]`` holds all its keys first, and then a float32 scale for each
     key, as DeepGEMM's kernels read it.
     """
@@ -30,13 +56,25 @@ class IndexKeyPool(RowPool):
     contents = ("index keys",)
 
     def __init__(
-        self, layers: Sequence[LayerSpec], *, num_pages: int, page_size: int, dtype: DType, device: torch.device | str
+        self,
+        layers: Sequence[LayerSpec],
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: KVFormat | str,
+        device: torch.device | str,
     ) -> None:
         super().__init__(_formats(layers, dtype), num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
 
     @classmethod
     def over(
-        cls, layers: Sequence[LayerSpec], tensors: Mapping[int, Tensor], layout: str, *, page_size: int, dtype: DType
+        cls,
+        layers: Sequence[LayerSpec],
+        tensors: Mapping[int, Tensor],
+        layout: str,
+        *,
+        page_size: int,
+        dtype: KVFormat | str,
     ) -> IndexKeyPool:
         """Pool over a host's tensors by layer id, without a copy; ``layout`` is as in ``MLAPool.over``.
 
@@ -45,10 +83,9 @@ class IndexKeyPool(RowPool):
         return cls._over_host(_formats(layers, dtype), tensors, layout, page_size, dtype)
 
     @staticmethod
-    def key_nbytes(dims: IndexerDims, dtype: DType) -> int:
+    def key_nbytes(dims: IndexerDims, dtype: KVFormat | str) -> int:
         """Bytes per key, its scale included."""
-        form = _format(dims, dtype)
-        return form.width * form.stored.itemsize
+        return index_format(dtype).row_nbytes(dims.head_dim)
 
     def keys(self, layer_id: int) -> Tensor:
         """``[pages, page_size, head_dim]`` as stored: the cache itself. In fp8 bytes ``[…, head_dim + 4]``, which are
@@ -56,36 +93,36 @@ class IndexKeyPool(RowPool):
         return self.rows(layer_id).squeeze(2)
 
     def read_keys(self, layer_id: int, slots: Tensor) -> Tensor:
-        """``[*slots.shape, head_dim]``: in the stored type, or float32 from fp8."""
+        """``[*slots.shape, head_dim]``: in the stored type, or as decoded."""
         return self.read_rows(layer_id, slots)
 
 
-def _formats(layers: Sequence[LayerSpec], dtype: DType) -> dict[int, RowFormat]:
+def _formats(layers: Sequence[LayerSpec], dtype: KVFormat | str) -> dict[int, RowFormat]:
     """Formats of the keys of layers that have an index of their own, by layer id."""
-    if not dtype.is_element:
-        raise PoolError(f"index keys cannot be kept as {dtype}, which is a latent row of MLA; give another type")
     own = [layer for layer in layers if layer.indexer is not None and layer.indexer.shares is None]
     by_id = distinct_layers(own, IndexKeyPool.kind)
-    return {layer_id: _format(layer.indexer, dtype) for layer_id, layer in by_id.items() if layer.indexer is not None}
+    return {layer_id: _row(layer.indexer, dtype) for layer_id, layer in by_id.items() if layer.indexer is not None}
 
 
-def _format(dims: IndexerDims, dtype: DType) -> RowFormat:
-    if dtype is DType.FLOAT8_E4M3:
-        return RowFormat(dims.head_dim + _SCALE, torch.uint8, partial(_scaled_keys, head_dim=dims.head_dim))
-    return RowFormat.plain(dims.head_dim, dtype)
+def _row(dims: IndexerDims, dtype: KVFormat | str) -> RowFormat:
+    format = index_format(dtype)
+    group = _SCALE if format is _FLOAT8 else format.group
+    if dims.head_dim % group:
+        raise PoolError(f"index keys of {dims.head_dim} numbers cannot be kept as {format}; give a multiple of {group}")
+    if format is _FLOAT8:
+        return RowFormat(dims.head_dim + _SCALE, torch.uint8, partial(_by_page, width=dims.head_dim))
+    return RowFormat.of(format, dims.head_dim)
 
 
-def _scaled_keys(pages: Tensor, head_dim: int) -> ScaledRows:
-    """Index keys in fp8 over bytes ``[pages, page_size, 1, head_dim + 4]``: all keys of a page, then all its scales."""
-    count, page_size, _, width = pages.shape
-    if head_dim % _SCALE:
-        raise PoolError(f"index keys of {head_dim} numbers cannot be kept in fp8; give a multiple of {_SCALE}")
-    if pages.stride()[1:] != (width, width, 1) and page_size > 1:
+def _by_page(pages: Tensor, width: int) -> CodedRows:
+    """Index keys over bytes ``[pages, page_size, 1, width + 4]``: all keys of a page, then all its scales."""
+    count, size, _, nbytes = pages.shape
+    if pages.stride()[1:] != (nbytes, nbytes, 1) and size > 1:
         raise PoolError(f"a page of index keys in fp8 must be contiguous, and strides are {pages.stride()}")
-    whole = pages.as_strided((count, page_size * width), (pages.stride(0), 1))
-    values = whole[:, : page_size * head_dim].view(torch.float8_e4m3fn).unflatten(1, (page_size, 1, head_dim))
-    scales = whole[:, page_size * head_dim :].view(torch.float32).unflatten(1, (page_size, 1, 1))
-    return ScaledRows(pages, values, scales)
+    whole = pages.as_strided((count, size * nbytes), (pages.stride(0), 1))
+    values = whole[:, : size * width].view(torch.float8_e4m3fn).unflatten(1, (size, 1, width))
+    scales = whole[:, size * width :].view(torch.float32).unflatten(1, (size, 1, 1))
+    return CodedRows(pages, _FLOAT8, width, views=(values, scales))
 
 
 INDEX_KEYS: Final[CacheKey[IndexKeyPool]] = CacheKey("index keys", IndexKeyPool, "select")

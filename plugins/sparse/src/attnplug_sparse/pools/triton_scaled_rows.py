@@ -45,7 +45,7 @@ def _write_scaled(
 
 
 class ScaledWriter:
-    """Writes rows ``[tokens, 1, width]`` with per-row scales, with one launch; see ``ScaledRows``."""
+    """Writes rows ``[tokens, 1, width]`` with per-row scales, with one launch; see ``scaled_rows``."""
 
     def __init__(self, values: Tensor, scales: Tensor, rest: Tensor | None, smallest: float) -> None:
         self._parts = values, scales, scales if rest is None else rest

@@ -1,0 +1,272 @@
+"""Checks of a KV format without a backend, derived from its declaration: writes, reads, copies and moves in pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnplug import AttentionKind, KVFormat, LayerSpec, MHAPool, MLAPool
+from attnplug.declare.errors import AttnplugError, describe_error
+from attnplug.host import MLADims
+from attnplug.kernels import PageCopy, RowFormat, RowPool
+from attnplug.kv.layout import LayoutName
+from attnplug_conformance.arithmetic import as_bytes
+from attnplug_conformance.diagnosis import CheckFailure
+from attnplug_conformance.stored_rows import StoredRows
+
+_PAGES = 6
+_LAYER = 3
+
+
+class _IndexKeys(RowPool):
+    kind, contents = "index key", ("index keys",)
+
+
+class FormatScene:
+    """A pool in a format with one layer, and random rows that are written to scattered slots."""
+
+    def __init__(
+        self,
+        format: KVFormat,
+        kind: str,
+        device: torch.device,
+        layout: LayoutName = "token_major",
+        scale: float = 1.0,
+    ) -> None:
+        self.format, self.kind, self.device, self.scale = format, kind, device, scale
+        self.page_size, group = 4 * format.page_multiple, format.group
+        self.width, self.rope, self.heads = group * max(1, 64 // group), 0, 2 if kind == "mha" else 1
+        if kind == "mla":
+            self.rope = group * -(-16 // group) if format.rope is None else 16
+        sizes: dict[str, Any] = {"num_pages": _PAGES, "page_size": self.page_size, "dtype": format, "device": device}
+        width, self.width = self.width, self.width + self.rope
+        self.pool: MHAPool | RowPool
+        if kind == "mha":
+            layer = LayerSpec(_LAYER, AttentionKind.MHA, 2, 2, width, width, 1.0)
+            scales = {_LAYER: (scale, scale)} if format.layer_scale else None
+            self.pool = MHAPool([layer], **sizes, layout=layout, scales=scales)
+            self.parts = tuple(part for parts in self.pool.parts(_LAYER) for part in parts)
+            return
+        if kind == "mla":
+            dims = MLADims(width, 16, self.rope)
+            layer = LayerSpec(_LAYER, AttentionKind.MLA, 2, 2, 32, 16, 1.0, mla=dims)
+            self.pool = MLAPool([layer], **sizes, scales={_LAYER: scale} if format.layer_scale else None)
+        else:
+            form = RowFormat.of(format, width, scale=scale if format.layer_scale else 1.0)
+            self.pool = _IndexKeys({_LAYER: form}, **sizes)
+        self.parts = self.pool.parts(_LAYER)
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Write rows ``[tokens, heads, width]``: as keys, with reversed columns as values, or as the only rows."""
+        if isinstance(self.pool, MHAPool):
+            self.pool.write(_LAYER, slots, rows, rows.flip(-1))
+        else:
+            self.pool.write(_LAYER, slots, rows)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Return rows ``[*slots.shape, heads, width]``."""
+        if isinstance(self.pool, MHAPool):
+            return self.pool.read_keys(_LAYER, slots)
+        return self.pool.read_rows(_LAYER, slots).unsqueeze(-2)
+
+    @property
+    def stored(self) -> StoredRows:
+        return StoredRows(self.format, self.width, self.rope)
+
+    def rows(self, count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Normally distributed rows ``[count, heads, width]``, in the range of the layer's scale."""
+        random = torch.Generator().manual_seed(seed)
+        made = torch.randn(count, self.heads, self.width, generator=random) * self.scale
+        return made.to(dtype).to(self.device)
+
+    def slots(self, count: int, seed: int = 0) -> Tensor:
+        order = torch.randperm(_PAGES * self.page_size, generator=torch.Generator().manual_seed(seed))
+        return order[:count].to(self.device)
+
+    def memory(self) -> list[Tensor]:
+        return [as_bytes(part).clone() for part in self.parts]
+
+    def changed(self, before: list[Tensor]) -> set[int]:
+        """Slots whose bytes differ from an earlier ``memory``."""
+        found: set[int] = set()
+        for part, old in zip(self.parts, before, strict=True):
+            places = (as_bytes(part) != old).flatten(2).any(-1).nonzero().tolist()
+            found |= {page * self.page_size + offset for page, offset in places}
+        return found
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    """Largest ‖found − wanted‖ / ‖wanted‖ of a row; NaN if there is one."""
+    sizes = wanted.double().norm(dim=-1).clamp(min=1e-30)
+    return float(((found.double() - wanted.double()).norm(dim=-1) / sizes).max())
+
+
+def _round_trip(scene: FormatScene) -> None:
+    slots = scene.slots(20)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = scene.rows(20, dtype=dtype)
+        scene.write(slots, rows)
+        error = _error(scene.read(slots), rows)
+        if not error <= scene.format.error:
+            raise CheckFailure(
+                f"{dtype} rows are read back with an error of {error:.3f}; it declares {scene.format.error}"
+            )
+    zeros = torch.zeros(20, scene.heads, scene.width, device=scene.device)
+    scene.write(slots, zeros)
+    if scene.read(slots).any() or not scene.read(slots).isfinite().all():
+        raise CheckFailure("rows of zeros are not read back as zeros")
+
+
+def _magnitudes(scene: FormatScene) -> None:
+    """Formats with scales of their own hold rows of any magnitude; those without are given the layer's scale."""
+    slots = scene.slots(20)
+    own = any(part.per != 1 for part in scene.format.parts[1:]) and not scene.format.layer_scale
+    sizes = torch.tensor([2.0**-10, 1.0, 2.0**10] if own else [1.0]).repeat(20)[:20].view(-1, 1, 1).to(scene.device)
+    rows = scene.rows(20) * sizes
+    scene.write(slots, rows)
+    if not (error := _error(scene.read(slots), rows)) <= scene.format.error:
+        raise CheckFailure(f"rows of magnitudes from 2^-10 to 2^10 are read back with an error of {error:.3f}")
+    rows = scene.rows(20)
+    rows[:, :, ::16] *= 30.0  # outliers
+    scene.write(slots, rows)
+    if not scene.read(slots).isfinite().all():
+        raise CheckFailure("rows with outliers are read back as NaN or infinity")
+
+
+def _padding(scene: FormatScene) -> None:
+    slots, rows = scene.slots(8), scene.rows(8)
+    scene.write(slots, rows)
+    before = scene.memory()
+    scene.write(torch.full_like(slots, -1), scene.rows(8, 1))
+    if scene.changed(before):
+        raise CheckFailure("a write to slots of -1 alone changes memory")
+    padded = slots.clone()
+    padded[[0, 3, 7]] = -1
+    scene.write(padded, scene.rows(8, 1))
+    if extra := scene.changed(before) - set(padded.tolist()):
+        raise CheckFailure(f"a write to slots {padded.tolist()} changes slots {sorted(extra)}; -1 must not be written")
+
+
+def _independent(scene: FormatScene) -> None:
+    slots, rows = scene.slots(12), scene.rows(12)
+    scene.write(slots, rows)
+    together = scene.read(slots).clone()
+    for index in range(12):
+        scene.write(slots[index : index + 1], rows[index : index + 1])
+    if not torch.equal(scene.read(slots), together):
+        raise CheckFailure("rows written together differ from rows written alone; treat each row independently")
+    before = scene.memory()
+    scene.write(slots[5:6], scene.rows(1, 9) * 100.0)
+    if extra := scene.changed(before) - {int(slots[5])}:
+        raise CheckFailure(f"writing slot {int(slots[5])} changes slots {sorted(extra)}")
+    others = [index for index in range(12) if index != 5]
+    if not torch.equal(scene.read(slots)[others], together[others]):
+        raise CheckFailure("writing one row changes what is read for its neighbours: they share a scale")
+    if scene.heads > 1:
+        other = rows.clone()
+        other[:, 1] *= 50.0
+        scene.write(slots, other)
+        if not torch.equal(scene.read(slots)[:, 0], together[:, 0]):
+            raise CheckFailure("writing one head changes what is read for another: they share a scale")
+
+
+def _copies(scene: FormatScene) -> None:
+    size = scene.page_size
+    page = torch.arange(size, 2 * size, device=scene.device)
+    scene.write(page, scene.rows(size))
+    wanted = scene.read(page).clone()
+    scene.pool.copy_pages([PageCopy(1, 4)])
+    if not torch.equal(scene.read(page + 3 * size), wanted):
+        raise CheckFailure("a copied page is not read as the page was: its scales did not move")
+    scene.pool.move_rows(page.flip(0), page)
+    if not torch.equal(scene.read(page), wanted.flip(0)):
+        raise CheckFailure("moved rows are not read as before: their scales did not move")
+
+
+def _prefix(scene: FormatScene) -> None:
+    slots, rows = scene.slots(16), scene.rows(16)
+    scene.write(slots, rows)
+    whole = scene.read(slots).clone()
+    bytes_of = scene.memory()
+    scene.write(slots[:5], rows[:5])
+    scene.write(slots[5:], rows[5:])
+    if scene.changed(bytes_of):
+        raise CheckFailure("rows written in two steps have other bytes than those written in one")
+    again = scene.read(slots.view(4, 4)).flatten(0, 1)
+    if not torch.equal(again, whole) or not torch.equal(scene.read(slots.flip(0)).flip(0), whole):
+        raise CheckFailure("the same rows are read differently in another order or shape: a prefix hit would differ")
+
+
+def _bytes(scene: FormatScene) -> None:
+    rows = _PAGES * scene.page_size * scene.heads * (2 if scene.kind == "mha" else 1)
+    wanted = rows * scene.format.row_nbytes(scene.width, scene.rope)
+    if scene.pool.nbytes != wanted:
+        raise CheckFailure(f"its rows take {scene.pool.nbytes} bytes, but it declares {wanted}")
+
+
+def _layouts(scene: FormatScene) -> None:
+    if scene.kind != "mha":
+        return
+    other = FormatScene(scene.format, scene.kind, scene.device, "head_major", scene.scale)
+    slots, rows = scene.slots(12), scene.rows(12)
+    for each in (scene, other):
+        each.write(slots, rows)
+    if not torch.equal(scene.read(slots), other.read(slots)):
+        raise CheckFailure("rows are read differently in the head_major layout")
+
+
+def _kernel(scene: FormatScene) -> None:
+    """A kernel's rows, on a device that has one, are those of the codec, but for values rounded the other way."""
+    slots, rows = scene.slots(20), scene.rows(20, dtype=torch.bfloat16)
+    scene.write(slots, rows)
+    wanted = scene.stored.read_back(rows, scene.scale)
+    if not (error := _error(scene.read(slots), wanted)) <= scene.format.error / 2 + 1e-6:
+        raise CheckFailure(
+            f"the kernel for {scene.device.type} stores rows that differ by {error:.3f} from the codec's"
+        )
+
+
+FORMAT_CHECKS: dict[str, tuple[str, Callable[[FormatScene], None]]] = {
+    "bytes": ("a row takes the declared bytes", _bytes),
+    "round_trip": ("rows are read back within the declared error", _round_trip),
+    "magnitudes": ("rows of any magnitude are held, outliers give no NaN", _magnitudes),
+    "padding": ("slots of -1 are not written", _padding),
+    "independent": ("rows, heads and their scales do not influence one another", _independent),
+    "copies": ("copied pages and moved rows keep their scales", _copies),
+    "prefix": ("reused rows are equal bit by bit, however they were written and are read", _prefix),
+    "layouts": ("rows are the same in every layout of a page", _layouts),
+    "kernel": ("what a kernel writes is what the codec writes", _kernel),
+}
+"""Requirement and function of each check, by name."""
+
+
+@dataclass(frozen=True)
+class FormatResult:
+    """Result of one check for rows of one kind; ``message`` is empty if it passed."""
+
+    check: str
+    kind: str
+    requirement: str
+    message: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        name = f"{self.kind}.{self.check}"
+        return {"check": name, "requirement": self.requirement, "passed": not self.message, "message": self.message}
+
+
+def check_format(format: KVFormat, device: torch.device) -> Iterator[FormatResult]:
+    """Run every check of a format, for each kind of rows that it holds."""
+    for kind in sorted(format.holds):
+        for name, (requirement, run) in FORMAT_CHECKS.items():
+            message = ""
+            try:
+                run(FormatScene(format, kind, device, scale=0.25 if format.layer_scale else 1.0))
+            except (CheckFailure, AttnplugError) as error:
+                message = str(error)
+            except Exception as error:
+                message = f"it raised {describe_error(error)}"
+            yield FormatResult(name, kind, requirement, message)

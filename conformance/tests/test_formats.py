@@ -1,0 +1,195 @@
+"""The kit catches every broken KV format by the intended check; the installed ones pass."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from attnplug import KVFormat, RowPart, UsageError
+from attnplug.cli.app import parse, run
+from attnplug.host import load_registry
+from attnplug.kv.buffer import PagedBuffer
+from attnplug.kv.coded_rows import CodedRows
+from attnplug_conformance.format_checks import FORMAT_CHECKS, check_format
+
+CPU = torch.device("cpu")
+GOOD = KVFormat(
+    name="good_int8",
+    summary="int8 with a scale per row",
+    codec="good_int8",
+    parts=(RowPart("int8"), RowPart("float32", per=None)),
+    error=0.02,
+)
+
+
+def encode(rows):
+    scales = (rows.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-12)
+    return (rows.float() / scales).round().to(torch.int8), scales
+
+
+def decode(parts):
+    return parts[0].float() * parts[1]
+
+
+def codec(name, **functions):
+    module = ModuleType(name)
+    module.__dict__.update({"encode": encode, "decode": decode, **functions})
+    return module
+
+
+def failures(format):
+    return {(result.kind, result.check): result.message for result in check_format(format, CPU) if result.message}
+
+
+@pytest.fixture(autouse=True)
+def codecs(monkeypatch):
+    for name, functions in {"good_int8": {}, **CODECS}.items():
+        monkeypatch.setitem(sys.modules, name, codec(name, **functions))
+
+
+def of_batch(rows):
+    """One scale for all rows of a call."""
+    scales = (rows.float().abs().amax() / 127).expand(*rows.shape[:2], 1)
+    return (rows.float() / scales.clamp(min=1e-12)).round().clamp(-127, 127).to(torch.int8), scales.contiguous()
+
+
+def of_heads(rows):
+    """One scale for all heads of a token."""
+    scales = (rows.float().abs().amax((-1, -2), keepdim=True) / 127).clamp(min=1e-12).expand(*rows.shape[:2], 1)
+    return (rows.float() / scales).round().to(torch.int8), scales.contiguous()
+
+
+def truncated(rows):
+    scales = encode(rows)[1]
+    return (rows.float() / scales / 8).trunc().to(torch.int8) * 8, scales
+
+
+def of_all(rows):
+    """A constant scale."""
+    return (rows.float() * 31).round().clamp(-127, 127).to(torch.int8), torch.full((*rows.shape[:2], 1), 1 / 31)
+
+
+def at_random(rows):
+    values, scales = encode(rows)
+    noise = torch.randint(0, 2, values.shape, generator=_noise)
+    return (values.int() + noise).clamp(-127, 127).to(torch.int8), scales
+
+
+def by_order(parts):
+    return decode(parts) * (1 + 1e-5 * torch.arange(len(parts[0])).view(-1, 1, 1))
+
+
+_noise = torch.Generator().manual_seed(0)
+CODECS = {
+    "of_batch": {"encode": of_batch},
+    "of_heads": {"encode": of_heads},
+    "of_all": {"encode": of_all},
+    "truncated": {"encode": truncated},
+    "at_random": {"encode": at_random},
+    "by_order": {"decode": by_order},
+    "no_zeros": {"decode": lambda parts: decode(parts) + (parts[0] == 0).float() * 1e-6},
+}
+MUTANTS = [
+    ("of_batch", "independent", "written alone"),
+    ("of_batch", "prefix", "two steps"),
+    ("of_heads", "independent", "one head"),
+    ("truncated", "round_trip", "declares 0.02"),
+    ("of_all", "magnitudes", "2^-10"),
+    ("no_zeros", "round_trip", "zeros"),
+    ("by_order", "prefix", "prefix hit"),
+    ("at_random", "prefix", "other bytes"),
+]
+
+
+@pytest.mark.parametrize(("name", "check", "message"), MUTANTS)
+def test_a_broken_codec_is_caught(name, check, message):
+    """E2"""
+    assert message in failures(replace(GOOD, codec=name))["mha", check]
+
+
+def test_a_good_format_passes():
+    assert failures(GOOD) == {}
+
+
+@pytest.mark.parametrize("name", load_registry().kv_formats)
+def test_the_installed_formats_pass(name):
+    """E2"""
+    assert failures(load_registry().kv_formats[name].value) == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "check", "change"),
+    [
+        ("move_pages", "copies", lambda self, *places: None),
+        ("move_rows", "copies", lambda self, *places: None),
+        ("_without_padding", "padding", lambda self, slots, cells: (slots.clamp(min=0), cells)),
+    ],
+)
+def test_pools_that_leave_a_scale_behind_are_caught(method, check, change, monkeypatch):
+    """E2: the part with the scales, 4 bytes per element, is not copied, moved or protected from padding."""
+    right = getattr(PagedBuffer, method)
+
+    def broken(self, *given):
+        return (change if self.pages.element_size() == 4 else right)(self, *given)
+
+    monkeypatch.setattr(PagedBuffer, method, broken)
+    assert ("mha", check) in failures(GOOD)
+
+
+def test_a_kernel_that_writes_other_rows_is_caught(monkeypatch):
+    """E2"""
+
+    class Kernel:
+        def __init__(self, rows):
+            self.rows = rows
+
+        def write(self, slots, rows):
+            kernel, self.rows.kernel = self.rows.kernel, None
+            self.rows.write(slots, rows * 1.1, padded=self.rows.check_targets(slots))
+            self.rows.kernel = kernel
+
+    right = CodedRows.__init__
+    monkeypatch.setattr(
+        CodedRows, "__init__", lambda self, *a, **k: (right(self, *a, **k), setattr(self, "kernel", Kernel(self)))[0]
+    )
+    assert "differ" in failures(GOOD)["mla", "kernel"]
+
+
+def test_a_declaration_of_other_bytes_is_caught(monkeypatch):
+    """E2"""
+    monkeypatch.setattr(CodedRows, "nbytes", property(lambda self: 7, lambda self, value: None), raising=False)
+    assert "declares" in failures(GOOD)["mha", "bytes"]
+
+
+def test_rows_that_depend_on_the_layout_are_caught(monkeypatch):
+    """E2"""
+    right = PagedBuffer.read
+    monkeypatch.setattr(PagedBuffer, "read", lambda self, slots: right(self, slots).roll(int(self._flat is None), -1))
+    assert "head_major" in failures(GOOD)["mha", "layouts"]
+
+
+def test_every_check_has_a_mutant():
+    assert {check for _, check, _ in MUTANTS} | {"copies", "padding", "kernel", "bytes", "layouts"} == {*FORMAT_CHECKS}
+
+
+def test_the_command_checks_a_format_without_a_backend(capsys, monkeypatch):
+    """E2"""
+    on_cpu = ["conform", "--kv-format", "fp8_ds_mla", "--device", "cpu"]
+    assert run(parse(on_cpu)) == 0
+    assert "fp8_ds_mla" in capsys.readouterr().out
+    monkeypatch.setattr("attnplug_sparse.pools.scaled_rows.decode", torch.zeros_like)
+    assert run(parse(on_cpu)) == 1
+    assert "FAILED mla.round_trip" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", ["--kv-format nvfp5", "torch_native --kv-format bf16", "--kv-format bf16 --quick", ""]
+)
+def test_a_wrong_use_of_the_command_is_one_line(words):
+    with pytest.raises(UsageError) as error:
+        run(parse(["conform", *words.split()]))
+    assert "\n" not in str(error.value)

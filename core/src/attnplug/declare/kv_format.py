@@ -1,0 +1,200 @@
+"""KV cache formats as data: parts of a stored row, their bytes, and the module that encodes rows (E2)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from attnplug.declare.errors import PluginError, UsageError
+from attnplug.declare.installed import DOTTED
+from attnplug.declare.model import AttentionKind, LayerSpec
+from attnplug.declare.problem import DType
+from attnplug.declare.reading import boolean, names, several
+from attnplug.declare.settings import Setting
+
+ROW_KINDS = frozenset({"mha", "mla", "index"})
+"""Rows that a format may hold: keys and values of heads, latent rows, and index keys of sparse layers."""
+_NBYTES = {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+           "float8_e8m0fnu": 1, "int8": 1, "uint8": 1}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """Part of a stored row: elements of one dtype, e.g. values or scales.
+
+    ``dtype`` is torch's name. There is one element per ``per`` values of the row. With ``per=None`` there is one per
+    row of a head, e.g. its scale. ``RowPart("uint8", per=2)`` are packed 4-bit values.
+    """
+
+    dtype: str
+    per: int | None = 1
+
+    def elements(self, width: int) -> int:
+        return 1 if self.per is None else width // self.per
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """Declaration of a KV cache format, returned by a plugin's ``attnplug_kv_formats`` hook.
+
+    ::
+
+        KVFormat(
+            name="int4_groups",
+            summary="4-bit integers, one float16 scale per 32 values",
+            codec="attnplug_acme.int4_groups",
+            parts=(RowPart("uint8", per=2), RowPart("float16", per=32)),
+            error=0.1,
+        )
+
+    A row is the key or value of one token and head, a token's latent row or its index key. Its parts are stored one
+    after another, each aligned to its element size. All parts move with the row when pages are copied.
+
+    - ``codec``: a module with ``encode(rows)``, which takes rows ``[tokens, heads, width]`` and returns one tensor
+      ``[tokens, heads, elements]`` per part, and ``decode(parts)``, which returns rows ``[tokens, heads, width]`` in
+      float32 or bfloat16. Both are torch code for any device, do not synchronise, and treat each row independently.
+      The module is imported when a pool is built. Without a codec, the only part holds values rounded to its dtype.
+    - ``error``: largest ‖read − written‖ / ‖written‖ of a row of normally distributed values.
+    - ``holds``: a subset of ``mha`` (keys and values), ``mla`` (latent rows) and ``index`` (index keys).
+    - ``rope``: dtype in which the rotary columns of latent rows follow the parts; ``None``: they are encoded too.
+    - ``layer_scale``: rows are divided by a scale per layer before ``encode`` and multiplied after ``decode``.
+    - ``page_multiple``: page sizes must be multiples of it.
+    - ``kernels``: ``"package.module:attribute"`` by device type: a function of (parts, scale) that returns a
+      ``RowKernel``, or ``None`` if it cannot serve this device. ``parts`` are views ``[pages, page_size, heads,
+      elements]``. With a method ``pair(other)``, it returns one whose ``write(slots, k, v)`` is a single launch.
+
+    Raises :class:`PluginError` with every mistake of the declaration.
+    """
+
+    name: str
+    summary: str
+    parts: tuple[RowPart, ...]
+    error: float
+    codec: str | None = None
+    holds: frozenset[str] = frozenset({"mha", "mla"})
+    rope: str | None = None
+    layer_scale: bool = False
+    page_multiple: int = 1
+    kernels: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name, read in (("parts", several), ("holds", names)):
+            object.__setattr__(self, name, read(f"{name} of KV format {self.name!r}", getattr(self, name)))
+        boolean(f"layer_scale of KV format {self.name!r}", self.layer_scale)
+        if problems := list(self._problems()):
+            raise PluginError(f"KV format {self.name!r}: " + "; ".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        if not isinstance(self.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", self.name):
+            yield "name must be at most 64 lower-case letters, digits and underscores, starting with a letter"
+        if not isinstance(self.summary, str) or not self.summary or not self.summary.isprintable():
+            yield f"summary {self.summary!r} must be one line of text"
+        if not self.parts or not all(type(part) is RowPart for part in self.parts):
+            yield f"parts {self.parts!r} must be one or more RowPart(dtype, per)"
+            return
+        dtypes, pers = [part.dtype for part in self.parts], [part.per for part in self.parts if part.per is not None]
+        if unknown := {*dtypes, self.rope or dtypes[0]} - set(_NBYTES):
+            yield f"dtypes {unknown} are unknown; known are {', '.join(_NBYTES)}"
+        if wrong := [per for per in (*pers, self.page_multiple) if type(per) is not int or per < 1]:
+            yield f"per (or None for one element per row) and page_multiple must be whole numbers from 1, not {wrong}"
+        if not isinstance(self.error, float | int) or not 0 <= self.error < 1:
+            yield f"error {self.error!r} must be a relative error from 0, below 1"
+        if not self.holds or not self.holds <= ROW_KINDS:
+            yield f"holds {set(self.holds)}; give some of {', '.join(sorted(ROW_KINDS))}"
+        if self.codec is None and (self.in_bytes or pers != [1] or self.layer_scale):
+            yield "without a codec it has one part of one element per value, no rope and no layer scale; give the codec"
+        if self.codec is not None and not re.fullmatch(DOTTED, str(self.codec)):
+            yield f"codec {self.codec!r} must be a module, 'package.module'"
+        for target in map(str, self.kernels.values()):
+            if not re.fullmatch(rf"{DOTTED}:{DOTTED}", target):
+                yield f"kernels: {target!r} must be a string 'package.module:attribute'"
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def group(self) -> int:
+        """Number of values of which the width of a row must be a multiple."""
+        return math.lcm(*(part.per for part in self.parts if part.per is not None))
+
+    @property
+    def in_bytes(self) -> bool:
+        """True if rows mix parts, so that their memory is uint8; False if it has the dtype of the only part."""
+        return len(self.parts) > 1 or self.rope is not None
+
+    def placed(self, width: int, rope: int = 0) -> list[tuple[str, int, int]]:
+        """Return dtype, first byte and last byte + 1 of every part of a row of ``width`` values.
+
+        The last ``rope`` of them are rotary columns. Each part is aligned to its element size.
+        """
+        coded = width - rope if self.rope is not None else width
+        sizes = [(part.dtype, part.elements(coded)) for part in self.parts]
+        sizes += [(self.rope, rope)] if self.rope is not None and rope else []
+        placed, end = [], 0
+        for dtype, elements in sizes:
+            start = -(-end // _NBYTES[dtype]) * _NBYTES[dtype]
+            end = start + elements * _NBYTES[dtype]
+            placed.append((dtype, start, end))
+        return placed
+
+    def row_nbytes(self, width: int, rope: int = 0) -> int:
+        """Return the bytes of a row of one head, a multiple of the largest element size."""
+        placed = self.placed(width, rope)
+        align = max(_NBYTES[dtype] for dtype, _, _ in placed)
+        return -(-placed[-1][2] // align) * align
+
+    def token_nbytes(self, layer: LayerSpec) -> int:
+        """Return the bytes of one token's rows in a full-attention layer of this rank."""
+        if layer.mla is not None:
+            return self.row_nbytes(layer.mla.row_dim, layer.mla.qk_rope_head_dim)
+        return layer.num_kv_heads * (self.row_nbytes(layer.head_dim) + self.row_nbytes(layer.v_head_dim))
+
+    def misfit(self, layer: LayerSpec) -> str | None:
+        """Return why the format cannot hold a full-attention layer's rows; ``None`` if it can."""
+        kind = "mha" if layer.mla is None else "mla"
+        if kind not in self.holds:
+            return f"it holds {' and '.join(sorted(self.holds))} rows; layer {layer.layer_id} is {layer.kind}"
+        widths = {layer.head_dim, layer.v_head_dim}
+        if layer.mla is not None:
+            widths = {layer.mla.row_dim if self.rope is None else layer.mla.kv_lora_rank}
+        wrong = sorted(width for width in widths if width % self.group)
+        if wrong:
+            return f"its rows are in groups of {self.group} values; layer {layer.layer_id} has rows of {wrong[0]}"
+        return None
+
+    def check(self, layers: Iterable[LayerSpec], page_size: int | None) -> None:
+        """Raise UsageError if the format cannot hold these layers, or not with this page size."""
+        kinds = (AttentionKind.MHA, AttentionKind.MLA)
+        misfits = (self.misfit(layer) for layer in layers if layer.kind in kinds)
+        if (misfit := next(filter(None, misfits), None)) is not None:
+            message = f"`{Setting.KV_DTYPE}` {self.name} cannot hold the model's rows: {misfit}; use another"
+            raise UsageError(message, settings=[Setting.KV_DTYPE])
+        if page_size is not None and page_size % self.page_multiple:
+            raise UsageError(
+                f"`{Setting.PAGE_SIZE}` {page_size} is not a multiple of {self.page_multiple}, as `{Setting.KV_DTYPE}` "
+                f"{self.name} requires; give one that is",
+                settings=[Setting.PAGE_SIZE, Setting.KV_DTYPE],
+            )
+
+
+PLAIN_FORMATS = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+"""Formats that store values in a dtype of activations."""
+BUILT_IN = {each.name: each for each in (
+    KVFormat("float32", "IEEE single precision", (RowPart("float32"),), 0.0, holds=ROW_KINDS),
+    KVFormat("float16", "IEEE half precision", (RowPart("float16"),), 1e-3, holds=ROW_KINDS),
+    KVFormat("bfloat16", "bfloat16", (RowPart("bfloat16"),), 4e-3, holds=ROW_KINDS),
+    KVFormat("float8_e4m3fn", "e4m3 with one scale per layer, saturating at 448", (RowPart("float8_e4m3fn"),), 0.05,
+             "attnplug.kv.float8", ROW_KINDS, layer_scale=True, kernels={"cuda": "attnplug.kv.float8:row_writer"}),
+)}  # fmt: skip
+"""Formats that core declares, by name."""
+
+
+def as_format(format: KVFormat | str) -> KVFormat:
+    """Return a format, or the one that core declares by this name. Registries know those of other packages."""
+    if isinstance(format, KVFormat):
+        return format
+    if format not in BUILT_IN:
+        raise UsageError(f"KV format {format!r} is not one of core's, {', '.join(BUILT_IN)}; give the KVFormat itself")
+    return BUILT_IN[format]

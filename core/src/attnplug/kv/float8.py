@@ -1,0 +1,36 @@
+"""Codec of e4m3 rows, and the kernel that writes them. Their scale, if any, is the layer's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnplug.kv.layout import PageLayout
+
+if TYPE_CHECKING:
+    from attnplug.kv.triton_rows import RowWriter
+
+_LARGEST = 448.0
+
+
+def encode(rows: Tensor) -> tuple[Tensor]:
+    # torch's own cast turns overflow into NaN before pytorch/pytorch#178817 (CPU) and saturates after it. In place:
+    # rows of a format with a layer scale are the result of a division.
+    return (rows.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn),)
+
+
+def decode(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].to(torch.float32)
+
+
+def row_writer(parts: Sequence[Tensor], scale: float) -> RowWriter | None:
+    if torch.cuda.get_device_capability(parts[0].device) < (8, 9):
+        return None  # Triton does not convert to this dtype there
+    try:
+        from attnplug.kv.triton_rows import RowWriter
+    except ImportError:
+        return None
+    return RowWriter(parts[0], PageLayout.of(parts[0]), scale)

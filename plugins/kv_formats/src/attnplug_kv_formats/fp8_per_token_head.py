@@ -1,0 +1,23 @@
+"""Codec of e4m3 rows with one float32 scale each, by which vLLM's Triton kernels write and read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_LARGEST = 448.0
+_SMALLEST_SCALE = 1e-6
+"""vLLM's lower bound, so that a row of zeros has a scale too."""
+
+
+def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
+    rows = rows.float()
+    scales = (rows.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=_SMALLEST_SCALE)
+    return (rows * (1.0 / scales)).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
+
+
+def decode(parts: Sequence[Tensor]) -> Tensor:
+    values, scales = parts
+    return values.float() * scales

@@ -1,0 +1,35 @@
+"""Codec of NVFP4 rows: two e2m1 values per byte, the first in the low bits, and an e4m3 scale per 16 values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_GROUP = 16
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of e2m1 by their code, without the sign in bit 3."""
+_LARGEST, _LARGEST_SCALE = 6.0, 448.0
+
+
+def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
+    groups = rows.float().unflatten(-1, (-1, _GROUP))
+    largest = groups.abs().amax(-1) / _LARGEST
+    scales = largest.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
+    divisor = scales.float().unsqueeze(-1)
+    scaled = groups / torch.where(divisor == 0, torch.inf, divisor)  # a group below the smallest scale is zero
+    size = scaled.abs()
+    # Halfway values go to the even code.
+    code = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
+    code = code + (size > 2.5) + (size >= 3.5) + (size > 5.0) + 8 * scaled.signbit().to(torch.uint8)
+    pairs = code.flatten(-2).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4, scales
+
+
+def decode(parts: Sequence[Tensor]) -> Tensor:
+    packed, scales = parts
+    code = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2).long()
+    table = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], device=packed.device)
+    values: Tensor = table[code].unflatten(-1, (-1, _GROUP))
+    return (values * scales.float().unsqueeze(-1)).flatten(-2)
