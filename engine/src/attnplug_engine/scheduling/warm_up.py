@@ -25,7 +25,7 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
     - a prompt of each power of two up to that, and prompts that end at a page's boundary;
     - a prompt with a short prefix in the cache, and one with a prefix that is long enough to be chunked (C1);
     - as many short prompts as each power of two, which decode greedily and sampled;
-    - a full step of many short prompts;
+    - full steps of as many prompts as each power of two;
     - as many prompts as each power of four, which decode while another one prefills in chunks.
     """
     rows, size = capacity.num_pages * capacity.page_size, capacity.page_size
@@ -47,9 +47,11 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
     for tokens in sorted({min(full + extra, longest) for extra in (_SHORT, _LONG_PREFIX + _SHORT)} - {full}):
         yield [request(tokens, _GREEDY)]
     most, short = min(capacity.max_batch, capacity.num_pages), min(_SHORT, longest)
-    for count in sorted({1 << power for power in range(most.bit_length())} | {most}):
+    counts = sorted({1 << power for power in range(most.bit_length())} | {most})
+    for count in counts:
         yield decoding(count, short)
     if most > 1:
-        yield [request(max(full // most, 1)) for _ in range(most)]
+        for count in counts[1:]:
+            yield [request(max(full // count, 1)) for _ in range(count)]
         for count in sorted({1 << power for power in range(0, most.bit_length(), 2)} - {most} | {most - 1}):
             yield [*decoding(count, short), request(min(full + _SHORT, longest), _GREEDY)]
