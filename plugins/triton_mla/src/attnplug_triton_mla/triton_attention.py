@@ -323,7 +323,9 @@ def attend(
                     # NaN or an infinity has no finite logit: values are reloaded without such rows, and queries that
                     # see one get NaN.
                     whole = tl.max((tl.abs(logits) < float("inf")).to(tl.int32), 0) > 0
-                    rows_0, rows_1, rows_2, rows_3 = _load_latent(slot_at, column, there & whole, RANK, FORMAT, SCALE_AT)
+                    rows_0, rows_1, rows_2, rows_3 = _load_latent(
+                        slot_at, column, there & whole, RANK, FORMAT, SCALE_AT
+                    )
                     if TOKEN_SCALES:
                         log2_scale = tl.where(whole, log2_scale, 0.0)
                     logits = tl.where(whole[None, :], logits, float("nan"))
