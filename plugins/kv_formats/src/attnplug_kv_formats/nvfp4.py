@@ -15,7 +15,8 @@ _LARGEST, _LARGEST_SCALE = 6.0, 448.0
 
 def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
     groups = rows.float().unflatten(-1, (-1, _GROUP))
-    largest = groups.abs().amax(-1) / _LARGEST
+    # By a tensor: on a GPU torch divides by a Python number by multiplying with its inverse, which rounds twice.
+    largest = groups.abs().amax(-1) / groups.new_full((), _LARGEST)
     scales = largest.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
     divisor = scales.float().unsqueeze(-1)
     scaled = groups / torch.where(divisor == 0, torch.inf, divisor)  # a group below the smallest scale is zero

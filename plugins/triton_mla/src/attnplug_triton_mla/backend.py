@@ -11,7 +11,6 @@ from torch import Tensor
 from attnplug import (
     BackendContext,
     Claims,
-    DType,
     ExtendPath,
     ForwardBatch,
     ForwardExtras,
@@ -38,6 +37,7 @@ from attnplug_triton_mla.configurations import (
 )
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.planner import BatchShape, MLASchedule
+from attnplug_triton_mla.plugin import FP8_FORMATS, NVFP4
 from attnplug_triton_mla.ragged import RaggedConfig, fit_ragged, launch_ragged, plan_tiles, supports_ragged
 from attnplug_triton_mla.scratch import MLAPartials, MLAScratch
 from attnplug_triton_mla.sparse import SparseLayers, SparsePlan
@@ -86,8 +86,8 @@ class TritonMLABackend(SparseAttention):
         rank, device = shape.dims.kv_lora_rank, context.device
         self._heads, self._page_size, self._rank, self._device = shape.heads, shape.page_size, rank, device
         self._invariant, self._choose = options.batch_invariant, choose
-        self._fp8 = context.kv_dtype == DType.FLOAT8_E4M3
-        self._caches = {layer_id: LatentLayerCache.of(shape.pool, layer_id, rank) for layer_id in shape.pool.layer_ids}
+        self._fp8, rope, pool = context.kv_dtype in FP8_FORMATS | {NVFP4}, shape.dims.qk_rope_head_dim, shape.pool
+        self._caches = {layer_id: LatentLayerCache.of(pool, layer_id, rank, rope) for layer_id in pool.layer_ids}
         self._limits: MLAKernelLimits | None = None
         index = SparseIndex(context, multiprocessors=multiprocessors) if context.model.is_sparse else None
         if multiprocessors is None:
@@ -99,7 +99,7 @@ class TritonMLABackend(SparseAttention):
                 10 * properties.major + properties.minor,
                 shared,
                 shape.dims.row_dim * shape.dtype.itemsize,
-                shape.dims.row_dim * shape.kv_dtype.itemsize,
+                max(cache.pages.shape[-1] for cache in self._caches.values()) * shape.kv_dtype.itemsize,
                 all(cache.copied for cache in self._caches.values()),
             )
         self._multiprocessors, self._ragged = multiprocessors, ragged or RaggedConfig()
