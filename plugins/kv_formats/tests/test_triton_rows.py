@@ -65,7 +65,8 @@ def test_latent_rows_are_those_of_the_codec(format: KVFormat, dtype: torch.dtype
 @on_every_device
 @formats
 @pytest.mark.parametrize("layout", ["token_major", "head_major"])
-def test_keys_and_values_are_those_of_the_codec(format: KVFormat, layout: Any, device: str) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_keys_and_values_are_those_of_the_codec(format: KVFormat, layout: Any, together: bool, device: str) -> None:
     from attnplug_kv_formats.triton_rows import RowWriter
 
     coded, written = (pools(MHAPool, MHA, format, device, layout=layout) for _ in range(2))
@@ -74,8 +75,12 @@ def test_keys_and_values_are_those_of_the_codec(format: KVFormat, layout: Any, d
     coded._keys[0].kernel = coded._values[0].kernel = None
     coded._kernels[0] = None
     coded.write(0, slots, keys, values)
-    for parts, given, scale in zip(written.parts(0), (keys, values), written.scales(0), strict=True):
-        RowWriter(parts, scale, early=False).write(slots, given)
+    writers = [RowWriter(*each, early=False) for each in zip(written.parts(0), written.scales(0), strict=True)]
+    if together:
+        writers[0].pair(writers[1]).write(slots, keys, values)
+    else:
+        for writer, given in zip(writers, (keys, values), strict=True):
+            writer.write(slots, given)
     for found, wanted in zip(written.parts(0), coded.parts(0), strict=True):
         check_equal(found, wanted)
 
