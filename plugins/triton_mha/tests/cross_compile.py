@@ -16,13 +16,20 @@ import triton
 
 from attnplug_testing import ahead
 from attnplug_triton_mha.attention import merged_at_once
-from attnplug_triton_mha.configurations import TABLES, MergeConfig, MHAKernelLimits, fit_config, merge_config
+from attnplug_triton_mha.configurations import (
+    FORMATS,
+    PACKS,
+    TABLES,
+    MergeConfig,
+    MHAKernelLimits,
+    fit_config,
+    merge_config,
+)
 from attnplug_triton_mha.planner import padded
 from attnplug_triton_mha.triton_attention import attend as attend_kernel
 from attnplug_triton_mha.triton_merge import _FEW
 from attnplug_triton_mha.triton_merge import merge as merge_kernel
 from attnplug_triton_mha.triton_plan import _plan
-from attnplug_triton_mha.triton_rows import FORMATS, PACKS
 
 GROUP, KV_HEADS = 4, 8
 POINTERS = {
@@ -74,9 +81,7 @@ def attend(
         **{f"{side}_{name}": value for side in "KV" for name, value in strides.items()},
         **{f"{side}S_{name}": value // scale_bytes for side in "KV" for name, value in strides.items()},
         **dict.fromkeys(("K_COLUMN", "V_COLUMN", "KS_COLUMN", "VS_COLUMN"), 1),
-        **dict.fromkeys(("K_BYTES", "V_BYTES"), row if format else 2 * dim),
         "FORMAT": number,
-        "PACK": pack,
         "FAR": False,
         "PAIRS": pairs,
         "WINDOW": window,
@@ -150,12 +155,12 @@ def table() -> Iterator[tuple[str, Any]]:
     for parts, rows in ((132, 16), (33, 32), (16, 16), (16, 4096)):
         cut = merge_config(parts, rows, 256, 132)
         name = f"merge {cut.parts} parts, {cut.columns} columns, {cut.warps} warps"
-        yield name, merge(90, asdict(TABLES[1][0][-1]), "bf16", cut)
+        yield name, merge(90, asdict(TABLES[0][0][-1]), "bf16", cut)
     for format in ("", *FORMATS):
-        pack = PACKS[FORMATS.get(format, 0)]
-        for entry in dict.fromkeys(entry for *_, entry in TABLES[pack]):
+        number = FORMATS.get(format, 0)
+        for entry in dict.fromkeys(entry for *_, entry in TABLES[number]):
             for dim in (64, 128, 256):
-                cut = asdict(fit_config(entry, MHAKernelLimits(90, 227 << 10, dim, dim, pack)))
+                cut = asdict(fit_config(entry, MHAKernelLimits(90, 227 << 10, dim, dim, number)))
                 name = f"{entry.tile:3} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {dim} {format}"
                 yield name, attend(90, cut, "bf16", dim, format=format)
 

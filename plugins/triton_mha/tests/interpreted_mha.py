@@ -22,7 +22,7 @@ CODED_TOLERANCE = 2e-2
 """Coded rows are multiplied in fp16, whatever queries are in."""
 
 
-def small(rows: int, requests: int, kv_heads: int, pack: int) -> MHAKernelConfig:
+def small(rows: int, requests: int, kv_heads: int, format: int) -> MHAKernelConfig:
     """Short steps and low tiles, so that small batches have many of both; merged in both ways."""
     merge: Merge = "inside" if requests % 2 else "apart"
     tile = 16 if rows <= 16 else 64

@@ -16,7 +16,7 @@ from attnplug.host import KVPools, load_registry
 from attnplug_conformance.case import LAYER
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_stored, mha
-from attnplug_triton_mha.configurations import TABLE_FP8, MHAKernelConfig
+from attnplug_triton_mha.configurations import TABLES, MHAKernelConfig
 from interpreted_mha import CODED_TOLERANCE, build, check, on, scene
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
@@ -163,7 +163,7 @@ def test_a_cache_of_any_strides(mode, new, format, shape, device):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("entry", sorted({entry for *_, entry in TABLE_FP8}, key=str), ids=str)
+@pytest.mark.parametrize("entry", sorted({entry for table in TABLES[1:] for *_, entry in table}, key=str), ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @in_every_format
 def test_every_entry_of_the_table_serves_every_batch(entry, dim, format, device):

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from attnplug import LayerSpec, MHAPool
+from attnplug_triton_mha.configurations import FORMATS, PACKS
 from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape
 from attnplug_triton_mha.scratch import SplitPartials
 from attnplug_triton_mha.triton_attention import attend
 from attnplug_triton_mha.triton_merge import launch_merge
-from attnplug_triton_mha.triton_rows import FORMATS, NVFP4_FACTOR, PACKS
+from attnplug_triton_mha.triton_rows import NVFP4_FACTOR
 
 _LOG2_E = 1.4426950408889634
 _LARGEST_OFFSET = (1 << 31) - 1
@@ -23,22 +24,18 @@ _LARGEST_OFFSET = (1 << 31) - 1
 class KVLayerCache:
     """Keys and values of one layer, ``[pages, page_size, kv_heads, elements]`` of any strides, and their scales.
 
-    ``format`` is its number in ``FORMATS``, 0 for 16-bit values. ``key_scales`` and ``value_scales`` are the scales of
-    rows, of the same dimensions; formats without them have keys and values there. ``key_factor`` and ``value_factor``
-    apply to the whole layer. ``key_bytes`` and ``value_bytes`` are those of a row. ``far``: offsets within a page need
+    ``key_scales`` and ``value_scales`` are the scales of rows, of the same dimensions; formats without them have keys
+    and values there. ``key_factor`` and ``value_factor`` apply to the whole layer. ``far``: offsets within a page need
     64 bits. ``pairs``: the bytes of coded rows are contiguous and 16-bit aligned.
     """
 
     shape: TritonLayerShape
-    format: int
     keys: Tensor
     key_scales: Tensor
     values: Tensor
     value_scales: Tensor
     key_factor: float
     value_factor: float
-    key_bytes: int
-    value_bytes: int
     far: bool
     pairs: bool
 
@@ -50,26 +47,19 @@ class KVLayerCache:
         factor = NVFP4_FACTOR if PACKS[format] == 4 else 1.0
         key_factor, value_factor = (scale * factor for scale in pool.scales(layer.layer_id))
         return cls(
-            TritonLayerShape.of(layer, PACKS[format]),
-            format,
+            TritonLayerShape.of(layer, format),
             keys,
             key_parts[-1],
             values,
             value_parts[-1],
             key_factor,
             value_factor,
-            _row_bytes(key_parts),
-            _row_bytes(value_parts),
             far=any(
                 (pages.shape[1] - 1) * pages.stride(1) + (pages.shape[3] - 1) * pages.stride(3) > _LARGEST_OFFSET
                 for pages in (*key_parts, *value_parts)
             ),
             pairs=all(_pairs(part) for part in (*key_parts, *value_parts) if part.element_size() == 1),
         )
-
-
-def _row_bytes(parts: Sequence[Tensor]) -> int:
-    return sum(part.shape[3] * part.element_size() for part in parts)
 
 
 def _codes(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -166,10 +156,7 @@ def launch_attend(
         VS_SLOT=value_scales.stride(1),
         VS_HEAD=value_scales.stride(2),
         VS_COLUMN=value_scales.stride(3),
-        FORMAT=cache.format,
-        PACK=shape.pack,
-        K_BYTES=cache.key_bytes,
-        V_BYTES=cache.value_bytes,
+        FORMAT=shape.format,
         FAR=cache.far,
         PAIRS=cache.pairs,
         WINDOW=shape.window,
@@ -193,4 +180,4 @@ def launch_attend(
         **({"launch_pdl": True} if configuration.overlap else {}),
     )
     if schedule.apart is not None:
-        launch_merge(partials, out, lse, sinks, schedule, schedule.apart, cache.value_factor, cache.format > 0)
+        launch_merge(partials, out, lse, sinks, schedule, schedule.apart, cache.value_factor, shape.format > 0)

@@ -70,7 +70,7 @@ class TritonMHABackend(PlannedAttention):
             sm = 10 * properties.major + properties.minor
             shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # torch's stub lacks it
             self._limits = {
-                shape: MHAKernelLimits(sm, shared, shape.width, shape.v_width, shape.pack) for shape in self._shapes
+                shape: MHAKernelLimits(sm, shared, shape.width, shape.v_width, shape.format) for shape in self._shapes
             }
         self._multiprocessors = multiprocessors
         rows = max_partial_rows(multiprocessors, max(shape.kv_heads for shape in self._shapes))
@@ -105,7 +105,7 @@ class TritonMHABackend(PlannedAttention):
         """Allocate a batch's schedules; ``_fill`` fills them."""
         schedules = {}
         for shape in self._shapes:
-            config = self._choose(geometry.max_new * shape.group, geometry.requests, shape.kv_heads, shape.pack)
+            config = self._choose(geometry.max_new * shape.group, geometry.requests, shape.kv_heads, shape.format)
             if (limits := self._limits.get(shape)) is not None:
                 config = fit_config(config, limits)
             schedule = SplitKVSchedule.reserve(shape, config, geometry, self._multiprocessors)

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from attnplug import Geometry, LayerSpec
-from attnplug_triton_mha.configurations import MergeConfig, MHAKernelConfig, max_parts, merge_config, merges_separately
+from attnplug_triton_mha.configurations import (
+    PACKS,
+    MergeConfig,
+    MHAKernelConfig,
+    max_parts,
+    merge_config,
+    merges_separately,
+)
 from attnplug_triton_mha.triton_plan import RECORD_NUMBERS, TILE_NUMBERS, launch_plan
 
 _MERGED_ROWS = 16
@@ -25,22 +32,22 @@ class TritonLayerShape:
     v_dim: int
     window: int
     """Sliding window in keys; 0 for none."""
-    pack: int = 1
-    """Columns per 16 bits of the cache."""
+    format: int = 0
+    """Number of the cache's format."""
 
     @classmethod
-    def of(cls, layer: LayerSpec, pack: int = 1) -> TritonLayerShape:
+    def of(cls, layer: LayerSpec, format: int = 0) -> TritonLayerShape:
         group = layer.num_heads // layer.num_kv_heads
-        return cls(layer.num_kv_heads, group, layer.head_dim, layer.v_head_dim, layer.sliding_window or 0, pack)
+        return cls(layer.num_kv_heads, group, layer.head_dim, layer.v_head_dim, layer.sliding_window or 0, format)
 
     @property
     def width(self) -> int:
         """Key dim, padded for tensor cores."""
-        return padded(self.dim, self.pack)
+        return padded(self.dim, PACKS[self.format])
 
     @property
     def v_width(self) -> int:
-        return padded(self.v_dim, self.pack)
+        return padded(self.v_dim, PACKS[self.format])
 
 
 def padded(width: int, pack: int = 1) -> int:

@@ -32,6 +32,7 @@ from attnplug_triton_mha.triton_merge import LOG2_E, finish, load_sinks, merge_p
 from attnplug_triton_mha.triton_plan import RECORD
 from attnplug_triton_mha.triton_rows import (
     FP8_ROWS,
+    NVFP4,
     SMALLEST_SCALE,
     columns,
     decode,
@@ -225,14 +226,18 @@ def attend(
     K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr, V_COLUMN: tl.constexpr,
     KS_PAGE: tl.constexpr, KS_SLOT: tl.constexpr, KS_HEAD: tl.constexpr, KS_COLUMN: tl.constexpr,
     VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_HEAD: tl.constexpr, VS_COLUMN: tl.constexpr,
-    FORMAT: tl.constexpr, PACK: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
-    FAR: tl.constexpr, PAIRS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE_PARTS: tl.constexpr, SINGLE: tl.constexpr, OVERLAP: tl.constexpr, PREFETCH: tl.constexpr,
-    tree, tree_row, tree_column, TREE: tl.constexpr,
+    FORMAT: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, SINGLE: tl.constexpr, OVERLAP: tl.constexpr,
+    PREFETCH: tl.constexpr, tree, tree_row, tree_column, TREE: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
+    # Bits per column and bytes of scales.
+    BITS: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth if FORMAT != NVFP4 else 4
+    K_SCALES: tl.constexpr = DIM // 16 if FORMAT == NVFP4 else (4 if FORMAT == FP8_ROWS else 0)
+    V_SCALES: tl.constexpr = V_DIM // 16 if FORMAT == NVFP4 else K_SCALES
+    PACK: tl.constexpr = 4 if FORMAT == NVFP4 else (2 if FORMAT > 0 else 1)
     kv_head, me = tl.program_id(0), tl.program_id(1)
     record = records + me * RECORD
     request, new, begin, prefix = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
@@ -269,8 +274,8 @@ def attend(
                     its_page = tl.load(table + later // PAGE_SIZE * table_column, mask=later < end, other=0)
                 keys_at = rows_at(keys, its_page, later, at, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
                 values_at = rows_at(values, its_page, later, at, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
-                prefetch(keys_at, later < end, K_BYTES)
-                prefetch(values_at, later < end, V_BYTES)
+                prefetch(keys_at, later < end, DIM * BITS // 8 + K_SCALES)
+                prefetch(values_at, later < end, V_DIM * BITS // 8 + V_SCALES)
         if OVERLAP:
             # Wait for the previous kernel, which may have written queries and cache rows, but not schedule or page
             # table. What depends on those alone is computed before.

@@ -11,10 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FORMATS = {"float8_e4m3fn": 1, "fp8_per_token_head": 2, "nvfp4": 3}
-"""Numbers of coded formats in the kernel; others store 16-bit values, 0."""
-PACKS = (1, 2, 2, 4)
-"""Columns per 16 bits, by the number of a format."""
 NVFP4_FACTOR = 256.0
 """Factor by which nvfp4 rows exceed what ``decode`` returns, so that fp16 holds all of their values exactly."""
 FP8_ROWS, NVFP4 = tl.constexpr(2), tl.constexpr(3)
