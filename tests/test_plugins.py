@@ -20,12 +20,13 @@ from attnplug_testing.configs import KIMI_LINEAR, read
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
-NAMES = {"flashmla": {"flashmla", "flashmla_sparse"}, "hybrid_linear": {"torch", "fla"}, "sparse": {"torch_sparse"}}
+NAMES = {"flashmla": {"flashmla", "flashmla_sparse"}, "hybrid_linear": {"torch", "fla"}, "sparse": {"torch_sparse"},
+         "kv_formats": set()}  # fmt: skip
 """The backends of a plugin that has not one of its own name."""
 
 
 def specs_of(folder: str) -> list[BackendSpec]:
-    return import_module(f"attnplug_{folder}.plugin").attnplug_backends()
+    return getattr(import_module(f"attnplug_{folder}.plugin"), "attnplug_backends", list)()
 
 
 SPECS = [spec for folder in FOLDERS for spec in specs_of(folder)]
@@ -77,7 +78,7 @@ asked = {"kv_dtype": DType.FLOAT8_E4M3, "cuda_graph": GraphLevel.DECODE, "page_s
 problems = [Problem(), Problem(device="cpu"), *(Problem(device="cuda", sm=sm, **asked) for sm in (80, 90, 100))]
 imported = {}
 for folder in folders:
-    for spec in import_module(f"attnplug_{folder}.plugin").attnplug_backends():
+    for spec in getattr(import_module(f"attnplug_{folder}.plugin"), "attnplug_backends", list)():
         for problem in problems:
             for role in (None, *Role):
                 spec.refusals(problem, role)
@@ -94,7 +95,7 @@ def raised() -> dict[str, str | None]:
 sys.modules.update(dict.fromkeys(set(heavy) - {"torch", "numpy"}))
 raised = {}
 for folder in folders:
-    for spec in import_module(f"attnplug_{folder}.plugin").attnplug_backends():
+    for spec in getattr(import_module(f"attnplug_{folder}.plugin"), "attnplug_backends", list)():
         try:
             import_module(spec.factory.partition(":")[0])
         except BaseException as error:

@@ -120,4 +120,5 @@ def test_specs_declare_the_contract_as_a_literal():
     for path in (*ROOT.glob("plugins/*/src/*/plugin.py"), ROOT / "core/src/attnplug/torch_native/plugin.py"):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         declared = [word.value for call in calls for word in call.keywords if word.arg == "contract"]
-        assert declared and all(isinstance(value, ast.Constant) for value in declared), path
+        specs = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "BackendSpec"]
+        assert len(declared) == len(specs) and all(isinstance(value, ast.Constant) for value in declared), path

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnplug import KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec, PoolError, Problem, Role, RowPart, UsageError
+from attnplug.cli.plugins import _other
 from attnplug.declare.errors import PluginError
 from attnplug.host import BackendRequest, KVPools, load_registry, select
 from attnplug.kernels import PageCopy, RowFormat
@@ -74,7 +75,7 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> Codec:
         ({"parts": ()}, ["parts"]),
         ({"parts": (("int8", 1),)}, ["RowPart"]),
         ({"parts": (RowPart("int7"),)}, ["int7", "int8"]),
-        ({"parts": (RowPart("int8", per=0),)}, ["per 0"]),
+        ({"parts": (RowPart("int8", per=0),)}, ["per", "0"]),
         ({"error": 2}, ["error 2"]),
         ({"holds": {"keys"}}, ["keys", "mha"]),
         ({"holds": set()}, ["holds"]),
@@ -83,7 +84,7 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> Codec:
         ({"rope": "bf16"}, ["bf16", "bfloat16"]),
         ({"layer_scale": 1}, ["layer_scale", "1"]),
         ({"page_multiple": 0}, ["page_multiple"]),
-        ({"kernels": {"cuda": "acme"}}, ["cuda", "acme"]),
+        ({"kernels": {"cuda": "acme"}}, ["kernels", "acme"]),
     ],
     ids=str,
 )
@@ -114,8 +115,14 @@ def test_a_plugin_brings_formats(install: Install) -> None:
     with raises_naming(UsageError, "acme_int4", "acme_int8", "bfloat16") as error:
         registry.kv_format("acme_int4")
     assert error.value.settings == ("kv_dtype",) and "\n" not in str(error.value)
+    assert [(item.kind, item.name) for item in _other(registry)] == [("KV format", "acme_int8")]
     with raises_naming(UsageError, "index_dtype", "acme_int8", "bfloat16"):
         registry.kv_format("acme_int8", "index_dtype", "index")
+
+
+def test_a_name_that_is_also_a_spelling_of_a_dtype_is_the_formats(install: Install) -> None:
+    registry = load_registry([EMBEDDED, install(also(module(), attnplug_kv_formats=[replace(ACME, name="fp8")]))], {})
+    assert registry.kv_format("fp8").codec == "acme_int8"
 
 
 def test_two_packages_with_the_same_name_are_both_named(install: Install) -> None:
@@ -232,7 +239,7 @@ def no_scales(rows: Tensor) -> tuple[Tensor]:
     [
         ({"encode": no_scales}, ["encode", "float16"]),
         ({"encode": lambda rows: (encode(rows)[0][..., :-1], encode(rows)[1])}, ["[3, 2, 7]", "[3, 2, 8]"]),
-        ({"encode": lambda rows: (encode(rows)[0], encode(rows)[1].float())}, ["torch.float32", "torch.float16"]),
+        ({"encode": lambda rows: (encode(rows)[0], encode(rows)[1].float())}, ["float32", "float16"]),
         ({"decode": lambda parts: decode(parts)[..., :-1]}, ["decode", "[3, 2, 7]"]),
         ({"decode": lambda parts: decode(parts).half()}, ["decode", "torch.float16"]),
         ({"decode": lambda parts: decode(parts) / decode(parts)}, ["decode", "NaN"]),

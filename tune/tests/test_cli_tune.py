@@ -208,7 +208,7 @@ WRONG = {
     ("tune", *HERE, "--budget", "0"): "--budget 0",
     ("tune", *HERE, "--backends", "none"): "none",
     ("tune", *HERE, "--backends", "torch_native, auto"): "auto",
-    ("tune", *HERE, "--kv-dtype", "fp8_ds_mla", "--backends", "torch_native"): "change --kv-dtype",
+    ("tune", *HERE, "--kv-dtype", "fp8_ds_mla", "--backends", "torch_native"): "--kv-dtype",
     ("tune", *HERE, "--points", "99999999999x64"): "1048576",
     ("tune", *HERE, "--max-batch", "99999999999"): "1048576",
     ("tune", *HERE, "--report", "/nowhere/r.html"): "/nowhere",

@@ -71,7 +71,7 @@ class ReferenceSparse:
             {0: cache.squeeze(2)},
             "pages tokens dim",
             page_size=64,
-            dtype=PACKED,
+            dtype=FP8_DS_MLA,
         )
         return self._attend(q, slots, scale, pages * 64, lambda where: pool.read_rows(0, where))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from attnplug import AttentionKind, KVFormat, LayerSpec, MHAPool, MLAPool
 from attnplug.host import MLADims
 from attnplug_kv_formats.plugin import FP8_PER_TOKEN_HEAD, NVFP4
 from attnplug_testing.devices import DEVICES
+from attnplug_testing.triton_mode import compiled_by
 
 MHA = LayerSpec(0, AttentionKind.MHA, 4, 2, 48, 16, 1.0)
 MLA = LayerSpec(0, AttentionKind.MLA, 4, 4, 48, 32, 1.0, mla=MLADims(96, 32, 16))
@@ -65,7 +67,8 @@ def test_latent_rows_are_those_of_the_codec(format: KVFormat, dtype: torch.dtype
 @on_every_device
 @formats
 @pytest.mark.parametrize("layout", ["token_major", "head_major"])
-def test_keys_and_values_are_those_of_the_codec(format: KVFormat, layout: Any, device: str) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_keys_and_values_are_those_of_the_codec(format: KVFormat, layout: Any, together: bool, device: str) -> None:
     from attnplug_kv_formats.triton_rows import RowWriter
 
     coded, written = (pools(MHAPool, MHA, format, device, layout=layout) for _ in range(2))
@@ -74,8 +77,12 @@ def test_keys_and_values_are_those_of_the_codec(format: KVFormat, layout: Any, d
     coded._keys[0].kernel = coded._values[0].kernel = None
     coded._kernels[0] = None
     coded.write(0, slots, keys, values)
-    for parts, given, scale in zip(written.parts(0), (keys, values), written.scales(0), strict=True):
-        RowWriter(parts, scale, early=False).write(slots, given)
+    writers = [RowWriter(*each, early=False) for each in zip(written.parts(0), written.scales(0), strict=True)]
+    if together:
+        writers[0].pair(writers[1]).write(slots, keys, values)
+    else:
+        for writer, given in zip(writers, (keys, values), strict=True):
+            writer.write(slots, given)
     for found, wanted in zip(written.parts(0), coded.parts(0), strict=True):
         check_equal(found, wanted)
 
@@ -85,3 +92,10 @@ def test_keys_and_values_are_those_of_the_codec(format: KVFormat, layout: Any, d
 def test_pools_on_a_gpu_write_by_the_kernel(format: KVFormat, device: str) -> None:
     pool = pools(MLAPool, MLA, format, device)
     assert type(pool._rows[0].kernel).__name__ == "RowWriter"
+
+
+@pytest.mark.cross_compile
+def test_it_compiles_for_gpus() -> None:
+    """From SM 80 on, where Triton has no conversion to e4m3."""
+    found = compiled_by(Path(__file__).with_name("cross_compile.py"), "80", "90", "120")
+    assert found == [[sm, str(format)] for sm in (80, 90, 120) for format in (FP8_PER_TOKEN_HEAD, NVFP4)]

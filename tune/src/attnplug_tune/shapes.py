@@ -92,6 +92,7 @@ def page_size_for(registered: Registered, problem: Problem) -> int:
         return problem.page_size
     sizes = registered.spec.capabilities.page_sizes
     multiple = 1 if problem.model is None else problem.model.page_multiple
+    multiple = math.lcm(multiple, installed_format(problem.kv_dtype or DType.FLOAT32).page_multiple)
     default = math.lcm(DEFAULT_PAGE_SIZE, multiple)
     if sizes.kernel is None or sizes.kernel_size(default) is not None:
         return default

@@ -119,12 +119,14 @@ def _problem(parsed: argparse.Namespace, model: ModelSpec, registry: Registry, d
     full = replace(model, layers=model.full_layers)
     if not layers_to_measure(full)[0]:
         raise UsageError(f"{model.name} has no full-attention layer that can be measured; other kinds are not measured")
+    kv_format = registry.kv_format(parsed.kv_dtype or dtype)
+    kv_format.check(full.layers, parsed.page_size)
     return Problem(
         full,
         device=device,
         sm=sm,
         dtype=dtype,
-        kv_dtype=dtype if parsed.kv_dtype is None else registry.kv_format(parsed.kv_dtype).name,
+        kv_dtype=kv_format.name,
         page_size=parsed.page_size,
         wants_graphs=device == "cuda",
         speculative_tokens=parsed.speculative_tokens,

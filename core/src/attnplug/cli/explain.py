@@ -108,8 +108,9 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         roles = {role.value: _as_json(choice, render) for role, choice in selection.choices.items()}
         inputs = {"problem": _problem_as_json(selection), "cuda_graph": selection.captured_graphs()}
-        inputs |= {"kv_formats": sorted(registry.kv_formats)}
-        output.write_json({**inputs, **roles, **({"host": host} if host else {})})
+        output.write_json(
+            {**inputs, "kv_formats": sorted(registry.kv_formats), **roles, **({"host": host} if host else {})}
+        )
     else:
         print("\n".join(explanation(selection, render)))
         print(f"\nKV formats, by --kv-dtype: {', '.join(sorted(registry.kv_formats))}")

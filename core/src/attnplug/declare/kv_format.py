@@ -11,7 +11,7 @@ from attnplug.declare.errors import PluginError, UsageError
 from attnplug.declare.installed import DOTTED
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType
-from attnplug.declare.reading import boolean, integer, names, several
+from attnplug.declare.reading import boolean, names, several
 from attnplug.declare.settings import Setting
 
 ROW_KINDS = frozenset({"mha", "mla", "index"})
@@ -62,10 +62,9 @@ class KVFormat:
     - ``rope``: dtype in which the rotary columns of latent rows follow the parts; ``None``: they are encoded too.
     - ``layer_scale``: rows are divided by a scale per layer before ``encode`` and multiplied after ``decode``.
     - ``page_multiple``: page sizes must be multiples of it.
-    - ``kernels``: ``"package.module:attribute"`` by device type: a function of (parts, scale) that returns an object
-      with ``write(slots, rows)``, or ``None`` if it cannot serve this device. ``parts`` are views ``[pages, page_size,
-      heads, elements]``. Slots that are negative or outside the pool are not written. If the object has
-      ``pair(other)``, the result's ``write(slots, k, v)`` writes keys and values with one launch.
+    - ``kernels``: ``"package.module:attribute"`` by device type: a function of (parts, scale) that returns a
+      ``RowKernel``, or ``None`` if it cannot serve this device. ``parts`` are views ``[pages, page_size, heads,
+      elements]``. With a method ``pair(other)``, it returns one whose ``write(slots, k, v)`` is a single launch.
 
     Raises :class:`PluginError` with every mistake of the declaration.
     """
@@ -96,25 +95,22 @@ class KVFormat:
         if not self.parts or not all(type(part) is RowPart for part in self.parts):
             yield f"parts {self.parts!r} must be one or more RowPart(dtype, per)"
             return
-        for dtype in (*(part.dtype for part in self.parts), *([] if self.rope is None else [self.rope])):
-            if dtype not in _NBYTES:
-                yield f"dtype {dtype!r} is unknown; known are {', '.join(_NBYTES)}"
-        for per in (part.per for part in self.parts):
-            if per is not None and (type(per) is not int or per < 1):
-                yield f"a part has one element per {per!r} values; give a whole number from 1, or None for one per row"
+        dtypes, pers = [part.dtype for part in self.parts], [part.per for part in self.parts if part.per is not None]
+        if unknown := {*dtypes, self.rope or dtypes[0]} - set(_NBYTES):
+            yield f"dtypes {unknown} are unknown; known are {', '.join(_NBYTES)}"
+        if wrong := [per for per in (*pers, self.page_multiple) if type(per) is not int or per < 1]:
+            yield f"per (or None for one element per row) and page_multiple must be whole numbers from 1, not {wrong}"
         if not isinstance(self.error, float | int) or not 0 <= self.error < 1:
             yield f"error {self.error!r} must be a relative error from 0, below 1"
-        if unknown := sorted(map(str, self.holds - ROW_KINDS)) or not self.holds:
-            yield f"holds {unknown or 'nothing'}; give some of {', '.join(sorted(ROW_KINDS))}"
-        if integer("page_multiple", self.page_multiple) < 1:
-            yield f"page_multiple {self.page_multiple} must be 1 or more"
-        if self.codec is None and (len(self.parts) > 1 or self.parts[0].per != 1 or self.rope or self.layer_scale):
+        if not self.holds or not self.holds <= ROW_KINDS:
+            yield f"holds {set(self.holds)}; give some of {', '.join(sorted(ROW_KINDS))}"
+        if self.codec is None and (self.in_bytes or pers != [1] or self.layer_scale):
             yield "without a codec it has one part of one element per value, no rope and no layer scale; give the codec"
-        if self.codec is not None and not (isinstance(self.codec, str) and re.fullmatch(DOTTED, self.codec)):
+        if self.codec is not None and not re.fullmatch(DOTTED, str(self.codec)):
             yield f"codec {self.codec!r} must be a module, 'package.module'"
-        for device, target in self.kernels.items():
-            if not re.fullmatch(rf"{DOTTED}:{DOTTED}", str(target)):
-                yield f"kernel {target!r} for {device} must be a string 'package.module:attribute'"
+        for target in map(str, self.kernels.values()):
+            if not re.fullmatch(rf"{DOTTED}:{DOTTED}", target):
+                yield f"kernels: {target!r} must be a string 'package.module:attribute'"
 
     def __str__(self) -> str:
         return self.name
@@ -186,24 +182,13 @@ class KVFormat:
 
 PLAIN_FORMATS = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 """Formats that store values in a dtype of activations."""
-BUILT_IN = {
-    each.name: each
-    for each in (
-        KVFormat("float32", "IEEE single precision", (RowPart("float32"),), 0.0, holds=ROW_KINDS),
-        KVFormat("float16", "IEEE half precision", (RowPart("float16"),), 1e-3, holds=ROW_KINDS),
-        KVFormat("bfloat16", "bfloat16", (RowPart("bfloat16"),), 4e-3, holds=ROW_KINDS),
-        KVFormat(
-            "float8_e4m3fn",
-            "e4m3 with one scale per layer, saturating at 448",
-            (RowPart("float8_e4m3fn"),),
-            0.05,
-            codec="attnplug.kv.float8",
-            holds=ROW_KINDS,
-            layer_scale=True,
-            kernels={"cuda": "attnplug.kv.float8:row_writer"},
-        ),
-    )
-}
+BUILT_IN = {each.name: each for each in (
+    KVFormat("float32", "IEEE single precision", (RowPart("float32"),), 0.0, holds=ROW_KINDS),
+    KVFormat("float16", "IEEE half precision", (RowPart("float16"),), 1e-3, holds=ROW_KINDS),
+    KVFormat("bfloat16", "bfloat16", (RowPart("bfloat16"),), 4e-3, holds=ROW_KINDS),
+    KVFormat("float8_e4m3fn", "e4m3 with one scale per layer, saturating at 448", (RowPart("float8_e4m3fn"),), 0.05,
+             "attnplug.kv.float8", ROW_KINDS, layer_scale=True, kernels={"cuda": "attnplug.kv.float8:row_writer"}),
+)}  # fmt: skip
 """Formats that core declares, by name."""
 
 

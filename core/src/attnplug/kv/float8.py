@@ -17,8 +17,9 @@ _LARGEST = 448.0
 
 
 def encode(rows: Tensor) -> tuple[Tensor]:
-    # torch's own cast turns overflow into NaN before pytorch/pytorch#178817 (CPU) and saturates after it.
-    return (rows.to(torch.float32).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn),)
+    # torch's own cast turns overflow into NaN before pytorch/pytorch#178817 (CPU) and saturates after it. In place:
+    # rows of a format with a layer scale are the result of a division.
+    return (rows.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn),)
 
 
 def decode(parts: Sequence[Tensor]) -> Tensor:

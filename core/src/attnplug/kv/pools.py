@@ -14,7 +14,7 @@ from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.kv.buffer import PagedBuffer, join_rows, torch_dtype
 from attnplug.kv.layout import LayoutName, PageLayout
-from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, Rows, distinct_layers, held_for, layer_scales
+from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, distinct_layers, held_for, layer_scales
 
 
 def _mha_formats(
@@ -115,10 +115,10 @@ class MHAPool(PagedPool):
         """
         return cls._over(_mha_formats(layers, dtype, scales), tensors, layout, page_size, dtype)
 
-    def _hold(self, layers: Mapping[int, tuple[Rows, ...]], dtype: KVFormat | str) -> None:
+    def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
         super()._hold(layers, dtype)
-        self._keys: dict[int, Rows] = {}
-        self._values: dict[int, Rows] = {}
+        self._keys: dict[int, PagedBuffer] = {}
+        self._values: dict[int, PagedBuffer] = {}
         self._kernels: dict[int, Any] = {}
         self._joined: dict[int, PagedBuffer | None] = {}
         for layer_id, (keys, values) in layers.items():

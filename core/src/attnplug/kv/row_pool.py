@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 from attnplug.declare.kv_format import KVFormat, as_format
 from attnplug.declare.model import LayerSpec
-from attnplug.kv.buffer import PageCopy, PagedBuffer, RowKernel, copy_pages, move_rows, torch_dtype
+from attnplug.kv.buffer import PageCopy, PagedBuffer, copy_pages, move_rows, torch_dtype
 from attnplug.kv.coded_rows import CodedRows, load_codec
 from attnplug.kv.foreign import check_together, foreign_pages, page_views
 from attnplug.kv.layout import LayoutName, PageLayout
@@ -58,35 +58,16 @@ def layer_list(layer_ids: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(layer_ids)))
 
 
-class Rows(Protocol):
-    """One layer's rows: a ``PagedBuffer``, or buffers that together hold rows with scales of their own."""
-
-    pages: Tensor
-    layout: PageLayout
-    nbytes: int
-    scale: float
-
-    kernel: RowKernel | None
-
-    @property
-    def parts(self) -> tuple[PagedBuffer, ...]: ...
-    def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None: ...
-    def check_targets(self, slots: Tensor) -> bool: ...
-    def write(self, slots: Tensor, rows: Tensor, *, padded: bool) -> None: ...
-    def read(self, slots: Tensor) -> Tensor: ...
-    def read_blocks(self, blocks: Tensor, blank: Tensor | None) -> Tensor | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RowFormat:
     """Storage format of one layer's rows: ``heads`` times ``width`` elements of type ``stored`` per token.
 
-    ``wrap`` makes the layer's ``Rows`` from memory ``[pages, page_size, heads, width]``.
+    ``wrap`` wraps memory ``[pages, page_size, heads, width]``.
     """
 
     width: int
     stored: torch.dtype
-    wrap: Callable[[Tensor], Rows]
+    wrap: Callable[[Tensor], PagedBuffer]
     heads: int = 1
 
     @classmethod
@@ -132,7 +113,7 @@ class PagedPool:
     ) -> None:
         """Allocate zeroed memory by layer id. With ``shared``, all layers have the first one's."""
         check_size(num_pages, page_size)
-        layers: dict[int, tuple[Rows, ...]] = {}
+        layers: dict[int, tuple[PagedBuffer, ...]] = {}
         for layer_id, forms in formats.items():
             if shared and layers:
                 layers[layer_id] = next(iter(layers.values()))
@@ -158,7 +139,7 @@ class PagedPool:
         if set(tensors) != set(formats):
             given_ids, own_ids = layer_list(tensors), layer_list(formats)
             raise PoolError(f"tensors were given for layers {given_ids}; the {cls.kind} pool's layers are {own_ids}")
-        layers: dict[int, tuple[Rows, ...]] = {}
+        layers: dict[int, tuple[PagedBuffer, ...]] = {}
         pages: dict[str, Tensor] = {}
         for layer_id, forms in formats.items():
             given, heads, widths = tensors[layer_id], forms[0].heads, [form.width for form in forms]
@@ -179,7 +160,7 @@ class PagedPool:
         pool._hold(layers, dtype)
         return pool
 
-    def _hold(self, layers: Mapping[int, tuple[Rows, ...]], dtype: KVFormat | str) -> None:
+    def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
         distinct = list({id(rows): rows for each in layers.values() for rows in each}.values())
         self._parts = tuple(part for rows in distinct for part in rows.parts)
         self.layer_ids = tuple(layers)
@@ -233,11 +214,11 @@ class RowPool(PagedPool):
         """Make a pool over a host's tensors by layer id, without a copy; ``layout`` names their dimensions."""
         return cls._over({layer_id: (form,) for layer_id, form in formats.items()}, tensors, layout, page_size, dtype)
 
-    def _hold(self, layers: Mapping[int, tuple[Rows, ...]], dtype: KVFormat | str) -> None:
+    def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
         super()._hold(layers, dtype)
         self._rows = {layer_id: rows for layer_id, (rows,) in layers.items()}
 
-    def _of(self, layer_id: int) -> Rows:
+    def _of(self, layer_id: int) -> PagedBuffer:
         return held_for(self._rows, layer_id, self.kind)
 
     def rows(self, layer_id: int) -> Tensor:

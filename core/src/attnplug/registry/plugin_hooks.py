@@ -38,7 +38,7 @@ def attnplug_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body] # 
 
 @hookspec
 def attnplug_kv_formats() -> Iterable[KVFormat]:  # type: ignore[empty-body] # a hookspec has none
-    """Return the KV cache formats that this plugin provides. ``--kv-dtype NAME`` then stores rows in one.
+    """Return the KV cache formats that this plugin provides. A host's setting ``kv_dtype`` requests one by name.
 
     ``torch_native`` serves every format by its codec. Backends with kernels claim formats by name. Names are unique, as
     those of backends are.

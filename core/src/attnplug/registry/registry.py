@@ -86,7 +86,8 @@ class Registry:
         Raises PluginError if several plugins claim the name, and UsageError with the known names if none does.
         """
         known = BUILT_IN | {each: provided.value for each, provided in self.kv_formats.items()}
-        if (found := known.get(DType.spelled(name) or name)) is not None and (holds is None or holds in found.holds):
+        found = known.get(name) or known.get(DType.spelled(name) or "")
+        if found is not None and (holds is None or holds in found.holds):
             return found
         if faults := [str(broken) for broken in self.broken if broken.name == f"KV format {name}"]:
             raise PluginError(f"`{setting}` {name}: {faults[0]}")

@@ -84,6 +84,30 @@ def _write_nvfp4(at, scale_at, row_at, divisor, WIDTH: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
+def _write_row(
+    values, scales, rope, slot, rows, token, head, token_stride, head_stride, divisor,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    SCALE_PAGE: tl.constexpr, SCALE_SLOT: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    ROPE_PAGE: tl.constexpr, ROPE_SLOT: tl.constexpr,
+    WIDTH: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, NVFP4: tl.constexpr,
+):  # fmt: skip
+    """Encode and write the row of one token and head. Strides are in elements."""
+    page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+    at = values + page * PAGE_STRIDE + offset * SLOT_STRIDE + head * HEAD_STRIDE
+    scale_at = scales + page * SCALE_PAGE + offset * SCALE_SLOT + head * SCALE_HEAD
+    row_at = rows + token * token_stride + head * head_stride
+    if NVFP4:
+        _write_nvfp4(at, scale_at, row_at, divisor, WIDTH, BLOCK)
+    else:
+        _write_fp8(at, scale_at, row_at, WIDTH, BLOCK)
+    if ROPE > 0:
+        column = tl.arange(0, ROPE_BLOCK)
+        part = tl.load(row_at + WIDTH + column, mask=column < ROPE)
+        rope_at = rope + page * ROPE_PAGE + offset * ROPE_SLOT
+        tl.store(rope_at + column, part.to(rope.dtype.element_ty), mask=column < ROPE)
+
+
+@triton.jit
 def _write(
     values, scales, rope, slots, rows, token_stride, head_stride, divisor, limit,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
@@ -92,26 +116,49 @@ def _write(
     WIDTH: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, NVFP4: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and head. Strides are in elements. Padding is detected here, without synchronisation."""
+    """One program per token and head. Padding is detected here, which needs no synchronisation."""
     if EARLY:
         gdc_launch_dependents()  # attention that is launched early can start its prologue; it waits for these rows
         gdc_wait()  # for the kernels that wrote slots and rows
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if (slot >= 0) & (slot < limit):
-        page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
-        at = values + page * PAGE_STRIDE + offset * SLOT_STRIDE + head * HEAD_STRIDE
-        scale_at = scales + page * SCALE_PAGE + offset * SCALE_SLOT + head * SCALE_HEAD
-        row_at = rows + token * token_stride + head * head_stride
-        if NVFP4:
-            _write_nvfp4(at, scale_at, row_at, divisor, WIDTH, BLOCK)
+        _write_row(
+            values, scales, rope, slot, rows, token, head, token_stride, head_stride, divisor,
+            PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, HEAD_STRIDE, SCALE_PAGE, SCALE_SLOT, SCALE_HEAD, ROPE_PAGE, ROPE_SLOT,
+            WIDTH, ROPE, BLOCK, ROPE_BLOCK, NVFP4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_pairs(
+    values, scales, v_values, v_scales, slots, rows, v_rows, token_stride, head_stride, v_token_stride, v_head_stride,
+    divisor, v_divisor, limit,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    SCALE_PAGE: tl.constexpr, SCALE_SLOT: tl.constexpr, SCALE_HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr, V_HEAD_STRIDE: tl.constexpr,
+    V_SCALE_PAGE: tl.constexpr, V_SCALE_SLOT: tl.constexpr, V_SCALE_HEAD: tl.constexpr, V_WIDTH: tl.constexpr,
+    V_BLOCK: tl.constexpr, NVFP4: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Same as ``_write``, for keys in the first half of a token's programs and values in the other."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1) // 2
+    slot = tl.load(slots + token).to(tl.int64)
+    if (slot >= 0) & (slot < limit):
+        if head < heads:
+            _write_row(
+                values, scales, values, slot, rows, token, head, token_stride, head_stride, divisor,
+                PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, HEAD_STRIDE, SCALE_PAGE, SCALE_SLOT, SCALE_HEAD, 0, 0,
+                WIDTH, 0, BLOCK, 1, NVFP4,
+            )  # fmt: skip
         else:
-            _write_fp8(at, scale_at, row_at, WIDTH, BLOCK)
-        if ROPE > 0:
-            column = tl.arange(0, ROPE_BLOCK)
-            part = tl.load(row_at + WIDTH + column, mask=column < ROPE)
-            rope_at = rope + page * ROPE_PAGE + offset * ROPE_SLOT
-            tl.store(rope_at + column, part.to(rope.dtype.element_ty), mask=column < ROPE)
+            _write_row(
+                v_values, v_scales, v_values, slot, v_rows, token, head - heads, v_token_stride, v_head_stride,
+                v_divisor, PAGE_SIZE, V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_SCALE_PAGE, V_SCALE_SLOT,
+                V_SCALE_HEAD, 0, 0, V_WIDTH, 0, V_BLOCK, 1, NVFP4,
+            )  # fmt: skip
 
 
 class RowWriter:
@@ -122,16 +169,16 @@ class RowWriter:
 
     def __init__(self, parts: Sequence[Tensor], scale: float, *, early: bool) -> None:
         values, scales = (part.view(torch.uint8) if part.element_size() == 1 else part for part in parts[:2])
-        self._parts = values, scales, parts[2] if len(parts) > 2 else values
-        self._scale, self._heads, rope = scale, values.shape[2], parts[2:]
+        self.parts = values, scales, parts[2] if len(parts) > 2 else values
+        self.scale, self.heads, rope = scale, values.shape[2], parts[2:]
         nvfp4 = parts[0].dtype is torch.uint8
         width = values.shape[3] * (2 if nvfp4 else 1)
-        self._limit = values.shape[0] * values.shape[1]
-        self._constants = {
+        self.limit = values.shape[0] * values.shape[1]
+        self.constants = {
             "PAGE_SIZE": values.shape[1],
             **dict(zip(("PAGE_STRIDE", "SLOT_STRIDE", "HEAD_STRIDE"), values.stride(), strict=False)),
             **dict(zip(("SCALE_PAGE", "SCALE_SLOT", "SCALE_HEAD"), scales.stride(), strict=False)),
-            **dict(zip(("ROPE_PAGE", "ROPE_SLOT"), self._parts[2].stride(), strict=False)),
+            **dict(zip(("ROPE_PAGE", "ROPE_SLOT"), self.parts[2].stride(), strict=False)),
             "WIDTH": width,
             "ROPE": rope[0].shape[3] if rope else 0,
             "BLOCK": max(triton.next_power_of_2(width), 16),
@@ -142,12 +189,37 @@ class RowWriter:
             **({"launch_pdl": True} if early else {}),  # Triton for AMD refuses the option, whatever its value
         }
 
+    def pair(self, values: RowWriter) -> PairWriter:
+        """Return the writer of keys, by this one, and values, with one launch."""
+        return PairWriter(self, values)
+
     def write(self, slots: Tensor, rows: Tensor) -> None:
         if not rows.shape[0]:
             return
         slots, rows = _dense(slots), _dense(rows)
-        grid = rows.shape[0], self._heads
-        _write[grid](*self._parts, slots, rows, *rows.stride()[:2], self._scale, self._limit, **self._constants)
+        grid = rows.shape[0], self.heads
+        _write[grid](*self.parts, slots, rows, *rows.stride()[:2], self.scale, self.limit, **self.constants)
+
+
+class PairWriter:
+    """Writes keys and values into two caches with the same pages and heads, with one launch."""
+
+    def __init__(self, keys: RowWriter, values: RowWriter) -> None:
+        self._parts = *keys.parts[:2], *values.parts[:2]
+        self._scales, self._limit, self._programs = (keys.scale, values.scale), keys.limit, 2 * keys.heads
+        unused = ("ROPE_PAGE", "ROPE_SLOT", "ROPE", "ROPE_BLOCK")
+        shared = ("PAGE_SIZE", "NVFP4", "EARLY", "num_warps", "launch_pdl")
+        self._constants = {name: value for name, value in keys.constants.items() if name not in unused} | {
+            f"V_{name}": value for name, value in values.constants.items() if name not in (*unused, *shared)
+        }
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        if not k.shape[0]:
+            return
+        slots, k, v = _dense(slots), _dense(k), _dense(v)
+        _write_pairs[k.shape[0], self._programs](
+            *self._parts, slots, k, v, *k.stride()[:2], *v.stride()[:2], *self._scales, self._limit, **self._constants
+        )
 
 
 def _dense(tensor: Tensor) -> Tensor:

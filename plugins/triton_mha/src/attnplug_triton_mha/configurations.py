@@ -65,7 +65,9 @@ TABLE_FP8: tuple[tuple[int, int, MHAKernelConfig], ...] = (
     *TABLE[4:],
 )
 """Table for fp8 caches: a row has half the bytes, so a step has twice as many rows."""
-ENTRIES = tuple(entry for *_, entry in (*TABLE, *TABLE_FP8))
+TABLES = {1: TABLE, 2: TABLE_FP8, 4: TABLE_FP8}
+"""Tables by the columns per 16 bits of the cache."""
+ENTRIES = tuple(entry for table in TABLES.values() for *_, entry in table)
 _NARROW = 64
 """Maximum key and value dim for which four warps hold the largest tile, and are faster than eight (H200)."""
 WIDE = 256
@@ -77,21 +79,21 @@ _MIN_TILE = 16
 _MIN_STEP = 16
 
 
-def choose(rows: int, requests: int, kv_heads: int, fp8: bool) -> MHAKernelConfig:
+def choose(rows: int, requests: int, kv_heads: int, pack: int) -> MHAKernelConfig:
     """Return the configuration for ``requests`` with up to ``rows`` (query token, head of a group) rows each."""
-    table = TABLE_FP8 if fp8 else TABLE
-    return next(entry for most, tiles, entry in table if rows <= most and requests * kv_heads <= tiles)
+    return next(entry for most, tiles, entry in TABLES[pack] if rows <= most and requests * kv_heads <= tiles)
 
 
 @dataclass(frozen=True, slots=True)
 class MHAKernelLimits:
-    """Limits of a configuration: SM version, shared memory per program, padded key and value dims, fp8 cache."""
+    """Limits of a configuration: SM version, shared memory per program, padded key and value dims, columns per 16 bits
+    of the cache."""
 
     sm: int
     shared_bytes: int
     width: int
     v_width: int
-    fp8: bool = False
+    pack: int = 1
 
 
 def fit_config(configuration: MHAKernelConfig, limits: MHAKernelLimits) -> MHAKernelConfig:
@@ -118,12 +120,12 @@ def fit_config(configuration: MHAKernelConfig, limits: MHAKernelLimits) -> MHAKe
 def _shared_bytes(configuration: MHAKernelConfig, limits: MHAKernelLimits) -> int:
     """Return an upper bound of the compiler's shared memory: queries, weights, and cache rows of all stages.
 
-    It includes a 16-bit copy of fp8 rows, which large tiles always take, others only in some versions of Triton.
+    It includes a 16-bit copy of coded rows, which large tiles always take, others only in some versions of Triton.
     """
     tile, step = configuration.tile, configuration.step
     columns = limits.width + limits.v_width
-    rows = configuration.stages * step * columns * (1 if limits.fp8 else 2)
-    converted = step * columns * 2 if limits.fp8 else 0
+    rows = configuration.stages * step * columns * 2 // limits.pack
+    converted = step * columns * 2 if limits.pack > 1 else 0
     return tile * 2 * (limits.width + step) + rows + converted
 
 

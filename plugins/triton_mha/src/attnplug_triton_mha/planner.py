@@ -25,25 +25,27 @@ class TritonLayerShape:
     v_dim: int
     window: int
     """Sliding window in keys; 0 for none."""
+    pack: int = 1
+    """Columns per 16 bits of the cache."""
 
     @classmethod
-    def of(cls, layer: LayerSpec) -> TritonLayerShape:
+    def of(cls, layer: LayerSpec, pack: int = 1) -> TritonLayerShape:
         group = layer.num_heads // layer.num_kv_heads
-        return cls(layer.num_kv_heads, group, layer.head_dim, layer.v_head_dim, layer.sliding_window or 0)
+        return cls(layer.num_kv_heads, group, layer.head_dim, layer.v_head_dim, layer.sliding_window or 0, pack)
 
     @property
     def width(self) -> int:
         """Key dim, padded for tensor cores."""
-        return padded(self.dim)
+        return padded(self.dim, self.pack)
 
     @property
     def v_width(self) -> int:
-        return padded(self.v_dim)
+        return padded(self.v_dim, self.pack)
 
 
-def padded(width: int) -> int:
-    """Return the next power of two, as Triton's tensors require; at least 32, the minimum of fp8 tensor cores."""
-    return max(32, 1 << (width - 1).bit_length())
+def padded(width: int, pack: int = 1) -> int:
+    """Return the next power of two, as Triton's tensors require; at least 32, and 16 for each of ``pack`` tensors."""
+    return max(32, 16 * pack, 1 << (width - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
