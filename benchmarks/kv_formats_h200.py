@@ -8,8 +8,8 @@ enough layers that none finds its rows in L2. Formats alternate within a run, an
 normally distributed keys, and for keys with large channels (1 in 32, 30 times as large) and large tokens (1 in 64, 8
 times). Scales per layer are calibrated by the largest magnitude, except for ``float8_e4m3fn, scale 1``.
 
-``--sweep`` measures kernel configurations of triton_mha instead. ``--smoke`` runs a tiny case on a CPU with
-torch_native.
+``--sweep`` measures kernel configurations of triton_mha or triton_mla instead. ``--smoke`` runs a tiny case on a CPU
+with torch_native.
 """
 
 from __future__ import annotations
@@ -288,26 +288,37 @@ def errors(case: Case, device: torch.device, formats: tuple[str, ...]) -> dict[s
     return found
 
 
-def sweep(case: Case, device: torch.device, format: str) -> dict[str, Any]:
-    """Time of attention by kernel configuration of triton_mha."""
+def configurations(kind: str) -> Iterator[tuple[str, Any]]:
+    """Kernel configurations of triton_mha or triton_mla, by name."""
     from attnplug_triton_mha.configurations import MHAKernelConfig
+    from attnplug_triton_mla.configurations import MLAKernelConfig
 
+    mha = ((64, 3, 3, 4), (64, 3, 4, 4), (64, 3, 2, 4), (64, 4, 3, 4), (64, 5, 2, 4), (128, 3, 2, 4), (128, 3, 2, 8),
+           (32, 4, 4, 4), (128, 2, 2, 4), (64, 4, 2, 2))  # fmt: skip
+    mla = ((64, 4, 1, 4), (64, 3, 2, 4), (64, 2, 2, 4), (64, 3, 1, 4), (64, 4, 2, 4), (32, 4, 2, 4), (32, 6, 2, 4),
+           (64, 3, 1, 8), (64, 2, 2, 8), (64, 4, 1, 8))  # fmt: skip
+    for step, stages, programs, warps in mha if kind == "mha" else mla:
+        name = f"step {step}, {stages} stages, {programs} programs, {warps} warps"
+        if kind == "mha":
+            yield name, MHAKernelConfig(16, step, warps, stages, programs=programs, prefetch=1)
+        else:
+            merge = {"merge_parts": 16, "merge_columns": 512, "overlap": True}
+            yield name, MLAKernelConfig(16, step, warps, stages, programs=programs, **merge)
+
+
+def sweep(case: Case, device: torch.device, format: str) -> dict[str, Any]:
+    """Time of attention by kernel configuration."""
     layers = min(max(-(-COLD_BYTES // case.nbytes(find_format(format))), 1), MOST_LAYERS)
     draw, makers = partial(drawn, case, device), {}
-    for step, stages, programs, warps in (
-        (64, 3, 3, 4), (64, 3, 4, 4), (64, 3, 2, 4), (64, 4, 3, 4), (64, 5, 2, 4), (128, 3, 2, 4), (128, 3, 2, 8),
-        (32, 4, 4, 4), (128, 2, 2, 4), (64, 4, 2, 2),
-    ):  # fmt: skip
-        config = MHAKernelConfig(16, step, warps, stages, programs=programs, prefetch=1)
+    for name, config in configurations(case.kind):
         options = {"choose": partial(_given, config)}
-        name = f"step {step}, {stages} stages, {programs} programs, {warps} warps"
         makers[name] = partial(Side, case, find_format(format), device, layers, draw, **options)
     sides = build(makers)
     graphs = {name: side.graph(save=False) for name, side in sides.items() if isinstance(side, Side)}
     return times_of(graphs) | {name: side for name, side in sides.items() if not isinstance(side, Side)}
 
 
-def _given(config: Any, *_: object) -> Any:
+def _given(config: Any, *_: object, **__: object) -> Any:
     return config
 
 
@@ -332,7 +343,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", metavar="FILE", type=Path)
     parser.add_argument("--commit", metavar="TEXT", help="what was measured")
     parser.add_argument("--limit", type=float, default=50, help="seconds after which no further case begins")
-    parser.add_argument("--sweep", action="store_true", help="measure kernel configurations of triton_mha")
+    parser.add_argument("--sweep", action="store_true", help="measure kernel configurations")
     parser.add_argument("--smoke", action="store_true", help="a tiny case on a CPU")
     given = parser.parse_args(arguments)
     formats = tuple(given.formats)

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnplug import AttentionKind, KVFormat, LayerSpec, MHAPool, MLAPool
 from attnplug.host import MLADims
 from attnplug_kv_formats.plugin import FP8_PER_TOKEN_HEAD, NVFP4
-from attnplug_testing.devices import DEVICES
+from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.triton_mode import compiled_by
 
 MHA = LayerSpec(0, AttentionKind.MHA, 4, 2, 48, 16, 1.0)
@@ -99,3 +99,18 @@ def test_it_compiles_for_gpus() -> None:
     """From SM 80 on, where Triton has no conversion to e4m3."""
     found = compiled_by(Path(__file__).with_name("cross_compile.py"), "80", "90", "120")
     assert found == [[sm, str(format)] for sm in (80, 90, 120) for format in (FP8_PER_TOKEN_HEAD, NVFP4)]
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@formats
+def test_rows_are_written_and_read_without_waiting(format: KVFormat, device: str) -> None:
+    """By the codec, too: it writes where Triton is missing, and always reads."""
+    pool, given = pools(MLAPool, MLA, format, device), rows(8, 1, 112, device=device)
+    slots = torch.arange(8, device=device)
+    for kernel in (pool._rows[0].kernel, None):
+        pool._rows[0].kernel = kernel
+        pool.write(0, slots, given)
+        pool.read_rows(0, slots)
+        with nothing_waits(device):
+            pool.write(0, slots, given)
+            pool.read_rows(0, slots)

@@ -131,11 +131,10 @@ class KVFormat:
         The last ``rope`` of them are rotary columns, aligned to 16 bytes. Others are aligned to their element size.
         """
         coded = width - rope if self.rope is not None else width
-        sizes = [(part.dtype, part.elements(coded)) for part in self.parts]
-        sizes += [(self.rope, rope)] if self.rope is not None and rope else []
+        sizes = [(part.dtype, part.elements(coded), _NBYTES[part.dtype]) for part in self.parts]
+        sizes += [(self.rope, rope, _COPIED)] if self.rope is not None and rope else []
         placed, end = [], 0
-        for dtype, elements in sizes:
-            align = _NBYTES[dtype] if len(placed) < len(self.parts) else _COPIED
+        for dtype, elements, align in sizes:
             start = -(-end // align) * align
             end = start + elements * _NBYTES[dtype]
             placed.append((dtype, start, end))

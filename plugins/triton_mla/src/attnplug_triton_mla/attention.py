@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from attnplug import DType, MLAPool, PoolError
+from attnplug_triton_mla.configurations import RowFormat
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.planner import MLASchedule
@@ -40,10 +40,19 @@ class LatentLayerCache:
     rank: int
     rope: int
     copied: bool
-    format: Literal["plain", "fp8", "fp8_per_token_head", "nvfp4"] = "plain"
+    format: RowFormat
     scale_at: int = 0
     rope_at: int = 0
     rope_scale: float = 1.0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.pages.shape[-1] * self.pages.element_size()
+
+    @property
+    def converted_bytes(self) -> int:
+        """Bytes of a row that is converted for products; see ``MLAKernelLimits``."""
+        return {"plain": 0, "nvfp4": 2 * self.rank}.get(self.format, self.row_bytes)
 
     @classmethod
     def of(cls, pool: MLAPool, layer_id: int, rank: int, rope: int) -> LatentLayerCache:
@@ -58,7 +67,7 @@ class LatentLayerCache:
             )
         copied = not any(place % _COPIED for place in places)
         if pool.dtype not in (FP8_PER_TOKEN_HEAD, NVFP4):
-            name: Literal["plain", "fp8"] = "fp8" if pool.dtype == DType.FLOAT8_E4M3 else "plain"
+            name: RowFormat = "fp8" if pool.dtype == DType.FLOAT8_E4M3 else "plain"
             return cls(pages, scale, rank, rope, copied, name, rope_scale=scale)
         scale_at, rope_at = parts[1].data_ptr() - pages.data_ptr(), parts[-1].data_ptr() - pages.data_ptr()
         if pool.dtype == NVFP4:

@@ -37,7 +37,6 @@ from attnplug_triton_mla.configurations import (
 )
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.planner import BatchShape, MLASchedule
-from attnplug_triton_mla.plugin import FP8_FORMATS, NVFP4
 from attnplug_triton_mla.ragged import RaggedConfig, fit_ragged, launch_ragged, plan_tiles, supports_ragged
 from attnplug_triton_mla.scratch import MLAPartials, MLAScratch
 from attnplug_triton_mla.sparse import SparseLayers, SparsePlan
@@ -86,8 +85,10 @@ class TritonMLABackend(SparseAttention):
         rank, device = shape.dims.kv_lora_rank, context.device
         self._heads, self._page_size, self._rank, self._device = shape.heads, shape.page_size, rank, device
         self._invariant, self._choose = options.batch_invariant, choose
-        self._fp8, rope, pool = context.kv_dtype in FP8_FORMATS | {NVFP4}, shape.dims.qk_rope_head_dim, shape.pool
+        rope, pool = shape.dims.qk_rope_head_dim, shape.pool
         self._caches = {layer_id: LatentLayerCache.of(pool, layer_id, rank, rope) for layer_id in pool.layer_ids}
+        first = next(iter(self._caches.values()))
+        self._format = first.format
         self._limits: MLAKernelLimits | None = None
         index = SparseIndex(context, multiprocessors=multiprocessors) if context.model.is_sparse else None
         if multiprocessors is None:
@@ -99,8 +100,9 @@ class TritonMLABackend(SparseAttention):
                 10 * properties.major + properties.minor,
                 shared,
                 shape.dims.row_dim * shape.dtype.itemsize,
-                max(cache.pages.shape[-1] for cache in self._caches.values()) * shape.kv_dtype.itemsize,
+                first.row_bytes,
                 all(cache.copied for cache in self._caches.values()),
+                first.converted_bytes,
             )
         self._multiprocessors, self._ragged = multiprocessors, ragged or RaggedConfig()
         rows = max_partial_rows(multiprocessors)
@@ -181,7 +183,7 @@ class TritonMLABackend(SparseAttention):
         return TritonMLAMetadata(geometry.page_table, geometry.tree, schedule, partials, ragged, sparse)
 
     def _configuration(self, rows: int, requests: int, tokens: int, *, tree: bool = False) -> MLAKernelConfig:
-        configuration = self._choose(rows, requests, tokens, fp8=self._fp8, invariant=self._invariant)
+        configuration = self._choose(rows, requests, tokens, format=self._format, invariant=self._invariant)
         if tree:
             # Gluon kernels multiply rows in shared memory as copied, and cannot mask what a row must not see.
             configuration = on_triton(configuration)

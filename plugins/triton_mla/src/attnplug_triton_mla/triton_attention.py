@@ -137,35 +137,39 @@ def _for_groups(scales, COLUMNS: tl.constexpr):
 @triton.jit
 def _load_latent(at, column, there, RANK: tl.constexpr, FORMAT: tl.constexpr, SCALE_AT: tl.constexpr):
     """Return the quarters ``[rows, RANK // 4]`` of the latent part: fp16 if ``FORMAT`` has 8 or 4 bits per value."""
-    if FORMAT == "plain":
-        return _load_quarters(at, column, there)
     at_16_bits = at.to(tl.pointer_type(tl.uint16))
-    if FORMAT == "nvfp4":
+    if FORMAT == "plain":
+        rows = _load_quarters(at, column, there)
+    elif FORMAT == "nvfp4":
         # Scales are loaded by pairs: with a byte among its operands, a product reads shared memory byte by byte.
         pairs = _load((at + SCALE_AT).to(tl.pointer_type(tl.uint16)), tl.arange(0, RANK // 32), there)
         lower, upper = _fp16_of_e4m3(pairs & 127), _fp16_of_e4m3((pairs >> 8) & 127)
         is_upper = tl.where(column % 8 < 4, 0, 0xFFFF).to(tl.uint16)
         is_upper = tl.broadcast_to(is_upper[None, :], [there.shape[0], RANK // 4])
         quads = _load(at_16_bits, column, there)
-        return _fp16_of_quads(quads, _for_groups(lower, RANK // 4), _for_groups(upper, RANK // 4), is_upper)
-    rows_0, rows_1 = _fp16_of_pairs(_load(at_16_bits, column, there))
-    rows_2, rows_3 = _fp16_of_pairs(_load(at_16_bits + RANK // 4, column, there))
-    return rows_0, rows_1, rows_2, rows_3
+        rows = _fp16_of_quads(quads, _for_groups(lower, RANK // 4), _for_groups(upper, RANK // 4), is_upper)
+    else:
+        rows_0, rows_1 = _fp16_of_pairs(_load(at_16_bits, column, there))
+        rows_2, rows_3 = _fp16_of_pairs(_load(at_16_bits + RANK // 4, column, there))
+        rows = rows_0, rows_1, rows_2, rows_3
+    return rows
 
 
 @triton.jit
 def _load_query(at, column, there, RANK: tl.constexpr, FORMAT: tl.constexpr):
     """Return the quarters of queries in the order of the columns of ``_load_latent``."""
     if FORMAT == "plain":
-        return _load_quarters(at, column, there)
-    if FORMAT == "nvfp4":
+        quarters = _load_quarters(at, column, there)
+    elif FORMAT == "nvfp4":
         even, odd = _even_and_odd(_load(at, tl.arange(0, RANK), there))
         q_0, q_2 = _even_and_odd(even)
         q_1, q_3 = _even_and_odd(odd)
+        quarters = q_0, q_1, q_2, q_3
     else:
         q_0, q_1 = _even_and_odd(_load(at, tl.arange(0, RANK // 2), there))
         q_2, q_3 = _even_and_odd(_load(at, tl.arange(RANK // 2, RANK), there))
-    return q_0, q_1, q_2, q_3
+        quarters = q_0, q_1, q_2, q_3
+    return quarters
 
 
 @triton.jit
@@ -188,11 +192,13 @@ def _side_by_side(left, right):
 @triton.jit
 def _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT: tl.constexpr):
     """Whole rows from the quarters of ``_load_latent``. They change threads only once."""
-    if FORMAT == "nvfp4":
-        return tl.interleave(tl.interleave(sum_0, sum_2), tl.interleave(sum_1, sum_3))
-    if FORMAT != "plain":
-        return _side_by_side(tl.interleave(sum_0, sum_1), tl.interleave(sum_2, sum_3))
-    return _side_by_side(_side_by_side(sum_0, sum_1), _side_by_side(sum_2, sum_3))
+    if FORMAT == "plain":
+        rows = _side_by_side(_side_by_side(sum_0, sum_1), _side_by_side(sum_2, sum_3))
+    elif FORMAT == "nvfp4":
+        rows = tl.interleave(tl.interleave(sum_0, sum_2), tl.interleave(sum_1, sum_3))
+    else:
+        rows = _side_by_side(tl.interleave(sum_0, sum_1), tl.interleave(sum_2, sum_3))
+    return rows
 
 
 # Numbers that change from batch to batch are not specialised: compiling again because one of them is 1 gains nothing.
