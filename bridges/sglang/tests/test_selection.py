@@ -287,3 +287,10 @@ def test_a_sparse_model_is_refused_whatever_the_backend_claims(folder) -> None:
     with pytest.raises(Refused) as refused:
         check_server_args(arguments(folder))
     assert [(reason.code, reason.value) for reason in refused.value.refusals] == [(RefusalCode.FEATURE, Feature.SPARSE)]
+
+
+def test_a_kv_format_that_sglang_has_no_pages_for_is_refused() -> None:
+    """E2"""
+    (reason,) = HOST.refusals(Problem(model(MHA), kv_dtype="acme_int4"))
+    assert (reason.code, reason.value, reason.setting) == ("kv_dtype", "acme_int4", "kv_dtype")
+    assert not HOST.refusals(Problem(model(MHA), kv_dtype=DType.FLOAT8_E4M3))

@@ -88,3 +88,10 @@ def test_it_is_read_without_torch_and_without_vllm():
 def test_it_is_found_by_its_entry_point():
     found, bridge = load_host("vllm")
     assert found is HOST and bridge.distribution == "attnplug-vllm"
+
+
+def test_a_kv_format_that_vllm_has_no_pages_for_is_refused() -> None:
+    """E2"""
+    (reason,) = refuse(Problem(model(MHA), kv_dtype="acme_int4"))
+    assert (reason.code, reason.value, reason.setting) == ("kv_dtype", "acme_int4", "kv_dtype")
+    assert not list(refuse(Problem(model(MHA), kv_dtype="float8_e4m3fn")))

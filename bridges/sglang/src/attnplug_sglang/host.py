@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from attnplug import CacheLayout, Feature, GraphLevel, Problem, Refusal, RefusalCode, Setting
+from attnplug import CacheLayout, DType, Feature, GraphLevel, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import AttnplugError, HostSpec, split_settings
 
 PREFIX = "attnplug:"
@@ -83,6 +83,9 @@ def refuse(problem: Problem) -> Sequence[Refusal]:
     if model is not None and model.is_sparse:
         message = "sparse attention runs on SGLang's own backends only: its indexer asks them for what they planned"
         return (Refusal(RefusalCode.FEATURE, message, str(Feature.SPARSE)),)
+    if problem.kv_dtype is not None and problem.kv_dtype not in list(DType):
+        message = f"SGLang allocates no pages in the KV format {problem.kv_dtype}"
+        return (Refusal(RefusalCode.KV_DTYPE, message, problem.kv_dtype, list(map(str, DType)), Setting.KV_DTYPE),)
     if model is None or model.full_layers:
         return ()
     kinds = ", ".join(sorted(model.kinds))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
 
-from attnplug import AttentionKind, CacheLayout, Problem, Refusal, RefusalCode, Setting
+from attnplug import AttentionKind, CacheLayout, DType, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import HostSpec
 from attnplug_vllm.settings import OPTION
 
@@ -81,6 +81,9 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
         )
     if model is not None and model.is_sparse:
         yield Refusal(RefusalCode.FEATURE, "sparse attention runs on vLLM's own backends only")
+    if problem.kv_dtype is not None and problem.kv_dtype not in list(DType):
+        message = f"vLLM allocates no pages in the KV format {problem.kv_dtype} for attnplug's backends"
+        yield Refusal(RefusalCode.KV_DTYPE, message, problem.kv_dtype, list(map(str, DType)), Setting.KV_DTYPE)
     if problem.page_size is not None and problem.page_size % BLOCK_STEP:
         yield Refusal(
             RefusalCode.PAGE_SIZE,
