@@ -97,7 +97,8 @@ def attend(
         "STEP": cut["step"],
         "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" else 0,
     }
-    return compiled(attend_triton, sm, constants, options | {"num_stages": cut["stages"]}, **types)
+    options |= {"num_stages": cut["stages"], "maxnreg": cut["registers"]}
+    return compiled(attend_triton, sm, constants, options, **types)
 
 
 def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):
@@ -175,13 +176,16 @@ def table() -> Iterator[tuple[str, Any]]:
     for parts, columns, warps in merges:
         cut = asdict(replace(RAGGED, merge_parts=parts, merge_columns=columns, merge_warps=warps))
         yield f"merge  {parts} parts, {columns} columns, {warps} warps", merge(90, cut, "bf16")
-    cuts = {(entry.tile, entry.step, entry.warps, entry.stages, entry.kernel, entry.merge) for entry in ENTRIES}
-    for cut, format, invariant in itertools.product(sorted(cuts), TABLES, (False, True)):
-        tile, step, warps, stages, kernel, who = cut
+    cuts = {
+        (entry.tile, entry.step, entry.warps, entry.stages, entry.kernel, entry.merge, entry.registers)
+        for entry in ENTRIES
+    }
+    for cut, format, invariant in itertools.product(sorted(cuts, key=str), TABLES, (False, True)):
+        tile, step, warps, stages, kernel, who, registers = cut
         if kernel != "triton" and format != "plain":
             continue
-        entry = MLAKernelConfig(tile, step, warps, stages, kernel, merge=who, overlap=True)
-        name = f"{kernel}: {tile} x {step}, {warps} warps, {stages} stages, {who}"
+        entry = MLAKernelConfig(tile, step, warps, stages, kernel, merge=who, overlap=True, registers=registers)
+        name = f"{kernel}: {tile} x {step}, {warps} warps, {stages} stages, {who}, {registers or 'any'} registers"
         yield (
             f"attend {name:48} {format:18} {'invariant' * invariant}",
             attend(90, asdict(entry), "bf16", format, invariant),

@@ -33,5 +33,5 @@ def decode(parts: Sequence[Tensor]) -> Tensor:
     # The exponent and mantissa bits of e2m1 are the lowest exponent bits of a float16 number 2 ** 14 times smaller. A
     # table of values would be copied to the device, which synchronises.
     bits = (codes & 7) << 9 | (codes & 8) << 12
-    values = (bits.view(torch.float16).float() * 2.0**14).unflatten(-1, (-1, _GROUP))
+    values: Tensor = (bits.view(torch.float16).float() * 2.0**14).unflatten(-1, (-1, _GROUP))
     return (values * scales.float().unsqueeze(-1)).flatten(-2)

@@ -175,4 +175,5 @@ def launch_attend(
         SCALE_AT=cache.scale_at,
         ROPE_AT=cache.rope_at,
         num_stages=configuration.stages,
+        maxnreg=configuration.registers,
     )
