@@ -31,7 +31,7 @@ def test_both_are_registered_under_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "head", "latent"), [(FP8_PER_TOKEN_HEAD, 132, 644), (NVFP4, 72, 416)], ids=["fp8", "nvfp4"]
+    ("format", "head", "latent"), [(FP8_PER_TOKEN_HEAD, 132, 656), (NVFP4, 72, 416)], ids=["fp8", "nvfp4"]
 )
 def test_rows_take_the_declared_bytes(format: KVFormat, head: int, latent: int) -> None:
     assert format.token_nbytes(MHA) == 2 * 2 * head and format.token_nbytes(MLA) == latent

@@ -16,7 +16,16 @@ import triton
 
 from attnplug_testing import ahead
 from attnplug_triton_mha.attention import merged_at_once
-from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, MergeConfig, MHAKernelLimits, fit_config, merge_config
+from attnplug_triton_mha.configurations import (
+    FORMATS,
+    PACKS,
+    TABLES,
+    MergeConfig,
+    MHAKernelLimits,
+    fit_config,
+    merge_config,
+)
+from attnplug_triton_mha.planner import padded
 from attnplug_triton_mha.triton_attention import attend as attend_kernel
 from attnplug_triton_mha.triton_merge import _FEW
 from attnplug_triton_mha.triton_merge import merge as merge_kernel
@@ -28,6 +37,12 @@ POINTERS = {
     **dict.fromkeys(("page_table", "counters", "records", "tiles", "merged", "seq_lens", "new_lens"), "*i32"),
     **dict.fromkeys(("slots", "tree"), "*i64"),
 }
+STORED = {
+    "float8_e4m3fn": ("fp8e4nv", "fp8e4nv", 128, 1),
+    "fp8_per_token_head": ("fp8e4nv", "fp32", 132, 4),
+    "nvfp4": ("u8", "u8", 72, 1),
+}
+"""Types of values and scales, bytes of a row of 128 columns, and bytes of a scale, by format."""
 FLOATS = dict.fromkeys(("scale", "cap", "value_scale"), "fp32")
 
 
@@ -44,13 +59,16 @@ def attend(
     page_size: int = 64,
     window: int = 0,
     extras: bool = False,
-    fp8: bool = False,
+    format: str = "",
     pairs: bool = True,
     tree: bool = False,
     apart: bool = False,
 ):
-    rows, width = GROUP if cut["tile"] == 16 else 16, 1 << (dim - 1).bit_length()
-    strides = {"PAGE": page_size * KV_HEADS * dim, "SLOT": KV_HEADS * dim, "HEAD": dim, "COLUMN": 1}
+    number = FORMATS.get(format, 0)
+    pack, (codes, scales, row, scale_bytes) = PACKS[number], STORED.get(format, (type, type, dim, 1))
+    rows, width = GROUP if cut["tile"] == 16 else 16, padded(dim, pack)
+    row = row * dim // 128 if format else row
+    strides = {"PAGE": page_size * KV_HEADS * row, "SLOT": KV_HEADS * row, "HEAD": row}
     constants = {
         "table_column": 1,
         "HEADS": KV_HEADS * GROUP,
@@ -61,6 +79,9 @@ def attend(
         "V_WIDTH": width,
         "PAGE_SIZE": page_size,
         **{f"{side}_{name}": value for side in "KV" for name, value in strides.items()},
+        **{f"{side}S_{name}": value // scale_bytes for side in "KV" for name, value in strides.items()},
+        **dict.fromkeys(("K_COLUMN", "V_COLUMN", "KS_COLUMN", "VS_COLUMN"), 1),
+        "FORMAT": number,
         "FAR": False,
         "PAIRS": pairs,
         "WINDOW": window,
@@ -79,11 +100,15 @@ def attend(
         "TREE": tree,
     }
     options = {"num_warps": cut["warps"], "num_stages": cut["stages"], "launch_pdl": cut["overlap"]}
-    pointers = {**dict.fromkeys(("q", "out"), type), **dict.fromkeys(("keys", "values"), "fp8e4nv" if fp8 else type)}
+    pointers = {
+        **dict.fromkeys(("q", "out"), type),
+        **dict.fromkeys(("keys", "values"), codes),
+        **dict.fromkeys(("key_scales", "value_scales"), scales),
+    }
     return compiled(attend_kernel, sm, constants, options, **{name: f"*{kind}" for name, kind in pointers.items()})
 
 
-def merge(sm: int, cut: dict[str, Any], type: str, merging: MergeConfig, dim: int = 256, fp8: bool = False):
+def merge(sm: int, cut: dict[str, Any], type: str, merging: MergeConfig, dim: int = 256):
     constants = {
         "HEADS": KV_HEADS * GROUP,
         "GROUP": GROUP,
@@ -95,7 +120,7 @@ def merge(sm: int, cut: dict[str, Any], type: str, merging: MergeConfig, dim: in
         "FEW": min(merging.parts, _FEW),
         "SINKS": True,
         "LSE": True,
-        "FLOAT8": fp8,
+        "SCALED": True,
         "OVERLAP": cut["overlap"],
     }
     options = {"num_warps": merging.warps, "launch_pdl": cut["overlap"]}
@@ -130,21 +155,14 @@ def table() -> Iterator[tuple[str, Any]]:
     for parts, rows in ((132, 16), (33, 32), (16, 16), (16, 4096)):
         cut = merge_config(parts, rows, 256, 132)
         name = f"merge {cut.parts} parts, {cut.columns} columns, {cut.warps} warps"
-        yield name, merge(90, asdict(TABLE[0][-1]), "bf16", cut)
-    for fp8, table in ((False, TABLE), (True, TABLE_FP8)):
-        for entry in dict.fromkeys(entry for *_, entry in table):
+        yield name, merge(90, asdict(TABLES[0][0][-1]), "bf16", cut)
+    for format in ("", *FORMATS):
+        number = FORMATS.get(format, 0)
+        for entry in dict.fromkeys(entry for *_, entry in TABLES[number]):
             for dim in (64, 128, 256):
-                yield (
-                    f"{entry.tile:3} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {dim} "
-                    f"{'fp8' if fp8 else ''}",
-                    attend(
-                        90,
-                        asdict(fit_config(entry, MHAKernelLimits(90, 227 << 10, dim, dim, fp8))),
-                        "bf16",
-                        dim,
-                        fp8=fp8,
-                    ),
-                )
+                cut = asdict(fit_config(entry, MHAKernelLimits(90, 227 << 10, dim, dim, number)))
+                name = f"{entry.tile:3} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {dim} {format}"
+                yield name, attend(90, cut, "bf16", dim, format=format)
 
 
 def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:

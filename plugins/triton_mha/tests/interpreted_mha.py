@@ -15,14 +15,14 @@ from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_stored
 from attnplug_testing.kernel_scene import check as check_scene
 from attnplug_triton_mha.configurations import Merge, MHAKernelConfig
 
-Choose = Callable[[int, int, int, bool], MHAKernelConfig]
+Choose = Callable[[int, int, int, int], MHAKernelConfig]
 MULTIPROCESSORS = 3
 """Of the imaginary GPU: few, since each is a loop in Python, and enough to divide a request."""
-FP8_TOLERANCE = 2e-2
-"""fp8 rows are multiplied in fp16, whatever queries are in."""
+CODED_TOLERANCE = 2e-2
+"""Coded rows are multiplied in fp16, whatever queries are in."""
 
 
-def small(rows: int, requests: int, kv_heads: int, fp8: bool) -> MHAKernelConfig:
+def small(rows: int, requests: int, kv_heads: int, format: int) -> MHAKernelConfig:
     """Short steps and low tiles, so that small batches have many of both; merged in both ways."""
     merge: Merge = "inside" if requests % 2 else "apart"
     tile = 16 if rows <= 16 else 64
@@ -55,4 +55,4 @@ def scene(case: KernelCase, device: str, choose: Choose | None = None) -> Kernel
 
 def check(case: KernelCase, device: str, choose: Choose | None = None) -> KernelScene:
     stage = scene(case, device, choose)
-    return check_scene(stage) if case.kv_dtype is None else check_stored(stage, FP8_TOLERANCE)
+    return check_scene(stage) if case.kv_dtype is None else check_stored(stage, CODED_TOLERANCE)

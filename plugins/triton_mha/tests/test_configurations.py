@@ -12,23 +12,31 @@ import torch
 from attnplug import ForwardMode, Geometry
 from attnplug_testing.devices import INTERPRETED
 from attnplug_testing.triton_mode import compiled_by
-from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, MHAKernelLimits, choose, fit_config, max_partial_rows
+from attnplug_triton_mha.configurations import (
+    FORMATS,
+    PACKS,
+    TABLES,
+    MHAKernelLimits,
+    choose,
+    fit_config,
+    max_partial_rows,
+)
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
 """What a program can have of shared memory, by SM."""
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_every_shape_finds_its_entry(fp8):
-    entries = [entry for *_, entry in (TABLE_FP8 if fp8 else TABLE)]
+@pytest.mark.parametrize("format", range(len(TABLES)))
+def test_every_shape_finds_its_entry(format):
+    entries = [entry for *_, entry in TABLES[format]]
     for rows in (1, 4, 16, 17, 32, 33, 64, 65, 100_000):
         for requests in (1, 2, 64, 1000):
             for kv_heads in (1, 8, 128):
-                entry = choose(rows, requests, kv_heads, fp8)
+                entry = choose(rows, requests, kv_heads, format)
                 assert entry in entries
                 assert entry.tile == 16 or rows > entry.tile // 2, "a tile most of which is never used"
-    assert choose(8192, 1, 8, fp8) is entries[-1]
+    assert choose(8192, 1, 8, format) is entries[-1]
 
 
 @INTERPRETED
@@ -41,8 +49,8 @@ def test_no_plan_asks_for_more_partial_results_than_were_reserved(kv_heads, mult
         table, lens = torch.zeros(requests, 128, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
         rows = requests * new
         batch = Geometry(ForwardMode.EXTEND, table, lens, 64, rows=rows, max_seq_len=8192, max_new=new)
-        for fp8 in (False, True):
-            cut = choose(new * 4, requests, kv_heads, fp8)
+        for format in range(len(TABLES)):
+            cut = choose(new * 4, requests, kv_heads, format)
             made = SplitKVSchedule.reserve(TritonLayerShape(kv_heads, 4, 64, 64, 0), cut, batch, multiprocessors)
             assert made.partial_rows * kv_heads <= max_partial_rows(multiprocessors, kv_heads)
 
@@ -57,7 +65,7 @@ def a_schedule(heads: tuple[int, int, int], requests: int, new: int, window: int
     batch = Geometry(
         mode, table, lens, 64, rows=rows, max_seq_len=1 << 15, max_new=new, new_lens=lens if differ else None
     )
-    cut = choose(new * group, requests, kv_heads, False)
+    cut = choose(new * group, requests, kv_heads, 0)
     return SplitKVSchedule.reserve(TritonLayerShape(kv_heads, group, dim, dim, window), cut, batch, 132)
 
 
@@ -105,11 +113,11 @@ class TestWhoMerges:
 
 @pytest.mark.parametrize("sm", SHARED)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_what_is_chosen_has_room_by_our_own_count(fp8, sm, dim):
-    for *_, entry in TABLE_FP8 if fp8 else TABLE:
-        found = fit_config(entry, MHAKernelLimits(sm, SHARED[sm], dim, dim, fp8))
-        rows = found.stages * found.step * (2 if fp8 else 4) * dim + found.tile * 2 * dim
+@pytest.mark.parametrize("format", range(len(TABLES)))
+def test_what_is_chosen_has_room_by_our_own_count(format, sm, dim):
+    for *_, entry in TABLES[format]:
+        found = fit_config(entry, MHAKernelLimits(sm, SHARED[sm], dim, dim, format))
+        rows = found.stages * found.step * 4 * dim // PACKS[format] + found.tile * 2 * dim
         assert rows <= SHARED[sm] and found.tile >= 16 and found.step >= 16
         assert (found.overlap, found.prefetch) == ((True, entry.prefetch) if sm >= 90 else (False, 0))
         if sm == 90 and dim <= 128:
@@ -121,25 +129,37 @@ def test_what_is_chosen_has_room_by_our_own_count(fp8, sm, dim):
 def test_it_compiles_for_gpus_and_fits_them() -> None:
     """Every kernel by Triton's compiler, which needs no GPU. Whether it is right or fast there is not said.
 
-    Extras, trees and 8-bit caches come both before SM 90, where products are other instructions, and from there on.
+    Extras, trees and coded caches come both before SM 90, where products are other instructions, and from there on.
     Plans have no products.
     """
+    from attnplug_triton_mha.planner import padded
+
     wanted = []
+    fp8, by_row, nvfp4 = ({"format": format} for format in ("float8_e4m3fn", "fp8_per_token_head", "nvfp4"))
     for sm, rows, requests, kind, dim, page_size, more in (
-        (89, 4, 1, "bf16", 80, 16, {"fp8": True, "extras": True}),
+        (89, 4, 1, "bf16", 80, 16, {**fp8, "extras": True}),
         (86, 8000, 1, "bf16", 128, 64, {"extras": True}),
         (90, 8000, 1, "bf16", 64, 16, {"window": 100}),
         (80, 64, 1, "fp16", 128, 16, {"tree": True}),
         (90, 16, 1, "bf16", 128, 64, {"tree": True, "extras": True}),
-        (90, 8000, 1, "bf16", 128, 64, {"fp8": True, "apart": True}),
+        (90, 8000, 1, "bf16", 128, 64, {**fp8, "apart": True}),
         (100, 4, 256, "bf16", 128, 1, {"extras": True}),
+        (89, 4, 16, "bf16", 128, 64, {**by_row, "apart": True}),
+        (90, 8000, 1, "bf16", 128, 64, by_row),
+        (120, 16, 1, "bf16", 128, 16, {**by_row, "tree": True, "extras": True}),
+        (80, 4, 16, "bf16", 128, 64, {**nvfp4, "apart": True}),
+        (80, 8000, 1, "fp16", 64, 16, {**nvfp4, "extras": True}),
+        (90, 16, 1, "bf16", 128, 64, {**nvfp4, "tree": True}),
+        (90, 8000, 1, "bf16", 256, 64, nvfp4),
+        (120, 4, 256, "bf16", 80, 16, {**nvfp4, "pairs": False}),
     ):
-        fp8, width = "fp8" in more, 1 << (dim - 1).bit_length()
-        cut = fit_config(choose(rows, requests, 8, fp8), MHAKernelLimits(sm, SHARED[sm], width, width, fp8))
+        format = FORMATS.get(more.get("format"), 0)
+        width = padded(dim, PACKS[format])
+        cut = fit_config(choose(rows, requests, 8, format), MHAKernelLimits(sm, SHARED[sm], width, width, format))
         wanted.append({"sm": sm, "cut": asdict(cut), "type": kind, "dim": dim, "page_size": page_size, **more})
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
-        *((sm, "attend") for sm in (80, 86, 89, 90, 100)),
+        *((sm, "attend") for sm in (80, 86, 89, 90, 100, 120)),
         *((90, kernel) for kernel in ("plan", "plan of different rows", "merge")),
     }
     for sm, kernel, taken in compiled:

@@ -13,7 +13,7 @@ SUBJECTS = [
         "triton_mha",
         "interpreted_mha:build",
         seam="in Triton's interpreter",
-        kv_dtypes=(DType.FLOAT32, DType.FLOAT8_E4M3),
+        kv_dtypes=(DType.FLOAT32, DType.FLOAT8_E4M3, "fp8_per_token_head", "nvfp4"),
         longest=100,
     )
 ]

@@ -33,6 +33,7 @@ DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, Fo
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
 FP8 = {"kv_dtype": DType.FLOAT8_E4M3, "kv_scales": (0.5, 3.0)}
+BY_ROW, NVFP4 = ({**FP8, "kv_dtype": name} for name in ("fp8_per_token_head", "nvfp4"))
 SMALL = {"page_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 32}
 
 
@@ -48,8 +49,14 @@ def scenes(case: KernelCase, new: int, device: str) -> tuple[KernelScene, list[K
 @on_every_device
 @pytest.mark.parametrize(
     ("mode", "new", "changes"),
-    [(DECODE, 1, {"window": 20}), (DECODE, 1, FP8), (DRAFT_EXTEND, 2, {"page_size": 1})],
-    ids=["window", "fp8", "draft"],
+    [
+        (DECODE, 1, {"window": 20}),
+        (DECODE, 1, FP8),
+        (DECODE, 1, BY_ROW),
+        (DECODE, 1, NVFP4),
+        (DRAFT_EXTEND, 2, {"page_size": 1}),
+    ],
+    ids=["window", "fp8", "fp8 by row", "nvfp4", "draft"],
 )
 @pytest.mark.sample(2)
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, changes, device):

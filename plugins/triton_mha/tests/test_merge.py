@@ -21,7 +21,7 @@ from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_replay,
 from attnplug_testing.trees import random_trees
 from attnplug_triton_mha.configurations import ENTRIES, MHAKernelConfig
 from attnplug_triton_mha.plugin import COUNTERS
-from interpreted_mha import FP8_TOLERANCE, Choose, check, scene
+from interpreted_mha import CODED_TOLERANCE, Choose, check, scene
 
 pytestmark = pytest.mark.long
 
@@ -59,7 +59,7 @@ def check_apart(case: KernelCase, device: str, choose: Choose) -> KernelScene:
     if case.kv_dtype is None:
         check_output(stage, Output(*stage.results(), 0.0, 0.0))
     else:
-        check_stored(stage, FP8_TOLERANCE)
+        check_stored(stage, CODED_TOLERANCE)
     assert int(tiles(stage)[:, 0].max()) > 1
     counters = stage.workspace.request("test", stage.device, COUNTERS, 1).buffer
     assert not counters.any()

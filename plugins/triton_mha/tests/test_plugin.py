@@ -19,6 +19,7 @@ from attnplug_triton_mha.plugin import attnplug_backends
 (SPEC,) = attnplug_backends()
 FA4 = "flash-attn-4>=4.0.0b36"
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
+BY_ROW = "fp8_per_token_head"
 ON_AN_H200 = Problem(read(LLAMA_3_8B), "cuda", 90, BF16, BF16, 64)
 
 
@@ -39,6 +40,8 @@ def with_layers(**changes: Any) -> Any:
         {},
         {"dtype": FP16, "kv_dtype": FP16},
         {"kv_dtype": FP8},
+        {"kv_dtype": BY_ROW},
+        {"kv_dtype": "nvfp4", "sm": 80},
         {"kv_dtype": FP8, "dtype": FP16, "sm": 89, "layout": CacheLayout.STRIDED},
         {"page_size": 1},
         {"page_size": 48},
@@ -52,8 +55,18 @@ def with_layers(**changes: Any) -> Any:
         {"tensor_parallel": 8},
     ],
     ids=[
-        *("llama", "fp16", "fp8", "fp8-on-ada", "pages-of-1", "pages-of-48", "strided", "ampere", "blackwell"),
-        *("qwen3-next", "features", "192-128", "graphs", "one-kv-head"),
+        *(
+            "llama",
+            "fp16",
+            "fp8",
+            "fp8-by-row",
+            "nvfp4-on-ampere",
+            "fp8-on-ada",
+            "pages-of-1",
+            "pages-of-48",
+            "strided",
+        ),
+        *("ampere", "blackwell", "qwen3-next", "features", "192-128", "graphs", "one-kv-head"),
     ],
 )
 def test_it_serves(changes: dict[str, Any], role: Role) -> None:
@@ -78,11 +91,25 @@ def test_it_serves(changes: dict[str, Any], role: Role) -> None:
             {"model": with_layers(head_dim=64, v_head_dim=128)},
             [("head_dim", [64, 128], "multiples of 16 up to 256", "decode_attention_backend")],
         ),
-        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "kv_dtype")]),
-        ({"sm": 80, "kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "kv_dtype")]),
+        (
+            {"kv_dtype": FP16},
+            [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn", "fp8_per_token_head", "nvfp4"], "kv_dtype")],
+        ),
+        ({"sm": 80, "kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16", "nvfp4"], "kv_dtype")]),
+        ({"sm": 80, "kv_dtype": BY_ROW}, [("kv_dtype", "fp8_per_token_head", ["bfloat16", "nvfp4"], "kv_dtype")]),
         ({"speculative_tokens": 65}, [("speculation", 65, 64, "speculative_tokens")]),
     ],
-    ids=["cpu", "turing", "dim-72", "dim-512", "wide-values", "kv-fp16-with-bf16", "fp8-on-ampere", "speculation"],
+    ids=[
+        "cpu",
+        "turing",
+        "dim-72",
+        "dim-512",
+        "wide-values",
+        "kv-fp16-with-bf16",
+        "fp8-on-ampere",
+        "fp8-rows-on-ampere",
+        "speculation",
+    ],
 )
 def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]

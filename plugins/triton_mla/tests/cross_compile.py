@@ -1,6 +1,6 @@
 """Compiles the plugin's kernels for GPUs that need not be there, and says what they take. With core/tests on the path:
 
-python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "q": TYPE, "cache": TYPE, "page_size": …}, …]'
+python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "q": TYPE, "format": FORMAT, "page_size": …}, …]'
     the attention kernel of each case, and for SM 90 both plans and the merge; prints [SM, kernel, shared bytes]
     of all
 python cross_compile.py --table    every entry of the table on SM 90, with registers and spills by ptxas; minutes
@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attnplug_sparse.index.triton_schedule import _plan
 from attnplug_testing import ahead
-from attnplug_triton_mla.configurations import ENTRIES, RAGGED, MLAKernelConfig
+from attnplug_triton_mla.configurations import ENTRIES, RAGGED, TABLES, MLAKernelConfig
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.ragged import RaggedConfig
@@ -33,7 +33,13 @@ POINTERS = {
     **dict.fromkeys(("page_table", "counters", "numbers", "seq_lens", "new_lens"), "*i32"),
     **dict.fromkeys(("slots", "tree"), "*i64"),
 }
-FLOATS = dict.fromkeys(("scale", "out_scale", "part_cost"), "fp32")
+FLOATS = dict.fromkeys(("scale", "out_scale", "rope_scale", "part_cost"), "fp32")
+ROWS = {
+    "fp8": (RANK + ROPE, 0, 0, "fp8e4nv"),
+    "fp8_per_token_head": (RANK + 16 + 2 * ROPE, RANK, RANK + 16, "u8"),
+    "nvfp4": (RANK // 2 + RANK // 16 + 2 * ROPE, RANK // 2, RANK // 2 + RANK // 16, "u8"),
+}
+"""Width of a row, first bytes of its scales and its rope, and the type of its memory; by format."""
 
 
 def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], **pointers: str):
@@ -53,21 +59,22 @@ def attend(
     sm: int,
     cut: dict[str, object],
     q: str,
-    cache: str,
+    format: str,
     invariant: bool = False,
     page_size: int = PAGE,
     apart: bool = False,
     tree: bool = False,
     selected: bool = False,
 ):
+    row, scale_at, rope_at, cache = ROWS.get(format, (RANK + ROPE, 0, 0, q))
     constants = {
         "table_column": 1,
         "HEADS": 16,
         "RANK": RANK,
         "ROPE": ROPE,
         "PAGE_SIZE": page_size,
-        "PAGE_STRIDE": page_size * (RANK + ROPE),
-        "SLOT_STRIDE": RANK + ROPE,
+        "PAGE_STRIDE": page_size * row,
+        "SLOT_STRIDE": row,
         "INVARIANT": invariant,
         "LSE": True,
         "APART": apart,
@@ -83,11 +90,15 @@ def attend(
     constants |= {
         "tree_column": 1,
         "TREE": tree,
+        "FORMAT": format,
+        "SCALE_AT": scale_at,
+        "ROPE_AT": rope_at,
         "TILE": cut["tile"],
         "STEP": cut["step"],
         "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" else 0,
     }
-    return compiled(attend_triton, sm, constants, options | {"num_stages": cut["stages"]}, **types)
+    options |= {"num_stages": cut["stages"], "maxnreg": cut["registers"]}
+    return compiled(attend_triton, sm, constants, options, **types)
 
 
 def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):
@@ -165,20 +176,23 @@ def table() -> Iterator[tuple[str, Any]]:
     for parts, columns, warps in merges:
         cut = asdict(replace(RAGGED, merge_parts=parts, merge_columns=columns, merge_warps=warps))
         yield f"merge  {parts} parts, {columns} columns, {warps} warps", merge(90, cut, "bf16")
-    cuts = {(entry.tile, entry.step, entry.warps, entry.stages, entry.kernel, entry.merge) for entry in ENTRIES}
-    for cut, cache, invariant in itertools.product(sorted(cuts), ("bf16", "fp8e4nv"), (False, True)):
-        tile, step, warps, stages, kernel, who = cut
-        if kernel != "triton" and cache != "bf16":
+    cuts = {
+        (entry.tile, entry.step, entry.warps, entry.stages, entry.kernel, entry.merge, entry.registers)
+        for entry in ENTRIES
+    }
+    for cut, format, invariant in itertools.product(sorted(cuts, key=str), TABLES, (False, True)):
+        tile, step, warps, stages, kernel, who, registers = cut
+        if kernel != "triton" and format != "plain":
             continue
-        entry = MLAKernelConfig(tile, step, warps, stages, kernel, merge=who, overlap=True)
-        name = f"{kernel}: {tile} x {step}, {warps} warps, {stages} stages, {who}"
+        entry = MLAKernelConfig(tile, step, warps, stages, kernel, merge=who, overlap=True, registers=registers)
+        name = f"{kernel}: {tile} x {step}, {warps} warps, {stages} stages, {who}, {registers or 'any'} registers"
         yield (
-            f"attend {name:48} {cache:7} {'invariant' * invariant}",
-            attend(90, asdict(entry), "bf16", cache, invariant),
+            f"attend {name:48} {format:18} {'invariant' * invariant}",
+            attend(90, asdict(entry), "bf16", format, invariant),
         )
         if not invariant:
-            made = attend(90, asdict(entry), "bf16", cache, page_size=1, selected=True)
-            yield f"attend {name:48} {cache:7} selected", made
+            made = attend(90, asdict(entry), "bf16", format, page_size=1, selected=True)
+            yield f"attend {name:48} {format:18} selected", made
 
 
 def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:

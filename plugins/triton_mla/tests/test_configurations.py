@@ -15,10 +15,10 @@ from attnplug_triton_mla.configurations import (
     ANY,
     ENTRIES,
     RAGGED,
-    TABLE,
-    TABLE_FP8,
+    TABLES,
     MLAKernelConfig,
     MLAKernelLimits,
+    RowFormat,
     choose,
     fit_config,
     max_partial_rows,
@@ -31,24 +31,31 @@ KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
 """What a program can have of shared memory, by SM."""
 WIDTH = 576
+ROW_BYTES = {"plain": 2 * WIDTH, "fp8": WIDTH, "fp8_per_token_head": 656, "nvfp4": 416}
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_every_shape_finds_its_entry(fp8):
+def limits(sm: int, format: str) -> MLAKernelLimits:
+    """Limits of a GPU for latent rows of 512 + 64 columns."""
+    converted = {"plain": 0, "nvfp4": 1024}.get(format, ROW_BYTES[format])
+    return MLAKernelLimits(sm, SHARED[sm], 2 * WIDTH, ROW_BYTES[format], converted_bytes=converted)
+
+
+@pytest.mark.parametrize("format", TABLES)
+def test_every_shape_finds_its_entry(format):
     for rows in (1, 8, 16, 17, 32, 33, 64, 128, 1024):
         for requests in (1, 2, 3, 16, 64, 1000):
             for tokens in (0, 100, 8192, 8193, ANY):
-                entry = choose(rows, requests, tokens, fp8=fp8, invariant=False)
+                entry = choose(rows, requests, tokens, format=format, invariant=False)
                 assert entry in ENTRIES
                 assert entry.tile == 16 or rows > entry.tile // 4, "a tile most of which is never used"
-    assert choose(0, 4, 100, fp8=fp8, invariant=False) is RAGGED
+    assert choose(0, 4, 100, format=format, invariant=False) is RAGGED
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("format", TABLES)
 @pytest.mark.parametrize("rows", [0, 16, 32, 128])
-def test_invariance_leaves_requests_and_lengths_out(rows, fp8):
+def test_invariance_leaves_requests_and_lengths_out(rows, format):
     shapes = itertools.product((1, 2, 3, 40, 1000), (100, ANY))
-    assert len({choose(rows, *shape, fp8=fp8, invariant=True) for shape in shapes}) == 1
+    assert len({choose(rows, *shape, format=format, invariant=True) for shape in shapes}) == 1
 
 
 def test_who_merges_a_batch_of_different_rows():
@@ -60,20 +67,18 @@ def test_who_merges_a_batch_of_different_rows():
 @pytest.mark.parametrize("sm", SHARED)
 def test_no_plan_asks_for_more_partial_results_than_were_reserved(sm):
     """A backend takes no more than it reserved when built: graphs freeze the workspace."""
-    for fp8, rows, requests, tokens in itertools.product((False, True), (0, 1, 16, 17, 33, 512), (1, 3, 99), (99, ANY)):
-        room = MLAKernelLimits(sm, SHARED[sm], 2 * WIDTH, WIDTH if fp8 else 2 * WIDTH)
-        cut = fit_config(choose(rows, requests, tokens, fp8=fp8, invariant=False), room)
+    for format, rows, requests, tokens in itertools.product(TABLES, (0, 1, 16, 17, 33, 512), (1, 3, 99), (99, ANY)):
+        cut = fit_config(choose(rows, requests, tokens, format=format, invariant=False), limits(sm, format))
         shape = BatchShape(requests, requests * max(rows, 1), rows, 1, 64, 8, invariant=False)
         slots = MLASchedule.reserve(shape, cut, 132, torch.device("meta")).partial_slots
         assert slots * cut.tile <= max_partial_rows(132)
 
 
 @pytest.mark.parametrize("sm", SHARED)
-@pytest.mark.parametrize("row_bytes", [2 * WIDTH, WIDTH], ids=["16 bits", "fp8"])
-def test_what_is_chosen_has_room_by_our_own_count(sm, row_bytes):
-    room = MLAKernelLimits(sm, SHARED[sm], 2 * WIDTH, row_bytes)
-    table = TABLE if row_bytes == 2 * WIDTH else TABLE_FP8
-    for entry in (RAGGED, *(entry for *_, entry in table)):
+@pytest.mark.parametrize("format", TABLES)
+def test_what_is_chosen_has_room_by_our_own_count(sm, format):
+    room, row_bytes = limits(sm, format), ROW_BYTES[format]
+    for entry in (RAGGED, *(entry for *_, entry in TABLES[format])):
         found = fit_config(entry, room)
         kept = found.stages if found.kernel != "triton" else max(found.stages - 1, 1)
         rows = found.tile * 2 * WIDTH + kept * found.step * row_bytes
@@ -92,9 +97,9 @@ def test_an_early_launch_is_for_gpus_that_know_it():
 
 @pytest.mark.parametrize(("kernel", "rows", "tile", "instead"), [("low", 16, 16, 16), ("wide", 128, 64, 32)])
 def test_kernels_in_gluon_are_for_sm_90_and_16_bits(kernel, rows, tile, instead):
-    entry = choose(rows, 4, ANY, fp8=False, invariant=False)
+    entry = choose(rows, 4, ANY, format="plain", invariant=False)
     assert (entry.kernel, entry.tile) == (kernel, tile)
-    assert {each.kernel for *_, each in TABLE_FP8} == {"triton"}
+    assert {each.kernel for name, table in TABLES.items() if name != "plain" for *_, each in table} == {"triton"}
     for sm in SHARED:
         found = fit_config(entry, MLAKernelLimits(sm, 1 << 20, 2 * WIDTH, 2 * WIDTH))
         assert (found.kernel, found.tile) == ((kernel, tile) if sm == 90 else ("triton", instead))
@@ -119,23 +124,30 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     Whether it is right or fast there is not said. A case without a word on trees is one of selected rows.
     """
 
-    def chosen(rows: int, requests: int, fp8: bool = False) -> MLAKernelConfig:
-        return choose(rows, requests, ANY, fp8=fp8, invariant=False)
+    def chosen(rows: int, requests: int, format: RowFormat = "plain") -> MLAKernelConfig:
+        return choose(rows, requests, ANY, format=format, invariant=False)
 
     wanted = []
-    for sm, entry, q, cache, page_size, apart, tree in (
-        (80, RAGGED, "fp16", "fp16", 64, False, True),
-        (80, chosen(16, 1), "fp16", "fp16", 1, False, None),
-        (89, chosen(16, 1, fp8=True), "bf16", "fp8e4nv", 64, True, False),
-        (90, chosen(16, 1), "bf16", "bf16", 64, True, False),
-        (90, on_triton(chosen(16, 1)), "bf16", "bf16", 48, True, True),
-        (90, chosen(128, 100), "bf16", "bf16", 64, True, False),
-        (90, chosen(128, 100), "bf16", "bf16", 1, False, None),
-        (100, chosen(128, 1, fp8=True), "bf16", "fp8e4nv", 1, False, False),
+    token, nvfp4 = "fp8_per_token_head", "nvfp4"
+    for sm, entry, q, format, page_size, apart, tree in (
+        (80, RAGGED, "fp16", "plain", 64, False, True),
+        (80, chosen(16, 1), "fp16", "plain", 1, False, None),
+        (80, chosen(16, 1, nvfp4), "fp16", nvfp4, 64, False, False),
+        (80, RAGGED, "bf16", nvfp4, 16, False, True),
+        (89, chosen(16, 1, "fp8"), "bf16", "fp8", 64, True, False),
+        (89, RAGGED, "fp16", token, 64, False, True),
+        (90, chosen(16, 1), "bf16", "plain", 64, True, False),
+        (90, on_triton(chosen(16, 1)), "bf16", "plain", 48, True, True),
+        (90, chosen(128, 100), "bf16", "plain", 64, True, False),
+        (90, chosen(128, 100), "bf16", "plain", 1, False, None),
+        (90, chosen(16, 16, token), "bf16", token, 64, True, False),
+        (90, chosen(16, 16, nvfp4), "bf16", nvfp4, 1, False, None),
+        (100, chosen(128, 1, "fp8"), "bf16", "fp8", 1, False, False),
+        (120, chosen(16, 1, token), "bf16", token, 1, False, None),
+        (120, chosen(16, 1, nvfp4), "bf16", nvfp4, 64, False, True),
     ):
-        row_bytes = WIDTH if cache == "fp8e4nv" else 2 * WIDTH
-        found = fit_config(entry, MLAKernelLimits(sm, SHARED[sm], 2 * WIDTH, row_bytes))
-        case = {"sm": sm, "cut": asdict(found), "q": q, "cache": cache, "page_size": page_size}
+        found = fit_config(entry, limits(sm, format))
+        case = {"sm": sm, "cut": asdict(found), "q": q, "format": format, "page_size": page_size}
         wanted.append({**case, "apart": apart, "tree": bool(tree), "selected": tree is None})
     for sm, nope, rope, value in ((80, 128, 64, 128), (90, 256, 0, 256), (100, 256, 0, 256), (120, 128, 64, 128)):
         ragged = fit_ragged(SHARED[sm], (nope + rope, value))
@@ -143,7 +155,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     around = {"plan", "plan of different rows", "merge"}
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
-        *((sm, "triton") for sm in (80, 89, 90, 100)),
+        *((sm, "triton") for sm in (80, 89, 90, 100, 120)),
         *((sm, "ragged") for sm in (80, 90, 100, 120)),
         *((90, kernel) for kernel in ("low", "wide", *around)),
     }

@@ -9,6 +9,7 @@ from attnplug import DType
 from attnplug_conformance import conformance_tests
 from attnplug_testing.devices import INTERPRETED
 from attnplug_testing.seam import over_stand_ins
+from attnplug_triton_mla.plugin import FP8_PER_TOKEN_HEAD, NVFP4
 
 pytestmark = INTERPRETED
 SUBJECTS = [
@@ -16,7 +17,7 @@ SUBJECTS = [
         "triton_mla",
         "attnplug_testing.references.triton_mla:build",
         seam="in Triton's interpreter",
-        kv_dtypes=(DType.FLOAT32, DType.FLOAT8_E4M3),
+        kv_dtypes=(DType.FLOAT32, DType.FLOAT8_E4M3, FP8_PER_TOKEN_HEAD, NVFP4),
         longest=100,
         mla_dims=frozenset({(32, 16)}),
     )

@@ -237,6 +237,6 @@ def test_which_kernels_can_read_a_hosts_rows(dtype, rows, copied):
     pool = MLAPool.over([layer], {0: cache}, "slots heads dim", page_size=16, dtype=dtype)
     if copied is None:
         with raises_naming(PoolError, "layer 0"):
-            LatentLayerCache.of(pool, 0, 32)
+            LatentLayerCache.of(pool, 0, 32, 16)
     else:
-        assert LatentLayerCache.of(pool, 0, 32).copied is copied
+        assert LatentLayerCache.of(pool, 0, 32, 16).copied is copied

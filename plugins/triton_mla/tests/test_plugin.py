@@ -18,6 +18,7 @@ from attnplug_triton_mla.plugin import attnplug_backends
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
+CODED = ["float8_e4m3fn", "fp8_per_token_head", "nvfp4"]
 ON_AN_H200 = Problem(read(DEEPSEEK_V3), "cuda", 90, BF16, BF16, 64)
 
 
@@ -34,6 +35,8 @@ def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
         {"dtype": FP16, "kv_dtype": FP16},
         {"kv_dtype": FP8},
         {"kv_dtype": FP8, "dtype": FP16},
+        {"kv_dtype": "fp8_per_token_head"},
+        {"kv_dtype": "nvfp4", "sm": 80},
         {"page_size": 1},
         {"page_size": 48},
         {"layout": CacheLayout.STRIDED},
@@ -45,7 +48,19 @@ def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
         {"tensor_parallel": 16},
     ],
     ids=[
-        *("deepseek", "fp16", "fp8", "fp8-with-fp16", "pages-of-1", "pages-of-48", "strided", "ampere", "blackwell"),
+        *(
+            "deepseek",
+            "fp16",
+            "fp8",
+            "fp8-with-fp16",
+            "token-scales",
+            "nvfp4-ampere",
+            "pages-of-1",
+            "pages-of-48",
+            "strided",
+            "ampere",
+            "blackwell",
+        ),
         *("kimi", "latent-256", "graphs", "8-heads"),
     ],
 )
@@ -67,18 +82,29 @@ def test_it_serves(changes: dict[str, Any], role: Role) -> None:
             {"dtype": FP32, "kv_dtype": FP32},
             [
                 ("dtype", "float32", ["bfloat16", "float16"], "dtype"),
-                ("kv_dtype", "float32", ["bfloat16", "float16", "float8_e4m3fn"], "kv_dtype"),
+                ("kv_dtype", "float32", ["bfloat16", "float16", *CODED], "kv_dtype"),
             ],
         ),
-        ({"sm": 80, "kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "kv_dtype")]),
-        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "kv_dtype")]),
+        ({"sm": 80, "kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16", "nvfp4"], "kv_dtype")]),
+        ({"sm": 86, "kv_dtype": CODED[1]}, [("kv_dtype", CODED[1], ["bfloat16", "nvfp4"], "kv_dtype")]),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", *CODED], "kv_dtype")]),
         (
             {"model": read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)},
             [("heads", 256, 128, "tensor_parallel")],
         ),
         ({"speculative_tokens": 65}, [("speculation", 65, 64, "speculative_tokens")]),
     ],
-    ids=["cpu", "turing", "latent-128", "fp32", "fp8-on-ampere", "kv-fp16-with-bf16", "256-heads", "speculation"],
+    ids=[
+        "cpu",
+        "turing",
+        "latent-128",
+        "fp32",
+        "fp8-on-ampere",
+        "token-scales-on-ampere",
+        "kv-fp16-with-bf16",
+        "256-heads",
+        "speculation",
+    ],
 )
 def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]

@@ -18,6 +18,7 @@ ROW_KINDS = frozenset({"mha", "mla", "index"})
 """Rows that a format may hold: keys and values of heads, latent rows, and index keys of sparse layers."""
 _NBYTES = {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
            "float8_e8m0fnu": 1, "int8": 1, "uint8": 1}  # fmt: skip
+_COPIED = 16  # bytes that kernels copy at a time: latent rows and their rotary columns start at multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class KVFormat:
         )
 
     A row is the key or value of one token and head, a token's latent row or its index key. Its parts are stored one
-    after another, each aligned to its element size. All parts move with the row when pages are copied.
+    after another, aligned as ``placed`` says. All parts move with the row when pages are copied.
 
     - ``codec``: a module with ``encode(rows)``, which takes rows ``[tokens, heads, width]`` and returns one tensor
       ``[tokens, heads, elements]`` per part, and ``decode(parts)``, which returns rows ``[tokens, heads, width]`` in
@@ -127,22 +128,22 @@ class KVFormat:
     def placed(self, width: int, rope: int = 0) -> list[tuple[str, int, int]]:
         """Return dtype, first byte and last byte + 1 of every part of a row of ``width`` values.
 
-        The last ``rope`` of them are rotary columns. Each part is aligned to its element size.
+        The last ``rope`` of them are rotary columns, aligned to 16 bytes. Others are aligned to their element size.
         """
         coded = width - rope if self.rope is not None else width
-        sizes = [(part.dtype, part.elements(coded)) for part in self.parts]
-        sizes += [(self.rope, rope)] if self.rope is not None and rope else []
+        sizes = [(part.dtype, part.elements(coded), _NBYTES[part.dtype]) for part in self.parts]
+        sizes += [(self.rope, rope, _COPIED)] if self.rope is not None and rope else []
         placed, end = [], 0
-        for dtype, elements in sizes:
-            start = -(-end // _NBYTES[dtype]) * _NBYTES[dtype]
+        for dtype, elements, align in sizes:
+            start = -(-end // align) * align
             end = start + elements * _NBYTES[dtype]
             placed.append((dtype, start, end))
         return placed
 
     def row_nbytes(self, width: int, rope: int = 0) -> int:
-        """Return the bytes of a row of one head, a multiple of the largest element size."""
+        """Return the bytes of a row of one head, a multiple of the largest alignment of its parts."""
         placed = self.placed(width, rope)
-        align = max(_NBYTES[dtype] for dtype, _, _ in placed)
+        align = max(_NBYTES[dtype] for dtype, _, _ in placed) if len(placed) == len(self.parts) else _COPIED
         return -(-placed[-1][2] // align) * align
 
     def token_nbytes(self, layer: LayerSpec) -> int:

@@ -14,7 +14,8 @@ _SMALLEST_SCALE = 1e-6
 
 def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
     rows = rows.float()
-    scales = (rows.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=_SMALLEST_SCALE)
+    # By a tensor: on a GPU torch divides by a Python number by multiplying with its inverse, which rounds twice.
+    scales = (rows.abs().amax(-1, keepdim=True) / rows.new_full((), _LARGEST)).clamp(min=_SMALLEST_SCALE)
     return (rows * (1.0 / scales)).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from attnplug import KVFormat, RowPart, hookimpl
 
+_KERNELS = {"cuda": "attnplug_kv_formats.row_writer:row_writer"}
+
 FP8_PER_TOKEN_HEAD = KVFormat(
     name="fp8_per_token_head",
     summary="e4m3 with a float32 scale per token and head; latent rows keep their rotary part in bfloat16",
@@ -11,6 +13,7 @@ FP8_PER_TOKEN_HEAD = KVFormat(
     parts=(RowPart("float8_e4m3fn"), RowPart("float32", per=None)),
     rope="bfloat16",
     error=0.05,
+    kernels=_KERNELS,
 )
 """vLLM's format of this name: a head's values, then its scale. Latent rows are those of SnapMLA (arXiv 2602.10718)."""
 
@@ -22,6 +25,7 @@ NVFP4 = KVFormat(
     rope="bfloat16",
     layer_scale=True,
     error=0.16,
+    kernels=_KERNELS,
 )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attnplug import LayerSpec, MHAPool
+from attnplug_triton_mha.configurations import FORMATS, PACKS
 from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape
 from attnplug_triton_mha.scratch import SplitPartials
 from attnplug_triton_mha.triton_attention import attend
 from attnplug_triton_mha.triton_merge import launch_merge
+from attnplug_triton_mha.triton_rows import NVFP4_FACTOR
 
 _LOG2_E = 1.4426950408889634
 _LARGEST_OFFSET = (1 << 31) - 1
@@ -19,34 +22,55 @@ _LARGEST_OFFSET = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVLayerCache:
-    """Keys and values of one layer, ``[pages, page_size, kv_heads, dim]`` of any strides, and their scales.
+    """Keys and values of one layer, ``[pages, page_size, kv_heads, elements]`` of any strides, and their scales.
 
-    ``far``: offsets within a page need 64 bits. ``pairs``: fp8 columns are contiguous and 16-bit aligned.
+    ``key_scales`` and ``value_scales`` are the scales of rows, of the same dimensions; formats without them have keys
+    and values there. ``key_factor`` and ``value_factor`` apply to the whole layer. ``far``: offsets within a page need
+    64 bits. ``pairs``: the bytes of coded rows are contiguous and 16-bit aligned.
     """
 
     shape: TritonLayerShape
     keys: Tensor
+    key_scales: Tensor
     values: Tensor
-    key_scale: float
-    value_scale: float
+    value_scales: Tensor
+    key_factor: float
+    value_factor: float
     far: bool
     pairs: bool
 
     @classmethod
     def of(cls, pool: MHAPool, layer: LayerSpec) -> KVLayerCache:
-        keys, values = pool.keys(layer.layer_id), pool.values(layer.layer_id)
-        far = any(
-            (pages.shape[1] - 1) * pages.stride(1) + (pages.shape[3] - 1) * pages.stride(3) > _LARGEST_OFFSET
-            for pages in (keys, values)
+        format = FORMATS.get(pool.dtype, 0)
+        key_parts, value_parts = map(_codes, pool.parts(layer.layer_id))
+        keys, values = key_parts[0], value_parts[0]
+        factor = NVFP4_FACTOR if PACKS[format] == 4 else 1.0
+        key_factor, value_factor = (scale * factor for scale in pool.scales(layer.layer_id))
+        return cls(
+            TritonLayerShape.of(layer, format),
+            keys,
+            key_parts[-1],
+            values,
+            value_parts[-1],
+            key_factor,
+            value_factor,
+            far=any(
+                (pages.shape[1] - 1) * pages.stride(1) + (pages.shape[3] - 1) * pages.stride(3) > _LARGEST_OFFSET
+                for pages in (*key_parts, *value_parts)
+            ),
+            pairs=all(_pairs(part) for part in (*key_parts, *value_parts) if part.element_size() == 1),
         )
-        pairs = _pairs(keys) and _pairs(values)
-        return cls(TritonLayerShape.of(layer), keys, values, *pool.scales(layer.layer_id), far, pairs)
+
+
+def _codes(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of rows, with e4m3 scales as bytes, which Triton converts on every GPU."""
+    return [part.view(torch.uint8) if index and part.element_size() == 1 else part for index, part in enumerate(parts)]
 
 
 def _pairs(pages: Tensor) -> bool:
-    """Return True if two adjacent fp8 elements of a row can be loaded as 16 bits."""
+    """Return True if two adjacent bytes of a coded row can be loaded as 16 bits."""
     *outer, column = pages.stride()
-    return pages.element_size() == 1 and column == 1 and not any(place % 2 for place in (*outer, pages.data_ptr()))
+    return column == 1 and not any(place % 2 for place in (*outer, pages.shape[3], pages.data_ptr()))
 
 
 def with_unit_stride(q: Tensor) -> Tensor:
@@ -84,12 +108,15 @@ def launch_attend(
     """
     configuration, shape = schedule.configuration, cache.shape
     keys, values, q = cache.keys, cache.values, with_unit_stride(q)
-    scale *= cache.key_scale
+    key_scales, value_scales = cache.key_scales, cache.value_scales
+    scale *= cache.key_factor
     merge_rows = schedule.merge_rows
     attend[shape.kv_heads, schedule.records.shape[0]](
         q,
         keys,
+        key_scales,
         values,
+        value_scales,
         page_table,
         out,
         partials.weights if lse is None else lse,
@@ -105,7 +132,7 @@ def launch_attend(
         page_table.stride(1),
         scale * _LOG2_E if cap is None else scale / cap,
         1.0 if cap is None else cap * _LOG2_E,
-        cache.value_scale,
+        cache.value_factor,
         HEADS=q.shape[1],
         GROUP=shape.group,
         DIM=shape.dim,
@@ -121,6 +148,15 @@ def launch_attend(
         V_SLOT=values.stride(1),
         V_HEAD=values.stride(2),
         V_COLUMN=values.stride(3),
+        KS_PAGE=key_scales.stride(0),
+        KS_SLOT=key_scales.stride(1),
+        KS_HEAD=key_scales.stride(2),
+        KS_COLUMN=key_scales.stride(3),
+        VS_PAGE=value_scales.stride(0),
+        VS_SLOT=value_scales.stride(1),
+        VS_HEAD=value_scales.stride(2),
+        VS_COLUMN=value_scales.stride(3),
+        FORMAT=shape.format,
         FAR=cache.far,
         PAIRS=cache.pairs,
         WINDOW=shape.window,
@@ -144,5 +180,4 @@ def launch_attend(
         **({"launch_pdl": True} if configuration.overlap else {}),
     )
     if schedule.apart is not None:
-        fp8 = keys.element_size() == 1
-        launch_merge(partials, out, lse, sinks, schedule, schedule.apart, cache.value_scale, fp8)
+        launch_merge(partials, out, lse, sinks, schedule, schedule.apart, cache.value_factor, shape.format > 0)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from attnplug import (
     BackendContext,
-    DType,
     ForwardExtras,
     Geometry,
     LayerSpec,
@@ -54,7 +53,7 @@ class TritonMHABackend(PlannedAttention):
         self,
         context: BackendContext,
         *,
-        choose: Callable[[int, int, int, bool], MHAKernelConfig] = choose,
+        choose: Callable[[int, int, int, int], MHAKernelConfig] = choose,
         multiprocessors: int | None = None,
     ) -> None:
         super().__init__(context)
@@ -62,7 +61,6 @@ class TritonMHABackend(PlannedAttention):
         if pool is None or not layers:
             raise PoolError(f"backend {context.name} requires a model with MHA layers and an MHA pool")
         self._choose, self._device = choose, context.device
-        self._fp8 = context.kv_dtype == DType.FLOAT8_E4M3
         self._caches = {layer.layer_id: KVLayerCache.of(pool, layer) for layer in layers}
         self._shapes = tuple({cache.shape: None for cache in self._caches.values()})
         self._limits: dict[TritonLayerShape, MHAKernelLimits] = {}
@@ -72,7 +70,7 @@ class TritonMHABackend(PlannedAttention):
             sm = 10 * properties.major + properties.minor
             shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # torch's stub lacks it
             self._limits = {
-                shape: MHAKernelLimits(sm, shared, shape.width, shape.v_width, self._fp8) for shape in self._shapes
+                shape: MHAKernelLimits(sm, shared, shape.width, shape.v_width, shape.format) for shape in self._shapes
             }
         self._multiprocessors = multiprocessors
         rows = max_partial_rows(multiprocessors, max(shape.kv_heads for shape in self._shapes))
@@ -107,7 +105,7 @@ class TritonMHABackend(PlannedAttention):
         """Allocate a batch's schedules; ``_fill`` fills them."""
         schedules = {}
         for shape in self._shapes:
-            config = self._choose(geometry.max_new * shape.group, geometry.requests, shape.kv_heads, self._fp8)
+            config = self._choose(geometry.max_new * shape.group, geometry.requests, shape.kv_heads, shape.format)
             if (limits := self._limits.get(shape)) is not None:
                 config = fit_config(config, limits)
             schedule = SplitKVSchedule.reserve(shape, config, geometry, self._multiprocessors)

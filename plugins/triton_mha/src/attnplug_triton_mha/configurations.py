@@ -40,6 +40,10 @@ class MHAKernelConfig:
     """Use programmatic dependent launch (SM 90 and newer)."""
 
 
+FORMATS = {"float8_e4m3fn": 1, "fp8_per_token_head": 2, "nvfp4": 3}
+"""Numbers of coded KV formats; others store 16-bit values, 0."""
+PACKS = (1, 2, 2, 4)
+"""Columns per 16 bits of the cache, by the number of its format."""
 ANY = 1 << 30
 _FEW = MHAKernelConfig(16, 32, 4, 3, programs=2, prefetch=4, single=True, merged=64)
 _SOME = MHAKernelConfig(16, 64, 4, 3, programs=3, prefetch=2)
@@ -65,7 +69,19 @@ TABLE_FP8: tuple[tuple[int, int, MHAKernelConfig], ...] = (
     *TABLE[4:],
 )
 """Table for fp8 caches: a row has half the bytes, so a step has twice as many rows."""
-ENTRIES = tuple(entry for *_, entry in (*TABLE, *TABLE_FP8))
+_SOME_ROWS = replace(_SOME, programs=2, stages=4)
+TABLE_FP8_ROWS = (
+    TABLE_FP8[0],
+    (16, 256, _SOME_ROWS),
+    (16, ANY, replace(_SOME_ROWS, prefetch=1)),
+    TABLE_FP8[3],
+    (32, ANY, replace(_SOME_ROWS, tile=32)),
+    *TABLE[5:],
+)
+"""Table for fp8 with a scale per row, copied by 4 bytes: the addresses leave registers for two programs."""
+TABLES = TABLE, TABLE_FP8, TABLE_FP8_ROWS, TABLE_FP8
+"""Tables by the number of the cache's format."""
+ENTRIES = tuple(entry for table in TABLES for *_, entry in table)
 _NARROW = 64
 """Maximum key and value dim for which four warps hold the largest tile, and are faster than eight (H200)."""
 WIDE = 256
@@ -77,21 +93,21 @@ _MIN_TILE = 16
 _MIN_STEP = 16
 
 
-def choose(rows: int, requests: int, kv_heads: int, fp8: bool) -> MHAKernelConfig:
+def choose(rows: int, requests: int, kv_heads: int, format: int) -> MHAKernelConfig:
     """Return the configuration for ``requests`` with up to ``rows`` (query token, head of a group) rows each."""
-    table = TABLE_FP8 if fp8 else TABLE
-    return next(entry for most, tiles, entry in table if rows <= most and requests * kv_heads <= tiles)
+    return next(entry for most, tiles, entry in TABLES[format] if rows <= most and requests * kv_heads <= tiles)
 
 
 @dataclass(frozen=True, slots=True)
 class MHAKernelLimits:
-    """Limits of a configuration: SM version, shared memory per program, padded key and value dims, fp8 cache."""
+    """Limits of a configuration: SM version, shared memory per program, padded key and value dims, number of
+    the cache's format."""
 
     sm: int
     shared_bytes: int
     width: int
     v_width: int
-    fp8: bool = False
+    format: int = 0
 
 
 def fit_config(configuration: MHAKernelConfig, limits: MHAKernelLimits) -> MHAKernelConfig:
@@ -118,12 +134,12 @@ def fit_config(configuration: MHAKernelConfig, limits: MHAKernelLimits) -> MHAKe
 def _shared_bytes(configuration: MHAKernelConfig, limits: MHAKernelLimits) -> int:
     """Return an upper bound of the compiler's shared memory: queries, weights, and cache rows of all stages.
 
-    It includes a 16-bit copy of fp8 rows, which large tiles always take, others only in some versions of Triton.
+    It includes a 16-bit copy of coded rows, which large tiles always take, others only in some versions of Triton.
     """
     tile, step = configuration.tile, configuration.step
     columns = limits.width + limits.v_width
-    rows = configuration.stages * step * columns * (1 if limits.fp8 else 2)
-    converted = step * columns * 2 if limits.fp8 else 0
+    rows = configuration.stages * step * columns * 2 // PACKS[limits.format]
+    converted = step * columns * 2 if limits.format else 0
     return tile * 2 * (limits.width + step) + rows + converted
 
 

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from attnplug import Geometry, LayerSpec
-from attnplug_triton_mha.configurations import MergeConfig, MHAKernelConfig, max_parts, merge_config, merges_separately
+from attnplug_triton_mha.configurations import (
+    PACKS,
+    MergeConfig,
+    MHAKernelConfig,
+    max_parts,
+    merge_config,
+    merges_separately,
+)
 from attnplug_triton_mha.triton_plan import RECORD_NUMBERS, TILE_NUMBERS, launch_plan
 
 _MERGED_ROWS = 16
@@ -25,25 +32,27 @@ class TritonLayerShape:
     v_dim: int
     window: int
     """Sliding window in keys; 0 for none."""
+    format: int = 0
+    """Number of the cache's format."""
 
     @classmethod
-    def of(cls, layer: LayerSpec) -> TritonLayerShape:
+    def of(cls, layer: LayerSpec, format: int = 0) -> TritonLayerShape:
         group = layer.num_heads // layer.num_kv_heads
-        return cls(layer.num_kv_heads, group, layer.head_dim, layer.v_head_dim, layer.sliding_window or 0)
+        return cls(layer.num_kv_heads, group, layer.head_dim, layer.v_head_dim, layer.sliding_window or 0, format)
 
     @property
     def width(self) -> int:
         """Key dim, padded for tensor cores."""
-        return padded(self.dim)
+        return padded(self.dim, PACKS[self.format])
 
     @property
     def v_width(self) -> int:
-        return padded(self.v_dim)
+        return padded(self.v_dim, PACKS[self.format])
 
 
-def padded(width: int) -> int:
-    """Return the next power of two, as Triton's tensors require; at least 32, the minimum of fp8 tensor cores."""
-    return max(32, 1 << (width - 1).bit_length())
+def padded(width: int, pack: int = 1) -> int:
+    """Return the next power of two, as Triton's tensors require; at least 32, and 16 for each of ``pack`` tensors."""
+    return max(32, 16 * pack, 1 << (width - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,8 +24,10 @@ from attnplug import (
 
 LIBRARY = "triton>=3.6,<4"
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
+FP8_FORMATS = frozenset({DType.FLOAT8_E4M3, "fp8_per_token_head"})
 FP8_SM = 89
 """First compute capability with an instruction that converts float8_e4m3fn."""
+NVFP4 = "nvfp4"
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 16
 COUNTERS = WorkspaceKind("triton-mha-counters", zeroed=True)
@@ -48,7 +50,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 devices=frozenset({"cuda"}),
                 min_sm=80,
                 dtypes=DTYPES,
-                kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
+                kv_dtypes=DTYPES | FP8_FORMATS | {NVFP4},
                 kv_matches_dtype=True,
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP, Feature.SINKS}),
@@ -74,9 +76,9 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
 
 
 def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
-    if problem.kv_dtype == DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < FP8_SM:
+    if problem.kv_dtype in FP8_FORMATS and problem.sm is not None and problem.sm < FP8_SM:
         message = f"a cache in {problem.kv_dtype} requires SM {FP8_SM} or newer; this GPU is SM {problem.sm}"
-        allowed = sorted(str(dtype) for dtype in DTYPES if problem.dtype in (None, dtype))
+        allowed = sorted([NVFP4, *(str(dtype) for dtype in DTYPES if problem.dtype in (None, dtype))])
         yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
 
 

@@ -14,8 +14,10 @@ requests it waits for neither bytes nor arithmetic, but for loads that depend on
   program that finishes the last part of one merges all, and there is no second kernel.
 - Tiles of many rows divide their steps: those that every row sees whole need no mask. So do tiles of a tree: steps
   that reach new rows test its bits, and others do not.
-- fp8 rows are two halves (see ``triton_rows``), and so are queries and sums. They are tuples here: of two, or of one.
-  The scale of keys is part of the logits' scale, that of values is applied to the result.
+- Coded rows are several tensors (see ``triton_rows``), and so are queries and sums. They are tuples here: of one, two
+  or four. A layer's scale of keys is part of the logits' scale, that of values is applied to the result.
+- Scales of whole rows are applied to logits, and to weights before the second product. fp16 weights must not become
+  subnormal if values are small, so ``top`` is the largest logit plus the logarithm of its value's scale.
 - Anything may follow a request's rows, even NaN. It is neither loaded (zeros take its place, since zero times NaN is
   NaN) nor seen (its logits are -inf).
 """
@@ -28,7 +30,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_triton_mha.triton_merge import LOG2_E, finish, load_sinks, merge_parts
 from attnplug_triton_mha.triton_plan import RECORD
-from attnplug_triton_mha.triton_rows import columns, fp16_halves, fp16_of_pairs, load, prefetch, rows_at
+from attnplug_triton_mha.triton_rows import (
+    FP8_ROWS,
+    NVFP4,
+    SMALLEST_SCALE,
+    columns,
+    decode,
+    join_columns,
+    load,
+    load_scales,
+    log2_near,
+    prefetch,
+    rows_at,
+    split_queries,
+)
 
 _LOW = tl.constexpr(32)
 """Maximum rows of tiles that sum their weights over tokens after the last step, and mask every step."""
@@ -48,22 +63,69 @@ def _by_tree(bits, place):
 
 
 @triton.jit
+def _products(queries, keys, scale, TILE: tl.constexpr, PACK: tl.constexpr):
+    """Return scaled logits ``[TILE, STEP]`` of queries and keys, tuples of ``PACK`` tensors."""
+    logits = tl.dot(queries[0], tl.trans(keys[0]))
+    if PACK == 4:
+        logits = tl.dot(queries[1], tl.trans(keys[1]), logits)
+        second = tl.dot(queries[3], tl.trans(keys[3]), tl.dot(queries[2], tl.trans(keys[2])))
+        logits = logits * scale + second * scale
+    elif PACK == 2 and TILE <= _LOW:
+        # Scale each before they are added: a bare sum of products is one long chain to the compiler.
+        logits = logits * scale + tl.dot(queries[1], tl.trans(keys[1])) * scale
+    elif PACK == 2:
+        logits = tl.dot(queries[1], tl.trans(keys[1]), logits) * scale
+    else:
+        logits = logits * scale
+    return logits
+
+
+@triton.jit
+def _add_values(sums, kept, weights, values, PACK: tl.constexpr):
+    """Return ``sums`` times ``kept`` plus weighted values, tuples of ``PACK`` tensors."""
+    weights = weights.to(values[0].dtype)
+    first = tl.dot(weights, values[0], sums[0] * kept[:, None])
+    if PACK == 1:
+        sums = (first,)
+    else:
+        second = tl.dot(weights, values[1], sums[1] * kept[:, None])
+        if PACK == 2:
+            sums = first, second
+        else:
+            third = tl.dot(weights, values[2], sums[2] * kept[:, None])
+            sums = first, second, third, tl.dot(weights, values[3], sums[3] * kept[:, None])
+    return sums
+
+
+@triton.jit
+def _whole_rows(values, PACK: tl.constexpr):
+    """Return the rows without NaN and infinity, and values with zeros in place of the others."""
+    whole = _finite(values[0])
+    if PACK == 2:
+        whole = whole & _finite(values[1])
+    first = tl.where(whole[:, None], values[0], 0)
+    if PACK == 1:
+        values = (first,)
+    else:
+        second = tl.where(whole[:, None], values[1], 0)
+        if PACK == 2:
+            values = first, second
+        else:  # the only NaN of nvfp4 is a scale, which all four tensors share
+            third, fourth = tl.where(whole[:, None], values[2], 0), tl.where(whole[:, None], values[3], 0)
+            values = first, second, third, fourth
+    return whole, values
+
+
+@triton.jit
 def _attend_rows(
-    top, total, sums, queries, key_rows, value_rows, token, seen, own, scale, cap,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
-    prefix, bits, TREE: tl.constexpr,
+    top, total, sums, queries, key_rows, key_scales, value_rows, value_scales, token, seen, own, scale, cap,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+    PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr,
 ):  # fmt: skip
     """One step: add its values to ``sums``, with weights ``2 ** (logit - top)``, and the weights to ``total``."""
-    if FLOAT8:
-        even_keys, odd_keys = fp16_of_pairs(key_rows)
-        logits = tl.dot(queries[0], tl.trans(even_keys))
-        if TILE <= _LOW:
-            # Scale each before they are added: a bare sum of products is one long chain to the compiler.
-            logits = logits * scale + tl.dot(queries[1], tl.trans(odd_keys)) * scale
-        else:
-            logits = tl.dot(queries[1], tl.trans(odd_keys), logits) * scale
-    else:
-        logits = tl.dot(queries[0], tl.trans(key_rows)) * scale
+    logits = _products(queries, decode(key_rows, key_scales, FORMAT), scale, TILE, PACK)
+    if FORMAT == FP8_ROWS:
+        logits = logits * key_scales[None, :]
     if CAPPED:
         # cap * tanh(logits / cap), by exponentials: where they overflow, tanh is 1 or -1.
         logits = cap - 2 * cap / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
@@ -74,41 +136,40 @@ def _attend_rows(
         if TREE:
             # Values that a row does not see may be anything. Without weight, a NaN would still get into the result.
             # Such a row of values becomes zeros, and whoever does see it gets NaN.
-            if FLOAT8:
-                even_values, odd_values = fp16_of_pairs(value_rows)
-                whole = _finite(even_values) & _finite(odd_values)
-            else:
-                whole = _finite(value_rows)
-            value_rows = tl.where(whole[:, None], value_rows, 0)
+            whole, value_tensors = _whole_rows(decode(value_rows, value_scales, FORMAT), PACK)
+            if FORMAT == FP8_ROWS:
+                whole = whole & (value_scales < float("inf"))
+                value_scales = tl.where(whole, value_scales, 1.0)
             logits = tl.where(whole[None, :], logits, float("nan"))
             visible = visible & _by_tree(bits, token - prefix)
         logits = tl.where(visible, logits, float("-inf"))
-    higher = tl.maximum(top, tl.max(logits, 1))
+    if FORMAT == FP8_ROWS:
+        value_scales = tl.maximum(value_scales, SMALLEST_SCALE)
+        higher = tl.maximum(top, tl.max(logits + log2_near(value_scales)[None, :], 1))
+    else:
+        higher = tl.maximum(top, tl.max(logits, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
     total = total * kept[:, None] + weights if TILE <= _LOW else total * kept + tl.sum(weights, 1)
-    if FLOAT8:
-        even_values, odd_values = fp16_of_pairs(value_rows)
-        weights = weights.to(tl.float16)
-        sums = (
-            tl.dot(weights, even_values, sums[0] * kept[:, None]),
-            tl.dot(weights, odd_values, sums[1] * kept[:, None]),
-        )
-    else:
-        sums = (tl.dot(weights.to(value_rows.dtype), value_rows, sums[0] * kept[:, None]),)
-    return higher, total, sums
+    if FORMAT == FP8_ROWS:
+        weights *= value_scales[None, :]
+    if not (MASKED and TREE):
+        value_tensors = decode(value_rows, value_scales, FORMAT)
+    return higher, total, _add_values(sums, kept, weights, value_tensors, PACK)
 
 
 @triton.jit
 def _attend_steps(
-    top, total, sums, page, start, stop, end, queries, seen, own, keys, values, table, table_column, scale, cap,
+    top, total, sums, page, start, stop, end, queries, seen, own, keys, key_scales, values, value_scales,
+    table, table_column, scale, cap,
     DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
     K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr,
-    V_COLUMN: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, FLOAT8: tl.constexpr,
-    prefix, bits, TREE: tl.constexpr,
+    V_COLUMN: tl.constexpr, KS_PAGE: tl.constexpr, KS_SLOT: tl.constexpr, KS_COLUMN: tl.constexpr,
+    VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_COLUMN: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr,
 ):  # fmt: skip
-    column, v_column = columns(WIDTH, FLOAT8, FAR), columns(V_WIDTH, FLOAT8, FAR)
+    column, v_column = columns(WIDTH, PACK, FAR), columns(V_WIDTH, PACK, FAR)
     position = tl.arange(0, STEP)
     # The few steps that reach a tree's rows are not pipelined: values in registers would take more shared memory.
     for first in tl.range(start, stop, STEP, num_stages=1 if TREE and MASKED else None):
@@ -116,47 +177,67 @@ def _attend_steps(
         there = token < end
         keys_at = rows_at(keys, page, token, first, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
         values_at = rows_at(values, page, token, first, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
+        key_scales_at = rows_at(key_scales, page, token, first, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, FAR)
+        value_scales_at = rows_at(value_scales, page, token, first, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, FAR)
         # The next step's pages, one step ahead: the compiler can prefetch rows only if their addresses are known.
         ahead = first + STEP if PAGE_SIZE % STEP == 0 else token + STEP
         page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end, other=0)
-        key_rows = load(keys_at, column, there, K_COLUMN, DIM, FLOAT8, PAIRS, MASKED, True)
-        value_rows = load(values_at, v_column, there, V_COLUMN, V_DIM, FLOAT8, PAIRS, MASKED, True)
+        key_rows = load(keys_at, column, there, K_COLUMN, DIM, PACK, PAIRS, MASKED, True)
+        value_rows = load(values_at, v_column, there, V_COLUMN, V_DIM, PACK, PAIRS, MASKED, True)
+        k_scales = load_scales(key_scales_at, there, KS_COLUMN, DIM, WIDTH, FORMAT)
+        v_scales = load_scales(value_scales_at, there, VS_COLUMN, V_DIM, V_WIDTH, FORMAT)
         top, total, sums = _attend_rows(
-            top, total, sums, queries, key_rows, value_rows, token, seen, own, scale, cap,
-            WINDOW, CAPPED, MASKED, TILE, FLOAT8, prefix, bits, TREE,
+            top, total, sums, queries, key_rows, k_scales, value_rows, v_scales, token, seen, own, scale, cap,
+            WINDOW, CAPPED, MASKED, TILE, FORMAT, PACK, prefix, bits, TREE,
         )  # fmt: skip
     return top, total, sums, page
 
 
 @triton.jit
-def _queries(rows, there, scale, FLOAT8: tl.constexpr):
+def _queries(rows, there, scale, PACK: tl.constexpr):
     """Return queries in the products' dtype, zeros for missing rows, and the scale of their logits."""
     rows = tl.where(there, rows, 0.0)
-    if FLOAT8:
-        even, odd, by = fp16_halves(rows, scale)
-        queries = even, odd
+    if PACK > 1:
+        queries, by = split_queries(rows, scale, PACK)
     else:
         queries, by = (rows,), scale
     return queries, by
 
 
+@triton.jit
+def _zeros(TILE: tl.constexpr, WIDTH: tl.constexpr, PACK: tl.constexpr):
+    zeros = tl.zeros([TILE, WIDTH // PACK], tl.float32)
+    if PACK == 4:
+        sums = zeros, zeros, zeros, zeros
+    elif PACK == 2:
+        sums = zeros, zeros
+    else:
+        sums = (zeros,)
+    return sums
+
+
 # Numbers that change from batch to batch are not specialised: compiling again because one of them is 1 gains nothing.
 @triton.jit(do_not_specialize=["table_row", "partial_rows", "tree_row"])
 def attend(
-    q, keys, values, page_table, out, lse, sinks, records, partials, partial_weights, counters, partial_rows,
-    q_row, q_head, table_row, table_column, scale, cap, value_scale,
+    q, keys, key_scales, values, value_scales, page_table, out, lse, sinks, records, partials, partial_weights,
+    counters, partial_rows, q_row, q_head, table_row, table_column, scale, cap, value_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_HEAD: tl.constexpr,
     K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr, V_COLUMN: tl.constexpr,
-    FAR: tl.constexpr, PAIRS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE_PARTS: tl.constexpr, SINGLE: tl.constexpr, OVERLAP: tl.constexpr, PREFETCH: tl.constexpr,
-    tree, tree_row, tree_column, TREE: tl.constexpr,
+    KS_PAGE: tl.constexpr, KS_SLOT: tl.constexpr, KS_HEAD: tl.constexpr, KS_COLUMN: tl.constexpr,
+    VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_HEAD: tl.constexpr, VS_COLUMN: tl.constexpr,
+    FORMAT: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, SINGLE: tl.constexpr, OVERLAP: tl.constexpr,
+    PREFETCH: tl.constexpr, tree, tree_row, tree_column, TREE: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
-    BITS: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth
-    FLOAT8: tl.constexpr = BITS == 8
+    # Bits per column and bytes of scales.
+    BITS: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth if FORMAT != NVFP4 else 4
+    K_SCALES: tl.constexpr = DIM // 16 if FORMAT == NVFP4 else (4 if FORMAT == FP8_ROWS else 0)
+    V_SCALES: tl.constexpr = V_DIM // 16 if FORMAT == NVFP4 else K_SCALES
+    PACK: tl.constexpr = 4 if FORMAT == NVFP4 else (2 if FORMAT > 0 else 1)
     kv_head, me = tl.program_id(0), tl.program_id(1)
     record = records + me * RECORD
     request, new, begin, prefix = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
@@ -167,6 +248,8 @@ def attend(
     if new > 0:
         keys += kv_head.to(tl.int64) * K_HEAD
         values += kv_head.to(tl.int64) * V_HEAD
+        key_scales += kv_head.to(tl.int64) * KS_HEAD
+        value_scales += kv_head.to(tl.int64) * VS_HEAD
         row = tile * TILE + tl.arange(0, TILE)
         live = row < new * GROUP
         query, head = row // GROUP, kv_head * GROUP + row % GROUP
@@ -191,8 +274,8 @@ def attend(
                     its_page = tl.load(table + later // PAGE_SIZE * table_column, mask=later < end, other=0)
                 keys_at = rows_at(keys, its_page, later, at, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
                 values_at = rows_at(values, its_page, later, at, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
-                prefetch(keys_at, later < end, DIM * BITS // 8)
-                prefetch(values_at, later < end, V_DIM * BITS // 8)
+                prefetch(keys_at, later < end, DIM * BITS // 8 + K_SCALES)
+                prefetch(values_at, later < end, V_DIM * BITS // 8 + V_SCALES)
         if OVERLAP:
             # Wait for the previous kernel, which may have written queries and cache rows, but not schedule or page
             # table. What depends on those alone is computed before.
@@ -203,10 +286,7 @@ def attend(
         q_rows = tl.load(q_at[:, None] + column[None, :], mask=asked)
         top = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
-        if FLOAT8:
-            sums = tl.zeros([TILE, V_WIDTH // 2], tl.float32), tl.zeros([TILE, V_WIDTH // 2], tl.float32)
-        else:
-            sums = (tl.zeros([TILE, V_WIDTH], tl.float32),)
+        sums = _zeros(TILE, V_WIDTH, PACK)
         bits = own
         if TREE:
             bits = tl.load(tree + request.to(tl.int64) * tree_row + query * tree_column, mask=live, other=0)
@@ -216,42 +296,61 @@ def attend(
             there = token < end
             keys_at = rows_at(keys, page, token, start, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
             values_at = rows_at(values, page, token, start, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
-            k_column, few_v_column = columns(WIDTH, FLOAT8, FAR), columns(V_WIDTH, FLOAT8, FAR)
-            key_rows = load(keys_at, k_column, there, K_COLUMN, DIM, FLOAT8, PAIRS, True, False)
-            value_rows = load(values_at, few_v_column, there, V_COLUMN, V_DIM, FLOAT8, PAIRS, True, False)
-            queries, by = _queries(q_rows, asked, scale, FLOAT8)
-            keys_there = there[:, None] & (k_column < (DIM // 2 if FLOAT8 else DIM))[None, :]
-            values_there = there[:, None] & (few_v_column < (V_DIM // 2 if FLOAT8 else V_DIM))[None, :]
+            key_scales_at = rows_at(key_scales, page, token, start, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, FAR)
+            value_scales_at = rows_at(value_scales, page, token, start, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, FAR)
+            k_column, few_v_column = columns(WIDTH, PACK, FAR), columns(V_WIDTH, PACK, FAR)
+            key_rows = load(keys_at, k_column, there, K_COLUMN, DIM, PACK, PAIRS, True, False)
+            value_rows = load(values_at, few_v_column, there, V_COLUMN, V_DIM, PACK, PAIRS, True, False)
+            k_scales = load_scales(key_scales_at, there, KS_COLUMN, DIM, WIDTH, FORMAT)
+            v_scales = load_scales(value_scales_at, there, VS_COLUMN, V_DIM, V_WIDTH, FORMAT)
+            queries, by = _queries(q_rows, asked, scale, PACK)
+            keys_there = there[:, None] & (k_column < DIM // PACK)[None, :]
+            values_there = there[:, None] & (few_v_column < V_DIM // PACK)[None, :]
             key_rows, value_rows = tl.where(keys_there, key_rows, 0), tl.where(values_there, value_rows, 0)
             top, total, sums = _attend_rows(
-                top, total, sums, queries, key_rows, value_rows, token, seen, own, by, cap,
-                WINDOW, CAPPED, True, TILE, FLOAT8, prefix, bits, TREE,
+                top, total, sums, queries, key_rows, k_scales, value_rows, v_scales, token, seen, own, by, cap,
+                WINDOW, CAPPED, True, TILE, FORMAT, PACK, prefix, bits, TREE,
             )  # fmt: skip
         else:
-            queries, by = _queries(q_rows, asked, scale, FLOAT8)
+            queries, by = _queries(q_rows, asked, scale, PACK)
             middle = start
             if (TILE > _LOW or TREE) and WINDOW == 0:
                 # Up to here, every row of the tile sees whole steps.
                 clear = tl.minimum(prefix + (0 if TREE else tile * TILE // GROUP + 1), end)
                 middle = start + tl.maximum(clear - start, 0) // STEP * STEP
                 top, total, sums, page = _attend_steps(
-                    top, total, sums, page, start, middle, end, queries, seen, own, keys, values, table, table_column,
-                    by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN,
-                    FAR, PAIRS, TILE, STEP, WINDOW, CAPPED, False, FLOAT8, prefix, bits, TREE,
+                    top, total, sums, page, start, middle, end, queries, seen, own, keys, key_scales, values,
+                    value_scales, table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
+                    K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN,
+                    FAR, PAIRS, TILE, STEP, WINDOW, CAPPED, False, FORMAT, PACK, prefix, bits, TREE,
                 )  # fmt: skip
             top, total, sums, page = _attend_steps(
-                top, total, sums, page, middle, end, end, queries, seen, own, keys, values, table, table_column,
-                by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN,
-                FAR, PAIRS, TILE, STEP, WINDOW, CAPPED, True, FLOAT8, prefix, bits, TREE,
+                top, total, sums, page, middle, end, end, queries, seen, own, keys, key_scales, values, value_scales,
+                table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN,
+                V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN,
+                FAR, PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE,
             )  # fmt: skip
-        whole_rows = tl.interleave(sums[0], sums[1]) if FLOAT8 else sums[0]
+        whole_rows = join_columns(sums, PACK)
         if TILE <= _LOW:
             total = tl.sum(total, 1)
         if parts == 1:
             out_row = (begin + query).to(tl.int64) * HEADS + head
             sink = load_sinks(sinks, head, live, SINKS)
             finish(
-                top, total, whole_rows, out, lse, sink, value_scale, out_row, live, v_column, V_DIM, SINKS, LSE, FLOAT8
+                top,
+                total,
+                whole_rows,
+                out,
+                lse,
+                sink,
+                value_scale,
+                out_row,
+                live,
+                v_column,
+                V_DIM,
+                SINKS,
+                LSE,
+                PACK > 1,
             )
         else:
             first_place = kv_head.to(tl.int64) * (partial_rows // TILE) + place
@@ -280,7 +379,7 @@ def attend(
                         out_row = (begin + used // GROUP).to(tl.int64) * HEADS + used_head
                         finish(
                             whole_top, whole_total, whole_sums, out, lse, sink, value_scale, out_row, used_live,
-                            v_column, V_DIM, SINKS, LSE, FLOAT8,
+                            v_column, V_DIM, SINKS, LSE, PACK > 1,
                         )  # fmt: skip
                     tl.store(counter, 0)
     elif OVERLAP and me == 0:

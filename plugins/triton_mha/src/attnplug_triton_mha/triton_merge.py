@@ -38,7 +38,7 @@ def load_sinks(sinks, head, live, SINKS: tl.constexpr):
 @triton.jit
 def finish(
     top, total, sums, out, lse, sink, value_scale, row, live, column,
-    V_DIM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, FLOAT8: tl.constexpr,
+    V_DIM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Write some columns of some (token, head) rows. A row that sees no key gets zero, and log-sum-exp -inf."""
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -46,7 +46,7 @@ def finish(
     if SINKS:
         whole += tl.exp2(sink - base)
     result = sums / tl.where(whole == 0.0, 1.0, whole)[:, None]
-    if FLOAT8:
+    if SCALED:
         result *= value_scale
     written = live[:, None] & (column < V_DIM)[None, :]
     tl.store(out + row[:, None] * V_DIM + column[None, :], result.to(out.dtype.element_ty), mask=written)
@@ -99,7 +99,7 @@ def merge(
     partials, partial_weights, partial_rows, tiles, out, lse, sinks, value_scale, queries,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, PARTS: tl.constexpr, FEW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
+    SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row of (token, head) and some columns, if its tile has parts. All blocks of columns write the same
     log-sum-exp."""
@@ -128,7 +128,7 @@ def merge(
                 TILE, V_WIDTH, FEW, SINKS, OVERLAP,
             )  # fmt: skip
         out_row = flat.to(tl.int64) + one
-        finish(top, total, sums, out, lse, sink, value_scale, out_row, live, column, V_DIM, SINKS, LSE, FLOAT8)
+        finish(top, total, sums, out, lse, sink, value_scale, out_row, live, column, V_DIM, SINKS, LSE, SCALED)
     if OVERLAP:
         gdc_wait()  # always: the next kernel waits for this one only
 
@@ -141,9 +141,12 @@ def launch_merge(
     schedule: SplitKVSchedule,
     apart: SeparateMerge,
     value_scale: float,
-    fp8: bool,
+    scaled: bool,
 ) -> None:
-    """Merge the rows of ``out`` ``[rows, heads, v_dim]`` and ``lse`` whose tiles are split; others are not written."""
+    """Merge the rows of ``out`` ``[rows, heads, v_dim]`` and ``lse`` whose tiles are split; others are not written.
+
+    ``scaled``: multiply them by ``value_scale``.
+    """
     configuration, shape, config = schedule.configuration, schedule.layers, apart.config
     heads = shape.kv_heads * shape.group
     merge[schedule.rows * heads, triton.cdiv(shape.v_dim, config.columns)](
@@ -166,7 +169,7 @@ def launch_merge(
         FEW=min(config.parts, _FEW),
         SINKS=sinks is not None,
         LSE=lse is not None,
-        FLOAT8=fp8,
+        SCALED=scaled,
         OVERLAP=configuration.overlap,
         num_warps=config.warps,
         **({"launch_pdl": True} if configuration.overlap else {}),

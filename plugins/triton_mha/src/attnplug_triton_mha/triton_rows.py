@@ -1,9 +1,9 @@
-"""Cache rows of the attention kernel: addresses, L2 prefetch, loads and fp8 conversion.
+"""Cache rows of the attention kernel: addresses, L2 prefetch, loads, scales and conversion, by KV format.
 
-fp8 rows are loaded as 16-bit pairs of adjacent columns, because shared memory gives 16-bit matrices transposed, but
-8-bit ones only element by element. Tensor cores multiply them as fp16, to which a pair is converted by one instruction
-(to bf16 it takes seven). So an fp8 row is two halves, its even and its odd columns. So are queries and results, which
-are split once before the first step and joined once after the last.
+Coded rows (fp8, nvfp4) are loaded as 16 bits, which hold 2 or 4 adjacent columns, because shared memory gives 16-bit
+matrices transposed, but 8-bit ones only element by element. Tensor cores multiply them as fp16, to which a pair of fp8
+is converted by one instruction (to bf16 it takes seven). So a coded row is several tensors, e.g. its even and its odd
+columns. So are queries and results, which are split once before the first step and joined once after the last.
 """
 
 from __future__ import annotations
@@ -11,6 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NVFP4_FACTOR = 256.0
+"""Factor by which nvfp4 rows exceed what ``decode`` returns, so that fp16 holds all of their values exactly."""
+FP8_ROWS, NVFP4 = tl.constexpr(2), tl.constexpr(3)
+_GROUP = tl.constexpr(16)
+"""Columns per scale of nvfp4."""
+SMALLEST_SCALE = tl.constexpr(1e-30)
+"""Lower bound of a row's scale, for rows of zeros that were never written."""
 _LINE = tl.constexpr(128)
 """Bytes that a prefetch brings to L2."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -43,33 +50,49 @@ def rows_at(cache, page, token, first, STEP: tl.constexpr, PAGE_SIZE: tl.constex
 
 
 @triton.jit
-def columns(WIDTH: tl.constexpr, FLOAT8: tl.constexpr, FAR: tl.constexpr):
-    """Return the columns for ``load`` (pairs of columns for fp8), in 64 bits if offsets need them."""
-    column = tl.arange(0, WIDTH // 2 if FLOAT8 else WIDTH)
+def columns(WIDTH: tl.constexpr, PACK: tl.constexpr, FAR: tl.constexpr):
+    """Return the columns for ``load`` in units of 16 bits, as 64-bit integers if offsets need them."""
+    column = tl.arange(0, WIDTH // PACK)
     if FAR:
         column = column.to(tl.int64)
     return column
 
 
 @triton.jit
-def load(at, column, there, COLUMN_STRIDE: tl.constexpr, DIM: tl.constexpr, FLOAT8: tl.constexpr, PAIRS: tl.constexpr,
+def load(at, column, there, COLUMN_STRIDE: tl.constexpr, DIM: tl.constexpr, PACK: tl.constexpr, PAIRS: tl.constexpr,
          MASKED: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Load rows from their addresses as 16-bit elements or pairs of fp8 elements.
+    """Load rows from their addresses as 16-bit elements of ``PACK`` columns.
 
-    With ``ZEROS``, zeros for columns past ``DIM``, and if masked for rows that are not there; without, anything.
-    ``PAIRS`` says that pairs can be loaded as they are.
+    With ``ZEROS``, zeros for columns beyond ``DIM``, and if masked for missing rows; without, anything. ``PAIRS``:
+    two bytes of a coded row can be loaded as 16 bits.
     """
-    if FLOAT8 and PAIRS:
+    if PACK > 1 and PAIRS:
         pairs_at = at.to(tl.pointer_type(tl.uint16))
-        rows = _load(pairs_at[:, None] + column[None, :], column, there, DIM // 2, MASKED, ZEROS)
-    elif FLOAT8:
+        rows = _load(pairs_at[:, None] + column[None, :], column, there, DIM // PACK, MASKED, ZEROS)
+    elif PACK > 1:
         cells_at = at.to(tl.pointer_type(tl.uint8))[:, None] + column[None, :] * (2 * COLUMN_STRIDE)
-        even = _load(cells_at, column, there, DIM // 2, MASKED, ZEROS)
-        odd = _load(cells_at + COLUMN_STRIDE, column, there, DIM // 2, MASKED, ZEROS)
+        even = _load(cells_at, column, there, DIM // PACK, MASKED, ZEROS)
+        odd = _load(cells_at + COLUMN_STRIDE, column, there, DIM // PACK, MASKED, ZEROS)
         rows = even.to(tl.uint16) | (odd.to(tl.uint16) << 8)
     else:
         rows = _load(at[:, None] + column[None, :] * COLUMN_STRIDE, column, there, DIM, MASKED, ZEROS)
     return rows
+
+
+@triton.jit
+def load_scales(at, there, COLUMN_STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
+    """Load the scales of rows from their addresses: one float32 per row, or nvfp4's groups as e4m3 codes.
+
+    Missing rows have 1, or 0 for nvfp4. Formats without scales return ``there``, which is not used.
+    """
+    if FORMAT == FP8_ROWS:
+        scales = tl.load(at, mask=there, other=1.0)
+    elif FORMAT == NVFP4:
+        group = tl.arange(0, WIDTH // _GROUP)
+        scales = _load(at[:, None] + group[None, :] * COLUMN_STRIDE, group, there, DIM // _GROUP, True, True)
+    else:
+        scales = there
+    return scales
 
 
 @triton.jit
@@ -106,8 +129,90 @@ def fp16_of_pairs(pairs):
 
 
 @triton.jit
-def fp16_halves(queries, scale):
-    """Return even and odd columns of queries in fp16, and the scale of their logits.
+def fp16_of_e2m1(codes, scales):
+    """Convert the four e2m1 codes of every 16 bits to fp16, and multiply them by ``scales``, fp16 of the same shape."""
+    # The bits of a code are those of an fp16 number 2 ** 14 times smaller, subnormal ones included.
+    if _INTERPRETED:
+        return (
+            _fp16_of_code(codes << 9, codes << 12) * scales,
+            _fp16_of_code(codes << 5, codes << 8) * scales,
+            _fp16_of_code(codes << 1, codes << 4) * scales,
+            _fp16_of_code(codes >> 3, codes) * scales,
+        )
+    # Two elements per register; the compiler's own code takes them one by one, and may flush subnormal numbers.
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 m, s;"
+        "shl.b32 m, $4, 9; shl.b32 s, $4, 12; and.b32 m, m, 0x0E000E00; and.b32 s, s, 0x80008000;"
+        "or.b32 m, m, s; mul.rn.f16x2 $0, m, $5;"
+        "shl.b32 m, $4, 5; shl.b32 s, $4, 8; and.b32 m, m, 0x0E000E00; and.b32 s, s, 0x80008000;"
+        "or.b32 m, m, s; mul.rn.f16x2 $1, m, $5;"
+        "shl.b32 m, $4, 1; shl.b32 s, $4, 4; and.b32 m, m, 0x0E000E00; and.b32 s, s, 0x80008000;"
+        "or.b32 m, m, s; mul.rn.f16x2 $2, m, $5;"
+        "shr.b32 m, $4, 3; and.b32 m, m, 0x0E000E00; and.b32 s, $4, 0x80008000;"
+        "or.b32 m, m, s; mul.rn.f16x2 $3, m, $5; }",
+        "=&r,=&r,=&r,=&r,r,r", [codes, scales], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fp16_of_code(magnitude, sign):
+    return ((magnitude & 0x0E00) | (sign & 0x8000)).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _group_scales(codes, COLUMNS: tl.constexpr):
+    """Return nvfp4's scales times 2 ** 6 in fp16, for each of ``COLUMNS`` 16-bit elements of a row."""
+    scales = _fp16_of_e4m3(codes)
+    scales = tl.broadcast_to(scales[:, :, None], [scales.shape[0], scales.shape[1], COLUMNS // scales.shape[1]])
+    return tl.reshape(scales, [scales.shape[0], COLUMNS])
+
+
+@triton.jit
+def _fp16_of_e4m3(codes):
+    """Convert positive e4m3 codes to fp16, times 2 ** 6, on GPUs without an instruction for it too."""
+    # The bits of a code are those of an fp16 number 2 ** 8 times smaller, subnormal ones included, but for NaN, 0x7F.
+    if _INTERPRETED:
+        numbers = (codes.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+        return tl.where(codes == 0x7F, float("nan"), numbers).to(tl.float16)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 n, t;"
+        "prmt.b32 n, $2, 0, 0x1404; shr.b32 n, n, 1; add.u32 t, n, 0x00800080; and.b32 t, t, 0x40004000;"
+        "or.b32 n, n, t; mov.b32 t, 0x74007400; mul.rn.f16x2 $0, n, t;"
+        "prmt.b32 n, $2, 0, 0x3424; shr.b32 n, n, 1; add.u32 t, n, 0x00800080; and.b32 t, t, 0x40004000;"
+        "or.b32 n, n, t; mov.b32 t, 0x74007400; mul.rn.f16x2 $1, n, t; }",
+        "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def decode(rows, scales, FORMAT: tl.constexpr):
+    """Return rows as tensors for products: fp16 of every second or fourth column, or the rows themselves.
+
+    The scales of nvfp4 are applied; ``NVFP4_FACTOR`` is not. Scales of whole rows are applied to logits and weights.
+    """
+    if FORMAT == NVFP4:
+        tensors = fp16_of_e2m1(rows, _group_scales(scales, rows.shape[1]))
+    elif FORMAT > 0:
+        tensors = fp16_of_pairs(rows)
+    else:
+        tensors = (rows,)
+    return tensors
+
+
+@triton.jit
+def log2_near(numbers):
+    """Return logarithms that need not be exact, by one instruction."""
+    if _INTERPRETED:
+        return tl.log2(numbers)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=r,r", [numbers], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def split_queries(queries, scale, PACK: tl.constexpr):
+    """Return queries as tensors for products with coded rows, in fp16, and the scale of their logits.
 
     Each row of other types is divided by a power of 2, so that its numbers are up to 2 and fp16 holds them as well as
     bf16 did.
@@ -119,4 +224,22 @@ def fp16_halves(queries, scale):
         by = scale * power
         queries = (queries / power).to(tl.float16)
     even, odd = tl.split(tl.reshape(queries, [queries.shape[0], queries.shape[1] // 2, 2]))
-    return even, odd, by
+    if PACK == 2:
+        tensors = even, odd
+    else:
+        first, third = tl.split(tl.reshape(even, [even.shape[0], even.shape[1] // 2, 2]))
+        second, fourth = tl.split(tl.reshape(odd, [odd.shape[0], odd.shape[1] // 2, 2]))
+        tensors = first, second, third, fourth
+    return tensors, by
+
+
+@triton.jit
+def join_columns(sums, PACK: tl.constexpr):
+    """Return the columns of results in order; the inverse of ``split_queries``."""
+    if PACK == 1:
+        joined = sums[0]
+    elif PACK == 2:
+        joined = tl.interleave(sums[0], sums[1])
+    else:
+        joined = tl.interleave(tl.interleave(sums[0], sums[2]), tl.interleave(sums[1], sums[3]))
+    return joined

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import MLAPool, PoolError
+from attnplug import DType, MLAPool, PoolError
+from attnplug_triton_mla.configurations import RowFormat
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.planner import MLASchedule
+from attnplug_triton_mla.plugin import FP8_PER_TOKEN_HEAD, NVFP4
 from attnplug_triton_mla.scratch import MLAPartials
 from attnplug_triton_mla.triton_attention import attend
 
@@ -20,29 +22,57 @@ _COPIED = 16
 """Alignment in bytes that Gluon kernels require: they copy 16 bytes at a time to shared memory."""
 
 
+_NVFP4_FACTOR = 128.0
+"""Inverse of the factor by which the kernel's ``nvfp4`` rows in fp16 differ from the stored ones."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentLayerCache:
-    """Cache of one layer, ``[pages, page_size, 1, rank + rope]``, and the scale of its stored values.
+    """Cache of one layer, ``[pages, page_size, 1, row_width]``, and the factor of its rows' latent part.
 
-    Pages and rows may have any strides. ``copied``: rows are aligned for the Gluon kernels.
+    Pages and rows may have any strides. ``copied``: rows are aligned for the Gluon kernels. ``format`` is the kernel's
+    name of the row format. ``scale_at`` and ``rope_at`` are the first bytes of these parts in a row, 0 if it has no
+    such part; formats with values of one dtype do not use them. ``rope_scale`` is the factor of rotary columns.
     """
 
     pages: Tensor
     scale: float
     rank: int
+    rope: int
     copied: bool
+    format: RowFormat
+    scale_at: int = 0
+    rope_at: int = 0
+    rope_scale: float = 1.0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.pages.shape[-1] * self.pages.element_size()
+
+    @property
+    def converted_bytes(self) -> int:
+        """Bytes of a row that is converted for products; see ``MLAKernelLimits``."""
+        return {"plain": 0, "nvfp4": 2 * self.rank}.get(self.format, self.row_bytes)
 
     @classmethod
-    def of(cls, pool: MLAPool, layer_id: int, rank: int) -> LatentLayerCache:
-        pages = pool.rows(layer_id)
+    def of(cls, pool: MLAPool, layer_id: int, rank: int, rope: int) -> LatentLayerCache:
+        pages, scale, parts = pool.rows(layer_id), pool.scale(layer_id), pool.parts(layer_id)
         page, slot, _, column = pages.stride()
         places = [number * pages.element_size() for number in (page, slot)] + [pages.data_ptr()]
-        if column != 1 or any(place % 2 for place in places):  # fp8 is read by pairs
+        wanted = max(part.element_size() for part in parts) if len(parts) > 1 else 2  # fp8 is read by pairs
+        if column != 1 or any(place % wanted for place in places):
             raise PoolError(
                 f"the rows of layer {layer_id} have strides {pages.stride()} at address {pages.data_ptr():#x}; "
-                "triton_mla reads rows with adjacent columns, at even addresses"
+                f"triton_mla reads rows with adjacent columns, at multiples of {wanted} bytes"
             )
-        return cls(pages, pool.scale(layer_id), rank, not any(place % _COPIED for place in places))
+        copied = not any(place % _COPIED for place in places)
+        if pool.dtype not in (FP8_PER_TOKEN_HEAD, NVFP4):
+            name: RowFormat = "fp8" if pool.dtype == DType.FLOAT8_E4M3 else "plain"
+            return cls(pages, scale, rank, rope, copied, name, rope_scale=scale)
+        scale_at, rope_at = parts[1].data_ptr() - pages.data_ptr(), parts[-1].data_ptr() - pages.data_ptr()
+        if pool.dtype == NVFP4:
+            return cls(pages, scale * _NVFP4_FACTOR, rank, rope, False, "nvfp4", scale_at, rope_at)
+        return cls(pages, scale, rank, rope, False, "fp8_per_token_head", scale_at, rope_at)
 
 
 def aligned(q: Tensor, multiple_of: int = 1) -> Tensor:
@@ -83,7 +113,7 @@ def launch_attend(
     multiple_of = 1 if configuration.kernel == "triton" else _COPIED
     q = aligned(q, multiple_of)
     rope = q if q_rope is None else aligned(q_rope, multiple_of)
-    _, page_size, _, row_dim = pages.shape
+    page_size = pages.shape[1]
     if selected and pages.stride(0) == page_size * pages.stride(1):
         pages, page_size = pages.flatten(0, 1).unsqueeze(1), 1  # slots are evenly spaced
     by_place = (
@@ -111,7 +141,7 @@ def launch_attend(
     by_name = {
         "HEADS": q.shape[1],
         "RANK": cache.rank,
-        "ROPE": row_dim - cache.rank,
+        "ROPE": cache.rope,
         "PAGE_SIZE": page_size,
         "PAGE_STRIDE": pages.stride(0),
         "SLOT_STRIDE": pages.stride(1),
@@ -132,6 +162,7 @@ def launch_attend(
         return
     attend[grid](
         *by_place,
+        scale * cache.rope_scale * _LOG2_E,
         partials.counters,
         schedule.numbers if tree is None else tree,
         *((0, 1) if tree is None else tree.stride()),
@@ -140,5 +171,9 @@ def launch_attend(
         STEP=configuration.step,
         MERGE_COLUMNS=0 if schedule.merged_by_kernel else min(configuration.merge_columns, cache.rank),
         TREE=tree is not None,
+        FORMAT=cache.format,
+        SCALE_AT=cache.scale_at,
+        ROPE_AT=cache.rope_at,
         num_stages=configuration.stages,
+        maxnreg=configuration.registers,
     )

@@ -11,7 +11,6 @@ from torch import Tensor
 from attnplug import (
     BackendContext,
     Claims,
-    DType,
     ExtendPath,
     ForwardBatch,
     ForwardExtras,
@@ -86,8 +85,10 @@ class TritonMLABackend(SparseAttention):
         rank, device = shape.dims.kv_lora_rank, context.device
         self._heads, self._page_size, self._rank, self._device = shape.heads, shape.page_size, rank, device
         self._invariant, self._choose = options.batch_invariant, choose
-        self._fp8 = context.kv_dtype == DType.FLOAT8_E4M3
-        self._caches = {layer_id: LatentLayerCache.of(shape.pool, layer_id, rank) for layer_id in shape.pool.layer_ids}
+        rope, pool = shape.dims.qk_rope_head_dim, shape.pool
+        self._caches = {layer_id: LatentLayerCache.of(pool, layer_id, rank, rope) for layer_id in pool.layer_ids}
+        first = next(iter(self._caches.values()))
+        self._format = first.format
         self._limits: MLAKernelLimits | None = None
         index = SparseIndex(context, multiprocessors=multiprocessors) if context.model.is_sparse else None
         if multiprocessors is None:
@@ -99,8 +100,9 @@ class TritonMLABackend(SparseAttention):
                 10 * properties.major + properties.minor,
                 shared,
                 shape.dims.row_dim * shape.dtype.itemsize,
-                shape.dims.row_dim * shape.kv_dtype.itemsize,
+                first.row_bytes,
                 all(cache.copied for cache in self._caches.values()),
+                first.converted_bytes,
             )
         self._multiprocessors, self._ragged = multiprocessors, ragged or RaggedConfig()
         rows = max_partial_rows(multiprocessors)
@@ -181,7 +183,7 @@ class TritonMLABackend(SparseAttention):
         return TritonMLAMetadata(geometry.page_table, geometry.tree, schedule, partials, ragged, sparse)
 
     def _configuration(self, rows: int, requests: int, tokens: int, *, tree: bool = False) -> MLAKernelConfig:
-        configuration = self._choose(rows, requests, tokens, fp8=self._fp8, invariant=self._invariant)
+        configuration = self._choose(rows, requests, tokens, format=self._format, invariant=self._invariant)
         if tree:
             # Gluon kernels multiply rows in shared memory as copied, and cannot mask what a row must not see.
             configuration = on_triton(configuration)

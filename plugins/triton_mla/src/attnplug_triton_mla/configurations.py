@@ -1,4 +1,4 @@
-"""Kernel configurations by batch shape: two tables, and the adjustment to a GPU's shared memory.
+"""Kernel configurations by batch shape: a table per kind of cache rows, and the adjustment to a GPU's shared memory.
 
 A shape is the number of (query token, head) rows per request, the number of requests, and the capacity of the page
 table. Lengths are not part of it: they are known on the device only, a captured graph serves any, and the schedule
@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Kernel = Literal["triton", "low", "wide"]
+RowFormat = Literal["plain", "fp8", "fp8_per_token_head", "nvfp4"]
+"""Names of KV formats in the Triton kernel: 16-bit values, e4m3 with one scale per layer, and two formats by name."""
 Merge = Literal["last", "kernel"]
 
 
@@ -45,6 +47,8 @@ class MLAKernelConfig:
     merge_warps: int = 4
     overlap: bool = False
     """Use programmatic dependent launch (SM 90 and newer)."""
+    registers: int | None = None
+    """Maximum registers per thread of the Triton kernel, so that several programs fit a multiprocessor."""
 
 
 ANY = 1 << 30
@@ -83,10 +87,35 @@ TABLE_FP8: Table = (
     (ANY, 2, ANY, replace(_FP8_MANY, merge_parts=32, merge_columns=64, merge_warps=1)),
     (ANY, ANY, ANY, _FP8_MANY),
 )
+# 16 warps per multiprocessor instead of 8: instructions, not bytes, limit a decode of 8-bit rows. The loop reloads 16
+# registers that were spilled before it. Not measured yet.
+_TOKEN_SCALES_MANY = replace(_FP8_MANY, warps=8, registers=128)
+TABLE_FP8_PER_TOKEN_HEAD: Table = (
+    *TABLE_FP8[:2],
+    (16, 32, 8192, _FP8),  # two programs per multiprocessor are faster from 16 x 16384 tokens on
+    (ANY, 2, ANY, replace(_TOKEN_SCALES_MANY, merge_parts=32, merge_columns=64, merge_warps=1)),
+    (ANY, ANY, ANY, _TOKEN_SCALES_MANY),
+)
+# Rows are converted once, through shared memory: a step of 64 takes 64 KiB, so two programs have two stages each.
+_NVFP4 = MLAKernelConfig(16, 64, 4, 3, merge_parts=16, merge_columns=512, overlap=True)
+_NVFP4_MANY = replace(_NVFP4, stages=2, programs=2)
+TABLE_NVFP4: Table = (
+    (16, 2, ANY, replace(_NVFP4, merge_parts=128, merge_columns=32, merge_warps=1)),
+    (16, 8, ANY, replace(_NVFP4, merge_parts=32, merge_columns=64, merge_warps=1)),
+    (16, 32, 8192, _NVFP4),
+    (ANY, 2, ANY, replace(_NVFP4_MANY, merge_parts=32, merge_columns=64, merge_warps=1)),
+    (ANY, ANY, ANY, _NVFP4_MANY),
+)
+TABLES: dict[RowFormat, Table] = {
+    "plain": TABLE,
+    "fp8": TABLE_FP8,
+    "fp8_per_token_head": TABLE_FP8_PER_TOKEN_HEAD,
+    "nvfp4": TABLE_NVFP4,
+}
 _TALL = MLAKernelConfig(32, 64, 8, 3, merge_parts=16, merge_columns=512, overlap=True)
 RAGGED = replace(_TALL, merge="last", merge_columns=128, part_cost=0.25)
 """Configuration of batches whose requests have different numbers of rows, as in a prefill."""
-ENTRIES = (RAGGED, *(entry for *_, entry in (*TABLE, *TABLE_FP8)))
+ENTRIES = (RAGGED, *(entry for table in TABLES.values() for *_, entry in table))
 
 INVARIANT_PARTS = 16
 """Maximum splits per tile under ``batch_invariant``. Memory is reserved for this many of every tile."""
@@ -95,7 +124,7 @@ _INVARIANT_REQUESTS = 16
 """Number of requests whose table entry every batch uses under ``batch_invariant``."""
 
 
-def choose(rows: int, requests: int, tokens: int, *, fp8: bool, invariant: bool) -> MLAKernelConfig:
+def choose(rows: int, requests: int, tokens: int, *, format: RowFormat, invariant: bool) -> MLAKernelConfig:
     """Return the configuration for ``requests`` requests with ``rows`` (query token, head) rows and up to ``tokens``
     each.
 
@@ -105,7 +134,7 @@ def choose(rows: int, requests: int, tokens: int, *, fp8: bool, invariant: bool)
         return RAGGED
     if invariant:
         requests, tokens = _INVARIANT_REQUESTS, ANY
-    asked, table = (rows, requests, tokens), TABLE_FP8 if fp8 else TABLE
+    asked, table = (rows, requests, tokens), TABLES[format]
     found = next(entry for *limits, entry in table if all(x <= most for x, most in zip(asked, limits, strict=True)))
     return replace(found, least_steps=_INVARIANT_STEPS) if invariant else found
 
@@ -127,7 +156,8 @@ def max_partial_rows(multiprocessors: int) -> int:
 class MLAKernelLimits:
     """Limits of a configuration: SM version, shared memory per program, bytes per query row and per cache row.
 
-    ``copied``: Gluon kernels can copy the cache rows.
+    ``copied``: Gluon kernels can copy the cache rows. ``converted_bytes``: shared memory per row of a step for its
+    converted values; 0 if they are not converted.
     """
 
     sm: int
@@ -135,6 +165,7 @@ class MLAKernelLimits:
     query_bytes: int
     row_bytes: int
     copied: bool = True
+    converted_bytes: int = 0
 
 
 def fit_config(configuration: MLAKernelConfig, limits: MLAKernelLimits) -> MLAKernelConfig:
@@ -164,7 +195,7 @@ def _shared_bytes(configuration: MLAKernelConfig, limits: MLAKernelLimits) -> in
 
     Gluon kernels keep the rows of all stages. Instead of weights, ``gluon_low`` keeps four copies of the logits;
     ``gluon_wide`` needs some bytes more to find the largest logit. For fp8 rows Triton 3.8 also keeps half a step of
-    converted rows; other versions do not.
+    converted rows; other versions do not. ``nvfp4`` rows are kept in fp16, too.
     """
     tile, step, stages = configuration.tile, configuration.step, configuration.stages
     fixed = tile * limits.query_bytes
@@ -172,5 +203,5 @@ def _shared_bytes(configuration: MLAKernelConfig, limits: MLAKernelLimits) -> in
         return fixed + tile * step * 4 * 4 + stages * step * limits.row_bytes
     if configuration.kernel == "wide":
         return fixed + tile * step * 2 + stages * step * limits.row_bytes + 1024
-    converted = step * limits.row_bytes if limits.row_bytes != limits.query_bytes else 0
-    return fixed + tile * step * 2 + max(stages - 1, 1) * step * limits.row_bytes + converted
+    loaded = max(stages - 1, 1) * step * limits.row_bytes
+    return fixed + tile * step * 2 + loaded + step * limits.converted_bytes

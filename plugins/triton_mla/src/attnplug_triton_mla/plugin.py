@@ -26,6 +26,9 @@ from attnplug_sparse.refusals import index_refusals
 from attnplug_triton_mla.options import TritonMLAOptions
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
+FP8_PER_TOKEN_HEAD, NVFP4 = "fp8_per_token_head", "nvfp4"
+"""Formats of ``attnplug-kv-formats``."""
+FP8_FORMATS = frozenset({str(DType.FLOAT8_E4M3), FP8_PER_TOKEN_HEAD})
 FP8_SM = 89
 """First compute capability with an instruction that converts float8_e4m3fn."""
 LIBRARY = "triton>=3.6,<4"
@@ -51,7 +54,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 devices=frozenset({"cuda"}),
                 min_sm=80,
                 dtypes=DTYPES,
-                kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
+                kv_dtypes=DTYPES | FP8_FORMATS | {NVFP4},
                 kv_matches_dtype=True,
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 mla_dims=frozenset({(512, 64), (512, 0), (256, 64), (256, 0)}),
@@ -83,9 +86,9 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
 
 
 def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
-    if problem.kv_dtype == DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < FP8_SM:
+    if problem.kv_dtype in FP8_FORMATS and problem.sm is not None and problem.sm < FP8_SM:
         message = f"a cache in {problem.kv_dtype} requires SM {FP8_SM} or newer; this GPU is SM {problem.sm}"
-        allowed = sorted(str(dtype) for dtype in DTYPES if problem.dtype in (None, dtype))
+        allowed = sorted([*(str(dtype) for dtype in DTYPES if problem.dtype in (None, dtype)), NVFP4])
         yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
 
 

@@ -14,6 +14,10 @@ thousand, with one warp per scheduler) and for loads that depend on each other (
 - A quarter is loaded once, and is both K, transposed, and V. Rope is a separate product.
 - fp8 rows are loaded as 16-bit pairs, because shared memory gives 16-bit matrices transposed, but 8-bit ones only
   element by element. So the quarters of an fp8 row are the even and the odd columns of each half.
+- ``fp8_per_token_head`` has a scale per row. It multiplies the logits of the row's column, and its logarithm is added
+  before the weights are computed: weights times scales are then at most 1, and fp16 holds the small ones as well as
+  without scales. The sum of weights is divided by the scales again. The rope product is in bfloat16.
+- ``nvfp4`` rows are loaded by 16 bits too, as four e2m1 values each, so that quarter j has columns j, j + 4, ….
 - Rows (query token, head) of a request fill one tile: a verify of 2 tokens with 8 heads reads the cache once. A tile
   has at most 32 rows, because queries are read from shared memory at every step, whose bandwidth is the next limit. On
   SM 90, more rows are for ``gluon_wide``, and few requests for ``gluon_low``.
@@ -78,6 +82,97 @@ def _fp16_of_pairs(pairs):
 
 
 @triton.jit
+def _fp16_of_quads(quads, lower, upper, is_upper):
+    """Convert the four e2m1 values of every 16 bits to fp16, times 2 ** -14 and a scale in fp16.
+
+    The scale is ``upper`` where ``is_upper`` is 0xFFFF, and ``lower`` where it is 0. The exponent and mantissa bits of
+    e2m1, moved to the lowest exponent bits of fp16, are the value times 2 ** -14, subnormals included. So no
+    instruction for fp4 is needed.
+    """
+    if _INTERPRETED:
+        scale = tl.where(is_upper != 0, upper, lower)
+        return (
+            _fp16_of_e2m1(quads) * scale,
+            _fp16_of_e2m1(quads >> 4) * scale,
+            _fp16_of_e2m1(quads >> 8) * scale,
+            _fp16_of_e2m1(quads >> 12) * scale,
+        )
+    # The same for two elements at a time. Signs are applied to the scale: by one instruction together with their mask.
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 scale, size, sign;"
+        "lop3.b32 scale, $5, $6, $7, 0xd8;"
+        "shl.b32 size, $4, 9; shl.b32 sign, $4, 12;"
+        "and.b32 size, size, 0x0e000e00; lop3.b32 sign, sign, 0x80008000, scale, 0x6a; mul.rn.f16x2 $0, size, sign;"
+        "shl.b32 size, $4, 5; shl.b32 sign, $4, 8;"
+        "and.b32 size, size, 0x0e000e00; lop3.b32 sign, sign, 0x80008000, scale, 0x6a; mul.rn.f16x2 $1, size, sign;"
+        "shl.b32 size, $4, 1; shl.b32 sign, $4, 4;"
+        "and.b32 size, size, 0x0e000e00; lop3.b32 sign, sign, 0x80008000, scale, 0x6a; mul.rn.f16x2 $2, size, sign;"
+        "shr.b32 size, $4, 3;"
+        "and.b32 size, size, 0x0e000e00; lop3.b32 sign, $4, 0x80008000, scale, 0x6a; mul.rn.f16x2 $3, size, sign; }",
+        "=&r,=&r,=&r,=r,r,r,r,r", [quads, lower, upper, is_upper],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fp16_of_e2m1(code):
+    return (((code & 7) << 9) | ((code & 8) << 12)).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _fp16_of_e4m3(code):
+    """Convert e4m3 codes of numbers that are not negative to fp16, times 2 ** 7. SM 80 has no instruction for it."""
+    bits = tl.where(code == 127, 0x7E00, code << 7).to(tl.uint16)  # NaN, or the number times 2 ** -8
+    return bits.to(tl.float16, bitcast=True) * 32768.0
+
+
+@triton.jit
+def _for_groups(scales, COLUMNS: tl.constexpr):
+    """Repeat each column, for all of the columns that it is the scale of."""
+    ROWS: tl.constexpr = scales.shape[0]
+    repeated = tl.broadcast_to(tl.expand_dims(scales, 2), [ROWS, scales.shape[1], COLUMNS // scales.shape[1]])
+    return tl.reshape(repeated, [ROWS, COLUMNS])
+
+
+@triton.jit
+def _load_latent(at, column, there, RANK: tl.constexpr, FORMAT: tl.constexpr, SCALE_AT: tl.constexpr):
+    """Return the quarters ``[rows, RANK // 4]`` of the latent part: fp16 if ``FORMAT`` has 8 or 4 bits per value."""
+    at_16_bits = at.to(tl.pointer_type(tl.uint16))
+    if FORMAT == "plain":
+        rows = _load_quarters(at, column, there)
+    elif FORMAT == "nvfp4":
+        # Scales are loaded by pairs: with a byte among its operands, a product reads shared memory byte by byte.
+        pairs = _load((at + SCALE_AT).to(tl.pointer_type(tl.uint16)), tl.arange(0, RANK // 32), there)
+        lower, upper = _fp16_of_e4m3(pairs & 127), _fp16_of_e4m3((pairs >> 8) & 127)
+        is_upper = tl.where(column % 8 < 4, 0, 0xFFFF).to(tl.uint16)
+        is_upper = tl.broadcast_to(is_upper[None, :], [there.shape[0], RANK // 4])
+        quads = _load(at_16_bits, column, there)
+        rows = _fp16_of_quads(quads, _for_groups(lower, RANK // 4), _for_groups(upper, RANK // 4), is_upper)
+    else:
+        rows_0, rows_1 = _fp16_of_pairs(_load(at_16_bits, column, there))
+        rows_2, rows_3 = _fp16_of_pairs(_load(at_16_bits + RANK // 4, column, there))
+        rows = rows_0, rows_1, rows_2, rows_3
+    return rows
+
+
+@triton.jit
+def _load_query(at, column, there, RANK: tl.constexpr, FORMAT: tl.constexpr):
+    """Return the quarters of queries in the order of the columns of ``_load_latent``."""
+    if FORMAT == "plain":
+        quarters = _load_quarters(at, column, there)
+    elif FORMAT == "nvfp4":
+        even, odd = _even_and_odd(_load(at, tl.arange(0, RANK), there))
+        q_0, q_2 = _even_and_odd(even)
+        q_1, q_3 = _even_and_odd(odd)
+        quarters = q_0, q_1, q_2, q_3
+    else:
+        q_0, q_1 = _even_and_odd(_load(at, tl.arange(0, RANK // 2), there))
+        q_2, q_3 = _even_and_odd(_load(at, tl.arange(RANK // 2, RANK), there))
+        quarters = q_0, q_1, q_2, q_3
+    return quarters
+
+
+@triton.jit
 def _largest(of):
     return tl.max(tl.abs(of.to(tl.float32)), 1)
 
@@ -95,32 +190,37 @@ def _side_by_side(left, right):
 
 
 @triton.jit
-def _whole_rows(sum_0, sum_1, sum_2, sum_3, PAIRS: tl.constexpr):
-    """Whole rows from quarters, which with ``PAIRS`` are even and odd columns in turn. They change threads only
-    once."""
-    if PAIRS:
-        return _side_by_side(tl.interleave(sum_0, sum_1), tl.interleave(sum_2, sum_3))
-    return _side_by_side(_side_by_side(sum_0, sum_1), _side_by_side(sum_2, sum_3))
+def _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT: tl.constexpr):
+    """Whole rows from the quarters of ``_load_latent``. They change threads only once."""
+    if FORMAT == "plain":
+        rows = _side_by_side(_side_by_side(sum_0, sum_1), _side_by_side(sum_2, sum_3))
+    elif FORMAT == "nvfp4":
+        rows = tl.interleave(tl.interleave(sum_0, sum_2), tl.interleave(sum_1, sum_3))
+    else:
+        rows = _side_by_side(tl.interleave(sum_0, sum_1), tl.interleave(sum_2, sum_3))
+    return rows
 
 
 # Numbers that change from batch to batch are not specialised: compiling again because one of them is 1 gains nothing.
 @triton.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row", "tree_row"])
 def attend(
     q, q_rope, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
-    q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale, counters,
+    q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale, rope_scale, counters,
     tree, tree_row, tree_column,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr, TREE: tl.constexpr,
-    SELECTED: tl.constexpr,
+    SELECTED: tl.constexpr, FORMAT: tl.constexpr, SCALE_AT: tl.constexpr, ROPE_AT: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
     ONE_PAGE: tl.constexpr = PAGE_SIZE % STEP == 0 and not SELECTED
     TABLE_PAGE: tl.constexpr = 1 if SELECTED else PAGE_SIZE
-    FLOAT8: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
-    TYPE: tl.constexpr = tl.float16 if FLOAT8 else q.dtype.element_ty
-    column, rope_column, position = tl.arange(0, RANK // 4), RANK + tl.arange(0, ROPE or 1), tl.arange(0, STEP)
+    TYPE: tl.constexpr = q.dtype.element_ty if FORMAT == "plain" else tl.float16
+    TOKEN_SCALES: tl.constexpr = FORMAT == "fp8_per_token_head"
+    # The rotary columns of these formats are in bfloat16, without scales.
+    ROPE_APART: tl.constexpr = ROPE > 0 and (TOKEN_SCALES or FORMAT == "nvfp4")
+    column, rope_column, position = tl.arange(0, RANK // 4), tl.arange(0, ROPE or 1), tl.arange(0, STEP)
     (
         at, stop, stretch, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
     ) = begin_stretch(numbers, requests)  # fmt: skip
@@ -153,28 +253,24 @@ def attend(
             # keeps the compiler from mixing.
             gdc_wait()
         by = scale
-        if FLOAT8:
-            q_0, q_1 = _even_and_odd(_load(q_at, tl.arange(0, RANK // 2), live))
-            q_2, q_3 = _even_and_odd(_load(q_at, tl.arange(RANK // 2, RANK), live))
-        else:
-            q_0, q_1, q_2, q_3 = _load_quarters(q_at, column, live)
+        q_0, q_1, q_2, q_3 = _load_query(q_at, column, live, RANK, FORMAT)
         if ROPE > 0:
-            rope_part = _load(q_rope_at, tl.arange(0, ROPE or 1), live)
+            rope_part = _load(q_rope_at, rope_column, live)
         if q.dtype.element_ty != TYPE:
             # fp8 is one instruction from fp16, and seven from bf16. Each row of queries is first scaled to numbers up
             # to 2, by a power of 2, so that fp16 holds them as well as bf16 did.
             largest = tl.maximum(
                 tl.maximum(_largest(q_0), _largest(q_1)), tl.maximum(_largest(q_2), _largest(q_3))
             )  # fmt: skip
-            if ROPE > 0:
+            if ROPE > 0 and not ROPE_APART:
                 largest = tl.maximum(largest, _largest(rope_part))
             power = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-30))))[:, None]
             by = scale * power
             q_0, q_1 = (q_0 / power).to(TYPE), (q_1 / power).to(TYPE)
             q_2, q_3 = (q_2 / power).to(TYPE), (q_3 / power).to(TYPE)
-            if ROPE > 0:
+            if ROPE > 0 and not ROPE_APART:
                 rope_part = (rope_part / power).to(TYPE)
-        if FLOAT8 and ROPE > 0:
+        if FORMAT == "fp8" and ROPE > 0:
             q_rope_0, q_rope_1 = _even_and_odd(rope_part)
         top = tl.full([TILE], float("-inf"), tl.float32)
         totals = tl.zeros([TILE, STEP], tl.float32)
@@ -203,21 +299,28 @@ def attend(
                     slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
                     ahead = token + STEP
                 page = tl.load(table + ahead // TABLE_PAGE * table_column, mask=ahead < end_token, other=-1)
-                if FLOAT8:
-                    pairs_at = slot_at.to(tl.pointer_type(tl.uint16))
-                    rows_0, rows_1 = _fp16_of_pairs(_load(pairs_at, column, there))
-                    rows_2, rows_3 = _fp16_of_pairs(_load(pairs_at + RANK // 4, column, there))
-                else:
-                    rows_0, rows_1, rows_2, rows_3 = _load_quarters(slot_at, column, there)
+                rows_0, rows_1, rows_2, rows_3 = _load_latent(slot_at, column, there, RANK, FORMAT, SCALE_AT)
                 dot_0, dot_1 = tl.dot(q_0, tl.trans(rows_0)), tl.dot(q_1, tl.trans(rows_1))
                 dot_2, dot_3 = tl.dot(q_2, tl.trans(rows_2)), tl.dot(q_3, tl.trans(rows_3))
-                if FLOAT8 and ROPE > 0:
-                    rope_0, rope_1 = _fp16_of_pairs(_load(pairs_at + RANK // 2, tl.arange(0, ROPE // 2), there))
+                if ROPE_APART:
+                    rope_at = (slot_at + ROPE_AT).to(tl.pointer_type(tl.bfloat16))
+                    rope = _load(rope_at, rope_column, there).to(rope_part.dtype)
+                    dot_rope = tl.dot(rope_part, tl.trans(rope))
+                elif FORMAT == "fp8" and ROPE > 0:
+                    rope_at = slot_at.to(tl.pointer_type(tl.uint16)) + RANK // 2
+                    rope_0, rope_1 = _fp16_of_pairs(_load(rope_at, tl.arange(0, ROPE // 2), there))
                     dot_2, dot_3 = tl.dot(q_rope_0, tl.trans(rope_0), dot_2), tl.dot(q_rope_1, tl.trans(rope_1), dot_3)
                 elif ROPE > 0:
-                    dot_3 = tl.dot(rope_part, tl.trans(_load(slot_at, rope_column, there)), dot_3)
+                    dot_3 = tl.dot(rope_part, tl.trans(_load(slot_at + RANK, rope_column, there)), dot_3)
                 # Scale each before they are added: a bare sum of products is one long chain to the compiler.
                 logits = (dot_0 * by + dot_1 * by) + (dot_2 * by + dot_3 * by)
+                if TOKEN_SCALES:
+                    scales_at = (slot_at + SCALE_AT).to(tl.pointer_type(tl.float32))
+                    token_scale = tl.load(scales_at, mask=there, other=1.0)
+                    log2_scale = tl.log2(token_scale)
+                    logits *= token_scale[None, :]
+                if ROPE_APART:
+                    logits += dot_rope * rope_scale
                 visible = token[None, :] < seen[:, None]
                 if SELECTED:
                     visible = visible & there[None, :]
@@ -226,24 +329,27 @@ def attend(
                     # NaN or an infinity has no finite logit: values are reloaded without such rows, and queries that
                     # see one get NaN.
                     whole = tl.max((tl.abs(logits) < float("inf")).to(tl.int32), 0) > 0
-                    if FLOAT8:
-                        rows_0, rows_1 = _fp16_of_pairs(_load(pairs_at, column, there & whole))
-                        rows_2, rows_3 = _fp16_of_pairs(_load(pairs_at + RANK // 4, column, there & whole))
-                    else:
-                        rows_0, rows_1, rows_2, rows_3 = _load_quarters(slot_at, column, there & whole)
+                    rows_0, rows_1, rows_2, rows_3 = _load_latent(
+                        slot_at, column, there & whole, RANK, FORMAT, SCALE_AT
+                    )
+                    if TOKEN_SCALES:
+                        log2_scale = tl.where(whole, log2_scale, 0.0)
                     logits = tl.where(whole[None, :], logits, float("nan"))
                     visible = visible & _by_tree(bits, token - prefix)
+                if TOKEN_SCALES:
+                    logits += log2_scale[None, :]
                 logits = tl.where(visible, logits, float("-inf"))
                 higher = tl.maximum(top, tl.max(logits, 1))
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)[:, None]
-                totals = totals * kept + weights  # added up over tokens once, after the loop
+                # Added up over tokens once, after the loop.
+                totals = totals * kept + (weights * tl.exp2(-log2_scale)[None, :] if TOKEN_SCALES else weights)
                 weights = weights.to(TYPE)
                 sum_0, sum_1 = tl.dot(weights, rows_0, sum_0 * kept), tl.dot(weights, rows_1, sum_1 * kept)
                 sum_2, sum_3 = tl.dot(weights, rows_2, sum_2 * kept), tl.dot(weights, rows_3, sum_3 * kept)
                 top = higher
 
-        sums, all_columns = _whole_rows(sum_0, sum_1, sum_2, sum_3, FLOAT8), tl.arange(0, RANK)[None, :]
+        sums, all_columns = _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT), tl.arange(0, RANK)[None, :]
         out_row = (begin * HEADS + row).to(tl.int64)
         out_at, lse_at = out + out_row * RANK, lse + out_row
         if taken == units:

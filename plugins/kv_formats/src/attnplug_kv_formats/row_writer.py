@@ -1,0 +1,24 @@
+"""Kernel of the formats that writes rows on a GPU. Imports Triton only when a pool is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from attnplug_kv_formats.triton_rows import RowWriter
+
+
+def row_writer(parts: Sequence[Tensor], scale: float) -> RowWriter | None:
+    """Return the writer of rows in ``parts``; ``None`` if Triton is missing or columns are not adjacent."""
+    if any(part.stride(3) != 1 and part.shape[3] > 1 for part in parts):
+        return None
+    try:
+        from attnplug_kv_formats.triton_rows import RowWriter
+    except ImportError:
+        return None
+    early = torch.version.hip is None and torch.cuda.get_device_capability(parts[0].device) >= (9, 0)
+    return RowWriter(parts, scale, early=early)
