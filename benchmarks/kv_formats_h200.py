@@ -295,18 +295,18 @@ def configurations(kind: str) -> Iterator[tuple[str, Any]]:
 
     mha = ((64, 3, 3, 4), (64, 3, 4, 4), (64, 3, 2, 4), (64, 4, 3, 4), (64, 5, 2, 4), (128, 3, 2, 4), (128, 3, 2, 8),
            (32, 4, 4, 4), (128, 2, 2, 4), (64, 4, 2, 2))  # fmt: skip
-    mla = ((64, 4, 1, 4, None), (64, 3, 2, 4, None), (64, 2, 2, 4, None), (64, 3, 1, 4, None), (32, 4, 2, 4, None),
-           (64, 3, 1, 8, None), (64, 3, 2, 8, 128), (64, 2, 2, 8, 128), (64, 2, 3, 4, 168),
-           (32, 4, 3, 4, 168))  # fmt: skip
+    mla = ((16, 64, 4, 1, 4, None), (16, 64, 3, 2, 4, None), (16, 64, 2, 2, 4, None), (16, 32, 4, 2, 4, None),
+           (16, 64, 3, 1, 8, None), (16, 64, 3, 2, 8, 128), (16, 64, 2, 3, 4, 168), (16, 32, 4, 3, 4, 168),
+           (32, 64, 3, 1, 8, None), (32, 64, 2, 2, 8, 128))  # fmt: skip
     if kind == "mha":
         for step, stages, programs, warps in mha:
             name = f"step {step}, {stages} stages, {programs} programs, {warps} warps"
             yield name, MHAKernelConfig(16, step, warps, stages, programs=programs, prefetch=1)
         return
-    for step, stages, programs, warps, registers in mla:
-        name = f"step {step}, {stages} stages, {programs} programs, {warps} warps, {registers or 'any'} registers"
+    for tile, step, stages, programs, warps, registers in mla:
+        name = f"tile {tile}, step {step}, {stages} stages, {programs} programs, {warps} warps, {registers} registers"
         merge = {"merge_parts": 16, "merge_columns": 512, "overlap": True, "registers": registers}
-        yield name, MLAKernelConfig(16, step, warps, stages, programs=programs, **merge)
+        yield name, MLAKernelConfig(tile, step, warps, stages, programs=programs, **merge)
 
 
 def sweep(case: Case, device: torch.device, format: str) -> dict[str, Any]:

@@ -142,6 +142,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (90, chosen(128, 100), "bf16", "plain", 1, False, None),
         (90, chosen(16, 16, token), "bf16", token, 64, True, False),
         (90, chosen(16, 16, nvfp4), "bf16", nvfp4, 1, False, None),
+        (90, chosen(128, 16, nvfp4), "bf16", nvfp4, 64, True, False),
         (100, chosen(128, 1, "fp8"), "bf16", "fp8", 1, False, False),
         (120, chosen(16, 1, token), "bf16", token, 1, False, None),
         (120, chosen(16, 1, nvfp4), "bf16", nvfp4, 64, False, True),

@@ -87,14 +87,16 @@ TABLE_FP8: Table = (
     (ANY, 2, ANY, replace(_FP8_MANY, merge_parts=32, merge_columns=64, merge_warps=1)),
     (ANY, ANY, ANY, _FP8_MANY),
 )
-# 16 warps per multiprocessor instead of 8: instructions, not bytes, limit a decode of 8-bit rows. The loop reloads 16
-# registers that were spilled before it. Not measured yet.
+_TALL = MLAKernelConfig(32, 64, 8, 3, merge_parts=16, merge_columns=512, overlap=True)
+# Not measured yet. 16 warps per multiprocessor instead of 8: instructions, not bytes, limit a decode of 8-bit rows.
+# Tiles of 32 convert a row half as often, which is where most instructions are.
 _TOKEN_SCALES_MANY = replace(_FP8_MANY, warps=8, registers=128)
 TABLE_FP8_PER_TOKEN_HEAD: Table = (
     *TABLE_FP8[:2],
     (16, 32, 8192, _FP8),  # two programs per multiprocessor are faster from 16 x 16384 tokens on
+    (16, ANY, ANY, _TOKEN_SCALES_MANY),
     (ANY, 2, ANY, replace(_TOKEN_SCALES_MANY, merge_parts=32, merge_columns=64, merge_warps=1)),
-    (ANY, ANY, ANY, _TOKEN_SCALES_MANY),
+    (ANY, ANY, ANY, _TALL),
 )
 # Rows are converted once, through shared memory: a step of 64 takes 64 KiB, so two programs have two stages each.
 _NVFP4 = MLAKernelConfig(16, 64, 4, 3, merge_parts=16, merge_columns=512, overlap=True)
@@ -103,8 +105,9 @@ TABLE_NVFP4: Table = (
     (16, 2, ANY, replace(_NVFP4, merge_parts=128, merge_columns=32, merge_warps=1)),
     (16, 8, ANY, replace(_NVFP4, merge_parts=32, merge_columns=64, merge_warps=1)),
     (16, 32, 8192, _NVFP4),
+    (16, ANY, ANY, _NVFP4_MANY),
     (ANY, 2, ANY, replace(_NVFP4_MANY, merge_parts=32, merge_columns=64, merge_warps=1)),
-    (ANY, ANY, ANY, _NVFP4_MANY),
+    (ANY, ANY, ANY, _TALL),
 )
 TABLES: dict[RowFormat, Table] = {
     "plain": TABLE,
@@ -112,7 +115,6 @@ TABLES: dict[RowFormat, Table] = {
     "fp8_per_token_head": TABLE_FP8_PER_TOKEN_HEAD,
     "nvfp4": TABLE_NVFP4,
 }
-_TALL = MLAKernelConfig(32, 64, 8, 3, merge_parts=16, merge_columns=512, overlap=True)
 RAGGED = replace(_TALL, merge="last", merge_columns=128, part_cost=0.25)
 """Configuration of batches whose requests have different numbers of rows, as in a prefill."""
 ENTRIES = (RAGGED, *(entry for table in TABLES.values() for *_, entry in table))
