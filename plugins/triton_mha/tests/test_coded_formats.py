@@ -65,7 +65,7 @@ def test_window_cap_and_sinks(format, device):
     [(DECODE, 1, {"programs": 15}), (DECODE, 1, {"programs": 9, "single": True}), (EXTEND, 50, {"tile": 64})],
     ids=["many parts", "single steps", "tall tiles"],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("format", [FP8, *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS[1:])])
 def test_parts_are_merged(mode, new, changes, format, device):
     cut = replace(MHAKernelConfig(16, 16, 4, 2, programs=9, overlap=False), **changes)
@@ -148,7 +148,7 @@ def over(format: str, shape: str, context: BackendContext, asked: KernelCase) ->
         (NVFP4, "odd addresses", DECODE, 1),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_a_cache_of_any_strides(mode, new, format, shape, device):
     pools = []
 
