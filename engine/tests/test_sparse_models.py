@@ -255,7 +255,8 @@ def test_fp8_index_keys_and_latent_rows_with_scales_are_counted_as_they_lie():
     fp8 = build_pools(spec, Capacity(6, 4, 2, 8, 64), types[1], types[0], torch.device("cpu"), types[2])
     assert fp8.nbytes == 6 * bytes_per_page(spec, 4, *types)
     own, keys = len(spec.index_layers), spec.index_layers[0].indexer.head_dim + 4
-    assert bytes_per_page(spec, 4, *types) == 4 * (len(spec.layers) * (128 + 4 + 2 * mla.qk_rope_head_dim) + own * keys)
+    row = 144 + 2 * mla.qk_rope_head_dim  # 128 bytes and a scale; rotary columns start at a multiple of 16
+    assert bytes_per_page(spec, 4, *types) == 4 * (len(spec.layers) * row + own * keys)
 
 
 def test_fp8_caches_serve_sparse_layers_and_a_hit_in_the_prefix_cache_gives_the_same():
