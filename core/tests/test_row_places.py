@@ -16,8 +16,8 @@ from attnplug.sparse import IndexerDims
 from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.errors import raises_naming
+from attnplug_testing.stage import Stage, error, small
 from support.pools import PLAIN, mla_layer, mla_pool
-from support.stage import Stage, error, small
 
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 MODES = {

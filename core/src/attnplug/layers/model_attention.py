@@ -39,11 +39,12 @@ class ModelAttention:
         self.backend = backend
         self.hooks: Mapping[str, Hook | None] = {name: bind_optional_hook(backend, name) for name in hook_signatures()}
         """Optional hooks of the backend, each bound once; ``None`` if it has none."""
-        self._mla = None
+        self.mla: MLAAttention | None = None
+        """MLA layers of the model; ``None`` if it has none."""
         if pools.mla is not None:
             # MLA run as MHA reads latent rows only. Layers with further caches read them in place, absorbed.
             in_place = bool(pools.caches)
-            self._mla = MLAAttention(backend, pools.mla, policy or ExtendPolicy(), absorbed=in_place)
+            self.mla = MLAAttention(backend, pools.mla, policy or ExtendPolicy(), absorbed=in_place)
         for key in pools.caches:
             if key.hook is not None:
                 self._needed(key.hook, f"layers with {key.name}", "choose one that supports them")
@@ -77,23 +78,13 @@ class ModelAttention:
         apply_skip_attn_backend_init(batch, skip_attn_backend_init)
         if not batch.needs_forward_metadata_init():
             return batch.plan
-        extend = None if self._mla is None else self._mla.plan(batch.geometry, path)
+        extend = None if self.mla is None else self.mla.plan(batch.geometry, path)
         calls = () if extend is None else tuple(part.call for part in extend.metadata)
         if calls or batch.geometry.calls:
             batch.geometry = replace(batch.geometry, calls=calls)  # the backend plans what it will run
-        chunks = None if extend is None or self._mla is None else self._mla.plan_chunks(batch)
+        chunks = None if extend is None or self.mla is None else self.mla.plan_chunks(batch)
         batch.plan = BatchPlan(_attention_plan(self.backend, batch), extend, chunks, batch.geometry)
         return batch.plan
-
-    def plan_halves(self, batch: ForwardBatch, halves: tuple[ForwardBatch, ForwardBatch]) -> None:
-        """Plan both halves of a batch before either runs, and mark them as planned (B2).
-
-        MLA layers use the extend path of the whole batch.
-        """
-        path = None if self._mla is None else self._mla.path_of_halves(batch.geometry)
-        for half in halves:
-            self.plan(half, path)
-            half.mark_forward_metadata_ready()
 
     # CUDA graphs
 
@@ -172,7 +163,7 @@ class ModelAttention:
         wait for the rotation. ``None`` if ``attend_mla`` needs the rows: in a batch that runs as MHA, for sparse
         layers, for caches of another dtype or on the host, and for a plan without a slot mapping.
         """
-        return None if self._mla is None else self._mla.row_places(layer, batch, tokens, dtype)
+        return None if self.mla is None else self.mla.row_places(layer, batch, tokens, dtype)
 
     def attend_mla(
         self,
@@ -190,9 +181,9 @@ class ModelAttention:
         new cache rows (normed latent, rotated key). If rows were stored by ``row_places``, rows is ``None`` and q is
         absorbed (``MLAWeights.absorb``). ``selected``: see ``RowSelection.select``.
         """
-        if self._mla is None:
+        if self.mla is None:
             raise BackendError(f"layer {layer.layer_id} is MLA, but the model was built without an MLA pool")
-        return self._mla.attend(q, rows, layer, weights, batch, selected)
+        return self.mla.attend(q, rows, layer, weights, batch, selected)
 
     def convolve(
         self,

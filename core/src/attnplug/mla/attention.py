@@ -70,7 +70,7 @@ class MLAAttention:
     def __init__(
         self, backend: AttentionBackend, pool: MLAPool, policy: ExtendPolicy, *, absorbed: bool = False
     ) -> None:
-        self._backend, self._pool, self._policy, self._absorbed = backend, pool, policy, absorbed
+        self._backend, self._pool, self.policy, self._absorbed = backend, pool, policy, absorbed
         self._id = BackendId(f"mla over {backend.backend_id.name}")
         self._by_slot = {layer_id: pool.by_slot(layer_id) for layer_id in pool.layer_ids}
         self._plan_chunks: Hook | None = bind_optional_hook(backend, "init_mha_chunk_metadata")
@@ -93,14 +93,14 @@ class MLAAttention:
         if path is ExtendPath.ABSORBED:
             return None
         return Plan.of(
-            self._id, geometry, plan_extend(geometry, path, self._policy.chunk_capacity), geometry.new_slots()
+            self._id, geometry, plan_extend(geometry, path, self.policy.chunk_capacity), geometry.new_slots()
         )
 
     def path(self, geometry: Geometry, requested: ExtendPath | None = None) -> ExtendPath:
         """Return the path of a batch: the requested one, or the policy's."""
         abilities, mode = self._backend.claims.mla_extend, geometry.mode
         if self._absorbed:
-            forced = requested or self._policy.forced
+            forced = requested or self.policy.forced
             if forced not in (None, ExtendPath.ABSORBED):
                 raise PlanError(
                     f"the extend path {forced} is asked for, and the model's layers read further caches in place, so "
@@ -114,23 +114,13 @@ class MLAAttention:
         )
         if prefers_absorbed and ExtendPath.ABSORBED in abilities:
             return ExtendPath.ABSORBED  # as the policy would choose, without reading the lengths
-        return self._policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, requested)
-
-    def path_of_halves(self, geometry: Geometry) -> ExtendPath | None:
-        """Return the path of the whole batch, which its halves take too; ``None`` if each half follows the policy.
-
-        The second half of a cut request has a prefix, so by itself it could take another path. With chunked prefixes
-        disabled, a batch without a prefix may still run chunked; its halves then follow the policy.
-        """
-        path = self.path(geometry)
-        off = path is ExtendPath.CHUNKED and self._policy.disable_chunked_prefix_cache
-        return None if off else path
+        return self.policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, requested)
 
     def plan_chunks(self, batch: ForwardBatch) -> Plan | None:
         """Plan the calls of a batch that runs as MHA; ``None`` if the backend has nothing to plan (A6, A8)."""
         if self._plan_chunks is None:
             return None
-        plan = self._plan_chunks(batch, self._policy.disable_ragged)
+        plan = self._plan_chunks(batch, self.policy.disable_ragged)
         if plan is None:
             return None
         planner, hook = self._backend.backend_id, "init_mha_chunk_metadata"
