@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from attnplug.author.results import bind_forward
@@ -21,7 +20,7 @@ from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import ExtendPath, GraphLevel
 from attnplug.kv.caches import KVPools
-from attnplug.mla.attention import MLAAttention, RowPlaces
+from attnplug.mla.attention import MLAAttention
 from attnplug.mla.extend_policy import ExtendPolicy
 from attnplug.mla.weights import MLAWeights
 
@@ -156,15 +155,6 @@ class ModelAttention:
         out: Tensor = run(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
         return out
 
-    def row_places(self, layer: LayerSpec, batch: ForwardBatch, tokens: int, dtype: torch.dtype) -> RowPlaces | None:
-        """Return where the kernel that computes an MLA layer's ``tokens`` new rows, in ``dtype``, can store them.
-
-        ``attend_mla`` then takes absorbed queries and no rows. That saves a launch per layer, and absorbing does not
-        wait for the rotation. ``None`` if ``attend_mla`` needs the rows: in a batch that runs as MHA, for sparse
-        layers, for caches of another dtype or on the host, and for a plan without a slot mapping.
-        """
-        return None if self.mla is None else self.mla.row_places(layer, batch, tokens, dtype)
-
     def attend_mla(
         self,
         q: Tensor,
@@ -178,8 +168,8 @@ class ModelAttention:
         """Run an MLA layer: write the new rows to the cache and return ``[tokens, heads, v_head_dim]``.
 
         q is ``[tokens, heads, nope + rope]`` with its rope part rotated, rows ``[tokens, kv_lora_rank + rope]`` are the
-        new cache rows (normed latent, rotated key). If rows were stored by ``row_places``, rows is ``None`` and q is
-        absorbed (``MLAWeights.absorb``). ``selected``: see ``RowSelection.select``.
+        new cache rows (normed latent, rotated key). A host that stored them itself (``MLAPool.by_slot``) passes
+        ``None`` and absorbed queries (``MLAWeights.absorb``). ``selected``: see ``RowSelection.select``.
         """
         if self.mla is None:
             raise BackendError(f"layer {layer.layer_id} is MLA, but the model was built without an MLA pool")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -48,19 +46,6 @@ def _weighted(out: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight == 0, 0.0, out.float() * weight)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowPlaces:
-    """Destination of a layer's new rows: the caller stores the row of token ``i`` in ``cache[slots[i]]``.
-
-    Tokens with a negative slot, and tokens behind the last slot, are padding: nothing is stored for them.
-    """
-
-    cache: Tensor
-    """``[slots, row_dim]``: the layer's memory. Rows may have any stride; each is contiguous."""
-    slots: Tensor
-    """``[rows]`` integers, with any stride."""
-
-
 class MLAAttention:
     """MLA layers of one model on one backend. Holds the pool and the policy, and binds the backend's hooks once.
 
@@ -72,7 +57,8 @@ class MLAAttention:
     ) -> None:
         self._backend, self._pool, self.policy, self._absorbed = backend, pool, policy, absorbed
         self._id = BackendId(f"mla over {backend.backend_id.name}")
-        self._by_slot = {layer_id: pool.by_slot(layer_id) for layer_id in pool.layer_ids}
+        self.by_slot = {layer_id: pool.by_slot(layer_id) for layer_id in pool.layer_ids}
+        """Memory of each layer by slot, for hosts that store new rows themselves; see ``MLAPool.by_slot``."""
         self._plan_chunks: Hook | None = bind_optional_hook(backend, "init_mha_chunk_metadata")
         self._extend = bind_forward(self, "_extend", backend, "forward_extend")
         self._decode = bind_forward(self, "_decode", backend, "forward_decode")
@@ -126,19 +112,6 @@ class MLAAttention:
         planner, hook = self._backend.backend_id, "init_mha_chunk_metadata"
         return received_plan(plan, planner, batch.forward_mode, batch.num_tokens, hook, delegated=True)
 
-    def row_places(self, layer: LayerSpec, batch: ForwardBatch, tokens: int, dtype: torch.dtype) -> RowPlaces | None:
-        """See ``ModelAttention.row_places``."""
-        if batch.plan is None or batch.plan.extend is not None:
-            return None
-        if layer.indexer is not None or layer.compressed is not None:
-            return None
-        # Checked here already: a stale plan would store rows in slots that belong to other requests by now (B5).
-        slots = batch.plan_for(self._backend.backend_id, tokens).row_slots()
-        cache = self._by_slot.get(layer.layer_id)
-        if slots is None or cache is None or cache.dtype is not dtype:
-            return None
-        return RowPlaces(cache, slots)
-
     def attend(
         self,
         q: Tensor,
@@ -166,7 +139,7 @@ class MLAAttention:
         if rows is None:
             raise BackendError(
                 f"layer {layer.layer_id} was given no new rows, and the batch was planned to run as MHA, which attends "
-                "to them; leave them out only if row_places returned where to store them"
+                "to them; leave them out only in batches that run absorbed, after storing them in the cache"
             )
         self._check_queries(q, layer, absorbed=False)
         plan = batch.check_plan(batch.plan.extend, self._id, q.shape[0])
