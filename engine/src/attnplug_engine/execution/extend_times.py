@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain
 
 from attnplug import AttentionBackend, ExtendPath, ForwardMode, ModelSpec, Role
-from attnplug.auto.ranking import MeasuredRanking, Ranking
+from attnplug.auto.ranking import Ranking
 from attnplug.auto.schedule import ExtendSchedule
 from attnplug.host import ForwardingBackend
 from attnplug.registry.selection import Selection
@@ -43,7 +43,7 @@ def measured_extends(
     Captured extends of MLA run absorbed: other paths need exact lengths on the host. So do its mixed batches, if the
     backend can.
     """
-    if not isinstance(ranking, MeasuredRanking) or Role.PREFILL not in selection.choices:
+    if Role.PREFILL not in selection.choices:
         return None
     eager = selection.serving(Role.PREFILL)
     name = backend.captured_extends if isinstance(backend, ForwardingBackend) else None
