@@ -163,49 +163,29 @@ class MLAAttention:
             )
 
     def _as_mha(
-        self,
-        q: Tensor,
-        rows: Tensor,
-        layer: LayerSpec,
-        weights: MLAWeights,
-        parts: tuple[Part, ...],
-        planned: Plan | None,
+        self, q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, parts: tuple[Part, ...], plan: Plan | None
     ) -> Tensor:
-        first, chunks = parts[0], parts[1:]
-        lse = self._new_lse(q) if chunks else None
-        out = self._run(first, q, rows, layer, weights, planned, lse)
-        if lse is None:
-            return out
-        merged = out.float()
-        for part in chunks:
+        """Run all ragged calls and merge their results. Up-projected rows live only during their call, so memory is
+        bounded by one chunk. An LSE is filled with NaN, so that rows a kernel does not fill give NaN, not old memory.
+        """
+        assert self._ragged is not None
+        merged, lse = q, None
+        for part in parts:
             queries = q if part.rows is None else q[part.rows]
-            part_lse = self._new_lse(queries)
-            part_out = self._run(part, queries, None, layer, weights, planned, part_lse)
-            if part.rows is None:
-                merged, lse = merge_partial(merged, lse, part_out, part_lse)
+            part_lse = None
+            if len(parts) > 1:
+                part_lse = torch.full(queries.shape[:2], float("nan"), dtype=torch.float32, device=q.device)
+            keys, values = weights.up_project(
+                rows if part.slots is None else self._pool.read_rows(layer.layer_id, part.slots).to(q.dtype)
+            )
+            out: Tensor = self._ragged(queries, keys, values, layer, part.call, plan, part_lse)
+            del keys, values
+            if part_lse is None:
+                return out
+            if lse is None:
+                merged, lse = out.float(), part_lse  # the first call has all query rows
+            elif part.rows is None:
+                merged, lse = merge_partial(merged, lse, out, part_lse)
             else:
-                merged[part.rows], lse[part.rows] = merge_partial(merged[part.rows], lse[part.rows], part_out, part_lse)
+                merged[part.rows], lse[part.rows] = merge_partial(merged[part.rows], lse[part.rows], out, part_lse)
         return merged.to(q.dtype)
-
-    def _run(
-        self,
-        part: Part,
-        q: Tensor,
-        rows: Tensor | None,
-        layer: LayerSpec,
-        weights: MLAWeights,
-        planned: Plan | None,
-        lse: Tensor | None,
-    ) -> Tensor:
-        """Run one ragged call. Up-projected rows live only here, so memory is bounded by one chunk."""
-        if part.slots is not None:
-            rows = self._pool.read_rows(layer.layer_id, part.slots).to(q.dtype)
-        assert rows is not None and self._ragged is not None
-        keys, values = weights.up_project(rows)
-        out: Tensor = self._ragged(q, keys, values, layer, part.call, planned, lse)
-        return out
-
-    @staticmethod
-    def _new_lse(q: Tensor) -> Tensor:
-        """Allocate an LSE filled with NaN, so that rows a kernel does not fill give NaN instead of old memory."""
-        return torch.full(q.shape[:2], float("nan"), dtype=torch.float32, device=q.device)
