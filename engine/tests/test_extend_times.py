@@ -57,9 +57,21 @@ def test_mla_is_captured_absorbed_and_runs_eagerly_on_the_policy_s_path() -> Non
     captured, eager = one.runner.extend_times.seconds(step((0, 256)))
     layers = len(one.runner.spec.full_layers)
     assert math.isclose(eager, 90e-6 * layers, rel_tol=1e-3) and math.isclose(captured, 3 * eager, rel_tol=1e-9)
-    mixed = replace(step((0, 256), (64, 1)), mode=ForwardMode.MIXED)
+    mixed = replace(step((64, 1), (0, 256)), mode=ForwardMode.MIXED)
     captured, eager = one.runner.extend_times.seconds(mixed)
-    assert captured == eager, "a mixed batch runs absorbed, captured or not"
+    assert captured == eager, "a mixed batch of few tokens runs absorbed, captured or not"
+
+
+def test_decodes_beside_a_long_chunk_are_compared_apart_from_it() -> None:
+    """C1: so that a step that is faster eagerly, in two parts, is not replayed absorbed."""
+    model = "tiny:deepseek_v3"
+    tune(model, policy=1.0, absorbed=30.0)
+    times = engine(model).runner.extend_times
+    assert times is not None
+    decodes, chunk = [(64, 1)] * 4, (0, 2048)
+    captured, eager = times.seconds(replace(step(*decodes, chunk), mode=ForwardMode.MIXED))
+    apart, as_mha = times.seconds(step(*decodes))[0], times.seconds(step(chunk))[1]
+    assert eager == apart + as_mha < captured
 
 
 def test_other_layers_have_one_path() -> None:

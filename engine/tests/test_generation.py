@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug import ExtendPath
+from attnplug import ExtendPath, ForwardMode
 from attnplug.host import TINY_CONFIGS, ExtendPolicy
+from attnplug.mla.attention import MLAAttention
 from attnplug_engine.engine import Engine, EngineOptions
 from attnplug_engine.request import SamplingParams
 from attnplug_testing.configs import TINY_YARN
@@ -90,6 +91,18 @@ def again(engine: Engine, oracle: Oracle) -> None:
     assert {completion.finish_reason for completion in completions} == {"length"}
 
 
+def arrive(engine: Engine, oracle: Oracle) -> None:
+    """Every prompt arrives while the earlier ones decode, and gets the oracle's tokens."""
+    requests = []
+    for prompt in prompts():
+        requests.append(engine.add(prompt, SamplingParams(max_tokens=NEW_TOKENS)))
+        for _ in range(4):
+            engine.step()
+    while engine.step() is not None:
+        pass
+    oracle.check([request.output for request in requests])
+
+
 # How pages and chunks are walked depends on the kind of attention and not on the rest of a model.
 DIVISIONS = [(1, 33), (16, 1), (64, 7), (16, -1)]
 
@@ -116,6 +129,31 @@ def test_same_tokens_on_every_extend_path(oracles, name, path, capacity):
     """C1"""
     policy = ExtendPolicy(forced=path, chunk_capacity=capacity)
     generate(oracles(name), extend_policy=policy, chunked_prefill_size=24, page_size=4, max_batch=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "splits"),
+    [("deepseek_v3", path, path is not ExtendPath.ABSORBED) for path in ExtendPath] + [("glm_moe_dsa", None, False)],
+)
+def test_same_tokens_when_prompts_arrive_while_others_decode(oracles, name, path, splits, monkeypatch):
+    """C1: MLA layers run the decodes apart from chunks as MHA. Prompts begin with cached pages, and end in chunks of
+    one token."""
+    halves: list[list[ForwardMode]] = []
+    plan_apart = MLAAttention.plan_apart
+
+    def noted(self, batch, *arguments):
+        plan = plan_apart(self, batch, *arguments)
+        halves.append([half.forward_mode for half in plan.halves])
+        return plan
+
+    monkeypatch.setattr(MLAAttention, "plan_apart", noted)
+    policy, oracle = ExtendPolicy(forced=path, chunk_capacity=8), oracles(name)
+    engine = Engine(
+        oracle.folder, device="cpu", page_size=4, chunked_prefill_size=12, extend_policy=policy, ignore_eos=True
+    )
+    arrive(engine, oracle)
+    assert engine.cache_statistics.hit_tokens >= 32
+    assert halves == [[ForwardMode.DECODE, ForwardMode.EXTEND]] * len(halves) and splits == (len(halves) > 3)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -204,3 +242,13 @@ def test_same_tokens_on_every_extend_path_on_a_gpu(oracles, path):
     )
     completions = engine.generate(prompts(), SamplingParams(max_tokens=NEW_TOKENS))
     oracles("deepseek_v3").check([completion.token_ids for completion in completions])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
+def test_same_tokens_when_prompts_arrive_while_others_decode_on_a_gpu(oracles, path):
+    """C1: in eager steps, which run decodes apart from chunks."""
+    policy, oracle = ExtendPolicy(forced=path, chunk_capacity=8), oracles("deepseek_v3")
+    options = {"page_size": 4, "chunked_prefill_size": 12, "disable_prefill_cuda_graph": True, "ignore_eos": True}
+    arrive(Engine(oracle.folder, device="cuda", extend_policy=policy, **options), oracle)

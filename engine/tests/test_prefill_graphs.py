@@ -708,7 +708,7 @@ class TestAside:
         one = engine()
         layers = len(one.runner.spec.full_layers)
         captured, eager = (ExtendSchedule({"measured": {(1, 4, 4): us / layers}}) for us in (captured_us, eager_us))
-        one.runner.extend_times = ExtendTimes(captured, eager, layers)
+        one.runner.extend_times = ExtendTimes(captured, eager, layers, one.runner.attention.decodes_apart)
         capture_steps(one.runner, SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
         step = Step(ForwardMode.EXTEND, (StepEntry(None, 0, (1,) * 4, True),), (), ())
         assert (one.runner.graphs.prefill.fitting(step) is not None) is replayed

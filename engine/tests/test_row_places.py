@@ -23,6 +23,7 @@ MODES = {
     ForwardMode.DECODE: ((20, 1), (7, 1), (0, 1)),
     ForwardMode.TARGET_VERIFY: ((20, 3), (7, 3)),
     ForwardMode.EXTEND: ((20, 9), (0, 5)),
+    ForwardMode.MIXED: ((20, 1), (0, 9)),
 }
 
 
@@ -98,6 +99,14 @@ def test_rows_that_somebody_needs_have_no_place():
     assert as_mha.places() is None
     with raises_naming(BackendError, "layer 3", "MHA"):
         as_mha.attention.attend_mla(as_mha.q, None, as_mha.layer, as_mha.weights, as_mha.planned_batch)
+
+
+def test_a_batch_of_which_a_part_runs_as_mha_has_no_place():
+    model = Model(ForwardMode.MIXED)
+    now = ExtendPolicy(split_threshold=0, query_threshold=0)
+    model.attention = ModelAttention(model.stage.backend, model.stage.pools, now)
+    model.attention.plan(model.planned_batch)
+    assert model.planned_batch.plan.halves and model.places() is None
 
 
 def test_without_rows_queries_are_absorbed_already():

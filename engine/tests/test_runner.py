@@ -110,6 +110,13 @@ def test_a_step_that_runs_as_mha_is_planned_once_and_marked_for_its_shapes_alone
     assert planned == [batch]
 
 
+@pytest.mark.parametrize(("model", "first"), [("deepseek_v3", 2), ("kimi_linear", 0), ("glm_moe_dsa", 0), ("llama", 0)])
+def test_only_models_whose_layers_are_all_mla_run_decodes_apart(model, first):
+    """C1: linear layers run whole batches, sparse layers read their caches in place, and MHA has one path."""
+    engine = Engine(f"tiny:{model}", device="cpu", page_size=4)
+    assert engine.runner.attention.decodes_apart([1, 1, 2048], [9, 64, 2048]) == first
+
+
 @pytest.mark.parametrize("padding", [(0, 3), (2, 0), (2, 3)], ids=["rows", "requests", "both"])
 def test_a_decode_planned_ahead_may_be_padded_and_is_planned_again(engine, padding):
     """B1, B2: prepare() marks it as equivalent when planned again. An extend is marked for its shapes alone."""

@@ -102,6 +102,21 @@ def test_a_step_mixes_decoding_requests_with_what_prefill_the_chunk_leaves_room_
     assert step.rows == tuple(entry.request.row for entry in step.entries)
 
 
+def test_requests_with_one_new_token_come_first_in_a_mixed_step() -> None:
+    """Attention runs them apart from long chunks only if their rows are contiguous."""
+    scheduler = Pool().scheduler(max_step_tokens=12)
+    scheduler.add(request(0))
+    finish(scheduler, start(scheduler))
+    for number, length in ((1, 4), (2, 1), (3, 5), (4, 9)):
+        scheduler.add(request(number, length=length))
+    step = start(scheduler)
+    assert shape(step) == [(0, 5, 1, True), (2, 0, 1, True), (4, 0, 1, False), (1, 0, 4, True), (3, 0, 5, True)]
+    assert step.rows == tuple(entry.request.row for entry in step.entries)
+    assert [found.id for found in step.sampled_requests] == [0, 2, 1, 3] and step.sampled_rows == [0, 1, 6, 11]
+    finish(scheduler, step)
+    assert shape(start(scheduler))[-1] == (4, 1, 8, True)
+
+
 def test_a_prefill_gets_one_token_when_decoding_requests_fill_the_chunk() -> None:
     scheduler = Pool().scheduler(max_step_tokens=2)
     for number in range(3):

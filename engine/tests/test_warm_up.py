@@ -57,7 +57,9 @@ def test_warm_up_covers_every_kind_of_step():
     lengths = [[len(request.prompt) for request in batch] for batch in batches]
     alone = [1, 2, 4, 8, 15, 16, 17, 32]
     assert lengths[: len(alone) + 3] == [[64], *([tokens] for tokens in alone), [81], [64 + 8192 + 17]]
-    assert lengths[len(alone) + 3 :] == [[17] * count for count in (1, 2, 4, 6)] + [[10] * 6, [17] * 5 + [81]]
+    assert lengths[len(alone) + 3 :] == [[17] * count for count in (1, 2, 4, 6)] + [[10] * 6] + [
+        [17] * count + [81] for count in (1, 4, 5)
+    ]
     assert {request.params.temperature for request in batches[-1]} == {0.0, 0.8}
     requests = [request for batch in batches for request in batch]
     assert len({request.id for request in requests}) == len(requests)

@@ -114,7 +114,7 @@ class Engine:
                 two_batch_overlap=options.two_batch_overlap,
             )
             runner = self.runner
-            runner.extend_times = measured_extends(prepared.ranking, self.selection, runner.backend, runner.spec)
+            runner.extend_times = measured_extends(prepared.ranking, self.selection, runner.attention, runner.spec)
             self.rounds: RoundRunner | None = None
             """Runs the steps if the engine speculates."""
             self.draft_selection: Selection | None = None

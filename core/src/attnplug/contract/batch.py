@@ -26,6 +26,9 @@ class BatchPlan:
     """Plan that ``init_mha_chunk_metadata`` returned, for backends that have this hook."""
     geometry: Geometry | None = None
     """Planned geometry. For a batch with another one the plan is stale and is refused."""
+    halves: tuple[ForwardBatch, ...] = ()
+    """Decoding and extending requests of a mixed batch, in this order, if MLA layers run them apart. Both are planned;
+    ``attention`` has their plans as parts."""
 
 
 @dataclass(slots=True, eq=False)

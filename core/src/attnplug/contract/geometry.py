@@ -287,6 +287,10 @@ class Geometry:
         halves = divide(self, first, rows)
         for half, count, lane in zip(halves, (rows, self.rows - rows), lanes or (self.lane, self.lane), strict=True):
             half.update(rows=count, calls=(), lane=lane)
+            if (host := half["host"]) is not None and host.query_lens and not self.captured:
+                half.update(max_new=max(host.query_lens), max_seq_len=max(host.kv_lens), typical=None)
+                if min(host.query_lens) == half["max_new"]:
+                    half["new_lens"] = None  # which kernels prefer
         return Geometry(**halves[0]), Geometry(**halves[1])
 
     def live(self) -> Geometry:
@@ -298,11 +302,7 @@ class Geometry:
         if host is None or not self.requests or host.query_lens[-1]:
             return self
         count = next((count for count in range(self.requests, 0, -1) if host.query_lens[count - 1]), 0)
-        part = replace(self.split(count)[0], calls=self.calls)
-        lens = host.query_lens[:count]
-        if min(lens, default=0) < self.max_new:
-            return part
-        return replace(part, new_lens=None)
+        return replace(self.split(count)[0], calls=self.calls)
 
     def span_slots(self, requests: Sequence[int], starts: Sequence[int], lens: Sequence[int]) -> Tensor:
         """Slot mapping ``[rows]`` int64 (``page * page_size + offset``) of spans of requests, in order.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -14,6 +14,7 @@ from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_opti
 from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
 from attnplug.contract.hooks import Hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
+from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import Plan, describe_result, received_plan
 from attnplug.contract.sparse import SelectedRows
 from attnplug.declare.errors import BackendError, PlanError
@@ -40,6 +41,7 @@ class ModelAttention:
         """Optional hooks of the backend, each bound once; ``None`` if it has none."""
         self.mla: MLAAttention | None = None
         """MLA layers of the model; ``None`` if it has none."""
+        self._splits = pools.mla is not None and pools.linear is None and not pools.caches  # others run whole batches
         if pools.mla is not None:
             # MLA run as MHA reads latent rows only. Layers with further caches read them in place, absorbed.
             in_place = bool(pools.caches)
@@ -77,6 +79,10 @@ class ModelAttention:
         apply_skip_attn_backend_init(batch, skip_attn_backend_init)
         if not batch.needs_forward_metadata_init():
             return batch.plan
+        host = batch.geometry.host if path is None and batch.forward_mode is ForwardMode.MIXED else None
+        if self.mla and host and (first := self.decodes_apart(host.query_lens, host.kv_lens)):
+            batch.plan = self.mla.plan_apart(batch, first, self.plan)
+            return batch.plan
         extend = None if self.mla is None else self.mla.plan(batch.geometry, path)
         calls = () if extend is None else tuple(part.call for part in extend.metadata)
         if calls or batch.geometry.calls:
@@ -84,6 +90,12 @@ class ModelAttention:
         chunks = None if extend is None or self.mla is None else self.mla.plan_chunks(batch)
         batch.plan = BatchPlan(_attention_plan(self.backend, batch), extend, chunks, batch.geometry)
         return batch.plan
+
+    def decodes_apart(self, query_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
+        """Return how many requests at the front of a mixed batch run apart; see ``ExtendPolicy.decodes_apart``."""
+        if self.mla is None or not self._splits:
+            return 0
+        return self.mla.policy.decodes_apart(query_lens, kv_lens, self.backend.claims.mla_extend)
 
     # CUDA graphs
 

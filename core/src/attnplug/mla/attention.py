@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from attnplug.author.results import bind_forward
 from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook
-from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.batch import BatchPlan, ForwardBatch
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.hooks import Hook
 from attnplug.contract.mode import ForwardMode
@@ -102,6 +105,16 @@ class MLAAttention:
             return ExtendPath.ABSORBED  # as the policy would choose, without reading the lengths
         return self.policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, requested)
 
+    def plan_apart(self, batch: ForwardBatch, first: int, plan: Callable[[ForwardBatch], object]) -> BatchPlan:
+        """Plan the ``first`` requests of a mixed batch as decodes and the others as extends, each half by ``plan``."""
+        halves = batch.split(first)
+        for half, mode in zip(halves, (ForwardMode.DECODE, ForwardMode.EXTEND), strict=True):
+            half.geometry = replace(half.geometry, mode=mode)
+            plan(half)
+        parts = tuple(half.plan.attention for half in halves if half.plan is not None)
+        joined = replace(Plan.of(self._id, batch.geometry), parts=parts)
+        return BatchPlan(joined, joined, geometry=batch.geometry, halves=halves)
+
     def plan_chunks(self, batch: ForwardBatch) -> Plan | None:
         """Plan the calls of a batch that runs as MHA; ``None`` if the backend has nothing to plan (A6, A8)."""
         if self._plan_chunks is None:
@@ -143,6 +156,10 @@ class MLAAttention:
             )
         self._check_queries(q, layer, absorbed=False)
         plan = batch.check_plan(batch.plan.extend, self._id, q.shape[0])
+        if batch.plan.halves:
+            parts = (each.tensor_split([batch.plan.halves[0].num_tokens]) for each in (q, rows))
+            runs = zip(*parts, batch.plan.halves, strict=True)
+            return torch.cat([self.attend(part, new, layer, weights, half) for part, new, half in runs])
         assert plan.new_slots is not None
         planned = plan.query_rows
         self._pool.write(layer.layer_id, plan.new_slots, rows[:planned])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from attnplug.contract.mode import ForwardMode
 from attnplug.declare.errors import PlanError, UsageError
@@ -19,11 +20,15 @@ class ExtendPolicy:
     row: from ``query_threshold`` new tokens per prefix row, on average. (With 512 latent columns and heads of 192 and
     128, 171 queries are as much arithmetic on both paths.) ``chunk_capacity`` is the maximum number of prefix rows to
     up-project at a time. ``forced`` overrides all.
+
+    Decodes of a mixed batch run apart, absorbed, if the other requests have ``split_threshold`` pairs of a new token
+    and a row it attends to: by default a prompt of 1024 tokens, which 16 heads run 50 µs faster as MHA on an H200.
     """
 
     chunk_threshold: int = 8192
     query_threshold: int = 192
     chunk_capacity: int = 131072
+    split_threshold: int = 1 << 19
     disable_chunked_prefix_cache: bool = False
     disable_ragged: bool = False
     forced: ExtendPath | None = None
@@ -74,3 +79,14 @@ class ExtendPolicy:
             return ExtendPath.ABSORBED
         # More rows than the capacity, or disabled chunks, but the backend supports nothing else.
         return ExtendPath.ONE_SHOT if ExtendPath.ONE_SHOT in abilities else ExtendPath.CHUNKED
+
+    def decodes_apart(self, query_lens: Sequence[int], kv_lens: Sequence[int], abilities: frozenset[ExtendPath]) -> int:
+        """Return how many requests at the front of a mixed batch decode apart from the others, which extend as MHA; 0
+        if all run together. As MHA, 32 decodes behind 4096 rows take an H200 2.2 ms per layer, absorbed 0.08."""
+        first = next((request for request, new in enumerate(query_lens) if new != 1), 0)
+        new, lens = query_lens[first:], kv_lens[first:]
+        if not first or min(new) < 2 or self.choose(ForwardMode.EXTEND, new, lens, abilities) is ExtendPath.ABSORBED:
+            return 0
+        pairs, own = sum(map(mul, new, lens)), sum(map(mul, new, new))
+        pays = pairs - own >= self.query_threshold * (sum(lens) - sum(new)) and pairs - own // 2 >= self.split_threshold
+        return first if pays or self.forced is not None or ExtendPath.ABSORBED not in abilities else 0

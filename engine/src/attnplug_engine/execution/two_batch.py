@@ -133,8 +133,8 @@ def plan_halves(attention: ModelAttention, batch: ForwardBatch, halves: tuple[Fo
     """Plan both halves of a batch before either runs, and mark them as planned (B2).
 
     MLA layers use the extend path of the whole batch: the second half of a cut request has a prefix, so by itself it
-    could take another path. With chunked prefixes disabled, a batch without a prefix may still run chunked; its halves
-    then follow the policy.
+    could take another path. A mixed batch runs on one path then. With chunked prefixes disabled, a batch without a
+    prefix may still run chunked; its halves then follow the policy.
     """
     mla = attention.mla
     path = None if mla is None else mla.path(batch.geometry)

@@ -224,6 +224,8 @@ class Scheduler:
             # A preempted request that found all but its newest token in the cache decodes from the start.
             for request, _, token_ids, sampled in entries[decoding:]:
                 decoding += bool(request.output) and sampled and len(token_ids) == 1
+            if 0 < decoding < len(entries):  # attention may run requests with one new token apart from the others
+                entries.sort(key=lambda entry: len(entry.token_ids) > 1)
         mode = ForwardMode.MIXED if decoding else ForwardMode.EXTEND
         if decoding == len(entries):
             mode = ForwardMode.DECODE

@@ -26,7 +26,7 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
     - a prompt with a short prefix in the cache, and one with a prefix that is long enough to be chunked (C1);
     - as many short prompts as each power of two, which decode greedily and sampled;
     - a full step of many short prompts;
-    - prompts that decode while another one prefills in chunks.
+    - as many prompts as each power of four, which decode while another one prefills in chunks.
     """
     rows, size = capacity.num_pages * capacity.page_size, capacity.page_size
     longest = min(capacity.context_length - _NEW_TOKENS, rows - _NEW_TOKENS - capacity.lookahead)
@@ -51,4 +51,5 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
         yield decoding(count, short)
     if most > 1:
         yield [request(max(full // most, 1)) for _ in range(most)]
-        yield [*decoding(most - 1, short), request(min(full + _SHORT, longest), _GREEDY)]
+        for count in sorted({1 << power for power in range(0, most.bit_length(), 2)} - {most} | {most - 1}):
+            yield [*decoding(count, short), request(min(full + _SHORT, longest), _GREEDY)]
