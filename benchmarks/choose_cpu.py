@@ -24,9 +24,9 @@ from attnplug.auto.schedule import BackendSchedule
 from attnplug.contract.batch import BatchPlan
 from attnplug.contract.plan import BackendId
 from attnplug.host import TypicalLens
-from attnplug.wrappers.forwarding import length_ranges
 from attnplug_engine import SamplingParams
 from attnplug_engine.graphs.dispatcher import GraphDispatcher
+from attnplug_engine.graphs.length_ranges import length_ranges
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.step import StepEntry
 

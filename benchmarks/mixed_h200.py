@@ -89,7 +89,9 @@ class Driver:
 def measure(driver: Driver, decodes: int, behind: int, new: int, prefix: int) -> dict[str, Any]:
     """Measure one batch both ways, alternating; the first two rounds are warm-ups."""
     batch, attention = driver.batch(decodes, behind, new, prefix), driver.runner.attention
-    policy = attention._policy
+    mla = attention.mla
+    assert mla is not None
+    policy = mla.policy
     ways = {"whole": replace(policy, split_threshold=1 << 62), "apart": replace(policy, split_threshold=0)}
     times: dict[str, list[float]] = {way: [] for way in ways}
     found: dict[str, Any] = {"decodes": decodes, "behind": behind, "new": new, "prefix": prefix}
@@ -97,11 +99,11 @@ def measure(driver: Driver, decodes: int, behind: int, new: int, prefix: int) ->
     found["by_default"] = "apart" if attention.decodes_apart(*counts) else "whole"
     try:
         for _ in range(ROUNDS + 2):
-            for way, attention._policy in ways.items():
+            for way, mla.policy in ways.items():
                 seconds, found[f"{way}_backends"] = driver.step(batch)
                 times[way].append(seconds)
     finally:
-        attention._policy = policy
+        mla.policy = policy
     found |= {f"{way}_ms": 1e3 * statistics.median(seconds[2:]) for way, seconds in times.items()}
     return found
 

@@ -16,7 +16,7 @@ from attnplug.contract.plan import BackendId
 from attnplug.host import plan_forward
 from attnplug_testing.batches import geometry, padded, with_plan
 from attnplug_testing.errors import raises_naming
-from support.full_batch import extend_batch
+from attnplug_testing.full_batch import extend_batch
 
 
 def make(requests: int = 2, tokens: int | None = None, mode: ForwardMode = ForwardMode.DECODE) -> ForwardBatch:

@@ -1,4 +1,4 @@
-"""Batches in two: between requests, inside a request, and what each half has of every field."""
+"""Batches in two, between requests: what each half has of every field."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, PlanError
-from attnplug.contract.splitting import split_by
+from attnplug import ForwardBatch, ForwardMode, PlanError
 from attnplug.host import HostLengths
 from attnplug_testing.batches import geometry, padded
 from attnplug_testing.errors import raises_naming
-from support.full_batch import FIELDS, GEOMETRY, extend_batch
+from attnplug_testing.full_batch import DIVIDED, FIELDS, GEOMETRY, extend_batch
 
 
 def make(requests: int = 2, tokens: int | None = None, mode: ForwardMode = ForwardMode.DECODE) -> ForwardBatch:
@@ -20,26 +19,6 @@ def make(requests: int = 2, tokens: int | None = None, mode: ForwardMode = Forwa
     table = torch.arange(requests * 4, dtype=torch.int32).view(requests, 4)
     made = ForwardBatch(geometry(mode, table, [1] * requests, [5] * requests, 8))
     return made if tokens is None else padded(made, tokens - requests)
-
-
-def uncaptured(**changes: object) -> ForwardBatch:
-    batch = extend_batch()
-    batch.geometry = dataclasses.replace(batch.geometry, captured=False, **changes)
-    return batch
-
-
-def two_requests() -> Geometry:
-    """Two requests with 3 new tokens each behind 2 cached rows."""
-    table = torch.arange(4, dtype=torch.int32).view(2, 2)
-    return Geometry.of_lengths(ForwardMode.EXTEND, table, [3, 3], [5, 5], 4)
-
-
-DIVIDED = {
-    **dict.fromkeys(("mode", "page_size", "max_seq_len", "max_new", "captured", "step", "typical"), "shared"),
-    **dict.fromkeys(("input_ids", "positions", "slots"), "token"),
-    **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host", "tree", "table_rows"), "request"),
-    **dict.fromkeys(("plan", "plan_record", "passed_on", "_checked"), "reset"),
-}
 
 
 class TestSplit:
@@ -130,98 +109,3 @@ class TestSplit:
     def test_split_point_outside_is_refused(self):
         with raises_naming(PlanError, 3, 4):
             extend_batch().split(4)
-
-
-LENGTHS = {"seq_lens", "new_lens", "host"}
-"""What a cut request has less of in the first half."""
-
-
-class TestCut:
-    """Requests of 2, 1 and 3 new tokens, of which the last is cut after its first: 4 rows and 2."""
-
-    @pytest.mark.parametrize(
-        "field",
-        [f for f in (*FIELDS, *GEOMETRY) if f.name not in LENGTHS | {"geometry", "rows", "calls", "lane", "max_new"}],
-        ids=lambda f: f.name,
-    )
-    def test_every_field_goes_where_it_says(self, field):
-        """B4: tokens to their half, the cut request to both, what is shared to both, plans and marks to neither."""
-        batch = uncaptured()
-        first, second = batch.split(2, cut=1)
-        if field in GEOMETRY:
-            batch, first, second = batch.geometry, first.geometry, second.geometry
-        value, halves = getattr(batch, field.name), (getattr(first, field.name), getattr(second, field.name))
-        how = DIVIDED[field.name]
-        if value is None or how == "reset":
-            assert halves == (None, None)
-        elif how == "token":
-            assert torch.equal(halves[0], value[:4]) and torch.equal(halves[1], value[4:])
-        elif how == "request":
-            assert torch.equal(halves[0], value) and torch.equal(halves[1], value[2:])
-        else:
-            assert halves == (value, value)
-
-    def test_lengths_are_those_of_each_half(self):
-        """The second half's request has a prefix that is longer by what the first half runs of it."""
-        batch = uncaptured()
-        first, second = (half.geometry for half in batch.split(2, lanes=(0, 1), cut=1))
-        assert first.host == HostLengths([2, 1, 1], [7, 8, 7]) and second.host == HostLengths([2], [9])
-        assert first.new_lens.tolist() == [2, 1, 1] and second.new_lens is None
-        assert first.seq_lens.tolist() == [100, 101, 100] and second.seq_lens.tolist() == [102]
-        assert [(half.rows, half.max_new, half.lane, half.calls) for half in (first, second)] == [
-            (4, 2, 0, ()),
-            (2, 2, 1, ()),
-        ]
-        assert batch.geometry.seq_lens.tolist() == [100, 101, 102], "the whole batch keeps its own"
-
-    def test_every_length_of_a_geometry_is_one_that_a_cut_changes(self):
-        """B4: a length that is added without saying what a cut request has of it gives no geometry."""
-        assert {field.name for field in GEOMETRY if field.metadata["split"] == "length"} == LENGTHS
-
-        @dataclasses.dataclass(slots=True, eq=False)
-        class Longer(ForwardBatch):
-            encoder_lens: torch.Tensor = split_by("length", default=None)
-
-        fields = {field.name: getattr(uncaptured(), field.name) for field in FIELDS}
-        first, _ = Longer(**fields, encoder_lens=torch.arange(3)).split(2)
-        assert first.encoder_lens.tolist() == [0, 1]
-        first, _ = Longer(**fields, encoder_lens=torch.arange(3)).split(2, cut=1)
-        assert first.encoder_lens is None, "never that of the whole request"
-
-    def test_lengths_on_the_host_are_not_needed_where_all_are_alike(self):
-        alike = dataclasses.replace(two_requests(), host=None)
-        first, second = alike.split(1, cut=1)
-        assert first.new_lens.tolist() == [3, 1] and second.new_lens is None and second.max_new == 2
-        assert first.seq_lens.tolist() == [5, 3] and second.seq_lens.tolist() == [5]
-        assert first.host is None and second.host is None
-
-    def test_a_padded_request_stays_without_length(self):
-        alike = dataclasses.replace(two_requests(), host=None, seq_lens=torch.tensor([5, 0], dtype=torch.int32))
-        first, second = alike.split(1, cut=2)
-        assert first.seq_lens.tolist() == [5, 0] and second.seq_lens.tolist() == [0]
-
-    @pytest.mark.parametrize(
-        ("first", "cut", "new_rows"),
-        [
-            (1, 3, 3),
-            (0, -1, 3),
-            (2, 1, 0),
-        ],
-    )
-    def test_a_cut_outside_a_request_is_refused(self, first, cut, new_rows):
-        with raises_naming(PlanError, f"request {first}", cut, new_rows):
-            two_requests().split(first, cut=cut)
-
-    @pytest.mark.parametrize(
-        ("changes", "named"),
-        [({"captured": True}, "captured"), ({"mode": ForwardMode.TARGET_VERIFY}, "target_verify")],
-    )
-    def test_what_a_graph_reads_and_what_leaves_no_state_is_split_between_requests(self, changes, named):
-        """Static memory holds one length a request, and a verify leaves every state as it was."""
-        with raises_naming(PlanError, named, 2, "request 1"):
-            dataclasses.replace(two_requests(), **changes).split(1, cut=2)
-
-    def test_without_exact_lengths_requests_that_differ_are_refused(self):
-        ragged = uncaptured(host=None)
-        with raises_naming(PlanError, "exact"):
-            ragged.split(2, cut=1)

@@ -32,7 +32,6 @@ from attnplug import (
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.schedule import BackendSchedule, ExtendSchedule
 from attnplug.contract.batch import BatchPlan
-from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 from attnplug.host import (
     HostContext,
     KVPools,
@@ -44,7 +43,7 @@ from attnplug.host import (
     planner_claims,
 )
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.forwarding import length_ranges, limited_by, merge_length_ranges
+from attnplug.wrappers.forwarding import limited_by
 from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_testing.batches import capabilities, with_plan
 from attnplug_testing.errors import raises_naming
@@ -188,9 +187,6 @@ class TestWhoPlans:
         for lengths, who in ((alike, "even"), (differing, "ragged")):
             assert both.fastest(batch(lengths).geometry) == who
             assert both.fastest(batch(alike, host=None, typical=TypicalLens.of(lengths)).geometry) == who
-        assert [length_ranges(both, DECODE, 8, 1, ragged) for ragged in (False, True)] == [
-            (LengthRange(EVERY_LENGTH, (who,)),) for who in ("even", "ragged")
-        ]
 
     def test_requests_and_new_tokens_count_too(self) -> None:
         """A verify of a few tokens may have another fastest backend than a decode of as many requests."""
@@ -344,28 +340,6 @@ class TestTogether:
         assert [name for name, child in children.items() if child.given("init_cuda_graph_state")] == reserving
         assert all(len(child.calls) <= 1 for child in children.values())
         assert shared.get_cuda_graph_seq_len_fill_value() == (2 if level is GraphLevel.DECODE else 9)
-
-    def test_length_ranges_name_the_planners_at_any_nesting(self) -> None:
-        model = ModelSpec("m", "test", (LINEAR, FULL), 64)
-        both = FastestBackend(
-            {"a": Recorder("a"), "b": Recorder("b")}, {Role.PREFILL: "b", Role.DECODE: by_length("a", "b")}
-        )
-        nested = HybridLinearBackend(SplitBackend(Recorder("p"), both), Recorder("linear"), model)
-        assert length_ranges(both, DECODE, 1, 1) == (LengthRange(100, ("a",)), LengthRange(EVERY_LENGTH, ("b",)))
-        assert length_ranges(both, EXTEND, 1, 1) == (LengthRange(EVERY_LENGTH, ("b",)),)
-        assert length_ranges(nested, DECODE, 1, 1) == (
-            LengthRange(100, ("a", "linear")),
-            LengthRange(EVERY_LENGTH, ("b", "linear")),
-        )
-        assert length_ranges(nested, EXTEND, 1, 1) == (LengthRange(EVERY_LENGTH, ("p", "linear")),)
-
-    def test_length_ranges_of_several_are_those_of_one(self) -> None:
-        one, other = (LengthRange(4, ("a",)), LengthRange(9, ("b",))), (LengthRange(6, ("c",)), LengthRange(9, ("d",)))
-        assert merge_length_ranges(one, other) == (
-            LengthRange(4, ("a", "c")),
-            LengthRange(6, ("b", "c")),
-            LengthRange(9, ("b", "d")),
-        )
 
     def test_a_wrapper_tells_who_was_left_out_inside_of_it(self) -> None:
         both = FastestBackend({"a": Recorder("a")}, {Role.DECODE: "a"}, left_out={"b": "it is weak"})

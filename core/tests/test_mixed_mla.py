@@ -16,7 +16,7 @@ from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.errors import raises_naming
-from support.stage import Stage, error, small
+from attnplug_testing.stage import Stage, error, small
 
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 ALL = frozenset(ExtendPath)
@@ -136,12 +136,6 @@ class TestHalves:
         batch.geometry = replace(batch.geometry)
         with raises_naming(PlanError, 51, "geometry"):
             attention.attend_mla(model.q, rows, model.scene.layer, model.weights, batch)
-
-    def test_no_kernel_stores_rows_before_they_are_attended_to(self):
-        model = scene()
-        attention, batch = ModelAttention(model.scene.backend, model.scene.pools, NOW), model.scene.batch()
-        attention.plan(batch)
-        assert attention.row_places(model.scene.layer, batch, 51, model.scene.dtype) is None
 
     def test_a_path_that_is_asked_for_is_that_of_the_whole_batch(self):
         """C1: as for the halves of two-batch overlap."""

@@ -22,7 +22,7 @@ from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelCase
-from support.stage import Stage, error, small
+from attnplug_testing.stage import Stage, error, small
 
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 ALL = frozenset(ExtendPath)

@@ -13,8 +13,8 @@ from attnplug.host import ExtendPolicy, HostLengths, MLADims, ModelAttention, pl
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_conformance.padding import pad_batch, padded
 from attnplug_testing.errors import raises_naming
+from attnplug_testing.stage import Stage, error, small
 from attnplug_testing.trees import tree_bits
-from support.stage import Stage, error, small
 
 NAN = float("nan")
 LATENT = MLADims(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4)

@@ -32,7 +32,7 @@ from attnplug_conformance.arithmetic import NAN
 from attnplug_testing.batches import captured, padded, with_plan
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelCase
-from support.stage import Stage, small
+from attnplug_testing.stage import Stage, small
 
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 

@@ -14,7 +14,7 @@ from attnplug.host import MLADims
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelCase
-from support.stage import Stage, error, small
+from attnplug_testing.stage import Stage, error, small
 
 # Measured against float64 as the largest difference over the largest magnitude (1 at least).
 TOLERANCE = {DType.FLOAT32: 2e-6, DType.FLOAT16: 5e-3, DType.BFLOAT16: 2e-2}

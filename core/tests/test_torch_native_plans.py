@@ -11,7 +11,7 @@ from attnplug import BackendError, ForwardExtras, PlanError
 from attnplug.host import plan_forward
 from attnplug_testing.devices import nothing_waits
 from attnplug_testing.errors import raises_naming
-from support.stage import Stage, error, small
+from attnplug_testing.stage import Stage, error, small
 
 
 class TestRefusals:

@@ -343,8 +343,7 @@ class PretendAttention:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         return v * (q * k).sum(-1, keepdim=True).tanh()
 
-    def row_places(self, *_: object) -> None:
-        """Rows are attended to as they are."""
+    mla = None  # no cache in which a kernel could store rows
 
     def attend_mla(self, q: Tensor, rows: Tensor, layer: Any, weights: Any, *_: object, **_extras: object) -> Tensor:
         absorbed = weights.absorb(q)

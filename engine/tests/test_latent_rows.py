@@ -29,9 +29,10 @@ from torch import Tensor
 from attnplug import DType, ExtendPath, ForwardMode, MLAPool
 from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention
 from attnplug.kernels import PageLayout
-from attnplug.mla.attention import RowPlaces
 from attnplug_conformance.padding import pad_batch
 from attnplug_engine import kernels
+from attnplug_engine.kernels.row_places import RowPlaces
+from attnplug_engine.models import latent_attention
 from attnplug_testing.devices import DEVICES, INTERPRETED
 
 
@@ -161,7 +162,7 @@ def test_a_step_leaves_the_same_rows_in_the_cache_whoever_stores_them(
     monkeypatch.setattr(MLAPool, "write", lambda *given: written.append(1) or write(*given))
     for by_kernel in (True, False):
         if not by_kernel:
-            monkeypatch.setattr(ModelAttention, "row_places", lambda *_: None)
+            monkeypatch.setattr(latent_attention, "row_places", lambda *_: None)
         stage = make_stage(loaded, 2, dtype=DType.FLOAT16)
         stage.attention = ModelAttention(stage.backend, stage.pools, ExtendPolicy(forced=ExtendPath.ABSORBED))
         forward = stage.forward

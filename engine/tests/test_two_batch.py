@@ -19,7 +19,7 @@ from attnplug import ExtendPath, ForwardBatch, ForwardMode, Geometry, Role, Usag
 from attnplug.host import ExtendPolicy
 from attnplug_conformance.padding import pad_batch, padded
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.execution.two_batch import LEAST_SHARE, BatchSplit, TwoBatch, split_point
+from attnplug_engine.execution.two_batch import LEAST_SHARE, BatchSplit, TwoBatch, split_point, split_request
 from attnplug_engine.options import EngineOptions
 from attnplug_sparse.pools import INDEX_KEYS
 from attnplug_testing.command import Package
@@ -112,7 +112,7 @@ class TestPlaceToCut:
         if sum(new) < 2:
             assert split is None
             return
-        halves = geometry.split(split.requests, cut=split.rows)
+        halves = split_request(geometry, split, (0, 1)) if split.rows else geometry.split(split.requests)
         least = min(half.rows for half in halves)
         assert sum(half.rows for half in halves) == sum(new) and least >= 1
         assert least >= LEAST_SHARE * sum(new) or least == sum(new) // 2

@@ -60,7 +60,7 @@ def test_warm_up_covers_every_kind_of_step():
     assert lengths[: len(alone) + 3] == [[64], *([tokens] for tokens in alone), [81], [64 + 8192 + 17]]
     decoding = [[17] * count for count in (1, 2, 4, 6)]
     full_steps = [[32] * 2, [16] * 4, [10] * 6]
-    beside = [[17] * count + [81] for count in (1, 4, 5)]
+    beside = [[17] * count + [145] for count in (1, 4, 5)]
     assert lengths[len(alone) + 3 :] == decoding + full_steps + beside
     assert {request.params.temperature for request in batches[-1]} == {0.0, 0.8}
     requests = [request for batch in batches for request in batch]

@@ -13,6 +13,7 @@ from attnplug.sparse import IndexInputs
 from attnplug.wrappers.forwarding import limited_by
 from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_conformance.arithmetic import pad_rows
+from attnplug_engine.execution.two_batch import BatchSplit, plan_halves, split_batch
 from attnplug_sparse.selection import select_rows
 from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.errors import raises_naming
@@ -93,8 +94,8 @@ def test_halves_of_a_batch_keep_their_own_choices():
     stage.store_shared()
     attention, up = ModelAttention(stage.backend, stage.pools), weights(stage)
     batch = stage.batch()
-    halves = batch.split(1, lanes=(0, 0), cut=4)
-    attention.plan_halves(batch, halves)
+    halves = split_batch(batch, BatchSplit(1, 4), (0, 0))
+    plan_halves(attention, batch, halves)
     q, rows = stage.normal(18, stage.layer.num_heads, stage.layer.head_dim), stage.new_rows(stage.keys).squeeze(1)
     index, outs = stage.given(), []
     for layer in (stage.layer, stage.shared):

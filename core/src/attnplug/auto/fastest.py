@@ -13,7 +13,7 @@ from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import Plan, received_plan
 from attnplug.contract.ragged import RaggedCall
-from attnplug.declare.lengths import EVERY_LENGTH, LengthRange, is_ragged
+from attnplug.declare.lengths import is_ragged
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import GraphLevel, Role
 from attnplug.wrappers.forwarding import ForwardingBackend
@@ -58,7 +58,8 @@ class FastestBackend(ForwardingBackend):
         if captured_extends is not None:
             self.captured_extends = captured_extends
             self.captured = tuple(dict.fromkeys((*self.captured, captured_extends)))
-        self._by_mode = {mode: serving.get(role, serving[first]) for mode, role in role_of_modes(verify).items()}
+        self.by_mode = {mode: serving.get(role, serving[first]) for mode, role in role_of_modes(verify).items()}
+        """Schedule, or label of the only child, by mode."""
         self._replayed: dict[int, Plan] = {}
         """Plans by ``id`` of the child's plan, which each holds. Most children return the same plan at every replay."""
         self._label_of = {child.backend_id: (label,) for label, child in children.items()}
@@ -76,7 +77,7 @@ class FastestBackend(ForwardingBackend):
         lengths up to the batch's bound."""
         if geometry.captured and self.captured_extends is not None and geometry.mode in _EXTENDS:
             return self.captured_extends
-        by = self._by_mode[geometry.mode]
+        by = self.by_mode[geometry.mode]
         if isinstance(by, str):
             return by
         requests, host, typical = geometry.requests or 1, geometry.host, geometry.typical
@@ -93,14 +94,6 @@ class FastestBackend(ForwardingBackend):
         else:
             mean = longest = geometry.max_seq_len
         return by.fastest(requests, mean, geometry.rows // requests or 1, is_ragged(mean, longest))
-
-    def length_ranges(
-        self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
-    ) -> tuple[LengthRange, ...]:
-        by = self._by_mode[mode]
-        if isinstance(by, str):
-            return (LengthRange(EVERY_LENGTH, (by,)),)
-        return by.length_ranges(requests, tokens, ragged)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         label, name = self.fastest(batch.geometry), "init_forward_metadata"

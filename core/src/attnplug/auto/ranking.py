@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Protocol
 
 from attnplug.auto.measurement import MeasuredShape
 from attnplug.auto.schedule import BackendSchedule, BatchPoint, ExtendSchedule, filled
@@ -31,33 +30,15 @@ class Ranked:
     schedule: BackendSchedule | None = None
 
 
-class Ranking(Protocol):
-    """Protocol for orders of the backends that can serve a role. ``usable`` is never empty."""
-
-    def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
-        """Order all of ``usable``."""
-
-    def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
-        """Reasons of backends known to fail here, by name. These are ranked only if there are no others."""
-
-
-class PreferenceRanking:
-    """Ranking by ``BackendSpec.preference`` alone, used if nothing was measured."""
-
-    def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
-        ordered = tuple(sorted(usable, key=by_preference))
-        return Ranked(ordered, _why_preferred(ordered[0], ordered[1:]))
-
-    def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
-        return {}
-
-
-BY_PREFERENCE = PreferenceRanking()
-
-
 def by_preference(backend: Registered) -> tuple[bool, int, str]:
     """Sort key: plugins before embedded backends, then descending preference, then name."""
     return backend.source.embedded, -backend.spec.preference, backend.spec.name
+
+
+def _by_preference(usable: Sequence[Registered]) -> Ranked:
+    """Rank by ``BackendSpec.preference`` alone."""
+    ordered = tuple(sorted(usable, key=by_preference))
+    return Ranked(ordered, _why_preferred(ordered[0], ordered[1:]))
 
 
 def _why_preferred(chosen: Registered, others: Sequence[Registered]) -> str:
@@ -112,7 +93,7 @@ def default_ranking(registry: Plugins, problem: Problem, *, per_batch: bool = Fa
         if fault not in _warned:
             _warned.add(fault)
             warnings.warn(fault, TableWarning, stacklevel=2)
-    return MeasuredRanking(tables.found, per_batch=per_batch) if tables.found else BY_PREFERENCE
+    return Ranking(tables.found, per_batch=per_batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +106,24 @@ class _Fit:
     """Measured shape, if it differs from the layers'."""
 
 
-class MeasuredRanking:
-    """Ranking by the geometric mean, over all points, of a backend's time divided by the best time.
+class Ranking:
+    """Order of the backends that can serve a role, by measured tables or, without tables, by preference.
 
+    Backends are ordered by the geometric mean, over all points, of their time divided by the best time.
     A model's time is the sum over its layers. Backends are compared at one shape: the model's own, or the nearest one
     at which two of them were measured. It has the same attention kind and dtypes; page sizes may differ. Backends
     without a table follow those with one, by preference. If only one backend, or only embedded ones, were measured,
     there is nothing to compare and preference decides. A backend that failed on this machine comes last.
     """
 
-    def __init__(self, tables: Sequence[FoundTable], *, per_batch: bool = False) -> None:
+    def __init__(self, tables: Sequence[FoundTable] = (), *, per_batch: bool = False) -> None:
         self._tables = tuple(found for found in tables if not found.table.failed)
         self._failed = tuple(found.table for found in tables if found.table.failed)
         self._per_batch = per_batch
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
-        preferred = BY_PREFERENCE.rank(usable, role, problem)
+        """Order all of ``usable``, which is not empty."""
+        preferred = _by_preference(usable)
         fits, times = self.measured(usable, role, problem)
         names = list(times)
         others = [b for b in preferred.backends if b.spec.name not in names]
@@ -161,10 +144,9 @@ class MeasuredRanking:
         return Ranked(backends, _why(order, points, times, fits, others, schedule, role), schedule)
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
-        """Backends that failed at a shape of the model's layers, on this machine and with the installed versions.
-
-        Failures at other shapes or page sizes do not count.
-        """
+        """Refusals, by name, of backends that failed at a shape of the model's layers, on this machine and with the
+        installed versions. These are ranked only if there are no others. Failures at other shapes or page sizes do not
+        count."""
         names, shapes = {backend.spec.name for backend in usable}, set(_shapes(role, problem))
         found: dict[str, Refusal] = {}
         for table in self._failed:
@@ -189,6 +171,9 @@ class MeasuredRanking:
             return [], {}
         present = [name for name in names if all(name in fit.tables for fit in fits)]
         return fits, {name: times for name in present if (times := _model_times(name, fits))}
+
+
+BY_PREFERENCE = Ranking()
 
 
 def _served(points: Iterable[BatchPoint], role: Role, problem: Problem) -> list[BatchPoint]:

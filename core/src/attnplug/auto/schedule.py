@@ -35,56 +35,40 @@ class Grid:
     """
 
     def __init__(self, points: Iterable[BatchPoint]) -> None:
-        given = list(points)
+        given = sorted(points, key=lambda point: (point.tokens, point.requests, point.length))
         kinds = sorted({point.ragged for point in given if point.requests > 1}) or [False]
-        self._sheets = {kind: _Sheet(p for p in given if p.requests == 1 or p.ragged is kind) for kind in kinds}
+        self._lengths: dict[bool, dict[int, dict[int, list[int]]]] = {kind: {} for kind in kinds}
+        """Lengths by kind, tokens and requests, all in ascending order."""
+        for kind, by_tokens in self._lengths.items():
+            for point in given:
+                if point.requests == 1 or point.ragged is kind:
+                    by_tokens.setdefault(point.tokens, {}).setdefault(point.requests, []).append(point.length)
 
     def near(self, point: BatchPoint, *, clamped: bool) -> list[tuple[BatchPoint, float]]:
         """Measured points around ``point`` with their weights, linear in the logarithms.
 
         A point outside the grid is moved to its border if ``clamped``. Otherwise the result is empty.
         """
-        own = point.ragged in self._sheets
+        own = point.ragged in self._lengths
         if not own and not clamped and point.requests > 1:
             return []
         ragged = point.ragged if own else not point.ragged
-        near = self._sheets[ragged].near(point, clamped)
-        return [(BatchPoint(*counts, ragged=ragged and counts[0] > 1), part) for counts, part in near]
+        found: list[tuple[BatchPoint, float]] = []
+        for tokens, of_tokens in _between([*self._lengths[ragged]], point.tokens, clamped):
+            by_requests = self._lengths[ragged][tokens]
+            for requests, of_requests in _between([*by_requests], point.requests, clamped):
+                lengths = _between(by_requests[requests], point.length, clamped)
+                if not lengths:
+                    return []
+                weight, kind = of_tokens * of_requests, ragged and requests > 1
+                found += [(BatchPoint(requests, length, tokens, kind), weight * part) for length, part in lengths]
+        return found if math.isclose(sum(part for _, part in found), 1) else []
 
     def lengths(self, requests: int, tokens: int, *, ragged: bool) -> list[int]:
         """Measured lengths of batches like this one. Interpolated times are log-linear between them."""
-        return (self._sheets.get(ragged) or self._sheets[not ragged]).lengths(requests, tokens)
-
-
-class _Sheet:
-    """Grid over (requests, length, tokens)."""
-
-    def __init__(self, points: Iterable[BatchPoint]) -> None:
-        lines: dict[int, dict[int, list[int]]] = {}
-        for point in points:
-            lines.setdefault(point.tokens, {}).setdefault(point.requests, []).append(point.length)
-        self._tokens = sorted(lines)
-        self._requests = {tokens: sorted(by_requests) for tokens, by_requests in lines.items()}
-        self._lengths = {
-            (tokens, requests): sorted(lengths)
-            for tokens, by_requests in lines.items()
-            for requests, lengths in by_requests.items()
-        }
-
-    def near(self, point: BatchPoint, clamped: bool) -> list[tuple[tuple[int, int, int], float]]:
-        """(requests, length, tokens) of the surrounding points with their weights; see :meth:`Grid.near`."""
-        found: list[tuple[tuple[int, int, int], float]] = []
-        for tokens, of_tokens in _between(self._tokens, point.tokens, clamped):
-            for requests, of_requests in _between(self._requests[tokens], point.requests, clamped):
-                lengths = _between(self._lengths[tokens, requests], point.length, clamped)
-                if not lengths:
-                    return []
-                found += [((requests, length, tokens), of_tokens * of_requests * part) for length, part in lengths]
-        return found if math.isclose(sum(part for _, part in found), 1) else []
-
-    def lengths(self, requests: int, tokens: int) -> list[int]:
-        lines = {(counts[2], counts[0]) for counts, _ in self.near(BatchPoint(requests, 1, tokens), clamped=True)}
-        return sorted({length for line in lines for length in self._lengths[line]})
+        by_tokens = self._lengths.get(ragged) or self._lengths[not ragged]
+        near = self.near(BatchPoint(requests, 1, tokens, ragged), clamped=True)
+        return sorted({length for point, _ in near for length in by_tokens[point.tokens][point.requests]})
 
 
 def time_at(times: Mapping[BatchPoint, float], near: Sequence[tuple[BatchPoint, float]]) -> float:

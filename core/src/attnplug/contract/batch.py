@@ -148,16 +148,13 @@ class ForwardBatch:
             )
         return found
 
-    def split(
-        self, first_requests: int, lanes: tuple[int, int] | None = None, *, cut: int = 0
-    ) -> tuple[ForwardBatch, ForwardBatch]:
+    def split(self, first_requests: int, lanes: tuple[int, int] | None = None) -> tuple[ForwardBatch, ForwardBatch]:
         """Divide into the first ``first_requests`` requests and the others, for two-batch overlap.
 
-        Both halves start unplanned, in the given ``lanes`` or in this batch's own. ``cut`` divides the next request
-        too; see :meth:`Geometry.split`. Padding rows go to the second half.
+        Both halves start unplanned, in the given ``lanes`` or in this batch's own. Padding rows go to the second half.
         """
-        first, second = self.geometry.split(first_requests, lanes, cut=cut)
-        halves = divide(self, first_requests, first.rows, cut=cut > 0)
+        first, second = self.geometry.split(first_requests, lanes)
+        halves = divide(self, first_requests, first.rows)
         return type(self)(**{**halves[0], "geometry": first}), type(self)(**{**halves[1], "geometry": second})
 
 

@@ -21,9 +21,6 @@ from attnplug.declare.errors import PlanError
 from attnplug.declare.lengths import TypicalLens
 from attnplug.machine.transfer import to_device
 
-_INDIVISIBLE = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
-"""Modes in which no request is divided: one row cannot be, and a verify leaves no state for the rows that follow."""
-
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
@@ -275,13 +272,10 @@ class Geometry:
             **{name: tensor.index_select(0, chosen) for name, tensor in given.items() if tensor is not None},
         )
 
-    def split(self, first: int, lanes: tuple[int, int] | None = None, *, cut: int = 0) -> tuple[Geometry, Geometry]:
+    def split(self, first: int, lanes: tuple[int, int] | None = None) -> tuple[Geometry, Geometry]:
         """Divide into the first ``first`` requests and the others.
 
         ``lanes`` are the lanes of the halves, by default this geometry's. Halves have no calls and are planned anew.
-        With ``cut``, the next request is in both halves: its first ``cut`` new rows in the first, the remaining ones in
-        the second, where the former belong to the prefix. In each layer the second half then reads cache rows and
-        states that the first one wrote, so it runs after it.
         """
         if not 0 <= first <= self.requests:
             raise PlanError(f"a batch of {self.requests} requests cannot be split after {first}")
@@ -289,8 +283,6 @@ class Geometry:
             raise PlanError(
                 "a batch whose requests differ is split by exact lengths on the host; call with_host_lengths() first"
             )
-        if cut:
-            return self._split_inside(first, cut, lanes or (self.lane, self.lane))
         rows = first * self.max_new if self.new_lens is None else sum(self._exact().query_lens[:first])
         halves = divide(self, first, rows)
         for half, count, lane in zip(halves, (rows, self.rows - rows), lanes or (self.lane, self.lane), strict=True):
@@ -299,31 +291,6 @@ class Geometry:
                 half.update(max_new=max(host.query_lens), max_seq_len=max(host.kv_lens), typical=None)
                 if min(host.query_lens) == half["max_new"]:
                     half["new_lens"] = None  # which kernels prefer
-        return Geometry(**halves[0]), Geometry(**halves[1])
-
-    def _split_inside(self, request: int, cut: int, lanes: tuple[int, int]) -> tuple[Geometry, Geometry]:
-        lens = [self.max_new] * self.requests if self.new_lens is None else list(self._exact().query_lens)
-        new = lens[request] if request < self.requests else 0
-        if not 0 < cut < new:
-            raise PlanError(f"request {request} has {new} new rows and cannot be cut after {cut} of them")
-        if self.captured or self.mode in _INDIVISIBLE:
-            what = "captured batch" if self.captured else f"batch in mode {self.mode}"
-            raise PlanError(f"a {what} is split between requests, and not after {cut} rows of request {request}")
-        later = new - cut
-        counts = [*lens[:request], cut], [later, *lens[request + 1 :]]
-        earlier = self.seq_lens[: request + 1].clone()
-        earlier[request:] = (earlier[request:] - later).clamp(min=0)  # a padded request keeps length 0
-        halves = divide(self, request, sum(counts[0]), cut=True)
-        for half, new_lens, seq_lens, lane in zip(
-            halves, counts, (earlier, self.seq_lens[request:]), lanes, strict=True
-        ):
-            uniform = min(new_lens) == max(new_lens)
-            half.update(rows=sum(new_lens), calls=(), lane=lane, max_new=max(new_lens), seq_lens=seq_lens, host=None)
-            half["new_lens"] = None if uniform else to_device(new_lens, self.device, np.int32)
-        if self.host is not None:
-            totals = list(self.host.kv_lens)
-            halves[0]["host"] = HostLengths(counts[0], [*totals[:request], totals[request] - later])
-            halves[1]["host"] = HostLengths(counts[1], totals[request:])
         return Geometry(**halves[0]), Geometry(**halves[1])
 
     def live(self) -> Geometry:

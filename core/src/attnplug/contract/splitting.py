@@ -13,16 +13,16 @@ SplitBy = Literal["token", "request", "length", "shared", "reset"]
 def split_by(by: SplitBy, **arguments: Any) -> Any:
     """Declare a dataclass field that is split by ``token`` or ``request``, ``shared`` by both halves, or ``reset``.
 
-    A ``length`` is split by request. The caller of ``divide`` sets the lengths of a request that is cut itself.
+    A ``length`` is split by request. A host that divides a request itself computes the lengths of both parts.
     """
     return dataclasses.field(metadata={"split": by}, **arguments)
 
 
-def divide(value: Any, requests: int, tokens: int, *, cut: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+def divide(value: Any, requests: int, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of both halves of a dataclass: its first ``requests`` and ``tokens``, and the others.
 
-    With ``cut``, the next request is in both halves, and lengths are left for the caller to add. Raises PlanError for a
-    field with a value that does not declare how to split it: without it, a wrong batch would run.
+    Raises PlanError for a field with a value that does not declare how to split it: without it, a wrong batch would
+    run.
     """
     halves: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for field in dataclasses.fields(value):
@@ -32,8 +32,6 @@ def divide(value: Any, requests: int, tokens: int, *, cut: bool = False) -> tupl
             raise PlanError(
                 f"field {field.name!r} of {type(value).__name__} has a value, but does not declare how to split it"
             )
-        if by == "length" and cut:
-            continue
         if by == "reset" or found is None:
             parts = (None, None)
         elif by == "shared":
@@ -41,7 +39,7 @@ def divide(value: Any, requests: int, tokens: int, *, cut: bool = False) -> tupl
         elif by == "token":
             parts = (found[:tokens], found[tokens:])
         else:
-            parts = (found[: requests + cut], found[requests:])
+            parts = (found[:requests], found[requests:])
         for half, part in zip(halves, parts, strict=True):
             half[field.name] = part
     return halves

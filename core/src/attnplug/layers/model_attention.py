@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from attnplug.author.results import bind_forward
@@ -22,7 +21,7 @@ from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import ExtendPath, GraphLevel
 from attnplug.kv.caches import KVPools
-from attnplug.mla.attention import MLAAttention, RowPlaces
+from attnplug.mla.attention import MLAAttention
 from attnplug.mla.extend_policy import ExtendPolicy
 from attnplug.mla.weights import MLAWeights
 
@@ -40,12 +39,13 @@ class ModelAttention:
         self.backend = backend
         self.hooks: Mapping[str, Hook | None] = {name: bind_optional_hook(backend, name) for name in hook_signatures()}
         """Optional hooks of the backend, each bound once; ``None`` if it has none."""
-        self._mla, self._policy = None, policy or ExtendPolicy()
+        self.mla: MLAAttention | None = None
+        """MLA layers of the model; ``None`` if it has none."""
         self._splits = pools.mla is not None and pools.linear is None and not pools.caches  # others run whole batches
         if pools.mla is not None:
             # MLA run as MHA reads latent rows only. Layers with further caches read them in place, absorbed.
             in_place = bool(pools.caches)
-            self._mla = MLAAttention(backend, pools.mla, self._policy, absorbed=in_place)
+            self.mla = MLAAttention(backend, pools.mla, policy or ExtendPolicy(), absorbed=in_place)
         for key in pools.caches:
             if key.hook is not None:
                 self._needed(key.hook, f"layers with {key.name}", "choose one that supports them")
@@ -80,34 +80,22 @@ class ModelAttention:
         if not batch.needs_forward_metadata_init():
             return batch.plan
         host = batch.geometry.host if path is None and batch.forward_mode is ForwardMode.MIXED else None
-        if self._mla and host and (first := self.decodes_apart(host.query_lens, host.kv_lens)):
-            batch.plan = self._mla.plan_apart(batch, first, self.plan)
+        if self.mla and host and (first := self.decodes_apart(host.query_lens, host.kv_lens)):
+            batch.plan = self.mla.plan_apart(batch, first, self.plan)
             return batch.plan
-        extend = None if self._mla is None else self._mla.plan(batch.geometry, path)
+        extend = None if self.mla is None else self.mla.plan(batch.geometry, path)
         calls = () if extend is None else tuple(part.call for part in extend.metadata)
         if calls or batch.geometry.calls:
             batch.geometry = replace(batch.geometry, calls=calls)  # the backend plans what it will run
-        chunks = None if extend is None or self._mla is None else self._mla.plan_chunks(batch)
+        chunks = None if extend is None or self.mla is None else self.mla.plan_chunks(batch)
         batch.plan = BatchPlan(_attention_plan(self.backend, batch), extend, chunks, batch.geometry)
         return batch.plan
 
     def decodes_apart(self, query_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
         """Return how many requests at the front of a mixed batch run apart; see ``ExtendPolicy.decodes_apart``."""
-        abilities = self.backend.claims.mla_extend
-        return self._policy.decodes_apart(query_lens, kv_lens, abilities) if self._splits else 0
-
-    def plan_halves(self, batch: ForwardBatch, halves: tuple[ForwardBatch, ForwardBatch]) -> None:
-        """Plan both halves of a batch before either runs, and mark them as planned (B2).
-
-        MLA layers use the extend path of the whole batch: the second half of a request has a prefix, so by itself it
-        could take another path. A mixed batch runs on one path then.
-        """
-        path = None if self._mla is None else self._mla.path(batch.geometry)
-        if path is ExtendPath.CHUNKED and self._policy.disable_chunked_prefix_cache:
-            path = None  # allowed without a prefix only: each half follows the policy
-        for half in halves:
-            self.plan(half, path)
-            half.mark_forward_metadata_ready()
+        if self.mla is None or not self._splits:
+            return 0
+        return self.mla.policy.decodes_apart(query_lens, kv_lens, self.backend.claims.mla_extend)
 
     # CUDA graphs
 
@@ -179,15 +167,6 @@ class ModelAttention:
         out: Tensor = run(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
         return out
 
-    def row_places(self, layer: LayerSpec, batch: ForwardBatch, tokens: int, dtype: torch.dtype) -> RowPlaces | None:
-        """Return where the kernel that computes an MLA layer's ``tokens`` new rows, in ``dtype``, can store them.
-
-        ``attend_mla`` then takes absorbed queries and no rows. That saves a launch per layer, and absorbing does not
-        wait for the rotation. ``None`` if ``attend_mla`` needs the rows: in a batch that runs as MHA, for sparse
-        layers, for caches of another dtype or on the host, and for a plan without a slot mapping.
-        """
-        return None if self._mla is None else self._mla.row_places(layer, batch, tokens, dtype)
-
     def attend_mla(
         self,
         q: Tensor,
@@ -201,12 +180,12 @@ class ModelAttention:
         """Run an MLA layer: write the new rows to the cache and return ``[tokens, heads, v_head_dim]``.
 
         q is ``[tokens, heads, nope + rope]`` with its rope part rotated, rows ``[tokens, kv_lora_rank + rope]`` are the
-        new cache rows (normed latent, rotated key). If rows were stored by ``row_places``, rows is ``None`` and q is
-        absorbed (``MLAWeights.absorb``). ``selected``: see ``RowSelection.select``.
+        new cache rows (normed latent, rotated key). A host that stored them itself (``MLAPool.by_slot``) passes
+        ``None`` and absorbed queries (``MLAWeights.absorb``). ``selected``: see ``RowSelection.select``.
         """
-        if self._mla is None:
+        if self.mla is None:
             raise BackendError(f"layer {layer.layer_id} is MLA, but the model was built without an MLA pool")
-        return self._mla.attend(q, rows, layer, weights, batch, selected)
+        return self.mla.attend(q, rows, layer, weights, batch, selected)
 
     def convolve(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -49,19 +49,6 @@ def _weighted(out: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight == 0, 0.0, out.float() * weight)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowPlaces:
-    """Destination of a layer's new rows: the caller stores the row of token ``i`` in ``cache[slots[i]]``.
-
-    Tokens with a negative slot, and tokens behind the last slot, are padding: nothing is stored for them.
-    """
-
-    cache: Tensor
-    """``[slots, row_dim]``: the layer's memory. Rows may have any stride; each is contiguous."""
-    slots: Tensor
-    """``[rows]`` integers, with any stride."""
-
-
 class MLAAttention:
     """MLA layers of one model on one backend. Holds the pool and the policy, and binds the backend's hooks once.
 
@@ -71,9 +58,10 @@ class MLAAttention:
     def __init__(
         self, backend: AttentionBackend, pool: MLAPool, policy: ExtendPolicy, *, absorbed: bool = False
     ) -> None:
-        self._backend, self._pool, self._policy, self._absorbed = backend, pool, policy, absorbed
+        self._backend, self._pool, self.policy, self._absorbed = backend, pool, policy, absorbed
         self._id = BackendId(f"mla over {backend.backend_id.name}")
-        self._by_slot = {layer_id: pool.by_slot(layer_id) for layer_id in pool.layer_ids}
+        self.by_slot = {layer_id: pool.by_slot(layer_id) for layer_id in pool.layer_ids}
+        """Memory of each layer by slot, for hosts that store new rows themselves; see ``MLAPool.by_slot``."""
         self._plan_chunks: Hook | None = bind_optional_hook(backend, "init_mha_chunk_metadata")
         self._extend = bind_forward(self, "_extend", backend, "forward_extend")
         self._decode = bind_forward(self, "_decode", backend, "forward_decode")
@@ -94,14 +82,14 @@ class MLAAttention:
         if path is ExtendPath.ABSORBED:
             return None
         return Plan.of(
-            self._id, geometry, plan_extend(geometry, path, self._policy.chunk_capacity), geometry.new_slots()
+            self._id, geometry, plan_extend(geometry, path, self.policy.chunk_capacity), geometry.new_slots()
         )
 
     def path(self, geometry: Geometry, requested: ExtendPath | None = None) -> ExtendPath:
         """Return the path of a batch: the requested one, or the policy's."""
         abilities, mode = self._backend.claims.mla_extend, geometry.mode
         if self._absorbed:
-            forced = requested or self._policy.forced
+            forced = requested or self.policy.forced
             if forced not in (None, ExtendPath.ABSORBED):
                 raise PlanError(
                     f"the extend path {forced} is asked for, and the model's layers read further caches in place, so "
@@ -115,7 +103,7 @@ class MLAAttention:
         )
         if prefers_absorbed and ExtendPath.ABSORBED in abilities:
             return ExtendPath.ABSORBED  # as the policy would choose, without reading the lengths
-        return self._policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, requested)
+        return self.policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, requested)
 
     def plan_apart(self, batch: ForwardBatch, first: int, plan: Callable[[ForwardBatch], object]) -> BatchPlan:
         """Plan the ``first`` requests of a mixed batch as decodes and the others as extends, each half by ``plan``."""
@@ -131,24 +119,11 @@ class MLAAttention:
         """Plan the calls of a batch that runs as MHA; ``None`` if the backend has nothing to plan (A6, A8)."""
         if self._plan_chunks is None:
             return None
-        plan = self._plan_chunks(batch, self._policy.disable_ragged)
+        plan = self._plan_chunks(batch, self.policy.disable_ragged)
         if plan is None:
             return None
         planner, hook = self._backend.backend_id, "init_mha_chunk_metadata"
         return received_plan(plan, planner, batch.forward_mode, batch.num_tokens, hook, delegated=True)
-
-    def row_places(self, layer: LayerSpec, batch: ForwardBatch, tokens: int, dtype: torch.dtype) -> RowPlaces | None:
-        """See ``ModelAttention.row_places``."""
-        if batch.plan is None or batch.plan.extend is not None:
-            return None
-        if layer.indexer is not None or layer.compressed is not None:
-            return None
-        # Checked here already: a stale plan would store rows in slots that belong to other requests by now (B5).
-        slots = batch.plan_for(self._backend.backend_id, tokens).row_slots()
-        cache = self._by_slot.get(layer.layer_id)
-        if slots is None or cache is None or cache.dtype is not dtype:
-            return None
-        return RowPlaces(cache, slots)
 
     def attend(
         self,
@@ -177,7 +152,7 @@ class MLAAttention:
         if rows is None:
             raise BackendError(
                 f"layer {layer.layer_id} was given no new rows, and the batch was planned to run as MHA, which attends "
-                "to them; leave them out only if row_places returned where to store them"
+                "to them; leave them out only in batches that run absorbed, after storing them in the cache"
             )
         self._check_queries(q, layer, absorbed=False)
         plan = batch.check_plan(batch.plan.extend, self._id, q.shape[0])
@@ -205,49 +180,29 @@ class MLAAttention:
             )
 
     def _as_mha(
-        self,
-        q: Tensor,
-        rows: Tensor,
-        layer: LayerSpec,
-        weights: MLAWeights,
-        parts: tuple[Part, ...],
-        planned: Plan | None,
+        self, q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, parts: tuple[Part, ...], plan: Plan | None
     ) -> Tensor:
-        first, chunks = parts[0], parts[1:]
-        lse = self._new_lse(q) if chunks else None
-        out = self._run(first, q, rows, layer, weights, planned, lse)
-        if lse is None:
-            return out
-        merged = out.float()
-        for part in chunks:
+        """Run all ragged calls and merge their results. Up-projected rows live only during their call, so memory is
+        bounded by one chunk. An LSE is filled with NaN, so that rows a kernel does not fill give NaN, not old memory.
+        """
+        assert self._ragged is not None
+        merged, lse = q, None
+        for part in parts:
             queries = q if part.rows is None else q[part.rows]
-            part_lse = self._new_lse(queries)
-            part_out = self._run(part, queries, None, layer, weights, planned, part_lse)
-            if part.rows is None:
-                merged, lse = merge_partial(merged, lse, part_out, part_lse)
+            part_lse = None
+            if len(parts) > 1:
+                part_lse = torch.full(queries.shape[:2], float("nan"), dtype=torch.float32, device=q.device)
+            keys, values = weights.up_project(
+                rows if part.slots is None else self._pool.read_rows(layer.layer_id, part.slots).to(q.dtype)
+            )
+            out: Tensor = self._ragged(queries, keys, values, layer, part.call, plan, part_lse)
+            del keys, values
+            if part_lse is None:
+                return out
+            if lse is None:
+                merged, lse = out.float(), part_lse  # the first call has all query rows
+            elif part.rows is None:
+                merged, lse = merge_partial(merged, lse, out, part_lse)
             else:
-                merged[part.rows], lse[part.rows] = merge_partial(merged[part.rows], lse[part.rows], part_out, part_lse)
+                merged[part.rows], lse[part.rows] = merge_partial(merged[part.rows], lse[part.rows], out, part_lse)
         return merged.to(q.dtype)
-
-    def _run(
-        self,
-        part: Part,
-        q: Tensor,
-        rows: Tensor | None,
-        layer: LayerSpec,
-        weights: MLAWeights,
-        planned: Plan | None,
-        lse: Tensor | None,
-    ) -> Tensor:
-        """Run one ragged call. Up-projected rows live only here, so memory is bounded by one chunk."""
-        if part.slots is not None:
-            rows = self._pool.read_rows(layer.layer_id, part.slots).to(q.dtype)
-        assert rows is not None and self._ragged is not None
-        keys, values = weights.up_project(rows)
-        out: Tensor = self._ragged(q, keys, values, layer, part.call, planned, lse)
-        return out
-
-    @staticmethod
-    def _new_lse(q: Tensor) -> Tensor:
-        """Allocate an LSE filled with NaN, so that rows a kernel does not fill give NaN instead of old memory."""
-        return torch.full(q.shape[:2], float("nan"), dtype=torch.float32, device=q.device)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnplug.contract.backend import AttentionBackend, bind_optional_hook, hook_signatures, methods
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.hooks import Hook, shown
-from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan, received_plan
 from attnplug.declare.claims import Claims, weakest
 from attnplug.declare.errors import BackendError
-from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 from attnplug.declare.model import LayerSpec
 
 _BATCH, _LAYER = ("batch", "forward_batch"), "layer"
@@ -121,14 +118,6 @@ class ForwardingBackend(ABC):
         )
         return Plan(self.backend_id, mode, parts[0].query_rows, parts[0].kv_rows, parts=parts)
 
-    def length_ranges(
-        self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
-    ) -> tuple[LengthRange, ...]:
-        """See :func:`length_ranges`. Children that a wrapper does not use for ``mode`` are left out."""
-        return merge_length_ranges(
-            *(length_ranges(child, mode, requests, tokens, ragged) for child in self.children.values())
-        )
-
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for label in self.captured:
             self.required(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
@@ -174,26 +163,6 @@ def planner_claims(backend: AttentionBackend, plan: Plan) -> Claims:
     by_id = {child.backend_id: child for child in backend.children.values()}
     claims = {part.planner.name: planner_claims(by_id[part.planner], part) for part in plan.parts}
     return weakest(claims).claims if len(claims) > 1 else next(iter(claims.values()))
-
-
-def length_ranges(
-    backend: AttentionBackend, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
-) -> tuple[LengthRange, ...]:
-    """Backends that plan a batch of ``requests`` with ``tokens`` new tokens each, by KV length.
-
-    The length is that of every request, or their mean if ``ragged``. Ranges are in ascending order and the last one
-    ends at ``EVERY_LENGTH``. There is only one unless backends share a role by batch.
-    """
-    if isinstance(backend, ForwardingBackend):
-        return backend.length_ranges(mode, requests, tokens, ragged)
-    return (LengthRange(EVERY_LENGTH, (backend.backend_id.name,)),)
-
-
-def merge_length_ranges(*several: tuple[LengthRange, ...]) -> tuple[LengthRange, ...]:
-    """Merge the ranges of backends that plan the same batches into one list of ranges."""
-    ends = sorted({one.max_length for each in several for one in each})
-    taking = [[each[bisect_left(each, (end,))].backends for each in several] for end in ends]
-    return tuple(LengthRange(end, sum(names, ())) for end, names in zip(ends, taking, strict=True))
 
 
 def _forwarder(name: str, signature: inspect.Signature) -> Callable[..., Any]:

@@ -15,10 +15,9 @@ from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import Plan
 from attnplug.declare.claims import Claims, CombinedClaims, weakest
 from attnplug.declare.errors import BackendError, PlanError
-from attnplug.declare.lengths import LengthRange
 from attnplug.declare.model import LayerSpec, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
-from attnplug.wrappers.forwarding import ForwardingBackend, length_ranges
+from attnplug.wrappers.forwarding import ForwardingBackend
 
 _DECODE_MODES = (ForwardMode.DECODE, ForwardMode.IDLE)
 
@@ -65,21 +64,17 @@ class SplitBackend(ForwardingBackend):
         combined = weakest_by_role(claims, {Role.PREFILL}, {Role.DECODE})
         self.claims, self.limiting_children = combined.claims, combined.limited_by
         self.captured = tuple(self.children) if self.claims.cuda_graph > GraphLevel.DECODE else (Role.DECODE,)
-        self._child_of: dict[ForwardMode, tuple[str]] = {mode: (role,) for mode, role in role_of_modes(verify).items()}
+        self.child_of: dict[ForwardMode, tuple[str]] = {mode: (role,) for mode, role in role_of_modes(verify).items()}
+        """Labels of the children that plan and run batches of each mode."""
 
     def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
         # Without a batch, a layer is run by ``forward_ragged``, which belongs to prefill.
-        return (Role.PREFILL,) if batch is None else self._child_of[batch.forward_mode]
+        return (Role.PREFILL,) if batch is None else self.child_of[batch.forward_mode]
 
     def init_mha_chunk_metadata(
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
     ) -> Plan | None:
         return self.chunk_plan(Role.PREFILL, forward_batch, disable_flashinfer_ragged)
-
-    def length_ranges(
-        self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
-    ) -> tuple[LengthRange, ...]:
-        return length_ranges(self.children[self._child_of[mode][0]], mode, requests, tokens, ragged)
 
 
 FULL, LINEAR = "full", "linear"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 
 from attnplug import ExtendPath, ForwardMode, ModelSpec, Role
-from attnplug.auto.ranking import MeasuredRanking, Ranking
+from attnplug.auto.ranking import Ranking
 from attnplug.auto.schedule import ExtendSchedule
 from attnplug.host import ForwardingBackend, ModelAttention
 from attnplug.registry.selection import Selection
@@ -59,7 +59,7 @@ def measured_extends(
     whole, if the backend can.
     """
     backend = attention.backend
-    if not isinstance(ranking, MeasuredRanking) or Role.PREFILL not in selection.choices:
+    if Role.PREFILL not in selection.choices:
         return None
     eager = selection.serving(Role.PREFILL)
     name = backend.captured_extends if isinstance(backend, ForwardingBackend) else None

@@ -9,14 +9,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Geometry
-from attnplug.host import ModelAttention
+from attnplug import ExtendPath, ForwardBatch, ForwardMode, Geometry, PlanError
+from attnplug.contract.splitting import divide
+from attnplug.host import HostLengths, ModelAttention
+from attnplug.kernels import to_device
 from attnplug.machine.runtime import runtime_of
 from attnplug_engine.models.decoder import Decoder
 from attnplug_engine.models.rope import Rotation
@@ -31,6 +34,8 @@ LEAST_ROWS = 12_288
 longer for these than the GPU for its work (``benchmarks/two_batch_h200.py``)."""
 
 _WHOLE_REQUESTS = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+_INDIVISIBLE = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+"""Modes in which no request is divided: one row cannot be, and a verify leaves no state for the rows that follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,76 @@ def split_point(geometry: Geometry) -> BatchSplit | None:
     return BatchSplit(request, middle - starts[request])
 
 
+def split_batch(
+    batch: ForwardBatch, at: BatchSplit, lanes: tuple[int, int] = (0, 1)
+) -> tuple[ForwardBatch, ForwardBatch]:
+    """Divide a batch for two-batch overlap (B4). Both halves start unplanned; padding rows go to the second one.
+
+    With ``at.rows``, the next request is in both halves: its first ``at.rows`` new rows in the first, the remaining
+    ones in the second, where the former belong to the prefix. In each layer the second half then reads cache rows and
+    states that the first one wrote, so it runs after it. A length that a subclass of the batch adds is left out then.
+    """
+    if not at.rows:
+        return batch.split(at.requests, lanes)
+    first, second = split_request(batch.geometry, at, lanes)
+    lengths = dict.fromkeys(field.name for field in fields(batch) if field.metadata.get("split") == "length")
+    earlier, _ = divide(batch, at.requests + 1, first.rows)
+    _, later = divide(batch, at.requests, first.rows)
+    kind = type(batch)
+    return kind(**earlier | lengths | {"geometry": first}), kind(**later | lengths | {"geometry": second})
+
+
+def split_request(geometry: Geometry, at: BatchSplit, lanes: tuple[int, int]) -> tuple[Geometry, Geometry]:
+    """Divide a geometry behind ``at.rows`` new rows of request ``at.requests``; see :func:`split_batch`."""
+    request, cut = at.requests, at.rows
+    if geometry.new_lens is not None and geometry.host is None:
+        raise PlanError(
+            "a batch whose requests differ is split by exact lengths on the host; call with_host_lengths() first"
+        )
+    lens = [geometry.max_new] * geometry.requests if geometry.new_lens is None else list(geometry.query_lens)
+    new = lens[request] if 0 <= request < geometry.requests else 0
+    if not 0 < cut < new:
+        raise PlanError(f"request {request} has {new} new rows and cannot be cut after {cut} of them")
+    if geometry.captured or geometry.mode in _INDIVISIBLE:
+        what = "captured batch" if geometry.captured else f"batch in mode {geometry.mode}"
+        raise PlanError(f"a {what} is split between requests, and not after {cut} rows of request {request}")
+    later = new - cut
+    counts = [*lens[:request], cut], [later, *lens[request + 1 :]]
+    earlier = geometry.seq_lens[: request + 1].clone()
+    earlier[request:] = (earlier[request:] - later).clamp(min=0)  # a padded request keeps length 0
+    hosts: tuple[HostLengths | None, HostLengths | None] = (None, None)
+    if geometry.host is not None:
+        totals = list(geometry.host.kv_lens)
+        hosts = (
+            HostLengths(counts[0], [*totals[:request], totals[request] - later]),
+            HostLengths(counts[1], totals[request:]),
+        )
+    rows = sum(counts[0])
+    parts = divide(geometry, request + 1, rows)[0], divide(geometry, request, rows)[1]
+    seq_lens = earlier, geometry.seq_lens[request:]
+    for part, own, lens_here, host, lane in zip(parts, counts, seq_lens, hosts, lanes, strict=True):
+        part.update(rows=sum(own), calls=(), lane=lane, max_new=max(own), seq_lens=lens_here, host=host)
+        uniform = min(own) == max(own)
+        part["new_lens"] = None if uniform else to_device(own, geometry.device, np.int32)
+    return Geometry(**parts[0]), Geometry(**parts[1])
+
+
+def plan_halves(attention: ModelAttention, batch: ForwardBatch, halves: tuple[ForwardBatch, ForwardBatch]) -> None:
+    """Plan both halves of a batch before either runs, and mark them as planned (B2).
+
+    MLA layers use the extend path of the whole batch: the second half of a cut request has a prefix, so by itself it
+    could take another path. A mixed batch runs on one path then. With chunked prefixes disabled, a batch without a
+    prefix may still run chunked; its halves then follow the policy.
+    """
+    mla = attention.mla
+    path = None if mla is None else mla.path(batch.geometry)
+    if mla is not None and path is ExtendPath.CHUNKED and mla.policy.disable_chunked_prefix_cache:
+        path = None
+    for half in halves:
+        attention.plan(half, path)
+        half.mark_forward_metadata_ready()
+
+
 class TwoBatch:
     """Runs the halves of batches, for one model. On a GPU the second half has its own stream.
 
@@ -93,8 +168,8 @@ class TwoBatch:
         split = split_point(batch.geometry)
         if split is None:
             return None
-        halves = batch.split(split.requests, lanes=(0, 1), cut=split.rows)
-        self._attention.plan_halves(batch, halves)
+        halves = split_batch(batch, split)
+        plan_halves(self._attention, batch, halves)
         return halves
 
     def forward(self, halves: tuple[ForwardBatch, ForwardBatch]) -> Tensor:

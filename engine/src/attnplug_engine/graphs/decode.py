@@ -13,11 +13,11 @@ from torch import Tensor
 from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel
 from attnplug.host import ModelAttention, TypicalLens
 from attnplug.kernels import to_device
-from attnplug.wrappers.forwarding import length_ranges
 from attnplug_engine.execution.sampler import Sampler, sample
 from attnplug_engine.execution.step_output import StepOutput
 from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.dispatcher import GraphDispatcher
+from attnplug_engine.graphs.length_ranges import length_ranges
 from attnplug_engine.graphs.padding import reserve_padding
 from attnplug_engine.graphs.step_inputs import StepInputs
 from attnplug_engine.memory.capacity import Capacity

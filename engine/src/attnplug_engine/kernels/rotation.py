@@ -9,10 +9,10 @@ import triton
 from torch import Tensor
 
 from attnplug.host import MLAWeights
-from attnplug.mla.attention import RowPlaces
 from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.latent import _absorb, _latent_rows
 from attnplug_engine.kernels.rotary import _angles, _rotate_heads
+from attnplug_engine.kernels.row_places import RowPlaces
 
 _MANY_TOKENS = 64
 """From this number of tokens on, a program takes more heads, because there are enough programs."""

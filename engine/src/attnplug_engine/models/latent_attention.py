@@ -14,6 +14,7 @@ from attnplug.hf.config_keys import Config
 from attnplug.host import MLAWeights, active_attention
 from attnplug.sparse import SelectedRows
 from attnplug_engine.kernels import usable
+from attnplug_engine.kernels.row_places import row_places
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
@@ -129,7 +130,7 @@ class LatentAttention(Attention):
         layer = self.layer
         q = query.unflatten(1, (layer.num_heads, layer.head_dim))
         attention = active_attention()
-        places = attention.row_places(layer, batch, q.shape[0], rows.dtype) if rotation.absorbs(q) else None
+        places = row_places(attention, layer, batch, q.shape[0], rows.dtype) if rotation.absorbs(q) else None
         new = None
         if places is None:
             new = rotation.latent_rows(q, rows, self._nope, self.row_norm)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attnplug.hf.config_keys import Config, rope_section, rope_type, rope_type_key
 from attnplug.host import MLAWeights
-from attnplug.mla.attention import RowPlaces
 from attnplug_engine import kernels
+from attnplug_engine.kernels.row_places import RowPlaces
 
 _DEFAULT_THETA = 10_000.0
 

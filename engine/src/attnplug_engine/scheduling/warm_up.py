@@ -26,7 +26,7 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
     - a prompt with a short prefix in the cache, and one with a prefix that is long enough to be chunked (C1);
     - as many short prompts as each power of two, which decode greedily and sampled;
     - full steps of as many prompts as each power of two;
-    - as many prompts as each power of four, which decode while another one prefills in chunks.
+    - as many prompts as each power of four, which decode beside a full chunk of another one.
     """
     rows, size = capacity.num_pages * capacity.page_size, capacity.page_size
     longest = min(capacity.context_length - _NEW_TOKENS, rows - _NEW_TOKENS - capacity.lookahead)
@@ -54,4 +54,4 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
         for count in counts[1:]:
             yield [request(max(full // count, 1)) for _ in range(count)]
         for count in sorted({1 << power for power in range(0, most.bit_length(), 2)} - {most} | {most - 1}):
-            yield [*decoding(count, short), request(min(full + _SHORT, longest), _GREEDY)]
+            yield [*decoding(count, short), request(min(2 * full + _SHORT, longest), _GREEDY)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -12,10 +13,10 @@ from attnplug.contract.plan import BackendId, PlanRecord
 from attnplug.host import HostLengths, TypicalLens
 
 
-def value_of(field: dataclasses.Field) -> object:
+def value_of(field: dataclasses.Field[Any]) -> Any:
     """A value that tells where it came from; by the field's type, so that a field that is added has one too."""
     requests, tokens = 3, 6
-    known: dict[str, object] = {
+    known: dict[str, Any] = {
         "page_table": torch.arange(12, dtype=torch.int32).view(requests, 4),
         "new_lens": torch.tensor([2, 1, 3], dtype=torch.int32),
         "host": HostLengths([2, 1, 3], [7, 8, 9]),
@@ -26,7 +27,7 @@ def value_of(field: dataclasses.Field) -> object:
     }
     if field.name in known:
         return known[field.name]
-    if "Tensor" in field.type:
+    if "Tensor" in str(field.type):
         rows = tokens if field.metadata["split"] == "token" else requests
         return torch.arange(100, 100 + rows, dtype=torch.int32)
     if field.name == "geometry":
@@ -37,7 +38,7 @@ def value_of(field: dataclasses.Field) -> object:
         plan = BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
         return _CheckedPlans(plan, extend_geometry(), decode=False)
     more = {"PlanRecord | None": PlanRecord(3, 6, False), "TypicalLens | None": TypicalLens(8, 9), "object": "rows"}
-    return {"int": 9, "int | None": 9, "bool": True, **more}[field.type]
+    return {"int": 9, "int | None": 9, "bool": True, **more}[str(field.type)]
 
 
 def extend_geometry() -> Geometry:
@@ -50,3 +51,12 @@ GEOMETRY, FIELDS = dataclasses.fields(Geometry), dataclasses.fields(ForwardBatch
 def extend_batch() -> ForwardBatch:
     """Three requests with 2, 1 and 3 new tokens; really every field has a value, and none its default."""
     return ForwardBatch(**{field.name: value_of(field) for field in FIELDS})
+
+
+DIVIDED = {
+    **dict.fromkeys(("mode", "page_size", "max_seq_len", "max_new", "captured", "step", "typical"), "shared"),
+    **dict.fromkeys(("input_ids", "positions", "slots"), "token"),
+    **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host", "tree", "table_rows"), "request"),
+    **dict.fromkeys(("plan", "plan_record", "passed_on", "_checked"), "reset"),
+}
+"""How each field is divided between the halves of a batch."""

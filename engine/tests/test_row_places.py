@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ExtendPath, ForwardMode, MLAPool, Plan, PlanError
+from attnplug import BackendError, ExtendPath, ForwardMode, MLAPool, Plan, PlanError
 from attnplug.auto.fastest import FastestBackend
 from attnplug.host import ExtendPolicy, MLADims, ModelAttention
-from attnplug.mla.attention import RowPlaces
 from attnplug.sparse import IndexerDims
 from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.checks.mla_paths import UpProjected
+from attnplug_engine.kernels.row_places import RowPlaces, row_places
 from attnplug_testing.errors import raises_naming
-from support.pools import PLAIN, mla_layer, mla_pool
-from support.stage import Stage, error, small
+from attnplug_testing.stage import Stage, error, small
 
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 MODES = {
     ForwardMode.DECODE: ((20, 1), (7, 1), (0, 1)),
     ForwardMode.TARGET_VERIFY: ((20, 3), (7, 3)),
     ForwardMode.EXTEND: ((20, 9), (0, 5)),
+    ForwardMode.MIXED: ((20, 1), (0, 9)),
 }
 
 
@@ -39,7 +39,7 @@ class Model(UpProjected):
 
     def places(self, dtype: torch.dtype = torch.float32, tokens: int | None = None) -> RowPlaces | None:
         batch = self.planned_batch
-        return self.attention.row_places(self.layer, batch, batch.num_tokens if tokens is None else tokens, dtype)
+        return row_places(self.attention, self.layer, batch, batch.num_tokens if tokens is None else tokens, dtype)
 
     def attended(self) -> torch.Tensor:
         """Attend with absorbed queries and rows that are stored where ``row_places`` says."""
@@ -101,6 +101,14 @@ def test_rows_that_somebody_needs_have_no_place():
         as_mha.attention.attend_mla(as_mha.q, None, as_mha.layer, as_mha.weights, as_mha.planned_batch)
 
 
+def test_a_batch_of_which_a_part_runs_as_mha_has_no_place():
+    model = Model(ForwardMode.MIXED)
+    now = ExtendPolicy(split_threshold=0, query_threshold=0)
+    model.attention = ModelAttention(model.stage.backend, model.stage.pools, now)
+    model.attention.plan(model.planned_batch)
+    assert model.planned_batch.plan.halves and model.places() is None
+
+
 def test_without_rows_queries_are_absorbed_already():
     model = Model()
     model.attention.plan(model.planned_batch)
@@ -130,33 +138,4 @@ def test_a_stale_plan_gives_no_place():
 
 def test_a_model_without_mla_has_no_place():
     attention = ModelAttention(Model().stage.backend, replace(Model().stage.pools, mla=None))
-    assert attention.row_places(mla_layer(), None, 1, torch.float32) is None
-
-
-# Pools
-
-
-@pytest.mark.parametrize("dtype", PLAIN)
-def test_a_pool_is_seen_by_slots(dtype):
-    pool = mla_pool(dtype)
-    pool.by_slot(0)[7] = torch.arange(20)
-    assert torch.equal(pool.rows(0)[1, 3, 0].float(), torch.arange(20.0)) and int(pool.rows(0).count_nonzero()) == 19
-
-
-def test_rows_with_scales_are_stored_by_the_pool_alone():
-    layer = replace(mla_layer(), mla=MLADims(512, 128, 64))
-    assert MLAPool([layer], num_pages=5, page_size=4, dtype=DType.FLOAT8_E4M3, device="cpu").by_slot(0) is None
-
-
-def test_rows_of_a_hosts_memory_may_lie_apart():
-    memory = torch.zeros(5, 4, 32)
-    pool = MLAPool.over([mla_layer()], {0: memory[..., 8:28]}, "pages tokens dim", page_size=4, dtype=DType.FLOAT32)
-    pool.by_slot(0)[7] = 1.0
-    assert (memory[1, 3, 8:28] == 1).all() and int(memory.count_nonzero()) == 20
-
-
-def test_pages_that_one_stride_does_not_lead_to_are_the_pools_affair():
-    """As where all layers lie together in a page."""
-    memory = torch.zeros(5, 2, 4, 20)
-    pool = MLAPool.over([mla_layer()], {0: memory[:, 0]}, "pages tokens dim", page_size=4, dtype=DType.FLOAT32)
-    assert pool.by_slot(0) is None
+    assert row_places(attention, Model().layer, Model().planned_batch, 1, torch.float32) is None

@@ -28,14 +28,17 @@ def small(
     layout: str = "token_major",
     **changes: Any,
 ) -> KernelCase:
+    """Return a case with small heads in float32; of an MLA layer if ``mla`` is given."""
     changes["layout"] = CacheLayout(layout)
     if mla is not None:
-        given = {"dims": mla, "v_head_dim": v_head_dim, "dtype": dtype}
-        return kernel_scene.mla(lengths, mode, page_size, heads, **given, **changes)
+        changes |= {"dims": mla, "v_head_dim": v_head_dim}
+        return kernel_scene.mla(lengths, mode, page_size, heads, dtype=dtype, **changes)
     return kernel_scene.mha(lengths, mode, page_size, heads, kv_heads, head_dim, v_head_dim, dtype=dtype, **changes)
 
 
 class Stage(KernelScene):
+    """Scene of a backend, by default torch_native, whose results are on the host."""
+
     def __init__(self, case: KernelCase, device: str, build: Make = TorchNativeBackend) -> None:
         super().__init__(case, device, build)
 
