@@ -25,7 +25,8 @@ def over_stand_ins(
 ) -> Subject:
     """Return an installed backend as a subject on a CPU, built by ``factory`` over reference kernels.
 
-    It claims what its spec does, but in ``dtypes`` and for any GPU generation; ``claims`` replace capabilities.
+    It claims what its spec does, but in ``dtypes`` and for any GPU generation; ``claims`` replace capabilities. It
+    lists no kernels to build: those of the library need a GPU.
     """
     registered = load_registry().backends[name]
     own = {
@@ -37,5 +38,6 @@ def over_stand_ins(
         **claims,
     }
     spec = registered.spec
-    stand_in = replace(spec, capabilities=replace(spec.capabilities, **own), factory=factory, requires=())
+    able = replace(spec.capabilities, **own)
+    stand_in = replace(spec, capabilities=able, factory=factory, requires=(), kernel_builds=None)
     return Subject(replace(registered, spec=stand_in), torch.device("cpu"), longest=longest, seam=seam)
