@@ -252,7 +252,7 @@ def test_a_probe_that_fails_costs_its_own_section_only(report: Report, monkeypat
     def failing() -> dict[str, str]:
         raise OSError("no nvml")
 
-    monkeypatch.setattr(doctor, "_gpus", failing)
+    monkeypatch.setattr(doctor, "visible_gpus", failing)
     found = report()
     assert found["GPUs"] == {"probe failed": "OSError: no nvml"}
     assert found["plugins"]
