@@ -252,7 +252,7 @@ def test_a_probe_that_fails_costs_its_own_section_only(report: Report, monkeypat
     def failing() -> dict[str, str]:
         raise OSError("no home")
 
-    monkeypatch.setattr(doctor, "_caches", failing)
+    monkeypatch.setattr(doctor, "cache_folders", failing)
     found = report()
     assert found["cache folders"] == {"probe failed": "OSError: no home"}
     assert found["plugins"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 
 _LEADING_BITS = 4
 """Significant bits of a batch size that was not measured. It bounds the number of cached ranges."""
@@ -120,7 +119,7 @@ class BackendSchedule:
         try:
             ends, names = self._ranges[requests, tokens, ragged]
         except KeyError:
-            ends, names = self._find_ranges(requests, tokens, ragged)
+            ends, names = self.length_ranges(requests, tokens, ragged)
         return names[bisect_left(ends, length)]
 
     def overall(self, requests: int, tokens: int, longest: int) -> str:
@@ -130,28 +129,21 @@ class BackendSchedule:
         that was not measured at all of them ranks after those that were.
         """
         key = requests, tokens, longest
-        name = self._overall.get(key)
-        if name is None:
-            name = self._best_within(self._rounded(requests), self._rounded(tokens), longest)
-            if len(self._overall) < _MOST_CACHED:
-                self._overall[key] = name
-        return name
-
-    def length_ranges(self, requests: int, tokens: int, ragged: bool = False) -> tuple[LengthRange, ...]:
-        """Fastest backends in ascending order of KV length. The last range ends at ``EVERY_LENGTH``."""
-        ends, names = self._find_ranges(requests, tokens, ragged)
-        return tuple(LengthRange(end, (name,)) for end, name in zip(ends, names, strict=True))
+        if key not in self._overall:
+            if len(self._overall) >= _MOST_CACHED:
+                self._overall.clear()
+            self._overall[key] = self._best_within(self._rounded(requests), self._rounded(tokens), longest)
+        return self._overall[key]
 
     def describe(self, requests: int, tokens: int) -> str:
         """Format the length ranges for uniform requests and, if they differ, for ragged ones."""
-        uniform, ragged = (_describe(self.length_ranges(requests, tokens, kind)) for kind in (False, True))
+        uniform, ragged = (_describe(*self.length_ranges(requests, tokens, kind)) for kind in (False, True))
         return uniform if uniform == ragged else f"{uniform}; of different lengths {ragged}"
 
     def expected(self, requests: int, length: int, tokens: int, ragged: bool = False) -> dict[str, float]:
         """Interpolated microseconds of each candidate; infinite if it was not measured there."""
-        near = self._points.near(
-            BatchPoint(self._rounded(requests), length, self._rounded(tokens), ragged), clamped=True
-        )
+        point = BatchPoint(self._rounded(requests), length, self._rounded(tokens), ragged)
+        near = self._points.near(point, clamped=True)
         return {name: time_at(times, near) for name, times in self._filled.items()}
 
     def _rounded(self, count: int) -> int:
@@ -159,8 +151,8 @@ class BackendSchedule:
         drop = count.bit_length() - _LEADING_BITS
         return count if drop <= 0 or count in self._counts else (count >> drop) << drop
 
-    def _find_ranges(self, requests: int, tokens: int, ragged: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Ends and names of the length ranges. Cached."""
+    def length_ranges(self, requests: int, tokens: int, ragged: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Last KV length, in the end ``sys.maxsize``, and name of each fastest backend, by ascending length. Cached."""
         rounded = self._rounded(requests), self._rounded(tokens), ragged
         if rounded not in self._ranges:
             switches = list(self._switches(*rounded))
@@ -189,7 +181,7 @@ class BackendSchedule:
                 yield low, name
                 before, name = high, following
             before = end
-        yield EVERY_LENGTH, name
+        yield sys.maxsize, name
 
     def _best_within(self, requests: int, tokens: int, longest: int) -> str:
         rows = []
@@ -257,10 +249,9 @@ def _work(place: tuple[int, ...]) -> float:
     return 2 ** (place[2] / 8) + 512 * 2 ** (place[1] / 8) + (1 << 19)
 
 
-def _describe(ranges: Sequence[LengthRange]) -> str:
-    *parts, last = [(each.max_length, each.backends[0]) for each in ranges]
-    words = [f"{name} up to {end} rows" for end, name in parts]
-    return ", ".join([*words, f"then {last[1]}" if parts else last[1]])
+def _describe(ends: Sequence[int], names: Sequence[str]) -> str:
+    words = [f"{name} up to {end} rows" for end, name in zip(ends, names[:-1], strict=False)]
+    return ", ".join([*words, f"then {names[-1]}" if words else names[-1]])
 
 
 def filled(times: Mapping[BatchPoint, float], points: Iterable[BatchPoint]) -> dict[BatchPoint, float]:

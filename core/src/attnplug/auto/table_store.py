@@ -247,8 +247,7 @@ def _file_name(processor: Processor) -> str:
 def file_states(plugins: Plugins, processor: Processor) -> Mapping[str, str]:
     """Status lines of each file of a processor, by path."""
     tables = load_tables(plugins, processor)
-    files = [origin.path for origin in table_files(plugins.table_folders, processor)]
-    states: dict[str, list[MeasuredTable]] = {path: [] for path in files}
+    states: dict[str, list[MeasuredTable]] = {each.path: [] for each in table_files(plugins.table_folders, processor)}
     for found in tables.found:
         states.setdefault(found.origin.path, []).append(found.table)
     return {

@@ -149,7 +149,7 @@ def run(parsed: argparse.Namespace) -> int:
             "plugins": partial(_plugins, probes, plugins, torch),
             "measured tables": partial(_probed, plugins, "tables"),
             "variables": lambda: {name: repr(os.environ[name]) for name in _VARIABLES if name in os.environ},
-            "cache folders": _caches,
+            "cache folders": lambda: {name: _folder_state(path) for name, path in cache_folders().items()},
         }
         try:
             found = {title: pool.submit(_guarded, probe) for title, probe in sections.items()}
@@ -285,22 +285,15 @@ def _plugins(probes: Probes, probed: Future[Findings], torch: Future[Findings]) 
     if "failed" in answer:
         return answer
     findings: Findings = answer["findings"]
-    factories = answer["factories"]
-    for name, failure in _factory_failures(probes, factories, torch.result()).items():
+    factories, imported = answer["factories"], torch.result()
+    failures = imported.get("failures", {})
+    if "failed" in imported:  # one of the factories crashed the process: import each separately
+        for name, factory in factories.items():
+            alone = _probe_torch(probes, partial(dict, {name: factory}), name)
+            failures |= {name: alone["failed"]} if "failed" in alone else alone["failures"]
+    for name, failure in failures.items():
         findings[name] += f", but its factory {factories[name]} cannot be imported: {failure}"
     return findings
-
-
-def _factory_failures(probes: Probes, factories: Mapping[str, str], imported: Findings) -> Findings:
-    """Return the import errors of usable backends' factories, by backend."""
-    if "failed" not in imported:
-        failures: Findings = imported["failures"]
-        return failures
-    found: dict[str, str] = {}
-    for name, factory in factories.items():  # one of them crashed the process: import each separately
-        alone = _probe_torch(probes, partial(dict, {name: factory}), name)
-        found |= {name: alone["failed"]} if "failed" in alone else alone["failures"]
-    return found
 
 
 def plugin_answer() -> Findings:
@@ -352,19 +345,15 @@ def cache_folders() -> dict[str, Path]:
     }
 
 
-def _caches() -> Findings:
-    return {name: f"{folder} ({_folder_state(folder)})" for name, folder in cache_folders().items()}
-
-
 def _folder_state(folder: Path) -> str:
-    """Return whether a folder is writable, and its files and size. Counts at most ``_FILES_COUNTED`` files."""
+    """Return a folder, whether it is writable, and its files and size. Counts at most ``_FILES_COUNTED`` files."""
     try:
         if not folder.is_dir():
-            return "not there"
+            return f"{folder} (not there)"
         paths = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
         sizes = [os.lstat(path).st_size for path in islice(paths, _FILES_COUNTED)]
         least = "at least " if len(sizes) == _FILES_COUNTED else ""
         state = "writable" if os.access(folder, os.W_OK) else "not writable"
-        return f"{state}, {least}{len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
+        return f"{folder} ({state}, {least}{len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB)"
     except OSError as error:
-        return f"cannot be read: {error}"
+        return f"{folder} (cannot be read: {error})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from attnplug.cli import output
 from attnplug.cli.app import command_claims, command_conflict
@@ -29,9 +30,6 @@ class Item:
     status: str
     text: str
 
-    def as_json(self) -> dict[str, object]:
-        return {"kind": self.kind, "name": self.name, "status": self.status, "text": self.text}
-
 
 def run(parsed: argparse.Namespace) -> int:
     registry = load_registry()
@@ -40,9 +38,7 @@ def run(parsed: argparse.Namespace) -> int:
         for row in listing(registry, every=True)
     ]
     items += [*_commands(), *_hosts(), *_other(registry)]
-    items.sort(
-        key=lambda item: (item.source.distribution != "attnplug", item.source.distribution, item.kind, item.name)
-    )
+    items.sort(key=lambda item: (not item.source.embedded, str(item.source), item.kind, item.name))
     if parsed.json:
         output.write_json({"installed": _by_package(items)})
     else:
@@ -85,10 +81,8 @@ def _other(registry: Registry) -> Iterator[Item]:
 
 
 def _by_package(items: list[Item]) -> list[dict[str, object]]:
-    packages: dict[tuple[str, str], list[Item]] = {}
-    for item in items:
-        packages.setdefault((item.source.distribution, item.source.version), []).append(item)
-    return [
-        {"distribution": distribution, "version": version, "brings": [item.as_json() for item in provided]}
-        for (distribution, version), provided in packages.items()
-    ]
+    found = []
+    for (name, version), provided in groupby(items, key=lambda item: (item.source.distribution, item.source.version)):
+        brings = [{"kind": each.kind, "name": each.name, "status": each.status, "text": each.text} for each in provided]
+        found.append({"distribution": name, "version": version, "brings": brings})
+    return found

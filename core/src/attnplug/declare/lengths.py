@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
-
-EVERY_LENGTH = sys.maxsize
-"""``max_length`` of the last :class:`LengthRange`."""
-
-
-class LengthRange(NamedTuple):
-    """Backends, by name, that serve a batch together if its KV lengths do not exceed ``max_length``."""
-
-    max_length: int
-    backends: tuple[str, ...]
 
 
 class TypicalLens(NamedTuple):
@@ -26,10 +15,6 @@ class TypicalLens(NamedTuple):
     @classmethod
     def of(cls, lengths: Sequence[int]) -> TypicalLens:
         return cls(sum(lengths) // (len(lengths) or 1), max(lengths, default=0))
-
-    @classmethod
-    def around(cls, mean: int, *, ragged: bool) -> TypicalLens:
-        return cls(mean, (3 * mean + 1) // 2 if ragged else mean)
 
 
 def is_ragged(mean: int, longest: int) -> bool:

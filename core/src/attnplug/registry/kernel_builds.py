@@ -26,7 +26,6 @@ from attnplug.registry.isolation import BuildError, attributed_to
 compiled_kernels: list[tuple[str, float]] = []
 """Name and seconds of every kernel that :func:`build_kernels` compiled for this process."""
 _BYTES_PER_COMPILER = 4 << 30
-_LINES_SHOWN = 12
 _loaded: set[tuple[str, str]] = set()  # backend, kernel
 _progress: ContextVar[Callable[[int, int], None] | None] = ContextVar("progress", default=None)
 
@@ -64,8 +63,7 @@ def build_kernels(backends: Iterable[tuple[Registered, frozenset[Role], Any]], p
 def declared_builds(backend: Registered, problem: Problem, roles: frozenset[Role], options: Any) -> list[KernelBuild]:
     """Return the kernels that a backend's spec lists for a problem. Raises BuildError if the list is malformed."""
     spec, reference = backend.spec, backend.spec.kernel_builds
-
-    def checked() -> list[KernelBuild]:
+    with attributed_to(backend, f"{reference} failed"):
         given = spec.options() if options is None and spec.options is not None else options
         builds = [] if reference is None else list(pkgutil.resolve_name(reference)(problem, roles, given))
         if wrong := [build for build in builds if not isinstance(build, KernelBuild)]:
@@ -74,8 +72,6 @@ def declared_builds(backend: Registered, problem: Problem, roles: frozenset[Role
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"it returned several kernels named {', '.join(sorted(repeated))}")
         return builds
-
-    return _call(backend, str(reference), checked)  # type: ignore[no-any-return]
 
 
 def _call(backend: Registered, name: str, function: Callable[[], Any]) -> Any:
@@ -109,7 +105,7 @@ def _compile(missing: Sequence[tuple[Registered, KernelBuild]], ranks: int) -> N
         printed, _ = process.communicate(pickled)
         running.discard(process)
         if process.returncode:
-            lines = printed.decode(errors="replace").rstrip().splitlines()[-_LINES_SHOWN:]
+            lines = printed.decode(errors="replace").rstrip().splitlines()[-12:]
             text = "\n".join(f"  {line[:400]}" for line in lines) or f"  exit code {process.returncode}"
             raise BuildError(backend, BackendError(f"kernel {build.name} cannot be compiled:\n{text}"))
         return f"{backend.spec.name}: {build.name}", time.perf_counter() - started

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
+from typing import NamedTuple
 
 from attnplug import AttentionBackend, ForwardMode
 from attnplug.auto.fastest import FastestBackend
-from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 from attnplug.host import ForwardingBackend
 from attnplug.wrappers.split import SplitBackend
+
+EVERY_LENGTH = sys.maxsize
+"""``max_length`` of the last :class:`LengthRange`."""
+
+
+class LengthRange(NamedTuple):
+    """Backends, by name, that serve a batch together if its KV lengths do not exceed ``max_length``."""
+
+    max_length: int
+    backends: tuple[str, ...]
 
 
 def length_ranges(
@@ -25,7 +36,8 @@ def length_ranges(
         by = backend.by_mode[mode]
         if isinstance(by, str):
             return (LengthRange(EVERY_LENGTH, (by,)),)
-        return by.length_ranges(requests, tokens, ragged)
+        ends, names = by.length_ranges(requests, tokens, ragged)
+        return tuple(LengthRange(end, (name,)) for end, name in zip(ends, names, strict=True))
     labels = backend.child_of[mode] if isinstance(backend, SplitBackend) else tuple(backend.children)
     children = [backend.children[label] for label in labels]
     return merge_length_ranges(*(length_ranges(child, mode, requests, tokens, ragged) for child in children))

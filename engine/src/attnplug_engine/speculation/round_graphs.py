@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
-from attnplug.declare.lengths import LengthRange
 from attnplug.host import ModelAttention, TypicalLens
 from attnplug_engine.execution.sampling_inputs import SeedOf
 from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.decode import sizes_by_backend
 from attnplug_engine.graphs.dispatcher import GraphDispatcher
-from attnplug_engine.graphs.length_ranges import length_ranges, merge_length_ranges
+from attnplug_engine.graphs.length_ranges import LengthRange, length_ranges, merge_length_ranges
 from attnplug_engine.graphs.padding import reserve_padding
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.slot_table import SlotTable
