@@ -39,5 +39,6 @@ def over_stand_ins(
         **claims,
     }
     spec = registered.spec
-    stand_in = replace(spec, capabilities=replace(spec.capabilities, **own), factory=factory, requires=())
+    own_spec = {"factory": factory, "requires": (), "kernel_builds": None}
+    stand_in = replace(spec, capabilities=replace(spec.capabilities, **own), **own_spec)
     return Subject(replace(registered, spec=stand_in), torch.device("cpu"), longest=longest, seam=seam)
