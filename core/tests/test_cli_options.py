@@ -43,6 +43,7 @@ def test_every_option_of_explain_is_part_of_the_problem_or_of_the_request() -> N
         kv_dtype=DType.FLOAT8_E4M3,
         page_size=16,
         cuda_graph=GraphLevel.UNIFORM,
+        wants_prefill_graphs=True,
         speculative_tokens=3,
         speculative_topk=4,
         tensor_parallel=2,
