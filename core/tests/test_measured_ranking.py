@@ -61,7 +61,7 @@ def test_a_host_that_plans_by_batch_gets_a_schedule() -> None:
     assert any(
         line.startswith("decode: late or early (auto: late and early by batch, the fastest of 2") for line in lines
     )
-    (upto,) = (each.max_length for each in schedule.length_ranges(1, 1) if each.backends == ("early",))
+    (upto,) = (end for end, name in zip(*schedule.length_ranges(1, 1, False), strict=True) if name == "early")
     assert f"  1 request: early up to {upto} rows, then late" in lines
 
 

@@ -139,7 +139,10 @@ def test_where_only_one_kind_was_measured_it_stands_for_both() -> None:
         assert {schedule.fastest(4, 64, 1, ragged) for ragged in (False, True)} == {"b"}
 
 
-def test_typical_lengths() -> None:
+@given(st.integers(0, 1 << 20), st.booleans())
+def test_typical_lengths_around_a_mean_are_distinguished(mean: int, ragged: bool) -> None:
+    """A graph captured for one kind is planned as that kind."""
+    assert is_ragged(*TypicalLens.around(mean, ragged=ragged)) is (ragged and mean > 0)
     assert not is_ragged(*TypicalLens.of([])) and TypicalLens.of([4, 8]) == (6, 8)
 
 

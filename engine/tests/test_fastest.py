@@ -16,12 +16,12 @@ from attnplug import AttentionBackend, BackendError, ForwardMode, GraphLevel, Pr
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.auto.table_store import read_tables
-from attnplug.declare.lengths import EVERY_LENGTH, LengthRange
 from attnplug.host import BackendRequest, HostContext, Selection, TypicalLens, load_model, load_registry, select
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.execution.backend_usage import BackendUsage
 from attnplug_engine.graphs.decode import GraphReport
 from attnplug_engine.graphs.dispatcher import GraphDispatcher
+from attnplug_engine.graphs.length_ranges import EVERY_LENGTH, LengthRange
 from attnplug_engine.prepare import check_same_choice
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.step import StepEntry

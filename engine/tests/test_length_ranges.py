@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from attnplug import AttentionKind, Claims, ForwardMode, LayerSpec, ModelSpec, Role
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.contract.plan import BackendId
-from attnplug.declare.lengths import is_ragged
 from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
-from attnplug_engine.graphs.dispatcher import _around
 from attnplug_engine.graphs.length_ranges import EVERY_LENGTH, LengthRange, length_ranges, merge_length_ranges
 from attnplug_testing.specs import GDN as LINEAR
 
@@ -56,9 +51,3 @@ def test_length_ranges_of_several_are_those_of_one():
         LengthRange(6, ("b", "c")),
         LengthRange(9, ("b", "d")),
     )
-
-
-@given(st.integers(0, 1 << 20), st.booleans())
-def test_typical_lengths_around_a_mean_are_distinguished(mean, ragged):
-    """A graph captured for one kind is planned as that kind."""
-    assert is_ragged(*_around(mean, ragged=ragged)) is (ragged and mean > 0)

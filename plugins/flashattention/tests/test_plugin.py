@@ -307,7 +307,7 @@ def test_roles_of_mla_are_divided(explained: Explained, tmp_path: Path) -> None:
     assert code == 0
     assert {role: choice["chosen"] for role, choice in roles.items()} == {
         "prefill": "flashattention",
-        "decode": "triton_mla",
+        "decode": "flashinfer_mla",
     }
     code, roles = explained(*common, "--attention-backend", "flashattention")
     assert code == 1

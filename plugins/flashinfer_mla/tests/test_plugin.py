@@ -236,12 +236,9 @@ def test_asked_for_on_a_cpu_it_says_why_not(explained: Explained) -> None:
         assert all(reason["option"] and reason["allowed"] for reason in reasons)
 
 
-def test_auto_takes_it_on_an_h200_without_triton_mla(
-    explained: Explained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_it_on_an_h200(explained: Explained, tmp_path: Path) -> None:
     """D1, D3: the answer needs no GPU."""
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
-    monkeypatch.setenv("ATTNPLUG_PLUGINS", "attnplug,attnplug-flashinfer-mla")
     code, roles = explained("--model", str(tmp_path), "--sm", "90", "--kv-dtype", "fp8")
     assert code == 0
     assert {choice["chosen"] for choice in roles.values()} == {"flashinfer_mla"}

@@ -143,7 +143,7 @@ def test_it_is_asked_for_as_a_role(tmp_path: Path) -> None:
         "prefill": "flashinfer_mla",
         "decode": "triton_mla",
     }
-    assert 100 < SPEC.preference < 120, "between flashinfer_mla, which prefills slower, and flashmla_sparse"
+    assert 0 < SPEC.preference < 90, "behind the libraries', before torch_native"
 
 
 def test_its_counters_are_a_kind_of_memory_of_its_own() -> None:

@@ -125,11 +125,8 @@ def test_asked_for_on_an_h200_it_says_which_gpus_it_needs(explained: Explained, 
         assert [(reason["code"], reason["allowed"]) for reason in reasons] == [("sm", "SM 100 to 103")]
 
 
-def test_auto_leaves_hopper_to_flashinfer_mla_and_takes_fp8_on_blackwell(
-    explained: Explained, deepseek: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_leaves_hopper_to_flashinfer_mla_and_takes_fp8_on_blackwell(explained: Explained, deepseek: str) -> None:
     """D1, D3: FlashInfer's own kernels read no fp8 cache there."""
-    monkeypatch.setenv("ATTNPLUG_PLUGINS", "attnplug,attnplug-flashinfer-mla,attnplug-trtllm-mla")
     for sm, kv_dtype, wanted in (
         ("90", "fp8", "flashinfer_mla"),
         ("100", "bf16", "flashinfer_mla"),

@@ -16,6 +16,10 @@ class TypicalLens(NamedTuple):
     def of(cls, lengths: Sequence[int]) -> TypicalLens:
         return cls(sum(lengths) // (len(lengths) or 1), max(lengths, default=0))
 
+    @classmethod
+    def around(cls, mean: int, *, ragged: bool) -> TypicalLens:
+        return cls(mean, (3 * mean + 1) // 2 if ragged else mean)
+
 
 def is_ragged(mean: int, longest: int) -> bool:
     """Return True if KV lengths vary enough for the ragged measurements to apply."""

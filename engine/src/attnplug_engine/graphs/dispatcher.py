@@ -42,7 +42,7 @@ class GraphDispatcher(Generic[Captured]):
         for ragged, parts in found.items():
             for least, most, backends in parts:
                 if backends not in made:
-                    middle = _around(math.isqrt(least * most), ragged=ragged)
+                    middle = TypicalLens.around(math.isqrt(least * most), ragged=ragged)
                     made[backends] = capture(middle if self._chooses else None)
             self._ranges.append(([most for _, most, _ in parts[:-1]], [made[backends] for _, _, backends in parts]))
         self._count = self._steps = self._mean = self._longest = 0
@@ -69,10 +69,6 @@ class GraphDispatcher(Generic[Captured]):
             self._steps -= 1
         self._mean += 1
         self._longest += 1
-
-
-def _around(mean: int, *, ragged: bool) -> TypicalLens:
-    return TypicalLens(mean, (3 * mean + 1) // 2 if ragged else mean)
 
 
 def _within(ranges: Sequence[LengthRange], context: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:

@@ -67,7 +67,7 @@ def attnplug_backends() -> list[BackendSpec]:
             contract="0.9",
             factory="attnplug_flashmla.factory:SparseFlashMLABackend",
             requires=((LIBRARY, "flash_mla"),),
-            preference=120,  # above triton_mla's kernels over chosen rows
+            preference=90,
             options=SparseOptions,
             check=_check_sparse,
             capabilities=Capabilities(

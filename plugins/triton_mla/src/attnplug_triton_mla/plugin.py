@@ -47,8 +47,7 @@ def attnplug_backends() -> list[BackendSpec]:
             requires=((LIBRARY, "triton"),),
             options=TritonMLAOptions,
             check=refusals,
-            # Above flashinfer_mla: prefills faster, decodes as fast with up to 64 heads, compiles in seconds.
-            preference=110,
+            preference=50,  # below the libraries: slower with many heads and large batches
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MLA}),
                 devices=frozenset({"cuda"}),
