@@ -39,6 +39,6 @@ def over_stand_ins(
         **claims,
     }
     spec = registered.spec
-    own_spec = {"factory": factory, "requires": (), "kernel_builds": None}
-    stand_in = replace(spec, capabilities=replace(spec.capabilities, **own), **own_spec)
+    claimed = replace(spec.capabilities, **own)
+    stand_in = replace(spec, capabilities=claimed, factory=factory, requires=(), kernel_builds=None)
     return Subject(replace(registered, spec=stand_in), torch.device("cpu"), longest=longest, seam=seam)
