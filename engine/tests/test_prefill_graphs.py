@@ -568,6 +568,7 @@ def test_a_row_before_the_new_ones_is_not_the_captured_extends_to_write(native):
     [(StaleLengths, {"result"}), (EqualLengths, {"result", "writes"}), (WritesPadding, {"writes"})],
 )
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sample(3)
 def test_a_backend_that_claims_too_much_is_found_out(model, kind, faults, native):
     native(kind)
     with pytest.raises(CaptureMismatch, check=having("cuda_graph ALWAYS", "extend")) as caught:
