@@ -36,7 +36,7 @@ from attnplug_testing.errors import having, naming
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
 HYBRIDS = ["tiny:qwen3_next", "tiny:minimax"]
-"""With a convolution's state beside the recurrent one, and without."""
+"""Models with and without a convolution's state beside the recurrent one."""
 FURTHER = [
     pytest.param(name, marks=pytest.mark.long) for name in ("tiny:kimi_linear", "tiny:mamba2", "tiny:nemotron_h")
 ]
