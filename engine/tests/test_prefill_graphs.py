@@ -393,8 +393,12 @@ class TestCapture:
         times, captures = iter([1.0, 1.6, 1.0, 1.4, 1.2, 1.0, 1.0, 0.2]), list[Any]()
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, **how: next(times))
         one = engine()
-        recorded = lambda run: captures.append(run) or Recorded()(run)  # noqa: E731
-        capture_steps(one.runner, SIZES, recorded, prefills=PREFILLS, keep_all=False)
+
+        def record(run):
+            captures.append(run)
+            return Recorded()(run)
+
+        capture_steps(one.runner, SIZES, record, prefills=PREFILLS, keep_all=False)
         assert one.runner.graphs.prefill.sizes == PREFILLS[:1]
         assert len(captures) == 3 + 2 * len(SIZES)  # two prefills, one of which is checked, and decode steps
         each = SamplingParams(max_tokens=3)
