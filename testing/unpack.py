@@ -12,7 +12,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-READ = re.compile(r"\.py$|^flashinfer/data/include/flashinfer/|^flash_mla/_C_legacy.*\.so$")
+READ = re.compile(
+    r"\.py$|^flashinfer/data/include/flashinfer/|^flashinfer/data/csrc/[^/]+$|^flash_mla/_C_legacy.*\.so$"
+)
 
 
 def unpack(wheel: Path, folder: Path) -> None:

@@ -108,6 +108,7 @@ def test_the_guides_backend_is_right(installed: Environment) -> None:
     assert "my_attention conforms: " in done.stdout
 
 
+@pytest.mark.long
 def test_the_page_on_conformance_leads_from_nothing_to_a_report(installed: Environment) -> None:
     """Every command of its first block, as it stands there; pip has no network here."""
     page = (ROOT / "docs" / "conformance.md").read_text()

@@ -71,6 +71,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("source", BROKEN, ids=BROKEN.values())
+@pytest.mark.sample(3)
 def test_a_broken_command_is_one_warning_and_an_error_if_it_is_run(
     attnplug: Attnplug, bring: Bring, source: str
 ) -> None:

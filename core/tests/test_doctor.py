@@ -184,6 +184,7 @@ def test_a_library_that_ends_the_process_quietly_has_not_been_imported(
         "import sys; sys.stdout.buffer.write(b'\\xff'); sys.stdout.flush(); raise RuntimeError('bad')",
     ],
 )
+@pytest.mark.sample(1)
 def test_a_library_that_prints_garbage_does_not_spoil_the_report(report: Report, library: Library, source: str) -> None:
     library("flash_attn", source)
     assert ("import failed" in libraries(report)["flash_attn"]) == ("raise" in source)

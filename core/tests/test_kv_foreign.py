@@ -174,6 +174,7 @@ every_memory = pytest.mark.parametrize("memory", CASES, ids=NAMES)
 @every_memory
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
+@pytest.mark.sample(24)
 def test_rows_are_written_where_the_host_expects_them(memory: Memory, dtype: DType, how: str) -> None:
     with writing(how) as device:
         host = Host(memory, dtype, device)
@@ -223,6 +224,7 @@ MOVES = {
 @every_memory
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
+@pytest.mark.sample(16)
 def test_rows_move_as_if_all_were_read_before_any_is_written(memory: Memory, dtype: DType, device: str) -> None:
     """Accepted rows of a speculation tree, in every layout."""
     host = Host(memory, dtype, device)

@@ -241,6 +241,7 @@ def test_keys_and_values_are_written_by_one_launch(how: str, monkeypatch: pytest
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(("dtype", "layout"), list(itertools.product(ELEMENTS, LAYOUTS)))
 @pytest.mark.parametrize("numbers", SLOTS, ids=str)
+@pytest.mark.sample(74)
 def test_rows_without_a_slot_are_not_written(numbers: list[int], dtype: DType, layout: LayoutName, how: str) -> None:
     """B5: of padding nothing is written, nowhere; slot -1 least of all means the last one."""
     index = torch.int32 if (len(numbers) % 2) == (layout == "token_major") else torch.int64

@@ -60,6 +60,7 @@ def plan_of(batch: ForwardBatch, mode: ForwardMode = ForwardMode.EXTEND, rows: i
 class TestPaths:
     @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.parametrize("path", ExtendPath)
+    @pytest.mark.sample(2)
     def test_random_batches_match_float64_on_every_path(self, path, device):
         """C1: three ways, one result; C3: chunks that split, pack, and leave requests without context."""
 

@@ -99,6 +99,7 @@ def ranks(mode: ForwardMode) -> list[Rank]:
 
 @MODES
 @SIZES
+@pytest.mark.sample(5)
 def test_padded_and_then_planned(mode, requests, rows):
     """B1, B5"""
     for rank in ranks(mode):
@@ -111,6 +112,7 @@ def test_padded_and_then_planned(mode, requests, rows):
 
 @pytest.mark.parametrize("mode", [DECODE, VERIFY])
 @SIZES
+@pytest.mark.sample(2)
 def test_planned_as_equivalent_and_then_padded(mode, requests, rows):
     """B1: a single decode or verify depends on nothing but its geometry, so the forward path plans it again, once."""
     for rank in ranks(mode):
@@ -123,6 +125,7 @@ def test_planned_as_equivalent_and_then_padded(mode, requests, rows):
 
 
 @MODES
+@pytest.mark.sample(2)
 def test_planned_and_then_padded_by_rows_alone(mode):
     """B5: the plan holds, and the tail is padding."""
     for rank in ranks(mode):
@@ -147,6 +150,7 @@ def test_planned_and_then_padded_by_requests_is_refused_if_it_may_not_be_planned
 
 @MODES
 @SIZES
+@pytest.mark.sample(5)
 def test_planned_without_a_mark_is_planned_again(mode, requests, rows):
     """B1: what the forward path planned itself it plans again."""
     for rank in ranks(mode):
@@ -157,6 +161,7 @@ def test_planned_without_a_mark_is_planned_again(mode, requests, rows):
 
 @MODES
 @SIZES
+@pytest.mark.sample(5)
 def test_padded_twice_is_as_padded_once(mode, requests, rows):
     for rank in ranks(mode):
         rank.pad(requests, rows)

@@ -174,6 +174,7 @@ class TestTorchNative:
     @on_every_device
     @both
     @pytest.mark.parametrize("rows", [1, 5, 64])
+    @pytest.mark.sample(4)
     def test_trees_of_their_own_for_every_request(self, rows, case, device):
         """C4; whole pages, parts of pages and no prefix at all."""
         for lse in (True, False):

@@ -82,7 +82,7 @@ def two_requests() -> Geometry:
 
 
 LENGTHS = {"seq_lens", "new_lens", "host"}
-"""What a cut request has less of in the first half."""
+"""Fields of a geometry that differ in the first half of a divided request."""
 
 
 class TestCut:

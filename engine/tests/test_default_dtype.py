@@ -9,6 +9,7 @@ from attnplug_engine import Engine
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next", "nemotron_h"])
+@pytest.mark.sample(1)
 def test_the_default_dtype_changes_no_token(name):
     def tokens():
         engine = Engine(f"tiny:{name}", device="cpu", num_pages=32, max_batch=4)

@@ -96,6 +96,7 @@ def cuts() -> list[dict[str, object]]:
 @on_every_device
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.sample(2)
 def test_every_cut_gives_the_sum_of_the_chosen_experts(gated, tokens, device):
     layer = Layer(gated, device=device)
     x, (topk_ids, topk_weights) = layer.made(tokens, layer.hidden), layer.routing(tokens, 3)
@@ -256,6 +257,7 @@ def test_a_row_of_nan_chooses_experts_that_exist(device):
     ("name", "tokens"),
     [("deepseek_v2", 3), ("deepseek_v3", 1), ("qwen3_next", 3), ("minimax", 1), ("nemotron_h", 3)],
 )
+@pytest.mark.sample(3)
 def test_a_model_has_the_same_experts_on_kernels(name, tokens, device, monkeypatch):
     """On a CPU the model is made to believe that it may use them."""
 

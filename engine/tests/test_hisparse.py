@@ -143,6 +143,7 @@ def test_replayed_steps_make_the_same_tokens(expected, monkeypatch: pytest.Monke
     ],
     ids=["chains", "trees of a sparse draft"],
 )  # fmt: skip
+@pytest.mark.long
 def test_rows_that_are_verified_are_brought_in_together(speculation, expected, monkeypatch):
     """Rejected rows are written again, accepted ones of a tree are moved on the host. A draft has no coordinator.
 
@@ -183,6 +184,7 @@ def test_every_mix_of_v4_layers_generates_the_tokens_of_transformers(kinds, orac
     assert hisparse.statistics().loaded and (hisparse.entries is None) is (S4 not in kinds)
 
 
+@pytest.mark.long
 def test_drafts_of_v4_that_are_rejected_leave_no_entry_on_the_device():
     """A hot buffer with an entry of a rejected draft would be read after the entry was made again."""
     engine = make(V4, hot=5 * V4_TOPK, speculative_algorithm="ngram", speculative_num_steps=4)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 MODELS = ["kimi_linear", "qwen3_next", "qwen3_5_text", "minimax", "mamba2", "nemotron_h"]
 STATES = ["kimi_linear", "minimax"]
-"""With a convolution's state beside the recurrent one, and without."""
+"""Models with and without a convolution's state beside the recurrent one."""
 NEW_TOKENS = 8
 
 

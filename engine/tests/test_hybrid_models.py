@@ -133,6 +133,7 @@ def test_a_backend_may_run_a_whole_layer_of_the_delta_rule(name, shared_oracle, 
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sample(2)
 def test_chunks_of_any_size_give_the_logits_of_the_whole_prompt(name, shared_oracle, make_stage, prompts):
     oracle = shared_oracle(name)
     loaded = loaded_from(oracle)
@@ -146,6 +147,7 @@ def test_chunks_of_any_size_give_the_logits_of_the_whole_prompt(name, shared_ora
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sample(2)
 def test_requests_of_one_batch_end_and_start_apart(name, shared_oracle, make_stage, prompts):
     """In a step some extend by a chunk, some by a token, and some by nothing."""
     oracle = shared_oracle(name)
@@ -200,6 +202,7 @@ def test_slopes_of_heads_that_are_no_power_of_two():
 
 
 @pytest.mark.parametrize("name", [*NAMES, RING])
+@pytest.mark.sample(2)
 def test_a_state_that_is_lost_changes_the_logits(name, make_stage, prompts):
     """Shows that the tests above can fail: the linear layers' states reach far enough back to matter."""
     loaded = load_model(f"tiny:{name}", dtype=torch.float32, device="cpu")

@@ -77,6 +77,7 @@ def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
         (7, 10, 2, 16, False, True),
     ],
 )
+@pytest.mark.sample(4)
 def test_a_product_of_few_rows_is_float64s(
     rows: int, inputs: int, outputs: int, block_k: int, gated: bool, norm: bool, device: str
 ) -> None:

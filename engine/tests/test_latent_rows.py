@@ -146,6 +146,7 @@ def test_rows_and_queries_are_made_of_what_a_late_kernel_made(device: str) -> No
         assert all(map(torch.equal, run(), wanted))
 
 
+@pytest.mark.long
 @INTERPRETED
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
 def test_a_step_leaves_the_same_rows_in_the_cache_whoever_stores_them(

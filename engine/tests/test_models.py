@@ -97,6 +97,7 @@ def test_cached_latent_rows_are_those_of_transformers(case, make_oracle, make_st
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.sample(2)
 def test_a_tiny_model_is_the_one_that_transformers_loads_from_what_it_saves(name, tmp_path, make_stage, sequences):
     from transformers import AutoModelForCausalLM
 

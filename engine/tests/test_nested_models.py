@@ -82,6 +82,7 @@ def generated(folder: Path, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("case", MODELS)
+@pytest.mark.sample(2)
 def test_tokens_of_the_text_model_equal_those_of_transformers(case, oracle):
     """Batched, in chunks, with prefix hits."""
     made = oracle(case)

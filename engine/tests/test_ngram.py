@@ -60,6 +60,7 @@ def naive(text: Sequence[int], steps: int, topk: int = 1, most: int = 5, least: 
 
 
 @pytest.mark.parametrize(("most", "least", "topk"), [(5, 2, 1), (3, 1, 3), (1, 1, 3)])
+@pytest.mark.sample(3)
 def test_the_longest_suffix_and_then_the_latest_occurrence(
     kernel_device: str, topk: int, most: int, least: int
 ) -> None:

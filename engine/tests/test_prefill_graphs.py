@@ -37,7 +37,7 @@ from attnplug_testing.errors import having, naming
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
 HYBRIDS = ["tiny:qwen3_next", "tiny:minimax"]
-"""With a convolution's state beside the recurrent one, and without."""
+"""Models with and without a convolution's state beside the recurrent one."""
 FURTHER = [
     pytest.param(name, marks=pytest.mark.long) for name in ("tiny:kimi_linear", "tiny:mamba2", "tiny:nemotron_h")
 ]
@@ -394,8 +394,12 @@ class TestCapture:
         times, captures = iter([1.0, 1.6, 1.0, 1.4, 1.2, 1.0, 1.0, 0.2]), list[Any]()
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, **how: next(times))
         one = engine()
-        recorded = lambda run: captures.append(run) or Recorded()(run)  # noqa: E731
-        capture_steps(one.runner, SIZES, recorded, prefills=PREFILLS, keep_all=False)
+
+        def record(run):
+            captures.append(run)
+            return Recorded()(run)
+
+        capture_steps(one.runner, SIZES, record, prefills=PREFILLS, keep_all=False)
         assert one.runner.graphs.prefill.sizes == PREFILLS[:1]
         assert len(captures) == 3 + 2 * len(SIZES)  # two prefills, one of which is checked, and decode steps
         each = SamplingParams(max_tokens=3)
@@ -570,6 +574,7 @@ def test_a_row_before_the_new_ones_is_not_the_captured_extends_to_write(native):
     [(StaleLengths, {"result"}), (EqualLengths, {"result", "writes"}), (WritesPadding, {"writes"})],
 )
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sample(3)
 def test_a_backend_that_claims_too_much_is_found_out(model, kind, faults, native):
     native(kind)
     with pytest.raises(CaptureMismatch, check=having("cuda_graph ALWAYS", "extend")) as caught:

@@ -118,6 +118,7 @@ def test_only_models_whose_layers_are_all_mla_run_decodes_apart(model, first):
 
 
 @pytest.mark.parametrize("padding", [(0, 3), (2, 0), (2, 3)], ids=["rows", "requests", "both"])
+@pytest.mark.sample(2)
 def test_a_decode_planned_ahead_may_be_padded_and_is_planned_again(engine, padding):
     """B1, B2: prepare() marks it as equivalent when planned again. An extend is marked for its shapes alone."""
     engine.add([1, 2, 3], SamplingParams(max_tokens=4))

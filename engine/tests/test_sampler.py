@@ -211,6 +211,7 @@ def test_noise_reaches_as_far_as_the_hash() -> None:
     vocab=st.sampled_from([1, 2, 7, 64, 1031, 2048]),
     data=st.data(),
 )
+@pytest.mark.long
 def test_a_token_is_the_same_in_every_batch(seed: int, rows: int, vocab: int, data: st.DataObject) -> None:
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
     kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=rows, max_size=rows))
@@ -325,6 +326,7 @@ def test_a_nucleus_wider_than_the_first_look_is_sorted_whole() -> None:
 
 @in_every_way
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.sample(2)
 def test_rows_that_are_not_finite_have_no_token_and_the_others_theirs(
     temperature: float, choose: Any, device: str
 ) -> None:

@@ -170,6 +170,7 @@ def test_threads_may_share_an_engine(engine, alone):
 
 
 @pytest.mark.parametrize("step_too", [False, True])
+@pytest.mark.sample(1)
 def test_other_threads_neither_add_nor_step_in_the_middle_of_a_step(engine, alone, monkeypatch, step_too):
     """They wait until it is done."""
     added: list[Request] = []

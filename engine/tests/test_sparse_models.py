@@ -222,6 +222,7 @@ def test_a_batch_of_eight_long_and_short_prompts_gives_the_tokens_of_transformer
     ],
     ids=["chains", "trees of a sparse draft"],
 )  # fmt: skip
+@pytest.mark.long
 def test_speculation_gives_the_same_tokens(speculation):
     """Accepted rows of a tree are moved with their index keys: the draft is the model itself, so most are accepted."""
     prompts = [*eight()[1:4], eight()[0][:6] * 4]

@@ -117,6 +117,7 @@ def checked(accepted: Accepted, paths: Sequence[Sequence[int]], chosen: Sequence
 
 @pytest.mark.parametrize("nodes", SIZES)
 @pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.sample(12)
 def test_what_was_chosen_is_accepted(kernel_device: str, nodes: int, tree: bool) -> None:
     """The vocabulary is small: siblings are often equal, and some nodes are missing or have bad logits."""
     chance, requests = random.Random(nodes), 24

@@ -176,6 +176,7 @@ def test_prefix_hits_give_the_same_tokens(oracle):
     assert engine.cache_statistics.hit_tokens >= 64 * 4
 
 
+@pytest.mark.long
 def test_preempted_requests_give_the_same_tokens(oracle):
     prompts = drawn(40, 33, 20)
     engine = Engine(str(oracle.folder), device="cpu", page_size=16, num_pages=7, max_batch=3)
@@ -183,6 +184,7 @@ def test_preempted_requests_give_the_same_tokens(oracle):
     assert engine.scheduler.preemptions > 0
 
 
+@pytest.mark.long
 def test_halves_of_a_step_give_the_same_tokens(oracle):
     """B4: a request is cut anywhere in a window."""
     prompts = drawn(51, 7, 30)
@@ -190,6 +192,7 @@ def test_halves_of_a_step_give_the_same_tokens(oracle):
     check(oracle, prompts, generated(engine, prompts, 8))
 
 
+@pytest.mark.long
 def test_chains_of_drafts_give_the_same_tokens(oracle):
     prompts = [drawn(6)[0] * 6, drawn(23)[0]]
     engine = Engine(

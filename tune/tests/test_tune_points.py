@@ -108,7 +108,7 @@ KERNELS = {
 
 
 def test_between_the_prefill_points_auto_takes_nearly_the_fastest_backend() -> None:
-    """Of three sorts of kernels, at random prompts, prefixes and mixed batches. The benchmark does it on a GPU."""
+    """Three synthetic kernels, at random prompts, prefixes and mixed batches. The benchmark does it on a GPU."""
     grid = [Point(Role.PREFILL, requests, new + prefix, new) for requests, new, prefix in PREFILLS]
     schedule = ExtendSchedule(
         {name: {(p.requests, p.length, p.tokens): time(p) for p in grid} for name, time in KERNELS.items()}

@@ -68,6 +68,7 @@ def on_cpu(package: Package) -> str:
         ("tiny:deepseek_v3", -1, False),
     ],
 )
+@pytest.mark.sample(1)
 def test_an_embedding_keeps_nothing_in_the_cache_unless_prompts_are_cut(on_cpu, model, chunk, skips):
     """A6: on for whole prompts, off for pieces, which find their prefix in the cache, and off for MLA."""
     embedder = Embedder(model, device="cpu", attention_backend=on_cpu, chunked_prefill_size=chunk)

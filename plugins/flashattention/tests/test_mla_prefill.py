@@ -77,6 +77,7 @@ def error(layer: UpProjected, policy: ExtendPolicy) -> float:
 
 @everywhere
 @pytest.mark.parametrize(("path", "capacity"), [(ONE_SHOT, 100), (CHUNKED, 1), (CHUNKED, 100)])
+@pytest.mark.sample(6)
 def test_chunks_that_split_and_pack_and_leave_requests_out(path, capacity, kernel, device):
     """C1, C2, C3, C4"""
     prefixes = ((3, 4), (0, 2), (2, 5)) if capacity == 1 else MIXED_PREFIXES

@@ -143,6 +143,7 @@ def test_references_take_what_the_library_takes(name):
     "softmax", [SoftmaxParams(0.1), SoftmaxParams(0.1, window=3), SoftmaxParams(0.1, cap=5.0)], ids=str
 )
 @pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.sample(6)
 def test_ragged_calls_are_taken(name, softmax, lse):
     if name == "torch" and softmax.cap is not None:
         softmax = replace(softmax, cap=None)
@@ -160,6 +161,7 @@ def test_ragged_calls_are_taken(name, softmax, lse):
 
 @pytest.mark.parametrize("queries", [(1, 1), (3, 3), (3, 2)], ids=["decode", "verify", "extend"])
 @pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.sample(3)
 def test_paged_calls_are_taken(name, queries):
     recorder = Recorder(name)
     call, cache = paged(queries, (300, 5)), pages(256)

@@ -61,6 +61,7 @@ def scene(case: KernelCase, kernel: str, device: str) -> KernelScene:
     [*((serving, "plain") for serving in SERVINGS), *((EMBEDDING, kind) for kind in KINDS if kind != "plain")],
     ids=lambda value: value if isinstance(value, str) else ident(value),
 )
+@pytest.mark.sample(25)
 def test_both_or_neither(serving, kind, kernel, device, monkeypatch):
     """A6: prompts over a cache full of NaN. With the fast path nothing is written and nothing read, now or by the next
     token, which is refused; without it all rows are there afterwards, and the next token is decoded from them."""

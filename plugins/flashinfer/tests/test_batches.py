@@ -51,6 +51,7 @@ def test_batches_are_as_in_float64(name, device):
 @pytest.mark.parametrize(
     "name", ["decode of an odd group", "decode from fp8", "verify in a window", "long extends in a window"]
 )
+@pytest.mark.sample(1)
 def test_batches_that_the_conformance_kit_does_not_have(name):
     """It has each of their traits alone, and judges fp8 far more kindly."""
     check(CASES[name], "cpu")

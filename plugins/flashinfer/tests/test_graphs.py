@@ -50,6 +50,7 @@ def test_one_capture_serves_other_batches(mode, new, device):
     ],
     ids=["window", "fp8", "pages-of-1", "verify-window", "tiles-of-128", "draft"],
 )
+@pytest.mark.sample(4)
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, changes, device):
     """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
     most = FP8_TOLERANCE[device] if "kv_dtype" in changes else None

@@ -54,6 +54,7 @@ in_every_way = pytest.mark.parametrize(
         (9, 128, "hosts", torch.bfloat16),
     ],
 )
+@pytest.mark.sample(7)
 def test_both_parts_are_joined(rows, heads, kind, dtype, joined, device):
     given = parts(rows, heads, kind, dtype, device)
     found = joined(*given)

@@ -54,12 +54,14 @@ class TestBatches:
             *(pytest.param(name, "cuda", marks=DEVICES[1].marks) for name in BATCHES),
         ],
     )
+    @pytest.mark.sample(7)
     def test_every_kind_of_batch(self, name, device, kv_dtype):
         """A10, C4; NaN in every row that must not be read."""
         scene(name, device, kv_dtype).check()
 
     @on_every_device
     @pytest.mark.parametrize("heads", [1, 64, 96, 128])
+    @pytest.mark.sample(2)
     def test_heads_are_padded_to_what_the_kernels_take(self, heads, device):
         for kv_dtype in (ROWS, PACKED):
             stage = scene("verify", device, kv_dtype, heads=heads)
@@ -71,6 +73,7 @@ class TestBatches:
 
     @on_every_device
     @pytest.mark.parametrize("page_size", [128, 192])
+    @pytest.mark.sample(1)
     def test_a_manager_with_larger_pages(self, page_size, device):
         scene("decode", device, page_size=page_size).check()
         scene("decode", device, PACKED, page_size=page_size).check()
@@ -106,6 +109,7 @@ class TestBatches:
 class TestPlans:
     @on_every_device
     @pytest.mark.parametrize("name", ["decode", "no lengths on the host"])
+    @pytest.mark.sample(1)
     def test_planning_and_choosing_wait_for_nothing(self, name, device):
         """``needs_cpu_seq_lens`` is false."""
         stage = scene(name, device, PACKED, exact=False)
@@ -129,6 +133,7 @@ class TestPlans:
 
     @on_every_device
     @of_every_type
+    @pytest.mark.sample(1)
     def test_a_padded_request_gives_zero_and_writes_nothing(self, kv_dtype, device):
         """Lengths are the device's: the host would have refused this one."""
         stage = scene("decode", device, kv_dtype, exact=False)

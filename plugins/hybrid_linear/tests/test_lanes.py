@@ -30,6 +30,7 @@ def commit(scene: LinearScene, step: Step, accepted: list[int]) -> None:
 
 @in_every_setting
 @pytest.mark.parametrize(("mode", "new"), [(DECODE, [1, 1]), (EXTEND, [5, 20])])
+@pytest.mark.sample(2)
 def test_eager_batches_alternate(mode, new, setting) -> None:
     """B5: what a backend knows of a batch is in its plan."""
     scene = setting.scene(4)
@@ -41,6 +42,7 @@ def test_eager_batches_alternate(mode, new, setting) -> None:
 
 
 @in_every_setting
+@pytest.mark.sample(1)
 def test_eager_verifies_keep_their_own_inputs(setting) -> None:
     """A7: of one shape, and committed in the other order."""
     scene = setting.scene(4)

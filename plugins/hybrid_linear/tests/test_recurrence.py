@@ -125,6 +125,7 @@ def test_widths_of_published_models(kind, way, device) -> None:
 @every_way
 @every_kind
 @pytest.mark.parametrize("log_decay", [-20.0, -87.0, -1e4, -torch.inf])
+@pytest.mark.sample(10)
 def test_the_strongest_decays_forget_and_stay_finite(kind, log_decay, way) -> None:
     case = sequence(kind, LinearDims(2, 2, 8, 8), 100, normalize=True)
     case = replace(case, inputs=replace(case.inputs, log_decay=torch.full_like(case.inputs.log_decay, log_decay)))
@@ -154,6 +155,7 @@ def test_channels_and_heads_that_decay_beside_some_that_do_not(kind) -> None:
 @every_way
 @every_kind
 @pytest.mark.parametrize("live", [0, 1, 7, 70, 80])
+@pytest.mark.sample(13)
 def test_what_is_not_live_leaves_the_state_alone(kind, live, way) -> None:
     """NaN in every token that must not be read."""
     case = sequence(kind, LinearDims(4, 2, 8, 12), 80)

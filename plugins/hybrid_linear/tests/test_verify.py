@@ -31,6 +31,7 @@ def commit(scene: LinearScene, batch, accepted: list[int]) -> None:
         ([0, 1], [9, 20], [8, 13]),
     ],
 )
+@pytest.mark.sample(2)
 def test_verify_and_commit(members, new, accepted, setting) -> None:
     """A7: states untouched to the bit by the verify; then as if only the accepted tokens had been run."""
     scene = setting.scene(4)

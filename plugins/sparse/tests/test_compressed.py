@@ -48,6 +48,7 @@ def test_a_prompt_in_one_piece_and_then_token_by_token(layer):
 
 @BOTH
 @pytest.mark.parametrize("first", range(1, 10))
+@pytest.mark.sample(6)
 def test_chunks_that_end_anywhere_in_a_window(layer, first):
     """A10"""
     scene = CompressedScene(layer, seed=first)
@@ -95,6 +96,7 @@ def test_any_chunks_of_two_requests(steps, sparse):
 
 @BOTH
 @pytest.mark.parametrize("rejected", [1, 4, 5])
+@pytest.mark.sample(2)
 def test_drafts_that_are_taken_back_leave_no_trace(layer, rejected):
     """Windows that a rejected draft completed, and tokens whose places it took, are as before."""
     scene = CompressedScene(layer, page_size=32, drafts=5)

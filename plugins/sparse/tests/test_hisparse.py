@@ -331,6 +331,7 @@ CASES = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sample(2)
 def test_layers_attend_to_rows_from_the_host_as_float64_does(name, device):
     """A10: also a layer that shares another one's choice. It has hot buffers of its own."""
     stage = HotStage(CASES[name], device)

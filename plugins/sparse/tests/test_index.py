@@ -160,6 +160,7 @@ def by_torch(inputs: ScoreInputs) -> Tensor:
 
 @by_kernel
 @pytest.mark.parametrize("name", ["decode", "extend", "lengths on the device only"])
+@pytest.mark.sample(2)
 def test_scores_of_an_authors_own_kernel(name, device):
     scene(CASES[name], device, score=by_torch).check()
 

@@ -47,6 +47,7 @@ def last_result(task: Task, device: str, make: Build) -> tuple[Tensor, bool]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.sample(1)
 def test_a_captured_chain_gives_what_torch_native_gives(
     tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

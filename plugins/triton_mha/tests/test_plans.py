@@ -70,6 +70,7 @@ def check(made: SplitKVSchedule, batch: Geometry, new: list[int], totals: list[i
 
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("programs", [1, 7])
+@pytest.mark.sample(1)
 def test_batches_of_equal_rows(window, programs):
     for seed, queries in ((0, 1), (1, 4), (2, 11)):
         chance = random.Random(seed)
@@ -84,6 +85,7 @@ def test_batches_of_equal_rows(window, programs):
 
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.sample(1)
 def test_batches_of_different_rows(window, exact):
     new, totals = [1, 37, 0, 20, 5], [150, 37, 9, 60, 5]
     batch = a_batch(ForwardMode.EXTEND, new, totals, exact)

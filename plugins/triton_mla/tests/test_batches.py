@@ -35,6 +35,7 @@ class TestBatches:
 
     @on_every_device
     @pytest.mark.parametrize(("requests", "heads", "page_size"), [(1, 16, 64), (3, 8, 1), (5, 3, 16), (4, 24, 48)])
+    @pytest.mark.sample(2)
     def test_decode(self, requests, heads, page_size, device):
         """C4; NaN in every row that must not be read."""
         longest = 90 if device == "cpu" else 3000
@@ -42,6 +43,7 @@ class TestBatches:
 
     @on_every_device
     @pytest.mark.parametrize(("heads", "new"), [(4, 5), (24, 2)])
+    @pytest.mark.sample(1)
     def test_verify_of_a_few_tokens(self, heads, new, device):
         """Causal: each of the new tokens sees those before it."""
         longest = 70 if device == "cpu" else 2500
@@ -60,6 +62,7 @@ class TestBatches:
 
     @on_every_device
     @modes
+    @pytest.mark.sample(2)
     def test_lengths_that_differ_a_thousandfold(self, mode, new, device):
         longest = 2000 if device == "cpu" else 40000
         cut = (lambda *_, **__: MLAKernelConfig(16, 128, 4, 2, merge="last")) if device == "cpu" else None
@@ -89,6 +92,7 @@ class TestBatches:
 
     @on_every_device
     @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (512, 0), (256, 64), (256, 0)])
+    @pytest.mark.sample(2)
     def test_every_width_that_is_claimed(self, rank, rope, device):
         check(mla(((90, 1), (5, 1)), DECODE, heads=8, dims=MLADims(rank, 128, rope)), device)
 
@@ -104,6 +108,7 @@ class TestBatches:
 
     @on_every_device
     @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 4)])
+    @pytest.mark.sample(1)
     def test_memory_of_the_host_for_the_result(self, mode, new, device):
         """Kernels write to memory that they can address; otherwise the result is copied there."""
         stage = scene(mla(((70, new), (3, new)), mode, heads=4), device)
@@ -275,6 +280,7 @@ class TestConfigurations:
 class TestBits:
     @on_every_device
     @pytest.mark.parametrize("merge", ["last", "kernel"])
+    @pytest.mark.sample(1)
     def test_the_same_batch_gives_the_same_bits(self, merge, device):
         """Whoever comes last merges in the order of the parts; and leaves its counter at zero."""
         cut = replace(small(16, 4, 64), merge=merge)

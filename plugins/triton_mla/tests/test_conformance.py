@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from attnplug import DType
 from attnplug_conformance import conformance_tests
 from attnplug_testing.devices import INTERPRETED
@@ -23,3 +25,4 @@ SUBJECTS = [
     )
 ]
 test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0], quick=True)
+test_conforms = pytest.mark.sample(60)(test_conforms)

@@ -48,6 +48,7 @@ def scenes(
 
 @on_every_device
 @pytest.mark.parametrize(("mode", "new"), [(VERIFY, 4), (DRAFT_EXTEND, 2)])
+@pytest.mark.sample(1)
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, device):
     check_replays(*scenes(mode, new, device))
 

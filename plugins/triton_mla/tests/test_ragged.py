@@ -66,6 +66,7 @@ class Rows:
 
 @on_every_device
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.sample(1)
 def test_sequences_of_any_length(causal, device):
     """C1, C4: around tiles and steps; with and without a prefix."""
     longer = 1 if device == "cpu" else 40
@@ -77,6 +78,7 @@ def test_sequences_of_any_length(causal, device):
 
 @on_every_device
 @pytest.mark.parametrize(("nope", "rope", "value"), [(128, 0, 128), (192, 64, 256), (64, 32, 80), (24, 8, 8)])
+@pytest.mark.sample(2)
 def test_widths_that_are_no_power_of_two(nope, rope, value, device):
     """C1"""
     Rows(device, (20, 40), (33, 40), True, nope, rope, value).check()

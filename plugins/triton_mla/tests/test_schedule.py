@@ -45,6 +45,7 @@ def batch_of(seed: int) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize("page_size", [1, 16, 48])
+@pytest.mark.sample(4)
 def test_new_rows_are_the_last_of_their_request(page_size, uniform, device):
     """As a loop finds them; -1 for a row before the first, and for rows that no request has."""
     lens = [0, 1, 3, 16, 47, 48, 300]
@@ -73,6 +74,7 @@ def test_new_rows_are_the_last_of_their_request(page_size, uniform, device):
     ],
     ids=["plain", "plain too", "two programs", "no start", "least steps", "part cost"],
 )
+@pytest.mark.sample(4)
 def test_the_line_of_work_is_divided_evenly(seed, cut, device):
     """Stretches of one length, no shorter than asked, in the order of requests; a request's record says where it is."""
     lens, new = batch_of(seed)
@@ -137,6 +139,7 @@ def _walk(
     ("seed", "queries", "invariant"),
     [(0, 0, False), (0, 3, True), (1, 3, False), (1, 0, True), (2, 0, False), (2, 3, True), (3, 3, False)],
 )
+@pytest.mark.sample(4)
 def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device):
     """Its rows end with those that the tile sees; the merge finds as many parts as it looks for."""
     chance = random.Random(seed)

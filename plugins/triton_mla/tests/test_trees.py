@@ -42,6 +42,7 @@ def trees(rows: int, prefixes: tuple[int, ...] = (0, 37, 64), **changes: Any) ->
         (64, {"prefixes": (37,), "page_size": 64, "heads": 1}),
     ],
 )
+@pytest.mark.sample(3)
 def test_every_request_has_a_tree_of_its_own(rows, changes, device):
     """C4; whole pages, parts of pages and no prefix at all; NaN in every row that must not be read."""
     check(trees(rows, **changes), device)

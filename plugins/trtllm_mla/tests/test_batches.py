@@ -84,6 +84,7 @@ class TestWhatTheDecodeKernelIsNotFor:
     @pytest.mark.parametrize(
         ("mode", "kv_dtype"), [(EXTEND, None), (MIXED, FP8), (VERIFY, None), (ForwardMode.DRAFT_EXTEND, FP8)]
     )
+    @pytest.mark.sample(2)
     def test_requests_with_different_numbers_of_rows(self, mode, kv_dtype, device):
         """A4: by FlashInfer's kernels, or row by row where these cannot read the cache."""
         case = mla(((100, 1), (0, 37), (64, 1), (63, 2), (5, 0), (130, 40)), mode, 32, kv_dtype=kv_dtype, padding=3)
@@ -97,6 +98,7 @@ class TestWhatTheDecodeKernelIsNotFor:
         ("heads", "page_size", "kv_dtype"),
         [(24, 64, None), (128, 128, FP8)],
     )
+    @pytest.mark.sample(1)
     def test_extend(self, heads, page_size, kv_dtype, device):
         """C1: absorbed, over the paged cache."""
         case = mla(lengths(4, 200, (1, 9), seed=heads), EXTEND, page_size, heads, kv_dtype=kv_dtype)
@@ -118,6 +120,7 @@ class TestWhatTheDecodeKernelIsNotFor:
 class TestRandomBatches:
     @on_every_device
     @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.sample(4)
     def test_any_mode_page_size_type_and_number_of_heads(self, seed, device):
         """A4, B5, C4: planned by whatever serves it, over pages in any order among others full of NaN."""
         chance = random.Random(seed)

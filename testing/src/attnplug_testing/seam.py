@@ -38,6 +38,6 @@ def over_stand_ins(
         **claims,
     }
     spec = registered.spec
-    able = replace(spec.capabilities, **own)
-    stand_in = replace(spec, capabilities=able, factory=factory, requires=(), kernel_builds=None)
+    claimed = replace(spec.capabilities, **own)
+    stand_in = replace(spec, capabilities=claimed, factory=factory, requires=(), kernel_builds=None)
     return Subject(replace(registered, spec=stand_in), torch.device("cpu"), longest=longest, seam=seam)
