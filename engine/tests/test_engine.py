@@ -173,7 +173,7 @@ class TestStopTexts:
         end = free.text.index(free.text[5:8])
         assert (stopped.text, stopped.finish_reason) == (free.text[:end], "stop")
         assert stopped.token_ids == free.token_ids[: end + 3]
-        assert not engine.scheduler.has_work and not engine._observed
+        assert not engine.scheduler.has_work and not engine.loop._observed
 
     def test_one_that_is_complete_with_the_last_token(self, engine):
         (free,) = engine.generate(["hello"], max_tokens=8)

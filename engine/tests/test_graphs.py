@@ -27,6 +27,7 @@ from attnplug_engine.execution.runner import Phase
 from attnplug_engine.graphs.capture_check import CaptureMismatch
 from attnplug_engine.graphs.capture_sizes import default_sizes
 from attnplug_engine.graphs.step_graphs import capture_steps
+from attnplug_engine.start_up import capture_graphs
 from attnplug_testing.errors import having, missing_values, naming
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
@@ -478,19 +479,22 @@ class TestSizes:
     def test_on_a_gpu_too(self, settings, why):
         one = engine(**settings)
         one.runner.device = torch.device("cuda")
-        assert str(one._capture(None)) == f"none: {why}"
+        assert str(capture_graphs(one.runner, one.rounds, one.options)) == f"none: {why}"
 
     @pytest.mark.parametrize(("asked", "sizes"), [(None, (1, 2, 4, 5)), ((1, 3), (1, 3))])
     def test_and_what_it_captured(self, asked, sizes, native, monkeypatch):
         one, free = engine(), iter([9 << 20, 2 << 20])
         one.options = replace(one.options, cuda_graph_batch_sizes=asked)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
-        monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
-        monkeypatch.setattr("attnplug_engine.engine.limited_by", lambda backend, claim: ("some",))
+        monkeypatch.setattr("attnplug_engine.start_up.GraphCapture", lambda device: Recorded())
+        monkeypatch.setattr("attnplug_engine.start_up.limited_by", lambda backend, claim: ("some",))
         device = torch.device("cuda")
         monkeypatch.setattr(
             "attnplug_engine.graphs.step_graphs.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None)
         )
         one.runner.device = device
         printed, rest = ", ".join(map(str, sizes)), "no prefill: some cannot capture it"
-        assert str(one._capture(None)) == f"decode with {printed} requests, 7 MiB (level UNIFORM, by some); {rest}"
+        assert (
+            str(capture_graphs(one.runner, one.rounds, one.options))
+            == f"decode with {printed} requests, 7 MiB (level UNIFORM, by some); {rest}"
+        )

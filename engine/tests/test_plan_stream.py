@@ -259,9 +259,9 @@ class TestStale:
         stepped(one)
         request = one.scheduler.running[0]
         assert request.steps_in_flight and one.rounds._next_verify._waiting is not None
-        one._drop()
+        one.loop._drop()
         assert not request.steps_in_flight
-        one._depth = 1
+        one.loop._depth = 1
         self.drops(one, watch)
         while one.step() is not None:
             pass
@@ -290,7 +290,7 @@ class TestStale:
         """The newest tokens of the round are on the device only, unless that is the change."""
         one = ahead(overlap=True, **CHAIN)
         stepped(one, prompts=2)
-        keeps, (step, running) = one.rounds._next_verify, one._in_flight[-1]
+        keeps, (step, running) = one.rounds._next_verify, one.loop._in_flight[-1]
         entries, rows, slots, longest = list(step.entries), list(step.rows), step.state_slots, keeps._waiting.longest
         assert entries[0].token_ids == (PENDING,)
         keeps._waiting = replace(keeps._waiting, rows=rows)
@@ -370,7 +370,7 @@ class TestStreams:
     @pytest.fixture
     def one(self, streams, monkeypatch) -> Engine:
         one = ahead(overlap=False, **CHAIN)
-        one.rounds.plan_stream._stream = streams.side
+        one.rounds.plan_stream._module, one.rounds.plan_stream._stream = torch.cuda, streams.side
         stepped(one)
         log = streams.log
         for who, backend in (("target", one.runner.backend), ("draft", one.rounds.draft.backend)):
@@ -433,7 +433,7 @@ class TestStreams:
 
     def test_a_section_that_fails_ends_and_is_waited_for(self, streams):
         stream = PlanStream(torch.device("cpu"))
-        stream._stream = streams.side
+        stream._module, stream._stream = torch.cuda, streams.side
         with suppress(ZeroDivisionError), stream.section("lengths"):
             raise ZeroDivisionError
         assert streams.current == "main"
@@ -443,7 +443,7 @@ class TestStreams:
 
     def test_a_later_section_is_waited_for_once_for_all_before_it(self, streams):
         stream = PlanStream(torch.device("cpu"))
-        stream._stream = streams.side
+        stream._module, stream._stream = torch.cuda, streams.side
         sections = []
         for number in range(3):
             with stream.section(number) as section:

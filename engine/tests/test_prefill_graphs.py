@@ -33,6 +33,7 @@ from attnplug_engine.graphs.prefill import PrefillGraphs, _seconds
 from attnplug_engine.graphs.step_graphs import capture_steps
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.step import Step, StepEntry
+from attnplug_engine.start_up import _prefill_sizes, capture_graphs
 from attnplug_testing.errors import having, naming
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
@@ -318,7 +319,7 @@ class TestSpeculation:
         monkeypatch.setattr("attnplug_engine.speculation.draft_runner.build_selection", own)
         one, free = engine(chunked_prefill_size=20, **settings), iter([9 << 20, 2 << 20])
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
-        monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
+        monkeypatch.setattr("attnplug_engine.start_up.GraphCapture", lambda device: Recorded())
         for module in ("graphs.step_graphs", "speculation.rounds"):
             check = SimpleNamespace(run=lambda *given: None)
             monkeypatch.setattr(f"attnplug_engine.{module}.CaptureCheck", lambda *given, check=check: check)
@@ -331,7 +332,7 @@ class TestSpeculation:
             return capture(*given, **named)
 
         one.rounds.capture, one.runner.device = on_a_cpu, torch.device("cuda")
-        assert fragment in str(one._capture(None))
+        assert fragment in str(capture_graphs(one.runner, one.rounds, one.options))
 
     def test_prefills_count_as_progress_and_only_those_that_save_time_are_kept(self, monkeypatch):
         times, events = iter([1.0, 1.6, *[1.0] * 3, 1.0, 1.0, 0.2]), list[tuple[int, int]]()
@@ -632,7 +633,7 @@ class TestOptions:
         one = engine()
         one.options = replace(one.options, chunked_prefill_size=64, cuda_graph_prefill_sizes=sizes)
         with pytest.raises(UsageError, check=having(named, settings=("cuda_graph_prefill_sizes", setting))):
-            one._prefills(())
+            _prefill_sizes(one.runner, one.rounds, one.options, ())
 
     @pytest.mark.parametrize(
         ("settings", "keeps", "fragment"),
@@ -647,14 +648,16 @@ class TestOptions:
         one, free = engine(), iter([9 << 20, 2 << 20])
         one.options = replace(one.options, **settings)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
-        monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
+        monkeypatch.setattr("attnplug_engine.start_up.GraphCapture", lambda device: Recorded())
         monkeypatch.setattr(
             "attnplug_engine.graphs.step_graphs.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None)
         )
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: waits != keeps)
         one.runner.device = torch.device("cuda")
         monkeypatch.setattr("attnplug_engine.graphs.step_graphs._min_over_ranks", lambda runner, value: value)
-        assert str(one._capture(None)) == f"decode with 1, 2, 4, 5 requests, {fragment}"
+        assert (
+            str(capture_graphs(one.runner, one.rounds, one.options)) == f"decode with 1, 2, 4, 5 requests, {fragment}"
+        )
         assert (one.runner.graphs.prefill is None) is ("no prefill" in fragment)
 
 

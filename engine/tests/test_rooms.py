@@ -26,7 +26,7 @@ ROOMS = (
     "parallel",
 )
 """From top to bottom, as in the README. ``TOP`` are the modules that a user of the package meets."""
-PUBLIC = {"completion", "embedding", "engine", "options", "prepare", "request", "sizing"}
+PUBLIC = {"completion", "embedding", "engine", "options", "prepare", "request", "sizing", "start_up", "step_loop"}
 VALUES = "attnplug_engine.request"
 """Requests and sampling parameters: plain values that import nothing of the package, and that every room may use."""
 MOST_LEVELS = 12

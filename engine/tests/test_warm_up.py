@@ -18,11 +18,16 @@ from attnplug_engine.cli import generate
 from attnplug_engine.execution import compilations
 from attnplug_engine.execution.compilations import Compilation, CompilationMark, describe
 from attnplug_engine.memory.capacity import Capacity
-from attnplug_engine.parallel.collectives import SINGLE
 from attnplug_engine.scheduling.warm_up import warm_up_batches
+from attnplug_engine.start_up import warm_up
 from attnplug_testing.errors import naming
 
 PROMPTS = [[5, 6, 7], list(range(20)), [9] * 11]
+
+
+def run_warm_up(engine, progress=None):
+    """Run the warm-up of a GPU engine on a CPU."""
+    return warm_up(engine.runner, engine.rounds, engine.options, engine.vocab_size, 1, progress)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +44,10 @@ def test_a_warm_engine_answers_like_a_cold_one(model, settings):
     """E1: rows, pages, states, statistics and prefix cache are those of an engine that ran nothing."""
     cold, warm = (Engine(model, device="cpu", context_length=48, **settings) for _ in range(2))
     free = warm.runner.allocator.free_pages
-    warm._warm_up(SINGLE)
-    warm.scheduler = warm._scheduler(warm.cache, None)
+    run_warm_up(warm)
     assert warm.runner.allocator.free_pages == free
     assert (warm.statistics.prefill_tokens, warm.statistics.decode_tokens) == (0, 0)
-    assert warm.statistics.backend_usage.by_backend() == {} and not warm._observed
+    assert warm.statistics.backend_usage.by_backend() == {} and not warm.loop._observed
     if warm.runner.states is not None:
         assert warm.runner.states.free_slots == cold.runner.states.free_slots
     for engine in (cold, warm):
@@ -79,7 +83,7 @@ def test_a_warm_up_step_decodes_beside_a_chunk_of_a_prompt(monkeypatch):
 
     monkeypatch.setattr(engine.runner, "launch", record)
     seen = []
-    engine._warm_up(SINGLE, lambda *counts: seen.append(counts))
+    run_warm_up(engine, lambda *counts: seen.append(counts))
     assert any(mixed)
     assert seen == [(done, len(seen)) for done in range(len(seen))]
 
@@ -182,7 +186,7 @@ def test_warm_up_counts_only_the_pages_that_all_ranks_have():
     """Under tensor parallelism, a rank with more memory has surplus pages, which are allocated before the warm-up."""
     engine = Engine("tiny:llama", device="cpu", num_pages=40, page_size=4, max_batch=2)
     engine.runner.allocator.allocate(30)
-    limit = engine._warm_up(SINGLE)
+    limit = run_warm_up(engine)
     assert limit is not None and engine.runner.allocator.free_pages == 10
 
 
@@ -194,12 +198,13 @@ def test_ranks_agree_on_the_limit_of_the_slowest():
             return torch.cat((seconds, torch.tensor([[0.05 / 1000, 0.0]], dtype=torch.float64)), dim)
 
     engine = Engine("tiny:llama", device="cpu", inter_token_latency=0.05, chunked_prefill_size=64)
-    limit = engine._warm_up(Ranks())
+    engine.runner.parallel = Ranks()
+    limit = run_warm_up(engine)
     assert limit is not None and limit.tokens <= 896
 
 
 def test_prompts_that_are_not_chunked_are_not_timed():
-    assert Engine("tiny:llama", device="cpu", chunked_prefill_size=-1)._warm_up(SINGLE) is None
+    assert run_warm_up(Engine("tiny:llama", device="cpu", chunked_prefill_size=-1)) is None
 
 
 @pytest.mark.parametrize("latency", [0, -1.0, float("nan"), True, "fast"])
@@ -217,4 +222,4 @@ def test_a_step_that_does_not_fit_is_refused_at_start_up(monkeypatch):
 
     monkeypatch.setattr(engine.runner, "launch", exhausted)
     with pytest.raises(PoolError, check=naming(16, "chunked_prefill_size")):
-        engine._warm_up(SINGLE)
+        run_warm_up(engine)
