@@ -328,7 +328,8 @@ def test_tensors_that_no_module_takes(folder):
     ("name", "keys", "key"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type"),
+        ("llama", {"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters.rope_type"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor"),
         ("llama", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling.type"),
         ("llama", {"rope_scaling": {"type": "su"}, "rope_parameters": {"rope_type": "default"}}, "rope_scaling.type"),
         ("llama", {"rope_scaling": {"rope_type": None, "type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),

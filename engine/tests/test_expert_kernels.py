@@ -281,9 +281,9 @@ def test_a_row_of_nan_chooses_experts_that_exist(device):
 @on_every_device
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [("deepseek_v2", 3), ("deepseek_v3", 1), ("qwen3_next", 3), ("minimax", 1), ("nemotron_h", 3)],
+    [("deepseek_v2", 3), ("deepseek_v3", 1), ("qwen3_next", 3), ("gpt_oss", 3), ("minimax", 1), ("nemotron_h", 3)],
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 def test_a_model_has_the_same_experts_on_kernels(name, tokens, device, monkeypatch):
     """On a CPU the model is made to believe that it may use them."""
 

@@ -122,13 +122,15 @@ def test_random_weights_need_the_config_only(oracle, tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "attributes"),
     [
-        (lambda config: config["text_config"].update(model_type="gemma3_text"), UnknownArchitecture,
-         {"model_type": "gemma3_text"}),
+        (lambda config: config["text_config"].update(model_type="gemma"), UnknownArchitecture,
+         {"model_type": "gemma"}),
+        (lambda config: config["text_config"].update(model_type="llama4_text"), ModelConfigError,
+         {"key": "text_config.model_type"}),
         (lambda config: config["text_config"].pop("num_hidden_layers"), ModelConfigError,
          {"key": "text_config.num_hidden_layers"}),
         (lambda config: config.update(quantization_config={}), ModelConfigError, {"key": "quantization_config"}),
     ],
-    ids=["type", "size", "quantised"],
+    ids=["type", "chunked", "size", "quantised"],
 )  # fmt: skip
 def test_a_text_model_that_cannot_run_is_refused(change, error, attributes, oracle, tmp_path):
     folder = rewritten(oracle("llava"), tmp_path, change)
@@ -159,7 +161,7 @@ def test_every_type_of_transformers_is_known_or_called_unknown(tmp_path):
     for name in unknown:
         with pytest.raises(ModelConfigError, check=having(key="model_type")):
             model_from_config({"model_type": name}, name)
-    for name in ("gpt2", "minimax_m2", "longcat_flash", "modernbert", "gemma2"):
+    for name in ("gpt2", "minimax_m2", "longcat_flash", "modernbert", "gemma"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
         with pytest.raises(UnknownArchitecture, check=having(model_type=name, known=tuple(ARCHITECTURES))):
             load_spec(str(tmp_path))
