@@ -25,7 +25,7 @@ _CLASS_DEFAULTS = json.loads(Path(__file__).with_name("class_defaults.json").rea
 """Defaults of transformers' config classes by model type, for keys that published configs omit (gemma-3-4b-it has no
 num_attention_heads). ``sliding_window_pattern`` is the distance in layers from one full layer to the next. Types
 without a reader are plain decoders: their layers were compared with the attention modules of transformers 5.22."""
-_ALIASES = {
+ALIASES = {
     "kimi_k2": "deepseek_v3",
     "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
@@ -97,7 +97,7 @@ def text_model_config(values: Mapping[str, object], source: str) -> Config:
     model_type = config.optional_text("model_type") or outer.optional_text("model_type")
     if not model_type:
         raise config.error("is missing; it determines how the other keys are read", "model_type")
-    return replace(config, model_type=_ALIASES.get(model_type, model_type))
+    return replace(config, model_type=ALIASES.get(model_type, model_type))
 
 
 def model_from_config(values: Mapping[str, object], name: str, source: str | None = None) -> ModelSpec:

@@ -36,12 +36,12 @@ _THETAS = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_lo
 
 
 def gemma2(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """Gemma 2: the cap of the scores, their scale and the windows are in the layers' spec."""
+    """Gemma 2: norms before and after attention and MLP, caps on scores and logits, windows in every other layer."""
     return _decoder(weights, config, spec)
 
 
 def gemma3_text(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """Gemma 3's text model: norms on the heads of queries and keys; sliding layers have another rope."""
+    """Gemma 3's text model: Gemma 2 with norms on queries and keys, without caps. Sliding layers have another rope."""
     ropes = [make_rope(weights, _rope_config(config, kind), spec) for kind in _THETAS]
     return _decoder(weights, config, spec, HeadNorms(norm_eps(config), zero_centred=True), LayerRopes(*ropes))
 

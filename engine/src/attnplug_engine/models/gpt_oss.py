@@ -41,7 +41,7 @@ ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "experts_per_t
 
 
 def gpt_oss(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """gpt-oss: ``attention_bias`` is on all four projections; sinks and windows are in the layers' spec."""
+    """gpt-oss: sinks, windows in every other layer, experts with biases and clipped gates."""
     bias = config.flag("attention_bias")
     attention = make_attention(config, qkv_bias=bias, out_bias=bias)
     gate = ClippedGate(config.number("swiglu_limit"), config.number("swiglu_alpha"), offset=1.0)

@@ -34,7 +34,7 @@ def llama(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 
 def mistral(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """Mistral: Llama without biases; its window is in the layers' spec."""
+    """Mistral: Llama without biases, with a window in every layer."""
     return softmax_decoder(weights, config, spec, make_attention(config), make_mlp(config))
 
 
@@ -51,7 +51,7 @@ def qwen3(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 
 def granite(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """Granite: factors on embeddings, on logits and on what a block adds; that of the scores is in the layers' spec."""
+    """Granite: factors on embeddings, on scores, on logits and on what a block adds."""
     bias, mlp = config.flag("attention_bias"), make_mlp(config, bias=config.flag("mlp_bias"))
     attention = make_attention(config, qkv_bias=bias, out_bias=bias)
     block = partial(ScaledBlock, weight=config.number("residual_multiplier"))

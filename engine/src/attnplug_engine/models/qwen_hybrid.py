@@ -21,12 +21,12 @@ PREDICTION = (r"^mtp\.",)
 
 
 def qwen3_next(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """Qwen3-Next: experts; the projections of its linear layers are stored by key head."""
+    """Qwen3-Next: Gated DeltaNet, gated attention, and experts. Projections of linear layers are stored by key head."""
     return _decoder(weights, config, spec, qwen_mlps(config, shared=True), grouped=True)
 
 
 def qwen3_5(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """Qwen3.5's text model, in which all three positions of a token are equal."""
+    """Qwen3.5's text model: as Qwen3-Next, without experts. All three positions of a token are equal."""
     return _decoder(weights, config, spec, _dense_mlp(config), grouped=False)
 
 
