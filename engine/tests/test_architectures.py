@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
+from attnplug import UsageError
 from attnplug_engine.engine import Engine
+from attnplug_engine.models.architectures import load_model, load_spec
+from attnplug_engine.parallel.collectives import ParallelError
 from attnplug_engine.request import SamplingParams
+from attnplug_testing.errors import having, naming
 from attnplug_testing.rounded_oracle import watched_logits
 
 NEW_TOKENS = 9
@@ -118,4 +125,57 @@ def test_tokens_and_logits_equal_those_of_transformers(model_type, changes, make
     for prompt, completion, number in zip(prompts(), completions, sorted(seen), strict=True):
         wanted = oracle.logits([*prompt, *completion.token_ids[:-1]])[len(prompt) - 1 :]
         assert_close(torch.stack(seen[number]), wanted, atol=2e-4, rtol=1e-4)
+        assert completion.token_ids == wanted.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("model_type", CASES)
+@pytest.mark.sample(4)
+def test_two_ranks_give_the_logits_of_transformers(model_type, make_oracle, make_stage, sequences):
+    oracle = make_oracle(model_type)
+
+    def run(parallel):
+        loaded = load_model(str(oracle.folder), dtype=torch.float32, device="cpu", parallel=parallel)
+        return make_stage(loaded, len(sequences)).run(sequences, 3)
+
+    for found in in_ranks(2, run):
+        for tokens, logits in zip(sequences, found, strict=True):
+            assert_close(logits, oracle.logits(tokens), atol=2e-4, rtol=1e-4)
+
+
+def test_ranks_that_would_share_keys_that_are_normed_together_are_refused():
+    with pytest.raises(ParallelError, check=having(2, 4)) as caught:
+        load_model("tiny:olmo2", dtype=torch.float32, device="cpu", parallel=Threads(4).rank(0))
+    assert (caught.value.count, caught.value.size) == (2, 4)
+
+
+def test_the_context_ends_where_cached_keys_would_need_another_rotation(make_oracle):
+    """Longrope has other frequencies at all positions once a sequence is longer than the original length."""
+    oracle = make_oracle("phi3", **CASES["phi3"][1])
+    assert load_spec(str(oracle.folder)).context_length == 64
+    engine = Engine(str(oracle.folder), device="cpu", page_size=8)
+    assert len(engine.generate([[1] * 60], SamplingParams(max_tokens=9))[0].token_ids) == 4
+    with pytest.raises(UsageError, check=naming(64, 63)):
+        engine.generate([[1] * 64], SamplingParams(max_tokens=1))
+
+
+def test_the_first_phi_3_calls_longrope_su(make_oracle):
+    oracle = make_oracle("phi3", **CASES["phi3"][1])
+    path = oracle.folder / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    scaling = {"type": "su", **{key: rope[key] for key in ("short_factor", "long_factor")}}
+    outer = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")}
+    path.write_text(json.dumps({**config, **outer, "rope_scaling": scaling}))
+    (completion,) = Engine(str(oracle.folder), device="cpu", ignore_eos=True).generate([[1, 2, 3]], max_tokens=4)
+    assert completion.token_ids == oracle.logits([1, 2, 3, *completion.token_ids[:-1]])[2:].argmax(-1).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("model_type", CASES)
+def test_same_tokens_on_a_gpu(model_type, make_oracle):
+    oracle = make_oracle(model_type, **CASES[model_type][1])
+    engine = Engine(str(oracle.folder), device="cuda", page_size=16, chunked_prefill_size=16, ignore_eos=True)
+    for prompt, completion in zip(prompts(), engine.generate(prompts(), max_tokens=NEW_TOKENS), strict=True):
+        wanted = oracle.logits([*prompt, *completion.token_ids[:-1]])[len(prompt) - 1 :]
         assert completion.token_ids == wanted.argmax(-1).tolist()
