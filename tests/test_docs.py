@@ -299,7 +299,7 @@ def test_the_page_on_architectures_adds_one(tmp_path: Path, monkeypatch: pytest.
     from attnplug_engine.models.architectures import ARCHITECTURES
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(ARCHITECTURES, "arcee", None)  # type: ignore[arg-type] # removed afterwards
+    monkeypatch.setitem(ARCHITECTURES, "arcee", None)  # so that it is removed afterwards
     names: dict[str, Any] = {}
     for block in blocks((ROOT / "docs" / "adding-an-architecture.md").read_text(), "python"):
         exec(compile(block, "docs/adding-an-architecture.md", "exec"), names)

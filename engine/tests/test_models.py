@@ -96,7 +96,13 @@ def test_cached_latent_rows_are_those_of_transformers(case, make_oracle, make_st
             assert_close(stage.latent_rows(layer_id, request), rows, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
+SAVED = (
+    *("llama", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "granite", "smollm3", "gpt_oss"),
+    *("olmo2", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"),
+)
+
+
+@pytest.mark.parametrize("name", SAVED)
 @pytest.mark.sample(2)
 def test_a_tiny_model_is_the_one_that_transformers_loads_from_what_it_saves(name, tmp_path, make_stage, sequences):
     from transformers import AutoModelForCausalLM

@@ -71,7 +71,7 @@ class Architecture:
     head: str = HEAD
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
+ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(llama.llama, unknown=(*_SCALES, "sliding_window")),
     "mistral": Architecture(llama.mistral),
     "qwen2": Architecture(llama.qwen2),
@@ -123,8 +123,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mamba2": Architecture(mamba.mamba2, mamba.DEFAULTS, mamba.ALIASES),
     "nemotron_h": Architecture(nemotron.nemotron_h, nemotron.DEFAULTS, nemotron.ALIASES, ignored=nemotron.PREDICTION),
 }
-"""Architectures by the config's ``model_type``. To add one, write a function that builds its ``Decoder``, and its line
-here."""
+"""Architectures by the config's ``model_type``. ``docs/adding-an-architecture.md`` shows how to add one."""
 
 
 class UnknownArchitecture(UsageError):

@@ -82,11 +82,10 @@ def _rope_config(config: Config, kind: str) -> Config:
     if given is not None and given.values and not given.values.keys() <= _THETAS.keys():
         raise config.wrong("rope_parameters", f"an object with the keys {', '.join(map(repr, _THETAS))}")
     own = None if given is None else given.section(kind)
-    values = {} if own is None else dict(own.values)
+    values, name = {} if own is None else dict(own.values), "rope_parameters"
     if kind == "full_attention" and scaling is not None:
-        values.update(scaling.values)
+        values, name = {**values, **scaling.values}, "rope_scaling"
     key, default = _THETAS[kind]
     outside = config.optional_number(key)
     values.setdefault("rope_theta", default if outside is None else outside)
-    keys = {"rope_parameters": values, "max_position_embeddings": config.lookup("max_position_embeddings")}
-    return replace(config, values=keys)
+    return replace(config, values={name: values, "max_position_embeddings": config.lookup("max_position_embeddings")})

@@ -219,7 +219,7 @@ class MLPForm:
     activate: Callable[[Tensor], Tensor]
     output: str
     packed: str | None = None
-    """Name of a stored projection that has the rows of all ``inputs``, in their order (Phi-3)."""
+    """Name of a stored projection that has the rows of all ``inputs``, whose names are then not used (Phi-3)."""
 
     def rows(self, columns: int, own: slice) -> list[WeightRows]:
         """Return this rank's rows of the input projections, each ``[columns, hidden]``."""

@@ -88,7 +88,8 @@ def phi3(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     if rope_type(section) not in ("default", *LONGROPE):
         raise section.wrong(rope_type_key(section), "'default' or 'longrope' for model type 'phi3'")
     if rope_type(section) in LONGROPE:
+        key = section.path.rstrip(".").rpartition(".")[2]
         named = {**section.values, "rope_type": "longrope"}
-        config = replace(config, values={**config.values, "rope_scaling": None, "rope_parameters": named})
+        config = replace(config, values={**config.values, key: named})
     attention, mlp = make_attention(config, packed="qkv_proj"), make_mlp(config, form=GATED_PACKED)
     return softmax_decoder(weights, config, spec, attention, mlp, rope=make_rope(weights, config, spec, partial=True))
