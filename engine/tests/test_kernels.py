@@ -367,7 +367,7 @@ MODELS: dict[str, dict[str, object]] = {
     "glm4_moe": {},
     "olmo2": {},
     "gpt_oss": {},
-    "phi3": {},
+    "phi3": {"partial_rotary_factor": 0.75, "hidden_size": 96},
     "smollm3": {"no_rope_layers": [0, 1]},
 }
 
