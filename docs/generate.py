@@ -11,6 +11,7 @@ runs it with the plugins of these distributions only.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -37,7 +38,9 @@ from measurements import (
 
 from attnplug.cli.backends import describe
 from attnplug.declare.registered import Registered
-from attnplug.host import load_registry
+from attnplug.hf.model_config import ALIASES, model_from_config
+from attnplug.host import TINY_CONFIGS, load_registry
+from attnplug_engine.models.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -54,6 +57,21 @@ def table_of_backends() -> str:
     for name, backend in _ours().items():
         spec = backend.spec
         rows.append(f"| `{name}` | `{backend.source.distribution}` | {spec.summary} | {describe(spec.capabilities)} |")
+    return "\n".join(rows)
+
+
+def table_of_models() -> str:
+    """One row per architecture of the engine: its layers' attention, those of its tiny model, and its builder's
+    docstring."""
+    rows = ["| model type | attention | |", "|---|---|---|"]
+    for name, architecture in ARCHITECTURES.items():
+        spec = model_from_config({**TINY_CONFIGS.get(name, TINY_CONFIGS["llama"]), "model_type": name}, name)
+        kinds = " + ".join(dict.fromkeys(layer.kind.upper() for layer in spec.layers))
+        features = sorted({feature.replace("_", " ") for layer in spec.layers for feature in layer.features})
+        text = inspect.getdoc(architecture.build) or inspect.getdoc(sys.modules[architecture.build.__module__]) or ""
+        also = "".join(f", `{alias}`" for alias, known in ALIASES.items() if known == name)
+        summary = " ".join(text.partition("\n\n")[0].replace("``", "`").split())
+        rows.append(f"| `{name}`{also} | {', '.join([kinds, *features])} | {summary} |")
     return "\n".join(rows)
 
 
@@ -93,6 +111,7 @@ TABLES = {
     "table of conformance": table_of_conformance,
     "table of backends": table_of_backends,
     "table of commands": table_of_commands,
+    "table of models": table_of_models,
     "table of packages": table_of_packages,
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,

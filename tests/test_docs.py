@@ -290,8 +290,20 @@ def test_the_engines_python_runs():
 def test_the_engines_readme_has_every_architecture():
     from attnplug_engine.models.architectures import ARCHITECTURES
 
-    listed = re.findall(r"^\| (`\w+`.*?) \|", ENGINE, re.MULTILINE)
-    assert {name for row in listed for name in re.findall(r"`(\w+)`", row)} == set(ARCHITECTURES)
+    for page in (ENGINE, README):
+        assert set(ARCHITECTURES) <= set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
+
+
+def test_the_page_on_architectures_adds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last block compares tokens with those of transformers."""
+    from attnplug_engine.models.architectures import ARCHITECTURES
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(ARCHITECTURES, "arcee", None)  # so that it is removed afterwards
+    names: dict[str, Any] = {}
+    for block in blocks((ROOT / "docs" / "adding-an-architecture.md").read_text(), "python"):
+        exec(compile(block, "docs/adding-an-architecture.md", "exec"), names)
+    assert len(names["completion"].token_ids) == 8
 
 
 def test_the_first_screen_of_the_guide_is_a_whole_plugin():
@@ -311,7 +323,7 @@ FENCED = re.compile(r"```.*?```|<!-- (?:generated|sample).*?<!-- end -->", re.DO
 OTHERS = {
     *("_capture_cuda_graph", "_k_scale", "_replay_cuda_graph", "_v_scale", "custom_mask", "disable_compile"),
     *("flashinfer_mla_disable_ragged", "supports_", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "nvcc"),
-    *("MyOptions", "backnd", "seq_len", "CLONE", "auto_", "_h200", "org", "anything"),
+    *("MyOptions", "arcee", "backnd", "seq_len", "CLONE", "auto_", "_h200", "org", "anything"),
     *("--index-url", "--gpu-memory-utilization", "my_int4"),
 }
 """Names of other projects, and of the examples."""

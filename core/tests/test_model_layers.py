@@ -115,6 +115,40 @@ def test_gpt_oss_has_sinks_and_alternates() -> None:
 
 def test_granite_sets_its_own_scale() -> None:
     assert read(LLAMA_3_8B, model_type="granite", attention_multiplier=0.015625).layers[0].scale == 0.015625
+    assert read(LLAMA_3_8B, model_type="granite").layers[0].scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "slides"),
+    [
+        ("qwen2_moe", {"max_window_layers": 3}, [True, False, True, False, False]),
+        ("qwen3_moe", {"max_window_layers": 3}, [True] * 5),
+        ("smollm3", {"no_rope_layer_interval": 2}, [False, True, False, True, False]),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 1, 0, 0]}, [True, False, False, False, True]),
+    ],
+)
+def test_layers_that_slide_if_a_flag_turns_windows_on(
+    model_type: str, keys: dict[str, Any], slides: list[bool]
+) -> None:
+    """As in the config classes of transformers 5.22."""
+    config = {**LLAMA_3_8B, "model_type": model_type, "num_hidden_layers": 5, "sliding_window": 7, **keys}
+    spec = read(config, use_sliding_window=True)
+    assert windows(spec) == [7 if slide else None for slide in slides]
+    assert windows(read(config, use_sliding_window=False)) == [None] * 5
+
+
+def test_layers_without_a_rope_are_listed_for_every_layer() -> None:
+    smollm3 = {**LLAMA_3_8B, "model_type": "smollm3", "use_sliding_window": True, "sliding_window": 7}
+    assert "32" in refused(smollm3, "no_rope_layers", no_rope_layers=[1, 0])
+    refused(smollm3, "no_rope_layers", no_rope_layers=[2] * 32)
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_llama_4_is_refused_with_the_reason(outer: bool) -> None:
+    text = {**LLAMA_3_8B, "model_type": "llama4_text", "attention_chunk_size": 8192}
+    config = {"model_type": "llama4", "text_config": text} if outer else text
+    message = refused(config, "text_config.model_type" if outer else "model_type")
+    assert "llama4_text" in message and "chunks" in message and "\n" not in message
 
 
 @pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
@@ -396,13 +430,20 @@ TINY_KINDS = {
     "ring_linear": "lightning lightning lightning mla",
     "mamba2": "mamba2 mamba2",
     "nemotron_h": "mamba2 mamba2 mha",
+    **dict.fromkeys(
+        ("granite", "olmo2", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"), "mha mha"
+    ),
+    **dict.fromkeys(("gemma2", "gemma3_text"), "mha mha mha"),
+    "smollm3": "mha mha mha mha",
+    "kimi_k2": "mla mla mla",
 }
 
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 def test_tiny_models(name: str) -> None:
     spec = load_model(f"tiny:{name}")
-    assert (spec.name, spec.model_type, spec.dtype) == (f"tiny:{name}", name, "float32")
+    model_type = {"kimi_k2": "deepseek_v3"}.get(name, name)
+    assert (spec.name, spec.model_type, spec.dtype) == (f"tiny:{name}", model_type, "float32")
     assert " ".join(layer.kind for layer in spec.layers) == TINY_KINDS[name]
 
 

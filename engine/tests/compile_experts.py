@@ -27,7 +27,10 @@ def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, o
     return ahead.compiled(kernel, sm, kinds, constants, options, ("x_row", "onto_row", "shared_row"))
 
 
-def tiled(sm: int, spread: experts.ExpertTile, gather: experts.ExpertTile, gated: bool, dtype: str = "bf16"):
+def tiled(
+    sm: int, spread: experts.ExpertTile, gather: experts.ExpertTile, gated: bool, dtype: str = "bf16", biased=False
+):
+    """Kernels of both products; ``biased`` ones also clip their gates (gpt-oss)."""
     early = {"EARLY": sm >= 90}
     adds = {"SHARED": True, "ONTO": True}
     for tile, names in ((spread, ("_up_projection", "_up_one")), (gather, ("_down_projection", "_down_one"))):
@@ -35,7 +38,8 @@ def tiled(sm: int, spread: experts.ExpertTile, gather: experts.ExpertTile, gated
         constants = SHAPE | early | {"COLUMNS": tile.columns, "DEPTH": tile.depth}
         constants |= FOUND | {"PAIRS": tile.pairs} if tile.pairs > 1 else {}
         constants |= {"PER_TOKEN": 6} if name != "_down_projection" else {}
-        constants |= {"GATED": gated} if tile is spread else {}
+        clip = {"LIMIT": 7.0 if biased else 0.0, "ALPHA": 1.702, "OFFSET": 1.0}
+        constants |= {"BIAS": biased, **({"GATED": gated, **clip} if tile is spread else {})}
         constants |= {"EVERY": 2} if tile.pairs == 1 else {}
         constants |= adds | {"GATE": True} if name == "_down_one" else {}
         options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": sm >= 90}
@@ -46,6 +50,8 @@ def every_kernel(sm: int):
     early, options = {"EARLY": sm >= 90}, {"launch_pdl": sm >= 90}
     for tokens in (1, 64, 4096) if sm == 90 else (4096,):
         yield from tiled(sm, *experts.tiles(tokens, 6, 64, torch.bfloat16), gated=True)
+    for tokens in (1, 64) if sm == 90 else ():
+        yield from tiled(sm, *experts.tiles(tokens, 6, 64, torch.bfloat16), gated=True, biased=True)
     if sm == 80:  # the kernels around the products are the same there
         yield from tiled(sm, *experts.tiles(64, 6, 64, torch.float32), gated=False, dtype="fp32")
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import signal
@@ -204,6 +205,10 @@ class Stage:
         return [state for state in states if state is not None]
 
 
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Types that transformers has under another name."""
+
+
 class Oracle:
     """A transformers model with random weights, and the folder that it was saved to."""
 
@@ -214,16 +219,19 @@ class Oracle:
         keys = {**TINY_CONFIGS.get(model_type, TINY_CONFIGS["llama"]), **changes}
         del keys["model_type"], keys["architectures"]
         torch.manual_seed(1)
-        config = AutoConfig.for_model(model_type, **keys)
+        config = AutoConfig.for_model(SAME_AS.get(model_type, model_type), **keys)
         self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
         with torch.no_grad():  # norms of 1 and biases of 0 would hide that they are missing
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-                if (tensor.dim() == 1 or "position_bias" in name) and "inv_freq" not in name:
+                if (tensor.dim() == 1 or name.endswith("_bias")) and "inv_freq" not in name:
                     tensor.add_(0.2 * torch.randn_like(tensor))
                 elif "tid2eid" in name:
                     tensor.random_(config.n_routed_experts)
         self.folder = folder
         self.model.save_pretrained(folder, max_shard_size=max_shard_size)
+        if model_type in SAME_AS:
+            path = folder / "config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": model_type}))
         self._logits: dict[tuple[int, ...], Tensor] = {}
 
     def logits(self, tokens: Sequence[int]) -> Tensor:

@@ -39,12 +39,17 @@ class Layer:
     width: int = 24
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    clip: tuple[float, float, float] | None = None
+    biased: bool = False
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         parts = 2 if self.gated else 1
         self.gate_up = self.made(self.experts, parts * self.width, self.hidden)
         self.down = self.made(self.experts, self.hidden, self.width)
+        self.biases = None
+        if self.biased:
+            self.biases = self.made(self.experts, parts * self.width), self.made(self.experts, self.hidden)
 
     def made(self, *shape: int) -> Tensor:
         return (torch.randn(*shape) * shape[-1] ** -0.5).to(self.device, self.dtype)
@@ -60,20 +65,27 @@ class Layer:
             total = torch.zeros_like(row)
             for expert, weight in zip(experts, weights, strict=True):
                 inner = self.gate_up[expert].double() @ row
-                if self.gated:
+                inner = inner if self.biases is None else inner + self.biases[0][expert].double()
+                if self.clip is not None:
+                    (gate, up), (limit, alpha, offset) = inner.chunk(2), self.clip
+                    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                    inner = gate * (alpha * gate).sigmoid() * (up + offset)
+                elif self.gated:
                     gate, up = inner.chunk(2)
                     inner = gate * gate.sigmoid() * up
                 else:
                     inner = inner.clamp(min=0) ** 2
-                total += weight * (self.down[expert].double() @ inner)
+                outer = self.down[expert].double() @ inner
+                total += weight * (outer if self.biases is None else outer + self.biases[1][expert].double())
             rows.append(total)
         return torch.stack(rows)
 
     def fused_experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, chosen_tiles=None, **options) -> Tensor:
         experts = kernels("experts")
         chosen_tiles = chosen_tiles and tuple(experts.ExpertTile(*one) for one in chosen_tiles)
+        form = {"gated": self.gated, "clip": self.clip, "biases": self.biases}
         return experts.fused_experts(
-            x, topk_ids, topk_weights, self.gate_up, self.down, gated=self.gated, chosen_tiles=chosen_tiles, **options
+            x, topk_ids, topk_weights, self.gate_up, self.down, **form, chosen_tiles=chosen_tiles, **options
         )
 
     def close(self, got: Tensor, wanted: Tensor) -> None:
@@ -100,6 +112,20 @@ def cuts() -> list[dict[str, object]]:
 def test_every_cut_gives_the_sum_of_the_chosen_experts(gated, tokens, device):
     layer = Layer(gated, device=device)
     x, (topk_ids, topk_weights) = layer.made(tokens, layer.hidden), layer.routing(tokens, 3)
+    wanted = layer.wanted(x, topk_ids, topk_weights)
+    for chosen_tiles in cuts():
+        layer.close(layer.fused_experts(x, topk_ids, topk_weights, **chosen_tiles), wanted)
+
+
+@on_every_device
+@pytest.mark.parametrize(
+    ("clip", "biased", "gated"), [((0.3, 1.702, 1.0), True, True), ((0.3, 1.0, 0.0), False, True), (None, True, False)]
+)
+@pytest.mark.sample(2)
+def test_clipped_gates_and_biases(clip, biased, gated, device):
+    """Limits that clip about half of the values: gpt-oss, DeepSeek-V4, and biases alone."""
+    layer = Layer(gated, device=device, clip=clip, biased=biased)
+    x, (topk_ids, topk_weights) = layer.made(4, layer.hidden), layer.routing(4, 3)
     wanted = layer.wanted(x, topk_ids, topk_weights)
     for chosen_tiles in cuts():
         layer.close(layer.fused_experts(x, topk_ids, topk_weights, **chosen_tiles), wanted)
@@ -255,9 +281,9 @@ def test_a_row_of_nan_chooses_experts_that_exist(device):
 @on_every_device
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [("deepseek_v2", 3), ("deepseek_v3", 1), ("qwen3_next", 3), ("minimax", 1), ("nemotron_h", 3)],
+    [("deepseek_v2", 3), ("deepseek_v3", 1), ("qwen3_next", 3), ("gpt_oss", 3), ("minimax", 1), ("nemotron_h", 3)],
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 def test_a_model_has_the_same_experts_on_kernels(name, tokens, device, monkeypatch):
     """On a CPU the model is made to believe that it may use them."""
 

@@ -315,6 +315,8 @@ DRAFT = {"settings": ("speculative_draft_model",)}
         (LLAMA, {"model_type": "gemma4_assistant"}, DraftError, ["llama_assistant"], {}),
         (HYBRID, {"target_layers": [0, 3, 3]}, DraftError, ["layer 0", "gdn"], DRAFT),
         ("tiny:deepseek_v3", {}, DraftError, ["layer 0", "mla", "mha"], DRAFT),
+        ("tiny:gpt_oss", {}, DraftError, ["layer 0", "sinks"], DRAFT),
+        ("tiny:smollm3", {}, DraftError, ["tiny:smollm3", "ropes"], DRAFT),
     ],
 )
 def test_an_assistant_that_does_not_fit(target, keys, error, named, attributes, assistants):

@@ -339,7 +339,7 @@ def test_heads_are_normed_and_rotated_where_they_lie(with_norms: bool, dim: int,
 class PretendAttention:
     """In the place of attention: what comes out depends on q, k and v of the same token alone."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: object, **_extras: object) -> Tensor:
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         return v * (q * k).sum(-1, keepdim=True).tanh()
@@ -363,6 +363,12 @@ MODELS: dict[str, dict[str, object]] = {
     "qwen3": {},
     "deepseek_v2": {},
     "deepseek_v3": {"q_lora_rank": None},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "glm4_moe": {},
+    "olmo2": {},
+    "gpt_oss": {},
+    "phi3": {"partial_rotary_factor": 0.75, "hidden_size": 96},
+    "smollm3": {"no_rope_layers": [0, 1]},
 }
 
 
@@ -380,9 +386,9 @@ def logits_of(model: LoadedModel, rows: int, device: str) -> Tensor:
 
 
 @pytest.mark.parametrize("device", BY_KERNEL)
-@pytest.mark.parametrize(("model_type", "rows"), [("llama", 1), ("qwen3", 9), ("deepseek_v2", 9), ("deepseek_v3", 1)])
+@pytest.mark.parametrize(("model_type", "rows"), [(name, 9 if index % 2 else 1) for index, name in enumerate(MODELS)])
 @pytest.mark.usefixtures("pretend")
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_a_model_by_kernels_is_as_near_to_float64_as_by_torch(
     model_type: str, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

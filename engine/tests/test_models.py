@@ -96,7 +96,13 @@ def test_cached_latent_rows_are_those_of_transformers(case, make_oracle, make_st
             assert_close(stage.latent_rows(layer_id, request), rows, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
+SAVED = (
+    *("llama", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "granite", "smollm3", "gpt_oss"),
+    *("olmo2", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"),
+)
+
+
+@pytest.mark.parametrize("name", SAVED)
 @pytest.mark.sample(2)
 def test_a_tiny_model_is_the_one_that_transformers_loads_from_what_it_saves(name, tmp_path, make_stage, sequences):
     from transformers import AutoModelForCausalLM
@@ -140,7 +146,12 @@ def test_rope_keys_of_old_configs_mean_the_same(make_oracle):
 
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_SHORT = [1.0, 1.5, 2.0, 2.5, 3.0, 9.0, 10.0, 11.0]
+_LONGROPE = {"rope_type": "longrope", "short_factor": _SHORT, "long_factor": [4.0] * 8}
 ROPE_KEYS = {
+    "longrope": {"rope_scaling": {**_LONGROPE, "original_max_position_embeddings": 64}},
+    "longrope with a factor": {"original_max_position_embeddings": 32, "rope_scaling": {**_LONGROPE, "factor": 3.0}},
+    "longrope that does not scale": {"rope_scaling": {**_LONGROPE, "attention_factor": 1.0}},
     "yarn beside plain parameters": {"rope_scaling": _YARN, "rope_parameters": {"rope_type": "default"}},
     "plain scaling beside yarn": {"rope_scaling": {"type": "default"}, "rope_parameters": _YARN},
     "empty scaling beside yarn": {"rope_scaling": {}, "rope_parameters": _YARN},
@@ -195,7 +206,7 @@ def test_a_model_in_bfloat16_keeps_its_router_in_float32():
 
 
 def test_bfloat16_logits_are_close_to_float32(make_stage, sequences):
-    for name in ("llama", "deepseek_v2", "deepseek_v3"):
+    for name in ("llama", "deepseek_v2", "deepseek_v3", "gemma3_text", "gpt_oss", "granite", "olmo2"):
         runs = []
         for dtype in (torch.float32, torch.bfloat16):
             loaded = load_model(f"tiny:{name}", dtype=dtype, device="cpu")

@@ -23,12 +23,14 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 PIXTRAL = {"model_type": "pixtral", "head_dim": 8, "image_size": 16, **SIZES}
 QWEN = {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16, **SIZES}
 CLIP = {"model_type": "clip_vision_model", "image_size": 16, "projection_dim": 16, **SIZES}
+SIGLIP = {"model_type": "siglip_vision_model", "image_size": 16, **SIZES}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5", "qwen3_5_text", {"vision_config": QWEN}),
     "mistral3, tied": ("mistral3", "mistral", {"vision_config": PIXTRAL}),
     "mistral3": ("mistral3", "mistral", {"vision_config": PIXTRAL, "tie_word_embeddings": False}),
     "kimi_k25": ("kimi_k25", "deepseek_v3", {"vision_config": SIZES, "tie_word_embeddings": False}),
     "llava": ("llava", "llama", {"vision_config": CLIP}),
+    "gemma3": ("gemma3", "gemma3_text", {"vision_config": SIGLIP, "mm_tokens_per_image": 4}),
     "idefics3": ("idefics3", "llama", {"vision_config": {"image_size": 16, **SIZES}}),
 }
 """Outer type, type of the text model, other keys. Tensors are named model.language_model, language_model.model and
@@ -41,7 +43,8 @@ class MultimodalOracle:
     def __init__(self, folder: Path, outer: str, inner: str, keys: dict[str, Any]) -> None:
         from transformers import AutoConfig, AutoModelForImageTextToText
 
-        text = {**TINY_CONFIGS.get(inner, TINY_CONFIGS["llama"]), "model_type": inner, "sliding_window": None}
+        llama = {**TINY_CONFIGS["llama"], "sliding_window": None}
+        text = {**TINY_CONFIGS.get(inner, llama), "model_type": inner}
         config = AutoConfig.for_model(outer, text_config=text, **keys)
         torch.manual_seed(1)
         self.model: nn.Module = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
@@ -114,6 +117,17 @@ def test_a_stored_head_is_not_tied(oracle, tmp_path):
     assert generated(folder) == generated(made.folder)
 
 
+def test_a_head_is_tied_if_its_class_says_so_and_the_config_does_not(oracle, tmp_path):
+    """As in published Gemma 3."""
+    made = oracle("gemma3")
+
+    def change(config: dict[str, Any]) -> None:
+        for part in (config, config["text_config"]):
+            part.pop("tie_word_embeddings", None)
+
+    assert generated(rewritten(made, tmp_path, change)) == generated(made.folder)
+
+
 def test_random_weights_need_the_config_only(oracle, tmp_path):
     (tmp_path / "config.json").write_text((oracle("qwen3_5").folder / "config.json").read_text())
     assert all(generated(tmp_path, random_weights=True))
@@ -122,13 +136,15 @@ def test_random_weights_need_the_config_only(oracle, tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "attributes"),
     [
-        (lambda config: config["text_config"].update(model_type="gemma3_text"), UnknownArchitecture,
-         {"model_type": "gemma3_text"}),
+        (lambda config: config["text_config"].update(model_type="gemma"), UnknownArchitecture,
+         {"model_type": "gemma"}),
+        (lambda config: config["text_config"].update(model_type="llama4_text"), ModelConfigError,
+         {"key": "text_config.model_type"}),
         (lambda config: config["text_config"].pop("num_hidden_layers"), ModelConfigError,
          {"key": "text_config.num_hidden_layers"}),
         (lambda config: config.update(quantization_config={}), ModelConfigError, {"key": "quantization_config"}),
     ],
-    ids=["type", "size", "quantised"],
+    ids=["type", "chunked", "size", "quantised"],
 )  # fmt: skip
 def test_a_text_model_that_cannot_run_is_refused(change, error, attributes, oracle, tmp_path):
     folder = rewritten(oracle("llava"), tmp_path, change)
@@ -159,7 +175,7 @@ def test_every_type_of_transformers_is_known_or_called_unknown(tmp_path):
     for name in unknown:
         with pytest.raises(ModelConfigError, check=having(key="model_type")):
             model_from_config({"model_type": name}, name)
-    for name in ("gpt2", "minimax_m2", "longcat_flash", "modernbert", "gemma2"):
+    for name in ("gpt2", "minimax_m2", "longcat_flash", "modernbert", "gemma"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
         with pytest.raises(UnknownArchitecture, check=having(model_type=name, known=tuple(ARCHITECTURES))):
             load_spec(str(tmp_path))

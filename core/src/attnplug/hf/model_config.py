@@ -25,14 +25,20 @@ _CLASS_DEFAULTS = json.loads(Path(__file__).with_name("class_defaults.json").rea
 """Defaults of transformers' config classes by model type, for keys that published configs omit (gemma-3-4b-it has no
 num_attention_heads). ``sliding_window_pattern`` is the distance in layers from one full layer to the next. Types
 without a reader are plain decoders: their layers were compared with the attention modules of transformers 5.22."""
-_ALIASES = {
+ALIASES = {
     "kimi_k2": "deepseek_v3",
     "kimi_k25": "deepseek_v3",
+    "llama4": "llama4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 """Other names of a text model's type: Kimi-K2.5 says kimi_k2, and a section may leave it to the outer type."""
+UNSUPPORTED = {
+    "llama4_text": "layers that attend within fixed chunks of tokens do not fit the contract, in which a layer has a "
+    "sliding window or none"
+}
+"""Reasons against model types that cannot be read."""
 KNOWN_TYPES = tuple(sorted(READERS.keys() | _CLASS_DEFAULTS.keys()))
 """Model types that can be read. Reading another type as a plain decoder could be silently wrong."""
 
@@ -91,7 +97,7 @@ def text_model_config(values: Mapping[str, object], source: str) -> Config:
     model_type = config.optional_text("model_type") or outer.optional_text("model_type")
     if not model_type:
         raise config.error("is missing; it determines how the other keys are read", "model_type")
-    return replace(config, model_type=_ALIASES.get(model_type, model_type))
+    return replace(config, model_type=ALIASES.get(model_type, model_type))
 
 
 def model_from_config(values: Mapping[str, object], name: str, source: str | None = None) -> ModelSpec:
@@ -100,8 +106,9 @@ def model_from_config(values: Mapping[str, object], name: str, source: str | Non
     outer, config = Config(values, source, model_type=""), text_model_config(values, source)
     if config.model_type not in KNOWN_TYPES:
         part = config if config.lookup("model_type") else outer
-        known = ", ".join(KNOWN_TYPES)
-        raise part.error(f"is {show(config.model_type)}, which is unknown; known types: {known}", "model_type")
+        reason = UNSUPPORTED.get(config.model_type)
+        problem = f"supported: {reason}" if reason else f"known; known types: {', '.join(KNOWN_TYPES)}"
+        raise part.error(f"is {show(config.model_type)}, which is not {problem}", "model_type")
     config = replace(config, values={**_CLASS_DEFAULTS.get(config.model_type, {}), **config.values})
     for part in (outer, config):
         if part.flag("is_encoder_decoder"):

@@ -68,10 +68,26 @@ def _slides(config: Config, count: int) -> list[bool]:
         # Qwen's configs contain a window even if it is disabled.
         if not config.flag("use_sliding_window"):
             return [False] * count
+        if config.model_type == "smollm3":
+            return [not rotary for rotary in rotary_layers(config)]
+        if config.model_type == "qwen3_moe":
+            return [True] * count
         first = config.integer("max_window_layers", least=0)
+        if config.model_type == "qwen2_moe":
+            return [index < first and index % 2 == 0 for index in range(count)]
         return [index >= first for index in range(count)]
     period = config.optional_integer("sliding_window_pattern")
     return [period is None or (index + 1) % period != 0 for index in range(count)]
+
+
+def rotary_layers(config: Config) -> list[bool]:
+    """Return True for each layer that has rotary positions, of a model in which some have none (SmolLM3)."""
+    count, key = config.layer_count(), "no_rope_layers"  # despite its name, 1 stands for a rope
+    listed = config.choices(key, {1: True, 0: False})
+    if listed is not None and len(listed) < count:
+        raise config.error(f"has {len(listed)} entries; it must have one for each of the {count} layers", key)
+    every = config.optional_integer("no_rope_layer_interval") or 4
+    return [(index + 1) % every != 0 for index in range(count)] if listed is None else listed[:count]
 
 
 def _latent_layers(config: Config) -> Layers:

@@ -33,7 +33,8 @@ def text_config(config: Mapping[str, object], source: str) -> Mapping[str, objec
     inner = {key: value for key, value in section.values.items() if value is not None or key not in outer}
     # As in transformers, the model with the head decides.
     tied = config.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
-    return {**outer, **inner, "model_type": section.model_type, "tie_word_embeddings": tied}
+    text = {**outer, **inner, "model_type": section.model_type}
+    return text if tied is None else {**text, "tie_word_embeddings": tied}  # if absent, the class has a default
 
 
 def text_model(checkpoint: Checkpoint) -> Checkpoint:
@@ -70,10 +71,10 @@ def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint.renamed({_ROOT + name: name for name in names})
 
 
-def check_head(checkpoint: Checkpoint, head: str = HEAD) -> None:
+def check_head(checkpoint: Checkpoint, head: str, *, tied: bool) -> None:
     """Raise if a checkpoint has neither a head nor a tied embedding: it cannot generate."""
     config = checkpoint.config
-    if head in checkpoint.names() or config.get("tie_word_embeddings") is True:
+    if tied or head in checkpoint.names():
         return
     raise MissingTensor(
         f"the checkpoint {checkpoint.name!r} ({show(config.get('architectures'))}) has no head: no tensor {head!r}, "

@@ -78,9 +78,15 @@ def _load(at, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _activated(first, second, GATED: tl.constexpr):
-    """``silu(gate) * up``, or squared ReLU."""
-    if GATED:
+def _activated(
+    first, second, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
+    """``silu(gate) * up``, squared ReLU, or with a ``LIMIT`` the clipped gate of ``ClippedGate``."""
+    if LIMIT > 0:
+        gate = tl.minimum(first, LIMIT)
+        up = tl.minimum(tl.maximum(second, -LIMIT), LIMIT)
+        result = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + OFFSET)
+    elif GATED:
         result = first / (1.0 + tl.exp(-first)) * second
     else:
         positive = tl.maximum(first, 0.0)
@@ -104,12 +110,14 @@ def _added(
 
 @triton.jit
 def _up_projection(
-    x, x_row, weight, inner, order, offsets,
-    PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
+    x, x_row, weight, weight_bias, inner, order, offsets,
+    PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
     PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BOUNDS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``[pairs, WIDTH]`` of ``x [tokens, HIDDEN]`` and ``weight [EXPERTS, 1 or 2 * WIDTH, HIDDEN]``."""
+    """Compute ``[pairs, WIDTH]`` of ``x [tokens, HIDDEN]`` and ``weight [EXPERTS, 1 or 2 * WIDTH, HIDDEN]``, with
+    ``BIAS`` also of ``weight_bias [EXPERTS, 1 or 2 * WIDTH]``."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()  # not earlier: the next kernel reads the chosen experts before it waits
@@ -132,14 +140,20 @@ def _up_projection(
         if GATED:
             columns = _load(first_at + WIDTH * HIDDEN + start, inside[:, None], WHOLE)
             second = tl.dot(rows, columns, second, input_precision="ieee")
-    result = _activated(first, second, GATED).to(inner.dtype.element_ty)
+    if BIAS:
+        bias_at = weight_bias + expert * (PARTS * WIDTH) + tl.minimum(column, WIDTH - 1)
+        first += tl.load(bias_at).to(tl.float32)[None, :]
+        if GATED:
+            second += tl.load(bias_at + WIDTH).to(tl.float32)[None, :]
+    result = _activated(first, second, GATED, LIMIT, ALPHA, OFFSET).to(inner.dtype.element_ty)
     mask = exists[:, None] & (column < WIDTH)[None, :]
     tl.store(inner + pairs[:, None] * WIDTH + column[None, :], result, mask=mask)
 
 
 @triton.jit
 def _inner(
-    x, weight, column, GAP: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
+    x, weight, bias, column, GAP: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of one row. ``GAP`` is the distance in ``weight`` between its two halves."""
@@ -158,13 +172,20 @@ def _inner(
         first += columns * row
         if GATED:
             second += _load(first_at + GAP + start, inside[None, :], WHOLE).to(tl.float32) * row
-    return _activated(tl.sum(first, 1), tl.sum(second, 1), GATED)
+    gate, up = tl.sum(first, 1), tl.sum(second, 1)
+    if BIAS:
+        bias_at = bias + tl.minimum(column, WIDTH - 1)
+        gate += tl.load(bias_at).to(tl.float32)
+        if GATED:
+            up += tl.load(bias_at + WIDTH).to(tl.float32)
+    return _activated(gate, up, GATED, LIMIT, ALPHA, OFFSET)
 
 
 @triton.jit
 def _up_one(
-    x, x_row, weight, every_weight, inner, topk_ids,
-    PER_TOKEN: tl.constexpr, EVERY: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
+    x, x_row, weight, weight_bias, every_weight, inner, topk_ids,
+    PER_TOKEN: tl.constexpr, EVERY: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Like ``_up_projection``, for one pair. A token's first ``EVERY`` pairs are with shared experts: parts of
@@ -177,7 +198,10 @@ def _up_one(
     row = x + token * x_row
     if place < EVERY:
         part = every_weight + place * (WIDTH * HIDDEN)
-        result = _inner(row, part, column, EVERY * WIDTH * HIDDEN, HIDDEN, WIDTH, GATED, COLUMNS, DEPTH, EARLY)
+        result = _inner(
+            row, part, part, column, EVERY * WIDTH * HIDDEN, HIDDEN, WIDTH,
+            GATED, LIMIT, ALPHA, OFFSET, False, COLUMNS, DEPTH, EARLY,
+        )  # fmt: skip
         tl.store(at, result.to(inner.dtype.element_ty), mask=column < WIDTH)
     else:
         if EARLY:
@@ -185,17 +209,22 @@ def _up_one(
             gdc_launch_dependents()  # not earlier: the next kernel reads the chosen experts before it waits
         expert = tl.load(topk_ids + token * PER_TOKEN + place - EVERY).to(tl.int64)
         part = weight + expert * (PARTS * WIDTH * HIDDEN)
-        result = _inner(row, part, column, WIDTH * HIDDEN, HIDDEN, WIDTH, GATED, COLUMNS, DEPTH, False)
+        bias = weight_bias + expert * (PARTS * WIDTH)
+        result = _inner(
+            row, part, bias, column, WIDTH * HIDDEN, HIDDEN, WIDTH,
+            GATED, LIMIT, ALPHA, OFFSET, BIAS, COLUMNS, DEPTH, False,
+        )  # fmt: skip
         tl.store(at, result.to(inner.dtype.element_ty), mask=column < WIDTH)
 
 
 @triton.jit
 def _down_projection(
-    inner, weight, outer, order, offsets,
-    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, BOUNDS: tl.constexpr, EARLY: tl.constexpr,
+    inner, weight, weight_bias, outer, order, offsets,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, PAIRS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BOUNDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``[pairs, HIDDEN]`` of ``inner [pairs, WIDTH]`` and ``weight [EXPERTS, HIDDEN, WIDTH]``."""
+    """Compute ``[pairs, HIDDEN]`` of ``inner [pairs, WIDTH]`` and ``weight [EXPERTS, HIDDEN, WIDTH]``, with ``BIAS``
+    also of ``weight_bias [EXPERTS, HIDDEN]``."""
     expert, pairs, exists, has_work = _block(order, offsets, tl.program_id(1), EXPERTS, PAIRS, BOUNDS)
     if EARLY:
         gdc_wait()
@@ -213,15 +242,18 @@ def _down_projection(
         inside = start + depth < WIDTH
         rows = _load(rows_at + start, inside[None, :], WHOLE)
         total = tl.dot(rows, _load(columns_at + start, inside[:, None], WHOLE), total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(weight_bias + expert * HIDDEN + tl.minimum(column, HIDDEN - 1)).to(tl.float32)[None, :]
     mask = exists[:, None] & (column < HIDDEN)[None, :]
     tl.store(outer + pairs[:, None] * HIDDEN + column[None, :], total.to(outer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _down_one(
-    inner, weight, every_weight, out, topk_ids, topk_weights, shared, shared_row, gate, gate_row, onto, onto_row,
-    PER_TOKEN: tl.constexpr, EVERY: tl.constexpr, GATE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SHARED: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
+    inner, weight, weight_bias, every_weight, out, topk_ids, topk_weights, shared, shared_row, gate, gate_row, onto,
+    onto_row, PER_TOKEN: tl.constexpr, EVERY: tl.constexpr, GATE: tl.constexpr, HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SHARED: tl.constexpr,
+    ONTO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Like ``_down_projection``, for one token's pairs, and their sum as in ``_combine``. ``every_weight`` is
     ``[HIDDEN, EVERY * WIDTH]``; with ``GATE`` its pairs have the weight ``sigmoid(gate)``."""
@@ -231,6 +263,7 @@ def _down_one(
     row = tl.minimum(column, HIDDEN - 1)
     depth = tl.arange(0, DEPTH)
     total = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    biases = tl.zeros([COLUMNS], tl.float32)
     for place in tl.static_range(EVERY + PER_TOKEN):
         if place < EVERY:
             share = 1.0 / (1.0 + tl.exp(-tl.load(gate + token * gate_row))) if GATE else 1.0
@@ -238,8 +271,10 @@ def _down_one(
         else:
             pair = token * PER_TOKEN + place - EVERY
             share = tl.load(topk_weights + pair)
-            columns_at = weight + tl.load(topk_ids + pair).to(tl.int64) * (HIDDEN * WIDTH)
-            columns_at += row[:, None] * WIDTH + depth[None, :]
+            expert = tl.load(topk_ids + pair).to(tl.int64)
+            columns_at = weight + expert * (HIDDEN * WIDTH) + row[:, None] * WIDTH + depth[None, :]
+            if BIAS:
+                biases += share * tl.load(weight_bias + expert * HIDDEN + row).to(tl.float32)
         inner_at = inner + (token * (EVERY + PER_TOKEN) + place) * WIDTH + depth
         for start in tl.static_range(0, WIDTH, DEPTH):
             inside = start + depth < WIDTH
@@ -250,9 +285,8 @@ def _down_one(
             inner_row = _load(inner_at + start, inside, WHOLE).to(tl.float32)
             total += columns * (inner_row * share)[None, :]
     exists = column < HIDDEN
-    total = _added(
-        tl.sum(total, 1), token, column, exists, shared, shared_row, gate, gate_row, onto, onto_row, SHARED, ONTO
-    )
+    total = tl.sum(total, 1) + biases
+    total = _added(total, token, column, exists, shared, shared_row, gate, gate_row, onto, onto_row, SHARED, ONTO)
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=exists)
 
 
@@ -316,6 +350,8 @@ def fused_experts(
     down: Tensor,
     *,
     gated: bool,
+    clip: tuple[float, float, float] | None = None,
+    biases: tuple[Tensor, Tensor] | None = None,
     shared: Tensor | None = None,
     gate: Tensor | None = None,
     onto: Tensor | None = None,
@@ -327,7 +363,9 @@ def fused_experts(
 
     ``topk_ids`` and ``topk_weights`` (float32) are ``[tokens, k]``; ``gate_up`` is ``[experts, 2 * width, hidden]``,
     half of it unless ``gated``; ``down`` is ``[experts, hidden, width]``. ``shared [tokens, hidden]`` is added with the
-    weight ``sigmoid(gate)``, ``gate [tokens]`` float32, and ``onto [tokens, hidden]`` with the weight 1.
+    weight ``sigmoid(gate)``, ``gate [tokens]`` float32, and ``onto [tokens, hidden]`` with the weight 1. ``clip`` are
+    limit, alpha and offset of a ``ClippedGate``; ``biases`` those of both products, ``[experts, 2 * width]`` and
+    ``[experts, hidden]``.
 
     ``every`` are the two matrices of a shared expert whose width is a multiple of a routed one's. It replaces
     ``shared`` up to ``MAX_SEPARATE_TOKENS`` tokens; without ``gate`` its weight is 1.
@@ -347,18 +385,21 @@ def fused_experts(
         order, offsets = _sorted(topk_ids, experts, ranked)
     found = {"EXPERTS": experts, "BOUNDS": triton.next_power_of_2(experts)}
     shape = {"HIDDEN": hidden, "WIDTH": width, **launch_options(x.device)}
+    up_bias, down_bias = (gate_up, down) if biases is None else biases
+    limit, alpha, offset = clip or (0.0, 1.0, 0.0)
+    form = {"GATED": gated, "LIMIT": limit, "ALPHA": alpha, "OFFSET": offset, "BIAS": biases is not None}
     columns = triton.cdiv(width, up_tile.columns)
     if up_tile.pairs == 1:
         _up_one[columns, pairs + tokens * shared_parts](
-            x, x.stride(0), gate_up, gate_up if every is None else every[0], inner, topk_ids,
-            PER_TOKEN=per_token, EVERY=shared_parts, GATED=gated, COLUMNS=up_tile.columns, DEPTH=up_tile.depth,
-            num_warps=up_tile.warps, **shape,
+            x, x.stride(0), gate_up, up_bias, gate_up if every is None else every[0], inner, topk_ids,
+            PER_TOKEN=per_token, EVERY=shared_parts, COLUMNS=up_tile.columns, DEPTH=up_tile.depth,
+            num_warps=up_tile.warps, **form, **shape,
         )  # fmt: skip
     else:
         _up_projection[columns, min(pairs, pairs // up_tile.pairs + experts)](
-            x, x.stride(0), gate_up, inner, order, offsets,
-            PER_TOKEN=per_token, GATED=gated, PAIRS=up_tile.pairs, COLUMNS=up_tile.columns, DEPTH=up_tile.depth,
-            num_warps=up_tile.warps, num_stages=up_tile.stages, **found, **shape,
+            x, x.stride(0), gate_up, up_bias, inner, order, offsets,
+            PER_TOKEN=per_token, PAIRS=up_tile.pairs, COLUMNS=up_tile.columns, DEPTH=up_tile.depth,
+            num_warps=up_tile.warps, num_stages=up_tile.stages, **form, **found, **shape,
         )  # fmt: skip
     added = (
         x if shared is None else shared, 0 if shared is None else shared.stride(0),
@@ -366,17 +407,17 @@ def fused_experts(
         x if onto is None else onto, 0 if onto is None else onto.stride(0),
     )  # fmt: skip
     adds = {"PER_TOKEN": per_token, "SHARED": shared is not None, "ONTO": onto is not None}
-    columns = triton.cdiv(hidden, down_tile.columns)
+    columns, shape["BIAS"] = triton.cdiv(hidden, down_tile.columns), biases is not None
     if down_tile.pairs == 1:
         _down_one[columns, tokens](
-            inner, down, down if every is None else every[1], out, topk_ids, topk_weights, *added,
+            inner, down, down_bias, down if every is None else every[1], out, topk_ids, topk_weights, *added,
             EVERY=shared_parts, GATE=gate is not None, COLUMNS=down_tile.columns, DEPTH=down_tile.depth,
             num_warps=down_tile.warps, **adds, **shape,
         )  # fmt: skip
         return out
     outer = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     _down_projection[columns, min(pairs, pairs // down_tile.pairs + experts)](
-        inner, down, outer, order, offsets,
+        inner, down, down_bias, outer, order, offsets,
         PAIRS=down_tile.pairs, COLUMNS=down_tile.columns, DEPTH=down_tile.depth, num_warps=down_tile.warps,
         num_stages=down_tile.stages, **found, **shape,
     )  # fmt: skip

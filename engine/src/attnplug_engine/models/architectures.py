@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from attnplug import ModelSpec, UsageError
 from attnplug.hf.config_keys import Config, show
-from attnplug.hf.model_config import text_model_config
+from attnplug.hf.model_config import UNSUPPORTED, text_model_config
 from attnplug.host import ModelConfigError
 from attnplug.host import load_model as read_layers
 from attnplug.registry.models import tiny_config
@@ -25,16 +25,31 @@ from attnplug_engine.checkpoints.safetensors import (
     checkpoint_folder,
 )
 from attnplug_engine.checkpoints.tensor_names import HEAD, check_head, text_config, text_model, with_full_names
-from attnplug_engine.models import deepseek, deepseek_v4, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
+from attnplug_engine.models import (
+    deepseek,
+    deepseek_v4,
+    gemma,
+    gpt_oss,
+    kimi,
+    llama,
+    mamba,
+    minimax,
+    mixture,
+    nemotron,
+    qwen_hybrid,
+    ring,
+)
 from attnplug_engine.models.decoder import Decoder, LoadedModel
 from attnplug_engine.models.layers import pack_weights
+from attnplug_engine.models.rope import exact_length
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 _PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
-_SCALES = ("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping")
+_GEMMA_SCALES = ("query_pre_attn_scalar", "attn_logit_softcapping")
+_SCALES = ("attention_multiplier", *_GEMMA_SCALES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +71,34 @@ class Architecture:
     head: str = HEAD
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
+ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(llama.llama, unknown=(*_SCALES, "sliding_window")),
     "mistral": Architecture(llama.mistral),
     "qwen2": Architecture(llama.qwen2),
     "qwen3": Architecture(llama.qwen3),
+    "granite": Architecture(llama.granite, llama.GRANITE_DEFAULTS, unknown=(*_GEMMA_SCALES, "sliding_window")),
+    "smollm3": Architecture(llama.smollm3, llama.SMOLLM3_DEFAULTS),
+    "olmo2": Architecture(llama.olmo2, llama.OLMO2_DEFAULTS, unknown=(*_SCALES, "sliding_window")),
+    "phi3": Architecture(llama.phi3, llama.PHI3_DEFAULTS, unknown=(*_SCALES, "layer_types")),
+    "gemma2": Architecture(gemma.gemma2, gemma.DEFAULTS, unknown=("attention_multiplier",)),
+    "gemma3_text": Architecture(
+        gemma.gemma3_text, gemma.DEFAULTS_3, unknown=("attention_multiplier", "attn_logit_softcapping")
+    ),
+    "mixtral": Architecture(
+        mixture.mixtral, mixture.MIXTRAL_DEFAULTS, mixture.MIXTRAL_ALIASES, unknown=(*_SCALES, "layer_types")
+    ),
+    "qwen2_moe": Architecture(mixture.qwen2_moe, mixture.QWEN2_DEFAULTS),
+    "qwen3_moe": Architecture(
+        mixture.qwen3_moe, mixture.QWEN3_DEFAULTS, mixture.QWEN3_ALIASES, unknown=(*_SCALES, "layer_types")
+    ),
+    "glm4_moe": Architecture(
+        mixture.glm4_moe,
+        mixture.GLM_DEFAULTS,
+        mixture.GLM_ALIASES,
+        extra_layers=("num_nextn_predict_layers",),
+        unknown=(*_SCALES, "sliding_window"),
+    ),
+    "gpt_oss": Architecture(gpt_oss.gpt_oss, gpt_oss.DEFAULTS, gpt_oss.ALIASES),
     "deepseek_v2": Architecture(deepseek.deepseek_v2, deepseek.V2_DEFAULTS),
     "deepseek_v3": Architecture(deepseek.deepseek_v3, deepseek.V3_DEFAULTS, extra_layers=_PREDICTION),
     "deepseek_v32": Architecture(deepseek.deepseek_v32, deepseek.V32_DEFAULTS, extra_layers=_PREDICTION),
@@ -85,8 +123,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mamba2": Architecture(mamba.mamba2, mamba.DEFAULTS, mamba.ALIASES),
     "nemotron_h": Architecture(nemotron.nemotron_h, nemotron.DEFAULTS, nemotron.ALIASES, ignored=nemotron.PREDICTION),
 }
-"""Architectures by the config's ``model_type``. To add one, write a function that builds its ``Decoder``, and its line
-here."""
+"""Architectures by the config's ``model_type``. ``docs/adding-an-architecture.md`` shows how to add one."""
 
 
 class UnknownArchitecture(UsageError):
@@ -124,22 +161,27 @@ def load_model(
     source = open_source(reference, device=device, seed=seed, random_weights=random_weights)
     if isinstance(source, Checkpoint):
         if head:
-            check_head(source, ARCHITECTURES[spec.model_type].head)
+            architecture = ARCHITECTURES[spec.model_type]
+            tied = {**architecture.defaults, **source.config}.get("tie_word_embeddings") is True
+            check_head(source, architecture.head, tied=tied)
         source = with_full_names(source)
     return build_model(source, spec, dtype=dtype, device=device, parallel=parallel, head=head, progress=progress)
 
 
 def load_spec(reference: str) -> ModelSpec:
     """Return the layers of a model that the engine runs. Raises UnknownArchitecture rather than errors in other keys of
-    the config."""
+    the config. With longrope, the context ends where transformers would rotate cached keys in another way."""
     try:
         spec = read_layers(reference)
     except ModelConfigError as error:
         with suppress(ModelConfigError, CheckpointError):
-            _known(text_model_config(_config(reference), reference).model_type, reference, error)
+            model_type = text_model_config(_config(reference), reference).model_type
+            if model_type not in UNSUPPORTED:  # for these, the error has the reason
+                _known(model_type, reference, error)
         raise
     _known(spec.model_type, reference)
-    return spec
+    longest = exact_length(read_config(model_config(reference), reference, spec))
+    return spec if longest is None else replace(spec, context_length=min(longest, spec.context_length))
 
 
 def model_config(reference: str) -> Mapping[str, object]:

@@ -96,6 +96,46 @@ class Block(FastModule):
         return self._parallel.all_reduce(self.mlp(hidden, norm=self.mlp_norm, onto=hidden))
 
 
+class ScaledBlock(Block):
+    """A block that adds the outputs of attention and of the MLP with a weight (Granite)."""
+
+    def __init__(
+        self, weights: Weights, norm: MakeNorm, attention: Attention, mlp: nn.Module, *, weight: float
+    ) -> None:
+        super().__init__(weights, norm, attention, mlp)
+        self._weight = weight
+
+    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+        attended = self._parallel.all_reduce(self.attention(hidden, rotation, batch, norm=self.input_norm))
+        hidden = torch.add(hidden, attended, alpha=self._weight)
+        return torch.add(hidden, self._parallel.all_reduce(self.mlp(hidden, norm=self.mlp_norm)), alpha=self._weight)
+
+
+class OutputNormBlock(FastModule):
+    """One layer with a norm on the outputs of attention and of the MLP, before they are added to the residual (Olmo 2).
+
+    With ``norms_input`` there is also a norm before each (Gemma 2 and 3).
+    """
+
+    def __init__(
+        self, weights: Weights, norm: MakeNorm, attention: Attention, mlp: nn.Module, *, norms_input: bool = False
+    ) -> None:
+        super().__init__()
+        self.input_norm = norm(weights.at("input_layernorm")) if norms_input else None
+        self.attention = attention
+        self.attention_norm = norm(weights.at("post_attention_layernorm"))
+        self.mlp_norm = norm(weights.at("pre_feedforward_layernorm")) if norms_input else None
+        self.mlp = mlp
+        self.output_norm = norm(weights.at("post_feedforward_layernorm"))
+        self._parallel = weights.parallel
+
+    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+        """``[tokens, hidden]`` to ``[tokens, hidden]``."""
+        attended = self._parallel.all_reduce(self.attention(hidden, rotation, batch, norm=self.input_norm))
+        hidden = self.attention_norm(attended).add_(hidden)
+        return self.output_norm(self._parallel.all_reduce(self.mlp(hidden, norm=self.mlp_norm))).add_(hidden)
+
+
 class MixerBlock(FastModule):
     """One layer of a model in which attention and MLP are layers of their own: Mamba-2, Nemotron-H.
 
@@ -215,6 +255,25 @@ class Decoder(nn.Module):
         """Return logits ``[rows, vocab]`` float32 of hidden states ``[rows, hidden]``, the same on every rank."""
         assert self.head is not None, "the model was loaded without its head"
         return cast(Tensor, self.head(hidden))
+
+
+class ScaledDecoder(Decoder):
+    """A decoder with factors on its embeddings and on its logits, which may be capped: ``cap * tanh(logits / cap)``
+    (Gemma, Granite)."""
+
+    embedding_factor = 1.0
+    logit_factor = 1.0
+    logit_cap: float | None = None
+
+    def begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
+        hidden, rotation = super().begin(input_ids, positions)
+        return hidden * self.embedding_factor, rotation
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = super().logits(hidden)
+        if self.logit_factor != 1.0:
+            logits = logits.mul_(self.logit_factor)
+        return logits if self.logit_cap is None else (logits / self.logit_cap).tanh_().mul_(self.logit_cap)
 
 
 class _Tapped:

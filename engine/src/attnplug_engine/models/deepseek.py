@@ -46,13 +46,13 @@ GLM_DEFAULTS: Mapping[str, object] = {
 
 
 def deepseek_v2(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """V2: softmax router; rotated pairs stay interleaved, in queries and in the cache."""
+    """DeepSeek-V2: softmax router; rotated pairs stay interleaved, in queries and in the cache."""
     _check_scoring(config, "softmax")
     return _decoder(weights, config, spec, SoftmaxRouter, rotation=PairRotation, mlp_bias=config.flag("mlp_bias"))
 
 
 def deepseek_v3(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """V3: sigmoid router with a bias; rotated rows are ``[evens | odds]``."""
+    """DeepSeek-V3 and Kimi-K2: sigmoid router with a bias; rotated rows are evens, then odds."""
     _check_scoring(config, "sigmoid")
     if config.optional_text("topk_method") not in (None, "noaux_tc"):
         raise config.wrong("topk_method", "'noaux_tc'")
@@ -60,7 +60,7 @@ def deepseek_v3(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 
 def deepseek_v32(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """V3.2 and GLM-5: V3 with an indexer in each layer, or in some of them. The rope of their MLA is interleaved."""
+    """DeepSeek-V3.2 and GLM-5: V3 with an indexer in each layer, or in some of them. Their rope is interleaved."""
     if config.lookup("rope_interleave") is False:
         raise config.wrong("rope_interleave", f"true for model type {config.model_type!r}")
     check_indexer(config)

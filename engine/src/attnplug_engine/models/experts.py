@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from attnplug.hf.config_keys import Config
 from attnplug_engine.kernels import usable
-from attnplug_engine.models.layers import GATED, MLP, Linear, MLPForm, RMSNorm, frozen
-from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.models.layers import GATED, GATED_BY_NUMBER, MLP, ClippedGate, Linear, MLPForm, RMSNorm, frozen
+from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel.collectives import even_part, length
 
 
@@ -35,6 +35,7 @@ class Router(nn.Module):
         self.experts = experts
         self.per_token = config.integer("num_experts_per_tok", most=experts)
         self.sigmoid = False
+        self.logit_bias: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         self.normalised = False
         self.scaling = 1.0
@@ -46,6 +47,10 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
         """Return ``x`` normed, and the scores before their activation, ``[tokens, experts (+ 1)]`` float32."""
+        x, logits = self._product(x, norm)
+        return x, logits if self.logit_bias is None else logits.add_(self.logit_bias)
+
+    def _product(self, x: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
         if usable(x):
             from attnplug_engine.kernels.routing import FEW, score
 
@@ -86,11 +91,17 @@ class Router(nn.Module):
 
 
 class TopKRouter(Router):
-    """Mixtral's router: the most probable experts; if ``normalised``, their weights sum to one."""
+    """Mixtral's router: the most probable experts; if ``normalised``, their weights sum to one.
 
-    def __init__(self, weights: Weights, config: Config, experts: int, *, normalised: bool) -> None:
+    With ``biased`` logits have a bias (gpt-oss).
+    """
+
+    def __init__(
+        self, weights: Weights, config: Config, experts: int, *, normalised: bool = True, biased: bool = False
+    ) -> None:
         super().__init__(weights, config, experts)
         self.normalised = normalised
+        self.logit_bias = frozen(weights.take("bias", experts, exact=True)) if biased else None
 
 
 class SoftmaxRouter(Router):
@@ -187,7 +198,7 @@ class Experts(nn.Module):
         super().__init__()
         own = even_part(intermediate, weights.parallel, "expert columns")
         columns = length(own)
-        parts = [WeightRows(name, intermediate, own) for name in form.inputs]
+        parts = form.rows(intermediate, own)
         for expert in {0, experts - 1}:
             weights.at(str(expert)).check("weight", parts, hidden)
         empty = torch.empty(0, dtype=weights.dtype, device=weights.device)
@@ -197,14 +208,20 @@ class Experts(nn.Module):
             one = weights.at(str(expert))
             one.fill(self.gate_up[expert], "weight", parts)
             self.down[expert].copy_(one.take(f"{form.output}.weight", hidden, intermediate, columns=own))
-        self._form = form
+        self._describe(form)
+
+    def _describe(self, form: MLPForm, biases: tuple[Tensor, Tensor] | None = None) -> None:
+        """Set the form, and biases of both products: ``[experts, 2 * own columns]`` and ``[experts, hidden]``."""
+        self._form, self.biases = form, biases
+        clip = form.activate
+        self._clip = (clip.limit, clip.alpha, clip.offset) if isinstance(clip, ClippedGate) else None
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, added: AddedTerms = NOTHING) -> Tensor:
         """``x [tokens, hidden]``, ``topk_ids [tokens, k]`` and ``topk_weights [tokens, k]`` float32.
 
         On a GPU this does not synchronize, so that a step can be captured.
         """
-        if self._form.fused and usable(x):
+        if usable(x):
             from attnplug_engine.kernels.experts import fused_experts
 
             return fused_experts(
@@ -214,6 +231,8 @@ class Experts(nn.Module):
                 self.gate_up,
                 self.down,
                 gated=len(self._form.inputs) == 2,
+                clip=self._clip,
+                biases=self.biases,
                 shared=added.shared,
                 gate=added.gate,
                 onto=added.onto,
@@ -227,6 +246,7 @@ class Experts(nn.Module):
             mlp.form.activate is self._form.activate
             and mlp.gate_up.bias is None
             and mlp.down.bias is None
+            and self.biases is None
             and mlp.down.weight.shape[1] % self.down.shape[2] == 0
         )
 
@@ -242,8 +262,11 @@ class Experts(nn.Module):
             if count == 0:
                 continue
             stop = start + count
-            inner = self._form.activate(F.linear(grouped[start:stop], self.gate_up[expert]))
+            up_bias, down_bias = (None, None) if self.biases is None else (bias[expert] for bias in self.biases)
+            inner = self._form.activate(F.linear(grouped[start:stop], self.gate_up[expert], up_bias))
             torch.mm(inner, self.down[expert].t(), out=results[start:stop])
+            if down_bias is not None:
+                results[start:stop] += down_bias
             start = stop
         # Back in token order, so that a token's sum has a fixed order: index_add_ has none on a GPU.
         per_slot = torch.empty_like(results).index_copy_(0, order, results).unflatten(0, topk_ids.shape)
@@ -271,6 +294,22 @@ def expert_layers(config: Config) -> list[bool]:
     return listed or [index >= first for index in range(count)]
 
 
+def qwen_mlps(config: Config, *, shared: bool) -> MakeMLP:
+    """Return the builder of MLPs and experts of Qwen's models: experts in every ``decoder_sparse_step``-th layer that
+    ``mlp_only_layers`` does not list; with ``shared``, each mixture has a shared expert."""
+    step, experts = config.integer("decoder_sparse_step"), config.integer("num_experts", least=0)
+    dense = config.sequence("mlp_only_layers") or ()
+
+    def mlp(weights: Weights, index: int) -> nn.Module:
+        if index in dense or not experts or (index + 1) % step:
+            return MLP(weights, config.integer("hidden_size"), config.integer("intermediate_size"))
+        return MixtureOfExperts.qwen(weights, config, experts, shared=shared)
+
+    return mlp
+
+
+MakeMLP = Callable[[Weights, int], nn.Module]
+"""Builds the MLP or experts of a layer by its index, from the weights under their name."""
 MakeRouter = Callable[[Weights, Config, int], Router]
 """Builds a router for n experts, from the weights under ``gate``."""
 
@@ -314,6 +353,32 @@ class MixtureOfExperts(nn.Module):
             router(weights.at("gate"), config, experts),
             Experts(weights.at("experts"), experts, hidden, width, form=form),
             MLP(weights.at("shared_experts"), hidden, width * shared) if shared else None,
+            adds=weights.parallel.rank == 0,
+        )
+
+    @classmethod
+    def mixtral(cls, weights: Weights, config: Config) -> MixtureOfExperts:
+        """Build the mixture of Mixtral and MiniMax, which has no shared experts."""
+        experts, hidden, width = (
+            config.integer(key) for key in ("num_local_experts", "hidden_size", "intermediate_size")
+        )
+        return cls(
+            TopKRouter(weights.at("gate"), config, experts),
+            Experts(weights.at("experts"), experts, hidden, width, form=GATED_BY_NUMBER),
+            adds=weights.parallel.rank == 0,
+        )
+
+    @classmethod
+    def qwen(cls, weights: Weights, config: Config, experts: int, *, shared: bool) -> MixtureOfExperts:
+        """Build the mixture of Qwen's models, with or without a gated shared expert."""
+        hidden = config.integer("hidden_size")
+        return cls(
+            TopKRouter(weights.at("gate"), config, experts, normalised=config.flag("norm_topk_prob")),
+            Experts(weights.at("experts"), experts, hidden, config.integer("moe_intermediate_size")),
+            MLP(weights.at("shared_expert"), hidden, config.integer("shared_expert_intermediate_size"))
+            if shared
+            else None,
+            gate=weights.take("shared_expert_gate.weight", 1, hidden) if shared else None,
             adds=weights.parallel.rank == 0,
         )
 

@@ -9,18 +9,8 @@ from torch import Tensor, nn
 
 from attnplug.hf.config_keys import Config
 from attnplug_engine.models.experts import AddedTerms, Experts, Router
-from attnplug_engine.models.layers import MLP, MLPForm, frozen
+from attnplug_engine.models.layers import MLP, ClippedGate, MLPForm, frozen
 from attnplug_engine.models.weights import Weights
-
-
-def clipped(limit: float) -> MLPForm:
-    """Return the form ``silu(gate) * up`` with the gate at most ``limit`` and ``up`` within ``[-limit, limit]``."""
-
-    def activate(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate.clamp(max=limit)).mul_(up.clamp(min=-limit, max=limit))
-
-    return MLPForm(("w1", "w3"), activate, "w2", fused=False)
 
 
 class RootRouter(Router):
@@ -56,7 +46,8 @@ class HashExperts(nn.Module):
     def __init__(self, weights: Weights, config: Config, *, hashed: bool) -> None:
         super().__init__()
         hidden, width = config.integer("hidden_size"), config.integer("moe_intermediate_size")
-        count, form = config.integer("n_routed_experts"), clipped(config.number("swiglu_limit"))
+        form = MLPForm(("w1", "w3"), ClippedGate(config.number("swiglu_limit")), "w2")
+        count = config.integer("n_routed_experts")
         self.router = RootRouter(weights.at("gate"), config, count, hashed=hashed)
         self.experts = Experts(weights.at("experts"), count, hidden, width, form=form)
         self.shared = MLP(weights.at("shared_experts"), hidden, width, form=form)

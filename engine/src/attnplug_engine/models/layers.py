@@ -15,7 +15,7 @@ from attnplug_engine import kernels
 from attnplug_engine.models.host_memory import available_memory
 from attnplug_engine.models.matmul import matmul, pack
 from attnplug_engine.models.weights import WeightRows, Weights
-from attnplug_engine.parallel.collectives import ParallelError, TensorParallel, even_part, padded_part
+from attnplug_engine.parallel.collectives import ParallelError, TensorParallel, even_part, padded_part, shifted
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -190,6 +190,27 @@ def relu_squared(up: Tensor) -> Tensor:
     return F.relu(up).square_()
 
 
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` of ``[…, gate | up]``, with the tanh approximation (Gemma)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedGate:
+    """``gate * sigmoid(alpha * gate) * (up + offset)`` of ``[…, gate | up]``, with the gate at most ``limit`` and
+    ``up`` within ``[-limit, limit]`` (DeepSeek-V4, gpt-oss)."""
+
+    limit: float
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+        return torch.sigmoid(gate * self.alpha).mul_(gate).mul_(up.add_(self.offset))
+
+
 @dataclass(frozen=True, slots=True)
 class MLPForm:
     """Storage and computation of an MLP: its input projections, activation, and output projection."""
@@ -197,13 +218,22 @@ class MLPForm:
     inputs: tuple[str, ...]
     activate: Callable[[Tensor], Tensor]
     output: str
-    fused: bool = True
-    """True if the expert kernels implement this activation."""
+    packed: str | None = None
+    """Name of a stored projection that has the rows of all ``inputs``, whose names are then not used (Phi-3)."""
+
+    def rows(self, columns: int, own: slice) -> list[WeightRows]:
+        """Return this rank's rows of the input projections, each ``[columns, hidden]``."""
+        if self.packed is None:
+            return [WeightRows(name, columns, own) for name in self.inputs]
+        starts = range(0, len(self.inputs) * columns, columns)
+        return [WeightRows(self.packed, len(starts) * columns, shifted(own, start)) for start in starts]
 
 
 GATED = MLPForm(("gate_proj", "up_proj"), silu_and_mul, "down_proj")
+GATED_BY_GELU = MLPForm(("gate_proj", "up_proj"), gelu_and_mul, "down_proj")
+GATED_PACKED = MLPForm(("gate", "up"), silu_and_mul, "down_proj", packed="gate_up_proj")
 GATED_BY_NUMBER = MLPForm(("w1", "w3"), silu_and_mul, "w2")
-"""The same under the names of Mixtral's experts (Kimi-Linear, MiniMax)."""
+"""The same under the names of Mixtral's experts (also Kimi-Linear, MiniMax)."""
 SQUARED = MLPForm(("up_proj",), relu_squared, "down_proj")
 
 _ROWS_AT_ONCE = 1024
@@ -220,8 +250,7 @@ class MLP(FastModule):
         super().__init__()
         self.form = form
         own = even_part(intermediate, weights.parallel, "MLP columns")
-        parts = [WeightRows(name, intermediate, own) for name in form.inputs]
-        self.gate_up = Linear.stacked(weights, parts, hidden, bias=bias)
+        self.gate_up = Linear.stacked(weights, form.rows(intermediate, own), hidden, bias=bias)
         self.down = Linear.row_parallel(weights.at(form.output), intermediate, hidden, own, bias=bias)
         self._activate = form.activate
 

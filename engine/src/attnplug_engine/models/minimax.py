@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import MODEL, Attention, Decoder, MakeNorm, hidden_norm
-from attnplug_engine.models.experts import Experts, MixtureOfExperts, TopKRouter
+from attnplug_engine.models.experts import MixtureOfExperts
 from attnplug_engine.models.grouped_attention import GroupedAttention
-from attnplug_engine.models.layers import GATED_BY_NUMBER, check_activation
+from attnplug_engine.models.layers import check_activation
 from attnplug_engine.models.lightning_attention import LightningAttention
 from attnplug_engine.models.rope import Rope, Rotation
 from attnplug_engine.models.weights import Weights
@@ -40,7 +40,8 @@ def minimax(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
             else GroupedAttention(own.at("self_attn"), layer, hidden)
         )
         factors = (_factors(config, "linear_attn" if linear else "full_attn"), _factors(config, "mlp"))
-        return NormedSumBlock(own, norm, attention, _experts(own.at("block_sparse_moe"), config), factors)
+        experts = MixtureOfExperts.mixtral(own.at("block_sparse_moe"), config)
+        return NormedSumBlock(own, norm, attention, experts, factors)
 
     head_dim = spec.layers[0].head_dim
     rope = Rope(config, head_dim, dtype=weights.dtype, device=weights.device)
@@ -80,12 +81,3 @@ class NormedSumBlock(nn.Module):
 
 def _factors(config: Config, part: str) -> tuple[float, float]:
     return config.number(f"{part}_alpha_factor"), config.number(f"{part}_beta_factor")
-
-
-def _experts(weights: Weights, config: Config) -> MixtureOfExperts:
-    count, hidden = config.integer("num_local_experts"), config.integer("hidden_size")
-    return MixtureOfExperts(
-        TopKRouter(weights.at("gate"), config, count, normalised=True),
-        Experts(weights.at("experts"), count, hidden, config.integer("intermediate_size"), form=GATED_BY_NUMBER),
-        adds=weights.parallel.rank == 0,
-    )

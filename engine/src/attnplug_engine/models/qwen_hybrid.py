@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from torch import nn
+from collections.abc import Mapping
 
 from attnplug import LayerSpec, ModelSpec
 from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import MODEL, Attention, Block, Decoder, hidden_norm, norm_eps
 from attnplug_engine.models.delta_attention import GatedDeltaNet
-from attnplug_engine.models.experts import Experts, MixtureOfExperts, TopKRouter
+from attnplug_engine.models.experts import MakeMLP, qwen_mlps
 from attnplug_engine.models.grouped_attention import GroupedAttention, HeadNorms
 from attnplug_engine.models.layers import MLP, check_activation
 from attnplug_engine.models.rope import Rope
@@ -21,40 +19,25 @@ NEXT_DEFAULTS: Mapping[str, object] = {**DEFAULTS, "decoder_sparse_step": 1, "no
 PREDICTION = (r"^mtp\.",)
 """Layers for multi-token prediction, which the decoder does not use."""
 
-MakeMLP = Callable[[Weights, int], nn.Module]
-"""Builds the MLP or experts of a layer by its index, from the weights under ``mlp``."""
-
 
 def qwen3_next(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """Qwen3-Next: experts; the projections of its linear layers are stored by key head."""
-    return _decoder(weights, config, spec, _next_mlp(config), grouped=True)
+    """Qwen3-Next: Gated DeltaNet, gated attention, and experts. Projections of linear layers are stored by key head."""
+    return _decoder(weights, config, spec, qwen_mlps(config, shared=True), grouped=True)
 
 
 def qwen3_5(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """Qwen3.5's text model, in which all three positions of a token are equal."""
+    """Qwen3.5's text model: as Qwen3-Next, without experts. All three positions of a token are equal."""
     return _decoder(weights, config, spec, _dense_mlp(config), grouped=False)
 
 
 def next_prediction_block(weights: Weights, config: Config, layer: LayerSpec) -> Block:
     """Build Qwen3-Next's block of a layer for multi-token prediction: always softmax attention."""
-    return _softmax_block(weights, config, layer, _next_mlp(config))
+    return _softmax_block(weights, config, layer, qwen_mlps(config, shared=True))
 
 
 def prediction_block(weights: Weights, config: Config, layer: LayerSpec) -> Block:
     """Build Qwen3.5's block of a layer for multi-token prediction."""
     return _softmax_block(weights, config, layer, _dense_mlp(config))
-
-
-def _next_mlp(config: Config) -> MakeMLP:
-    hidden, step = config.integer("hidden_size"), config.integer("decoder_sparse_step")
-    experts, dense = config.integer("num_experts", least=0), config.sequence("mlp_only_layers") or ()
-
-    def mlp(weights: Weights, index: int) -> nn.Module:
-        if index in dense or not experts or (index + 1) % step:
-            return MLP(weights, hidden, config.integer("intermediate_size"))
-        return _experts(weights, config, hidden, experts)
-
-    return mlp
 
 
 def _dense_mlp(config: Config) -> MakeMLP:
@@ -91,14 +74,3 @@ def _decoder(weights: Weights, config: Config, spec: ModelSpec, mlp: MakeMLP, *,
     head_dim = config.integer("head_dim")
     rope = Rope(config, head_dim, dtype=weights.dtype, device=weights.device, partial=True)
     return Decoder(weights, config, norm, rope, blocks)
-
-
-def _experts(weights: Weights, config: Config, hidden: int, experts: int) -> MixtureOfExperts:
-    shared = MLP(weights.at("shared_expert"), hidden, config.integer("shared_expert_intermediate_size"))
-    return MixtureOfExperts(
-        TopKRouter(weights.at("gate"), config, experts, normalised=config.flag("norm_topk_prob")),
-        Experts(weights.at("experts"), experts, hidden, config.integer("moe_intermediate_size")),
-        shared,
-        gate=weights.take("shared_expert_gate.weight", 1, hidden),
-        adds=weights.parallel.rank == 0,
-    )

@@ -19,6 +19,9 @@ from attnplug_engine import kernels
 from attnplug_engine.kernels.row_places import RowPlaces
 
 _DEFAULT_THETA = 10_000.0
+_SECTIONS = ("rope_scaling", "rope_parameters")
+LONGROPE = ("longrope", "su")
+"""Names of the rope type; the second one is that of the first Phi-3 only."""
 
 
 class HeadNorm(Protocol):
@@ -223,6 +226,25 @@ class NoRope:
         return NoRotation()
 
 
+class LayerRotations(TorchRotation):
+    """Rotations of a model whose layers have different ropes; each layer uses one of ``ropes``."""
+
+    __slots__ = ("ropes",)
+
+    def __init__(self, ropes: tuple[Rotation, ...]) -> None:
+        self.ropes = ropes
+
+
+class LayerRopes:
+    """Rotary embeddings of a model whose layers have different ones, or none (Gemma 3, SmolLM3)."""
+
+    def __init__(self, *ropes: Positions) -> None:
+        self._ropes = ropes
+
+    def at(self, positions: Tensor) -> Rotation:
+        return LayerRotations(tuple(rope.at(positions) for rope in self._ropes))
+
+
 def _rotary_width(config: Config, dim: int, partial: bool) -> int:
     """Return the number of rotated dimensions of a head."""
     key = "partial_rotary_factor"
@@ -328,6 +350,33 @@ def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def _longrope(section: Config, config: Config, theta: float, periods: Tensor) -> tuple[Tensor, float]:
+    """Frequencies with the factors for sequences of up to the original length; see ``exact_length``."""
+    original = _original_length(section, config)
+    given = section.sequence("short_factor")
+    if given is None:
+        raise section.missing("short_factor")
+    if len(given) != len(periods) or not all(isinstance(each, int | float) and each > 0 for each in given):
+        raise section.wrong("short_factor", f"a list of {len(periods)} positive numbers, one per rotated pair")
+    factor = section.optional_number("factor") or config.integer("max_position_embeddings") / original
+    scale = section.optional_number("attention_factor")
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1.0 / (torch.tensor(given, dtype=torch.float32) * periods), scale
+
+
+def exact_length(config: Config) -> int | None:
+    """Return the longest sequence for which a model's keys keep their rotation; None if there is no limit.
+
+    With longrope, a sequence beyond the original length has other frequencies at every position. Keys in the cache
+    would need another rotation, and pages of the prefix cache differ between short and long sequences.
+    """
+    given = next((part for key in _SECTIONS if (part := config.section(key)) and part.values), None)
+    if given is None or given.lookup(rope_type_key(given)) not in LONGROPE:
+        return None
+    return None if given.lookup("long_factor") == given.lookup("short_factor") else _original_length(given, config)
+
+
 def _original_length(section: Config, config: Config) -> int:
     """Return the context length before extension; the outer key takes precedence, as in transformers."""
     key = "original_max_position_embeddings"
@@ -341,5 +390,6 @@ _TYPES: Mapping[str, Callable[[Config, Config, float, Tensor], tuple[Tensor, flo
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
+    "longrope": _longrope,
     "yarn": _yarn,
 }

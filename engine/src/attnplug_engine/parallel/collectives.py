@@ -179,6 +179,11 @@ def scaled(part: slice, width: int) -> slice:
     return slice(part.start * width, part.stop * width)
 
 
+def shifted(part: slice, start: int) -> slice:
+    """Return a part of rows that begin at ``start`` of a stored tensor."""
+    return slice(start + part.start, start + part.stop)
+
+
 def length(part: slice) -> int:
     """Return the length of a part."""
     return int(part.stop - part.start)

@@ -20,7 +20,7 @@ from attnplug.hf.config_keys import Config, show
 from attnplug.host import active_attention
 from attnplug_engine.models.decoder import Attention, Block, LoadedModel, hidden_norm, norm_eps
 from attnplug_engine.models.layers import MLP, Head, Linear, RMSNorm, check_activation, embedded
-from attnplug_engine.models.rope import Rotation
+from attnplug_engine.models.rope import LayerRopes, Rotation
 from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.parallel.collectives import even_part, scaled
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
@@ -79,6 +79,12 @@ class AssistantDraft(DraftModel):
         super().__init__(spec.for_rank(weights.parallel.size), hidden)
         check_activation(config)
         self.embedding, self.rope = target.module.embedding, target.module.rope
+        if isinstance(self.rope, LayerRopes):
+            raise DraftError(
+                f"the layers of the target {target.spec.name} have different ropes, and the assistant "
+                f"{config.source!r} has one; give another draft by `{DRAFT_MODEL}`",
+                DRAFT_MODEL,
+            )
         self.before = Linear.stacked(weights, [WeightRows("pre_projection", hidden, slice(0, hidden))], 2 * backbone)
         self.after = Linear.stacked(weights, [WeightRows("post_projection", backbone, slice(0, backbone))], hidden)
         norm, model, by_id = hidden_norm(config), weights.at("model"), {layer.layer_id: layer for layer in spec.layers}
@@ -167,6 +173,12 @@ def _check(layer: LayerSpec, heads: int, config: Config, target: ModelSpec) -> N
             f"the assistant {config.source!r} reads {what}, which is of kind {layer.kind}; it can read layers of kind "
             f"{AttentionKind.MHA}. Name others by 'target_layers' in its config, or give another draft by "
             f"`{DRAFT_MODEL}`",
+        )
+    if layer.sinks:
+        raise DraftError(
+            f"the assistant {config.source!r} reads {what}, which has attention sinks; give another draft by "
+            f"`{DRAFT_MODEL}`",
+            DRAFT_MODEL,
         )
     width = config.optional_integer("head_dim")
     if width not in (None, layer.head_dim):
