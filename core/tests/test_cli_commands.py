@@ -141,3 +141,14 @@ def test_a_command_that_does_not_exist_gets_the_nearest(
     outcome = attnplug(asked)
     assert outcome.code == 2
     assert f"did you mean {meant}?" in outcome.err
+
+
+@pytest.mark.parametrize("command", ["conform", "doctor", "run", "tune"])
+def test_a_command_of_a_package_that_is_not_installed_is_one_line(
+    attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("attnplug.cli.app.find_entry_points", lambda group: ([], []))
+    outcome = attnplug(command)
+    assert outcome.code == 2 and outcome.out == ""
+    (line,) = outcome.err.splitlines()
+    assert repr(command) in line and "commands.md" in line

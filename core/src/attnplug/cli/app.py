@@ -261,10 +261,6 @@ OWN: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | None]] = {
         "Show the backend that each role gets for a model, and every reason against every candidate.",
         _explain_options,
     ),
-    "doctor": (
-        "Report on Python, torch, devices, kernel libraries, plugins and caches. Always prints, never fails.",
-        None,
-    ),
     "completion": ("Print a completion script for a shell.", _completion_options),
 }
 """Core's own commands: the help text, and a function that adds the options. Module ``NAME`` has ``run(parsed)``."""
