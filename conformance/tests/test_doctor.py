@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from attnplug.cli.main import main
-from attnplug_conformance import doctor_command as doctor
+from attnplug_conformance import doctor
 
 Report = Callable[[], dict[str, dict[str, str]]]
 Library = Callable[[str, str], None]

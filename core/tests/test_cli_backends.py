@@ -207,3 +207,10 @@ def test_a_file_of_entry_points_that_cannot_be_read_is_named(package: Package, t
     outcome = in_own_process("backends", "--all", path=tmp_path)
     assert (outcome.code, outcome.err) == (0, "")
     assert "fast" in outcome.out and "its entry points" in outcome.out
+
+
+def test_the_names_of_backends_are_those_to_choose_from(attnplug: Attnplug, package: Package) -> None:
+    """D1"""
+    package("fast")
+    assert attnplug("backends", "--names").out == "fast\ntorch_native\n"
+    assert attnplug("backends", "--names", "--json").json == ["fast", "torch_native"]

@@ -18,7 +18,7 @@ from attnplug.declare.device import Processor
 from attnplug.declare.errors import TableWarning
 from attnplug.machine.hardware import _cpu_name
 from attnplug.tables import MeasuredTable
-from attnplug_conformance.doctor_command import file_states
+from attnplug_conformance.doctor import file_states
 from attnplug_testing.command import Attnplug, Package
 from attnplug_testing.errors import raises_naming
 from support.board import (

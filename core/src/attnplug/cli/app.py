@@ -228,10 +228,6 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cuda-graph", metavar="LEVEL", help=text)
 
 
-def _completion_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
-
-
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every command that selects a backend."""
     parser.add_argument("--attention-backend", default="auto", metavar="NAME|auto", help="backend for full attention")
@@ -261,6 +257,5 @@ OWN: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | None]] = {
         "Show the backend that each role gets for a model, and every reason against every candidate.",
         _explain_options,
     ),
-    "completion": ("Print a completion script for a shell.", _completion_options),
 }
 """Core's own commands: the help text, and a function that adds the options. Module ``NAME`` has ``run(parsed)``."""

@@ -37,7 +37,6 @@ from attnplug.auto.table_store import (
     table_files,
 )
 from attnplug.cli import output
-from attnplug.cli.app import Commands, add_command
 from attnplug.cli.backends import listing
 from attnplug.declare.device import Processor
 from attnplug.declare.errors import describe_error
@@ -144,11 +143,6 @@ class Probes:
             # A wrapped line could not be cleared.
             self._terminal.write("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1])
             self._terminal.flush()
-
-
-def declare_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
-    text = "Report on Python, torch, devices, kernel libraries, plugins and caches. Always prints, never fails."
-    add_command(commands, "doctor", text, run)
 
 
 def run(parsed: argparse.Namespace) -> int:
