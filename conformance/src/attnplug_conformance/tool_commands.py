@@ -1,10 +1,21 @@
-"""Declarations of ``attnplug doctor`` and ``attnplug completion``. A command's module is imported when it runs."""
+"""Declarations of ``attnplug plugins``, ``doctor`` and ``completion``. A command's module is imported when it runs."""
 
 from __future__ import annotations
 
 import argparse
 
 from attnplug.cli.app import Commands, add_command
+
+
+def declare_plugins(commands: Commands[argparse.ArgumentParser]) -> None:
+    text = "List the installed packages that provide backends, commands and hosts."
+    add_command(commands, "plugins", text, _plugins)
+
+
+def _plugins(parsed: argparse.Namespace) -> int:
+    from attnplug_conformance import plugins
+
+    return plugins.run(parsed)
 
 
 def declare_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
