@@ -16,7 +16,6 @@ from attnplug import KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec, PoolError
 from attnplug.declare.errors import PluginError
 from attnplug.host import BackendRequest, KVPools, load_registry, select
 from attnplug.kernels import PageCopy, RowFormat
-from attnplug.kv.pools import check_codecs
 from attnplug_conformance.plugins import _other
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.plugins import EMBEDDED, Install, also, module
@@ -254,7 +253,7 @@ def test_a_codec_that_contradicts_its_declaration_is_one_line_before_memory_is_a
     """E2"""
     format = codec(**functions)
     monkeypatch.setattr("attnplug.kv.row_pool.PageLayout", None)  # of which memory is allocated
-    for make in (lambda: MHAPool([LAYER], **SIZE, dtype=format), lambda: check_codecs([LAYER], format)):
+    for make in (lambda: MHAPool([LAYER], **SIZE, dtype=format), lambda: MHAPool.all_formats([LAYER], format)):
         with raises_naming(PluginError, "acme_int8", *named) as error:
             make()
         assert "\n" not in str(error.value)

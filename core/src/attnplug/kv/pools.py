@@ -48,36 +48,34 @@ class MHAPool(PagedPool):
 
     def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
         super()._hold(layers, dtype)
-        self._keys: dict[int, PagedBuffer] = {}
-        self._values: dict[int, PagedBuffer] = {}
+        self._joined = {layer_id: join_rows(*rows) for layer_id, rows in layers.items()}
         self._kernels: dict[int, Any] = {}
-        self._joined: dict[int, PagedBuffer | None] = {}
         for layer_id, (keys, values) in layers.items():
-            self._keys[layer_id], self._values[layer_id] = keys, values
             pair = getattr(keys.kernel, "pair", None)
             self._kernels[layer_id] = None if pair is None or values.kernel is None else pair(values.kernel)
-            self._joined[layer_id] = join_rows(keys, values)
 
     def keys(self, layer_id: int) -> Tensor:
         """K cache ``[pages, page_size, kv_heads, head_dim]`` as stored: not a copy, with the layout's strides."""
-        return held_for(self._keys, layer_id, "MHA").pages
+        return held_for(self._layers, layer_id, "MHA")[0].pages
 
     def values(self, layer_id: int) -> Tensor:
         """V cache ``[pages, page_size, kv_heads, v_head_dim]`` as stored: not a copy."""
-        return held_for(self._values, layer_id, "MHA").pages
+        return held_for(self._layers, layer_id, "MHA")[1].pages
 
     def parts(self, layer_id: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return views ``[pages, page_size, kv_heads, …]`` of the parts of a layer's keys, and of its values."""
-        keys, values = held_for(self._keys, layer_id, "MHA"), self._values[layer_id]
+        keys, values = held_for(self._layers, layer_id, "MHA")
         return tuple(part.pages for part in keys.parts), tuple(part.pages for part in values.parts)
 
     def layout(self, layer_id: int) -> tuple[PageLayout, PageLayout]:
         """Layouts of a layer's keys and values."""
-        return held_for(self._keys, layer_id, "MHA").layout, self._values[layer_id].layout
+        keys, values = held_for(self._layers, layer_id, "MHA")
+        return keys.layout, values.layout
 
     def scales(self, layer_id: int) -> tuple[float, float]:
         """Factors of stored keys and values; 1.0 unless the format has a layer scale."""
-        return held_for(self._keys, layer_id, "MHA").scale, self._values[layer_id].scale
+        keys, values = held_for(self._layers, layer_id, "MHA")
+        return keys.scale, values.scale
 
     def write(self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k`` ``[tokens, kv_heads, head_dim]`` and ``v`` ``[tokens, kv_heads, v_head_dim]``.
@@ -85,8 +83,7 @@ class MHAPool(PagedPool):
         ``slots`` ``[tokens]`` int64 are flat: ``page * page_size + offset``, or -1 for padding, which is not written.
         Does not synchronise with the device.
         """
-        key_buffer = held_for(self._keys, layer_id, "MHA")
-        value_buffer = self._values[layer_id]
+        key_buffer, value_buffer = held_for(self._layers, layer_id, "MHA")
         key_buffer.check_rows(slots, k, "keys")
         value_buffer.check_rows(slots, v, "values")
         padded = key_buffer.check_targets(slots)  # values have as many pages
@@ -99,20 +96,20 @@ class MHAPool(PagedPool):
 
     def read_keys(self, layer_id: int, slots: Tensor) -> Tensor:
         """Return keys ``[*slots.shape, kv_heads, head_dim]`` in the stored dtype, or as decoded."""
-        return held_for(self._keys, layer_id, "MHA").read(slots)
+        return held_for(self._layers, layer_id, "MHA")[0].read(slots)
 
     def read_values(self, layer_id: int, slots: Tensor) -> Tensor:
         """Return values ``[*slots.shape, kv_heads, v_head_dim]`` in the stored dtype, or as decoded."""
-        return held_for(self._values, layer_id, "MHA").read(slots)
+        return held_for(self._layers, layer_id, "MHA")[1].read(slots)
 
     def read_blocks(self, layer_id: int, blocks: Tensor, blank: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return keys and values by :meth:`PagedBuffer.read_blocks`; ``None`` if it cannot read both."""
-        key_buffer, joined = held_for(self._keys, layer_id, "MHA"), self._joined[layer_id]
+        (key_buffer, value_buffer), joined = held_for(self._layers, layer_id, "MHA"), self._joined[layer_id]
         if joined is not None:
             rows = joined.read_blocks(blocks, blank)
             return None if rows is None else rows.tensor_split(2, -1)  # type: ignore[return-value] # a tuple of two
         keys = key_buffer.read_blocks(blocks, blank)
-        values = None if keys is None else self._values[layer_id].read_blocks(blocks, blank)
+        values = None if keys is None else value_buffer.read_blocks(blocks, blank)
         return None if keys is None or values is None else (keys, values)
 
 
@@ -153,13 +150,6 @@ class MLAPool(RowPool):
     def scale(self, layer_id: int) -> float:
         """Factor of stored rows; 1.0 unless the format has a layer scale."""
         return self._of(layer_id).scale
-
-
-def check_codecs(layers: Sequence[LayerSpec], format: KVFormat) -> None:
-    """Run a format's codec once for every width of these layers' rows; see ``load_codec``. Allocates no pool."""
-    for pool in (MHAPool, MLAPool):
-        if any(map(pool.serves, layers)):
-            pool.all_formats(layers, format)
 
 
 class LinearStatePool:

@@ -211,7 +211,7 @@ class PagedPool:
     def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
         distinct = list({id(rows): rows for each in layers.values() for rows in each}.values())
         self._parts = tuple(part for rows in distinct for part in rows.parts)
-        self.layer_ids = tuple(layers)
+        self._layers, self.layer_ids = layers, tuple(layers)
         self.nbytes = sum(rows.nbytes for rows in distinct)
         self.num_pages, self.page_size = distinct[0].layout.shape[:2]
         self.dtype = str(dtype)
@@ -238,12 +238,8 @@ class RowPool(PagedPool):
                 return (RowFormat.of(dtype, 64, scale=scales[0]),)
     """
 
-    def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
-        super()._hold(layers, dtype)
-        self._rows = {layer_id: rows for layer_id, (rows,) in layers.items()}
-
     def _of(self, layer_id: int) -> PagedBuffer:
-        return held_for(self._rows, layer_id, self.kind)
+        return held_for(self._layers, layer_id, self.kind)[0]
 
     def rows(self, layer_id: int) -> Tensor:
         """Return a layer's cache ``[pages, page_size, 1, width]`` as stored: not a copy."""
