@@ -135,7 +135,7 @@ def test_a_refusal_names_no_option_that_the_command_lacks(attnplug: Attnplug, pa
     assert "--device" not in text and "no-such-library>=2" in text
 
 
-@pytest.mark.parametrize("arguments", [["backends"], ["explain", "--model", "tiny:llama"], ["plugins"]])
+@pytest.mark.parametrize("arguments", [["backends"], ["explain", "--model", "tiny:llama"]])
 def test_a_plugin_that_takes_long_to_load_is_a_warning(
     attnplug: Attnplug, package: Package, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
@@ -207,3 +207,10 @@ def test_a_file_of_entry_points_that_cannot_be_read_is_named(package: Package, t
     outcome = in_own_process("backends", "--all", path=tmp_path)
     assert (outcome.code, outcome.err) == (0, "")
     assert "fast" in outcome.out and "its entry points" in outcome.out
+
+
+def test_the_names_of_backends_are_those_to_choose_from(attnplug: Attnplug, package: Package) -> None:
+    """D1"""
+    package("fast")
+    assert attnplug("backends", "--names").out == "fast\ntorch_native\n"
+    assert attnplug("backends", "--names", "--json").json == ["fast", "torch_native"]

@@ -18,8 +18,8 @@ def test_an_error_in_a_plugin_s_code_names_the_plugin_and_the_place(
 ) -> None:
     """D2: without a traceback, and never in silence."""
     package("fast", PLUGIN.format(name="fast", fields="{}", capabilities="{}") + f"\ndef run(): raise {error}\n")
-    monkeypatch.setattr("attnplug.cli.doctor.run", lambda parsed: importlib.import_module("plugin_module_fast").run())
-    outcome = attnplug("doctor")
+    monkeypatch.setattr("attnplug.cli.backends.run", lambda parsed: importlib.import_module("plugin_module_fast").run())
+    outcome = attnplug("backends")
     assert outcome.code == 1
     assert outcome.err.startswith("error: plugin fast (fast-dist 1.2.3) failed at ")
     assert f"plugin_module_fast.py:12, in run: {error.partition('(')[0]}" in outcome.err
@@ -32,8 +32,8 @@ def test_a_plugin_s_other_modules_are_its_own_too(
     package("fast")
     (tmp_path / "fast_kernels.py").write_text("def run(): raise ValueError('no such tile')\n")
     (tmp_path / "fast_dist-1.2.3.dist-info" / "RECORD").write_text("fast_kernels.py,,\nplugin_module_fast.py,,\n")
-    monkeypatch.setattr("attnplug.cli.doctor.run", lambda parsed: importlib.import_module("fast_kernels").run())
-    assert "plugin fast (fast-dist 1.2.3) failed at" in attnplug("doctor").err
+    monkeypatch.setattr("attnplug.cli.backends.run", lambda parsed: importlib.import_module("fast_kernels").run())
+    assert "plugin fast (fast-dist 1.2.3) failed at" in attnplug("backends").err
 
 
 def test_an_error_of_our_own_is_a_traceback(attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +42,6 @@ def test_an_error_of_our_own_is_a_traceback(attnplug: Attnplug, monkeypatch: pyt
     def fail(parsed: object) -> int:
         raise ValueError("our own")
 
-    monkeypatch.setattr("attnplug.cli.doctor.run", fail)
+    monkeypatch.setattr("attnplug.cli.backends.run", fail)
     with pytest.raises(ValueError, match="our own"):
-        attnplug("doctor")
+        attnplug("backends")

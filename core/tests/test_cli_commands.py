@@ -133,7 +133,7 @@ def test_an_interrupt_names_the_command_that_was_loading(attnplug: Attnplug, bri
     assert (outcome.code, outcome.err) == (130, "interrupted while loading command greet (rude 4.5)\n")
 
 
-@pytest.mark.parametrize(("asked", "meant"), [("Greet", "greet"), ("BACKENDS", "backends"), ("plugin", "plugins")])
+@pytest.mark.parametrize(("asked", "meant"), [("Greet", "greet"), ("BACKENDS", "backends"), ("explains", "explain")])
 def test_a_command_that_does_not_exist_gets_the_nearest(
     attnplug: Attnplug, bring: Bring, asked: str, meant: str
 ) -> None:
@@ -141,3 +141,14 @@ def test_a_command_that_does_not_exist_gets_the_nearest(
     outcome = attnplug(asked)
     assert outcome.code == 2
     assert f"did you mean {meant}?" in outcome.err
+
+
+@pytest.mark.parametrize("command", ["completion", "conform", "doctor", "plugins", "run", "tune"])
+def test_a_command_of_a_package_that_is_not_installed_is_one_line(
+    attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("attnplug.cli.app.find_entry_points", lambda group: ([], []))
+    outcome = attnplug(command)
+    assert outcome.code == 2 and outcome.out == ""
+    (line,) = outcome.err.splitlines()
+    assert repr(command) in line and "commands.md" in line

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from attnplug import KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec, PoolError, Problem, Role, RowPart, UsageError
-from attnplug.cli.plugins import _other
 from attnplug.declare.errors import PluginError
 from attnplug.host import BackendRequest, KVPools, load_registry, select
 from attnplug.kernels import PageCopy, RowFormat
-from attnplug.kv.pools import check_codecs
+from attnplug_conformance.plugins import _other
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.plugins import EMBEDDED, Install, also, module
 from support.pools import mha_layer, mla_layer, random_rows
@@ -253,8 +252,8 @@ def test_a_codec_that_contradicts_its_declaration_is_one_line_before_memory_is_a
 ) -> None:
     """E2"""
     format = codec(**functions)
-    monkeypatch.setattr(MHAPool, "_allocate", lambda *given: pytest.fail("memory was allocated"))
-    for make in (lambda: MHAPool([LAYER], **SIZE, dtype=format), lambda: check_codecs([LAYER], format)):
+    monkeypatch.setattr("attnplug.kv.row_pool.PageLayout", None)  # of which memory is allocated
+    for make in (lambda: MHAPool([LAYER], **SIZE, dtype=format), lambda: MHAPool.all_formats([LAYER], format)):
         with raises_naming(PluginError, "acme_int8", *named) as error:
             make()
         assert "\n" not in str(error.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -424,6 +425,12 @@ def test_a_scale_that_cannot_be_divided_by_is_refused(scale: float) -> None:
 def test_a_scale_without_fp8_is_refused() -> None:
     with raises_naming(PoolError, "float16", "2.0"):
         mla_pool(DType.FLOAT16, scales={0: 2.0})
+
+
+@pytest.mark.parametrize("scale", [2.0, (2.0,), (1.0, 2.0, 3.0)])
+def test_keys_and_values_have_a_scale_each(scale: Any) -> None:
+    with raises_naming(PoolError, "layer 0", str(scale), "keys, values"):
+        mha_pool(dtype=DType.FLOAT8_E4M3, scales={0: scale})
 
 
 def test_scales_for_layers_of_others_are_refused() -> None:

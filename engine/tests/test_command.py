@@ -425,8 +425,9 @@ def test_a_model_whose_layers_nothing_installed_serves_says_what_to_install(attn
     monkeypatch.setenv("ATTNPLUG_PLUGINS", "")
     outcome = attnplug("run", "--model", "tiny:mamba2", "--prompt", "x", "--device", "cpu")
     assert outcome.code == 1, outcome.err
-    assert "'attnplug plugins'" in outcome.err and "Traceback" not in outcome.err
-    assert "attnplug-hybrid-linear" in attnplug("plugins").out
+    assert "'attnplug backends'" in outcome.err and "Traceback" not in outcome.err
+    assert "blocked" in attnplug("backends").err
+    assert "attnplug-hybrid-linear" in attnplug("backends", "--all").out
 
 
 def test_a_broken_plugin_is_a_warning(attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch) -> None:

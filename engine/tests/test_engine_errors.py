@@ -10,13 +10,24 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from attnplug import BackendContext, BackendError, PageSizes, PoolError, RefusalCode, Role, UsageError
+from attnplug import (
+    BackendContext,
+    BackendError,
+    KVFormat,
+    PageSizes,
+    PoolError,
+    RefusalCode,
+    Role,
+    RowPart,
+    UsageError,
+)
 from attnplug.auto.schedule import BackendSchedule
-from attnplug.declare.errors import PluginWarning
+from attnplug.declare.errors import PluginError, PluginWarning
 from attnplug.declare.registered import Registered, Source
-from attnplug.host import TINY_CONFIGS, ModelConfigError, Registry, SelectionError, load_registry
+from attnplug.host import TINY_CONFIGS, ModelConfigError, Registry, SelectionError, load_model, load_registry
 from attnplug_engine import Engine
 from attnplug_engine.execution.runner import NotFinite
+from attnplug_engine.memory.pools import check_codecs
 from attnplug_engine.prepare import check_same_choice
 from attnplug_testing.errors import having, naming, refusing
 
@@ -267,3 +278,11 @@ def test_ranks_that_chose_differently_are_an_error(engine: Engine) -> None:
     without = {role: replace(choice, chosen=None) for role, choice in selection.choices.items()}
     with pytest.raises(BackendError, check=having("rank 0", None, settings=("attention_backend",))):
         check_same_choice(replace(selection, choices=without, page_size=48), ranks, cpu)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next"])
+def test_a_codec_that_cannot_be_imported_is_named_before_pools_are_built(name: str) -> None:
+    """E2: by its format and module, for every kind of row."""
+    format = KVFormat("acme_int8", "8-bit integers", (RowPart("int8"),), 0.1, codec="no_such_module")
+    with pytest.raises(PluginError, check=naming("acme_int8", "no_such_module")):
+        check_codecs(load_model(f"tiny:{name}").layers, format)

@@ -25,6 +25,10 @@ _LAYER = 3
 class _IndexKeys(RowPool):
     kind, contents = "index key", ("index keys",)
 
+    @classmethod
+    def formats(cls, layer: LayerSpec, dtype: KVFormat | str, *scales: float) -> tuple[RowFormat, ...]:
+        return (RowFormat.of(dtype, layer.head_dim, scale=scales[0]),)
+
 
 class FormatScene:
     """A pool in a format with one layer, and random rows that are written to scattered slots."""
@@ -56,8 +60,8 @@ class FormatScene:
             layer = LayerSpec(_LAYER, AttentionKind.MLA, 2, 2, 32, 16, 1.0, mla=dims)
             self.pool = MLAPool([layer], **sizes, scales={_LAYER: scale} if format.layer_scale else None)
         else:
-            form = RowFormat.of(format, width, scale=scale if format.layer_scale else 1.0)
-            self.pool = _IndexKeys({_LAYER: form}, **sizes)
+            layer = LayerSpec(_LAYER, AttentionKind.MHA, 1, 1, width, width, 1.0)
+            self.pool = _IndexKeys([layer], **sizes, scales={_LAYER: scale} if format.layer_scale else None)
         self.parts = self.pool.parts(_LAYER)
 
     def write(self, slots: Tensor, rows: Tensor) -> None:

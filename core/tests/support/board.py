@@ -52,7 +52,7 @@ def failure(name: str, **changes: Any) -> MeasuredTable:
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """This machine has a board of which nothing ships, and a user who measured nothing yet."""
-    for command in ("backends", "doctor", "explain"):  # imported later, they would keep the board
+    for command in ("backends", "explain"):  # imported later, they would keep the board
         import_module(f"attnplug.cli.{command}")
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr("attnplug.machine.hardware.visible_gpus", lambda: (BOARD,))

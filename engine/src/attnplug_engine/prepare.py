@@ -21,11 +21,11 @@ from attnplug.host import (
     model_dtype,
 )
 from attnplug.kernels import torch_dtype
-from attnplug.kv.pools import check_codecs
 from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.memory.capacity import Capacity
+from attnplug_engine.memory.pools import check_codecs
 from attnplug_engine.models.architectures import load_model, load_spec
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions

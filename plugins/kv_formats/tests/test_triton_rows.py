@@ -57,7 +57,7 @@ def test_latent_rows_are_those_of_the_codec(format: KVFormat, dtype: torch.dtype
     slots = torch.tensor([3, 11, 0, 7, 5, 10, -1, 12], device=device)
     for pool in (coded, written):
         pool.rows(0).fill_(90)
-    coded._rows[0].kernel = None
+    coded._layers[0][0].kernel = None
     coded.write(0, slots[:6], given[:6])
     early = device != "cpu" and torch.cuda.get_device_capability() >= (9, 0)
     RowWriter(written.parts(0), written.scale(0), early=early).write(slots, given)
@@ -74,7 +74,8 @@ def test_keys_and_values_are_those_of_the_codec(format: KVFormat, layout: Any, t
     coded, written = (pools(MHAPool, MHA, format, device, layout=layout) for _ in range(2))
     slots = torch.tensor([3, 11, -1, 0, 5, 8], device=device)
     keys, values = rows(6, 2, 48, device=device), rows(6, 2, 96, device=device)[..., ::6]
-    coded._keys[0].kernel = coded._values[0].kernel = None
+    for each in coded._layers[0]:
+        each.kernel = None
     coded._kernels[0] = None
     coded.write(0, slots, keys, values)
     writers = [RowWriter(*each, early=False) for each in zip(written.parts(0), written.scales(0), strict=True)]
@@ -91,7 +92,7 @@ def test_keys_and_values_are_those_of_the_codec(format: KVFormat, layout: Any, t
 @formats
 def test_pools_on_a_gpu_write_by_the_kernel(format: KVFormat, device: str) -> None:
     pool = pools(MLAPool, MLA, format, device)
-    assert type(pool._rows[0].kernel).__name__ == "RowWriter"
+    assert type(pool._layers[0][0].kernel).__name__ == "RowWriter"
 
 
 @pytest.mark.cross_compile
@@ -107,8 +108,8 @@ def test_rows_are_written_and_read_without_waiting(format: KVFormat, device: str
     """By the codec, too: it writes where Triton is missing, and always reads."""
     pool, given = pools(MLAPool, MLA, format, device), rows(8, 1, 112, device=device)
     slots = torch.arange(8, device=device)
-    for kernel in (pool._rows[0].kernel, None):
-        pool._rows[0].kernel = kernel
+    for kernel in (pool._layers[0][0].kernel, None):
+        pool._layers[0][0].kernel = kernel
         pool.write(0, slots, given)
         pool.read_rows(0, slots)
         with nothing_waits(device):

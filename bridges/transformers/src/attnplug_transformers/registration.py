@@ -86,7 +86,7 @@ def raise_if_unknown(requested: str | None) -> None:
     hint = f' Did you mean "{by_case[near[0]]}"?' if near else ""
     raise UnknownNameError(
         f'attn_implementation="{requested}" is unknown.{hint} attnplug has {", ".join(known)}; '
-        "attnplug_transformers.register adds names, and 'attnplug plugins' shows plugins that failed to load"
+        "attnplug_transformers.register adds names, and 'attnplug backends' reports plugins that failed to load"
     )
 
 

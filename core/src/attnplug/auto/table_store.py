@@ -138,6 +138,17 @@ def cache_folder() -> Path:
         ) from None
 
 
+def cache_folders() -> dict[str, Path]:
+    """Return the folders in which kernels, measured tables and models are cached."""
+    home, variable = Path.home(), os.environ.get
+    return {
+        "flashinfer": Path(variable("FLASHINFER_WORKSPACE_BASE", home)) / ".cache" / "flashinfer",
+        "triton": Path(variable("TRITON_CACHE_DIR", Path(variable("TRITON_HOME", home)) / ".triton" / "cache")),
+        "attnplug": cache_folder(),
+        "hugging face": Path(variable("HF_HOME", home / ".cache" / "huggingface")),
+    }
+
+
 def table_path(processor: Processor) -> Path:
     """File for this user's own measurements on a processor."""
     return cache_folder() / f"{_file_name(processor)}.json"
@@ -242,26 +253,3 @@ def _outdated(found: FoundTable, backend: Registered, processor: Processor) -> s
 
 def _file_name(processor: Processor) -> str:
     return re.sub(r"[^a-z0-9]+", "-", processor.name.lower()).strip("-") or "unnamed"
-
-
-def file_states(plugins: Plugins, processor: Processor) -> Mapping[str, str]:
-    """Status lines of each file of a processor, by path."""
-    tables = load_tables(plugins, processor)
-    states: dict[str, list[MeasuredTable]] = {each.path: [] for each in table_files(plugins.table_folders, processor)}
-    for found in tables.found:
-        states.setdefault(found.origin.path, []).append(found.table)
-    return {
-        path: "\n".join([*_used(used), *(fault for fault in tables.faults if fault.startswith(path))])
-        for path, used in states.items()
-    }
-
-
-def _used(tables: Sequence[MeasuredTable]) -> Iterator[str]:
-    times = [table.backend for table in tables if not table.failed]
-    if times:
-        yield f"used: {len(times)} table{'s' * (len(times) != 1)} of {', '.join(sorted(set(times)))}"
-    for table in tables:
-        if table.failed:
-            yield f"not taken by auto: {table.backend} for {table.role} of {table.shape}, which failed {table.failed}"
-    if not tables:
-        yield "nothing of it is used"

@@ -198,11 +198,16 @@ def row_kernel(pages: Tensor) -> RowKernel | None:
     """Return a Triton kernel that writes rows; ``None`` where torch operations do so."""
     if pages.device.type != "cuda" or not pages.is_floating_point() or pages.element_size() == 1:
         return None
+    return triton_writer(pages, 1.0)
+
+
+def triton_writer(pages: Tensor, scale: float) -> RowKernel | None:
+    """Return a Triton kernel that writes rows, in fp8 divided by ``scale``; ``None`` if Triton is not installed."""
     try:
         from attnplug.kv.triton_rows import RowWriter
     except ImportError:
         return None
-    return RowWriter(pages, PageLayout.of(pages), 1.0)
+    return RowWriter(pages, PageLayout.of(pages), scale)
 
 
 def join_rows(keys: PagedBuffer, values: PagedBuffer) -> PagedBuffer | None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attnplug.kv.layout import PageLayout
-
-if TYPE_CHECKING:
-    from attnplug.kv.triton_rows import RowWriter
+from attnplug.kv.buffer import RowKernel, triton_writer
 
 _LARGEST = 448.0
 
@@ -26,11 +22,7 @@ def decode(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].to(torch.float32)
 
 
-def row_writer(parts: Sequence[Tensor], scale: float) -> RowWriter | None:
+def row_writer(parts: Sequence[Tensor], scale: float) -> RowKernel | None:
     if torch.cuda.get_device_capability(parts[0].device) < (8, 9):
         return None  # Triton does not convert to this dtype there
-    try:
-        from attnplug.kv.triton_rows import RowWriter
-    except ImportError:
-        return None
-    return RowWriter(parts[0], PageLayout.of(parts[0]), scale)
+    return triton_writer(parts[0], scale)

@@ -13,36 +13,8 @@ from attnplug.declare.kv_format import PLAIN_FORMATS, KVFormat, as_format
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.kv.buffer import PagedBuffer, join_rows, torch_dtype
-from attnplug.kv.layout import LayoutName, PageLayout
-from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, distinct_layers, held_for, layer_scales
-
-
-def _mha_formats(
-    layers: Sequence[LayerSpec], dtype: KVFormat | str, scales: Mapping[int, tuple[float, float]] | None
-) -> dict[int, tuple[RowFormat, RowFormat]]:
-    """Return the formats of keys and values of the MHA layers, by id."""
-    own = distinct_layers([layer for layer in layers if layer.kind is AttentionKind.MHA], "MHA")
-    formats = {}
-    for layer_id, (key_scale, value_scale) in layer_scales(scales, own, (1.0, 1.0)).items():
-        layer, format = own[layer_id], _fitting(dtype, own[layer_id])
-        formats[layer_id] = (
-            RowFormat.of(format, layer.head_dim, scale=key_scale, heads=layer.num_kv_heads),
-            RowFormat.of(format, layer.v_head_dim, scale=value_scale, heads=layer.num_kv_heads),
-        )
-    return formats
-
-
-def _mla_formats(
-    layers: Sequence[LayerSpec], dtype: KVFormat | str, scales: Mapping[int, float] | None
-) -> dict[int, RowFormat]:
-    """Return the row formats of the MLA layers, by id."""
-    own = distinct_layers([layer for layer in layers if layer.mla is not None], "MLA")
-    formats = {}
-    for layer_id, scale in layer_scales(scales, own, 1.0).items():
-        dims, format = own[layer_id].mla, _fitting(dtype, own[layer_id])
-        assert dims is not None
-        formats[layer_id] = RowFormat.of(format, dims.row_dim, rope=dims.qk_rope_head_dim, scale=scale)
-    return formats
+from attnplug.kv.layout import PageLayout
+from attnplug.kv.row_pool import PagedPool, RowFormat, RowPool, distinct_layers, held_for
 
 
 def _fitting(dtype: KVFormat | str, layer: LayerSpec) -> KVFormat:
@@ -50,14 +22,6 @@ def _fitting(dtype: KVFormat | str, layer: LayerSpec) -> KVFormat:
     if (misfit := format.misfit(layer)) is not None:
         raise PoolError(f"rows of layer {layer.layer_id} cannot be kept in {format.name}: {misfit}; use another format")
     return format
-
-
-def check_codecs(layers: Sequence[LayerSpec], format: KVFormat) -> None:
-    """Run a format's codec once for every width of these layers' rows; see ``load_codec``. Allocates no pool."""
-    if any(layer.kind is AttentionKind.MHA for layer in layers):
-        _mha_formats(layers, format, None)
-    if any(layer.mla is not None for layer in layers):
-        _mla_formats(layers, format, None)
 
 
 class MHAPool(PagedPool):
@@ -72,81 +36,46 @@ class MHAPool(PagedPool):
     kind = "MHA"
     contents = ("keys", "values")
 
-    def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        *,
-        num_pages: int,
-        page_size: int,
-        dtype: KVFormat | str,
-        device: torch.device | str,
-        layout: LayoutName = "token_major",
-        scales: Mapping[int, tuple[float, float]] | None = None,
-    ) -> None:
-        self._allocate(_mha_formats(layers, dtype, scales), num_pages, page_size, dtype, device, layout)
+    @classmethod
+    def serves(cls, layer: LayerSpec) -> bool:
+        return layer.kind is AttentionKind.MHA
 
     @classmethod
-    def over(
-        cls,
-        layers: Sequence[LayerSpec],
-        tensors: Mapping[int, Tensor | tuple[Tensor, Tensor]],
-        layout: str,
-        *,
-        page_size: int,
-        dtype: KVFormat | str,
-        scales: Mapping[int, tuple[float, float]] | None = None,
-    ) -> MHAPool:
-        """Make a pool over a host's tensors by layer id: one tensor per layer, or a pair of keys and values.
-
-        Nothing is copied or zeroed. ``layout`` names the dimensions of each tensor from slow to fast: ``pages``,
-        ``tokens``, ``heads``, ``dim``, and ``kv`` if one tensor holds keys and values. Parentheses join several into
-        one dimension, and ``slots`` is ``(pages tokens)``. vLLM has ``"kv pages tokens heads dim"``, ``"pages kv tokens
-        heads dim"``, the same with ``heads tokens``, and ``"pages heads tokens (kv dim)"``; SGLang has pairs of
-        ``"slots heads dim"``. Tensors may have any strides. Raises PoolError for tensors
-        that do not fit the layers, overlap, or differ in device or number of pages.
-
-        >>> heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
-        >>> layer = LayerSpec(0, AttentionKind.MHA, **heads, scale=0.125)
-        >>> cache = torch.zeros(2, 32, 16, 2, 64)  # keys and values in 32 pages of 16 tokens, as in vLLM
-        >>> layout = "kv pages tokens heads dim"
-        >>> pool = MHAPool.over([layer], {0: cache}, layout, page_size=16, dtype=DType.FLOAT32)
-        >>> pool.keys(0).shape
-        torch.Size([32, 16, 2, 64])
-        """
-        return cls._over(_mha_formats(layers, dtype, scales), tensors, layout, page_size, dtype)
+    def formats(cls, layer: LayerSpec, dtype: KVFormat | str, *scales: float) -> tuple[RowFormat, ...]:
+        rows = zip((layer.head_dim, layer.v_head_dim), scales, strict=True)
+        format, heads = _fitting(dtype, layer), layer.num_kv_heads
+        return tuple(RowFormat.of(format, width, scale=scale, heads=heads) for width, scale in rows)
 
     def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
         super()._hold(layers, dtype)
-        self._keys: dict[int, PagedBuffer] = {}
-        self._values: dict[int, PagedBuffer] = {}
+        self._joined = {layer_id: join_rows(*rows) for layer_id, rows in layers.items()}
         self._kernels: dict[int, Any] = {}
-        self._joined: dict[int, PagedBuffer | None] = {}
         for layer_id, (keys, values) in layers.items():
-            self._keys[layer_id], self._values[layer_id] = keys, values
             pair = getattr(keys.kernel, "pair", None)
             self._kernels[layer_id] = None if pair is None or values.kernel is None else pair(values.kernel)
-            self._joined[layer_id] = join_rows(keys, values)
 
     def keys(self, layer_id: int) -> Tensor:
         """K cache ``[pages, page_size, kv_heads, head_dim]`` as stored: not a copy, with the layout's strides."""
-        return held_for(self._keys, layer_id, "MHA").pages
+        return held_for(self._layers, layer_id, "MHA")[0].pages
 
     def values(self, layer_id: int) -> Tensor:
         """V cache ``[pages, page_size, kv_heads, v_head_dim]`` as stored: not a copy."""
-        return held_for(self._values, layer_id, "MHA").pages
+        return held_for(self._layers, layer_id, "MHA")[1].pages
 
     def parts(self, layer_id: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return views ``[pages, page_size, kv_heads, …]`` of the parts of a layer's keys, and of its values."""
-        keys, values = held_for(self._keys, layer_id, "MHA"), self._values[layer_id]
+        keys, values = held_for(self._layers, layer_id, "MHA")
         return tuple(part.pages for part in keys.parts), tuple(part.pages for part in values.parts)
 
     def layout(self, layer_id: int) -> tuple[PageLayout, PageLayout]:
         """Layouts of a layer's keys and values."""
-        return held_for(self._keys, layer_id, "MHA").layout, self._values[layer_id].layout
+        keys, values = held_for(self._layers, layer_id, "MHA")
+        return keys.layout, values.layout
 
     def scales(self, layer_id: int) -> tuple[float, float]:
         """Factors of stored keys and values; 1.0 unless the format has a layer scale."""
-        return held_for(self._keys, layer_id, "MHA").scale, self._values[layer_id].scale
+        keys, values = held_for(self._layers, layer_id, "MHA")
+        return keys.scale, values.scale
 
     def write(self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k`` ``[tokens, kv_heads, head_dim]`` and ``v`` ``[tokens, kv_heads, v_head_dim]``.
@@ -154,8 +83,7 @@ class MHAPool(PagedPool):
         ``slots`` ``[tokens]`` int64 are flat: ``page * page_size + offset``, or -1 for padding, which is not written.
         Does not synchronise with the device.
         """
-        key_buffer = held_for(self._keys, layer_id, "MHA")
-        value_buffer = self._values[layer_id]
+        key_buffer, value_buffer = held_for(self._layers, layer_id, "MHA")
         key_buffer.check_rows(slots, k, "keys")
         value_buffer.check_rows(slots, v, "values")
         padded = key_buffer.check_targets(slots)  # values have as many pages
@@ -168,20 +96,20 @@ class MHAPool(PagedPool):
 
     def read_keys(self, layer_id: int, slots: Tensor) -> Tensor:
         """Return keys ``[*slots.shape, kv_heads, head_dim]`` in the stored dtype, or as decoded."""
-        return held_for(self._keys, layer_id, "MHA").read(slots)
+        return held_for(self._layers, layer_id, "MHA")[0].read(slots)
 
     def read_values(self, layer_id: int, slots: Tensor) -> Tensor:
         """Return values ``[*slots.shape, kv_heads, v_head_dim]`` in the stored dtype, or as decoded."""
-        return held_for(self._values, layer_id, "MHA").read(slots)
+        return held_for(self._layers, layer_id, "MHA")[1].read(slots)
 
     def read_blocks(self, layer_id: int, blocks: Tensor, blank: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return keys and values by :meth:`PagedBuffer.read_blocks`; ``None`` if it cannot read both."""
-        key_buffer, joined = held_for(self._keys, layer_id, "MHA"), self._joined[layer_id]
+        (key_buffer, value_buffer), joined = held_for(self._layers, layer_id, "MHA"), self._joined[layer_id]
         if joined is not None:
             rows = joined.read_blocks(blocks, blank)
             return None if rows is None else rows.tensor_split(2, -1)  # type: ignore[return-value] # a tuple of two
         keys = key_buffer.read_blocks(blocks, blank)
-        values = None if keys is None else self._values[layer_id].read_blocks(blocks, blank)
+        values = None if keys is None else value_buffer.read_blocks(blocks, blank)
         return None if keys is None or values is None else (keys, values)
 
 
@@ -195,37 +123,15 @@ class MLAPool(RowPool):
     kind = "MLA"
     contents = ("latent rows",)
 
-    def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        *,
-        num_pages: int,
-        page_size: int,
-        dtype: KVFormat | str,
-        device: torch.device | str,
-        scales: Mapping[int, float] | None = None,
-        shared: bool = False,
-    ) -> None:
-        """Allocate the pool. With ``shared``, layers share one memory: a subclass distinguishes rows by slot."""
-        formats = _mla_formats(layers, dtype, scales)
-        super().__init__(formats, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, shared=shared)
+    @classmethod
+    def serves(cls, layer: LayerSpec) -> bool:
+        return layer.mla is not None
 
     @classmethod
-    def over(
-        cls,
-        layers: Sequence[LayerSpec],
-        tensors: Mapping[int, Tensor],
-        layout: str,
-        *,
-        page_size: int,
-        dtype: KVFormat | str,
-        scales: Mapping[int, float] | None = None,
-    ) -> MLAPool:
-        """Make a pool over a host's tensors by layer id, without a copy; see ``MHAPool.over`` for ``layout``.
-
-        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. ``dim`` is the row format's width.
-        """
-        return cls._over_host(_mla_formats(layers, dtype, scales), tensors, layout, page_size, dtype)
+    def formats(cls, layer: LayerSpec, dtype: KVFormat | str, *scales: float) -> tuple[RowFormat, ...]:
+        dims, (scale,) = layer.mla, scales
+        assert dims is not None
+        return (RowFormat.of(_fitting(dtype, layer), dims.row_dim, rope=dims.qk_rope_head_dim, scale=scale),)
 
     def by_slot(self, layer_id: int) -> Tensor | None:
         """A layer's memory by slot, ``[slots, row_dim]``, for callers that store new rows themselves.

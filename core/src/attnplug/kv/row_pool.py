@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from attnplug.kv.foreign import check_together, foreign_pages, page_views
 from attnplug.kv.layout import LayoutName, PageLayout
 
 T = TypeVar("T")
+Scales: TypeAlias = float | tuple[float, ...]
+"""Scale of a layer's rows, or of each of its contents; 1.0 by default."""
 
 
 def held_for(held: Mapping[int, T], layer_id: int, kind: str) -> T:
@@ -43,14 +45,6 @@ def check_size(num_pages: int, page_size: int) -> None:
     """Raise PoolError for an empty pool."""
     if num_pages < 1 or page_size < 1:
         raise PoolError(f"a pool of {num_pages} pages of {page_size} tokens holds nothing; give 1 or more of each")
-
-
-def layer_scales(scales: Mapping[int, T] | None, layers: Collection[int], default: T) -> dict[int, T]:
-    """Return the scales of all layers. Raises PoolError for scales of layers that the pool does not have."""
-    unknown = set(scales or ()) - set(layers)
-    if unknown:
-        raise PoolError(f"scales were given for layers {layer_list(unknown)}; the pool has {layer_list(layers)}")
-    return dict.fromkeys(layers, default) | dict(scales or {})
 
 
 def layer_list(layer_ids: Iterable[int]) -> str:
@@ -88,12 +82,17 @@ class RowFormat:
 
 
 class PagedPool:
-    """Base class of pools with pages. Each layer has rows of one or several ``contents``, e.g. keys and values."""
+    """Base class of pools with pages. Each layer has rows of one or several ``contents``, e.g. keys and values.
+
+    Subclass contract: name ``kind`` and ``contents``, define ``formats``, and ``serves`` if it leaves layers out.
+    """
 
     kind: ClassVar[str]
     """Name of the pool in messages."""
     contents: ClassVar[tuple[str, ...]]
     """Names of the rows in messages, in the plural."""
+    shared: ClassVar[bool] = False
+    """All layers have the first one's memory: a subclass distinguishes rows by slot."""
 
     num_pages: int
     page_size: int
@@ -101,45 +100,94 @@ class PagedPool:
     dtype: str
     """Name of the format."""
 
-    def _allocate(
+    @classmethod
+    def serves(cls, layer: LayerSpec) -> bool:
+        """Return True if the pool holds rows of this layer."""
+        return True
+
+    @classmethod
+    def formats(cls, layer: LayerSpec, dtype: KVFormat | str, *scales: float) -> tuple[RowFormat, ...]:
+        """Return the storage of each of the ``contents`` of a layer, which has one of ``scales`` each."""
+        raise NotImplementedError
+
+    @classmethod
+    def all_formats(
+        cls, layers: Sequence[LayerSpec], dtype: KVFormat | str, scales: Mapping[int, Scales] | None = None
+    ) -> dict[int, tuple[RowFormat, ...]]:
+        """Return the storage of all layers that the pool serves, by layer id. Allocates nothing."""
+        own = distinct_layers([layer for layer in layers if cls.serves(layer)], cls.kind)
+        if unknown := set(scales or ()) - set(own):
+            raise PoolError(f"scales were given for layers {layer_list(unknown)}; the pool has {layer_list(own)}")
+        found = {}
+        for layer_id, layer in own.items():
+            given = (scales or {}).get(layer_id, (1.0,) * len(cls.contents))
+            each = given if isinstance(given, tuple) else (given,)
+            if len(each) != len(cls.contents):
+                raise PoolError(f"layer {layer_id} has scales {given}; give one for each of {', '.join(cls.contents)}")
+            found[layer_id] = cls.formats(layer, dtype, *each)
+        return found
+
+    def __init__(
         self,
-        formats: Mapping[int, tuple[RowFormat, ...]],
+        layers: Sequence[LayerSpec],
+        *,
         num_pages: int,
         page_size: int,
         dtype: KVFormat | str,
         device: torch.device | str,
         layout: LayoutName = "token_major",
-        shared: bool = False,
+        scales: Mapping[int, Scales] | None = None,
     ) -> None:
-        """Allocate zeroed memory by layer id. With ``shared``, all layers have the first one's."""
+        formats = self.all_formats(layers, dtype, scales)
         check_size(num_pages, page_size)
-        layers: dict[int, tuple[PagedBuffer, ...]] = {}
+        held: dict[int, tuple[PagedBuffer, ...]] = {}
         for layer_id, forms in formats.items():
-            if shared and layers:
-                layers[layer_id] = next(iter(layers.values()))
+            if self.shared and held:
+                held[layer_id] = next(iter(held.values()))
                 continue
             layouts = [PageLayout.named(layout, num_pages, page_size, form.heads, form.width) for form in forms]
-            layers[layer_id] = tuple(
+            held[layer_id] = tuple(
                 form.wrap(place.view(torch.zeros(place.elements, dtype=form.stored, device=device)))
                 for form, place in zip(forms, layouts, strict=True)
             )
-        self._hold(layers, dtype)
+        self._hold(held, dtype)
 
     @classmethod
-    def _over(
+    def over(
         cls,
-        formats: Mapping[int, tuple[RowFormat, ...]],
+        layers: Sequence[LayerSpec],
         tensors: Mapping[int, Tensor | tuple[Tensor, ...]],
         layout: str,
+        *,
         page_size: int,
         dtype: KVFormat | str,
+        scales: Mapping[int, Scales] | None = None,
     ) -> Self:
-        """Make a pool over a host's tensors by layer id, without a copy: one tensor per layer, or one per content."""
+        """Make a pool over a host's tensors by layer id: one tensor per layer, or one for each of its contents.
+
+        Nothing is copied or zeroed. ``layout`` names the dimensions of each tensor from slow to fast: ``pages``,
+        ``tokens``, ``heads``, ``dim``, and ``kv`` if one tensor holds keys and values. Parentheses join several into
+        one dimension, and ``slots`` is ``(pages tokens)``. vLLM has ``"kv pages tokens heads dim"``, ``"pages kv tokens
+        heads dim"``, the same with ``heads tokens``, ``"pages heads tokens (kv dim)"`` and, for latent rows, ``"pages
+        tokens dim"``; SGLang has pairs of ``"slots heads dim"``, with one head for latent rows. ``dim`` is the width of
+        a row in its format. Tensors may have any strides. Raises PoolError for tensors that do not fit the layers,
+        overlap, or differ in device or number of pages.
+
+        >>> from attnplug import AttentionKind, MHAPool
+        >>> heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
+        >>> layer = LayerSpec(0, AttentionKind.MHA, **heads, scale=0.125)
+        >>> cache = torch.zeros(2, 32, 16, 2, 64)  # keys and values in 32 pages of 16 tokens, as in vLLM
+        >>> layout = "kv pages tokens heads dim"
+        >>> pool = MHAPool.over([layer], {0: cache}, layout, page_size=16, dtype="float32")
+        >>> pool.keys(0).shape
+        torch.Size([32, 16, 2, 64])
+        """
         check_size(1, page_size)
+        formats = cls.all_formats(layers, dtype, scales)
         if set(tensors) != set(formats):
             given_ids, own_ids = layer_list(tensors), layer_list(formats)
             raise PoolError(f"tensors were given for layers {given_ids}; the {cls.kind} pool's layers are {own_ids}")
-        layers: dict[int, tuple[PagedBuffer, ...]] = {}
+        held: dict[int, tuple[PagedBuffer, ...]] = {}
         pages: dict[str, Tensor] = {}
         for layer_id, forms in formats.items():
             given, heads, widths = tensors[layer_id], forms[0].heads, [form.width for form in forms]
@@ -154,16 +202,16 @@ class PagedPool:
                 ]
             for name, form, view in zip(names, forms, views, strict=True):
                 pages[name] = foreign_pages(view, form.stored, str(dtype), name)
-            layers[layer_id] = tuple(form.wrap(pages[name]) for name, form in zip(names, forms, strict=True))
+            held[layer_id] = tuple(form.wrap(pages[name]) for name, form in zip(names, forms, strict=True))
         check_together(pages)
         pool = cls.__new__(cls)
-        pool._hold(layers, dtype)
+        pool._hold(held, dtype)
         return pool
 
     def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
         distinct = list({id(rows): rows for each in layers.values() for rows in each}.values())
         self._parts = tuple(part for rows in distinct for part in rows.parts)
-        self.layer_ids = tuple(layers)
+        self._layers, self.layer_ids = layers, tuple(layers)
         self.nbytes = sum(rows.nbytes for rows in distinct)
         self.num_pages, self.page_size = distinct[0].layout.shape[:2]
         self.dtype = str(dtype)
@@ -180,46 +228,18 @@ class PagedPool:
 class RowPool(PagedPool):
     """Rows of several layers, by layer id: per layer ``[pages, page_size, 1, width]``, zero until written.
 
-    With ``shared``, all layers have the first one's memory. A subclass chooses the layers and their formats::
+    A subclass chooses the layers and their formats::
 
         class MeanKeyPool(RowPool):
             kind, contents = "mean key", ("mean keys",)
 
-            def __init__(self, layers, **sizes):
-                super().__init__({layer.layer_id: RowFormat.of(sizes["dtype"], 64) for layer in layers}, **sizes)
+            @classmethod
+            def formats(cls, layer, dtype, *scales):
+                return (RowFormat.of(dtype, 64, scale=scales[0]),)
     """
 
-    def __init__(
-        self,
-        formats: Mapping[int, RowFormat],
-        *,
-        num_pages: int,
-        page_size: int,
-        dtype: KVFormat | str,
-        device: torch.device | str,
-        shared: bool = False,
-    ) -> None:
-        forms = {layer_id: (form,) for layer_id, form in formats.items()}
-        self._allocate(forms, num_pages, page_size, dtype, device, shared=shared)
-
-    @classmethod
-    def _over_host(
-        cls,
-        formats: Mapping[int, RowFormat],
-        tensors: Mapping[int, Tensor],
-        layout: str,
-        page_size: int,
-        dtype: KVFormat | str,
-    ) -> Self:
-        """Make a pool over a host's tensors by layer id, without a copy; ``layout`` names their dimensions."""
-        return cls._over({layer_id: (form,) for layer_id, form in formats.items()}, tensors, layout, page_size, dtype)
-
-    def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
-        super()._hold(layers, dtype)
-        self._rows = {layer_id: rows for layer_id, (rows,) in layers.items()}
-
     def _of(self, layer_id: int) -> PagedBuffer:
-        return held_for(self._rows, layer_id, self.kind)
+        return held_for(self._layers, layer_id, self.kind)[0]
 
     def rows(self, layer_id: int) -> Tensor:
         """Return a layer's cache ``[pages, page_size, 1, width]`` as stored: not a copy."""

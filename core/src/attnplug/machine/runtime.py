@@ -56,7 +56,7 @@ def open_device(requested: str | None, find: Callable[[str], DeviceSpec]) -> tup
         processor = runtime.processor(device)
     except Exception as error:
         message = f"`device` {spec.name} is requested, but torch {torch.__version__} cannot open it: "
-        reason = f"{describe_error(error).splitlines()[0]}; use another `device`, or see 'attnplug doctor'"
+        reason = f"{describe_error(error).splitlines()[0]}; use another `device`"
         raise UsageError(message + reason, settings=[Setting.DEVICE]) from error
     _OPENED[spec.name] = runtime
     runtime_of.cache_clear()

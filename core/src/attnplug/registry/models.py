@@ -40,5 +40,5 @@ def tiny_config(reference: str, registry: Registry | None = None) -> Mapping[str
     near = difflib.get_close_matches(name, registry.tiny_models, n=2)
     meant = f"did you mean {' or '.join(TINY + match for match in near)}? " if near else ""
     known = ", ".join(TINY + known for known in registry.tiny_models)
-    broken = "; 'attnplug doctor' shows the broken plugins, which may provide more" if registry.broken else ""
+    broken = "; 'attnplug backends' reports the broken plugins, which may provide more" if registry.broken else ""
     raise ModelConfigError(f"{reference!r} is not a built-in model; {meant}known: {known}{broken}", reference)

@@ -84,7 +84,7 @@ class Registry:
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise UsageError(
             f"there is no backend {name!r}{hint} Installed: {', '.join(sorted(self.backends)) or 'none'}; "
-            "'attnplug doctor' shows the broken and blocked ones too"
+            "'attnplug backends' reports broken and blocked ones"
         )
 
     def device(self, name: str) -> DeviceSpec:

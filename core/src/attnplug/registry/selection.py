@@ -259,7 +259,7 @@ def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterato
         and choice.role is Role.LINEAR
         and not any(Role.LINEAR in candidate.backend.spec.capabilities.roles for candidate in choice.candidates)
     ):
-        yield "  no available backend supports linear attention; 'attnplug plugins' shows broken and blocked ones too"
+        yield "  no available backend supports linear attention; 'attnplug backends' reports broken and blocked ones"
     unrelated = unrelated_candidates(choice)
     for candidate in choice.candidates:
         if candidate in unrelated:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from attnplug import PoolError
+from attnplug.auto.table_store import cache_folders
 from attnplug.cli import output
-from attnplug.cli.doctor import cache_folders
 from attnplug.cli.text import warn_of_plugins
 from attnplug.declare.settings import Render
 from attnplug.host import ForwardingBackend, load_registry

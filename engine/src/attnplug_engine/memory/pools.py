@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from attnplug import AttentionKind, MHAPool, MLAPool, ModelSpec, PoolError
+from attnplug import AttentionKind, KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec, PoolError
 from attnplug.host import KVPools, installed_format
 from attnplug.kernels import CacheKey
 from attnplug.kv.caches import KeyedCache
@@ -12,6 +14,16 @@ from attnplug.linear import LinearStatePool
 from attnplug_engine.memory.capacity import Capacity, HotBytes, bytes_per_page, bytes_per_state, hot_layers, own_dtype
 from attnplug_sparse.hisparse import HOST_ENTRIES, HOST_ROWS, HOT_ENTRIES, HiSparse, HostRows, HotPool
 from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool
+
+
+def check_codecs(layers: Sequence[LayerSpec], format: KVFormat) -> None:
+    """Run a format's codec once for every width of these layers' rows, without allocating a pool.
+
+    Raises PluginError if it cannot be imported, or contradicts its declaration.
+    """
+    for pool in (MHAPool, MLAPool):
+        if any(map(pool.serves, layers)):
+            pool.all_formats(layers, format)
 
 
 def build_pools(

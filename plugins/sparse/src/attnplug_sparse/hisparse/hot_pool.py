@@ -24,6 +24,8 @@ class HotPool(MLAPool):
     So new and staged rows take the memory of one layer only. Pages of this pool are not those of the page table.
     """
 
+    shared = True
+
     def __init__(
         self,
         layers: Sequence[LayerSpec],
@@ -47,14 +49,7 @@ class HotPool(MLAPool):
                 settings=["max_batch", "num_pages", "hisparse_config"],
             )
         num_pages = -(-rows // page_size)
-        super().__init__(
-            layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            dtype=dtype,
-            device=device,
-            shared=True,
-        )
+        super().__init__(layers, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
         self._numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.cells: Tensor = self.rows(layers[0].layer_id).view(torch.uint8).flatten(0, 2)
         """The whole memory as bytes, ``[rows, row_bytes]`` uint8."""

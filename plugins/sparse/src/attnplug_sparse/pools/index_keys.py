@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug import DType, KVFormat, LayerSpec, PoolError, RowPart
-from attnplug.kernels import CacheKey, CodedRows, RowFormat, RowPool, as_format, distinct_layers
+from attnplug.kernels import CacheKey, CodedRows, RowFormat, RowPool, as_format
 from attnplug.sparse import IndexerDims
 from attnplug_sparse.pools.scaled_rows import decode as decode
 from attnplug_sparse.pools.scaled_rows import encode_groups
@@ -49,38 +49,28 @@ class IndexKeyPool(RowPool):
     Pages and slots are those of the latent rows: one page table addresses both. ``dtype`` is a format that holds index
     keys, or the name of one that core declares.
     In fp8 a page of bytes ``[page_size, head_dim + 4]`` holds all its keys first, and then a float32 scale for each
-    key, as DeepGEMM's kernels read it.
+    key, as DeepGEMM's kernels read it. A host's tensors (``over``) are then bytes, ``dim`` is ``head_dim + 4``, and
+    each page is contiguous.
     """
 
     kind = "index key"
     contents = ("index keys",)
 
-    def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        *,
-        num_pages: int,
-        page_size: int,
-        dtype: KVFormat | str,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(_formats(layers, dtype), num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
+    @classmethod
+    def serves(cls, layer: LayerSpec) -> bool:
+        return layer.indexer is not None and layer.indexer.shares is None
 
     @classmethod
-    def over(
-        cls,
-        layers: Sequence[LayerSpec],
-        tensors: Mapping[int, Tensor],
-        layout: str,
-        *,
-        page_size: int,
-        dtype: KVFormat | str,
-    ) -> IndexKeyPool:
-        """Pool over a host's tensors by layer id, without a copy; ``layout`` is as in ``MLAPool.over``.
-
-        In fp8 the tensors are bytes, ``dim`` is ``head_dim + 4``, and each page is contiguous.
-        """
-        return cls._over_host(_formats(layers, dtype), tensors, layout, page_size, dtype)
+    def formats(cls, layer: LayerSpec, dtype: KVFormat | str, *scales: float) -> tuple[RowFormat, ...]:
+        dims, format, (scale,) = layer.indexer, index_format(dtype), scales
+        assert dims is not None
+        group = _SCALE if format is _FLOAT8 else format.group
+        if dims.head_dim % group:
+            raise PoolError(
+                f"index keys of {dims.head_dim} numbers cannot be kept as {format}; give a multiple of {group}"
+            )
+        form = RowFormat.of(format, dims.head_dim, scale=scale)
+        return (replace(form, wrap=partial(_by_page, width=dims.head_dim)) if format is _FLOAT8 else form,)
 
     @staticmethod
     def key_nbytes(dims: IndexerDims, dtype: KVFormat | str) -> int:
@@ -95,23 +85,6 @@ class IndexKeyPool(RowPool):
     def read_keys(self, layer_id: int, slots: Tensor) -> Tensor:
         """``[*slots.shape, head_dim]``: in the stored type, or as decoded."""
         return self.read_rows(layer_id, slots)
-
-
-def _formats(layers: Sequence[LayerSpec], dtype: KVFormat | str) -> dict[int, RowFormat]:
-    """Formats of the keys of layers that have an index of their own, by layer id."""
-    own = [layer for layer in layers if layer.indexer is not None and layer.indexer.shares is None]
-    by_id = distinct_layers(own, IndexKeyPool.kind)
-    return {layer_id: _row(layer.indexer, dtype) for layer_id, layer in by_id.items() if layer.indexer is not None}
-
-
-def _row(dims: IndexerDims, dtype: KVFormat | str) -> RowFormat:
-    format = index_format(dtype)
-    group = _SCALE if format is _FLOAT8 else format.group
-    if dims.head_dim % group:
-        raise PoolError(f"index keys of {dims.head_dim} numbers cannot be kept as {format}; give a multiple of {group}")
-    if format is _FLOAT8:
-        return RowFormat(dims.head_dim + _SCALE, torch.uint8, partial(_by_page, width=dims.head_dim))
-    return RowFormat.of(format, dims.head_dim)
 
 
 def _by_page(pages: Tensor, width: int) -> CodedRows:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from attnplug.cli.app import make_parser
-from attnplug.cli.completion import SHELLS, read_commands
-from attnplug_testing.command import Attnplug, Package
+from attnplug_conformance.completion import SHELLS, read_commands
+from attnplug_testing.command import Attnplug
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
@@ -71,10 +71,3 @@ def test_bash_completes(attnplug: Attnplug, typed: str, found: list[str]) -> Non
     )
     assert done.stderr == ""
     assert done.stdout.split() == found
-
-
-def test_the_names_of_backends_are_those_to_choose_from(attnplug: Attnplug, package: Package) -> None:
-    """D1"""
-    package("fast")
-    assert attnplug("backends", "--names").out == "fast\ntorch_native\n"
-    assert attnplug("backends", "--names", "--json").json == ["fast", "torch_native"]

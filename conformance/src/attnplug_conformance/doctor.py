@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -26,9 +26,19 @@ from typing import Any, TextIO
 
 import importlib_metadata as metadata
 
-from attnplug.auto.table_store import CACHE_VARIABLE, TABLES_VARIABLE, cache_folder, file_states
+from attnplug.auto.measurement import MeasuredTable
+from attnplug.auto.table_store import (
+    CACHE_VARIABLE,
+    TABLES_VARIABLE,
+    Plugins,
+    cache_folder,
+    cache_folders,
+    load_tables,
+    table_files,
+)
 from attnplug.cli import output
 from attnplug.cli.backends import listing
+from attnplug.declare.device import Processor
 from attnplug.declare.errors import describe_error
 from attnplug.declare.installed import installed_version
 from attnplug.declare.registered import Source
@@ -190,7 +200,7 @@ def _environment() -> Findings:
 
 def _probe_torch(probes: Probes, factories: Callable[[], Mapping[str, str]], name: str = "torch") -> Findings:
     """Import torch, then factories of backends. All of these need torch, and importing it again would take 2 s."""
-    return probes.run(name, "from attnplug.cli.doctor import torch_answer; answer = torch_answer()", factories)
+    return probes.run(name, f"from {__name__} import torch_answer; answer = torch_answer()", factories)
 
 
 def torch_answer() -> Findings:
@@ -277,7 +287,7 @@ def _library(probes: Probes, name: str, modules: Sequence[str] | None) -> str:
 
 def _probe_plugins(probes: Probes) -> Findings:
     """List plugins in a separate process, because a plugin may crash it."""
-    return probes.run("plugins", "from attnplug.cli.doctor import plugin_answer; answer = plugin_answer()")
+    return probes.run("plugins", f"from {__name__} import plugin_answer; answer = plugin_answer()")
 
 
 def _plugins(probes: Probes, probed: Future[Findings], torch: Future[Findings]) -> Findings:
@@ -334,17 +344,6 @@ def _table_states(registry: Registry) -> Findings:
     return dict(states) or {"of this user": f"none in {cache_folder()}; 'attnplug tune' measures"}
 
 
-def cache_folders() -> dict[str, Path]:
-    """Return the folders in which kernels, measured tables and models are cached."""
-    home, variable = Path.home(), os.environ.get
-    return {
-        "flashinfer": Path(variable("FLASHINFER_WORKSPACE_BASE", home)) / ".cache" / "flashinfer",
-        "triton": Path(variable("TRITON_CACHE_DIR", Path(variable("TRITON_HOME", home)) / ".triton" / "cache")),
-        "attnplug": cache_folder(),
-        "hugging face": Path(variable("HF_HOME", home / ".cache" / "huggingface")),
-    }
-
-
 def _folder_state(folder: Path) -> str:
     """Return a folder, whether it is writable, and its files and size. Counts at most ``_FILES_COUNTED`` files."""
     try:
@@ -357,3 +356,26 @@ def _folder_state(folder: Path) -> str:
         return f"{folder} ({state}, {least}{len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB)"
     except OSError as error:
         return f"{folder} (cannot be read: {error})"
+
+
+def file_states(plugins: Plugins, processor: Processor) -> Mapping[str, str]:
+    """Status lines of each file of a processor, by path."""
+    tables = load_tables(plugins, processor)
+    states: dict[str, list[MeasuredTable]] = {each.path: [] for each in table_files(plugins.table_folders, processor)}
+    for found in tables.found:
+        states.setdefault(found.origin.path, []).append(found.table)
+    return {
+        path: "\n".join([*_used(used), *(fault for fault in tables.faults if fault.startswith(path))])
+        for path, used in states.items()
+    }
+
+
+def _used(tables: Sequence[MeasuredTable]) -> Iterator[str]:
+    times = [table.backend for table in tables if not table.failed]
+    if times:
+        yield f"used: {len(times)} table{'s' * (len(times) != 1)} of {', '.join(sorted(set(times)))}"
+    for table in tables:
+        if table.failed:
+            yield f"not taken by auto: {table.backend} for {table.role} of {table.shape}, which failed {table.failed}"
+    if not tables:
+        yield "nothing of it is used"

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from attnplug.cli import doctor
 from attnplug.cli.main import main
+from attnplug_conformance import doctor
 
 Report = Callable[[], dict[str, dict[str, str]]]
 Library = Callable[[str, str], None]
