@@ -90,7 +90,7 @@ BROKEN: dict[TinyPlugin, tuple[str, ...]] = {
     ),
     TinyPlugin("bad-contract", "0.7", "bad_contract", _SPEC + _HOOK.format(spec="spec('bad_contract', '2.0')")): (
         "contract 2.0",
-        "this attnplug speaks 0.9",
+        "this attnplug has contract 0.9",
     ),
     TinyPlugin(
         "bad-hook",
