@@ -37,6 +37,7 @@ from measurements import (
 
 from attnplug.cli.backends import describe
 from attnplug.declare.registered import Registered
+from attnplug.declare.version import DEPRECATIONS, removal
 from attnplug.host import load_registry
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +55,15 @@ def table_of_backends() -> str:
     for name, backend in _ours().items():
         spec = backend.spec
         rows.append(f"| `{name}` | `{backend.source.distribution}` | {spec.summary} | {describe(spec.capabilities)} |")
+    return "\n".join(rows)
+
+
+def table_of_deprecations() -> str:
+    """One row per deprecated name."""
+    rows = ["| name | use | warns since | error in | removed in |", "|---|---|---|---|---|"]
+    for name, (since, replacement) in DEPRECATIONS.items():
+        error, removed = removal(since)
+        rows.append(f"| `{name}` | {replacement} | {since} | {error} | {removed} |")
     return "\n".join(rows)
 
 
@@ -94,6 +104,7 @@ TABLES = {
     "table of backends": table_of_backends,
     "table of commands": table_of_commands,
     "table of packages": table_of_packages,
+    "table of deprecations": table_of_deprecations,
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
     "decode rates": decode_rates,

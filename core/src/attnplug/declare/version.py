@@ -1,4 +1,4 @@
-"""Version of the contract between core and backends (D4).
+"""Version of the contract between core and backends, and deprecations (D4).
 
 docs/writing-a-backend.md states the stability promise.
 """
@@ -6,8 +6,16 @@ docs/writing-a-backend.md states the stability promise.
 from __future__ import annotations
 
 import re
+import warnings
+
+from attnplug.declare.errors import UsageError
 
 CONTRACT_VERSION = "0.9"
+DEPRECATIONS = {"skip_attn_backend_init": ("1.0", "batch.mark_forward_metadata_ready() where you plan the batch")}
+"""Deprecated names: the first minor that warns, and the replacement.
+
+A name warns for two minors, is an error in the third, and is removed in the fourth."""
+_warned: set[str] = set()
 
 
 def parse_contract(text: object) -> tuple[int, int] | None:
@@ -40,3 +48,21 @@ def contract_problem(declared: object, distribution: str = "the plugin") -> str 
     if needed > core:
         return f"{problem}; {fix}"
     return f"{problem}; install a release of {distribution} for contract {core[0]}.{core[1]}, or {fix}"
+
+
+def removal(since: str) -> tuple[str, str]:
+    """Return the minor in which a name that is deprecated ``since`` a version is an error, and that of its removal."""
+    major, minor = parse_contract(since) or (0, 0)
+    return f"{major}.{minor + 2}", f"{major}.{minor + 3}"
+
+
+def use_deprecated(name: str, stacklevel: int) -> None:
+    """Warn, once per process, that a name of ``DEPRECATIONS`` is used. Raises UsageError in its third minor."""
+    since, replacement = DEPRECATIONS[name]
+    error, removed = removal(since)
+    text = f"{name} is deprecated and is removed in contract {removed}; use {replacement}"
+    if (parse_contract(CONTRACT_VERSION) or ()) >= (parse_contract(error) or ()):
+        raise UsageError(text)
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(text, DeprecationWarning, stacklevel=stacklevel + 1)
