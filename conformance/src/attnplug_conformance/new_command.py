@@ -21,7 +21,7 @@ name = "DISTRIBUTION"
 version = "0.9.0"
 description = "An attention backend for attnplug"
 requires-python = ">=3.11"
-dependencies = ["attnplug", "torch"]
+dependencies = ["attnplugCORE_RANGE", "torch"]
 
 [project.optional-dependencies]
 test = ["attnplug-conformance", "pytest", "ruff"]
@@ -147,8 +147,10 @@ def _new(parsed: argparse.Namespace) -> int:
 
 def files(name: str, kind: str) -> dict[str, str]:
     """Contents of the package: text by path."""
-    from attnplug.declare.version import CONTRACT_VERSION
+    from attnplug.declare.version import CONTRACT_VERSION, core_range, parse_contract
 
+    contract = parse_contract(CONTRACT_VERSION)
+    assert contract is not None
     title = "".join(part.capitalize() for part in name.split("_"))
     imported, claimed, claims = CLAIMS[kind]
     template = (Path(__file__).parent / "templates" / f"{kind}.py").read_text()
@@ -157,6 +159,7 @@ def files(name: str, kind: str) -> dict[str, str]:
         "DISTRIBUTION": name.replace("_", "-"),
         "PACKAGE": name,
         "CONTRACT": CONTRACT_VERSION,
+        "CORE_RANGE": core_range(contract),
         "CLASS": title,
         "KIND": claimed,
         "SUMMARY": summary,
