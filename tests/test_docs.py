@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +30,8 @@ from attnplug.host import (
 )
 from attnplug.registry.loading import find_entry_points
 from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug_testing.environments import Environment
 from attnplug_testing.plugins import entry_point
-
-if TYPE_CHECKING:
-    from conftest import Environment
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "writing-a-backend.md").read_text()
