@@ -11,7 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-VERSION = "1.1"
+from attnplug.declare.version import CONTRACT_VERSION
+
+MAJOR, MINOR = map(int, CONTRACT_VERSION.split("."))
+VERSION = f"{MAJOR}.{MINOR + 1}" if MAJOR else "1.1"
 
 _HOOK = '''
 class LaterPlanning(Protocol):
@@ -25,7 +28,7 @@ MAY_IGNORE'''
 
 EDITS = {
     # The version, and a code.
-    "declare/version.py": [('CONTRACT_VERSION = "0.9"', f'CONTRACT_VERSION = "{VERSION}"')],
+    "declare/version.py": [(f'CONTRACT_VERSION = "{CONTRACT_VERSION}"', f'CONTRACT_VERSION = "{VERSION}"')],
     "declare/refusal.py": [('    ROLE = "role"\n', '    ROLE = "role"\n    LATER = "later"\n')],
     # A feature, and a field with a default that a layer with the feature has.
     "declare/model.py": [
@@ -125,7 +128,7 @@ def additions() -> dict[str, Any]:
     batch = _decode_batch()
     answer = wrapper.init_later(batch, hint="fast")
     return {
-        "contract of the fossils": fossil.contract,
+        "declared": fossil.contract,
         "field": [fossil.later, layer.later, fossil.capabilities.later],
         "feature": [Feature.LATER in fossil.capabilities.features, codes(layer=layer), codes()],
         "level": codes(cuda_graph=GraphLevel.LATER),

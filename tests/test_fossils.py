@@ -85,15 +85,16 @@ def test_fossils_pass_all_quick_checks(contract: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def later(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The fossils of contract 1.0, or of this one as if it were 1.0, on the next minor of core."""
+    """The oldest fossils that run, on the next minor of core. Those of 0.9 pretend to be of 1.0."""
     core, folder = tmp_path_factory.mktemp("core"), tmp_path_factory.mktemp("fossils")
     later_contract.write(ROOT / "core" / "src", core)
-    return run(unpack(RUN[0], folder, "1.0"), 9, "later", path=str(core))
+    return run(unpack(RUN[0], folder, "1.0" if RUN[0].startswith("0.") else None), 9, "later", path=str(core))
 
 
 def test_fossils_run_on_a_minor_that_adds_one_of_each(later: dict[str, Any]) -> None:
     """E4, A9: a hook, an extra, fields with defaults, a feature, a level and a format."""
-    assert later["later"]["contract of the fossils"] == "1.0" and later_contract.VERSION == "1.1"
+    declared, core = (map(int, text.split(".")) for text in (later["later"]["declared"], later_contract.VERSION))
+    assert next(declared) == next(core) and next(declared) < next(core), "an older minor of the same major"
     assert_alive(later)
 
 

@@ -12,6 +12,7 @@ import pytest
 from importlib_metadata import EntryPoint
 
 from attnplug import AttentionKind, BackendSpec, Capabilities, DType, hookimpl
+from attnplug.declare.installed import installed_version
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import load_registry
 from attnplug.registry.loading import GROUP, Broken, find_entry_points
@@ -42,7 +43,7 @@ def entry_point(
     return made
 
 
-EMBEDDED = entry_point("torch_native", "attnplug.torch_native.plugin", "attnplug", "0.9.0")
+EMBEDDED = entry_point("torch_native", "attnplug.torch_native.plugin", "attnplug", installed_version("attnplug"))
 """Core's own plugin, as its installation has it."""
 
 
