@@ -29,7 +29,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from attnplug.declare.version import core_range, parse_contract
+from attnplug.declare.version import parse_contract
+from attnplug_conformance.new_command import requirement_range
 from attnplug_testing.environments import Environment, link_dependencies, link_pip
 
 ROOT = Path(__file__).parent
@@ -71,15 +72,6 @@ def _git(root: Path, *arguments: str) -> str:
 
 def contract_of(version: Version) -> tuple[int, int]:
     return version.major, version.minor
-
-
-def requirement_range(version: Version) -> str:
-    """Return the releases that packages of ``version`` require of each other, unless they pin the exact one.
-
-    A pre-release is below its version: ``>=1.0`` would not allow 1.0.0rc1.
-    """
-    lowest, below = core_range(contract_of(version)).split(",")
-    return f">={version},{below}" if version.is_prerelease else f"{lowest},{below}"
 
 
 def check_version(root: Path, text: str) -> tuple[Version, Version]:
