@@ -1,8 +1,8 @@
 """Select, conform and run the fossils in this process, and print what happened as JSON.
 
-Usage: python tests/fossil_run.py FOLDER EVERY [later]. FOLDER holds the unpacked wheels.
-One of EVERY quick checks runs. With ``later``, attnplug is the next minor of ``tests/later_contract.py``, whose
-additions are used, too.
+Usage: python tests/fossil_run.py FOLDER EVERY DEVICE [later]. FOLDER holds the unpacked wheels. One of EVERY quick
+checks runs, on DEVICE. With ``later``, attnplug is the next minor of ``tests/later_contract.py``, whose additions are
+used, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def served() -> dict[str, dict[str, float]]:
     }
 
 
-def conforming(every: int) -> dict[str, dict[str, Any]]:
+def conforming(every: int, device: str) -> dict[str, dict[str, Any]]:
     """Run the kit's quick checks, as the contract of the fossils has them; return counts and failures by plugin."""
     from dataclasses import replace
 
@@ -49,7 +49,7 @@ def conforming(every: int) -> dict[str, dict[str, Any]]:
 
     backends, found = load_registry().backends, {}
     for name in PLUGINS:
-        subject = replace(Subject.installed(backends[name], "cpu"), budget=0)
+        subject = replace(Subject.installed(backends[name], device), budget=0)
         quick = [check for check in all_checks() if check.quick and check.claim != "random"]
         required = backends[name].spec.contract
         verdict = run_checks(subject, quick[::every], quick=True, floors=every == 1, contract=required)
@@ -59,11 +59,11 @@ def conforming(every: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def main(folder: str, every: str, *later: str) -> None:
+def main(folder: str, every: str, device: str, *later: str) -> None:
     sys.path.insert(0, folder)
     result = listed()
     if result["selectable"]:
-        result |= {"served": served(), "conforming": conforming(int(every))}
+        result |= {"served": served(), "conforming": conforming(int(every), device)}
     if later:
         import later_contract
 

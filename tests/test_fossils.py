@@ -15,6 +15,7 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
+import torch
 
 import fossil_run
 import later_contract
@@ -39,12 +40,12 @@ def unpack(contract: str, folder: Path, pretended: str | None = None) -> Path:
     return folder
 
 
-def run(folder: Path, every: int, *later: str, path: str = "") -> dict[str, Any]:
+def run(folder: Path, every: int, *later: str, path: str = "", device: str = "cpu") -> dict[str, Any]:
     """Run the fossils in a new process: their modules and metadata are gone afterwards."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
     plugins = ",".join(name.replace("_", "-") for name in fossil_run.PLUGINS)
     environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ATTNPLUG_PLUGINS": plugins}
-    command = [sys.executable, fossil_run.__file__, str(folder), str(every), *later]
+    command = [sys.executable, fossil_run.__file__, str(folder), str(every), device, *later]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -81,6 +82,14 @@ def test_fossils_are_selected_conform_and_run(contract: str, tmp_path: Path) -> 
 def test_fossils_pass_all_quick_checks(contract: str, tmp_path: Path) -> None:
     """E4"""
     assert_alive(run(unpack(contract, tmp_path), 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("contract", RUN)
+def test_fossils_conform_on_a_gpu(contract: str, tmp_path: Path) -> None:
+    """E4: with captured graphs."""
+    assert_alive(run(unpack(contract, tmp_path), 1, device="cuda"))
 
 
 @pytest.fixture(scope="module")

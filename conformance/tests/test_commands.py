@@ -13,6 +13,7 @@ import torch
 from attnplug import UsageError
 from attnplug.cli.app import parse, run
 from attnplug.declare.device import Processor
+from attnplug.declare.errors import PluginError
 from attnplug.declare.refusal import RefusalCode
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import SelectionError, load_registry
@@ -89,6 +90,13 @@ def test_a_usage_error_names_the_value_and_the_allowed_ones(arguments, parts):
     with pytest.raises(UsageError) as raised:
         attnplug("conform", *arguments)
     assert all(part in str(raised.value) for part in parts)
+
+
+def test_a_backend_that_needs_another_contract_is_refused_with_the_command(monkeypatch):
+    """D4"""
+    monkeypatch.setattr("attnplug.declare.version.CONTRACT_VERSION", "9.0")
+    with raises_naming(PluginError, "torch_native", "9.0", "pip install"):
+        attnplug("conform", "torch_native")
 
 
 def test_a_file_that_cannot_be_written_is_a_usage_error(tmp_path, monkeypatch):

@@ -127,10 +127,7 @@ def _conform(parsed: argparse.Namespace) -> int:
     if parsed.device is not None:
         registry.device(parsed.device)  # reports an unknown name before the import of torch, which takes seconds
     warn_of_plugins(registry)
-    if parsed.name not in registry.backends:
-        near = difflib.get_close_matches(parsed.name, registry.backends, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(registry.backends)}"
-        raise UsageError(f"there is no backend {parsed.name!r}; {hint}")
+    backend = registry.get(parsed.name)
     budget = parsed.budget if parsed.budget is not None else 1.0 if parsed.quick else 10.0
     if not 0 <= budget < math.inf:
         raise UsageError(f"--budget {budget} is not a time; give seconds, or 0 for no random cases")
@@ -155,7 +152,7 @@ def _conform(parsed: argparse.Namespace) -> int:
         checks = tuple(check for check in checks if check.name == f"{kind}.random")
     elif not budget:
         checks = tuple(check for check in checks if check.claim != "random")
-    contract = required_contract(parsed.contract, registry.backends[parsed.name].spec)
+    contract = required_contract(parsed.contract, backend.spec)
     for name in parsed.check:
         if not any(_is_below(check.name, name) for check in checks):
             near = difflib.get_close_matches(name, [check.name for check in checks], n=1)
@@ -180,7 +177,7 @@ def _conform(parsed: argparse.Namespace) -> int:
             f"or give {parsed.name}.KEY=VALUE"
         )
     subject = replace(
-        Subject.installed(registry.backends[parsed.name], parsed.device, parsed.backend_option),
+        Subject.installed(backend, parsed.device, parsed.backend_option),
         budget=budget,
         random_case=parsed.case,
     )

@@ -41,10 +41,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _subject(config: pytest.Config, make: Any) -> Any:
     from attnplug import UsageError
+    from attnplug.declare.errors import PluginError
 
     try:
         return make(config.getoption("--attention-backend"), config.getoption("--attention-device"))
-    except UsageError as error:
+    except (PluginError, UsageError) as error:
         raise pytest.UsageError(str(error)) from None
 
 

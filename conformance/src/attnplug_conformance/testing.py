@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 
-from attnplug import UsageError
 from attnplug.host import load_registry
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.check import Check
@@ -22,10 +21,7 @@ _built: WeakSet[Subject] = WeakSet()
 
 def subject_of(name: str, device: str | None = None) -> Subject:
     """Return an installed backend as a subject. The default device is cuda if there is a GPU."""
-    backends = load_registry().backends
-    if name not in backends:
-        raise UsageError(f"there is no backend {name!r}; there are {', '.join(backends)}")
-    return Subject.installed(backends[name], device)
+    return Subject.installed(load_registry().get(name), device)
 
 
 def with_options(subject: Subject, config: pytest.Config) -> Subject:
