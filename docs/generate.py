@@ -38,6 +38,7 @@ from measurements import (
 
 from attnplug.cli.backends import describe
 from attnplug.declare.registered import Registered
+from attnplug.declare.version import DEPRECATIONS, removal
 from attnplug.hf.model_config import ALIASES, model_from_config
 from attnplug.host import TINY_CONFIGS, load_registry
 from attnplug_engine.models.architectures import ARCHITECTURES
@@ -72,6 +73,15 @@ def table_of_models() -> str:
         also = "".join(f", `{alias}`" for alias, known in ALIASES.items() if known == name)
         summary = " ".join(text.partition("\n\n")[0].replace("``", "`").split())
         rows.append(f"| `{name}`{also} | {', '.join([kinds, *features])} | {summary} |")
+    return "\n".join(rows)
+
+
+def table_of_deprecations() -> str:
+    """One row per deprecated name."""
+    rows = ["| name | use | warns since | error in | removed in |", "|---|---|---|---|---|"]
+    for name, (since, replacement) in DEPRECATIONS.items():
+        error, removed = removal(since)
+        rows.append(f"| `{name}` | {replacement} | {since} | {error} | {removed} |")
     return "\n".join(rows)
 
 
@@ -113,6 +123,7 @@ TABLES = {
     "table of commands": table_of_commands,
     "table of models": table_of_models,
     "table of packages": table_of_packages,
+    "table of deprecations": table_of_deprecations,
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
     "decode rates": decode_rates,

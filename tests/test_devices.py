@@ -22,7 +22,8 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 @hookimpl
 def attnplug_backends():
     can = {BLOCKS[1].strip()}
-    return [BackendSpec("acme_kernels", "for newer devices", "0.9", "attnplug_acme.kernels:Made", can)]
+    factory = "attnplug_acme.kernels:Made"
+    return [BackendSpec("acme_kernels", "for newer devices", contract="0.9", factory=factory, capabilities=can)]
 """
 GENERATE = ("--random-weights", "--ignore-eos", "--max-tokens", "6", "--prompt", "hello world, hello", "--json")
 MODELS = {"llama": ["tiny:llama", "--temperature", "0.8"], "deepseek_v3": ["tiny:deepseek_v3"]}

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +30,8 @@ from attnplug.host import (
 )
 from attnplug.registry.loading import find_entry_points
 from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug_testing.environments import Environment
 from attnplug_testing.plugins import entry_point
-
-if TYPE_CHECKING:
-    from conftest import Environment
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "writing-a-backend.md").read_text()
@@ -324,7 +322,7 @@ OTHERS = {
     *("_capture_cuda_graph", "_k_scale", "_replay_cuda_graph", "_v_scale", "custom_mask", "disable_compile"),
     *("flashinfer_mla_disable_ragged", "supports_", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "nvcc"),
     *("MyOptions", "arcee", "backnd", "seq_len", "CLONE", "auto_", "_h200", "org", "anything"),
-    *("--index-url", "--gpu-memory-utilization", "my_int4"),
+    *("--index-url", "--gpu-memory-utilization", "my_int4", "trust_remote_code"),
 }
 """Names of other projects, and of the examples."""
 CURRENT = [
@@ -359,7 +357,8 @@ def words() -> set[str]:
         path for folder in (*folders, "tests") for path in (ROOT / folder).rglob("*") if path.name != "test_docs.py"
     ]
     texts = [path.read_text() for path in files if path.suffix in (".py", ".pyi", ".toml")]
-    texts += [(ROOT / "Makefile").read_text(), *(path.name for path in files)]
+    texts += [(ROOT / name).read_text() for name in ("Makefile", "release.py")]
+    texts += [path.name for path in files]
     return {word for text in texts for word in re.findall(r"--[a-z][a-z-]*|[A-Za-z_]\w*", text)}
 
 

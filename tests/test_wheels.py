@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
 
-pytestmark = pytest.mark.long
+from attnplug.declare.version import CONTRACT_VERSION
+from attnplug_testing.environments import Environment
 
-if TYPE_CHECKING:
-    from conftest import Environment
+pytestmark = pytest.mark.long
 
 KEYS = ["name", "distribution", "version", "contract", "status", "reasons", "error"]
 GOOD = "acme-attention"
@@ -90,7 +90,7 @@ BROKEN: dict[TinyPlugin, tuple[str, ...]] = {
     ),
     TinyPlugin("bad-contract", "0.7", "bad_contract", _SPEC + _HOOK.format(spec="spec('bad_contract', '2.0')")): (
         "contract 2.0",
-        "this attnplug speaks 0.9",
+        f"this attnplug has contract {CONTRACT_VERSION}",
     ),
     TinyPlugin(
         "bad-hook",
@@ -286,7 +286,7 @@ class TestInstallAndUninstall:
         }
         for row in rows[1:]:
             assert "acme-attention 1.2.0" in row["error"] and "impostor 6.6.6" in row["error"]
-            assert row["contract"] == "0.9"
+            assert row["contract"] == CONTRACT_VERSION
         done = environment.attnplug("explain", "--attention-backend", "acme", "--model", "tiny:llama")
         error = refused_politely(done, 1)
         assert "acme-attention 1.2.0" in error and "impostor 6.6.6" in error
@@ -415,7 +415,7 @@ class TestBrokenPlugins:
     def test_the_contract_that_a_plugin_speaks_is_listed(self, listed: dict[str, dict[str, Any]]) -> None:
         """D2, D4: the version of a plugin written for another contract is shown, not only that it is another."""
         assert listed["bad_contract"]["contract"] == "2.0"
-        assert listed["acme"]["contract"] == "0.9"
+        assert listed["acme"]["contract"] == CONTRACT_VERSION
 
     def test_strict_mode_makes_them_an_error_that_lists_them_all(self, crowd: Environment) -> None:
         """D2: ATTNPLUG_STRICT=1 turns broken plugins into an error with each of them."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -20,6 +23,7 @@ PINNED = {
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line and not line.startswith("#")
 }
+VERSION = Version(PACKAGES["core"]["version"])
 
 
 def test_all_packages_share_one_version():
@@ -106,13 +110,15 @@ def test_relative_links_of_the_documentation_lead_to_files():
 
 def test_packages_depend_on_the_contract_version_that_their_specs_declare():
     """D4: pip and the contract gate agree. Packages released together with core pin each other's exact version."""
+    requirement_range = runpy.run_path(str(ROOT / "release.py"))["requirement_range"]
     together = {PACKAGES[name]["name"] for name in ("core", "engine", "conformance", "testing", "tune")}
     for name, project in PACKAGES.items():
         for text in project["dependencies"]:
             requirement = Requirement(text)
             if requirement.name.startswith("attnplug"):
                 exact = {project["name"], requirement.name} <= together
-                assert str(requirement.specifier) == ("==0.9.0" if exact else "<0.10,>=0.9"), f"{name}: {text}"
+                wanted = f"=={VERSION}" if exact else requirement_range(VERSION)
+                assert requirement.specifier == SpecifierSet(wanted), f"{name}: {text}"
 
 
 def test_specs_declare_the_contract_as_a_literal():

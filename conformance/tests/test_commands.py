@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 from attnplug import UsageError
 from attnplug.cli.app import parse, run
 from attnplug.declare.device import Processor
+from attnplug.declare.errors import PluginError
 from attnplug.declare.refusal import RefusalCode
+from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import SelectionError, load_registry
+from attnplug.kernels import requirement_refusal
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.new_command import KINDS, files
 from attnplug_conformance.runner import Status, run_checks
@@ -29,6 +33,14 @@ def attnplug(*arguments: str) -> int:
 def test_conform_runs_one_check(capsys):
     assert attnplug("conform", "torch_native", "--device", "cpu", "--check", "mha.decode.one_request") == 0
     assert "torch_native conforms: 1 passed, 0 failed" in capsys.readouterr().out
+
+
+def test_conform_requires_the_checks_of_a_contract(capsys):
+    """D4"""
+    arguments = ("--device", "cpu", "--check", "mha.decode.one_request", "--contract", CONTRACT_VERSION, "--json")
+    assert attnplug("conform", "torch_native", *arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["contract"] == CONTRACT_VERSION and report["conforms"]
 
 
 def test_conform_runs_all_below_a_name(capsys):
@@ -70,6 +82,7 @@ def test_processes_find_what_one_finds(tmp_path):
         (["torch_native", "--report", "nowhere/out.html"], ["--report nowhere/out.html"]),
         (["torch_native", "--seed", "-1"], ["--seed -1", "from 0 to"]),
         (["torch_native", "--jobs", "0"], ["--jobs 0", "1 or more"]),
+        (["torch_native", "--contract", "00.9"], ["--contract 00.9", f"give {CONTRACT_VERSION}"]),
         (["torch_native", "--expected-failures", "nowhere"], ["--expected-failures nowhere", "No such file"]),
     ],
 )
@@ -77,6 +90,13 @@ def test_a_usage_error_names_the_value_and_the_allowed_ones(arguments, parts):
     with pytest.raises(UsageError) as raised:
         attnplug("conform", *arguments)
     assert all(part in str(raised.value) for part in parts)
+
+
+def test_a_backend_that_needs_another_contract_is_refused_with_the_command(monkeypatch):
+    """D4"""
+    monkeypatch.setattr("attnplug.declare.version.CONTRACT_VERSION", "9.0")
+    with raises_naming(PluginError, "torch_native", "9.0", "pip install"):
+        attnplug("conform", "torch_native")
 
 
 def test_a_file_that_cannot_be_written_is_a_usage_error(tmp_path, monkeypatch):
@@ -101,6 +121,8 @@ def test_a_new_package_conforms(kind, tmp_path, monkeypatch, capsys):
     name = f"fresh_{kind}"
     monkeypatch.chdir(tmp_path)
     assert attnplug("new", name, "--kind", kind) == 0
+    project = tomllib.loads(Path(name, "pyproject.toml").read_text())["project"]
+    assert requirement_refusal(project["dependencies"][0]) is None and "<" in project["dependencies"][0]
     source = Path(name, "src")
     info = source / f"{name}-0.9.0.dist-info"
     info.mkdir()

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from attnplug.cli.main import main
+from attnplug.declare.version import CONTRACT_VERSION
 from attnplug_conformance import doctor
 
 Report = Callable[[], dict[str, dict[str, str]]]
@@ -117,7 +118,7 @@ def test_the_report_names_every_section(run: Callable[..., str], monkeypatch: py
     text = run()
     for section in SECTIONS:
         assert section in text.splitlines()
-    for name in ("python", "attnplug", "contract 0.9", "torch_native"):
+    for name in ("python", "attnplug", f"contract {CONTRACT_VERSION}", "torch_native"):
         assert name in text
 
 
@@ -402,7 +403,7 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 @hookimpl
 def attnplug_backends():
     can = Capabilities(kinds=["mha"], devices=["cpu"], dtypes=["float32"])
-    return [BackendSpec("{name}", "a backend of a test", "0.9", "attnplug:nothing", can)]
+    return [BackendSpec("{name}", "a backend of a test", contract="0.9", factory="attnplug:nothing", capabilities=can)]
 """
 
 

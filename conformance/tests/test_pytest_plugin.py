@@ -30,3 +30,10 @@ def test_unreadable_expected_failures_are_reported_once(pytester: pytest.Pyteste
     done = pytester.runpytest_inprocess(*KIT, "--attention-backend=torch_native", "--expected-failures=nowhere")
     assert "--expected-failures nowhere" in done.stdout.str()
     done.assert_outcomes(errors=1)
+
+
+def test_a_contract_that_is_not_checked_is_reported_once(pytester: pytest.Pytester):
+    """D4"""
+    done = pytester.runpytest_inprocess(*KIT, "--attention-backend=torch_native", "--attention-contract=0.1")
+    assert "--attention-contract 0.1" in done.stdout.str()
+    done.assert_outcomes(errors=1)

@@ -7,15 +7,19 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from xml.etree import ElementTree
 
 import pytest
 
+from attnplug import UsageError
+from attnplug.declare.version import CONTRACT_VERSION
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.processes import results
 from attnplug_conformance.report import as_html, as_json, as_junit, lines
-from attnplug_conformance.runner import Status, read_expected, run_check, run_checks
+from attnplug_conformance.runner import Status, read_expected, required_contract, run_check, run_checks
 from attnplug_conformance.testing import assert_check
+from attnplug_testing.errors import raises_naming
 from kit_subjects import CHECKS, subject, text
 
 BASE_2 = text("mha").replace("extras.lse[rows] = sums", "extras.lse[rows] = sums / 0.6931471805599453")
@@ -247,3 +251,78 @@ def test_the_quick_run_has_a_check_of_every_claim_of_the_layers_themselves():
     quick = {check.claim for check in all_checks() if check.quick}
     assert {"mha", "mla", "linear", "lse", "window", "cap", "sinks", "out", "trees", "graphs", "mla as mha"} <= quick
     assert {"sparse", "mla fp8_ds_mla", "float8_e4m3fn index keys", "hisparse", "compressed"} <= quick
+
+
+class TestContracts:
+    """D4: a dated kit. Core has contract 1.3 here, and the check of the log-sum-exp came with 1.2."""
+
+    @pytest.fixture(autouse=True)
+    def later_core(self, monkeypatch):
+        monkeypatch.setattr("attnplug.declare.version.CONTRACT_VERSION", "1.3")
+
+    @pytest.fixture
+    def base_2(self):
+        broken = subject("base_2", BASE_2)
+        spec = replace(broken.registered.spec, contract="1.0")
+        return replace(broken, registered=replace(broken.registered, spec=spec))
+
+    @pytest.fixture
+    def checks(self):
+        return [replace(LSE[0], since="1.2"), LSE[1]]
+
+    @pytest.mark.parametrize("contract", ["1.0", "1.1"])
+    def test_a_check_that_came_later_is_advisory(self, contract, base_2, checks):
+        verdict = run_checks(base_2, checks, floors=False, contract=contract)
+        assert [result.status for result in verdict.results] == [Status.ADVISORY, Status.PASSED]
+        assert verdict.holds and verdict.contract == contract
+        (line,) = (line for line in lines(verdict) if line.startswith("advisory failure"))
+        assert "contract 1.2" in line and "base 2" in line
+        counts = ElementTree.fromstring(as_junit(verdict))
+        assert (counts.get("failures"), counts.get("skipped")) == ("0", "1")
+
+    @pytest.mark.parametrize("contract", ["1.2", "1.3", None])
+    def test_it_is_required_by_its_contract_and_by_later_ones(self, contract, base_2, checks):
+        verdict = run_checks(base_2, checks, floors=False, contract=contract)
+        assert verdict.results[0].status is Status.FAILED and not verdict.holds
+        assert verdict.contract == (contract or "1.3")
+
+    def test_an_expected_failure_stays_one(self, base_2, checks):
+        verdict = run_checks(base_2, checks, floors=False, contract="1.0", expected={checks[0].name: "known"})
+        assert verdict.results[0].status is Status.EXPECTED
+
+    @pytest.mark.parametrize(("contract", "outcome"), [("1.1", pytest.xfail.Exception), ("1.2", pytest.fail.Exception)])
+    def test_in_pytest_an_advisory_failure_is_an_expected_one(self, contract, outcome, base_2, checks):
+        with pytest.raises(outcome):
+            assert_check(base_2, checks[0], {}, contract=contract)
+
+    def test_the_report_names_kit_contract_backend_device_and_a_digest(self, base_2, checks):
+        first, again = (run_checks(base_2, checks, floors=False, contract="1.1") for _ in range(2))
+        found = as_json(first)
+        assert (found["contract"], found["version"], found["device"]) == ("1.1", "0", "cpu")
+        assert found["kit"] == version("attnplug-conformance") and found["place"].startswith("cpu")
+        assert [result["since"] for result in found["results"]] == ["1.2", "0.9"]
+        assert found["digest"] == again.digest and len(found["digest"]) == 64
+        assert run_checks(base_2, checks, floors=False).digest != found["digest"]
+        for report in ("\n".join(lines(first)), as_html(first), as_junit(first)):
+            assert first.digest[:16] in report and str(found["kit"]) in report and "1.1" in report
+
+    @pytest.mark.parametrize("contract", ["0.9", "1.4", "2.0", "1", "01.0", "one"])
+    def test_a_contract_that_this_core_does_not_run_is_a_usage_error(self, contract, base_2):
+        with raises_naming(UsageError, contract, "1.0 to 1.3"):
+            required_contract(contract, base_2.registered.spec)
+
+    def test_a_contract_older_than_the_backends_is_a_usage_error(self, base_2):
+        spec = replace(base_2.registered.spec, contract="1.2")
+        with raises_naming(UsageError, "1.1", "1.2"):
+            required_contract("1.1", spec)
+        assert required_contract("1.2", spec) == "1.2"
+
+    def test_a_backend_of_an_older_minor_conforms_to_what_it_declares(self, base_2):
+        assert run_check(CHECKS["declared.contract"], base_2).status is Status.PASSED
+        other = replace(base_2.registered, spec=replace(base_2.registered.spec, contract="1.4"))
+        assert run_check(CHECKS["declared.contract"], replace(base_2, registered=other)).status is Status.FAILED
+
+
+def test_every_check_says_since_which_contract_it_is_required():
+    """D4: a check newer than core would be required by nothing."""
+    assert all(check.required_by(CONTRACT_VERSION) for check in all_checks())

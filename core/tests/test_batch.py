@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from attnplug import ForwardBatch, ForwardMode, Plan, PlanError
-from attnplug.contract import batch as batch_module
 from attnplug.contract.batch import BatchPlan, apply_skip_attn_backend_init
 from attnplug.contract.plan import BackendId
 from attnplug.host import plan_forward
@@ -151,7 +150,7 @@ class TestForwardPath:
 
 @pytest.fixture
 def fresh_process(monkeypatch):
-    monkeypatch.setattr(batch_module, "_warned", False)
+    monkeypatch.setattr("attnplug.declare.version._warned", set())
 
 
 @pytest.mark.usefixtures("fresh_process")
@@ -265,6 +264,12 @@ class TestPlanForForward:
         with_plan(self.batch, Plan(BackendId("wrapper"), ForwardMode.DECODE, 3, 15, parts=(self.plan,)))
         with raises_naming(PlanError, "instance"):
             self.batch.plan_for(BackendId("mine"), 3, decode=True)
+
+    def test_a_wrappers_plan_for_another_mode_is_never_used(self):
+        """B5: nor are its parts."""
+        with_plan(self.batch, Plan(BackendId("wrapper"), ForwardMode.EXTEND, 3, 15, parts=(self.plan,)))
+        with raises_naming(PlanError, "extend", "decode"):
+            self.batch.plan_for(self.me, 3, decode=True)
 
     def test_a_plan_counts_the_rows_of_its_batch(self):
         """Queries, and the cache rows that they attend to."""

@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import importlib_metadata as metadata
 import pytest
 
+from attnplug.declare.installed import requirement_refusal
+from attnplug.declare.version import CONTRACT_VERSION, contract_problem, core_range, parse_contract
 from attnplug_testing.command import Attnplug, in_own_process
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -35,7 +38,12 @@ def test_the_version_is_that_of_the_distribution_and_the_contract(attnplug: Attn
     """D4"""
     outcome = attnplug("--version")
     assert outcome.code == 0
-    assert outcome.out == "attnplug 0.9.0, contract 0.9\n"
+    version = metadata.version("attnplug")  # as pip show prints it
+    assert outcome.out == f"attnplug {version}, contract {CONTRACT_VERSION}\n"
+    assert version.startswith(f"{CONTRACT_VERSION}.")
+    assert contract_problem(".".join(version.split(".")[:2])) is None, "the gate runs plugins of this version"
+    if "rc" not in version:  # which is below its version for pip
+        assert requirement_refusal(f"attnplug{core_range(parse_contract(CONTRACT_VERSION))}") is None
 
 
 @pytest.mark.parametrize(

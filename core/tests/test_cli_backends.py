@@ -10,6 +10,7 @@ import pytest
 
 from attnplug import Capabilities
 from attnplug.cli.backends import describe
+from attnplug.declare.version import CONTRACT_VERSION
 from attnplug_testing.command import PLUGIN, Attnplug, Package, in_own_process
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -20,7 +21,7 @@ def test_backends_shows_name_distribution_contract_and_status(attnplug: Attnplug
     outcome = attnplug("backends")
     assert outcome.code == 0
     assert outcome.err == ""
-    for text in ("torch_native", "attnplug 0.9.0", "0.9", "mha/mla", "usable here"):
+    for text in ("torch_native", "attnplug 0.9.0", CONTRACT_VERSION, "mha/mla", "usable here"):
         assert text in outcome.out
 
 
@@ -34,7 +35,7 @@ def test_an_installed_plugin_is_listed_and_gone_without_it(attnplug: Attnplug, p
         "name": "fast",
         "distribution": "fast-dist",
         "version": "1.2.3",
-        "contract": "0.9",
+        "contract": CONTRACT_VERSION,
         "status": "usable",
         "reasons": [],
         "error": None,

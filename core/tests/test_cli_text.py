@@ -10,7 +10,7 @@ from attnplug.cli.text import table
 
 COLUMNS = ("name", "distribution", "contract", "supports", "status")
 ROWS = [
-    ("flashinfer_mla", "attnplug-flashinfer-mla 0.9.0", "1.0", "mla, on cuda, SM 80–, bfloat16/float16", "usable here"),
+    ("flashinfer_mla", "attnplug-flashinfer-mla 2.3.4", "1.0", "mla, on cuda, SM 80–, bfloat16/float16", "usable here"),
     ("odd", "odd-dist 1.2.3", "", "", "broken: " + "RuntimeError: no driver " * 5 + "x" * 50),
 ]
 
@@ -34,7 +34,7 @@ def test_nothing_is_wider_than_the_terminal_and_nothing_is_lost(width: int, monk
 
 def test_a_narrow_terminal_gets_one_field_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = drawn(40, monkeypatch).splitlines()
-    assert lines[:3] == ["flashinfer_mla", "  distribution: attnplug-flashinfer-mla", "    0.9.0"]
+    assert lines[:3] == ["flashinfer_mla", "  distribution: attnplug-flashinfer-mla", "    2.3.4"]
     assert "  contract: 1.0" in lines and "  status: usable here" in lines
     assert "odd" in lines and lines.count("  contract: 1.0") == 1  # what a row lacks is not named
 

@@ -137,7 +137,7 @@ def test_a_decode_planned_ahead_may_be_padded_and_is_planned_again(engine, paddi
 
 def test_the_old_flag_is_taken_for_the_mark_and_warned_about_where_it_is_given(engine, monkeypatch):
     """B3: once per process, and at the caller of the entry point."""
-    monkeypatch.setattr("attnplug.contract.batch._warned", False)
+    monkeypatch.setattr("attnplug.declare.version._warned", set())
     planned = count_plans(engine)
     engine.add([1, 2, 3], SamplingParams(max_tokens=2))
     batch = engine.runner.batch(engine.scheduler.next_step())

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from attnplug.declare.version import parse_contract
 from attnplug_conformance.case import Case
 from attnplug_conformance.diagnosis import CheckFailure, check_output
 from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Subject
+
+FIRST_CONTRACT = "0.9"
+"""First contract that the kit checks."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Check:
 
     ``case`` returns the case for a page size and a longest request; ``None`` if no batch is run. ``run`` raises
     :class:`CheckFailure` with the diagnosis. ``applies`` returns the reason why a backend does not claim it, beyond
-    the refusals of the case, or ``None`` if it does.
+    the refusals of the case, or ``None`` if it does. ``since`` is the first contract that requires it.
     """
 
     name: str
@@ -70,6 +74,13 @@ class Check:
     run: Callable[[CheckContext], None]
     quick: bool = False
     applies: Callable[[Subject], str | None] = lambda subject: None
+    since: str = FIRST_CONTRACT
+
+    def required_by(self, contract: str) -> bool:
+        """Return True if a backend of ``contract`` must pass; otherwise the check is advisory."""
+        since, given = parse_contract(self.since), parse_contract(contract)
+        assert since is not None and given is not None, (self.since, contract)
+        return since <= given
 
     @property
     def kind(self) -> str:

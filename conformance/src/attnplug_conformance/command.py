@@ -22,6 +22,11 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--device", metavar="DEVICE", help="where to run (default: cuda where there is a GPU, else cpu)"
     )
+    parser.add_argument(
+        "--contract",
+        metavar="VERSION",
+        help="require the checks of this contract; newer ones are advisory (default: that of the installed attnplug)",
+    )
     parser.add_argument("--quick", action="store_true", help="only the checks that find most mistakes; takes seconds")
     parser.add_argument(
         "--check",
@@ -62,7 +67,17 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--case", metavar="JSON", help="run only this random case, as a failure prints it")
 
 
-_BACKEND_ONLY = ("name", "report", "expected_failures", "backend_option", "case", "budget", "check", "quick")
+_BACKEND_ONLY = (
+    "name",
+    "report",
+    "expected_failures",
+    "backend_option",
+    "case",
+    "budget",
+    "check",
+    "quick",
+    "contract",
+)
 
 
 def _conform_format(parsed: argparse.Namespace) -> int:
@@ -112,10 +127,7 @@ def _conform(parsed: argparse.Namespace) -> int:
     if parsed.device is not None:
         registry.device(parsed.device)  # reports an unknown name before the import of torch, which takes seconds
     warn_of_plugins(registry)
-    if parsed.name not in registry.backends:
-        near = difflib.get_close_matches(parsed.name, registry.backends, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(registry.backends)}"
-        raise UsageError(f"there is no backend {parsed.name!r}; {hint}")
+    backend = registry.get(parsed.name)
     budget = parsed.budget if parsed.budget is not None else 1.0 if parsed.quick else 10.0
     if not 0 <= budget < math.inf:
         raise UsageError(f"--budget {budget} is not a time; give seconds, or 0 for no random cases")
@@ -124,7 +136,7 @@ def _conform(parsed: argparse.Namespace) -> int:
     from attnplug_conformance.processes import in_processes
     from attnplug_conformance.random_case import from_text
     from attnplug_conformance.report import as_html, as_json, as_junit, lines
-    from attnplug_conformance.runner import read_expected, run_checks
+    from attnplug_conformance.runner import read_expected, required_contract, run_checks
     from attnplug_conformance.selection import check_options
     from attnplug_conformance.subject import Subject
 
@@ -140,6 +152,7 @@ def _conform(parsed: argparse.Namespace) -> int:
         checks = tuple(check for check in checks if check.name == f"{kind}.random")
     elif not budget:
         checks = tuple(check for check in checks if check.claim != "random")
+    contract = required_contract(parsed.contract, backend.spec)
     for name in parsed.check:
         if not any(_is_below(check.name, name) for check in checks):
             near = difflib.get_close_matches(name, [check.name for check in checks], n=1)
@@ -164,7 +177,7 @@ def _conform(parsed: argparse.Namespace) -> int:
             f"or give {parsed.name}.KEY=VALUE"
         )
     subject = replace(
-        Subject.installed(registry.backends[parsed.name], parsed.device, parsed.backend_option),
+        Subject.installed(backend, parsed.device, parsed.backend_option),
         budget=budget,
         random_case=parsed.case,
     )
@@ -176,6 +189,7 @@ def _conform(parsed: argparse.Namespace) -> int:
         expected=expected,
         floors=not parsed.check and parsed.case is None,
         runner=in_processes(parsed.jobs, subject) if parsed.jobs > 1 else None,
+        contract=contract,
     )
     for line in lines(verdict):
         print(line, file=sys.stderr if parsed.json else None)

@@ -7,11 +7,17 @@ import keyword
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attnplug import UsageError
 from attnplug.cli import output
 from attnplug.cli.app import Commands, add_command
+from attnplug.declare.installed import installed_version
+from attnplug.declare.version import CONTRACT_VERSION, core_range
 from attnplug.host import load_registry
+
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 KINDS = ("mha", "mla", "linear")
 
@@ -21,7 +27,7 @@ name = "DISTRIBUTION"
 version = "0.9.0"
 description = "An attention backend for attnplug"
 requires-python = ">=3.11"
-dependencies = ["attnplug", "torch"]
+dependencies = ["attnplugCORE_RANGE", "torch"]
 
 [project.optional-dependencies]
 test = ["attnplug-conformance", "pytest", "ruff"]
@@ -145,9 +151,18 @@ def _new(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def requirement_range(version: Version) -> str:
+    """Return the releases of core that run a package written for ``version``, such as ``>=1.2,<2``.
+
+    A pre-release is below its version: ``>=1.0`` would not allow 1.0.0rc1.
+    """
+    lowest, below = core_range((version.major, version.minor)).split(",")
+    return f">={version},{below}" if version.is_prerelease else f"{lowest},{below}"
+
+
 def files(name: str, kind: str) -> dict[str, str]:
     """Contents of the package: text by path."""
-    from attnplug.declare.version import CONTRACT_VERSION
+    from packaging.version import Version  # not at the top: attnplug --help imports this module
 
     title = "".join(part.capitalize() for part in name.split("_"))
     imported, claimed, claims = CLAIMS[kind]
@@ -157,6 +172,7 @@ def files(name: str, kind: str) -> dict[str, str]:
         "DISTRIBUTION": name.replace("_", "-"),
         "PACKAGE": name,
         "CONTRACT": CONTRACT_VERSION,
+        "CORE_RANGE": requirement_range(Version(installed_version("attnplug") or CONTRACT_VERSION)),
         "CLASS": title,
         "KIND": claimed,
         "SUMMARY": summary,

@@ -12,6 +12,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--attention-backend", metavar="NAME", help="the backend to check")
     group.addoption("--attention-device", metavar="DEVICE", help="where to run (default: cuda if there is a GPU)")
     group.addoption("--attention-quick", action="store_true", help="only the quick checks")
+    group.addoption("--attention-contract", metavar="VERSION", help="require this contract's checks; newer ones advise")
     group.addoption("--attention-seed", type=int, default=0, metavar="N", help="seed of the inputs and random cases")
     group.addoption("--attention-budget", type=float, metavar="S", help="CPU seconds for random cases; 0 for none")
     group.addoption("--attention-case", metavar="JSON", help="run this random case, as a failure prints it")
@@ -24,20 +25,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config = metafunc.config
     if config.getoption("--attention-backend") is None:
         raise pytest.UsageError("give --attention-backend NAME: the backend to check")
+    from attnplug import UsageError
+    from attnplug_conformance.runner import required_contract
     from attnplug_conformance.testing import claimed_checks, subject_of
 
     _expected(config)  # reports a mistake in the file once, before anything runs
     subject = _subject(config, subject_of)
+    try:
+        required_contract(config.getoption("--attention-contract"), subject.registered.spec, "--attention-contract")
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
     found = claimed_checks(subject, quick=config.getoption("--attention-quick"))
     metafunc.parametrize("attention_check", found, ids=lambda check: check.name)
 
 
 def _subject(config: pytest.Config, make: Any) -> Any:
     from attnplug import UsageError
+    from attnplug.declare.errors import PluginError
 
     try:
         return make(config.getoption("--attention-backend"), config.getoption("--attention-device"))
-    except UsageError as error:
+    except (PluginError, UsageError) as error:
         raise pytest.UsageError(str(error)) from None
 
 

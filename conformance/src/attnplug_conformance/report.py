@@ -12,6 +12,7 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 import torch
 
+from attnplug.declare.installed import installed_version
 from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.check import Measured
 from attnplug_conformance.runner import Result, Status, Verdict
@@ -22,7 +23,7 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
 table { border-collapse: collapse } td, th { text-align: left; padding: .2rem .8rem .2rem 0; vertical-align: top }
 tr { border-bottom: 1px solid #e3e7ee } code { font-size: .85em }
 .passed { color: #17693a } .failed { color: #b3261e; font-weight: 600 }
-.refused { color: #6b7483 } .expected { color: #8a5a00 }
+.refused { color: #6b7483 } .expected, .advisory { color: #8a5a00 }
 """
 
 
@@ -38,10 +39,20 @@ def environment(verdict: Verdict) -> str:
     return f"{name}{seam}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
+def kit(verdict: Verdict) -> str:
+    """Describe the kit of a run: version, contract whose checks are required, digest of the verdicts."""
+    return f"kit {_kit_version()}, contract {verdict.contract}, digest {verdict.digest[:16]}"
+
+
+def _kit_version() -> str:
+    return installed_version("attnplug-conformance") or "unknown"
+
+
 def lines(verdict: Verdict) -> Iterator[str]:
     """Yield the lines of the console report."""
     subject = verdict.subject
     yield f"{subject.name} ({subject.registered.source}) on {environment(verdict)}"
+    yield kit(verdict)
     for claim, counts in verdict.by_claim().items():
         counted = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         yield f"  {claim:<16} {counted}"
@@ -56,6 +67,9 @@ def lines(verdict: Verdict) -> Iterator[str]:
     for result in verdict.results:
         if result.status is Status.EXPECTED:
             yield f"expected failure {result.check.name}: {result.message}"
+        elif result.status is Status.ADVISORY:
+            since = f"required since contract {result.check.since}"
+            yield f"advisory failure {result.check.name}, {since}: {result.message}"
     alike: dict[str, list[Result]] = {}
     for result in verdict.results:
         if result.status is Status.FAILED:
@@ -91,6 +105,10 @@ def as_json(verdict: Verdict) -> dict[str, object]:
     return {
         "backend": subject.name,
         "source": str(subject.registered.source),
+        "version": subject.registered.source.version,
+        "kit": _kit_version(),
+        "contract": verdict.contract,
+        "digest": verdict.digest,
         "place": environment(verdict),
         "device": subject.device.type,
         "seam": subject.seam,
@@ -107,6 +125,7 @@ def as_json(verdict: Verdict) -> dict[str, object]:
             {
                 "check": result.check.name,
                 "claim": result.check.claim,
+                "since": result.check.since,
                 "says": result.check.requirement,
                 "status": str(result.status),
                 "words": result.message,
@@ -123,11 +142,11 @@ def as_json(verdict: Verdict) -> dict[str, object]:
 def as_junit(verdict: Verdict) -> str:
     """Render JUnit XML for CI systems: one suite, one test case per check and per problem of the run.
 
-    Refused checks and expected failures are skipped test cases.
+    Refused checks, expected and advisory failures are skipped test cases.
     """
     subject, results = verdict.subject, verdict.results
     failed = sum(result.status is Status.FAILED for result in results) + len(verdict.problems)
-    skipped = sum(result.status in (Status.REFUSED, Status.EXPECTED) for result in results)
+    skipped = sum(result.status in (Status.REFUSED, Status.EXPECTED, Status.ADVISORY) for result in results)
     counts = {
         "tests": str(len(results) + len(verdict.problems)),
         "failures": str(failed),
@@ -141,7 +160,9 @@ def as_junit(verdict: Verdict) -> str:
         root, "testsuite", {"name": subject.name, **counts, "timestamp": now, "hostname": platform.node()}
     )
     properties = SubElement(suite, "properties")
-    for name, value in (("source", str(subject.registered.source)), ("environment", environment(verdict))):
+    described = {"source": str(subject.registered.source), "environment": environment(verdict)}
+    described |= {"kit": _kit_version(), "contract": verdict.contract, "digest": verdict.digest}
+    for name, value in described.items():
         SubElement(properties, "property", {"name": name, "value": _printable(value)})
     for result in results:
         check = result.check
@@ -190,7 +211,7 @@ def as_html(verdict: Verdict) -> str:
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(subject.name)}</title><style>{_STYLE}</style>"
         f"<h1>{escape(summary(verdict))}</h1>"
-        f"<p>{escape(str(subject.registered.source))} on {escape(environment(verdict))}</p>"
+        f"<p>{escape(str(subject.registered.source))} on {escape(environment(verdict))}<br>{escape(kit(verdict))}</p>"
         f"<h2>Claims</h2><table><tr><th>claim</th>{head}</tr>{claims}</table>"
         + (f"<h2>Failures</h2>{failures}" if failures else "")
         + f"<h2>Error by length</h2>{_errors(measured)}<h2>Time by rows</h2>{_times(measured)}"

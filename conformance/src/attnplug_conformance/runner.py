@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 
-from attnplug import AttentionKind, ExtendPath, Feature, GraphLevel, Role
+from attnplug import AttentionKind, BackendSpec, ExtendPath, Feature, GraphLevel, Role, UsageError
+from attnplug.declare import version
 from attnplug.declare.errors import describe_error
 from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import watching
@@ -33,6 +35,8 @@ class Status(StrEnum):
     FAILED = "failed"
     REFUSED = "refused"
     EXPECTED = "expected failure"
+    ADVISORY = "advisory failure"
+    """Failure of a check that the contract of the run does not require."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,14 @@ class Verdict:
     problems: tuple[str, ...]
     quick: bool
     seconds: float
+    contract: str
+    """Contract whose checks are required."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the verdicts and problems, ordered by check. Equal verdicts have equal digests."""
+        lines = sorted(f"{result.check.name}: {result.status}" for result in self.results)
+        return sha256("\n".join([*lines, *self.problems]).encode()).hexdigest()
 
     @property
     def holds(self) -> bool:
@@ -165,6 +177,24 @@ FLOORS = {
 """Minimum number of checks that must run per claim in a full run. A backend with one role needs half of it."""
 
 
+def required_contract(given: str | None, spec: BackendSpec, option: str = "--contract") -> str:
+    """Return the contract whose checks a run requires: ``given`` by ``option``, or the installed one.
+
+    Raises UsageError for one that this core does not run, or that is older than the backend's.
+    """
+    installed = version.CONTRACT_VERSION
+    if given is None:
+        return installed
+    if version.contract_problem(given) is not None:
+        major, minor = installed.split(".")
+        allowed = installed if minor == "0" or major == "0" else f"{major}.0 to {installed}"
+        raise UsageError(f"{option} {given} is not a contract that this kit checks; give {allowed}")
+    if (version.parse_contract(given) or ()) < (version.parse_contract(spec.contract) or ()):
+        needed = f"backend {spec.name} needs contract {spec.contract}"
+        raise UsageError(f"{option} {given} is too old: {needed}; give {spec.contract} or newer")
+    return given
+
+
 Runner = Callable[[Sequence[Check], int], Iterator[Result]]
 """Function that runs checks with a seed and yields results in order."""
 
@@ -179,8 +209,13 @@ def run_checks(
     on_result: Callable[[Result], None] = lambda result: None,
     floors: bool = True,
     runner: Runner | None = None,
+    contract: str | None = None,
 ) -> Verdict:
-    """Run checks in order. ``expected`` maps known failures to reasons; one that does not fail is a problem."""
+    """Run checks in order. ``expected`` maps known failures to reasons; one that does not fail is a problem.
+
+    Failures of checks that ``contract``, by default the installed one, does not require are advisory.
+    """
+    contract = version.CONTRACT_VERSION if contract is None else contract
     started = time.perf_counter()
     results, problems, known = [], [], dict(expected or {})
     kinds = {str(kind) for kind in subject.capabilities.kinds} | {"declared"}
@@ -198,6 +233,8 @@ def run_checks(
                 result = replace(result, status=Status.EXPECTED, message=f"{known[check.name]} ({result.message})")
             else:
                 problems.append(f"{check.name} is an expected failure but {result.status}; remove the entry")
+        elif result.status is Status.FAILED and not check.required_by(contract):
+            result = replace(result, status=Status.ADVISORY)
         results.append(result)
         on_result(result)
         built |= check.case is not None and result.status is not Status.REFUSED and not result.unbuilt
@@ -210,7 +247,7 @@ def run_checks(
             break
     if floors:
         problems += floor_problems(subject, results, quick)
-    return Verdict(subject, tuple(results), tuple(problems), quick, time.perf_counter() - started)
+    return Verdict(subject, tuple(results), tuple(problems), quick, time.perf_counter() - started, contract)
 
 
 def _lost(device: torch.device) -> bool:

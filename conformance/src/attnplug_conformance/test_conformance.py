@@ -17,7 +17,8 @@ def test_holds(
     expected_failures: Mapping[str, str],
     pytestconfig: pytest.Config,
 ) -> None:
-    assert_check(attention_subject, attention_check, expected_failures, pytestconfig.getoption("--attention-seed"))
+    seed, contract = (pytestconfig.getoption(f"--attention-{name}") for name in ("seed", "contract"))
+    assert_check(attention_subject, attention_check, expected_failures, seed, contract)
 
 
 def test_enough_is_claimed(

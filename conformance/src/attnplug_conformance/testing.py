@@ -8,11 +8,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 
-from attnplug import UsageError
 from attnplug.host import load_registry
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.check import Check
-from attnplug_conformance.runner import Result, Status, floor_problems, run_check
+from attnplug_conformance.runner import Result, Status, floor_problems, required_contract, run_check
 from attnplug_conformance.subject import Subject, Unclaimed
 
 _unbuilt: WeakKeyDictionary[Subject, str] = WeakKeyDictionary()
@@ -22,10 +21,7 @@ _built: WeakSet[Subject] = WeakSet()
 
 def subject_of(name: str, device: str | None = None) -> Subject:
     """Return an installed backend as a subject. The default device is cuda if there is a GPU."""
-    backends = load_registry().backends
-    if name not in backends:
-        raise UsageError(f"there is no backend {name!r}; there are {', '.join(backends)}")
-    return Subject.installed(backends[name], device)
+    return Subject.installed(load_registry().get(name), device)
 
 
 def with_options(subject: Subject, config: pytest.Config) -> Subject:
@@ -42,8 +38,12 @@ def claimed_checks(subject: Subject, *, quick: bool = False) -> list[Check]:
     return [check for check in all_checks() if check.kind in kinds and (check.quick or not quick)]
 
 
-def assert_check(subject: Subject, check: Check, expected: Mapping[str, str], seed: int = 0) -> None:
+def assert_check(
+    subject: Subject, check: Check, expected: Mapping[str, str], seed: int = 0, contract: str | None = None
+) -> None:
     """Run one check as a test. A refusal is a skip with the backend's reasons; an expected failure must fail.
+
+    A failure of a check that ``contract``, by default the installed one, does not require is an expected one too.
 
     If the backend could not be built by the first check that tried, the following checks are skipped.
     """
@@ -61,6 +61,8 @@ def assert_check(subject: Subject, check: Check, expected: Mapping[str, str], se
         pytest.fail(f"{check.name} is an expected failure but {result.status}; remove the entry", pytrace=False)
     if result.status is Status.REFUSED:
         pytest.skip(result.message)
+    if result.status is Status.FAILED and not check.required_by(required_contract(contract, subject.registered.spec)):
+        pytest.xfail(f"advisory, required since contract {check.since} ({result.message})")
     if result.status is Status.FAILED:
         pytest.fail(
             f"{result.message}\n  must hold: {check.requirement}\n  case:      {result.case}\n"
@@ -105,7 +107,8 @@ def conformance_tests(
 
     @pytest.mark.parametrize("check", claimed_checks(subject, quick=quick), ids=lambda check: check.name)
     def test_conforms(check: Check, pytestconfig: pytest.Config) -> None:
-        assert_check(with_options(subject, pytestconfig), check, known, pytestconfig.getoption("--attention-seed"))
+        seed, contract = (pytestconfig.getoption(f"--attention-{name}") for name in ("seed", "contract"))
+        assert_check(with_options(subject, pytestconfig), check, known, seed, contract)
 
     def test_enough_is_claimed() -> None:
         assert_floors(subject, known, quick=quick)

@@ -12,6 +12,7 @@ import pytest
 from importlib_metadata import EntryPoint
 
 from attnplug import AttentionKind, BackendSpec, Capabilities, DType, hookimpl
+from attnplug.declare.installed import installed_version
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import load_registry
 from attnplug.registry.loading import GROUP, Broken, find_entry_points
@@ -26,19 +27,23 @@ class Distribution(NamedTuple):
 
     name: str | None
     version: str | None
+    requires: tuple[str, ...] = ()
 
     def read_text(self, file: str) -> str | None:
         lines = [("Name", self.name), ("Version", self.version)]
         return "".join(f"{key}: {value}\n" for key, value in lines if value is not None) if file == "METADATA" else None
 
 
-def entry_point(name: str, target: str, distribution: str | None, version: str | None) -> EntryPoint:
+def entry_point(
+    name: str, target: str, distribution: str | None, version: str | None, requires: tuple[str, ...] = ()
+) -> EntryPoint:
     """Return the entry point of a plugin as an installed distribution would have it."""
-    made: EntryPoint = EntryPoint(name, target, GROUP)._for(Distribution(distribution, version))  # type: ignore[no-untyped-call]
+    owner = Distribution(distribution, version, requires)
+    made: EntryPoint = EntryPoint(name, target, GROUP)._for(owner)  # type: ignore[no-untyped-call]
     return made
 
 
-EMBEDDED = entry_point("torch_native", "attnplug.torch_native.plugin", "attnplug", "0.9.0")
+EMBEDDED = entry_point("torch_native", "attnplug.torch_native.plugin", "attnplug", installed_version("attnplug"))
 """Core's own plugin, as its installation has it."""
 
 
@@ -118,11 +123,11 @@ def install_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.syspath_prepend(tmp_path)
     made: list[str] = []
 
-    def make(source: str) -> EntryPoint:
+    def make(source: str, requires: tuple[str, ...] = ()) -> EntryPoint:
         home = f"plugin_source_{len(made)}"
         (tmp_path / f"{home}.py").write_text(source)
         made.append(home)
-        return entry_point("fast", home, "fast-attention", "1.2.3")
+        return entry_point("fast", home, "fast-attention", "1.2.3", requires)
 
     yield make
     for home in made:

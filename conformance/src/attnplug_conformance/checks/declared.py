@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from attnplug import ForwardMode
-from attnplug.declare.version import CONTRACT_VERSION
+from attnplug.declare.version import contract_problem
 from attnplug.registry.isolation import BuildError
 from attnplug.registry.kernel_builds import declared_builds
 from attnplug_conformance.case import Case
@@ -45,9 +45,9 @@ def _loads_light(context: CheckContext) -> None:
 
 
 def _contract(context: CheckContext) -> None:
-    spec = context.subject.registered.spec
-    if spec.contract != CONTRACT_VERSION:
-        raise CheckFailure(f"it is written for contract {spec.contract}; the installed contract is {CONTRACT_VERSION}")
+    registered = context.subject.registered
+    if (problem := contract_problem(registered.spec.contract, registered.source.distribution)) is not None:
+        raise CheckFailure(problem)
 
 
 def _kernel_builds(context: CheckContext) -> None:
@@ -87,7 +87,14 @@ def _installed(subject: Subject) -> str | None:
 
 
 def declared_checks() -> Iterator[Check]:
-    yield Check("declared.contract", "declared", "it is written for this contract", None, _contract, True)
+    yield Check(
+        "declared.contract",
+        "declared",
+        "the contract that it needs is one that this attnplug runs",
+        None,
+        _contract,
+        True,
+    )
     yield Check(
         "declared.kernel_builds",
         "declared",

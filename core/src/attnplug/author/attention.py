@@ -34,7 +34,7 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """Largest batch that can be captured. ``pages`` is the width of the page table.
+    """Largest batch that can be captured, with a page table ``[max_bs, pages]``.
 
     At level ``ALWAYS`` extends are captured too; at each replay ``new_lens`` assigns their rows to requests.
     """

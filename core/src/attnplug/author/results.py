@@ -28,11 +28,11 @@ _EXPECTED: dict[str, Callable[..., tuple[tuple[int, ...], Tensor]]] = {
 
 
 def bind_forward(holder: object, attribute: str, backend: AttentionBackend, name: str) -> Any:
-    """Bind a method that runs a layer, for a holder that keeps it in ``attribute``. ``None`` if there is none.
+    """Bind a method that runs a layer: ``self.run = bind_forward(self, "run", backend, "forward_ragged")``.
 
-    The returned function raises a BackendError, with plugin and method, for a result that is no tensor of the required
-    shape, dtype and device. It checks the first call of each layer. When a layer runs for the second time, it
-    replaces itself in ``attribute`` by the method.
+    Returns ``None`` if there is none. The function raises a BackendError, with plugin and method, for a result that is
+    no tensor of the required shape, dtype and device. It checks the first call of each layer. When a layer runs for the
+    second time, it replaces itself in ``attribute`` of the holder by the method.
     """
     method = bind_optional_hook(backend, name) if name in hook_signatures() else getattr(backend, name, None)
     if method is None:

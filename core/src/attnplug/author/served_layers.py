@@ -122,7 +122,7 @@ class ServedLayers:
 
 
 def output_width(layer: LayerSpec) -> int:
-    """Return the width of an output row: that of values, or of the latent for absorbed MLA."""
+    """Return the width of outputs ``[tokens, heads, width]``: that of values, or of the latent for absorbed MLA."""
     return layer.v_head_dim if layer.mla is None else layer.mla.kv_lora_rank
 
 
@@ -154,7 +154,7 @@ def check_rows(pages: Tensor, name: str, library: str) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MLAShape:
-    """Common shape of a model's MLA layers on this rank, and the pool that holds their rows."""
+    """Common shape of a model's MLA layers on this rank, and the pool of their rows: ``MLAShape.of(context)``."""
 
     pool: MLAPool
     heads: int

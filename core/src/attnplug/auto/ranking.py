@@ -79,7 +79,7 @@ Times = Mapping[str, Mapping[BatchPoint, float]]
 
 
 def default_ranking(registry: Plugins, problem: Problem, *, per_batch: bool = False) -> Ranking:
-    """Ranking of ``auto``: by measured tables that apply to this machine, or by preference if there are none.
+    """Ranking of ``auto``, ``default_ranking(registry, problem)``: by tables for this machine, or by preference.
 
     ``per_batch``: the host plans each batch with the backend that its role's schedule names. Otherwise roles get no
     schedule, and one backend serves all batches. The prefill of MLA that a host chunks and merges itself never gets a

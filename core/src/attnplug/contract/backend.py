@@ -156,7 +156,7 @@ class RaggedAttention(Protocol):
 
 
 class RowSelection(Protocol):
-    """Optional: row selection of sparse layers. Required exactly if ``claims.extras`` has ``selected``."""
+    """Optional: selects rows ``[tokens, topk]`` of sparse layers; exactly if ``claims.extras`` has ``selected``."""
 
     def select(self, index: IndexInputs, layer: LayerSpec, batch: ForwardBatch) -> SelectedRows:
         """Write a layer's new index keys to the cache and select, for each token, the ``topk`` rows of its request with
@@ -244,9 +244,10 @@ def hook_signatures() -> dict[str, inspect.Signature]:
 
 
 def bind_optional_hook(backend: object, name: str) -> Hook | None:
-    """Return a backend's optional hook as a function of everything that callers offer; ``None`` if it has none.
+    """Return a hook as a function of all offered values: ``bind_optional_hook(backend, "init_mha_chunk_metadata")``.
 
-    Raises :class:`HookError` for a hook that cannot be called so, or would drop a value that its caller relies on.
+    ``None`` if the backend has none. Raises :class:`HookError` for a hook that cannot be called so, or would drop a
+    value that its caller relies on.
     """
     return bind_hook(backend, name, tuple(hook_signatures()[name].parameters), MAY_IGNORE.get(name, ()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan, PlanRecord, plan_to_run
 from attnplug.contract.splitting import divide, split_by
 from attnplug.declare.errors import PlanError
+from attnplug.declare.version import use_deprecated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,24 +158,13 @@ class ForwardBatch:
         return type(self)(**{**halves[0], "geometry": first}), type(self)(**{**halves[1], "geometry": second})
 
 
-_warned = False
-
-
 def apply_skip_attn_backend_init(batch: ForwardBatch, skip_attn_backend_init: bool | None) -> None:
     """Map the old flag of public entry points onto the marker; ``None`` means it was not given (B3).
 
     Warns once per process. ``False`` changes nothing: the marker alone decides.
     """
-    global _warned
     if skip_attn_backend_init is None:
         return
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            "skip_attn_backend_init is deprecated and goes away in contract 1.0; "
-            "call batch.mark_forward_metadata_ready() where you plan the batch",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+    use_deprecated("skip_attn_backend_init", stacklevel=3)
     if skip_attn_backend_init:
         batch.mark_forward_metadata_ready()

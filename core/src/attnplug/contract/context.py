@@ -69,7 +69,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Largest step that will be requested, and the number of plans that run at the same time."""
+    """Largest step, and number of plans that run at the same time: ``Limits(256, 8192, 32768, lanes=2)``."""
 
     max_requests: int
     max_tokens: int
@@ -80,7 +80,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Tensor-parallel rank of this process, and number of ranks."""
+    """Tensor-parallel rank of this process, and number of ranks: ``Parallel(rank=1, size=8)``."""
 
     rank: int = 0
     size: int = 1
@@ -88,7 +88,7 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Serving mode of this process, for which a backend may build or do less (A3, A6)."""
+    """Serving mode of this process, e.g. ``Serving(is_embedding=True)``. A backend may build or do less (A3, A6)."""
 
     skip_prefill: bool = False
     """True in the worker of a speculative draft: this backend decodes, and another one prefills."""
@@ -104,7 +104,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HostContext:
-    """Part of the context that all backends of one model on one rank share.
+    """Context that all backends of one model on one rank share: ``build_selection(selection, HostContext(...))``.
 
     ``model`` is this rank's part: its heads are those that this rank computes, and its layers may be one KV group of
     the model. A context cannot be made before its parts, which guarantees the order of construction (pools,
@@ -152,7 +152,7 @@ class HostContext:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BackendContext(HostContext):
-    """Everything that one backend is built from. There are no globals and no lazy attributes."""
+    """Everything that one backend is built from: ``MyBackend(context)``. No globals, no lazy attributes."""
 
     name: str
     """Name by which the backend was requested. Its ``backend_id`` has the same name."""

@@ -24,7 +24,7 @@ from attnplug.machine.transfer import to_device
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
-    """Exact lengths on the host, one per request: new tokens, and cache rows including the new tokens."""
+    """Exact lengths on the host: ``HostLengths((3, 9), (20, 9))``, new tokens and cache rows including them."""
 
     query_lens: Sequence[int]
     kv_lens: Sequence[int]

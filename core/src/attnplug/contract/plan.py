@@ -120,9 +120,10 @@ def plan_to_run(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: 
             f"backend {planner.name} was given a plan made by {' and '.join(planners)}{same}; "
             f"plan the batch with the backend that runs it"
         )
-    if found.mode is not mode:
+    if found.mode is not mode or plan.mode is not mode:
+        planned = plan.mode if found.mode is mode else found.mode  # of the part, or of the wrapper's plan around it
         raise PlanError(
-            f"backend {planner.name} was given a plan for mode {found.mode} and a batch in mode {mode}; plan it again"
+            f"backend {planner.name} was given a plan for mode {planned} and a batch in mode {mode}; plan it again"
         )
     if rows < found.query_rows:
         raise PlanError(

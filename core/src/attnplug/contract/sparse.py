@@ -91,7 +91,7 @@ class SelectedSlots:
 
 
 SelectedRows: TypeAlias = SelectedPositions | SelectedSlots
-"""Rows that each token attends to. Two types, so that a tensor never has two meanings."""
+"""Rows ``[tokens, topk]`` that each token attends to. Two types, so that a tensor never has two meanings."""
 
 
 def selected_tensor(selected: SelectedRows) -> Tensor:

@@ -18,7 +18,7 @@ from attnplug.declare.settings import Setting
 
 @dataclass(frozen=True, slots=True)
 class PageSizes:
-    """Page sizes that a kernel reads, in tokens; ``None`` means any.
+    """Page sizes that a kernel reads, in tokens: ``PageSizes.of(32, 64)``; ``None`` means any.
 
     The cache manager's page may be larger than the kernel's: a page of 128 tokens is also two pages of 64. So a
     manager page size is supported if one of the kernel's sizes divides it.
@@ -116,7 +116,7 @@ class Claims:
     """Properties of a built backend that callers may rely on.
 
     ``Capabilities`` inherits these fields. A built backend may claim less than its spec declares. Values are
-    normalized (lists become sets); an invalid one raises :class:`PluginError`.
+    normalized (lists become sets); an invalid one raises :class:`PluginError`. ``replace(claims, trees=False)``.
     """
 
     cuda_graph: GraphLevel = declared(

@@ -36,7 +36,7 @@ class SM(int):
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """A device of this machine. Measured tables are named after it.
+    """A device of this machine, after which measured tables are named: ``Processor("NVIDIA H200", sm=90)``.
 
     ``sm`` is a CUDA device's compute capability as one number (90 for 9.0), 0 for others, which may have an
     ``architecture``. ``driver`` is the driver's version.

@@ -86,7 +86,7 @@ Library = TypeVar("Library")
 
 
 def requirement_refusal(requirement: str, module: str | None = None) -> Refusal | None:
-    """Return the refusal of a requirement such as ``flashinfer-python>=0.6.12``; ``None`` if it is met.
+    """Return the refusal of ``requirement_refusal("flashinfer-python>=0.6.12")``; ``None`` if it is met.
 
     With ``module``, a distribution whose metadata is installed without that module is refused too. Looks for files and
     imports nothing, not even parents of ``module``: a kernel library takes seconds to import, and may fail here.
@@ -118,7 +118,7 @@ def requirement_refusal(requirement: str, module: str | None = None) -> Refusal 
 
 
 def import_library(load: Callable[[], Library], requirement: str) -> Library:
-    """Import a kernel library by calling ``load``, and return its result.
+    """Import a kernel library: ``fla = import_library(lambda: import_module("fla"), "fla-core>=0.6")``.
 
     Call it at the top of the module that defines a backend's factory, so that a failing import is reported before
     anything is built. Libraries raise AssertionError if half installed, OSError without CUDA's libraries, even

@@ -193,7 +193,7 @@ BUILT_IN = {each.name: each for each in (
 
 
 def as_format(format: KVFormat | str) -> KVFormat:
-    """Return a format, or the one that core declares by this name. Registries know those of other packages."""
+    """Return a format, or core's by its name: ``as_format("bfloat16")``. Registries know those of other packages."""
     if isinstance(format, KVFormat):
         return format
     if format not in BUILT_IN:

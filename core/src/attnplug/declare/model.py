@@ -59,7 +59,7 @@ class IndexerDims:
     """Indexer of a sparse layer: ``heads`` small heads score every visible row, and the layer attends to the best
     ``topk``, or to all rows of a shorter request.
 
-    A cached index key is one row of ``head_dim``, shared by all heads. Every rank has the whole indexer.
+    Cached index keys ``[rows, head_dim]`` are shared by all heads. Every rank has the whole indexer.
     """
 
     heads: int
@@ -80,7 +80,7 @@ class CompressedDims:
 
     A query at position p attends to the rows of its sliding window and to the entries of complete windows: entries
     0 … (p + 1) // ratio - 1, or those among them that an indexer selects. With ``overlap`` an entry combines two
-    series: one of its own window's tokens and one of the previous window's.
+    series: one of its own window's tokens and one of the previous window's. Entries are ``[entries, 1, row_dim]``.
     """
 
     ratio: int
@@ -119,7 +119,8 @@ class LayerSpec:
 
     Selection uses whole layers; pools, contexts and forward calls use a rank's layers. ``head_dim`` is the width of
     queries and keys in the model's equations (for MLA: nope + rope), ``v_head_dim`` that of values. A query at position
-    p attends to positions p - ``sliding_window`` + 1 … p.
+    p attends to positions p - ``sliding_window`` + 1 … p. Example, with 8 query and 2 KV heads:
+    ``LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, scale=0.125)``.
     """
 
     layer_id: int
@@ -187,7 +188,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Attention layers of a model, ordered by ``layer_id``.
+    """Attention layers of a model, ordered by ``layer_id``: ``ModelSpec("mine", "llama", layers, 4096)``.
 
     ``ranks`` is 1 if the layers have the heads of the whole model, ``n`` if they have those of one of ``n`` ranks.
     """

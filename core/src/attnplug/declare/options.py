@@ -73,7 +73,7 @@ def parse_options(name: str, options: type[Any] | None, settings: Mapping[str, s
 
 
 def split_settings(settings: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Read ``NAME.KEY=VALUE`` texts into ``{name: {key: value}}``; the same key twice is an error."""
+    """Read ``["acme.speed=2"]`` into ``{"acme": {"speed": "2"}}``; the same key twice is an error."""
     by_backend: dict[str, dict[str, str]] = {}
     for setting in settings:
         target, equals, value = setting.partition("=")

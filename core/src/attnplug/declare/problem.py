@@ -113,7 +113,7 @@ class Problem:
 
     ``None`` means undecided, which refuses no backend. ``device`` is a torch device type. ``sm`` is the compute
     capability of a CUDA device as one number (90 for 9.0); other devices have an ``architecture``. ``page_size`` is the
-    cache manager's, in tokens; a kernel may divide it into smaller pages.
+    cache manager's, in tokens; a kernel may divide it. ``Problem(model, device="cuda", sm=90, page_size=64)``.
     """
 
     model: ModelSpec | None = None
@@ -253,7 +253,7 @@ class Problem:
 
 
 def model_dtype(model: ModelSpec) -> DType | None:
-    """Return the dtype of a model's config; ``None`` if it has none."""
+    """Return the dtype of a model's config, such as ``DType("bfloat16")``; ``None`` if it has none."""
     try:
         return None if model.dtype is None else DType.parse(model.dtype, Setting.DTYPE)
     except UsageError:

@@ -61,6 +61,7 @@ class BackendSpec:
             requires=("acme-kernels>=2",),
         )
 
+    - ``contract``: lowest version of the contract that the backend needs, as a literal.
     - ``factory``: ``"package.module:attribute"``, a callable that takes a ``BackendContext`` and returns the backend.
       It is not imported before the backend is built.
     - ``requires``: requirement strings that must be installed. ``(requirement, module)`` must also provide the module.

@@ -13,7 +13,7 @@ _NAME = re.compile(r"[a-z0-9]+([-_.][a-z0-9]+)*")
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceKind:
-    """Contract of a workspace allocation. Backends that request an equal kind share one allocation.
+    """Contract of an allocation, e.g. ``WorkspaceKind("acme", zeroed=True)``. Backends share those of equal kinds.
 
     ``zeroed`` memory is zero on first use, and its users leave it zero (semaphores); other memory may hold anything.
     Kernels that overwrite memory which others expect to be zero need a kind with its own name. A plugin declares its
@@ -30,4 +30,4 @@ class WorkspaceKind:
 
 
 SCRATCH = WorkspaceKind("scratch")
-"""Scratch memory shared by all backends; the only kind that core declares."""
+"""Scratch memory shared by all backends, the only kind of core: ``request(name, device, SCRATCH, nbytes)``."""

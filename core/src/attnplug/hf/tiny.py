@@ -19,4 +19,4 @@ from pathlib import Path
 TINY = "tiny:"
 """Prefix of a reference to a tiny model."""
 TINY_CONFIGS: Mapping[str, Mapping[str, object]] = json.loads(Path(__file__).with_name("tiny.json").read_text("utf-8"))
-"""Configs by model type. Core's plugin registers them, like the tiny models of other plugins."""
+"""Configs by model type, such as ``TINY_CONFIGS["llama"]``. Core's plugin registers them, as other plugins do."""

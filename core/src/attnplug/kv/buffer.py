@@ -20,7 +20,7 @@ BLOCK = 4
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """Return the torch dtype of a ``DType``, or of a part of a row."""
+    """Return the torch dtype of a ``DType``, or of a part of a row: ``torch_dtype("bfloat16")``."""
     found: torch.dtype = getattr(torch, dtype)
     return found
 
@@ -225,7 +225,7 @@ def join_rows(keys: PagedBuffer, values: PagedBuffer) -> PagedBuffer | None:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """A copy of page ``source`` to page ``target``, in every layer."""
+    """A copy of one page to another, in every layer: ``PageCopy(source=3, target=7)``."""
 
     source: int
     target: int
@@ -235,7 +235,7 @@ def settle_copies(copies: Iterable[PageCopy]) -> tuple[list[int], list[int]]:
     """Return sources and targets whose simultaneous copy has the effect of ``copies`` made in order.
 
     A host orders copies by when requests were extended, so a target can be the source of a later copy (a copied
-    request is forked and extended), and a freed source can be a later target. Every target appears once.
+    request is forked and extended), and a freed source a later target. ``[1 → 2, 2 → 3]`` becomes ``[1 → 2, 1 → 3]``.
     """
     origin: dict[int, int] = {}
     for copy in copies:
@@ -245,7 +245,7 @@ def settle_copies(copies: Iterable[PageCopy]) -> tuple[list[int], list[int]]:
 
 
 def copy_pages(buffers: Iterable[PagedBuffer], copies: Sequence[PageCopy]) -> None:
-    """Apply ``copies`` to each of ``buffers`` as if in sequence, with one indexed operation per buffer."""
+    """Apply ``copies`` to each of ``buffers`` ``[pages, ...]`` as if in sequence, with one indexed operation each."""
     buffers = tuple(buffers)
     if not copies or not buffers:
         return

@@ -24,7 +24,7 @@ Scales: TypeAlias = float | tuple[float, ...]
 
 
 def held_for(held: Mapping[int, T], layer_id: int, kind: str) -> T:
-    """Return a layer's entry of a pool of this ``kind``. Raises PoolError if the pool does not have the layer."""
+    """Return a layer's entry: ``held_for(rows, 3, "MLA")``. Raises PoolError if the pool does not have the layer."""
     try:
         return held[layer_id]
     except KeyError:
@@ -32,7 +32,7 @@ def held_for(held: Mapping[int, T], layer_id: int, kind: str) -> T:
 
 
 def distinct_layers(layers: Sequence[LayerSpec], kind: str) -> dict[int, LayerSpec]:
-    """Return a pool's layers by id. Raises PoolError if there is none, or if an id repeats."""
+    """Return layers by id: ``distinct_layers(layers, "MHA")``. Raises PoolError for none, or if an id repeats."""
     by_id = {layer.layer_id: layer for layer in layers}
     if not by_id:
         raise PoolError(f"there is no {kind} layer to make a pool for; leave the {kind} pool out")
@@ -42,7 +42,7 @@ def distinct_layers(layers: Sequence[LayerSpec], kind: str) -> dict[int, LayerSp
 
 
 def check_size(num_pages: int, page_size: int) -> None:
-    """Raise PoolError for an empty pool."""
+    """Raise PoolError for an empty pool: ``check_size(num_pages=0, page_size=16)``."""
     if num_pages < 1 or page_size < 1:
         raise PoolError(f"a pool of {num_pages} pages of {page_size} tokens holds nothing; give 1 or more of each")
 

@@ -89,7 +89,7 @@ def _allocate(nbytes: int, device: torch.device, zeroed: bool) -> Tensor:
 
 
 class WorkspaceOwner:
-    """Owner of all scratch memory. Backends receive it in their context.
+    """Owner of all scratch memory, in the backends' context: ``WorkspaceOwner(allocate)``.
 
     A host that accounts for memory itself passes its own ``allocate``, whose results are checked.
     """

@@ -251,7 +251,7 @@ def active_attention() -> ModelAttention:
 def plan_forward(
     backend: AttentionBackend, batch: ForwardBatch, *, skip_attn_backend_init: bool | None = None
 ) -> BatchPlan | None:
-    """Plan like :meth:`ModelAttention.plan`, for callers of a backend's forward methods. MLA runs absorbed."""
+    """Plan for callers of a backend's forward methods: ``plan_forward(backend, batch)``. MLA runs absorbed."""
     apply_skip_attn_backend_init(batch, skip_attn_backend_init)
     if batch.needs_forward_metadata_init():
         batch.plan = BatchPlan(_attention_plan(backend, batch), geometry=batch.geometry)

@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 def to_device(
     numbers: Sequence[Any] | NDArray[Any], device: torch.device, dtype: type[np.integer[Any]] = np.int64
 ) -> Tensor:
-    """Copy integers to a tensor of the same shape on ``device``, without synchronising. Never aliases ``numbers``."""
+    """Copy integers, such as ``[n]``, to a tensor on ``device``, without synchronising. Never aliases ``numbers``."""
     tensor = on_host(numbers, device, dtype)
     return tensor if device == _CPU else tensor.to(device, non_blocking=True)
 
@@ -26,7 +26,7 @@ def to_device(
 def on_host(
     numbers: Sequence[Any] | NDArray[Any], device: torch.device, dtype: type[np.integer[Any]] = np.int64
 ) -> Tensor:
-    """Copy integers to a host tensor, pinned if the device allows it, for a later asynchronous copy to ``device``.
+    """Copy integers, such as ``[n]``, to a host tensor, pinned if possible, for an asynchronous copy to ``device``.
 
     torch's allocator keeps the pinned memory until that copy has finished.
     """

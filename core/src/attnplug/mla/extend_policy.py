@@ -13,7 +13,7 @@ from attnplug.declare.problem import ExtendPath
 
 @dataclass(frozen=True, slots=True)
 class ExtendPolicy:
-    """Choice of the fastest path of an extend.
+    """Choice of the fastest path of an extend: ``ExtendPolicy(chunk_threshold=4096)``.
 
     Absorbed attention reads the cache directly, but multiplies rows of ``kv_lora_rank``. As MHA, rows are up-projected
     first, which pays for long prefixes, from ``chunk_threshold`` prefix rows per batch, and if many queries read each

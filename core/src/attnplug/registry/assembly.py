@@ -207,7 +207,7 @@ def build_chosen(
 def choose_importable(
     registry: Registry, request: BackendRequest, problem: Problem, ranking: Ranking = BY_PREFERENCE
 ) -> Selection:
-    """Select backends whose factories, including their kernel libraries, can be imported (D3). Builds nothing.
+    """Select backends that can be imported (D3): ``choose_importable(registry, request, problem)``. Builds nothing.
 
     For hosts that load weights before they build backends: a failing import is reported before weights are loaded.
     """
@@ -221,7 +221,7 @@ def _import_chosen(selection: Selection) -> None:
 
 
 def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:
-    """Build the selected backends and combine them into one. Raises :class:`BuildError` if one cannot be built.
+    """Build and combine the selected backends: ``build_selection(selection, context)``. Raises :class:`BuildError`.
 
     Kernels that the backends compile just in time are compiled first. The context holds pools and coordinators, so
     these exist before any backend (A10's order). Each backend gets its own view of it: name, roles and options.

@@ -27,6 +27,7 @@ from importlib_metadata import EntryPoint
 
 from attnplug.declare.device import DeviceSpec
 from attnplug.declare.errors import PluginError, describe_error
+from attnplug.declare.installed import requirement_refusal
 from attnplug.declare.kv_format import KVFormat
 from attnplug.declare.registered import Source, distribution_identity
 from attnplug.declare.spec import BackendSpec
@@ -111,7 +112,19 @@ def load_plugin(point: EntryPoint, source: Source, known: dict[str, Any]) -> Loa
         # Either the user's, who wants to know what took so long, or the plugin's own: Python cannot tell them apart.
         raise KeyboardInterrupt(f"while loading plugin {source.entry_point} ({source})") from error
     except BaseException as error:  # plugins raise anything: SystemExit, types of their own
-        return Broken(source.entry_point, source, describe_error(error))
+        return Broken(source.entry_point, source, describe_error(error) + _unmet_core(point))
+
+
+def _unmet_core(point: EntryPoint) -> str:
+    """Return the command for a plugin whose metadata requires another attnplug; empty if this one will do.
+
+    A plugin for a newer contract may fail before its ``contract`` is read, on a name or field that is not here.
+    """
+    with contextlib.suppress(Exception):  # whatever reading damaged metadata raises
+        needed = (text for text in (point.dist and point.dist.requires) or () if re.match(r"attnplug(?![\w.-])", text))
+        unmet = filter(None, map(requirement_refusal, needed))
+        return "".join(f"; it {refusal.message}; run: {refusal.advice}" for refusal in unmet)
+    return ""
 
 
 def load_entry_point(point: EntryPoint) -> Any:

@@ -26,6 +26,7 @@ PROJECT = "attnplug"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Decorator of a plugin's hooks: ``@hookimpl`` above ``def attnplug_backends()``."""
 
 
 @hookspec

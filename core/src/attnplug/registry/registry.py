@@ -23,7 +23,7 @@ from attnplug.declare.reading import of_type
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Provided, Registered, Source
 from attnplug.declare.settings import Setting
-from attnplug.declare.version import CONTRACT_VERSION, contract_problem
+from attnplug.declare.version import contract_problem
 from attnplug.declare.workspace_kind import WorkspaceKind
 from attnplug.machine.hardware import CPU, CUDA
 from attnplug.registry.loading import Broken, Loaded, canonical_name, find_entry_points, load_plugin
@@ -135,7 +135,7 @@ class Registry:
 def load_registry(
     plugins: Iterable[EntryPoint] | None = None, environment: Mapping[str, str] | None = None
 ) -> Registry:
-    """Load every plugin. By default, ``plugins`` are the installed ones and ``environment`` is ``os.environ``.
+    """Load every plugin: ``load_registry().backends["torch_native"]``. By default all installed, with ``os.environ``.
 
     A broken plugin is recorded in ``Registry.broken``. In strict mode it is a PluginError that lists all broken ones.
     """
@@ -165,7 +165,7 @@ def load_registry(
     formats = [(format.name, Provided(format, plugin.source)) for plugin in loaded for format in plugin.kv_formats]
     kind_title = "the workspace kind {!r} (zeroed by one, not by the other)"
     registry = Registry(
-        backends=_unique("the name {!r}", "{}", _backends(loaded, broken), broken, CONTRACT_VERSION),
+        backends=_unique("the name {!r}", "{}", _backends(loaded, broken), broken),
         kv_formats=_unique("the KV format {!r}", "KV format {}", formats, broken),
         workspace_kinds=_unique(kind_title, "workspace kind {}", _kinds(loaded), broken),
         devices=_unique("the device {!r}", "device {}", devices, broken),
@@ -184,7 +184,7 @@ def load_registry(
 
 @lru_cache
 def installed_format(name: str) -> KVFormat:
-    """Return the KV format of this name, core's or an installed plugin's. Raises as ``Registry.kv_format``."""
+    """Return core's or a plugin's KV format: ``installed_format("nvfp4")``. Raises as ``Registry.kv_format``."""
     return BUILT_IN[name] if name in BUILT_IN else load_registry().kv_format(name)
 
 
@@ -236,7 +236,7 @@ def _backends(loaded: Iterable[Loaded], broken: list[Broken]) -> list[tuple[str,
     found = []
     for plugin in loaded:
         for spec in plugin.backends:
-            problem = contract_problem(spec.contract)
+            problem = contract_problem(spec.contract, plugin.source.distribution)
             if problem is None:
                 found.append((spec.name, Registered(spec, plugin.source)))
             else:
@@ -251,9 +251,7 @@ def _kinds(loaded: Iterable[Loaded]) -> list[tuple[str, Provided[WorkspaceKind]]
     return [(kind.name, provided) for kind, provided in kinds.items()]
 
 
-def _unique(
-    title: str, label: str, claims: Iterable[tuple[str, Claim]], broken: list[Broken], contract: str | None = None
-) -> dict[str, Claim]:
+def _unique(title: str, label: str, claims: Iterable[tuple[str, Claim]], broken: list[Broken]) -> dict[str, Claim]:
     """Return the items by name. If several have one name, core keeps its own, and the others go to ``broken`` (D2).
 
     ``title`` and ``label`` are format strings for the name: in the error's text, and as the name of the broken item.
@@ -268,7 +266,10 @@ def _unique(
         if keeper is not None:
             unique[name] = keeper
         error = _conflict(title.format(name), claimants, keeper)
-        broken += [Broken(label.format(name), one.source, error, contract) for one in claimants if one is not keeper]
+        for one in claimants:
+            if one is not keeper:
+                contract = one.spec.contract if isinstance(one, Registered) else None
+                broken.append(Broken(label.format(name), one.source, error, contract))
     return unique
 
 

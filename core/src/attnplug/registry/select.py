@@ -45,7 +45,9 @@ def explain(
     failed: Mapping[str, Refusal] | None = None,
     ranking: Ranking = BY_PREFERENCE,
 ) -> Selection:
-    """Select backends for every role. Only an invalid request raises (UsageError); refusals are part of the result.
+    """Select backends for every role: ``explain(load_registry(), BackendRequest("auto"), problem)``.
+
+    Only an invalid request raises (UsageError); refusals are part of the result.
 
     ``failed`` holds backends that were selected before and could not be built, with the reason, by name.
     """

@@ -101,7 +101,7 @@ class RoleChoice:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """One backend for each role that the problem needs, or the refusals of each candidate.
+    """One backend for each role that the problem needs, ``selection.chosen(Role.DECODE)``, or all refusals.
 
     ``page_size`` is the requested one, or one that all chosen backends support. ``options`` are parsed, by backend.
     """

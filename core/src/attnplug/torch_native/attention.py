@@ -19,7 +19,7 @@ _INNER_SLICE = 128
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """Softmax parameters of a layer: scale, sliding window and logit cap."""
+    """Softmax parameters of a layer: ``Softmax(scale=0.125, window=4096, cap=None)``."""
 
     scale: float
     window: int | None
@@ -139,7 +139,7 @@ def _products(rows: Tensor, keys: Tensor) -> Tensor:
 
 
 def tiles(extent: Extent, score_rows: int, window: int | None) -> Iterator[Tile]:
-    """Yield tiles of queries that cover an extent. A key and a query of a tile have ``score_rows`` scores."""
+    """Yield tiles ``[queries, keys]`` that cover an extent. A key and a query of a tile have ``score_rows`` scores."""
     step = max(1, min(extent.queries, _TILE_SCORES // max(1, score_rows * extent.keys)))
     for first in range(0, extent.queries, step):
         last = min(first + step, extent.queries)

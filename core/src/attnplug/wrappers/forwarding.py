@@ -19,7 +19,7 @@ _BATCH, _LAYER = ("batch", "forward_batch"), "layer"
 
 
 class ForwardingBackend(ABC):
-    """Backend that forwards every call to its children, other backends that it knows by label.
+    """Backend that forwards every call to its children, backends by label: ``Mine("mine", {"a": one, "b": other})``.
 
     Subclass contract. ``route`` returns the children that a call goes to. Every method of the protocol and every
     optional hook is forwarded by it. A call that runs a layer goes to one child, a call about a batch to the children
@@ -157,7 +157,7 @@ def limited_by(backend: object, claim: str) -> tuple[str, ...]:
 
 
 def planner_claims(backend: AttentionBackend, plan: Plan) -> Claims:
-    """Return the claims that hold while a batch runs by this plan of the backend: those of its planners."""
+    """Return the claims of a plan's own planners: ``planner_claims(backend, batch.plan.attention)``."""
     if not isinstance(backend, ForwardingBackend):
         return backend.claims
     by_id = {child.backend_id: child for child in backend.children.values()}

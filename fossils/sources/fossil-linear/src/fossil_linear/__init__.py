@@ -1,0 +1,1 @@
+"""Lightning attention with torch, one token at a time."""

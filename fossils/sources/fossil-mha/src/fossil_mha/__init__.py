@@ -1,0 +1,1 @@
+"""MHA and GQA with torch, one request at a time."""

@@ -1,0 +1,1 @@
+"""MLA with torch: absorbed, as MHA over chunks of the prefix, and in CUDA graphs."""

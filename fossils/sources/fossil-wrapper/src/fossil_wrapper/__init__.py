@@ -1,0 +1,1 @@
+"""A wrapper with one child for prefill and one for decode."""
