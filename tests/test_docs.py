@@ -115,7 +115,7 @@ def test_the_page_on_conformance_leads_from_nothing_to_a_report(installed: Envir
     for program, *arguments in commands:
         if program == "pip":
             offline = ("--no-index", "--no-deps", "--no-build-isolation", "--find-links", str(installed.wheels))
-            installed._pip(arguments[0], *offline, *arguments[1:])
+            installed.run_pip(arguments[0], *offline, *arguments[1:])
         else:
             briefly = ("--budget", "1") if arguments[0] == "conform" else ()
             done = installed.attnplug(*arguments, *briefly)
