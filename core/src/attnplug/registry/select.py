@@ -133,7 +133,8 @@ class _Chooser:
                 usable, candidates = others, tuple(_with_failure(candidate, failing) for candidate in candidates)
             able = self._capturable(usable, ranked_as) or usable
             ranked = self.ranking.rank(able, ranked_as, self.problem)
-            chosen, why, schedule = ranked.backends[0], ranked.why, ranked.schedule
+            chosen, why = ranked.backends[0], ranked.why
+            schedule = None if self.problem.invariant else ranked.schedule
             if schedule is not None:
                 chosen = self.registry.get(schedule.candidates[0])
             if len(able) < len(usable):
