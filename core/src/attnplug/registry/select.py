@@ -168,12 +168,13 @@ class _Chooser:
 
     def _refusals(self, backend: Registered, role: Role) -> Iterator[Refusal]:
         spec = backend.spec
-        for refusal in spec.refusals(self.problem, role, self.options.get(spec.name)):
+        refusals = spec.refusals(self.problem, role, self.options.get(spec.name))
+        for refusal in refusals:
             by_role = refusal.setting == role.setting  # which may have been decided by the setting for all roles
             yield replace(refusal, setting=self.request.setting_for(role)) if by_role else refusal
         if spec.name in self.failed:
             yield self.failed[spec.name]
-        if (other := self._paired_role(role)) is not None:
+        if not refusals and (other := self._paired_role(role)) is not None:
             yield from self._pairing_refusals(spec, other)
 
     def _paired_role(self, role: Role) -> Role | None:
