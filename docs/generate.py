@@ -38,6 +38,7 @@ from measurements import (
 from attnplug.cli.backends import describe
 from attnplug.declare.registered import Registered
 from attnplug.host import load_registry
+from attnplug_engine.quantization.config import SCHEMES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -71,6 +72,13 @@ def table_of_packages() -> str:
     return "\n".join(rows)
 
 
+def table_of_schemes() -> str:
+    """One row per quantization scheme of the engine."""
+    rows = ["| scheme | published models |", "|---|---|"]
+    rows += [f"| {scheme.title} | {scheme.published} |" for scheme in SCHEMES]
+    return "\n".join(rows)
+
+
 def table_of_commands() -> str:
     """One row per command, as ``attnplug --help`` lists them."""
     listed = re.findall(r"^    (\w+)\s+(\S.+)$", _run("attnplug --help"), re.MULTILINE)
@@ -94,6 +102,7 @@ TABLES = {
     "table of backends": table_of_backends,
     "table of commands": table_of_commands,
     "table of packages": table_of_packages,
+    "table of schemes": table_of_schemes,
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
     "decode rates": decode_rates,

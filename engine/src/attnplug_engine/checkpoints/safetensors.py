@@ -8,8 +8,9 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -21,7 +22,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _INTEGERS = {"I64", "I32"}
 _SHOWN = 6
 _MAX_NAME = 255
@@ -70,6 +71,14 @@ class UnusedTensors(CheckpointError):
         self.tensors = tuple(tensors)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint: its safetensors dtype, such as ``BF16`` or ``F8_E4M3``, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class WeightSource(Protocol):
     """Source of a model's weights: a checkpoint on disk, or random numbers."""
 
@@ -85,16 +94,36 @@ class WeightSource(Protocol):
         """Names of the tensors that exist."""
         ...
 
+    @property
+    def random(self) -> bool:
+        """True if tensors are drawn on request, so that every name exists."""
+        ...
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """Return the dtype and shape of a tensor; None if there is none, or if tensors are random."""
+        ...
+
+    def stored_name(self, name: str) -> str:
+        """Return a tensor's name in its file, which may differ."""
+        ...
+
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise CheckpointError if there is no readable tensor of this name and shape."""
         ...
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        kinds: Collection[str] = FLOATS,
     ) -> Tensor:
         """Return a tensor, or the part of it that a rank owns, in its stored dtype. It must not be written to.
 
-        ``shape`` is that of the whole tensor, as the model expects it. Raises CheckpointError if it differs.
+        ``shape`` is that of the whole tensor, as the model expects it, and ``kinds`` are the allowed dtypes. Raises
+        CheckpointError if it differs.
         """
         ...
 
@@ -161,13 +190,35 @@ class Checkpoint:
     def names(self) -> Sequence[str]:
         return tuple(self._files)
 
+    random = False
+
+    def stored(self, name: str) -> StoredTensor | None:
+        if name not in self._files:
+            return None
+        try:
+            found = self._opened(self._files[name]).get_slice(self.stored_name(name))
+        except SafetensorError:  # the index lies, which reading reports
+            return None
+        return StoredTensor(str(found.get_dtype()), tuple(found.get_shape()))
+
+    def stored_name(self, name: str) -> str:
+        return self._stored_names.get(name, name)
+
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         self._stored(name, shape)
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        kinds: Collection[str] = FLOATS,
     ) -> Tensor:
-        stored = self._stored(name, shape)
+        stored = self._stored(name, shape, kinds)
+        if not shape:  # a slice cannot index a scalar
+            return cast(Tensor, self._opened(self._files[name]).get_tensor(self.stored_name(name)))
         part: Tensor = stored[rows or slice(None)] if columns is None else stored[rows or slice(None), columns]
         return part
 
@@ -184,13 +235,13 @@ class Checkpoint:
             )
         return whole
 
-    def _stored(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = _FLOATS) -> Any:
+    def _stored(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = FLOATS) -> Any:
         """Return a handle on a tensor in its file; nothing is read yet."""
         if name not in self._files:
             raise self._missing(name, shape)
         file = self._files[name]
         path = str(self.folder / file)
-        name = self._stored_names.get(name, name)
+        name = self.stored_name(name)
         try:
             stored = self._opened(file).get_slice(name)
         except SafetensorError as error:
@@ -210,9 +261,9 @@ class Checkpoint:
                 shape,
             )
         if (dtype := str(stored.get_dtype())) not in kinds:
-            allowed = "only unquantised weights can be loaded" if kinds is _FLOATS else "it must hold whole numbers"
+            quantized = " unless the config's quantization_config covers it" if kinds is FLOATS else ""
             raise WrongDtype(
-                f"{path}: tensor {name!r} is of type {dtype}; {allowed}: {', '.join(sorted(kinds))}",
+                f"{path}: tensor {name!r} is of type {dtype}; it must be one of {', '.join(sorted(kinds))}{quantized}",
                 path,
                 name,
                 dtype,

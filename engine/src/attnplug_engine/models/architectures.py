@@ -210,10 +210,6 @@ def read_config(given: Mapping[str, object], source: str, spec: ModelSpec) -> Co
             )
         values[name] = value
     config = Config(values, source, spec.model_type)
-    if config.lookup("quantization_config") is not None:
-        raise config.error(
-            "means quantised weights, which cannot be loaded; give an unquantised checkpoint", "quantization_config"
-        )
     for key in architecture.unknown:
         if config.lookup(key) is not None:
             raise config.wrong(key, f"null or absent: models of type {spec.model_type!r} do not have it")

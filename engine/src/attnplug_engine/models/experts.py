@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from attnplug.hf.config_keys import Config
 from attnplug_engine.kernels import usable
-from attnplug_engine.models.layers import GATED, MLP, Linear, MLPForm, RMSNorm, frozen
+from attnplug_engine.models.layers import GATED, MLP, Linear, MLPForm, Projection, RMSNorm, frozen
 from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.parallel.collectives import even_part, length
+
+if TYPE_CHECKING:
+    from attnplug_engine.quantization.scheme import QuantizedWeight
 
 
 class Router(nn.Module):
@@ -174,6 +177,14 @@ class AddedTerms:
 NOTHING = AddedTerms()
 
 
+class QuantizedExperts(nn.Module):
+    """Quantized weights of all experts, in the shapes of ``Experts``."""
+
+    def __init__(self, gate_up: QuantizedWeight, down: QuantizedWeight) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+
 class Experts(nn.Module):
     """MLPs of the routed experts. Each rank has a part of every expert's columns, so that no rank waits for another.
 
@@ -190,6 +201,22 @@ class Experts(nn.Module):
         parts = [WeightRows(name, intermediate, own) for name in form.inputs]
         for expert in {0, experts - 1}:
             weights.at(str(expert)).check("weight", parts, hidden)
+        self._form, self._experts = form, experts
+        scheme = weights.at("0").scheme(form.inputs[0])
+        self._fused = form.fused and scheme is None
+        self.quantized: QuantizedExperts | None = None
+        """Replaces ``gate_up`` and ``down``."""
+        if scheme is not None:
+            output = WeightRows(form.output, hidden, slice(0, hidden))
+            part = own if weights.parallel.size > 1 else None
+            gate_up = weights.empty_quantized(scheme, parts, hidden, experts=experts)
+            down = weights.empty_quantized(scheme, [output], intermediate, columns=part, experts=experts)
+            for expert in range(experts):
+                one = weights.at(str(expert))
+                one.fill_quantized(gate_up.expert(expert), parts, hidden)
+                one.fill_quantized(down.expert(expert), [output], intermediate, columns=part)
+            self.quantized = QuantizedExperts(gate_up, down)
+            return
         empty = torch.empty(0, dtype=weights.dtype, device=weights.device)
         self.gate_up = frozen(empty.new_empty(experts, len(form.inputs) * columns, hidden))
         self.down = frozen(empty.new_empty(experts, hidden, columns))
@@ -197,14 +224,13 @@ class Experts(nn.Module):
             one = weights.at(str(expert))
             one.fill(self.gate_up[expert], "weight", parts)
             self.down[expert].copy_(one.take(f"{form.output}.weight", hidden, intermediate, columns=own))
-        self._form = form
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, added: AddedTerms = NOTHING) -> Tensor:
         """``x [tokens, hidden]``, ``topk_ids [tokens, k]`` and ``topk_weights [tokens, k]`` float32.
 
         On a GPU this does not synchronize, so that a step can be captured.
         """
-        if self._form.fused and usable(x):
+        if self._fused and usable(x):
             from attnplug_engine.kernels.experts import fused_experts
 
             return fused_experts(
@@ -223,11 +249,13 @@ class Experts(nn.Module):
 
     def like(self, mlp: MLP) -> bool:
         """Return True if an MLP is the sum of experts of this width and form."""
+        if not isinstance(mlp.gate_up, Linear) or not isinstance(mlp.down, Linear) or not self._fused:
+            return False
         return (
             mlp.form.activate is self._form.activate
             and mlp.gate_up.bias is None
             and mlp.down.bias is None
-            and mlp.down.weight.shape[1] % self.down.shape[2] == 0
+            and mlp.down.weight.shape[1] % self.down.shape[-1] == 0
         )
 
     def _one_by_one(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -238,12 +266,16 @@ class Experts(nn.Module):
         grouped = x.index_select(0, order.div(per_token, rounding_mode="floor"))
         results = torch.empty_like(grouped)
         start = 0
-        for expert, count in enumerate(torch.bincount(flat, minlength=self.gate_up.shape[0]).tolist()):
+        for expert, count in enumerate(torch.bincount(flat, minlength=self._experts).tolist()):
             if count == 0:
                 continue
             stop = start + count
-            inner = self._form.activate(F.linear(grouped[start:stop], self.gate_up[expert]))
-            torch.mm(inner, self.down[expert].t(), out=results[start:stop])
+            if self.quantized is not None:
+                inner = self._form.activate(self.quantized.gate_up.expert(expert).multiply(grouped[start:stop]))
+                results[start:stop] = self.quantized.down.expert(expert).multiply(inner)
+            else:
+                inner = self._form.activate(F.linear(grouped[start:stop], self.gate_up[expert]))
+                torch.mm(inner, self.down[expert].t(), out=results[start:stop])
             start = stop
         # Back in token order, so that a token's sum has a fixed order: index_add_ has none on a GPU.
         per_slot = torch.empty_like(results).index_copy_(0, order, results).unflatten(0, topk_ids.shape)
@@ -254,7 +286,7 @@ class LatentExperts(nn.Module):
     """Experts in a narrower space: tokens are projected there once for all of them, and their sum is projected back
     (Nemotron-H)."""
 
-    def __init__(self, down: Linear, experts: Experts, up: Linear) -> None:
+    def __init__(self, down: Projection, experts: Experts, up: Projection) -> None:
         super().__init__()
         self.down, self.experts, self.up = down, experts, up
 
@@ -333,5 +365,6 @@ class MixtureOfExperts(nn.Module):
             from attnplug_engine.kernels.experts import MAX_SEPARATE_TOKENS
 
             if x.shape[0] <= MAX_SEPARATE_TOKENS:
+                assert isinstance(shared.gate_up, Linear) and isinstance(shared.down, Linear)
                 return AddedTerms(onto, gate=gate, every=(shared.gate_up.weight, shared.down.weight))
         return AddedTerms(shared(x, onto=onto)) if gate is None else AddedTerms(onto, shared(x), gate)
