@@ -43,7 +43,7 @@ from attnplug_engine.scheduling.prefix_cache import CacheStatistics, PrefixCache
 from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
 from attnplug_engine.scheduling.step import RoundResult, Step, StepResult
 from attnplug_engine.scheduling.warm_up import warm_up_batches
-from attnplug_engine.sizing import capacity
+from attnplug_engine.sizing import MemoryPlan, capacity
 from attnplug_engine.speculation.in_flight import RoundsInFlight
 from attnplug_engine.speculation.round_graphs import RoundGraphs
 from attnplug_engine.speculation.rounds import RoundRunner
@@ -62,9 +62,10 @@ class Engine:
     >>> engine.generate(["Hello"], max_tokens=4)  # a list with one Completion
 
     Settings are the fields of :class:`EngineOptions`. ``progress(done, total)`` is called while a checkpoint's tensors
-    are read, ``on_compile`` while backends' kernels are compiled, ``on_capture`` while CUDA graphs are captured, and
-    ``on_warm_up`` while requests of every kind compile the other kernels, on a GPU. Under tensor parallelism every
-    rank makes the same calls: each runs the same schedule and samples the same tokens.
+    are read, ``on_memory`` with the estimated memory before that, ``on_compile`` while backends' kernels are compiled,
+    ``on_capture`` while CUDA graphs are captured, and ``on_warm_up`` while requests of every kind compile the other
+    kernels, on a GPU. Under tensor parallelism every rank makes the same calls: each runs the same schedule and samples
+    the same tokens.
 
     An engine may be shared by iterators and by threads (of one rank). Each step runs all requests, and every request's
     tokens are kept for each of its followers.
@@ -77,6 +78,7 @@ class Engine:
         *,
         parallel: TensorParallel = SINGLE,
         progress: Callable[[int, int], None] | None = None,
+        on_memory: Callable[[MemoryPlan], None] | None = None,
         on_compile: Callable[[int, int], None] | None = None,
         on_capture: Callable[[int, int], None] | None = None,
         on_warm_up: Callable[[int, int], None] | None = None,
@@ -85,7 +87,7 @@ class Engine:
         started = time.perf_counter()
         self.options = options = replace(options or EngineOptions(), **settings)
         model = os.fspath(model)
-        prepared = prepare(model, options, parallel, progress=progress)
+        prepared = prepare(model, options, parallel, progress=progress, on_memory=on_memory)
         on_gpu = prepared.runtime.module is not None
         compilations = CompilationMark() if on_gpu else None  # importing Triton takes a second
         self.registry = prepared.registry

@@ -75,7 +75,7 @@ class RandomCheckpoint:
     def stored_name(self, name: str) -> str:
         return name
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = FLOATS) -> None:
         if self._shapes.setdefault(name, shape) != shape:
             raise ValueError(f"tensor {name!r} was requested as {self._shapes[name]} and as {shape}")
 

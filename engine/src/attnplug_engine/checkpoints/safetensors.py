@@ -6,12 +6,15 @@ No pickle is ever loaded, because unpickling runs arbitrary code.
 from __future__ import annotations
 
 import difflib
+import math
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -26,6 +29,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _INTEGERS = {"I64", "I32"}
 _SHOWN = 6
 _MAX_NAME = 255
+_LEAST_MAPPED, _MOST_MAPPED = 1 << 20, 256 << 20
 _MAX_INDEX_BYTES = 1 << 28  # an index of 100,000 tensors has 10 MB
 
 
@@ -107,8 +111,8 @@ class WeightSource(Protocol):
         """Return a tensor's name in its file, which may differ."""
         ...
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise CheckpointError if there is no readable tensor of this name and shape."""
+    def check(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = FLOATS) -> None:
+        """Raise CheckpointError if there is no tensor of this name and shape, of one of the dtypes ``kinds``."""
         ...
 
     def tensor(
@@ -150,6 +154,10 @@ class Checkpoint:
         self._stored_names = stored_names or {}
         """Names in the files, where they differ."""
         self._open: dict[str, Any] = {}
+        self._mapped = 0.0
+        self._largest = 0
+        self._most_mapped = _MOST_MAPPED
+        """Bytes of tensors that are read before files are closed: peak host memory is this and the largest tensor."""
 
     @classmethod
     def open(cls, folder: str | Path, config_file: str = "config.json") -> Checkpoint:
@@ -204,8 +212,21 @@ class Checkpoint:
     def stored_name(self, name: str) -> str:
         return self._stored_names.get(name, name)
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        self._stored(name, shape)
+    def nbytes(self, dtype: torch.dtype, ranks: int = 1) -> int:
+        """Return the bytes of one of ``ranks`` if floating-point tensors are converted to ``dtype``.
+
+        An upper bound: a model may not use all tensors. Embeddings and vectors are on every rank.
+        """
+        total = 0.0
+        for name in self._files:
+            stored = self.stored(name)
+            if stored is not None:
+                size = math.prod(stored.shape) * (dtype.itemsize if stored.dtype in FLOATS else _bytes_of(stored.dtype))
+                total += size if len(stored.shape) < 2 or "embed" in name else size // ranks
+        return int(total)
+
+    def check(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = FLOATS) -> None:
+        self._stored(name, shape, kinds)
 
     def tensor(
         self,
@@ -217,6 +238,7 @@ class Checkpoint:
         kinds: Collection[str] = FLOATS,
     ) -> Tensor:
         stored = self._stored(name, shape, kinds)
+        self._mapped += math.prod(shape) * _bytes_of(str(stored.get_dtype()))
         if not shape:  # a slice cannot index a scalar
             return cast(Tensor, self._opened(self._files[name]).get_tensor(self.stored_name(name)))
         part: Tensor = stored[rows or slice(None)] if columns is None else stored[rows or slice(None), columns]
@@ -271,6 +293,11 @@ class Checkpoint:
         return stored
 
     def _opened(self, file: str) -> Any:
+        if self._mapped > self._most_mapped:
+            # Tensors are views of mapped files, whose pages stay in this process until the files are closed. The
+            # caller has copied earlier tensors.
+            self._open.clear()
+            self._mapped = 0
         if file not in self._open:
             path = self.folder / file
             try:
@@ -279,6 +306,8 @@ class Checkpoint:
                 raise CheckpointError(str(error), str(path)) from error
             try:
                 self._open[file] = safe_open(str(path), framework="pt", device="cpu")
+                self._largest = max(self._largest, size)
+                self._most_mapped = min(max(self._largest // 8, _LEAST_MAPPED), _MOST_MAPPED)
             except (SafetensorError, OSError, ValueError) as error:
                 raise CheckpointError(
                     f"{path} ({size} bytes) cannot be read as safetensors: {error}; "
@@ -298,6 +327,12 @@ class Checkpoint:
             name,
             files,
         )
+
+
+def _bytes_of(dtype: str) -> float:
+    """Bytes of an element of a safetensors dtype, by the number of bits in its name: ``F8_E4M3``, ``BOOL``."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) / 8 if bits else 1
 
 
 def checkpoint_folder(reference: str) -> Path:

@@ -132,7 +132,7 @@ class Weights:
                 self._source.check(f"{self._prefix}{part.name}.{suffix}", (part.total, *in_features))
             elif not self._source.random:
                 shape = (part.total, in_features[0] // scheme.per_code)
-                self._source.tensor(f"{self._prefix}{part.name}.{scheme.code_name}", shape, kinds=scheme.code_kinds)
+                self._source.check(f"{self._prefix}{part.name}.{scheme.code_name}", shape, scheme.code_kinds)
 
     def fill(self, target: Tensor, suffix: str, parts: Sequence[WeightRows]) -> None:
         """Fill ``target [rows of all parts, …]`` with the parts' rows, part by part."""
