@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from quantized_checkpoints import fp8_blocks, fp8_channels, fp8_tensor, int4_groups, mxfp4, quantized
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from thread_ranks import in_ranks
 from torch.testing import assert_close
 
 from attnplug.host import TINY_CONFIGS, ModelConfigError
-from attnplug_engine.checkpoints.safetensors import CheckpointError, MissingTensor, WrongDtype, WrongShape
+from attnplug_engine.checkpoints.safetensors import Checkpoint, CheckpointError, MissingTensor, WrongDtype, WrongShape
 from attnplug_engine.engine import Engine
 from attnplug_engine.models.architectures import load_model
+from attnplug_engine.models.latent_attention import evens_then_odds
 from attnplug_engine.models.layers import Concatenated, QuantizedLinear
-from attnplug_engine.parallel.collectives import ParallelError
+from attnplug_engine.models.weights import Weights
+from attnplug_engine.parallel.collectives import ParallelError, even_part, length, scaled
 from attnplug_engine.quantization.config import SCHEMES, read_quantization
 from attnplug_engine.quantization.mxfp4 import Mxfp4
 from attnplug_engine.quantization.scheme import QuantizedWeight
@@ -324,3 +326,39 @@ def test_the_reference_decodes_large_weights_in_parts(rows, monkeypatch):
         weight = QuantizedWeight(scheme, tensors[scheme.code_name], scales, scheme.rows_per_scale)
         x = torch.randn(rows, 64)
         assert_close(scheme.reference(x, weight), x @ weight.dequantized(torch.float32).T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stacked_experts_of_gpt_oss_are_those_that_transformers_decodes(ranks, tmp_path):
+    """E5. ``gate_up_proj`` has rows of gate and up in turn."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    experts, hidden, width = 3, 64, 128
+    tensors = {}
+    for name, out, inputs in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, out, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 130, (experts, out, inputs // 32), dtype=torch.uint8)
+    save_file({f"mlp.experts.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    wanted = {
+        name: convert_moe_packed_tensors(
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=torch.float32
+        ).transpose(1, 2)
+        for name in ("gate_up_proj", "down_proj")
+    }
+
+    def load(parallel):
+        weights = Weights(
+            Checkpoint.open(tmp_path), dtype=torch.float32, device=torch.device("cpu"), parallel=parallel
+        ).at("mlp.experts")
+        own = even_part(width, parallel, "columns")
+        order = evens_then_odds(2 * length(own))
+        up = weights.expert_stack("gate_up_proj", experts, 2 * width, hidden, rows=scaled(own, 2), order=order)
+        down = weights.expert_stack("down_proj", experts, hidden, width, columns=own)
+        weights.check_all_taken(lambda _name: False)
+        gate, rest = wanted["gate_up_proj"][:, 0::2], wanted["gate_up_proj"][:, 1::2]
+        assert torch.equal(up.dequantized(torch.float32), torch.cat((gate[:, own], rest[:, own]), 1))
+        assert torch.equal(down.dequantized(torch.float32), wanted["down_proj"][:, :, own])
+        assert up.codes.dtype is torch.uint8 and up.codes.shape == (experts, 2 * width // parallel.size, hidden // 2)
+
+    in_ranks(ranks, load)

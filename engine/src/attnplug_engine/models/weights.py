@@ -225,6 +225,38 @@ class Weights:
             target.scales[first:last].copy_(scales)
             start, first = stop, last
 
+    def expert_stack(
+        self,
+        name: str,
+        experts: int,
+        out: int,
+        in_features: int,
+        *,
+        rows: slice | None = None,
+        order: Tensor | None = None,
+        columns: slice | None = None,
+    ) -> QuantizedWeight | None:
+        """Return weights ``[experts, out, in]`` that are stored as one MXFP4 tensor; None if there is none.
+
+        This rank has ``rows`` of them, in ``order``, and ``columns``.
+        """
+        if self._quantization is None or not self.holds(f"{name}_blocks"):
+            return None
+        from attnplug_engine.quantization.mxfp4 import Mxfp4
+        from attnplug_engine.quantization.scheme import QuantizedWeight
+
+        tensors, scheme = _ModuleTensors(self, ""), Mxfp4()
+        shape = (experts, out, in_features)
+        codes, scales = scheme.load_experts(tensors, name, shape, rows=rows, columns=columns, ranks=self.parallel.size)
+        if order is not None:
+            codes, scales = codes[:, order], scales[:, order]
+        return QuantizedWeight(
+            scheme,
+            codes.to(self.device, copy=True).contiguous(),
+            scales.to(self.device, copy=True).contiguous(),
+            scheme.rows_per_scale,
+        )
+
     def _load_quantized(
         self, scheme: Scheme, module: str, shape: tuple[int, int], rows: slice | None, columns: slice | None
     ) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,29 @@ class Mxfp4(Scheme):
         codes, scales = super().load(tensors, shape, rows=rows, columns=columns, ranks=ranks)
         return codes.view(torch.uint8), scales
 
+    def load_experts(
+        self,
+        tensors: ModuleTensors,
+        name: str,
+        shape: tuple[int, int, int],
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        ranks: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """Read the weights ``shape [experts, out, in]`` that gpt-oss stacks: ``NAME_blocks [experts, out, in / 32,
+        16]`` and ``NAME_scales [experts, out, in / 32]``. Return a rank's codes ``[experts, rows, columns / 2]`` and
+        scales."""
+        experts, out, width = shape
+        if width % 32:
+            raise tensors.corrupt(f"{name}_blocks", f"has one scale per 32 columns, and the weight has {width}")
+        _, groups = self._columns(columns, width, ranks)
+        blocks = tensors.read(f"{name}_blocks", (experts, out, width // 32, 16), self.code_kinds, columns=rows)
+        scales = tensors.read(f"{name}_scales", (experts, out, width // 32), self.scale_kinds, columns=rows)
+        if groups is not None:
+            blocks, scales = blocks[:, :, groups], scales[:, :, groups]
+        return blocks.view(torch.uint8).flatten(2), self.checked(tensors, f"{name}_scales", scales)
+
     def decode(self, codes: Tensor) -> Tensor:
         values = torch.tensor((*VALUES, *(-value for value in VALUES)), device=codes.device)
         shifts = torch.tensor((0, 4), dtype=torch.uint8, device=codes.device)
