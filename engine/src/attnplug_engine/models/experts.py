@@ -183,6 +183,7 @@ class QuantizedExperts(nn.Module):
     def __init__(self, gate_up: QuantizedWeight, down: QuantizedWeight) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
+        self.on_gpu = gate_up.on_gpu and down.on_gpu
 
 
 class Experts(nn.Module):
@@ -244,6 +245,23 @@ class Experts(nn.Module):
                 gate=added.gate,
                 onto=added.onto,
                 every=added.every,
+            )
+        if self.quantized is not None and self._form.fused and self.quantized.on_gpu and x.element_size() == 2:
+            from attnplug_engine.kernels.quantized_experts import quantized_experts
+
+            gate_up, down = self.quantized.gate_up, self.quantized.down
+            return quantized_experts(
+                x,
+                topk_ids,
+                topk_weights,
+                gate_up,
+                down,
+                form=gate_up.scheme.kernel,
+                group=gate_up.scheme.group,
+                gated=len(self._form.inputs) == 2,
+                shared=added.shared,
+                gate=added.gate,
+                onto=added.onto,
             )
         return added.to(self._one_by_one(x, topk_ids, topk_weights))
 

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from attnplug.hf.config_keys import Config
 from attnplug_engine.checkpoints.safetensors import CheckpointError, StoredTensor
+from attnplug_engine.kernels import usable
 from attnplug_engine.parallel.collectives import ParallelError
+from attnplug_engine.quantization.libraries import FEWEST_ROWS, Product, block_product, row_product
 
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
 EXPONENT_SCALES = frozenset({"F8_E8M0", "U8"})
@@ -196,7 +198,35 @@ class Scheme(ABC):
 
         ``gated`` computes ``silu(gate) * up`` of ``out = [gate | up]``. The result is added to ``onto``.
         """
-        out = self.reference(x, weight)
+        if weight.on_gpu and x.dim() == 2 and x.dtype in (torch.bfloat16, torch.float16):
+            from attnplug_engine.kernels.quantized_gemm import quantized_gemm
+
+            if weight.library is None or x.shape[0] < FEWEST_ROWS or x.dtype is not torch.bfloat16:
+                return quantized_gemm(
+                    x,
+                    weight.codes,
+                    weight.scales,
+                    form=self.kernel,
+                    group=self.group,
+                    rows_per_scale=weight.rows_per_scale,
+                    bias=bias,
+                    gated=gated,
+                    onto=onto,
+                )
+        return self.finish(self.product(x, weight), bias, gated, onto)
+
+    def product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        """Return the product by a library, or by ``reference``."""
+        if weight.library is not None and x.dim() == 2 and x.dtype is torch.bfloat16:
+            from attnplug_engine.kernels.quantized_gemm import scale_rows
+
+            codes, scales = scale_rows(x, self.group or x.shape[1])
+            return weight.library(codes, scales, weight.codes, weight.scales)
+        return self.reference(x, weight)
+
+    @staticmethod
+    def finish(out: Tensor, bias: Tensor | None, gated: bool, onto: Tensor | None) -> Tensor:
+        """Apply bias, gate and sum of ``multiply`` to a product."""
         if bias is not None:
             out = out.add_(bias)
         if gated:
@@ -251,6 +281,19 @@ class QuantizedWeight(nn.Module):
         self.register_buffer("_codes", codes, persistent=False)
         self.register_buffer("_scales", scales, persistent=False)
         self.shape = (codes.shape[-2], codes.shape[-1] * scheme.per_code)
+        self.on_gpu = False
+        """True if the kernels multiply it."""
+        self.library: Product | None = None
+        """Product for many rows. Chosen here, because a product that is captured cannot be checked."""
+        if usable(codes.device):
+            from attnplug_engine.kernels.quantized_gemm import supports
+
+            self.on_gpu = supports(self.shape[1], scheme.group)
+            if self.on_gpu and codes.dim() == 2 and scheme.kernel == "fp8" and self.shape[0] % 16 == 0:
+                if (rows_per_scale, scheme.group) == (128, 128) and not any(size % 128 for size in self.shape):
+                    self.library = block_product(codes.device)
+                elif scheme.group is None:
+                    self.library = row_product(codes.device)
 
     def expert(self, index: int) -> QuantizedWeight:
         """Return one expert's weight, a view."""
