@@ -91,6 +91,7 @@ def quantized(
     quantize: Quantize,
     excluded: str = "lm_head",
     change: Callable[[dict[str, Tensor]], object] = lambda tensors: None,
+    experts: Quantize | None = None,
 ) -> Path:
     """Write the checkpoint in ``folder`` with quantized projections to ``target``, and what it stands for to
     ``target/dequantized``, which is returned."""
@@ -100,7 +101,8 @@ def quantized(
     for name, tensor in load_file(folder / FILE).items():
         values[name] = tensor
         if _PROJECTIONS.search(name) and not re.search(excluded, name):
-            parts, values[name] = quantize(tensor.float())
+            own = experts if experts is not None and ".experts." in name else quantize
+            parts, values[name] = own(tensor.float())
             tensors.update({f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()})
         else:
             tensors[name] = tensor

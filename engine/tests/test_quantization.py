@@ -22,6 +22,7 @@ from attnplug_engine.models.layers import Concatenated, QuantizedLinear
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel.collectives import ParallelError, even_part, length, scaled
 from attnplug_engine.quantization.config import SCHEMES, read_quantization
+from attnplug_engine.quantization.int4 import Int4Groups
 from attnplug_engine.quantization.mxfp4 import Mxfp4
 from attnplug_engine.quantization.scheme import QuantizedWeight
 from attnplug_testing.errors import having, naming
@@ -300,6 +301,48 @@ def test_ranks_that_would_divide_a_block_are_refused_with_those_that_fit(make_or
             load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu", parallel=parallel)
 
     in_ranks(2, load)
+
+
+def test_int4_scales_are_kept_without_rounding(make_oracle, make_stage, sequences, tmp_path):
+    def as_float32(weight: torch.Tensor):
+        parts, _ = int4_groups(32)(weight)
+        scales = parts["weight_scale"].float() * 1.001
+        codes = Int4Groups(32).decode(parts["weight_packed"]).unflatten(1, (-1, 32))
+        return parts | {"weight_scale": scales}, (codes * scales.unsqueeze(2)).flatten(1)
+
+    config = compressed("pack-quantized", **INT4, group_size=32)
+    plain = quantized(make_oracle("llama", **EVEN).folder, tmp_path / "q", config, as_float32)
+    found, loaded = logits_of(tmp_path / "q", make_stage, sequences)
+    for logits, wanted in zip(found, logits_of(plain, make_stage, sequences)[0], strict=True):
+        assert_close(logits, wanted, atol=2e-4, rtol=0)
+    assert {weight.scales.dtype for weight in kept(loaded.module)} == {torch.float32}
+
+
+def test_v4_has_mxfp4_experts_beside_fp8_blocks(make_oracle, make_stage, sequences, tmp_path):
+    """E5. Scales are UE8M0 under the name ``scale``."""
+    blocks = fp8_blocks(32, 32, exponents=True, name="scale")
+    config = {**FP8, "weight_block_size": [32, 32], "scale_fmt": "ue8m0"}
+    plain = quantized(make_oracle("deepseek_v4").folder, tmp_path / "q", config, blocks, experts=mxfp4())
+    found, loaded = logits_of(tmp_path / "q", make_stage, sequences)
+    for logits, wanted in zip(found, transformers_logits(plain, sequences), strict=True):
+        assert_close(logits, wanted, atol=2e-4, rtol=0)
+    assert {type(weight.scheme).__name__ for weight in kept(loaded.module)} == {"Fp8Blocks", "Mxfp4"}
+
+
+def test_excluded_modules_of_a_nested_text_model_have_the_names_of_its_files(make_oracle, tmp_path):
+    """Kimi-K2.5: ``ignore`` lists ``language_model.model.…``, and ours begin with ``model.``. Codes in a module that is
+    excluded are refused."""
+    source = tmp_path / "q"
+    config = compressed("float-quantized", **FLOAT8, strategy="channel")
+    config["ignore"] = ["re:language_model.*mlp.*"]
+    quantized(make_oracle("llama").folder, source, config, fp8_channels)
+    tensors = load_file(source / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, source / "model.safetensors")
+    keys = json.loads((source / "config.json").read_text())
+    outer = {"model_type": "llava", "quantization_config": keys.pop("quantization_config"), "text_config": keys}
+    (source / "config.json").write_text(json.dumps(outer))
+    with pytest.raises(WrongDtype, check=having(tensor="language_model.model.layers.0.mlp.gate_proj.weight")):
+        load_model(str(source), dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("scheme", ["fp8 blocks", "fp8 channels", "int4, groups of 32", "MXFP4"])

@@ -197,8 +197,13 @@ class Weights:
         scale_rows = sum(-(-part.count // rows) for part in parts)
         lead = () if experts is None else (experts,)
         codes = torch.empty(*lead, count, width // scheme.per_code, dtype=scheme.code_dtype, device=self.device)
+        first = f"0.{parts[0].name}" if experts is not None else parts[0].name
         scales = torch.empty(
-            *lead, scale_rows, scheme.scale_shape(1, width)[1], dtype=scheme.scale_dtype, device=self.device
+            *lead,
+            scale_rows,
+            scheme.scale_shape(1, width)[1],
+            dtype=scheme.kept_scales(_ModuleTensors(self, first)),
+            device=self.device,
         )
         return QuantizedWeight(scheme, codes, scales, rows)
 

@@ -23,7 +23,6 @@ class Int4Groups(Scheme):
     code_dtype = torch.int32
     per_code = 8
     kernel = "int4"
-    scale_dtype = torch.bfloat16
     unused = ("weight_g_idx",)
 
     def __init__(self, group: int) -> None:
@@ -60,6 +59,10 @@ class Int4Groups(Scheme):
                 raise tensors.corrupt("weight_shape", f"is {list(stored)}, but the config implies {list(shape)}")
         return super().load(tensors, shape, rows=rows, columns=columns, ranks=ranks)
 
+    def kept_scales(self, tensors: ModuleTensors) -> torch.dtype:
+        stored = tensors.stored(self.scale_name(tensors))
+        return torch.bfloat16 if stored is None or stored.dtype == "BF16" else torch.float32
+
     def decode(self, codes: Tensor) -> Tensor:
         shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
         return ((codes.unsqueeze(-1) >> shifts) & 15).flatten(-2).float().sub_(8)
@@ -67,7 +70,7 @@ class Int4Groups(Scheme):
     def quantize(self, weight: Tensor) -> Mapping[str, Tensor]:
         assert self.group is not None
         groups = weight.unflatten(1, (-1, self.group))
-        scales = (groups.abs().amax(2, keepdim=True).clamp(min=1e-12) / 7.5).to(self.scale_dtype)
+        scales = (groups.abs().amax(2, keepdim=True).clamp(min=1e-12) / 7.5).bfloat16()
         codes = (groups / scales.float()).round().clamp(-8, 7).add(8).to(torch.int64).flatten(1)
         shifts = torch.arange(0, 32, 4, device=codes.device)
         words = (codes.unflatten(1, (-1, 8)) << shifts).sum(2)

@@ -156,6 +156,10 @@ class Scheme(ABC):
         scales = tensors.read(name, self.scale_shape(out, width), self.scale_kinds, rows=rows, columns=columns)
         return self.checked(tensors, name, scales)
 
+    def kept_scales(self, tensors: ModuleTensors) -> torch.dtype:
+        """Return the dtype in which a module's scales are kept on the device."""
+        return self.scale_dtype
+
     def scale_name(self, tensors: ModuleTensors) -> str:
         """Name of the scales: the first that exists."""
         return next((name for name in self.scale_names if tensors.stored(name) is not None), self.scale_names[0])
