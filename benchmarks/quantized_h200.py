@@ -154,6 +154,8 @@ def _calls(scheme: Scheme, x: torch.Tensor, weights: list[QuantizedWeight], plai
 
     def ours() -> torch.Tensor:
         weight = following()
+        if weight.is_few(x):
+            return scheme.multiply(x, weight)
         options = {"form": scheme.kernel, "group": scheme.group, "rows_per_scale": weight.rows_per_scale}
         return quantized_gemm(x, weight.codes, weight.scales, **options)
 

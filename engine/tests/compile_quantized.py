@@ -7,6 +7,8 @@ import torch
 
 from attnplug_engine.kernels.quantized_experts import _grouped_product
 from attnplug_engine.kernels.quantized_gemm import MOST_ROWS, _quantized_gemm, _scale_rows, tile
+from attnplug_engine.kernels.quantized_skinny import _quantized_skinny
+from attnplug_engine.kernels.quantized_skinny import tile as skinny_tile
 from attnplug_testing import ahead
 
 HALF = dict.fromkeys(("out", "x", "bias", "onto"), "*bf16")
@@ -33,6 +35,17 @@ def product(sm: int, form: str, rows: int, *, scaled: bool, gated: bool) -> Any:
     return ahead.compiled(_quantized_gemm, sm, kinds, constants, options, ("x_stride", "out_stride", "onto_stride"))
 
 
+def skinny(sm: int, *, gated: bool) -> Any:
+    block_n, block_k, warps = skinny_tile(8192, 2048, 2 if gated else 1)
+    constants = {
+        "K": 2048, "GROUP": 128, "ROWS_PER_SCALE": 128, "ROWS": 1, "BLOCK_N": block_n, "BLOCK_K": block_k,
+        "BFLOAT16": True, "GATED": gated, "NORM": gated, "BIAS": False, "ONTO": not gated, "EARLY": sm >= 90,
+    }  # fmt: skip
+    kinds = HALF | {"x": "*i64", "codes": "*i32", "scales": "*fp32", "gain": "*i64", "eps": "fp32"}
+    options = {"num_warps": warps, **({"launch_pdl": True} if sm >= 90 else {})}
+    return ahead.compiled(_quantized_skinny, sm, kinds, constants, options, ("x_stride", "out_stride", "onto_stride"))
+
+
 def grouped(sm: int, form: str) -> Any:
     codes, scales, group, high = FORMATS[form]
     constants = {
@@ -53,6 +66,8 @@ def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
         yield "fp8, decoded", product(sm, "fp8", 16, scaled=False, gated=False)
     if sm != 90:
         return
+    yield "few rows", skinny(sm, gated=False)
+    yield "few rows, gated", skinny(sm, gated=True)
     yield "fp8, scaled, gated", product(sm, "fp8", MOST_ROWS, scaled=True, gated=True)
     for form in ("int4", "mxfp4"):
         yield form, product(sm, form, 16, scaled=False, gated=False)

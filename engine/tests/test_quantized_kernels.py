@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnplug.host import TINY_CONFIGS
+from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.models.layers import QuantizedLinear, RMSNorm, silu_and_mul
+from attnplug_engine.models.weights import Weights
+from attnplug_engine.parallel.collectives import SINGLE
 from attnplug_engine.quantization.fp8 import Fp8Blocks, Fp8Channels
 from attnplug_engine.quantization.int4 import Int4Groups
 from attnplug_engine.quantization.libraries import block_product, row_product, works
@@ -182,3 +187,64 @@ def test_experts_equal_their_sum_in_float64(name, tokens, gated, device):
             inner = F.silu(inner[:width]) * inner[width:] if gated else F.relu(inner).square()
             wanted[token] += topk_weights[token, place] * (down.expert(expert).dequantized(torch.float64) @ inner)
     assert close(found, wanted, 1e-2)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "small fp8 blocks", "fp8 channels"])
+@pytest.mark.parametrize(("rows", "width", "gated"), [(1, 384, False), (2, 200, True), (2, 5000, False)])
+@on_every_device
+def test_few_rows_with_norm_bias_gate_and_residual(name, rows, width, gated, device):
+    weight = drawn(SCHEMES[name], 144, width, device)
+    x = torch.randn(rows, width).to(device, HALF[device]) * 3
+    gain, bias = (torch.randn(size).to(device, HALF[device]) for size in (width, 144))
+    onto = torch.randn(rows, 72 if gated else 144).to(device, HALF[device])
+    found = kernels("quantized_skinny").quantized_skinny(
+        x,
+        weight.codes,
+        weight.scales,
+        group=weight.scheme.group,
+        rows_per_scale=weight.rows_per_scale,
+        bias=bias,
+        norm=(gain, 1e-5),
+        gated=gated,
+        onto=onto,
+    )
+    normed = F.rms_norm(x.double(), (width,), gain.double(), 1e-5)
+    wanted = normed @ weight.dequantized(torch.float64).T + bias.double()
+    if gated:
+        gate, up = wanted.chunk(2, 1)
+        wanted = F.silu(gate) * up
+    assert close(found, wanted + onto.double(), 5e-3)
+
+
+@on_every_device
+def test_few_rows_decode_every_code(device):
+    """Subnormal codes too, beside large and small activations."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1)
+    codes[:, [0x7F, 0xFF]] = 0  # NaN
+    codes = codes.view(torch.float8_e4m3fn).to(device)
+    for row, size in ((1, 300.0), (0x81, 0.05), (0x3F, 1.0)):
+        x = torch.zeros(1, 256).index_fill_(1, torch.tensor([row]), size).to(device, HALF[device])
+        found = kernels("quantized_skinny").quantized_skinny(
+            x, codes, torch.ones(16, 1, device=device), group=None, rows_per_scale=1
+        )
+        assert close(found, (x.double() @ codes.double().T), 1e-3), row
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("name", ["fp8 blocks", "int4"])
+def test_a_layer_takes_the_kernel_for_its_rows(name, rows, kernel_device, monkeypatch):
+    """With its norm, gate and residual: the same as by torch."""
+    monkeypatch.setattr("attnplug_engine.quantization.scheme.usable", lambda _device: kernel_device != "torch")
+    device = torch.device(kernel_device if kernel_device == "cuda" else "cpu")
+    weight = drawn(SCHEMES[name], 256, 128, str(device))
+    if name == "fp8 blocks" and rows > 2 and device.type == "cpu":
+        pytest.skip("the interpreter does not carry when it rounds activations to fp8")
+    gain = torch.rand(128) + 0.5
+    source = RandomCheckpoint(TINY_CONFIGS["llama"])
+    monkeypatch.setattr(source, "_whole", lambda *_: gain)
+    norm = RMSNorm(Weights(source, dtype=HALF[device.type], device=device, parallel=SINGLE), 128, 1e-5)
+    x = torch.randn(rows, 128).to(device, HALF[device.type])
+    wanted = F.rms_norm(x.double(), (128,), gain.to(device, HALF[device.type]).double(), 1e-5)
+    gate, up = (wanted @ weight.dequantized(torch.float64).T).chunk(2, 1)
+    found = QuantizedLinear(weight)(x, norm=norm, activate=silu_and_mul)
+    assert close(found, F.silu(gate) * up, 5e-2 if device.type == "cuda" and name == "fp8 blocks" else 8e-3)

@@ -175,4 +175,4 @@ def tile(outputs: int, rows: int, parts: int, device: torch.device) -> tuple[int
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     block_n = next((size for size in (64, 32) if outputs >= size * processors), 16) // parts
     stage = (parts * block_n + 2 * rows) * _BLOCK_K
-    return block_n, 4, max(min(8, (shared_memory(device) // 2 - 2048) // stage), 2)
+    return block_n, 4, max(min(12, (shared_memory(device) // 2 - 2048) // stage), 2)

@@ -172,10 +172,14 @@ class QuantizedLinear(Projection):
         activate: Callable[[Tensor], Tensor] | None = None,
         onto: Tensor | None = None,
     ) -> Tensor:
+        fused = None
         if norm is not None:
-            x = norm(x)
-        gated = activate is silu_and_mul
-        out = self._multiply(x, self.weight, bias=self.bias, gated=gated, onto=onto if self._adds else None)
+            if self.weight.fuses_norm(x, norm.weight):
+                fused = norm.weight, norm.eps
+            else:
+                x = norm(x)
+        gated, onto = activate is silu_and_mul, onto if self._adds else None
+        out = self._multiply(x, self.weight, bias=self.bias, gated=gated, onto=onto, norm=fused)
         return out if activate is None or gated else activate(out)
 
     __call__ = forward

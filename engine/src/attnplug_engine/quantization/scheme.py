@@ -20,6 +20,8 @@ from attnplug_engine.quantization.libraries import FEWEST_ROWS, Product, block_p
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
 EXPONENT_SCALES = frozenset({"F8_E8M0", "U8"})
 """UE8M0: ``2 ** (byte - 127)``. 255 is NaN."""
+FEW = 2
+"""Most rows of the fp8 kernel that uses no tensor cores."""
 _MOST_DECODED = 1 << 22
 """Elements of a weight that the reference decodes at a time: 16 MiB of float32."""
 
@@ -197,14 +199,30 @@ class Scheme(ABC):
         bias: Tensor | None = None,
         gated: bool = False,
         onto: Tensor | None = None,
+        norm: tuple[Tensor, float] | None = None,
     ) -> Tensor:
         """Return ``x [..., in]`` times the weight ``[out, in]`` transposed: ``[..., out]``.
 
-        ``gated`` computes ``silu(gate) * up`` of ``out = [gate | up]``. The result is added to ``onto``.
+        ``gated`` computes ``silu(gate) * up`` of ``out = [gate | up]``. The result is added to ``onto``. ``norm`` is
+        the weight and epsilon of an RMS norm of ``x``, if the weight ``fuses_norm``.
         """
-        if weight.on_gpu and x.dim() == 2 and x.dtype in (torch.bfloat16, torch.float16):
+        if weight.on_gpu and x.dim() == 2 and x.element_size() == 2:
             from attnplug_engine.kernels.quantized_gemm import quantized_gemm
 
+            if weight.is_few(x):
+                from attnplug_engine.kernels.quantized_skinny import quantized_skinny
+
+                return quantized_skinny(
+                    x,
+                    weight.codes,
+                    weight.scales,
+                    group=self.group,
+                    rows_per_scale=weight.rows_per_scale,
+                    bias=bias,
+                    norm=norm,
+                    gated=gated,
+                    onto=onto,
+                )
             if weight.library is None or x.shape[0] < FEWEST_ROWS or x.dtype is not torch.bfloat16:
                 return quantized_gemm(
                     x,
@@ -285,7 +303,7 @@ class QuantizedWeight(nn.Module):
         self.register_buffer("_codes", codes, persistent=False)
         self.register_buffer("_scales", scales, persistent=False)
         self.shape = (codes.shape[-2], codes.shape[-1] * scheme.per_code)
-        self.on_gpu = False
+        self.on_gpu = self._few_rows = False
         """True if the kernels multiply it."""
         self.library: Product | None = None
         """Product for many rows. Chosen here, because a product that is captured cannot be checked."""
@@ -293,11 +311,20 @@ class QuantizedWeight(nn.Module):
             from attnplug_engine.kernels.quantized_gemm import supports
 
             self.on_gpu = supports(self.shape[1], scheme.group)
+            self._few_rows = self.on_gpu and scheme.kernel == "fp8"
             if self.on_gpu and codes.dim() == 2 and scheme.kernel == "fp8" and self.shape[0] % 16 == 0:
                 if (rows_per_scale, scheme.group) == (128, 128) and not any(size % 128 for size in self.shape):
                     self.library = block_product(codes.device)
                 elif scheme.group is None:
                     self.library = row_product(codes.device)
+
+    def is_few(self, x: Tensor) -> bool:
+        """Return True if the kernel for few rows multiplies ``x``."""
+        return self._few_rows and x.dim() == 2 and 0 < x.shape[0] <= FEW and x.element_size() == 2
+
+    def fuses_norm(self, x: Tensor, gain: Tensor) -> bool:
+        """Return True if ``multiply`` can norm ``x`` with the weight ``gain`` first."""
+        return self.is_few(x) and gain.dtype == x.dtype
 
     def expert(self, index: int) -> QuantizedWeight:
         """Return one expert's weight, a view."""
