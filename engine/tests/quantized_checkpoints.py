@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -53,12 +53,15 @@ def fp8_tensor(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def int4_groups(group: int):
+    """K2-Thinking's layout, packed by compressed-tensors itself."""
+
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
         groups = weight.unflatten(1, (-1, group))
         scales = (groups.abs().amax(2) / 7.5).bfloat16()
         codes = (groups / scales.float().unsqueeze(2)).round().clamp(-8, 7)
         values = (codes * scales.float().unsqueeze(2)).flatten(1)
-        packed = pack_to_int32(codes.flatten(1).to(torch.int8), 4)
+        packed = helpers.pack_to_int32(codes.flatten(1).to(torch.int8), 4)
         return {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}, values
 
     return quantize

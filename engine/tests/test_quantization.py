@@ -100,9 +100,12 @@ def logits_of(folder: Path, make_stage, sequences, **options):
 def transformers_logits(folder: Path, sequences):
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+    pytest.importorskip("accelerate")  # transformers needs it for fp8
     config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
     options = {}
-    if config.get("quant_method") == "compressed-tensors":  # by default it decompresses in the first forward
+    if config.get("quant_method") == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+        # by default it decompresses in the first forward
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     oracle = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, **options
