@@ -25,6 +25,8 @@ os.environ.update(
 )
 
 _WARM = 8
+_CODES = 100.0
+"""Standard deviation of random fp8 codes."""
 _MAX_NEW_TOKENS = 736
 """New tokens of a request: it decodes while the others prefill, and through all batches of its context."""
 _STEPS = 80
@@ -75,11 +77,17 @@ def randomise(llm: Any, std: float) -> None:
     vLLM's dummy weights are within ±0.001, including norms. Tokens would hardly differ and share their experts, and a
     step would read fewer weights.
     """
+    import torch
+
     model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
     for module in model.modules():
         plain = "RMSNorm" in type(module).__name__ and "Gemma" not in type(module).__name__  # Gemma's adds 1
         for name, weight in module.named_parameters(recurse=False):
-            if weight.dim() > 1:
+            if weight.dtype.itemsize == 1:  # fp8 codes
+                weight.data.copy_(torch.randn(weight.shape, device=weight.device).mul_(_CODES).to(weight.dtype))
+            elif "scale" in name:
+                weight.data.fill_(std / _CODES)
+            elif weight.dim() > 1:
                 weight.data.normal_(std=std)
             elif plain and name == "weight":
                 weight.data.fill_(1.0)

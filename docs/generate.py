@@ -43,6 +43,7 @@ from attnplug.declare.version import DEPRECATIONS, removal
 from attnplug.hf.model_config import ALIASES, model_from_config
 from attnplug.host import TINY_CONFIGS, load_registry
 from attnplug_engine.models.architectures import ARCHITECTURES
+from attnplug_engine.quantization.config import SCHEMES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -108,6 +109,13 @@ def table_of_packages() -> str:
     return "\n".join(rows)
 
 
+def table_of_schemes() -> str:
+    """One row per quantization scheme of the engine."""
+    rows = ["| scheme | published models |", "|---|---|"]
+    rows += [f"| {scheme.title} | {scheme.published} |" for scheme in SCHEMES]
+    return "\n".join(rows)
+
+
 def table_of_commands() -> str:
     """One row per command, as ``attnplug --help`` lists them."""
     listed = re.findall(r"^    (\w+)\s+(\S.+)$", _run("attnplug --help"), re.MULTILINE)
@@ -134,6 +142,7 @@ TABLES = {
     "table of levels": table_of_levels,
     "table of packages": table_of_packages,
     "table of deprecations": table_of_deprecations,
+    "table of schemes": table_of_schemes,
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
     "decode rates": decode_rates,

@@ -6,6 +6,7 @@ import compile_experts
 import compile_hisparse
 import compile_kernels
 import compile_linear_gates
+import compile_quantized
 import compile_sampler
 import compile_speculation
 import compile_step_io
@@ -15,6 +16,7 @@ PARTS = {
     "experts": compile_experts,
     "hisparse": compile_hisparse,
     "linear gates": compile_linear_gates,
+    "quantized": compile_quantized,
     "sampler": compile_sampler,
     "speculation": compile_speculation,
     "steps": compile_step_io,

@@ -84,6 +84,17 @@ def test_experts(facts: Facts) -> None:
     assert all(taken <= room[sm] for sm, _, taken in facts["experts"]), facts["experts"]
 
 
+def test_quantized(facts: Facts) -> None:
+    """Every one for SM 90, fp8 for SM 80 to 120. Tensor cores take fp8 as it is from SM 89 on."""
+    found = facts["quantized"]
+    assert len([one for one in found if one[0] == 90]) == 11
+    assert {sm for sm, name, *_ in found if name == "fp8, scaled"} == {89, 90, 100, 120}
+    assert {sm for sm, name, *_ in found if name == "fp8, decoded"} == {80, 90}
+    room = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+    for sm, name, shared, spilled, takes_fp8 in found:
+        assert shared <= room[sm] and spilled == 0 and takes_fp8 == ("scaled" in name), (sm, name, shared, spilled)
+
+
 def test_hisparse(facts: Facts) -> None:
     """Rows come from the host by 16 bytes at a time."""
     copying = {"swap in", "swap in verified rows", "swap in entries", "stage", "gather"}

@@ -311,7 +311,7 @@ DRAFT = {"settings": ("speculative_draft_model",)}
         (LLAMA, {"head_dim": 32}, ModelConfigError, [32, 16], {"key": "head_dim"}),
         (LLAMA, {"num_attention_heads": 3}, ModelConfigError, [3, 2], {"key": "num_attention_heads"}),
         (LLAMA, {"hidden_act": "gelu"}, ModelConfigError, ["gelu", "silu"], {"key": "hidden_act"}),
-        (LLAMA, {"quantization_config": {}}, ModelConfigError, [], {"key": "quantization_config"}),
+        (LLAMA, {"quantization_config": {}}, ModelConfigError, [], {"key": "quantization_config.quant_method"}),
         (LLAMA, {"model_type": "gemma4_assistant"}, DraftError, ["llama_assistant"], {}),
         (HYBRID, {"target_layers": [0, 3, 3]}, DraftError, ["layer 0", "gdn"], DRAFT),
         ("tiny:deepseek_v3", {}, DraftError, ["layer 0", "mla", "mha"], DRAFT),

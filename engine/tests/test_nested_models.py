@@ -142,7 +142,8 @@ def test_random_weights_need_the_config_only(oracle, tmp_path):
          {"key": "text_config.model_type"}),
         (lambda config: config["text_config"].pop("num_hidden_layers"), ModelConfigError,
          {"key": "text_config.num_hidden_layers"}),
-        (lambda config: config.update(quantization_config={}), ModelConfigError, {"key": "quantization_config"}),
+        (lambda config: config.update(quantization_config={}), ModelConfigError,
+         {"key": "quantization_config.quant_method"}),
     ],
     ids=["type", "chunked", "size", "quantised"],
 )  # fmt: skip

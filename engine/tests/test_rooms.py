@@ -20,6 +20,7 @@ ROOMS = (
     "scheduling",
     "memory",
     "models",
+    "quantization",
     "kernels",
     "text",
     "checkpoints",

@@ -30,7 +30,7 @@ from attnplug_engine.request import (
 from attnplug_engine.scheduling.prefix_cache import CacheStatistics, PrefixCache
 from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
 from attnplug_engine.scheduling.step import RoundResult, StepResult
-from attnplug_engine.sizing import capacity
+from attnplug_engine.sizing import MemoryPlan, capacity
 from attnplug_engine.speculation.rounds import RoundRunner
 from attnplug_engine.start_up import capture_graphs, equalize_pages, make_scheduler, warm_up
 from attnplug_engine.step_loop import StepLoop
@@ -47,9 +47,10 @@ class Engine:
     >>> engine.generate(["Hello"], max_tokens=4)  # a list with one Completion
 
     Settings are the fields of :class:`EngineOptions`. ``progress(done, total)`` is called while a checkpoint's tensors
-    are read, ``on_compile`` while backends' kernels are compiled, ``on_capture`` while CUDA graphs are captured, and
-    ``on_warm_up`` while requests of every kind compile the other kernels, on a GPU. Under tensor parallelism every
-    rank makes the same calls: each runs the same schedule and samples the same tokens.
+    are read, ``on_memory`` with the estimated memory before that, ``on_compile`` while backends' kernels are compiled,
+    ``on_capture`` while CUDA graphs are captured, and ``on_warm_up`` while requests of every kind compile the other
+    kernels, on a GPU. Under tensor parallelism every rank makes the same calls: each runs the same schedule and samples
+    the same tokens.
 
     An engine may be shared by iterators and by threads (of one rank). Each step runs all requests, and every request's
     tokens are kept for each of its followers.
@@ -62,6 +63,7 @@ class Engine:
         *,
         parallel: TensorParallel = SINGLE,
         progress: Callable[[int, int], None] | None = None,
+        on_memory: Callable[[MemoryPlan], None] | None = None,
         on_compile: Callable[[int, int], None] | None = None,
         on_capture: Callable[[int, int], None] | None = None,
         on_warm_up: Callable[[int, int], None] | None = None,
@@ -70,7 +72,7 @@ class Engine:
         started = time.perf_counter()
         self.options = options = replace(options or EngineOptions(), **settings)
         model = os.fspath(model)
-        prepared = prepare(model, options, parallel, progress=progress)
+        prepared = prepare(model, options, parallel, progress=progress, on_memory=on_memory)
         on_gpu = prepared.runtime.module is not None
         compilations = CompilationMark() if on_gpu else None  # importing Triton takes a second
         self.registry = prepared.registry

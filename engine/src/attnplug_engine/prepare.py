@@ -23,14 +23,15 @@ from attnplug.host import (
 from attnplug.kernels import torch_dtype
 from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
+from attnplug_engine.checkpoints.safetensors import Checkpoint
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.memory.pools import check_codecs
-from attnplug_engine.models.architectures import load_model, load_spec
+from attnplug_engine.models.architectures import load_model, load_spec, open_source
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import TensorParallel
-from attnplug_engine.sizing import check_buffers
+from attnplug_engine.sizing import MemoryPlan, check_buffers, plan_memory
 from attnplug_engine.speculation.backend_choice import DraftChoice, choose_draft, target_problem, target_request
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft, naming_draft
@@ -140,9 +141,13 @@ def prepare(
     parallel: TensorParallel,
     *,
     progress: Callable[[int, int], None] | None = None,
+    on_memory: Callable[[MemoryPlan], None] | None = None,
     is_embedding: bool = False,
 ) -> Prepared:
-    """Select backends for a model, then read its weights. An embedding model needs no output head."""
+    """Select backends for a model, then read its weights. An embedding model needs no output head.
+
+    ``on_memory`` gets the estimate of an engine's memory before weights are read. Raises PoolError if it cannot fit.
+    """
     spec = load_spec(model)
     if (options.context_length or 0) > spec.context_length:
         raise UsageError(
@@ -188,11 +193,19 @@ def prepare(
     selection = choose_importable(registry, request, problem, ranking)
     check_codecs(spec.layers, registry.kv_format(kv_dtype))
     failed = selection.failed
-    draft_choice = None
+    draft_choice = draft_layers = None
     if speculation is not None and speculation.has_model:
         with naming_draft(speculation):
             draft_layers = draft_spec(speculation, model)
         draft_choice = choose_draft(registry, asked, problem, speculation, draft_layers, ranking)
+    source = open_source(model, device=device, seed=options.seed, random_weights=options.random_weights)
+    if not is_embedding:
+        weights = source.nbytes(torch_dtype(dtype), parallel.size) if isinstance(source, Checkpoint) else None
+        rows = None if draft_layers is None else draft_layers.for_rank(parallel.size)
+        rank, config = spec.for_rank(parallel.size), source.config
+        plan = plan_memory(rank, config, options, selection, torch_dtype(dtype), kv_dtype, device, weights, rows)
+        if on_memory is not None:
+            on_memory(plan)
     loaded = load_model(
         model,
         dtype=torch_dtype(dtype),
@@ -202,6 +215,7 @@ def prepare(
         random_weights=options.random_weights,
         progress=progress,
         head=not is_embedding,
+        source=source,
     )
     draft = None
     if speculation is not None and draft_choice is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnplug.host import ModelConfigError
 from attnplug.registry.models import tiny_config
-from attnplug_engine.checkpoints.safetensors import SINGLE_FILE, checkpoint_config
+from attnplug_engine.checkpoints.safetensors import FLOATS, SINGLE_FILE, StoredTensor, checkpoint_config
 from attnplug_engine.checkpoints.tensor_names import text_config
 
 TINY = "tiny:"
@@ -67,12 +67,26 @@ class RandomCheckpoint:
         """Names of the tensors that were requested so far; there are no others."""
         return tuple(self._shapes)
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    random = True
+
+    def stored(self, name: str) -> StoredTensor | None:
+        return None
+
+    def stored_name(self, name: str) -> str:
+        return name
+
+    def check(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = FLOATS) -> None:
         if self._shapes.setdefault(name, shape) != shape:
             raise ValueError(f"tensor {name!r} was requested as {self._shapes[name]} and as {shape}")
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        kinds: Collection[str] = FLOATS,
     ) -> Tensor:
         self.check(name, shape)
         whole = self._whole(name, shape)

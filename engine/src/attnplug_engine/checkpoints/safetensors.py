@@ -6,11 +6,15 @@ No pickle is ever loaded, because unpickling runs arbitrary code.
 from __future__ import annotations
 
 import difflib
+import math
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -21,10 +25,11 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _INTEGERS = {"I64", "I32"}
 _SHOWN = 6
 _MAX_NAME = 255
+_LEAST_MAPPED, _MOST_MAPPED = 1 << 20, 256 << 20
 _MAX_INDEX_BYTES = 1 << 28  # an index of 100,000 tensors has 10 MB
 
 
@@ -70,6 +75,14 @@ class UnusedTensors(CheckpointError):
         self.tensors = tuple(tensors)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint: its safetensors dtype, such as ``BF16`` or ``F8_E4M3``, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class WeightSource(Protocol):
     """Source of a model's weights: a checkpoint on disk, or random numbers."""
 
@@ -85,16 +98,36 @@ class WeightSource(Protocol):
         """Names of the tensors that exist."""
         ...
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise CheckpointError if there is no readable tensor of this name and shape."""
+    @property
+    def random(self) -> bool:
+        """True if tensors are drawn on request, so that every name exists."""
+        ...
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """Return the dtype and shape of a tensor; None if there is none, or if tensors are random."""
+        ...
+
+    def stored_name(self, name: str) -> str:
+        """Return a tensor's name in its file, which may differ."""
+        ...
+
+    def check(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = FLOATS) -> None:
+        """Raise CheckpointError if there is no tensor of this name and shape, of one of the dtypes ``kinds``."""
         ...
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        kinds: Collection[str] = FLOATS,
     ) -> Tensor:
         """Return a tensor, or the part of it that a rank owns, in its stored dtype. It must not be written to.
 
-        ``shape`` is that of the whole tensor, as the model expects it. Raises CheckpointError if it differs.
+        ``shape`` is that of the whole tensor, as the model expects it, and ``kinds`` are the allowed dtypes. Raises
+        CheckpointError if it differs.
         """
         ...
 
@@ -121,6 +154,10 @@ class Checkpoint:
         self._stored_names = stored_names or {}
         """Names in the files, where they differ."""
         self._open: dict[str, Any] = {}
+        self._mapped = 0.0
+        self._largest = 0
+        self._most_mapped = _MOST_MAPPED
+        """Bytes of tensors that are read before files are closed: peak host memory is this and the largest tensor."""
 
     @classmethod
     def open(cls, folder: str | Path, config_file: str = "config.json") -> Checkpoint:
@@ -161,13 +198,49 @@ class Checkpoint:
     def names(self) -> Sequence[str]:
         return tuple(self._files)
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        self._stored(name, shape)
+    random = False
+
+    def stored(self, name: str) -> StoredTensor | None:
+        if name not in self._files:
+            return None
+        try:
+            found = self._opened(self._files[name]).get_slice(self.stored_name(name))
+        except SafetensorError:  # the index lies, which reading reports
+            return None
+        return StoredTensor(str(found.get_dtype()), tuple(found.get_shape()))
+
+    def stored_name(self, name: str) -> str:
+        return self._stored_names.get(name, name)
+
+    def nbytes(self, dtype: torch.dtype, ranks: int = 1) -> int:
+        """Return the bytes of one of ``ranks`` if floating-point tensors are converted to ``dtype``.
+
+        An upper bound: a model may not use all tensors. Embeddings and vectors are on every rank.
+        """
+        total = 0.0
+        for name in self._files:
+            stored = self.stored(name)
+            if stored is not None:
+                size = math.prod(stored.shape) * (dtype.itemsize if stored.dtype in FLOATS else _bytes_of(stored.dtype))
+                total += size if len(stored.shape) < 2 or "embed" in name else size // ranks
+        return int(total)
+
+    def check(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = FLOATS) -> None:
+        self._stored(name, shape, kinds)
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        kinds: Collection[str] = FLOATS,
     ) -> Tensor:
-        stored = self._stored(name, shape)
+        stored = self._stored(name, shape, kinds)
+        self._mapped += math.prod(shape) * _bytes_of(str(stored.get_dtype()))
+        if not shape:  # a slice cannot index a scalar
+            return cast(Tensor, self._opened(self._files[name]).get_tensor(self.stored_name(name)))
         part: Tensor = stored[rows or slice(None)] if columns is None else stored[rows or slice(None), columns]
         return part
 
@@ -184,13 +257,13 @@ class Checkpoint:
             )
         return whole
 
-    def _stored(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = _FLOATS) -> Any:
+    def _stored(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = FLOATS) -> Any:
         """Return a handle on a tensor in its file; nothing is read yet."""
         if name not in self._files:
             raise self._missing(name, shape)
         file = self._files[name]
         path = str(self.folder / file)
-        name = self._stored_names.get(name, name)
+        name = self.stored_name(name)
         try:
             stored = self._opened(file).get_slice(name)
         except SafetensorError as error:
@@ -210,9 +283,9 @@ class Checkpoint:
                 shape,
             )
         if (dtype := str(stored.get_dtype())) not in kinds:
-            allowed = "only unquantised weights can be loaded" if kinds is _FLOATS else "it must hold whole numbers"
+            quantized = " unless the config's quantization_config covers it" if kinds is FLOATS else ""
             raise WrongDtype(
-                f"{path}: tensor {name!r} is of type {dtype}; {allowed}: {', '.join(sorted(kinds))}",
+                f"{path}: tensor {name!r} is of type {dtype}; it must be one of {', '.join(sorted(kinds))}{quantized}",
                 path,
                 name,
                 dtype,
@@ -220,6 +293,11 @@ class Checkpoint:
         return stored
 
     def _opened(self, file: str) -> Any:
+        if self._mapped > self._most_mapped:
+            # Tensors are views of mapped files, whose pages stay in this process until the files are closed. The
+            # caller has copied earlier tensors.
+            self._open.clear()
+            self._mapped = 0
         if file not in self._open:
             path = self.folder / file
             try:
@@ -228,6 +306,8 @@ class Checkpoint:
                 raise CheckpointError(str(error), str(path)) from error
             try:
                 self._open[file] = safe_open(str(path), framework="pt", device="cpu")
+                self._largest = max(self._largest, size)
+                self._most_mapped = min(max(self._largest // 8, _LEAST_MAPPED), _MOST_MAPPED)
             except (SafetensorError, OSError, ValueError) as error:
                 raise CheckpointError(
                     f"{path} ({size} bytes) cannot be read as safetensors: {error}; "
@@ -247,6 +327,12 @@ class Checkpoint:
             name,
             files,
         )
+
+
+def _bytes_of(dtype: str) -> float:
+    """Bytes of an element of a safetensors dtype, by the number of bits in its name: ``F8_E4M3``, ``BOOL``."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) / 8 if bits else 1
 
 
 def checkpoint_folder(reference: str) -> Path:

@@ -86,6 +86,7 @@ def _start(parsed: argparse.Namespace, options: EngineOptions, parallel: TensorP
             options,
             parallel=parallel,
             progress=phase("loading"),
+            on_memory=lambda plan: console.print(f"memory: {plan}", soft_wrap=True),
             on_compile=phase("compiling kernels"),
             on_capture=phase("capturing CUDA graphs"),
             on_warm_up=phase("warming up"),

@@ -149,16 +149,19 @@ def load_model(
     random_weights: bool = False,
     head: bool = True,
     progress: Callable[[int, int], None] | None = None,
+    source: WeightSource | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face folder, or the built-in ``tiny:NAME`` with random weights from ``seed``.
 
     With ``random_weights`` a folder's weights are random too: only its config is read. Without ``head`` the model
     returns hidden states and no logits, and a checkpoint needs no head. ``progress(done, total)`` is called for every
-    tensor read from a folder. Under ``parallel`` only this rank's part is read. Raises UsageError (ModelConfigError,
+    tensor read from a folder. Under ``parallel`` only this rank's part is read. ``source`` is the result of
+    ``open_source``, if the caller has it. Raises UsageError (ModelConfigError,
     CheckpointError, UnknownArchitecture, ParallelError).
     """
     spec = load_spec(reference)
-    source = open_source(reference, device=device, seed=seed, random_weights=random_weights)
+    if source is None:
+        source = open_source(reference, device=device, seed=seed, random_weights=random_weights)
     if isinstance(source, Checkpoint):
         if head:
             architecture = ARCHITECTURES[spec.model_type]
@@ -252,10 +255,6 @@ def read_config(given: Mapping[str, object], source: str, spec: ModelSpec) -> Co
             )
         values[name] = value
     config = Config(values, source, spec.model_type)
-    if config.lookup("quantization_config") is not None:
-        raise config.error(
-            "means quantised weights, which cannot be loaded; give an unquantised checkpoint", "quantization_config"
-        )
     for key in architecture.unknown:
         if config.lookup(key) is not None:
             raise config.wrong(key, f"null or absent: models of type {spec.model_type!r} do not have it")

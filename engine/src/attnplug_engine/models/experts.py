@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,22 @@ from torch import Tensor, nn
 
 from attnplug.hf.config_keys import Config
 from attnplug_engine.kernels import usable
-from attnplug_engine.models.layers import GATED, GATED_BY_NUMBER, MLP, ClippedGate, Linear, MLPForm, RMSNorm, frozen
-from attnplug_engine.models.weights import Weights
+from attnplug_engine.models.layers import (
+    GATED,
+    GATED_BY_NUMBER,
+    MLP,
+    ClippedGate,
+    Linear,
+    MLPForm,
+    Projection,
+    RMSNorm,
+    frozen,
+)
+from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.parallel.collectives import even_part, length
+
+if TYPE_CHECKING:
+    from attnplug_engine.quantization.scheme import QuantizedWeight
 
 
 class Router(nn.Module):
@@ -185,12 +198,23 @@ class AddedTerms:
 NOTHING = AddedTerms()
 
 
+class QuantizedExperts(nn.Module):
+    """Quantized weights of all experts, in the shapes of ``Experts``."""
+
+    def __init__(self, gate_up: QuantizedWeight, down: QuantizedWeight) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+        self.on_gpu = gate_up.on_gpu and down.on_gpu
+
+
 class Experts(nn.Module):
     """MLPs of the routed experts. Each rank has a part of every expert's columns, so that no rank waits for another.
 
     ``gate_up`` is ``[experts, 2 * own columns, hidden]`` (own columns only, if the form has no gate), ``down`` is
-    ``[experts, hidden, own columns]``.
+    ``[experts, hidden, own columns]``. ``quantized`` replaces both.
     """
+
+    quantized: QuantizedExperts | None
 
     def __init__(
         self, weights: Weights, experts: int, hidden: int, intermediate: int, *, form: MLPForm = GATED
@@ -201,6 +225,19 @@ class Experts(nn.Module):
         parts = form.rows(intermediate, own)
         for expert in {0, experts - 1}:
             weights.at(str(expert)).check("weight", parts, hidden)
+        self._describe(form, experts)
+        scheme = weights.at("0").scheme(form.inputs[0])
+        if scheme is not None:
+            output = WeightRows(form.output, hidden, slice(0, hidden))
+            part = own if weights.parallel.size > 1 else None
+            gate_up = weights.empty_quantized(scheme, parts, hidden, experts=experts)
+            down = weights.empty_quantized(scheme, [output], intermediate, columns=part, experts=experts)
+            for expert in range(experts):
+                one = weights.at(str(expert))
+                one.fill_quantized(gate_up.expert(expert), parts, hidden)
+                one.fill_quantized(down.expert(expert), [output], intermediate, columns=part)
+            self.quantized = QuantizedExperts(gate_up, down)
+            return
         empty = torch.empty(0, dtype=weights.dtype, device=weights.device)
         self.gate_up = frozen(empty.new_empty(experts, len(form.inputs) * columns, hidden))
         self.down = frozen(empty.new_empty(experts, hidden, columns))
@@ -208,11 +245,11 @@ class Experts(nn.Module):
             one = weights.at(str(expert))
             one.fill(self.gate_up[expert], "weight", parts)
             self.down[expert].copy_(one.take(f"{form.output}.weight", hidden, intermediate, columns=own))
-        self._describe(form)
 
-    def _describe(self, form: MLPForm, biases: tuple[Tensor, Tensor] | None = None) -> None:
+    def _describe(self, form: MLPForm, experts: int, biases: tuple[Tensor, Tensor] | None = None) -> None:
         """Set the form, and biases of both products: ``[experts, 2 * own columns]`` and ``[experts, hidden]``."""
-        self._form, self.biases = form, biases
+        self._form, self._experts, self.biases = form, experts, biases
+        self.quantized = None
         clip = form.activate
         self._clip = (clip.limit, clip.alpha, clip.offset) if isinstance(clip, ClippedGate) else None
 
@@ -221,7 +258,7 @@ class Experts(nn.Module):
 
         On a GPU this does not synchronize, so that a step can be captured.
         """
-        if usable(x):
+        if self.quantized is None and usable(x):
             from attnplug_engine.kernels.experts import fused_experts
 
             return fused_experts(
@@ -238,16 +275,37 @@ class Experts(nn.Module):
                 onto=added.onto,
                 every=added.every,
             )
+        if self.quantized is not None and self.quantized.on_gpu and x.element_size() == 2:
+            from attnplug_engine.kernels.quantized_experts import quantized_experts
+
+            gate_up, down = self.quantized.gate_up, self.quantized.down
+            return quantized_experts(
+                x,
+                topk_ids,
+                topk_weights,
+                gate_up,
+                down,
+                form=gate_up.scheme.kernel,
+                group=gate_up.scheme.group,
+                gated=len(self._form.inputs) == 2,
+                clip=self._clip,
+                biases=self.biases,
+                shared=added.shared,
+                gate=added.gate,
+                onto=added.onto,
+            )
         return added.to(self._one_by_one(x, topk_ids, topk_weights))
 
     def like(self, mlp: MLP) -> bool:
         """Return True if an MLP is the sum of experts of this width and form."""
+        if not isinstance(mlp.gate_up, Linear) or not isinstance(mlp.down, Linear) or self.quantized is not None:
+            return False
         return (
             mlp.form.activate is self._form.activate
             and mlp.gate_up.bias is None
             and mlp.down.bias is None
             and self.biases is None
-            and mlp.down.weight.shape[1] % self.down.shape[2] == 0
+            and mlp.down.weight.shape[1] % self.down.shape[-1] == 0
         )
 
     def _one_by_one(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -258,13 +316,18 @@ class Experts(nn.Module):
         grouped = x.index_select(0, order.div(per_token, rounding_mode="floor"))
         results = torch.empty_like(grouped)
         start = 0
-        for expert, count in enumerate(torch.bincount(flat, minlength=self.gate_up.shape[0]).tolist()):
+        for expert, count in enumerate(torch.bincount(flat, minlength=self._experts).tolist()):
             if count == 0:
                 continue
             stop = start + count
             up_bias, down_bias = (None, None) if self.biases is None else (bias[expert] for bias in self.biases)
-            inner = self._form.activate(F.linear(grouped[start:stop], self.gate_up[expert], up_bias))
-            torch.mm(inner, self.down[expert].t(), out=results[start:stop])
+            if self.quantized is not None:
+                inner = self.quantized.gate_up.expert(expert).multiply(grouped[start:stop])
+                inner = self._form.activate(inner if up_bias is None else inner + up_bias)
+                results[start:stop] = self.quantized.down.expert(expert).multiply(inner)
+            else:
+                inner = self._form.activate(F.linear(grouped[start:stop], self.gate_up[expert], up_bias))
+                torch.mm(inner, self.down[expert].t(), out=results[start:stop])
             if down_bias is not None:
                 results[start:stop] += down_bias
             start = stop
@@ -277,7 +340,7 @@ class LatentExperts(nn.Module):
     """Experts in a narrower space: tokens are projected there once for all of them, and their sum is projected back
     (Nemotron-H)."""
 
-    def __init__(self, down: Linear, experts: Experts, up: Linear) -> None:
+    def __init__(self, down: Projection, experts: Experts, up: Projection) -> None:
         super().__init__()
         self.down, self.experts, self.up = down, experts, up
 
@@ -398,5 +461,6 @@ class MixtureOfExperts(nn.Module):
             from attnplug_engine.kernels.experts import MAX_SEPARATE_TOKENS
 
             if x.shape[0] <= MAX_SEPARATE_TOKENS:
+                assert isinstance(shared.gate_up, Linear) and isinstance(shared.down, Linear)
                 return AddedTerms(onto, gate=gate, every=(shared.gate_up.weight, shared.down.weight))
         return AddedTerms(shared(x, onto=onto)) if gate is None else AddedTerms(onto, shared(x), gate)

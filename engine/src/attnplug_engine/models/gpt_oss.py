@@ -85,4 +85,4 @@ class StackedExperts(Experts):
         down_bias = weights.take("down_proj_bias", experts, hidden)
         # Only rank 0 has the bias, or the sum over ranks would count it once per rank.
         self.down_bias = frozen(down_bias if weights.parallel.rank == 0 else torch.zeros_like(down_bias))
-        self._describe(MLPForm(("gate", "up"), gate, "down"), (self.gate_up_bias, self.down_bias))
+        self._describe(MLPForm(("gate", "up"), gate, "down"), experts, (self.gate_up_bias, self.down_bias))

@@ -73,8 +73,8 @@ class LatentAttention(Attention):
         if rank is None:
             query = WeightRows("q_proj", queries, scaled(heads, layer.head_dim), query_order)
             # transformers gives q_proj no bias even if attention_bias is set, while the row's projection has one.
-            down = weights.stack("weight", [query, row], hidden)
-            self.down = Linear(down, _bias_of_row(weights, length(query.own), row) if bias else None)
+            row_bias = _bias_of_row(weights, length(query.own), row) if bias else False
+            self.down = Linear.stacked(weights, [query, row], hidden, bias=row_bias)
             self.q_norm, self.q_up = None, None
             self._query_width = length(query.own)
         else:

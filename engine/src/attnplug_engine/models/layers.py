@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,9 @@ from attnplug_engine.models.host_memory import available_memory
 from attnplug_engine.models.matmul import matmul, pack
 from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.parallel.collectives import ParallelError, TensorParallel, even_part, padded_part, shifted
+
+if TYPE_CHECKING:
+    from attnplug_engine.quantization.scheme import QuantizedWeight
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -45,33 +49,8 @@ class FastModule(nn.Module):
             self.__dict__[name] = value
 
 
-class Linear(FastModule):
-    """``[…, in_features]`` to ``[…, out_features]``, with this rank's part of a weight."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, adds: bool = True) -> None:
-        super().__init__()
-        self.weight = frozen(weight)
-        self.packed: Tensor | None = None
-        self.bias = None if bias is None else frozen(bias)
-        self._adds = adds
-
-    @classmethod
-    def stacked(cls, weights: Weights, parts: Sequence[WeightRows], in_features: int, *, bias: bool = False) -> Linear:
-        """Stack several stored projections of one input into one product; outputs are concatenated."""
-        return cls(weights.stack("weight", parts, in_features), weights.stack("bias", parts) if bias else None)
-
-    @classmethod
-    def row_parallel(
-        cls, weights: Weights, in_features: int, out_features: int, own: slice, *, bias: bool = False
-    ) -> Linear:
-        """Load a projection of the columns that this rank owns; the sum over ranks is the result.
-
-        Only rank 0 has the bias, or the sum would count it once per rank.
-        """
-        weight = weights.take("weight", out_features, in_features, columns=own)
-        whole = weights.take("bias", out_features) if bias else None
-        first = weights.parallel.rank == 0
-        return cls(weight, whole if first else None, adds=first)
+class Projection(FastModule):
+    """Base class of products with a weight: ``[…, in_features]`` to ``[…, out_features]``."""
 
     def forward(
         self,
@@ -86,6 +65,71 @@ class Linear(FastModule):
         The caller gives up ``onto``: the result may use its memory. For a row-parallel projection only rank 0 adds it,
         so that the sum over ranks has it once.
         """
+        raise NotImplementedError
+
+    # torch looks for hooks first: microseconds, ten times per layer, which matter when a CPU decodes.
+    __call__ = forward
+
+
+class Linear(Projection):
+    """Product with this rank's part of a weight in the model's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, adds: bool = True) -> None:
+        super().__init__()
+        self.weight = frozen(weight)
+        self.packed: Tensor | None = None
+        self.bias = None if bias is None else frozen(bias)
+        self._adds = adds
+
+    @classmethod
+    def stacked(
+        cls, weights: Weights, parts: Sequence[WeightRows], in_features: int, *, bias: bool | Tensor = False
+    ) -> Projection:
+        """Stack several stored projections of one input into one product; outputs are concatenated.
+
+        ``bias`` is True for stored ones, or a bias of all rows. Projections of different quantization schemes are
+        separate products.
+        """
+        whole = bias if isinstance(bias, Tensor) else weights.stack("bias", parts) if bias else None
+        products: list[Projection] = []
+        start = 0
+        for scheme, run in groupby(parts, key=lambda part: weights.scheme(part.name)):
+            own = list(run)
+            stop = start + sum(part.count for part in own)
+            own_bias = None if whole is None else whole[start:stop]
+            if scheme is None:
+                products.append(cls(weights.stack("weight", own, in_features), own_bias))
+            else:
+                products.append(QuantizedLinear(weights.quantized(scheme, own, in_features), own_bias))
+            start = stop
+        return products[0] if len(products) == 1 else Concatenated(products)
+
+    @classmethod
+    def row_parallel(
+        cls, weights: Weights, in_features: int, out_features: int, own: slice, *, bias: bool = False
+    ) -> Projection:
+        """Load a projection of the columns that this rank owns; the sum over ranks is the result.
+
+        Only rank 0 has the bias, or the sum would count it once per rank.
+        """
+        whole = weights.take("bias", out_features) if bias else None
+        first = weights.parallel.rank == 0
+        if (scheme := weights.scheme()) is not None:
+            rows = WeightRows("", out_features, slice(0, out_features))
+            columns = own if weights.parallel.size > 1 else None
+            quantized = weights.quantized(scheme, [rows], in_features, columns=columns)
+            return QuantizedLinear(quantized, whole if first else None, adds=first)
+        weight = weights.take("weight", out_features, in_features, columns=own)
+        return cls(weight, whole if first else None, adds=first)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        activate: Callable[[Tensor], Tensor] | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         assert activate is None or onto is None, "nothing is added to an activated product"
         onto = onto if self._adds else None
         if kernels.usable(x):
@@ -107,7 +151,60 @@ class Linear(FastModule):
             return onto.addmm_(x, self.weight.t())  # fuses the sum into the product
         return matmul(x, self.weight, self.bias, self.packed).add_(onto)
 
-    # torch looks for hooks first: microseconds, ten times per layer, which matter when a CPU decodes.
+    __call__ = forward
+
+
+class QuantizedLinear(Projection):
+    """Product with this rank's part of a quantized weight."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None, *, adds: bool = True) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = None if bias is None else frozen(bias)
+        self._adds = adds
+        self._multiply = weight.scheme.multiply
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        activate: Callable[[Tensor], Tensor] | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        fused = None
+        if norm is not None:
+            if self.weight.fuses_norm(x, norm.weight):
+                fused = norm.weight, norm.eps
+            else:
+                x = norm(x)
+        gated, onto = activate is silu_and_mul, onto if self._adds else None
+        out = self._multiply(x, self.weight, bias=self.bias, gated=gated, onto=onto, norm=fused)
+        return out if activate is None or gated else activate(out)
+
+    __call__ = forward
+
+
+class Concatenated(Projection):
+    """Products of one input with several weights; outputs are concatenated."""
+
+    def __init__(self, products: Sequence[Projection]) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(products)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        activate: Callable[[Tensor], Tensor] | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        x = x if norm is None else norm(x)
+        out = torch.cat([product(x) for product in self.products], -1)
+        out = out if onto is None else out.add_(onto)
+        return out if activate is None else activate(out)
+
     __call__ = forward
 
 

@@ -104,8 +104,8 @@ class RotaryLightningAttention(Attention):
             WeightRows("query_key_value", 3 * total, slice(start + own.start, start + own.stop))
             for start in (0, total, 2 * total)
         ]
-        bias = F.pad(weights.stack("bias", qkv), (0, length(own))) if qkv_bias else None  # the gate has no bias
-        self.down = Linear(weights.stack("weight", [*qkv, WeightRows("g_proj", total, own)], hidden), bias)
+        bias = F.pad(weights.stack("bias", qkv), (0, length(own))) if qkv_bias else False  # the gate has no bias
+        self.down = Linear.stacked(weights, [*qkv, WeightRows("g_proj", total, own)], hidden, bias=bias)
         self.q_norm = RMSNorm(weights.at("query_layernorm"), width, eps) if head_norms else None
         self.k_norm = RMSNorm(weights.at("key_layernorm"), width, eps) if head_norms else None
         self._silu = silu

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attnplug_engine.checkpoints.safetensors import UnusedTensors, WeightSource, shortened
+from attnplug_engine.checkpoints.safetensors import (
+    CheckpointError,
+    StoredTensor,
+    UnusedTensors,
+    WeightSource,
+    shortened,
+)
 from attnplug_engine.parallel.collectives import TensorParallel, length
+
+if TYPE_CHECKING:
+    from attnplug_engine.quantization.config import Quantization
+    from attnplug_engine.quantization.scheme import QuantizedWeight, Scheme
 
 # Buffers in old checkpoints that every model computes by itself.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -50,6 +61,7 @@ class Weights:
         parallel: TensorParallel,
         head: bool = True,
         prefix: str = "",
+        quantization: Quantization | None = None,
         taken: set[str] | None = None,
         on_read: Callable[[int], None] | None = None,
     ) -> None:
@@ -60,6 +72,11 @@ class Weights:
         """True if the model is to have its head."""
         self._source = source
         self._prefix = prefix
+        if taken is None and source.config.get("quantization_config") is not None:
+            from attnplug_engine.quantization.config import read_quantization  # imports every scheme
+
+            quantization = read_quantization(source.config, source.name)
+        self._quantization = quantization
         self._taken = set() if taken is None else taken
         self._on_read = on_read
         """Called after each tensor with the number of tensors read so far."""
@@ -73,6 +90,7 @@ class Weights:
             parallel=self.parallel,
             head=self.head,
             prefix=f"{self._prefix}{module}.",
+            quantization=self._quantization,
             taken=self._taken,
             on_read=self._on_read,
         )
@@ -109,7 +127,12 @@ class Weights:
         """Raise if the parts are not stored with these shapes. Called before memory is allocated, because a config may
         lie."""
         for part in parts:
-            self._source.check(f"{self._prefix}{part.name}.{suffix}", (part.total, *in_features))
+            scheme = self.scheme(part.name) if suffix == "weight" else None
+            if scheme is None:
+                self._source.check(f"{self._prefix}{part.name}.{suffix}", (part.total, *in_features))
+            elif not self._source.random:
+                shape = (part.total, in_features[0] // scheme.per_code)
+                self._source.check(f"{self._prefix}{part.name}.{scheme.code_name}", shape, scheme.code_kinds)
 
     def fill(self, target: Tensor, suffix: str, parts: Sequence[WeightRows]) -> None:
         """Fill ``target [rows of all parts, …]`` with the parts' rows, part by part."""
@@ -119,6 +142,136 @@ class Weights:
             stored = self._read(f"{part.name}.{suffix}", (part.total, *target.shape[1:]), part.own, None)
             target[start:stop].copy_(stored if part.order is None else stored[part.order])
             start = stop
+
+    def scheme(self, module: str = "") -> Scheme | None:
+        """Return the quantization scheme of a module's weight; None if it is not quantized.
+
+        The stored dtype decides: published checkpoints leave modules unquantized that their config does not list.
+        """
+        if self._quantization is None:
+            return None
+        tensors = _ModuleTensors(self, module)
+        schemes = self._quantization.schemes(tensors.prefix[:-1])
+        if not schemes:
+            return None
+        code_name = f".{schemes[0].code_name}"
+        in_file = self._source.stored_name(tensors.prefix[:-1] + code_name).removesuffix(code_name)
+        if not self._quantization.schemes(in_file):
+            return None
+        if self._source.random:
+            return schemes[0]
+        found = next((scheme for scheme in schemes if scheme.matches(tensors)), None)
+        if found is None and tensors.stored("weight") is None:
+            return schemes[0]  # loading reports the missing tensor by its name
+        return found
+
+    def quantized(
+        self, scheme: Scheme, parts: Sequence[WeightRows], in_features: int, *, columns: slice | None = None
+    ) -> QuantizedWeight:
+        """Stack quantized weights, this rank's ``columns`` of them: ``[rows of all parts, columns]``."""
+        weight = self.empty_quantized(scheme, parts, in_features, columns=columns)
+        self.fill_quantized(weight, parts, in_features, columns=columns)
+        return weight
+
+    def empty_quantized(
+        self,
+        scheme: Scheme,
+        parts: Sequence[WeightRows],
+        in_features: int,
+        *,
+        columns: slice | None = None,
+        experts: int | None = None,
+    ) -> QuantizedWeight:
+        """Return an uninitialised weight for ``fill_quantized``, or the weights of ``experts``.
+
+        Each row has scales of its own if parts begin or end inside of a block, or have another order.
+        """
+        from attnplug_engine.quantization.scheme import QuantizedWeight
+
+        rows = scheme.rows_per_scale
+        whole = all(part.order is None and part.own.start % rows == 0 for part in parts)
+        if not whole or any(part.count % rows for part in parts[:-1]):
+            rows = 1
+        width = in_features if columns is None else length(columns)
+        count = sum(part.count for part in parts)
+        scale_rows = sum(-(-part.count // rows) for part in parts)
+        lead = () if experts is None else (experts,)
+        codes = torch.empty(*lead, count, width // scheme.per_code, dtype=scheme.code_dtype, device=self.device)
+        first = f"0.{parts[0].name}" if experts is not None else parts[0].name
+        scales = torch.empty(
+            *lead,
+            scale_rows,
+            scheme.scale_shape(1, width)[1],
+            dtype=scheme.kept_scales(_ModuleTensors(self, first)),
+            device=self.device,
+        )
+        return QuantizedWeight(scheme, codes, scales, rows)
+
+    def fill_quantized(
+        self,
+        target: QuantizedWeight,
+        parts: Sequence[WeightRows],
+        in_features: int,
+        *,
+        columns: slice | None = None,
+    ) -> None:
+        """Fill a weight with the parts' rows, part by part."""
+        start = first = 0
+        for part in parts:
+            codes, scales = self._load_quantized(target.scheme, part.name, (part.total, in_features), part.own, columns)
+            if target.rows_per_scale < target.scheme.rows_per_scale:
+                scales = _per_row(scales, part.own, target.scheme.rows_per_scale)
+            if part.order is not None:
+                # torch does not index float8 on every device
+                codes = codes.view(torch.uint8)[part.order].view(codes.dtype)
+                scales = scales[part.order]
+            stop, last = start + part.count, first + scales.shape[0]
+            target.codes[start:stop].copy_(codes)
+            target.scales[first:last].copy_(scales)
+            start, first = stop, last
+
+    def expert_stack(
+        self,
+        name: str,
+        experts: int,
+        out: int,
+        in_features: int,
+        *,
+        rows: slice | None = None,
+        order: Tensor | None = None,
+        columns: slice | None = None,
+    ) -> QuantizedWeight | None:
+        """Return weights ``[experts, out, in]`` that are stored as one MXFP4 tensor; None if there is none.
+
+        This rank has ``rows`` of them, in ``order``, and ``columns``.
+        """
+        if self._quantization is None or not self.holds(f"{name}_blocks"):
+            return None
+        from attnplug_engine.quantization.mxfp4 import Mxfp4
+        from attnplug_engine.quantization.scheme import QuantizedWeight
+
+        tensors, scheme = _ModuleTensors(self, ""), Mxfp4()
+        shape = (experts, out, in_features)
+        codes, scales = scheme.load_experts(tensors, name, shape, rows=rows, columns=columns, ranks=self.parallel.size)
+        if order is not None:
+            codes, scales = codes[:, order], scales[:, order]
+        return QuantizedWeight(
+            scheme,
+            codes.to(self.device, copy=True).contiguous(),
+            scales.to(self.device, copy=True).contiguous(),
+            scheme.rows_per_scale,
+        )
+
+    def _load_quantized(
+        self, scheme: Scheme, module: str, shape: tuple[int, int], rows: slice | None, columns: slice | None
+    ) -> tuple[Tensor, Tensor]:
+        tensors = _ModuleTensors(self, module)
+        if self._source.random:
+            scheme.check_shape(tensors, *shape)
+            drawn = self._source.tensor(f"{tensors.prefix}weight", shape)
+            tensors.note("weight")
+            tensors.quantized = scheme.quantize(drawn)
+        return scheme.load(tensors, shape, rows=rows, columns=columns, ranks=self.parallel.size)
 
     def check_all_taken(self, ignored: Callable[[str], bool]) -> None:
         """Raise if the source holds tensors that no module took, other than known irrelevant ones."""
@@ -137,6 +290,16 @@ class Weights:
 
     def _read(self, name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> Tensor:
         full_name = self._prefix + name
+        if self._quantization is not None and len(shape) == 2 and name.endswith("weight") and not self._source.random:
+            module = name.removesuffix("weight").removesuffix(".")
+            scheme = self.scheme(module)
+            if scheme is not None:
+                from attnplug_engine.quantization.scheme import dequantized
+
+                codes, scales = self._load_quantized(scheme, module, (shape[0], shape[1]), rows, columns)
+                if scheme.rows_per_scale > 1:
+                    scales = _per_row(scales, rows or slice(0, shape[0]), scheme.rows_per_scale)
+                return dequantized(scheme, codes, scales, 1)
         part = self._source.tensor(full_name, shape, rows=rows, columns=columns)
         self._note(full_name)
         return part
@@ -145,3 +308,53 @@ class Weights:
         self._taken.add(full_name)
         if self._on_read is not None:
             self._on_read(len(self._taken))
+
+
+class _ModuleTensors:
+    """Tensors of one module for its scheme: those of the source, or ``quantized`` ones."""
+
+    def __init__(self, weights: Weights, module: str) -> None:
+        self.prefix = f"{weights._prefix}{module}." if module else weights._prefix
+        self.quantized: Mapping[str, Tensor] | None = None
+        self._weights = weights
+
+    def stored(self, name: str) -> StoredTensor | None:
+        if self.quantized is not None:
+            found = self.quantized.get(name)
+            return None if found is None else StoredTensor("", tuple(found.shape))
+        return self._weights._source.stored(self.prefix + name)
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        kinds: Collection[str],
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+    ) -> Tensor:
+        if self.quantized is not None:
+            part = self.quantized[name][rows or slice(None)]
+            return part if columns is None else part[:, columns]
+        part = self._weights._source.tensor(self.prefix + name, shape, rows=rows, columns=columns, kinds=kinds)
+        self.note(name)
+        return part
+
+    def skip(self, name: str) -> None:
+        if self.quantized is None and self.stored(name) is not None:
+            self.note(name)
+
+    def note(self, name: str) -> None:
+        self._weights._note(self.prefix + name)
+
+    def corrupt(self, name: str, problem: str) -> CheckpointError:
+        source = self._weights._source
+        return CheckpointError(
+            f"{source.name}: tensor {self.prefix + name!r} {problem}", source.name, self.prefix + name
+        )
+
+
+def _per_row(scales: Tensor, rows: slice, rows_per_scale: int) -> Tensor:
+    """Return a scale for each of ``rows``, of the scales of the blocks that they touch."""
+    before = rows.start % rows_per_scale
+    return scales.repeat_interleave(rows_per_scale, 0)[before : before + length(rows)]

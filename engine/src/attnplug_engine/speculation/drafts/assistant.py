@@ -137,10 +137,6 @@ def assistant_spec(speculation: Speculation, given: Mapping[str, object], target
             f"for branches; give a `{TOPK}` of 1",
             TOPK,
         )
-    if config.lookup("quantization_config") is not None:
-        raise config.error(
-            "means quantised weights, which cannot be loaded; give an unquantised checkpoint", "quantization_config"
-        )
     heads, by_id = config.integer("num_attention_heads"), {layer.layer_id: layer for layer in target.layers}
     read = [by_id[number] for number in sorted(set(_reads(config, target)))]
     for layer in read:

@@ -11,7 +11,7 @@ from attnplug import ForwardBatch, LayerSpec, ModelSpec
 from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import Block, LoadedModel, hidden_norm
 from attnplug_engine.models.grouped_attention import GroupedAttention
-from attnplug_engine.models.layers import MLP, Linear, check_activation, embedded
+from attnplug_engine.models.layers import MLP, Linear, Projection, check_activation, embedded
 from attnplug_engine.models.rope import Rope
 from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.speculation.drafts.model import LAST, DraftModel
@@ -54,7 +54,7 @@ class EagleDraft(DraftModel):
         return cast(Tensor, self.head(hidden))
 
 
-def joined(weights: Weights, inputs: int, hidden: int) -> Linear:
+def joined(weights: Weights, inputs: int, hidden: int) -> Projection:
     """Load the projection ``fc`` of joined states; some checkpoints have a bias for it."""
     rows = [WeightRows("fc", hidden, slice(0, hidden))]
     return Linear.stacked(weights, rows, inputs, bias=weights.holds("fc.bias"))

@@ -15,7 +15,7 @@ from attnplug.hf.config_keys import Config
 from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
 from attnplug_engine.models import deepseek, qwen_hybrid
 from attnplug_engine.models.decoder import MODEL, Block, LoadedModel, hidden_norm
-from attnplug_engine.models.layers import Head, Linear, RMSNorm, embedded
+from attnplug_engine.models.layers import Head, Linear, Projection, RMSNorm, embedded
 from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
@@ -33,7 +33,7 @@ class PredictionLayer(nn.Module):
         embedding: nn.Parameter,
         embedding_norm: RMSNorm,
         hidden_norm: RMSNorm,
-        join: Linear,
+        join: Projection,
         block: Block,
         norm: RMSNorm,
         head: Head,
@@ -86,7 +86,7 @@ class Predictor:
     build: Callable[[Weights, Config, ModelSpec, LoadedModel], list[PredictionLayer]]
 
 
-def _join(weights: Weights, name: str, hidden: int) -> Linear:
+def _join(weights: Weights, name: str, hidden: int) -> Projection:
     return Linear.stacked(weights, [WeightRows(name, hidden, slice(0, hidden))], 2 * hidden)
 
 

@@ -1,0 +1,113 @@
+"""fp8 e4m3 weights: in blocks with a scale each, or with a scale per row or per tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnplug.hf.config_keys import Config
+from attnplug_engine.quantization.scheme import EXPONENT_SCALES, FLOAT_SCALES, ModuleTensors, Scheme, WeightFormat
+
+_LARGEST = 448.0
+_STATIC = ("input_scale", "activation_scale")
+"""Static activation scales. Products take activations as they are, or scale each token's by its maximum."""
+
+
+class Fp8(Scheme):
+    """Base class: one code per column."""
+
+    code_kinds = frozenset({"F8_E4M3"})
+    code_dtype = torch.float8_e4m3fn
+    kernel = "fp8"
+    scale_names = ("weight_scale_inv", "weight_scale", "scale")
+    """Both names of the scale mean a factor of the code: ``inv`` is the inverse of the quantizer's."""
+    scale_kinds = FLOAT_SCALES | EXPONENT_SCALES
+    unused = _STATIC
+
+    def decode(self, codes: Tensor) -> Tensor:
+        return codes.to(torch.float32)
+
+    def checked(self, tensors: ModuleTensors, name: str, scales: Tensor) -> Tensor:
+        if scales.dtype is torch.uint8:  # UE8M0 by its bytes
+            scales = scales.view(torch.float8_e8m0fnu)
+        return super().checked(tensors, name, scales)
+
+
+class Fp8Blocks(Fp8):
+    """A scale per block of rows and columns, 128 × 128 in every published model; products scale each token's groups of
+    128 activations."""
+
+    title = "fp8 e4m3 blocks (`fp8` with `weight_block_size`; `compressed-tensors` `float-quantized`, `block`)"
+    published = "DeepSeek-V3, R1, V3.1, V3.2, Kimi-K2, MiniMax-M2, Qwen3-FP8; V4 except its experts"
+
+    def __init__(self, rows: int = 128, columns: int = 128) -> None:
+        self.rows_per_scale, self.group = rows, columns
+
+    @classmethod
+    def recognise(cls, described: WeightFormat) -> Fp8Blocks | None:
+        section = described.section
+        if described.method == "fp8":
+            key = "weight_block_size"
+        elif described.format == "float-quantized" and section.lookup("strategy") == "block":
+            _check_bits(section, 8)
+            key = "block_structure"
+        else:
+            return None
+        block = section.sequence(key)
+        if block is None:
+            return None
+        if len(block) != 2 or not all(type(size) is int and 16 <= size <= 4096 for size in block):
+            raise section.wrong(key, "two whole numbers from 16 to 4096, such as [128, 128]")
+        rows, columns = (int(str(size)) for size in block)
+        return cls(rows, columns)
+
+    def quantize(self, weight: Tensor) -> Mapping[str, Tensor]:
+        out, width = weight.shape
+        high, wide = self.scale_shape(out, width)
+        assert self.group is not None
+        padded = F.pad(weight, (0, wide * self.group - width, 0, high * self.rows_per_scale - out))
+        blocks = padded.view(high, self.rows_per_scale, wide, self.group)
+        scales = blocks.abs().amax((1, 3)).clamp(min=1e-12) / _LARGEST
+        codes = (blocks / scales[:, None, :, None]).view_as(padded)[:out, :width]
+        return {"weight": codes.to(self.code_dtype), "weight_scale_inv": scales}
+
+
+class Fp8Channels(Fp8):
+    """A scale per output row or one per tensor; products scale each token's activations."""
+
+    title = "fp8 e4m3 per channel or tensor (`compressed-tensors` `float-quantized`; `fp8` without blocks)"
+    published = "Llama and Qwen FP8 by RedHatAI, Mistral's FP8"
+
+    @classmethod
+    def recognise(cls, described: WeightFormat) -> Fp8Channels | None:
+        section = described.section
+        if described.method == "fp8":
+            return cls() if section.lookup("weight_block_size") is None else None
+        if described.format != "float-quantized" or section.lookup("strategy") not in ("tensor", "channel"):
+            return None
+        _check_bits(section, 8)
+        return cls()
+
+    def read_scales(
+        self, tensors: ModuleTensors, out: int, width: int, rows: slice | None, columns: slice | None
+    ) -> Tensor:
+        name = self.scale_name(tensors)
+        found = tensors.stored(name)
+        if found is not None and found.shape in ((), (1,), (1, 1)):
+            whole = self.checked(tensors, name, tensors.read(name, found.shape, self.scale_kinds))
+            count = out if rows is None else rows.stop - rows.start
+            return whole.reshape(1, 1).expand(count, 1)
+        shape = (out,) if found is not None and len(found.shape) == 1 else (out, 1)
+        return self.checked(tensors, name, tensors.read(name, shape, self.scale_kinds, rows=rows)).reshape(-1, 1)
+
+    def quantize(self, weight: Tensor) -> Mapping[str, Tensor]:
+        scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / _LARGEST
+        return {"weight": (weight / scales).to(self.code_dtype), "weight_scale": scales}
+
+
+def _check_bits(section: Config, bits: int) -> None:
+    if section.lookup("num_bits") != bits or section.lookup("type") != "float":
+        raise section.wrong("num_bits", f"{bits}, with 'type' \"float\"")

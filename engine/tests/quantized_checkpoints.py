@@ -1,0 +1,117 @@
+"""Writers of tiny quantized checkpoints in the published layouts, and their dequantized twins."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FILE = "model.safetensors"
+Quantize = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
+"""Tensors of a module by their last name, and the dequantized weight."""
+
+_PROJECTIONS = re.compile(r"\.(\w*_proj\w*|w[123]|wq_\w|wo_\w|wkv|eh_proj)\.weight$")
+
+
+def fp8_blocks(rows: int = 128, columns: int = 128, *, exponents: bool = False, name: str = "weight_scale_inv"):
+    """DeepSeek's layout; with ``exponents`` the scales are UE8M0."""
+
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        out, width = weight.shape
+        high, wide = -(-out // rows), -(-width // columns)
+        scales = torch.empty(high, wide)
+        codes, values = torch.empty(out, width, dtype=torch.float8_e4m3fn), torch.empty(out, width)
+        for i in range(high):
+            for j in range(wide):
+                at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+                scale = weight[at].abs().max() / 448
+                scales[i, j] = scale = torch.exp2(torch.log2(scale).ceil()) if exponents else scale
+                codes[at] = (weight[at] / scale).to(torch.float8_e4m3fn)
+                values[at] = codes[at].float() * scale
+        return {"weight": codes, name: scales.to(torch.float8_e8m0fnu) if exponents else scales}, values
+
+    return quantize
+
+
+def fp8_channels(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    scales = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    codes = (weight / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()
+
+
+def fp8_tensor(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    scale = weight.abs().max().reshape(1) / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(1)}, codes.float() * scale
+
+
+def int4_groups(group: int):
+    """K2-Thinking's layout, packed by compressed-tensors itself."""
+
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+        groups = weight.unflatten(1, (-1, group))
+        scales = (groups.abs().amax(2) / 7.5).bfloat16()
+        codes = (groups / scales.float().unsqueeze(2)).round().clamp(-8, 7)
+        values = (codes * scales.float().unsqueeze(2)).flatten(1)
+        packed = helpers.pack_to_int32(codes.flatten(1).to(torch.int8), 4)
+        return {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}, values
+
+    return quantize
+
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def mxfp4(code: str = "weight", scale: str = "scale", *, kind: torch.dtype = torch.int8):
+    """V4's experts; with other names, ``mxfp4-pack-quantized``."""
+
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        groups = weight.unflatten(1, (-1, 32))
+        exponents = torch.log2(groups.abs().amax(2) / 6).ceil()
+        scaled = groups / torch.exp2(exponents).unsqueeze(2)
+        codes = (scaled.unsqueeze(-1) - _E2M1).abs().argmin(-1)
+        values = (_E2M1[codes] * torch.exp2(exponents).unsqueeze(2)).flatten(1)
+        codes = codes.flatten(1)
+        packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).view(kind)
+        bytes_ = (exponents + 127).to(torch.uint8)
+        return {code: packed, scale: bytes_.view(torch.float8_e8m0fnu) if scale == "scale" else bytes_}, values
+
+    return quantize
+
+
+def quantized(
+    folder: Path,
+    target: Path,
+    config: Mapping[str, Any],
+    quantize: Quantize,
+    excluded: str = "lm_head",
+    change: Callable[[dict[str, Tensor]], object] = lambda tensors: None,
+    experts: Quantize | None = None,
+) -> Path:
+    """Write the checkpoint in ``folder`` with quantized projections to ``target``, and what it stands for to
+    ``target/dequantized``, which is returned."""
+    plain = target / "dequantized"
+    plain.mkdir(parents=True)
+    tensors, values = {}, {}
+    for name, tensor in load_file(folder / FILE).items():
+        values[name] = tensor
+        if _PROJECTIONS.search(name) and not re.search(excluded, name):
+            own = experts if experts is not None and ".experts." in name else quantize
+            parts, values[name] = own(tensor.float())
+            tensors.update({f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()})
+        else:
+            tensors[name] = tensor
+    change(tensors)
+    keys = json.loads((folder / "config.json").read_text())
+    for path, saved, extra in ((target, tensors, {"quantization_config": dict(config)}), (plain, values, {})):
+        (path / "config.json").write_text(json.dumps({**keys, **extra}))
+        save_file({name: value.contiguous() for name, value in saved.items()}, path / FILE, metadata={"format": "pt"})
+    return plain

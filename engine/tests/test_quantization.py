@@ -1,0 +1,410 @@
+"""Quantized checkpoints in their published layouts: transformers' tokens, weights kept as stored, errors that name the
+tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantized_checkpoints import fp8_blocks, fp8_channels, fp8_tensor, int4_groups, mxfp4, quantized
+from safetensors.torch import load_file, save_file
+from thread_ranks import in_ranks
+from torch.testing import assert_close
+
+from attnplug.host import TINY_CONFIGS, ModelConfigError
+from attnplug_engine.checkpoints.safetensors import Checkpoint, CheckpointError, MissingTensor, WrongDtype, WrongShape
+from attnplug_engine.engine import Engine
+from attnplug_engine.models.architectures import load_model
+from attnplug_engine.models.latent_attention import evens_then_odds
+from attnplug_engine.models.layers import Concatenated, QuantizedLinear
+from attnplug_engine.models.weights import Weights
+from attnplug_engine.parallel.collectives import ParallelError, even_part, length, scaled
+from attnplug_engine.quantization.config import SCHEMES, read_quantization
+from attnplug_engine.quantization.int4 import Int4Groups
+from attnplug_engine.quantization.mxfp4 import Mxfp4
+from attnplug_engine.quantization.scheme import QuantizedWeight
+from attnplug_testing.errors import having, naming
+
+NEW_TOKENS = 8
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+def compressed(form: str, **weights: object) -> dict[str, object]:
+    """A ``quantization_config`` of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True} | weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+FLOAT8 = {"num_bits": 8, "type": "float"}
+ODD = {"hidden_size": 136, "intermediate_size": 200, "moe_intermediate_size": 72}
+EVEN = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+CASES = {
+    "fp8 blocks": ("qwen3", {}, {**FP8, "weight_block_size": [16, 16]}, fp8_blocks(16, 16)),
+    "fp8 blocks, UE8M0 scales": (
+        "llama",
+        {"attention_bias": True},
+        {**FP8, "weight_block_size": [16, 16], "scale_fmt": "ue8m0"},
+        fp8_blocks(16, 16, exponents=True),
+    ),
+    "fp8 blocks of compressed-tensors": (
+        "llama",
+        {},
+        compressed("float-quantized", **FLOAT8, strategy="block", block_structure=[16, 16]),
+        fp8_blocks(16, 16, name="weight_scale"),
+    ),
+    "fp8 channels": ("qwen2", {}, compressed("float-quantized", **FLOAT8, strategy="channel"), fp8_channels),
+    "fp8 tensors": ("llama", {}, compressed("float-quantized", **FLOAT8, strategy="tensor"), fp8_tensor),
+    "int4, groups of 32": ("llama", EVEN, compressed("pack-quantized", **INT4, group_size=32), int4_groups(32)),
+    "int4, groups of 128": ("qwen3", EVEN, compressed("pack-quantized", **INT4, group_size=128), int4_groups(128)),
+    "MXFP4": (
+        "llama",
+        EVEN,
+        compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+        mxfp4("weight_packed", "weight_scale", kind=torch.uint8),
+    ),
+}
+DEEPSEEK = {
+    "fp8 blocks, 128 × 128": (ODD, {**FP8, "weight_block_size": [128, 128]}, fp8_blocks()),
+    "fp8 blocks, no query rank": (
+        {**ODD, "q_lora_rank": None},
+        {**FP8, "weight_block_size": [16, 16]},
+        fp8_blocks(16, 16),
+    ),
+    "int4": (
+        {**EVEN, "q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 32},
+        compressed("pack-quantized", **INT4, group_size=32),
+        int4_groups(32),
+    ),
+    "MXFP4 under the names of fp8": (
+        {**EVEN, "q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 32},
+        {**FP8, "weight_block_size": [128, 128]},
+        mxfp4(),
+    ),
+}
+
+
+def logits_of(folder: Path, make_stage, sequences, **options):
+    loaded = load_model(str(folder), dtype=torch.float32, device="cpu", **options)
+    return make_stage(loaded, len(sequences)).run(sequences, NEW_TOKENS), loaded
+
+
+def transformers_logits(folder: Path, sequences):
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    pytest.importorskip("accelerate")  # transformers needs it for fp8
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    options = {}
+    if config.get("quant_method") == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+        # by default it decompresses in the first forward
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, **options
+    ).eval().float()  # fmt: skip
+    with torch.inference_mode():
+        return [oracle(torch.tensor([tokens])).logits[0].float() for tokens in sequences]
+
+
+def kept(module: torch.nn.Module) -> list[QuantizedWeight]:
+    return [part for part in module.modules() if isinstance(part, QuantizedWeight)]
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample(4)
+def test_logits_equal_those_that_transformers_computes_from_the_same_checkpoint(
+    case, make_oracle, make_stage, sequences, tmp_path
+):
+    """E5"""
+    model_type, changes, config, quantize = CASES[case]
+    quantized(make_oracle(model_type, **changes).folder, tmp_path / "q", config, quantize)
+    found, loaded = logits_of(tmp_path / "q", make_stage, sequences)
+    for logits, wanted in zip(found, transformers_logits(tmp_path / "q", sequences), strict=True):
+        assert wanted.abs().max() > 3
+        assert_close(logits, wanted, atol=2e-4, rtol=0)
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    (code,) = {weight.scheme.code_name for weight in kept(loaded.module)}
+    assert sum(weight.codes.nbytes for weight in kept(loaded.module)) == sum(
+        tensor.nbytes for name, tensor in stored.items() if "_proj" in name and name.endswith(f".{code}")
+    )
+
+
+@pytest.mark.parametrize("case", DEEPSEEK)
+@pytest.mark.sample(2)
+def test_experts_and_latent_attention_equal_the_dequantized_model(case, make_oracle, make_stage, sequences, tmp_path):
+    """E5. transformers cannot dequantize blocks at a ragged edge, so it loads what the checkpoint stands for."""
+    changes, config, quantize = DEEPSEEK[case]
+    plain = quantized(make_oracle("deepseek_v3", **changes).folder, tmp_path / "q", config, quantize)
+    found, loaded = logits_of(tmp_path / "q", make_stage, sequences)
+    for logits, wanted in zip(found, transformers_logits(plain, sequences), strict=True):
+        assert_close(logits, wanted, atol=2e-4, rtol=0)
+    experts = [part for part in kept(loaded.module) if part.codes.dim() == 3]
+    assert len(experts) == 2 * sum(
+        "experts" in name for name, _ in loaded.module.named_modules() if name.endswith("mlp.experts")
+    )
+
+
+def test_an_engine_generates_the_tokens_of_transformers(make_oracle, tmp_path):
+    """E5: through prefill in chunks, the prefix cache and decode."""
+    from transformers import AutoModelForCausalLM
+
+    config = {**FP8, "weight_block_size": [16, 16]}
+    plain = quantized(make_oracle("deepseek_v3").folder, tmp_path / "q", config, fp8_blocks(16, 16))
+    prompt = torch.randint(0, 128, (37,), generator=torch.Generator().manual_seed(3)).tolist()
+    engine = Engine(str(tmp_path / "q"), device="cpu", dtype="float32", page_size=8, chunked_prefill_size=16)
+    first, second = (engine.generate([prompt], max_tokens=12)[0] for _ in range(2))
+    oracle = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    wanted = oracle.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1)[
+        0, 37:
+    ].tolist()
+    assert first.token_ids == second.token_ids == wanted
+    assert engine.cache_statistics.hit_tokens > 0
+
+
+def test_excluded_modules_are_plain_and_their_neighbours_are_not(make_oracle, make_stage, sequences, tmp_path):
+    config = compressed("float-quantized", **FLOAT8, strategy="channel")
+    config["ignore"] = ["lm_head", "re:.*v_proj$", "model.layers.0.mlp.up_proj"]
+    plain = quantized(
+        make_oracle("llama").folder, tmp_path / "q", config, fp8_channels, r"lm_head|v_proj|layers\.0\.mlp\.up"
+    )
+    found, loaded = logits_of(tmp_path / "q", make_stage, sequences)
+    for logits, wanted in zip(found, logits_of(plain, make_stage, sequences)[0], strict=True):
+        assert_close(logits, wanted, atol=2e-4, rtol=0)
+    first = loaded.module.layers[0]
+    assert isinstance(first.attention.qkv, Concatenated)
+    assert isinstance(first.mlp.gate_up, Concatenated)
+    assert isinstance(loaded.module.layers[1].mlp.gate_up, QuantizedLinear)
+
+
+@pytest.mark.parametrize(
+    ("entries", "module", "excluded"),
+    [
+        (["lm_head"], "lm_head", True),
+        (["mlp.gate"], "model.layers.3.mlp.gate", True),
+        (["mlp.gate"], "model.layers.3.mlp.gate_proj", False),
+        (["model.layers.1"], "model.layers.1.mlp.up_proj", True),
+        (["model.layers.1"], "model.layers.11.mlp.up_proj", False),
+        (["model.layers.*.self_attn"], "model.layers.11.self_attn.q_proj", True),
+    ],
+)
+def test_modules_to_not_convert_are_matched_as_in_transformers(entries, module, excluded):
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    read = read_quantization({"quantization_config": {**FP8, "modules_to_not_convert": entries}}, "here")
+    assert should_convert_module(module, entries) is not excluded
+    assert (read.schemes(module) == ()) is excluded
+
+
+def test_a_weight_in_codes_that_the_config_excludes(make_oracle, tmp_path):
+    config = {**FP8, "weight_block_size": [16, 16], "modules_to_not_convert": ["o_proj"]}
+    quantized(make_oracle("llama").folder, tmp_path / "q", config, fp8_blocks(16, 16))
+    with pytest.raises(WrongDtype, check=having(tensor="model.layers.0.self_attn.o_proj.weight", found="F8_E4M3")):
+        load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"quant_method": "awq"}, "quant_method"),
+        ({"quant_method": 3}, "quant_method"),
+        ({}, "quant_method"),
+        ({**FP8, "weight_block_size": [128]}, "weight_block_size"),
+        ({**FP8, "weight_block_size": [128, True]}, "weight_block_size"),
+        ({**FP8, "modules_to_not_convert": ["("]}, "modules_to_not_convert"),
+        (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "format"),
+        (compressed("pack-quantized", num_bits=8, group_size=32), "config_groups.group_0.weights.num_bits"),
+        (compressed("pack-quantized", **INT4, group_size=48), "config_groups.group_0.weights.group_size"),
+        (
+            compressed("pack-quantized", **INT4, group_size=32, symmetric=False),
+            "config_groups.group_0.weights.symmetric",
+        ),
+        (compressed("float-quantized", **FLOAT8, strategy="token"), "config_groups.group_0.weights.strategy"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "config_groups"),
+    ],
+)
+def test_schemes_that_are_refused(config, key):
+    with pytest.raises(ModelConfigError, check=having(key=f"quantization_config.{key}")) as caught:
+        read_quantization({"model_type": "llama", "quantization_config": config}, "here")
+    if key == "format" or config.get(key) == "awq":
+        assert all(scheme.title.split(" (")[0] in str(caught.value) for scheme in SCHEMES)
+
+
+SCALE = "model.layers.1.mlp.down_proj.weight_scale_inv"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda tensors: tensors.pop(SCALE), MissingTensor),
+        (lambda tensors: tensors.update({SCALE: torch.ones(5, 7)}), WrongShape),
+        (lambda tensors: tensors.update({SCALE: torch.ones_like(tensors[SCALE]).int()}), WrongDtype),
+        (lambda tensors: tensors[SCALE].__setitem__((0, 1), float("nan")), CheckpointError),
+        (lambda tensors: tensors[SCALE].__setitem__((1, 0), 0.0), CheckpointError),
+        (lambda tensors: tensors[SCALE].__setitem__((1, 0), -1.0), CheckpointError),
+        (lambda tensors: tensors[SCALE].__setitem__((0, 0), float("inf")), CheckpointError),
+    ],
+    ids=["missing", "shape", "dtype", "NaN", "zero", "negative", "infinite"],
+)
+def test_corrupt_scales_name_their_tensor(change, error, shared_oracle, tmp_path):
+    config = {**FP8, "weight_block_size": [16, 16]}
+    quantized(shared_oracle("llama").folder, tmp_path / "q", config, fp8_blocks(16, 16), change=change)
+    with pytest.raises(error, check=having(tensor=SCALE)) as caught:
+        load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu")
+    assert "\n" not in str(caught.value)
+    assert SCALE in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "quantize", "name", "value"),
+    [
+        (compressed("pack-quantized", **INT4, group_size=32), int4_groups(32), "weight_shape", torch.tensor([64, 65])),
+        (
+            compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32),
+            mxfp4("weight_packed", "weight_scale", kind=torch.uint8),
+            "weight_scale",
+            torch.full((128, 8), 255, dtype=torch.uint8),
+        ),
+    ],
+    ids=["int4", "MXFP4"],
+)
+def test_corrupt_tensors_of_other_schemes(config, quantize, name, value, make_oracle, tmp_path):
+    tensor = f"model.layers.0.mlp.down_proj.{name}"
+    folder = make_oracle("llama", **EVEN).folder
+    quantized(folder, tmp_path / "q", config, quantize, change=lambda tensors: tensors.update({tensor: value}))
+    with pytest.raises(CheckpointError, check=having(tensor=tensor)):
+        load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu")
+
+
+def test_ranks_divide_blocks_at_their_boundaries(make_oracle, make_stage, sequences, tmp_path):
+    config = {**FP8, "weight_block_size": [16, 16]}
+    quantized(make_oracle("deepseek_v3").folder, tmp_path / "q", config, fp8_blocks(16, 16))
+    wanted, _ = logits_of(tmp_path / "q", make_stage, sequences)
+    ranks = in_ranks(2, lambda parallel: logits_of(tmp_path / "q", make_stage, sequences, parallel=parallel)[0])
+    for found in ranks:
+        for logits, whole in zip(found, wanted, strict=True):
+            assert_close(logits, whole, atol=2e-4, rtol=0)
+
+
+def test_ranks_that_would_divide_a_block_are_refused_with_those_that_fit(make_oracle, tmp_path):
+    config = {**FP8, "weight_block_size": [64, 64]}
+    changes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 4}
+    quantized(make_oracle("llama", head_dim=64, **changes).folder, tmp_path / "q", config, fp8_blocks(64, 64))
+
+    def load(parallel):
+        with pytest.raises(ParallelError, check=naming("192", "1 or 3")):
+            load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu", parallel=parallel)
+
+    in_ranks(2, load)
+
+
+def test_int4_scales_are_kept_without_rounding(make_oracle, make_stage, sequences, tmp_path):
+    def as_float32(weight: torch.Tensor):
+        parts, _ = int4_groups(32)(weight)
+        scales = parts["weight_scale"].float() * 1.001
+        codes = Int4Groups(32).decode(parts["weight_packed"]).unflatten(1, (-1, 32))
+        return parts | {"weight_scale": scales}, (codes * scales.unsqueeze(2)).flatten(1)
+
+    config = compressed("pack-quantized", **INT4, group_size=32)
+    plain = quantized(make_oracle("llama", **EVEN).folder, tmp_path / "q", config, as_float32)
+    found, loaded = logits_of(tmp_path / "q", make_stage, sequences)
+    for logits, wanted in zip(found, logits_of(plain, make_stage, sequences)[0], strict=True):
+        assert_close(logits, wanted, atol=2e-4, rtol=0)
+    assert {weight.scales.dtype for weight in kept(loaded.module)} == {torch.float32}
+
+
+def test_v4_has_mxfp4_experts_beside_fp8_blocks(make_oracle, make_stage, sequences, tmp_path):
+    """E5. Scales are UE8M0 under the name ``scale``."""
+    blocks = fp8_blocks(32, 32, exponents=True, name="scale")
+    config = {**FP8, "weight_block_size": [32, 32], "scale_fmt": "ue8m0"}
+    plain = quantized(make_oracle("deepseek_v4").folder, tmp_path / "q", config, blocks, experts=mxfp4())
+    found, loaded = logits_of(tmp_path / "q", make_stage, sequences)
+    for logits, wanted in zip(found, transformers_logits(plain, sequences), strict=True):
+        assert_close(logits, wanted, atol=2e-4, rtol=0)
+    assert {type(weight.scheme).__name__ for weight in kept(loaded.module)} == {"Fp8Blocks", "Mxfp4"}
+
+
+def test_excluded_modules_of_a_nested_text_model_have_the_names_of_its_files(make_oracle, tmp_path):
+    """Kimi-K2.5: ``ignore`` lists ``language_model.model.…``, and ours begin with ``model.``. Codes in a module that is
+    excluded are refused."""
+    source = tmp_path / "q"
+    config = compressed("float-quantized", **FLOAT8, strategy="channel")
+    config["ignore"] = ["re:language_model.*mlp.*"]
+    quantized(make_oracle("llama").folder, source, config, fp8_channels)
+    tensors = load_file(source / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, source / "model.safetensors")
+    keys = json.loads((source / "config.json").read_text())
+    outer = {"model_type": "llava", "quantization_config": keys.pop("quantization_config"), "text_config": keys}
+    (source / "config.json").write_text(json.dumps(outer))
+    with pytest.raises(WrongDtype, check=having(tensor="language_model.model.layers.0.mlp.gate_proj.weight")):
+        load_model(str(source), dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("scheme", ["fp8 blocks", "fp8 channels", "int4, groups of 32", "MXFP4"])
+def test_random_weights_are_quantized_as_the_config_says(scheme, make_stage, sequences, tmp_path):
+    keys = {**TINY_CONFIGS["llama"], **EVEN, "quantization_config": CASES[scheme][2]}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    loaded = load_model(str(tmp_path), dtype=torch.float32, device="cpu", random_weights=True)
+    assert len(kept(loaded.module)) == 4 * len(loaded.module.layers)
+    plain = load_model(str(tmp_path), dtype=torch.float32, device="cpu", random_weights=True)
+    weight = kept(loaded.module)[0].dequantized(torch.float32)
+    del keys["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    plain = load_model(str(tmp_path), dtype=torch.float32, device="cpu", random_weights=True)
+    wanted = plain.module.layers[0].attention.qkv.weight
+    assert (weight - wanted).norm() < 0.2 * wanted.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_reference_decodes_large_weights_in_parts(rows, monkeypatch):
+    monkeypatch.setattr("attnplug_engine.quantization.scheme._MOST_DECODED", 32 * 40)
+    for scheme in (SCHEMES[0](16, 16), SCHEMES[1](), SCHEMES[2](32), Mxfp4()):
+        tensors = dict(scheme.quantize(torch.randn(100, 64)))
+        scales = next(tensor for name, tensor in tensors.items() if "scale" in name)
+        weight = QuantizedWeight(scheme, tensors[scheme.code_name], scales, scheme.rows_per_scale)
+        x = torch.randn(rows, 64)
+        assert_close(scheme.reference(x, weight), x @ weight.dequantized(torch.float32).T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stacked_experts_of_gpt_oss_are_those_that_transformers_decodes(ranks, tmp_path):
+    """E5. ``gate_up_proj`` has rows of gate and up in turn."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    experts, hidden, width = 3, 64, 128
+    tensors = {}
+    for name, out, inputs in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, out, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 130, (experts, out, inputs // 32), dtype=torch.uint8)
+    save_file({f"mlp.experts.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    wanted = {
+        name: convert_moe_packed_tensors(
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=torch.float32
+        ).transpose(1, 2)
+        for name in ("gate_up_proj", "down_proj")
+    }
+
+    def load(parallel):
+        weights = Weights(
+            Checkpoint.open(tmp_path), dtype=torch.float32, device=torch.device("cpu"), parallel=parallel
+        ).at("mlp.experts")
+        own = even_part(width, parallel, "columns")
+        order = evens_then_odds(2 * length(own))
+        up = weights.expert_stack("gate_up_proj", experts, 2 * width, hidden, rows=scaled(own, 2), order=order)
+        down = weights.expert_stack("down_proj", experts, hidden, width, columns=own)
+        weights.check_all_taken(lambda _name: False)
+        gate, rest = wanted["gate_up_proj"][:, 0::2], wanted["gate_up_proj"][:, 1::2]
+        assert torch.equal(up.dequantized(torch.float32), torch.cat((gate[:, own], rest[:, own]), 1))
+        assert torch.equal(down.dequantized(torch.float32), wanted["down_proj"][:, :, own])
+        assert up.codes.dtype is torch.uint8 and up.codes.shape == (experts, 2 * width // parallel.size, hidden // 2)
+
+    in_ranks(ranks, load)

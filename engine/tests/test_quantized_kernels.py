@@ -1,0 +1,273 @@
+"""Products with quantized weights as kernels: interpreted on a CPU, compiled on a GPU. References are float64."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnplug.host import TINY_CONFIGS
+from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.models.layers import QuantizedLinear, RMSNorm, silu_and_mul
+from attnplug_engine.models.weights import Weights
+from attnplug_engine.parallel.collectives import SINGLE
+from attnplug_engine.quantization.fp8 import Fp8Blocks, Fp8Channels
+from attnplug_engine.quantization.int4 import Int4Groups
+from attnplug_engine.quantization.libraries import block_product, row_product, works
+from attnplug_engine.quantization.mxfp4 import Mxfp4
+from attnplug_engine.quantization.scheme import QuantizedWeight, Scheme
+from attnplug_testing.devices import DEVICES
+
+SCHEMES = {
+    "fp8 blocks": Fp8Blocks(),
+    "small fp8 blocks": Fp8Blocks(16, 32),
+    "fp8 channels": Fp8Channels(),
+    "int4": Int4Groups(32),
+    "int4, wide": Int4Groups(128),
+    "MXFP4": Mxfp4(),
+}
+HALF = {"cpu": torch.float16, "cuda": torch.bfloat16}
+"""The interpreter multiplies the bits of bfloat16."""
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def kernels(name: str = "quantized_gemm") -> ModuleType:
+    """A module of kernels, which are interpreted where there is no GPU."""
+    pytest.importorskip("triton")
+    return import_module(f"attnplug_engine.kernels.{name}")
+
+
+def drawn(scheme: Scheme, rows: int, width: int, device: str, seed: int = 0) -> QuantizedWeight:
+    torch.manual_seed(seed)
+    tensors = dict(scheme.quantize(torch.randn(rows, width) * width**-0.5))
+    (scales,) = (tensor for name, tensor in tensors.items() if "scale" in name)
+    return QuantizedWeight(scheme, tensors[scheme.code_name].to(device), scales.to(device), scheme.rows_per_scale)
+
+
+def activations(rows: int, width: int, device: str) -> Tensor:
+    """Random rows. The interpreter does not carry when it rounds to fp8, so there they are numbers of fp8, with a power
+    of two as their scale."""
+    x = torch.randn(rows, width)
+    if device == "cpu":
+        x = (x * 100).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        x[:, ::128] = 448
+        x *= torch.exp2(-torch.arange(rows) % 5 - 7.0)[:, None]
+    return x.to(device, HALF[device])
+
+
+def rounded(x: Tensor, group: int) -> Tensor:
+    """``x [rows, K]`` as the product sees it: each row's groups of columns in fp8."""
+    parts = []
+    for part in x.double().split(group, 1):
+        scale = part.abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
+        parts.append((part / scale).float().to(torch.float8_e4m3fn).double() * scale)
+    return torch.cat(parts, 1)
+
+
+def close(found: Tensor, wanted: Tensor, rel: float) -> bool:
+    return bool((found.double() - wanted).norm() <= rel * wanted.norm())
+
+
+def run(x: Tensor, weight: QuantizedWeight, **options):
+    scheme = weight.scheme
+    return kernels().quantized_gemm(
+        x,
+        weight.codes,
+        weight.scales,
+        form=scheme.kernel,
+        group=scheme.group,
+        rows_per_scale=weight.rows_per_scale,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 384), (17, 224)])
+@on_every_device
+def test_a_product_equals_that_of_the_decoded_weight(name, rows, width, device):
+    scheme = SCHEMES[name]
+    width = 384 if scheme.group == 128 and name.startswith("int4") else width
+    weight = drawn(scheme, 72, width, device)
+    x = activations(rows, width, device)
+    exact = weight.dequantized(torch.float64)
+    assert close(run(x, weight, scaled=False), x.double() @ exact.T, 6e-3)
+    if scheme.kernel == "fp8" and scheme.group in (None, 128) and kernels().multiplies_fp8(x.device):
+        found = run(x, weight)
+        assert close(found, rounded(x, 128) @ exact.T, 6e-3)
+        assert device == "cpu" or not close(found, x.double() @ exact.T, 6e-3)  # activations are scaled to fp8
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "MXFP4"])
+@on_every_device
+def test_bias_gate_and_residual(name, device):
+    weight = drawn(SCHEMES[name], 256, 128, device)
+    x = activations(3, 128, device)
+    bias = torch.randn(256, device=device, dtype=HALF[device])
+    onto = torch.randn(3, 256, device=device, dtype=HALF[device])
+    wide = rounded(x, 128) if SCHEMES[name].kernel == "fp8" else x.double()
+    plain = wide @ weight.dequantized(torch.float64).T + bias.double()
+    assert close(run(x, weight, bias=bias, onto=onto), plain + onto.double(), 6e-3)
+    gate, up = plain.chunk(2, 1)
+    assert close(run(x, weight, bias=bias, gated=True), F.silu(gate) * up, 8e-3)
+
+
+@on_every_device
+def test_more_rows_than_a_program_has(device):
+    weight = drawn(Fp8Blocks(), 40, 128, device)
+    x = activations(150, 128, device)
+    assert close(run(x, weight), rounded(x, 128) @ weight.dequantized(torch.float64).T, 6e-3)
+    assert run(x[:0], weight).shape == (0, 40)
+
+
+@on_every_device
+def test_rows_are_scaled_by_their_largest_value(device):
+    x = activations(5, 200, device)
+    codes, scales = kernels().scale_rows(x, 128)
+    assert scales.shape == (5, 2)
+    assert close(codes.double() * scales.double().repeat_interleave(128, 1)[:, :200], rounded(x, 128), 1e-3)
+
+
+@pytest.mark.parametrize("product", [lambda *_: torch.zeros(256, 256), lambda *_: 1 / 0, lambda x, *_: x.new_empty(1)])
+def test_a_library_that_is_wrong_or_fails_is_not_used(product):
+    assert not works(product, torch.device("cpu"), 128)
+
+
+@pytest.mark.parametrize("block", [None, 128])
+def test_a_library_that_is_right_is_used(block):
+    def exact(x, x_scales, codes, scales):
+        wide = scales if block is None else scales.repeat_interleave(block, 0)
+        left, right = (
+            values.double() * factors.repeat_interleave(block or 512, 1)
+            for values, factors in ((x, x_scales), (codes, wide))
+        )
+        return (left @ right.T).bfloat16()
+
+    assert works(exact, torch.device("cpu"), block)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("scheme", [Fp8Blocks(), Fp8Channels()], ids=["blocks", "channels"])
+def test_libraries_multiply_many_rows_on_a_gpu(scheme, device):
+    weight = drawn(scheme, 512, 1024, device)
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert (block_product if scheme.group else row_product)(weight.codes.device) is not None
+    x = activations(300, 1024, device)
+    found = scheme.multiply(x, weight)
+    assert close(found, rounded(x, scheme.group or 1024) @ weight.dequantized(torch.float64).T, 6e-3)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    ("tokens", "gated", "clip"), [(1, True, None), (3, True, (0.5, 1.702, 1.0)), (40, False, None)]
+)
+@on_every_device
+def test_experts_equal_their_sum_in_float64(name, tokens, gated, clip, device):
+    """With a clip, also with biases, as gpt-oss has them."""
+    scheme, experts, hidden, width = SCHEMES[name], 5, 256, 128
+    parts = 2 if gated else 1
+
+    def stacked(rows: int, inputs: int) -> QuantizedWeight:
+        each = [drawn(scheme, rows, inputs, device, seed=expert) for expert in range(experts)]
+        codes = torch.stack([weight.codes.view(torch.uint8) for weight in each]).view(scheme.code_dtype)
+        return QuantizedWeight(scheme, codes, torch.stack([weight.scales for weight in each]), scheme.rows_per_scale)
+
+    gate_up, down = stacked(parts * width, hidden), stacked(hidden, width)
+    x, onto = (torch.randn(tokens, hidden).to(device, HALF[device]) for _ in range(2))
+    topk_ids = torch.rand(tokens, experts).topk(2).indices.int().to(device)
+    topk_weights = torch.rand(tokens, 2).to(device)
+    up_bias, down_bias = (torch.randn(experts, size).to(device, HALF[device]) for size in (parts * width, hidden))
+    biases = None if clip is None else (up_bias, down_bias)
+    found = kernels("quantized_experts").quantized_experts(
+        x,
+        topk_ids,
+        topk_weights,
+        gate_up,
+        down,
+        form=scheme.kernel,
+        group=scheme.group,
+        gated=gated,
+        clip=clip,
+        biases=biases,
+        onto=onto,
+    )
+    wanted = onto.double()
+    for token in range(tokens):
+        for place in range(2):
+            expert = int(topk_ids[token, place])
+            inner = gate_up.expert(expert).dequantized(torch.float64) @ x[token].double()
+            outer = torch.zeros(hidden, dtype=torch.float64, device=device)
+            if clip is not None:
+                limit, alpha, offset = clip
+                gate, up = (inner + up_bias[expert].double()).split(width)
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                inner, outer = gate * torch.sigmoid(alpha * gate) * (up + offset), down_bias[expert].double()
+            else:
+                inner = F.silu(inner[:width]) * inner[width:] if gated else F.relu(inner).square()
+            outer = outer + down.expert(expert).dequantized(torch.float64) @ inner
+            wanted[token] += topk_weights[token, place] * outer
+    assert close(found, wanted, 1e-2)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "small fp8 blocks", "fp8 channels"])
+@pytest.mark.parametrize(("rows", "width", "gated"), [(1, 384, False), (2, 200, True), (2, 5000, False)])
+@on_every_device
+def test_few_rows_with_norm_bias_gate_and_residual(name, rows, width, gated, device):
+    weight = drawn(SCHEMES[name], 144, width, device)
+    x = torch.randn(rows, width).to(device, HALF[device]) * 3
+    gain, bias = (torch.randn(size).to(device, HALF[device]) for size in (width, 144))
+    onto = torch.randn(rows, 72 if gated else 144).to(device, HALF[device])
+    found = kernels("quantized_skinny").quantized_skinny(
+        x,
+        weight.codes,
+        weight.scales,
+        group=weight.scheme.group,
+        rows_per_scale=weight.rows_per_scale,
+        bias=bias,
+        norm=(gain, 1e-5),
+        gated=gated,
+        onto=onto,
+    )
+    normed = F.rms_norm(x.double(), (width,), gain.double(), 1e-5)
+    wanted = normed @ weight.dequantized(torch.float64).T + bias.double()
+    if gated:
+        gate, up = wanted.chunk(2, 1)
+        wanted = F.silu(gate) * up
+    assert close(found, wanted + onto.double(), 5e-3)
+
+
+@on_every_device
+def test_few_rows_decode_every_code(device):
+    """Subnormal codes too, beside large and small activations."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1)
+    codes[:, [0x7F, 0xFF]] = 0  # NaN
+    codes = codes.view(torch.float8_e4m3fn).to(device)
+    for row, size in ((1, 300.0), (0x81, 0.05), (0x3F, 1.0)):
+        x = torch.zeros(1, 256).index_fill_(1, torch.tensor([row]), size).to(device, HALF[device])
+        found = kernels("quantized_skinny").quantized_skinny(
+            x, codes, torch.ones(16, 1, device=device), group=None, rows_per_scale=1
+        )
+        assert close(found, (x.double() @ codes.double().T), 1e-3), row
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("name", ["fp8 blocks", "int4"])
+def test_a_layer_takes_the_kernel_for_its_rows(name, rows, kernel_device, monkeypatch):
+    """With its norm, gate and residual: the same as by torch."""
+    monkeypatch.setattr("attnplug_engine.quantization.scheme.usable", lambda _device: kernel_device != "torch")
+    device = torch.device(kernel_device if kernel_device == "cuda" else "cpu")
+    weight = drawn(SCHEMES[name], 256, 128, str(device))
+    if name == "fp8 blocks" and rows > 2 and device.type == "cpu":
+        pytest.skip("the interpreter does not carry when it rounds activations to fp8")
+    gain = torch.rand(128) + 0.5
+    source = RandomCheckpoint(TINY_CONFIGS["llama"])
+    monkeypatch.setattr(source, "_whole", lambda *_: gain)
+    norm = RMSNorm(Weights(source, dtype=HALF[device.type], device=device, parallel=SINGLE), 128, 1e-5)
+    x = torch.randn(rows, 128).to(device, HALF[device.type])
+    wanted = F.rms_norm(x.double(), (128,), gain.to(device, HALF[device.type]).double(), 1e-5)
+    gate, up = (wanted @ weight.dequantized(torch.float64).T).chunk(2, 1)
+    found = QuantizedLinear(weight)(x, norm=norm, activate=silu_and_mul)
+    assert close(found, F.silu(gate) * up, 5e-2 if device.type == "cuda" and name == "fp8 blocks" else 8e-3)
