@@ -55,7 +55,7 @@ def max_splits(rows: int, split: int, *, grows: bool) -> int:
     """Return the number of splits of ``rows`` cache rows, as ``splits_before`` does."""
     if not grows:
         return -(-rows // split)
-    same = _SAME.value * split
+    same: int = _SAME.value * split
     first, second, third = min(rows, same), min(max(rows - same, 0), 2 * same), max(rows - 3 * same, 0)
     return -(-first // split) + -(-second // (2 * split)) + -(-third // (4 * split))
 
