@@ -29,6 +29,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
 _SPLIT_TOPS, _SPLIT_COLUMNS = 64, 64
 """Splits whose largest logits ``merge_splits`` loads at once, and columns per program of one warp."""
+_MANY_ROWS = 1024
+"""Rows from which ``merge_splits`` has one program each, since most rows of so many have nothing to merge. Columns are
+independent, so this changes no bit."""
 _LOADED_SPLITS = 16
 """Splits that ``merge_splits`` loads before it adds the first."""
 _FEW = 32
@@ -210,7 +213,7 @@ def launch_merge(
     configuration, shape, config = schedule.configuration, schedule.layers, apart.config
     heads = shape.kv_heads * shape.group
     if configuration.split:
-        columns = min(shape.v_width, _SPLIT_COLUMNS)
+        columns = shape.v_width if schedule.rows * heads >= _MANY_ROWS else min(shape.v_width, _SPLIT_COLUMNS)
         merge_splits[schedule.rows * heads, triton.cdiv(shape.v_dim, columns)](
             partials.values,
             partials.weights,

@@ -29,6 +29,9 @@ from attnplug_triton_mla.scratch import MLAPartials
 LN_2 = tl.constexpr(0.6931471805599453)
 _SPLIT_TOPS, _SPLIT_COLUMNS = 64, 64
 """Splits whose largest logits ``_merge_splits`` loads at once, and columns per program of one warp."""
+_MANY_ROWS = 512
+"""Rows from which ``_merge_splits`` has one program each, since most rows of so many have nothing to merge. Columns are
+independent, so this changes no bit."""
 _LOADED_SPLITS = 16
 """Splits that ``_merge_splits`` loads before it adds the first."""
 _FEW = 32
@@ -247,8 +250,9 @@ def launch_merge(
     """Merge the rows of ``out`` ``[rows, heads, rank]`` and ``lse`` whose tiles are split; others are not written."""
     _, heads, rank = out.shape
     shape, configuration = schedule.shape, schedule.configuration
-    columns = min(_SPLIT_COLUMNS if configuration.split else configuration.merge_columns, rank)
+    columns = min(configuration.merge_columns, rank)
     if configuration.split:
+        columns = rank if shape.rows * heads >= _MANY_ROWS else min(_SPLIT_COLUMNS, rank)
         _merge_splits[(shape.rows * heads, rank // columns)](
             partials.values,
             partials.weights,
@@ -270,7 +274,7 @@ def launch_merge(
             LOADED=_LOADED_SPLITS,
             LSE=lse is not None,
             OVERLAP=configuration.overlap,
-            num_warps=1,
+            num_warps=max(columns // 128, 1),
             **({"launch_pdl": True} if configuration.overlap else {}),
         )
         return
