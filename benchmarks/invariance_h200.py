@@ -45,6 +45,7 @@ from attnplug import (
     Problem,
     Role,
 )
+from attnplug.contract.batch import BatchPlan
 from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, load_registry, plan_forward
 
 WHAT = "distinct results of one request among 11 sets of companions, and decode times without and with levels, µs"
@@ -183,25 +184,28 @@ def distinct(bench: Bench, name: str, levels: frozenset[str], point: tuple[int, 
     return len(found)
 
 
-def count_results(shape: Shape, device: torch.device, points: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+def count_results(
+    shape: Shape, device: torch.device, points: tuple[tuple[int, int], ...], report: Report, limit: float
+) -> dict[str, Any]:
     """Count results of all backends that serve the shape, without and with the levels that each claims."""
     longest = max(sum(point) for point in points)
     requests = max(COMPANIONS) + 1
     limits = Limits(requests, requests * 200 + longest, max(longest, 3200))
     bench = Bench(shape, device, -(-longest // PAGE) + 512, 1, limits)
     found: dict[str, Any] = {}
-    for name, registered in load_registry().backends.items():
-        levels = registered.spec.capabilities.invariant
-        for part in dict.fromkeys((frozenset[str](), levels)):
-            problem = bench.problem(part)
-            if any(registered.spec.refusals(problem, role, None) for role in (Role.PREFILL, Role.DECODE)):
-                continue
-            label = name if not part else f"{name}, {' '.join(sorted(part))}"
-            found[label] = {
-                f"{before} + {new}": attempt(partial(distinct, bench, name, part, (before, new)))
-                for before, new in points
-            }
-            print(f"{shape}, {label}: {found[label]}", flush=True)
+    backends = load_registry().backends
+    for name in sorted(backends, key=lambda name: (not name.startswith(("triton", "torch")), name)):  # libraries last
+        spec = backends[name].spec
+        for levels in dict.fromkeys((frozenset[str](), spec.capabilities.invariant)):
+            label, counts = name if not levels else f"{name}, {' '.join(sorted(levels))}", {}
+            for before, new in points:
+                role = Role.DECODE if new == 1 else Role.PREFILL
+                if spec.refusals(bench.problem(levels), role, None) or report.seconds > limit:
+                    continue
+                counts[f"{before} + {new}"] = attempt(partial(distinct, bench, name, levels, (before, new)))
+            if counts:
+                found[label] = counts
+                print(f"[{report.seconds:4.0f} s] {shape}, {label}: {counts}", flush=True)
     return found
 
 
@@ -219,7 +223,8 @@ def decode_times(shape: Shape, device: torch.device, requests: int, length: int)
         backend = bench.build(name, levels)
         backend.init_cuda_graph_state(requests, requests)
         batch = ForwardBatch(replace(geometry, host=None, captured=True))
-        plan_forward(backend, batch)
+        batch.plan = BatchPlan(backend.init_forward_metadata_out_graph(batch, in_capture=True))
+        backend.init_forward_metadata_in_graph(batch)
         count = max(CALLS, layers)
 
         def body(backend: AttentionBackend = backend, batch: ForwardBatch = batch, count: int = count) -> Tensor:
@@ -260,11 +265,12 @@ def measure_times(device: torch.device, report: Report, limit: float) -> None:
                 torch.cuda.empty_cache()
 
 
-def smoke() -> dict[str, Any]:
+def smoke(report: Report) -> None:
     """Count results of tiny cases on a CPU."""
     dims = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16)
     shapes = Shape("mha", 4, 2, 16), Shape("mla", 4, mla=dims)
-    return {shape.kind: count_results(shape, torch.device("cpu"), ((70, 1), (40, 20))) for shape in shapes}
+    points, device = ((70, 1), (40, 20)), torch.device("cpu")
+    report.put("distinct", {shape.kind: count_results(shape, device, points, report, 60) for shape in shapes})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -277,7 +283,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     with torch.inference_mode():
         if given.smoke:
-            Report(given.out, {"what": WHAT}).put("distinct", smoke())
+            smoke(Report(given.out, {"what": WHAT}))
             return
         if not torch.cuda.is_available():
             sys.exit("invariance_h200 measures kernels of an NVIDIA GPU, and torch sees none here; --smoke needs none")
@@ -286,7 +292,7 @@ def main(arguments: list[str] | None = None) -> None:
         if "distinct" in given.parts:
             found = {}
             for shape in SHAPES[:2]:
-                found[str(shape)] = attempt(partial(count_results, shape, device, POINTS))
+                found[str(shape)] = attempt(partial(count_results, shape, device, POINTS, report, given.limit / 2))
                 report.put("distinct", found)
         if "decode" in given.parts:
             measure_times(device, report, given.limit)

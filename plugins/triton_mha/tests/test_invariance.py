@@ -62,9 +62,9 @@ def test_a_row_has_the_same_bits_decoded_verified_and_prefilled(setting, device)
     """Chunk boundaries, prefix hits and speculation change nothing; nor does another request beside it."""
     stage = stage_of(device, **SETTINGS[setting])
     scale = SCALE[device]
-    first = 200 * scale
-    (whole,) = rows_of(stage, [Span(0, first, 100 * scale)], EXTEND)
-    for before, new, mode in ((200, 31, EXTEND), (255, 3, VERIFY), (256, 1, DECODE), (299, 1, DECODE)):
+    first = 240 * scale
+    (whole,) = rows_of(stage, [Span(0, first, 60 * scale)], EXTEND)
+    for before, new, mode in ((240, 17, EXTEND), (255, 3, VERIFY), (299, 1, DECODE)):
         found = rows_of(stage, [Span(1, 3, new), Span(0, before * scale, new)], mode)[1]
         rows = slice(before * scale - first, before * scale - first + new)
         assert_same_bits((whole[0][rows], whole[1][rows]), found)
