@@ -147,11 +147,11 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         ragged = fit_ragged(SHARED[sm], (nope + rope, value))
         wanted.append({"sm": sm, "ragged": astuple(ragged), "dims": (nope, rope, value)})
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
-    around = {"plan", "plan of different rows", "merge"}
+    around = {"plan", "plan of different rows", "merge", "plan of splits", "merge of splits"}
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
         *((sm, "triton") for sm in (80, 89, 90, 100, 120)),
         *((sm, "ragged") for sm in (80, 90, 100, 120)),
-        *((90, kernel) for kernel in ("low", "wide", *around)),
+        *((90, kernel) for kernel in ("low", "wide", "triton by splits", "wide by splits", *around)),
     }
     for sm, kernel, taken in compiled:
         assert taken <= SHARED[sm], (sm, kernel)
