@@ -67,7 +67,6 @@ from torch.nn.functional import pad
 from attnplug import ExtendPath, ForwardBatch
 from attnplug.contract.batch import BatchPlan
 from attnplug.host import ExtendPolicy, KVPools, MLAWeights, ModelAttention
-from attnplug_triton_mla.options import TritonMLAOptions
 
 WHAT = (
     "flashinfer_mla and flashmla against their libraries called directly, triton_mla beside both; bf16, kv_lora 512 + "
@@ -186,7 +185,7 @@ class Rotating:
     def __init__(self, case: Case, rig: Rig) -> None:
         self._case, self._rig, self._layers = case, rig, rotating_layers(case)
         self._ours = Ours(case, rig.device, self._layers, "triton_mla")
-        invariant = self._ours.build("triton_mla", TritonMLAOptions(batch_invariant=True))
+        invariant = self._ours.build("triton_mla", frozenset({"run", "batch"}))
         self._backends = {"triton": self._ours.backend, "triton_invariant": invariant}
         self._q = random(case.requests, case.heads, DIMS.row_dim, device=rig.device)
         self._rows = random(case.requests, 1, DIMS.row_dim, device=rig.device)

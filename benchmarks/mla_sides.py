@@ -167,10 +167,10 @@ class Ours:
         self.backend = self.build(name)
         self.backend_bytes = torch.cuda.memory_allocated() - before
 
-    def build(self, name: str, options: Any = None) -> Any:
-        """A backend over these caches."""
+    def build(self, name: str, levels: frozenset[str] = frozenset()) -> Any:
+        """A backend over these caches, with levels of invariance."""
         declared, roles = load_registry().backends[name].spec.capabilities, frozenset({Role.PREFILL, Role.DECODE})
-        return BACKENDS[name](self._host.for_backend(name, declared, roles=roles, options=options))
+        return BACKENDS[name](self._host.for_backend(name, declared, roles=roles, invariant=levels))
 
     def batch(self, new: int | None = None, *, captured: bool = False) -> ForwardBatch:
         """Batch that extends each request by its last ``new`` rows; by default decodes its last row.

@@ -25,7 +25,6 @@ from attnplug.contract.batch import BatchPlan
 from attnplug.host import HostContext, KVPools, Limits, WorkspaceOwner
 from attnplug_triton_mla.backend import TritonMLABackend
 from attnplug_triton_mla.configurations import MLAKernelConfig, choose
-from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.plugin import attnplug_backends
 
 WHAT = "triton_mla: variants of decode and verify beside the plain decode; µs of a call in a graph of 20, medians"
@@ -94,9 +93,9 @@ class Side:
             pools=KVPools(mla=pool),
             workspace=WorkspaceOwner(),
         )
-        (spec,), options = attnplug_backends(), TritonMLAOptions(batch_invariant=variant.invariant)
+        (spec,), levels = attnplug_backends(), frozenset({"run", "batch"} if variant.invariant else ())
         rows = len(lens) * variant.queries
-        self._context = host.for_backend("benchmark", spec.capabilities, options=options)
+        self._context = host.for_backend("benchmark", spec.capabilities, invariant=levels)
         self._decode = variant.queries == 1
         self._q = random(rows, variant.heads, DIMS.row_dim, device=device)
         self._geometry = Geometry(

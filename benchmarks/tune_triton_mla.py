@@ -51,7 +51,7 @@ class Shape:
         return Variant((length,) * self.requests, self.heads, kv_dtype=kv_dtype)
 
     def chosen(self, tokens: int) -> MLAKernelConfig:
-        return choose(self.heads, self.requests, tokens, format="fp8" if self.fp8 else "plain", invariant=False)
+        return choose(self.heads, self.requests, tokens, format="fp8" if self.fp8 else "plain")
 
 
 SHAPES = [Shape(heads, requests, False) for requests in (1, 4, 16, 32, 64) for heads in (16, 128)]

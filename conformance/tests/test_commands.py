@@ -188,8 +188,8 @@ def test_new_refuses_a_name_that_is_taken(name, tmp_path, monkeypatch):
 
 def test_options_of_another_backend_are_refused():
     """They would have no effect on the run."""
-    with raises_naming(UsageError, "triton_mla", "torch_native"):
-        attnplug("conform", "torch_native", "--backend-option", "triton_mla.batch_invariant=true")
+    with raises_naming(UsageError, "flashinfer_mla", "torch_native"):
+        attnplug("conform", "torch_native", "--backend-option", "flashinfer_mla.disable_ragged=true")
 
 
 class TestCheck:

@@ -242,7 +242,7 @@ def test_drafts_are_verified_by_the_backend_of_the_role_that_is_named(folder: st
 def test_options_of_backends_that_are_not_asked_for_are_left_alone(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(OPTIONS, "triton_mla.batch_invariant=true")
+    monkeypatch.setenv(OPTIONS, "flashinfer_mla.disable_ragged=true")
     assert check_server_args(arguments(folder)) is None
 
 
@@ -269,8 +269,8 @@ def test_a_version_outside_the_range_is_refused_with_the_range(folder: str, monk
 
 
 def test_options_come_from_the_environment(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(OPTIONS, "triton_mla.batch_invariant=true a.b=1")
-    assert given_options() == {"triton_mla": {"batch_invariant": "true"}, "a": {"b": "1"}}
+    monkeypatch.setenv(OPTIONS, "flashinfer_mla.disable_ragged=true a.b=1")
+    assert given_options() == {"flashinfer_mla": {"disable_ragged": "true"}, "a": {"b": "1"}}
     with pytest.raises(ValueError, check=naming("'a'")):
         check_server_args(arguments(folder))
     monkeypatch.setenv(OPTIONS, "torch_native.speed=1")

@@ -66,6 +66,7 @@ class LinearScene:
         dtype: DType = DType.FLOAT32,
         decay: float = 1.0,
         seed: int = 0,
+        levels: frozenset[str] = frozenset(),
     ) -> None:
         self.device, self.dtype, self.decay = torch.device(device), torch_dtype(dtype), decay
         self.random = torch.Generator().manual_seed(seed)
@@ -99,6 +100,7 @@ class LinearScene:
                 workspace=WorkspaceOwner(),
                 declared=capabilities(name),
                 options=None,
+                invariant=levels,
             )
         )
 

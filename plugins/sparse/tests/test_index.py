@@ -16,8 +16,9 @@ from attnplug import AttentionKind, BackendError, DType, ForwardMode, LayerSpec,
 from attnplug.host import MLADims
 from attnplug.sparse import IndexerDims, SelectedPositions, SelectedSlots
 from attnplug_sparse.index import ScoreInputs, SparseIndex, sparse_index
-from attnplug_sparse.index.tiling import DeviceLimits, choose_tiles
+from attnplug_sparse.index.tiling import INVARIANT_QUERIES, DeviceLimits, choose_tiles
 from attnplug_sparse.refusals import index_refusals
+from attnplug_sparse.torch_sparse.selection import stable_topk
 from attnplug_testing.devices import DEVICES, INTERPRETED, nothing_waits
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelCase
@@ -263,3 +264,22 @@ def test_kernels_compile_for_gpus_that_need_not_be_there():
     every = {(90, kernel) for kernel in ("index", "best", "spread", "translate")}
     assert {(sm, kernel) for sm, kernel, _ in found} == {(80, "index"), *every}
     assert all(taken <= SHARED[sm] for sm, _, taken in found)
+
+
+@pytest.mark.parametrize("width", [5, 40])
+def test_equal_scores_are_selected_by_position(width):
+    """E3: whatever the shape of all scores; the highest first, and -1 where nothing is seen."""
+    scores = torch.tensor([0.0, 2.0, 0.0, 0.0, 1.0]).repeat(3, 1)
+    scores = torch.cat([scores, torch.zeros(3, width - 5)], 1)
+    scores[2, 3:] = float("-inf")
+    assert stable_topk(scores, 4).tolist() == [[0, 1, 2, 4], [0, 1, 2, 4], [0, 1, 2, -1]]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("name", ["decode", "verify", "extend"])
+def test_one_configuration_scores_all_batches(name):
+    """E3: if levels of invariance are requested."""
+    stage = scene(replace(CASES[name], levels=frozenset({"run", "batch"})))
+    (block,) = stage.planned().plan.attention.metadata.blocks
+    assert block.tiles == choose_tiles(INVARIANT_QUERIES, 2, 16, None)
+    stage.check()

@@ -18,6 +18,7 @@ from attnplug_testing import ahead
 from attnplug_triton_mha.attention import merged_at_once
 from attnplug_triton_mha.configurations import (
     FORMATS,
+    INVARIANT,
     PACKS,
     TABLES,
     MergeConfig,
@@ -27,8 +28,9 @@ from attnplug_triton_mha.configurations import (
 )
 from attnplug_triton_mha.planner import padded
 from attnplug_triton_mha.triton_attention import attend as attend_kernel
-from attnplug_triton_mha.triton_merge import _FEW
+from attnplug_triton_mha.triton_merge import _FEW, _LOADED_SPLITS, _SPLIT_COLUMNS, _SPLIT_TOPS
 from attnplug_triton_mha.triton_merge import merge as merge_kernel
+from attnplug_triton_mha.triton_merge import merge_splits as merge_splits_kernel
 from attnplug_triton_mha.triton_plan import _plan
 
 GROUP, KV_HEADS = 4, 8
@@ -98,6 +100,8 @@ def attend(
         "PREFETCH": cut["prefetch"],
         "tree_column": 1,
         "TREE": tree,
+        "SPLIT": cut["split"],
+        "TILE_ROWS": GROUP if cut["split"] else cut["tile"],
     }
     options = {"num_warps": cut["warps"], "num_stages": cut["stages"], "launch_pdl": cut["overlap"]}
     pointers = {
@@ -127,6 +131,26 @@ def merge(sm: int, cut: dict[str, Any], type: str, merging: MergeConfig, dim: in
     return compiled(merge_kernel, sm, constants, options, out=f"*{type}")
 
 
+def merge_splits(sm: int, cut: dict[str, Any], type: str, dim: int = 128):
+    constants = {
+        "HEADS": KV_HEADS * GROUP,
+        "GROUP": GROUP,
+        "TILE": cut["tile"],
+        "TILE_ROWS": GROUP,
+        "V_DIM": dim,
+        "V_WIDTH": 1 << (dim - 1).bit_length(),
+        "COLUMNS": _SPLIT_COLUMNS,
+        "BLOCK": _SPLIT_TOPS,
+        "LOADED": _LOADED_SPLITS,
+        "SINKS": True,
+        "LSE": True,
+        "SCALED": True,
+        "OVERLAP": cut["overlap"],
+    }
+    options = {"num_warps": 1, "launch_pdl": cut["overlap"]}
+    return compiled(merge_splits_kernel, sm, constants, options, out=f"*{type}")
+
+
 def plan(sm: int, cut: dict[str, Any], uniform: bool, window: int, block: int = 16):
     constants = {
         "UNIFORM": uniform,
@@ -139,6 +163,7 @@ def plan(sm: int, cut: dict[str, Any], uniform: bool, window: int, block: int = 
         "MERGED": uniform,
         "BLOCK": block,
         "ROWS": 128 if uniform else 32,
+        "SPLIT": cut["split"],
     }
     return compiled(_plan, sm, constants, {"num_warps": 1})
 
@@ -158,7 +183,7 @@ def table() -> Iterator[tuple[str, Any]]:
         yield name, merge(90, asdict(TABLES[0][0][-1]), "bf16", cut)
     for format in ("", *FORMATS):
         number = FORMATS.get(format, 0)
-        for entry in dict.fromkeys(entry for *_, entry in TABLES[number]):
+        for entry in (INVARIANT, *dict.fromkeys(entry for *_, entry in TABLES[number])):
             for dim in (64, 128, 256):
                 cut = asdict(fit_config(entry, MHAKernelLimits(90, 227 << 10, dim, dim, number)))
                 name = f"{entry.tile:3} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {dim} {format}"
@@ -174,6 +199,10 @@ def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
     yield 90, "plan", plan(90, cut, uniform=True, window=0)
     yield 90, "plan of different rows", plan(90, cut, uniform=False, window=100)
     yield 90, "merge", merge(90, cut, first["type"], merge_config(132, 16, 256, 132))
+    fixed = asdict(INVARIANT)
+    yield 90, "attend by splits", attend(90, fixed, first["type"], 128)
+    yield 90, "plan of splits", plan(90, fixed, uniform=True, window=0)
+    yield 90, "merge of splits", merge_splits(90, fixed, first["type"])
 
 
 def main(asked: str) -> None:

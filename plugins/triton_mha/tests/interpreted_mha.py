@@ -29,6 +29,10 @@ def small(rows: int, requests: int, kv_heads: int, format: int) -> MHAKernelConf
     return MHAKernelConfig(tile, 16, 4, 2, programs=2, single=requests > 2, merge=merge, overlap=False)
 
 
+FIXED = MHAKernelConfig(64, 16, 4, 2, programs=2, overlap=False, split=16)
+"""Configuration of batches with levels of invariance: the shortest splits have one step."""
+
+
 def build(context: BackendContext, choose: Choose | None = None) -> AttentionBackend:
     on_cpu = context.device.type == "cpu"
     if on_cpu:
@@ -39,7 +43,7 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
 
     context = declaring(context, "triton_mha")
     if on_cpu:
-        return TritonMHABackend(context, choose=choose or small, multiprocessors=MULTIPROCESSORS)
+        return TritonMHABackend(context, choose=choose or small, invariant=FIXED, multiprocessors=MULTIPROCESSORS)
     return TritonMHABackend(context) if choose is None else TritonMHABackend(context, choose=choose)
 
 

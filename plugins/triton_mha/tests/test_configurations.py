@@ -161,6 +161,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
         *((sm, "attend") for sm in (80, 86, 89, 90, 100, 120)),
         *((90, kernel) for kernel in ("plan", "plan of different rows", "merge")),
+        *((90, f"{kernel} splits") for kernel in ("attend by", "plan of", "merge of")),
     }
     for sm, kernel, taken in compiled:
         assert taken <= SHARED[sm], (sm, kernel)

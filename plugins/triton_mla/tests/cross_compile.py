@@ -19,12 +19,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attnplug_sparse.index.triton_schedule import _plan
 from attnplug_testing import ahead
-from attnplug_triton_mla.configurations import ENTRIES, RAGGED, TABLES, MLAKernelConfig
+from attnplug_triton_mla.configurations import ENTRIES, INVARIANT, INVARIANT_WIDE, RAGGED, TABLES, MLAKernelConfig
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.ragged import RaggedConfig
 from attnplug_triton_mla.triton_attention import attend as attend_triton
-from attnplug_triton_mla.triton_merge import _merge
+from attnplug_triton_mla.triton_merge import _LOADED_SPLITS, _SPLIT_COLUMNS, _SPLIT_TOPS, _merge, _merge_splits
 from attnplug_triton_mla.triton_ragged import attend_ragged
 
 RANK, ROPE, PAGE = 512, 64, 64
@@ -60,7 +60,6 @@ def attend(
     cut: dict[str, object],
     q: str,
     format: str,
-    invariant: bool = False,
     page_size: int = PAGE,
     apart: bool = False,
     tree: bool = False,
@@ -75,7 +74,6 @@ def attend(
         "PAGE_SIZE": page_size,
         "PAGE_STRIDE": page_size * row,
         "SLOT_STRIDE": row,
-        "INVARIANT": invariant,
         "LSE": True,
         "APART": apart,
         "OVERLAP": cut["overlap"],
@@ -83,11 +81,13 @@ def attend(
     }
     options = {"num_warps": cut["warps"], "launch_pdl": cut["overlap"]}
     types = {"q": f"*{q}", "q_rope": f"*{q}", "out": f"*{q}", "cache": f"*{cache}"}
+    splits = {"SPLIT": cut["split"], "GROWS": cut["grows"], "TILE_ROWS": 16 if cut["split"] else cut["tile"]}
     if cut["kernel"] == "wide":
-        return compiled(attend_wide, sm, constants, options, **types)
+        return compiled(attend_wide, sm, constants | splits, options, **types)
     if cut["kernel"] == "low":
         return compiled(attend_low, sm, constants | {"STEP": cut["step"], "BUFFERS": cut["stages"]}, options, **types)
     constants |= {
+        **splits,
         "tree_column": 1,
         "TREE": tree,
         "FORMAT": format,
@@ -95,13 +95,13 @@ def attend(
         "ROPE_AT": rope_at,
         "TILE": cut["tile"],
         "STEP": cut["step"],
-        "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" else 0,
+        "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" and not cut["split"] else 0,
     }
     options |= {"num_stages": cut["stages"], "maxnreg": cut["registers"]}
     return compiled(attend_triton, sm, constants, options, **types)
 
 
-def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):
+def merge(sm: int, cut: dict[str, object], q: str):
     constants = {
         "QUERIES": 1,
         "HEADS": 16,
@@ -110,7 +110,6 @@ def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):
         "COLUMNS": cut["merge_columns"],
         "BLOCK": cut["merge_parts"],
         "FEW": min(cut["merge_parts"], 32),
-        "INVARIANT": invariant,
         "LSE": True,
         "OVERLAP": cut["overlap"],
     }
@@ -118,15 +117,36 @@ def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):
     return compiled(_merge, sm, constants, options, out=f"*{q}")
 
 
-def plan(sm: int, cut: dict[str, object], queries: int, parts: int, block: int):
+def merge_splits(sm: int, cut: dict[str, object], q: str):
+    constants = {
+        "QUERIES": 1,
+        "HEADS": 16,
+        "RANK": RANK,
+        "TILE": cut["tile"],
+        "TILE_ROWS": 16,
+        "STEP": cut["step"],
+        "SPLIT": cut["split"],
+        "GROWS": cut["grows"],
+        "COLUMNS": _SPLIT_COLUMNS,
+        "BLOCK": _SPLIT_TOPS,
+        "LOADED": _LOADED_SPLITS,
+        "LSE": True,
+        "OVERLAP": cut["overlap"],
+    }
+    return compiled(_merge_splits, sm, constants, {"num_warps": 1, "launch_pdl": cut["overlap"]}, out=f"*{q}")
+
+
+def plan(sm: int, cut: dict[str, object], queries: int, block: int):
     constants = {
         "QUERIES": queries,
         "HEADS": 16,
         "TILE": cut["tile"],
         "STEP": cut["step"],
-        "START": 0 if parts else cut["start_steps"],
+        "START": cut["start_steps"],
         "PAGE_SIZE": PAGE,
-        "PARTS": parts,
+        "SPLIT": cut["split"],
+        "GROWS": cut["grows"],
+        "WHOLE": not queries,
         "BLOCK": block,
         "ROWS": queries or 128,
     }
@@ -169,9 +189,12 @@ def resources(made) -> str:
 
 def table() -> Iterator[tuple[str, Any]]:
     """Every kernel that the table asks for, by what tells it from others."""
-    for queries, parts, block in ((1, 0, 16), (1, 16, 256), (0, 0, 16), (0, 1, 1024)):
-        name = f"plan   {queries} queries, {parts} parts, {block} requests"
-        yield name, plan(90, asdict(RAGGED), queries, parts, block)
+    for entry, queries, block in ((RAGGED, 1, 16), (INVARIANT, 1, 256), (RAGGED, 0, 16), (INVARIANT, 0, 1024)):
+        name = f"plan   {queries} queries, splits of {entry.split}, {block} requests"
+        yield name, plan(90, asdict(entry), queries, block)
+    for entry in (INVARIANT, INVARIANT_WIDE):
+        yield f"merge of splits of {entry.split}", merge_splits(90, asdict(entry), "bf16")
+        yield f"attend {entry.kernel} by splits of {entry.split}", attend(90, asdict(entry), "bf16", "plain")
     merges = sorted({(entry.merge_parts, entry.merge_columns, entry.merge_warps) for entry in ENTRIES})
     for parts, columns, warps in merges:
         cut = asdict(replace(RAGGED, merge_parts=parts, merge_columns=columns, merge_warps=warps))
@@ -180,19 +203,15 @@ def table() -> Iterator[tuple[str, Any]]:
         (entry.tile, entry.step, entry.warps, entry.stages, entry.kernel, entry.merge, entry.registers)
         for entry in ENTRIES
     }
-    for cut, format, invariant in itertools.product(sorted(cuts, key=str), TABLES, (False, True)):
+    for cut, format in itertools.product(sorted(cuts, key=str), TABLES):
         tile, step, warps, stages, kernel, who, registers = cut
         if kernel != "triton" and format != "plain":
             continue
         entry = MLAKernelConfig(tile, step, warps, stages, kernel, merge=who, overlap=True, registers=registers)
         name = f"{kernel}: {tile} x {step}, {warps} warps, {stages} stages, {who}, {registers or 'any'} registers"
-        yield (
-            f"attend {name:48} {format:18} {'invariant' * invariant}",
-            attend(90, asdict(entry), "bf16", format, invariant),
-        )
-        if not invariant:
-            made = attend(90, asdict(entry), "bf16", format, page_size=1, selected=True)
-            yield f"attend {name:48} {format:18} selected", made
+        yield f"attend {name:48} {format:18}", attend(90, asdict(entry), "bf16", format)
+        made = attend(90, asdict(entry), "bf16", format, page_size=1, selected=True)
+        yield f"attend {name:48} {format:18} selected", made
 
 
 def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
@@ -203,9 +222,13 @@ def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
         else:
             yield case["sm"], case["cut"]["kernel"], attend(**case)
     first = next(case for case in cases if case["sm"] == 90 and "cut" in case)
-    yield 90, "plan", plan(90, first["cut"], queries=1, parts=0, block=16)
-    yield 90, "plan of different rows", plan(90, first["cut"], queries=0, parts=0, block=16)
+    yield 90, "plan", plan(90, first["cut"], queries=1, block=16)
+    yield 90, "plan of different rows", plan(90, first["cut"], queries=0, block=16)
     yield 90, "merge", merge(90, first["cut"], first["q"])
+    for entry in (INVARIANT, INVARIANT_WIDE):
+        yield 90, f"{entry.kernel} by splits", attend(90, asdict(entry), first["q"], "plain")
+        yield 90, "plan of splits", plan(90, asdict(entry), queries=1, block=16)
+        yield 90, "merge of splits", merge_splits(90, asdict(entry), first["q"])
 
 
 def main(asked: str) -> None:

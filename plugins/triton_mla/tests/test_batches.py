@@ -19,7 +19,6 @@ from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelScene, lengths, mla, ragged
 from attnplug_testing.references.triton_mla import MULTIPROCESSORS, check, scene, small
 from attnplug_triton_mla.configurations import ENTRIES, MLAKernelConfig
-from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.scratch import COUNTERS
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
@@ -301,40 +300,8 @@ class TestBits:
         assert all(torch.equal(stage.results()[0], first) for _ in range(20))
 
     @on_every_device
-    @pytest.mark.parametrize(
-        ("mode", "new", "merge"),
-        [(DECODE, 1, "kernel"), (VERIFY, 3, "last"), (EXTEND, 5, "last")],
-    )
-    @pytest.mark.sample(2)
-    def test_batch_invariance(self, mode, new, merge, device):
-        """A request's bits are the same alone, among others, and wherever it stands."""
-        mine, others = (70 if device == "cpu" else 9000, new), ((40, new), (0, new), (90, new))
-        if mode is EXTEND:
-            others = ((40, 2), (0, 7), (90, 1))
-        cut = replace(small(16, 4, 64), merge=merge, least_steps=2)
-        alone, rows = self.bits(mode, (mine,), 0, cut, device)
-        for position in (0, 3):
-            given = (*others[:position], mine, *others[position:])
-            among, _ = self.bits(mode, given, position, cut, device, rows)
-            assert torch.equal(among, alone)
-
-    def bits(self, mode, given, position, cut, device, rows=None):
-        """A request's output in a batch; its rows and queries are those of ``rows``, or what it brings."""
-        options = TritonMLAOptions(batch_invariant=True)
-        case = mla(given, mode, heads=2, options=options)
-        stage = scene(case, device, lambda *_, **__: cut) if device == "cpu" else scene(case, device)
-        begin, new = sum(stage.new[:position]), stage.new[position]
-        if rows is not None:
-            stage.keys[position], stage.q[begin : begin + new] = rows
-            stage.values[position] = stage.keys[position][..., : stage.widths[1]]
-            stage.store(LAYER, [(0, before) for before, _ in given])
-        out, _ = stage.results()
-        assert relative_error(out, stage.wanted()[0]) <= stage.tolerance
-        return out[begin : begin + new].clone(), (stage.keys[position], stage.q[begin : begin + new])
-
-    @on_every_device
-    def test_without_the_option_the_batch_decides(self, device):
-        """Or the test above could not fail: with others in the batch, the same request is cut elsewhere."""
+    def test_without_a_level_the_batch_decides(self, device):
+        """Or tests of invariance could not fail: with others in the batch, the same request is split elsewhere."""
         if device == "cpu":
             cut = small(16, 4, 64)  # the same for both
             alone = self.parts(scene(mla(((150, 1),), DECODE, heads=4), device, lambda *_, **__: cut))
@@ -383,14 +350,14 @@ class TestOnAGPU:
     def test_random_batches(self, seed, device):
         chance = random.Random(seed)
         new = chance.choice([1, 1, 2, 5, 8])
-        options = TritonMLAOptions(batch_invariant=chance.random() < 0.3)
+        levels = frozenset({"run", "batch"} if chance.random() < 0.3 else ())
         case = mla(
             lengths(chance.randint(1, 130), chance.choice([100, 3000, 9000]), new, seed),
             DECODE if new == 1 else VERIFY,
             heads=chance.choice([16, 128]),
             page_size=chance.choice([1, 64]),
             seed=seed,
-            options=options,
+            levels=levels,
         )
         check(case, device)
 

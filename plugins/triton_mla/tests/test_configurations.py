@@ -45,17 +45,10 @@ def test_every_shape_finds_its_entry(format):
     for rows in (1, 8, 16, 17, 32, 33, 64, 128, 1024):
         for requests in (1, 2, 3, 16, 64, 1000):
             for tokens in (0, 100, 8192, 8193, ANY):
-                entry = choose(rows, requests, tokens, format=format, invariant=False)
+                entry = choose(rows, requests, tokens, format=format)
                 assert entry in ENTRIES
                 assert entry.tile == 16 or rows > entry.tile // 4, "a tile most of which is never used"
-    assert choose(0, 4, 100, format=format, invariant=False) is RAGGED
-
-
-@pytest.mark.parametrize("format", TABLES)
-@pytest.mark.parametrize("rows", [0, 16, 32, 128])
-def test_invariance_leaves_requests_and_lengths_out(rows, format):
-    shapes = itertools.product((1, 2, 3, 40, 1000), (100, ANY))
-    assert len({choose(rows, *shape, format=format, invariant=True) for shape in shapes}) == 1
+    assert choose(0, 4, 100, format=format) is RAGGED
 
 
 def test_who_merges_a_batch_of_different_rows():
@@ -68,8 +61,8 @@ def test_who_merges_a_batch_of_different_rows():
 def test_no_plan_asks_for_more_partial_results_than_were_reserved(sm):
     """A backend takes no more than it reserved when built: graphs freeze the workspace."""
     for format, rows, requests, tokens in itertools.product(TABLES, (0, 1, 16, 17, 33, 512), (1, 3, 99), (99, ANY)):
-        cut = fit_config(choose(rows, requests, tokens, format=format, invariant=False), limits(sm, format))
-        shape = BatchShape(requests, requests * max(rows, 1), rows, 1, 64, 8, invariant=False)
+        cut = fit_config(choose(rows, requests, tokens, format=format), limits(sm, format))
+        shape = BatchShape(requests, requests * max(rows, 1), rows, 1, 64, 8)
         slots = MLASchedule.reserve(shape, cut, 132, torch.device("meta")).partial_slots
         assert slots * cut.tile <= max_partial_rows(132)
 
@@ -97,7 +90,7 @@ def test_an_early_launch_is_for_gpus_that_know_it():
 
 @pytest.mark.parametrize(("kernel", "rows", "tile", "instead"), [("low", 16, 16, 16), ("wide", 128, 64, 32)])
 def test_kernels_in_gluon_are_for_sm_90_and_16_bits(kernel, rows, tile, instead):
-    entry = choose(rows, 4, ANY, format="plain", invariant=False)
+    entry = choose(rows, 4, ANY, format="plain")
     assert (entry.kernel, entry.tile) == (kernel, tile)
     assert {each.kernel for name, table in TABLES.items() if name != "plain" for *_, each in table} == {"triton"}
     for sm in SHARED:
@@ -125,7 +118,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     """
 
     def chosen(rows: int, requests: int, format: RowFormat = "plain") -> MLAKernelConfig:
-        return choose(rows, requests, ANY, format=format, invariant=False)
+        return choose(rows, requests, ANY, format=format)
 
     wanted = []
     token, nvfp4 = "fp8_per_token_head", "nvfp4"
@@ -154,11 +147,11 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         ragged = fit_ragged(SHARED[sm], (nope + rope, value))
         wanted.append({"sm": sm, "ragged": astuple(ragged), "dims": (nope, rope, value)})
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
-    around = {"plan", "plan of different rows", "merge"}
+    around = {"plan", "plan of different rows", "merge", "plan of splits", "merge of splits"}
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
         *((sm, "triton") for sm in (80, 89, 90, 100, 120)),
         *((sm, "ragged") for sm in (80, 90, 100, 120)),
-        *((90, kernel) for kernel in ("low", "wide", *around)),
+        *((90, kernel) for kernel in ("low", "wide", "triton by splits", "wide by splits", *around)),
     }
     for sm, kernel, taken in compiled:
         assert taken <= SHARED[sm], (sm, kernel)

@@ -31,7 +31,6 @@ def kimi(tmp_path_factory):
         {"page_size": 1, "num_pages": 4096},
         {"page_size": 16, "num_pages": 160, "chunked_prefill_size": 100},
         {"dtype": DType.FLOAT16},
-        {"backend_options": {"triton_mla": {"batch_invariant": "true"}}},
     ],
     ids=lambda settings: ",".join(str(key) for key in settings) or "default",
 )

@@ -14,7 +14,6 @@ from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import mla
 from attnplug_testing.references.triton_mla import scene
-from attnplug_triton_mla.options import TritonMLAOptions
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 INF = float("inf")
@@ -122,12 +121,11 @@ class TestMemory:
         assert torch.equal(stage.results()[0], first)
         assert stage.workspace.report()[0].retired_bytes == 0
 
-    def test_invariance_asks_for_memory_of_every_request(self):
-        options = TritonMLAOptions(batch_invariant=True)
-        stage = scene(mla(((5, 1),) * 40, DECODE, heads=2, options=options), "cpu")
-        before = stage.workspace.nbytes
+    def test_no_plan_of_splits_asks_for_more_than_was_reserved(self):
+        """A2: nor for levels of invariance, whose partial results are limited instead."""
+        stage = scene(mla(((5, 1),) * 40, DECODE, heads=2, levels=frozenset({"run", "batch"})), "cpu")
+        stage.workspace.freeze()
         stage.backend.init_forward_metadata(stage.batch())
-        assert stage.workspace.nbytes > before
 
 
 class TestWrongUse:

@@ -131,18 +131,14 @@ def test_layers_that_differ_are_refused_with_how() -> None:
 
 
 def test_it_is_asked_for_as_a_role(tmp_path: Path) -> None:
-    """D1, D3: the answer needs no GPU; its options are known by name."""
+    """D1, D3, E3: the answer needs no GPU; it keeps every level of invariance."""
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
-    roles = ("--prefill-attention-backend", "flashinfer_mla", "--decode-attention-backend", "triton_mla")
-    options = ("--backend-option", "triton_mla.batch_invariant=true")
+    roles = ("--attention-backend", "triton_mla", "--batch-invariant")
     outcome = in_own_process(
-        *("explain", "--model", str(tmp_path), "--sm", "90", *roles, *options, "--json"), CUDA_VISIBLE_DEVICES=""
+        *("explain", "--model", str(tmp_path), "--sm", "90", *roles, "--json"), CUDA_VISIBLE_DEVICES=""
     )
     assert outcome.code == 0, outcome
-    assert {role: outcome.json[role]["chosen"] for role in ("prefill", "decode")} == {
-        "prefill": "flashinfer_mla",
-        "decode": "triton_mla",
-    }
+    assert {outcome.json[role]["chosen"] for role in ("prefill", "decode")} == {"triton_mla"}
     assert 0 < SPEC.preference < 90, "behind the libraries', before torch_native"
 
 

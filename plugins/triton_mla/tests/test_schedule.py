@@ -11,23 +11,25 @@ import triton
 import triton.language as tl
 
 from attnplug_sparse.index.triton_schedule import begin_stretch, next_tile, rows_of_part
+from attnplug_sparse.index.triton_splits import splits_before
 from attnplug_testing.devices import DEVICES, nothing_waits
-from attnplug_triton_mla.configurations import INVARIANT_PARTS, MLAKernelConfig
+from attnplug_triton_mla.configurations import MLAKernelConfig
 from attnplug_triton_mla.planner import BatchShape, MLASchedule
-from attnplug_triton_mla.triton_merge import parts_of_tile, slot_of_part
+from attnplug_triton_mla.triton_merge import parts_of_tile, slot_of_part, slot_of_split
 
 NOWHERE = 1 << 30
 HEADER, RECORD, PROGRAM = 8, 8, 16
+HEADS = 11
 
 
-def made(lens, new, *, queries=0, heads=4, page_size=16, cut, sms=6, invariant=False, device="cpu", padding=0):
+def made(lens, new, *, queries=0, heads=4, page_size=16, cut, sms=6, device="cpu", padding=0):
     """A schedule, the page table it was made from, and the batch's rows without padding."""
     requests, width = len(lens), -(-max([*lens, 1]) // page_size) + 2
     table = torch.randperm(requests * width).view(requests, width).int()
     for request, length in enumerate(lens):
         table[request, -(-length // page_size) :] = NOWHERE
-    shape = BatchShape(requests, sum(new) + padding, queries, heads, page_size, width, invariant)
-    schedule = MLASchedule.reserve(shape, cut, sms, torch.device(device))
+    shape = BatchShape(requests, sum(new) + padding, queries, heads, page_size, width)
+    schedule = MLASchedule.reserve(shape, cut, sms, torch.device(device), 1 << 20)
     seq_lens, new_lens = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (lens, new))
     on_device = table.to(device)
     schedule.fill(on_device, seq_lens, None if queries else new_lens)
@@ -92,7 +94,7 @@ def test_the_line_of_work_is_divided_evenly(seed, cut, device):
     assert stretch == max(-(-total // schedule.programs), cut.least_steps, worth, 1)
     for request, (length, count) in enumerate(zip(lens, new, strict=True)):
         record = numbers[HEADER + RECORD * request :][:7]
-        assert record == [ends[request], length, length - count, sum(new[:request]), count, 1, steps[request]]
+        assert record == [ends[request], length, length - count, sum(new[:request]), count, -1, steps[request]]
     begins = numbers[HEADER + RECORD * len(lens) + 7 :: PROGRAM]
     for program, request in enumerate(begins):
         if program * stretch < total:
@@ -101,19 +103,27 @@ def test_the_line_of_work_is_divided_evenly(seed, cut, device):
 
 @triton.jit
 def _walk(
-    visits, numbers, requests, programs, page_table, table_row, HEADS: tl.constexpr, TILE: tl.constexpr,
-    STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, INVARIANT: tl.constexpr,
+    visits, numbers, requests, programs, partial_slots, page_table, table_row, HEADS: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, GROWS: tl.constexpr,
 ):  # fmt: skip
     """The way of a program of the attention kernels: at every place where it begins, what it finds there."""
     (
-        at, stop, stretch, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+        at, stop, stretch, lead, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile,
+        first_page,
     ) = begin_stretch(numbers, requests)  # fmt: skip
+    start = at
     while at < stop:
         taken, first_token, end_token = rows_of_part(
-            at, stop, kv_len, prefix, new, unit, units, tile_start, tile, HEADS, TILE, STEP, INVARIANT
+            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, SPLIT, GROWS
         )
-        parts, first, others = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
-        slot = slot_of_part(at, tile_start, programs, INVARIANT)
+        if SPLIT > 0:
+            first = stored_at + tile * splits_before(units * STEP, SPLIT, GROWS)
+            place = splits_before(first_token, SPLIT, GROWS)
+            slot = slot_of_split(at, taken, stop, start, tile_start, place, first, partial_slots, programs)
+            parts, others = place, start
+        else:
+            parts, first, others = parts_of_tile(tile_start, units, stretch, programs)
+            slot = slot_of_part(at, tile_start, programs)
         visit = visits + at * 11
         tl.store(visit + 1, request)
         tl.store(visit + 2, tile)
@@ -128,57 +138,57 @@ def _walk(
         tl.atomic_add(visit, 1)
         at += taken
         if at < stop:
-            at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
-                at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
+            at, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile, first_page = next_tile(
+                at, end, kv_len, prefix, begin, new, stored_at, units, request, numbers, lead,
                 page_table, table_row, 1, HEADS, TILE, STEP, PAGE_SIZE,
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("seed", "queries", "invariant"),
-    [(0, 0, False), (0, 3, True), (1, 3, False), (1, 0, True), (2, 0, False), (2, 3, True), (3, 3, False)],
-)
-@pytest.mark.sample(4)
-def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device):
-    """Its rows end with those that the tile sees; the merge finds as many parts as it looks for."""
+def walked(seed: int, queries: int, device: str, **changes):
+    """The places where programs begin, by (request, tile); with the schedule, its page table, lengths and new rows."""
     chance = random.Random(seed)
     lens, new = batch_of(seed)
     if queries:
         new = [queries] * len(lens)
     cut = MLAKernelConfig(
         chance.choice([16, 32, 64]), 16, 4, 2, programs=chance.choice([1, 2, 4]), start_steps=chance.choice([0, 2, 9]),
-        least_steps=chance.choice([1, 3]), part_cost=chance.choice([0.0, 0.5]),
+        least_steps=chance.choice([1, 3]), part_cost=chance.choice([0.0, 0.5]), **changes,
     )  # fmt: skip
-    heads, page_size = 11, 16
-    given = {"queries": queries, "heads": heads, "page_size": page_size, "invariant": invariant, "device": device}
-    schedule, table = made(lens, new, cut=cut, sms=3, **given)
-    numbers = schedule.numbers.tolist()
-    visits = torch.zeros(numbers[1] + 1, 11, dtype=torch.int32, device=device)
+    schedule, table = made(lens, new, queries=queries, heads=HEADS, page_size=16, cut=cut, sms=3, device=device)
+    visits = torch.zeros(int(schedule.numbers[1]) + 1, 11, dtype=torch.int32, device=device)
     on_device = table.to(device)
     _walk[(schedule.programs,)](
-        visits, schedule.numbers, len(lens), schedule.programs, on_device, table.shape[1],
-        HEADS=heads, TILE=cut.tile, STEP=cut.step, PAGE_SIZE=page_size, INVARIANT=invariant,
+        visits, schedule.numbers, len(lens), schedule.programs, schedule.partial_slots, on_device, table.shape[1],
+        HEADS=HEADS, TILE=cut.tile, STEP=cut.step, PAGE_SIZE=16, SPLIT=cut.split, GROWS=cut.grows,
     )  # fmt: skip
     taken_by: dict[tuple[int, int], list[list[int]]] = {}
     for times, request, tile, *visit in visits.tolist():
         assert times in (0, 1)
         if times:
             taken_by.setdefault((request, tile), []).append(visit)
-    tiles = [(request, tile) for request, count in enumerate(new) for tile in range(-(-count * heads // cut.tile))]
+    tiles = [(request, tile) for request, count in enumerate(new) for tile in range(-(-count * HEADS // cut.tile))]
     assert sorted(taken_by) == tiles
-    places = []
+    return taken_by, schedule, table, lens, new
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("seed", "queries"), [(0, 0), (0, 3), (1, 3), (1, 0), (2, 0), (2, 3), (3, 3)])
+@pytest.mark.sample(4)
+def test_every_step_of_every_tile_is_taken_once(seed, queries, device):
+    """Its rows end with those that the tile sees; the merge finds as many parts as it looks for."""
+    taken_by, schedule, table, lens, new = walked(seed, queries, device)
+    numbers, cut, places = schedule.numbers.tolist(), schedule.configuration, []
     for (request, tile), parts in taken_by.items():
-        unit, units = numbers[HEADER + RECORD * request :][5:7]
-        last_query = min((tile * cut.tile + cut.tile - 1) // heads, new[request] - 1)
+        units = numbers[HEADER + RECORD * request + 6]
+        last_query = min((tile * cut.tile + cut.tile - 1) // HEADS, new[request] - 1)
         seen = min(lens[request] - new[request] + last_query + 1, lens[request])
         at = 0
         for number, (token, end_token, taken, count, slot, first, others, page) in enumerate(parts):
-            assert (token, count) == (at * unit * cut.step, len(parts))
-            assert end_token == min((at + taken) * unit * cut.step, seen)
+            assert (token, count) == (at * cut.step, len(parts))
+            assert end_token == min((at + taken) * cut.step, seen)
             assert (taken == units) == (count == 1)  # how an attention kernel knows that nobody merges
             assert slot == (first if number == 0 else others + number)
-            assert page == (int(table[request, token // page_size]) if token < lens[request] else 0)
+            assert page == (int(table[request, token // 16]) if token < lens[request] else 0)
             places += [slot] if count > 1 else []
             at += taken
         assert at == units
@@ -187,24 +197,33 @@ def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("others", [[], [3, 900, 64]])
-def test_an_invariant_cut_depends_on_the_length_alone(others, device):
-    """Parts have equally many steps, up to the maximum, whatever else is in the batch."""
-    cut = MLAKernelConfig(16, 16, 4, 2, least_steps=2)
-    for length in (0, 33, 5000):
-        lens = [*others, length]
-        schedule, _ = made(lens, [1] * len(lens), queries=1, cut=cut, invariant=True, device=device)
-        unit, units = schedule.numbers.tolist()[HEADER + RECORD * len(others) :][5:7]
-        steps = max(-(-length // 16), 1)
-        assert unit == max(-(-steps // INVARIANT_PARTS), 2)
-        assert units == -(-steps // unit) <= INVARIANT_PARTS
+@pytest.mark.parametrize(("seed", "queries", "grows"), [(0, 3, True), (1, 0, True), (2, 3, False), (3, 1, True)])
+@pytest.mark.sample(2)
+def test_every_split_is_computed_once_at_its_position(seed, queries, grows, device):
+    """Whatever the batch: splits begin at the same rows, and no two partial stored_at have the same memory."""
+    taken_by, schedule, _, _, _ = walked(seed, queries, device, split=16, grows=grows)
+    numbers, cut, slots = schedule.numbers.tolist(), schedule.configuration, set()
+    lengths = [1] * 16 + [2] * 16 + [4] * 9 if grows else [1] * 99
+    for (request, _), splits in taken_by.items():
+        stored_at, units = numbers[HEADER + RECORD * request :][5:7]
+        at = 0
+        for number, (token, _, taken, place, slot, first, start, _) in enumerate(splits):
+            assert (token, place) == (at * cut.step, number)
+            assert taken == min(lengths[number], units - at)
+            at += taken
+            if slot < schedule.partial_slots - schedule.programs and not (start == splits[0][6] and at == units):
+                assert stored_at >= 0 and slot not in slots and slot in (first, first + number)
+                slots.add(slot)
+        assert at == units
+        if stored_at < 0:
+            assert len({start for *_, start, _ in splits}) == 1, "a tile without memory is one program's"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_launched_early_does_not_follow_the_plan_at_once(overlap, device):
     """It reads the schedule before it waits: another kernel comes between, which sets the last number."""
-    shape = BatchShape(1, 1, 1, 4, 16, 3, False)
+    shape = BatchShape(1, 1, 1, 4, 16, 3)
     schedule = MLASchedule.reserve(shape, MLAKernelConfig(16, 16, 4, 2, overlap=overlap), 6, torch.device(device))
     schedule.numbers.fill_(-7)
     schedule.fill(torch.zeros(1, 3, dtype=torch.int32, device=device), torch.ones(1, device=device).int(), None)
@@ -214,7 +233,7 @@ def test_what_is_launched_early_does_not_follow_the_plan_at_once(overlap, device
 @pytest.mark.parametrize("device", DEVICES)
 def test_lengths_of_64_bits(device):
     """As some engines keep them."""
-    shape = BatchShape(2, 2, 1, 4, 16, 3, False)
+    shape = BatchShape(2, 2, 1, 4, 16, 3)
     schedule = MLASchedule.reserve(shape, MLAKernelConfig(16, 16, 4, 2), 6, torch.device(device))
     table = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
     schedule.fill(table, torch.tensor([17, 40], dtype=torch.int64, device=device), None)

@@ -175,10 +175,8 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests_as_eager_does
 
 @on_every_device
 def test_invariant_to_the_batch(device):
-    """A request's bits are the same alone and among others if the option is set."""
-    from attnplug_triton_mla.options import TritonMLAOptions
-
-    case = replace(CASES["decode"], options=TritonMLAOptions(batch_invariant=True))
+    """E3: a request's bits are the same alone and among others if the level is requested."""
+    case = replace(CASES["decode"], levels=frozenset({"run", "batch"}))
     whole, alone = (scene(each, device) for each in (case, replace(case, lengths=case.lengths[2:3])))
     outs = []
     for stage in (whole, _only(whole, alone, 2)):

@@ -54,6 +54,8 @@ class KernelCase(Case):
     options: Any = None
     lse: bool = True
     """Request the log-sum-exp."""
+    levels: frozenset[str] = frozenset()
+    """Requested levels of invariance."""
 
 
 def mha(
@@ -110,6 +112,7 @@ class Made(Subject):
 
     make: Make = field(kw_only=True)
     serving: Serving = field(default_factory=Serving)
+    levels: frozenset[str] = frozenset()
     contexts: list[BackendContext] = field(default_factory=list)
 
     def build(
@@ -142,6 +145,7 @@ class Made(Subject):
             declared=self.capabilities,
             options=self.options,
             coordinator=coordinator,
+            invariant=self.levels,
         )
         self.contexts.append(context)
         return self.make(context)
@@ -159,7 +163,12 @@ class KernelScene(Scene):
 
     def __init__(self, case: KernelCase, device: str, make: Make) -> None:
         self.made = Made(
-            _registered(self.declares), torch.device(device), options=case.options, make=make, serving=case.serving
+            _registered(self.declares),
+            torch.device(device),
+            options=case.options,
+            make=make,
+            serving=case.serving,
+            levels=case.levels,
         )
         super().__init__(self.made, case)
         self.with_lse = case.lse

@@ -11,11 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
+def convolve(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool, by_token: bool = False
+) -> Tensor:
     """Convolve each row with the ``width - 1`` rows before it, per channel (depthwise).
 
     x ``[requests, tokens, channels]``, state ``[requests, channels, width]``, weight ``[channels, width]`` (its last
     column is for the newest row), bias ``[channels]``. Returns x's shape and dtype; accumulates in float32.
+
+    With ``by_token``, the bits of a row do not depend on the number of rows: on a CPU, torch's exponentials of a
+    tensor's last elements differ from those before them.
     """
     tokens, width = x.shape[1], weight.shape[1]
     rows = _with_history(x, state)
@@ -23,7 +28,11 @@ def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, s
     # A sum over the few taps: torch's convolution may round to TF32 on a GPU.
     for tap in range(width):
         out = out + rows[:, 1 + tap : 1 + tap + tokens] * weight[:, tap].float()
-    return (F.silu(out) if silu else out).to(x.dtype)
+    if silu and by_token:
+        out = torch.cat([F.silu(row.contiguous()) for row in out.split(1, 1)], 1)
+    elif silu:
+        out = F.silu(out)
+    return out.to(x.dtype)
 
 
 def newest_rows(x: Tensor, state: Tensor, lens: Tensor) -> Tensor:

@@ -44,10 +44,15 @@ class FlaLinearBackend(StateBackend):
     Captured kernels of decode and verify read the batch's own state slots, and lengths that do not change. Captured
     extends have fixed memory in their plan, which the graph refills from ``new_lens`` and ``state_slots``. ``kernels``
     replaces the library in tests.
+
+    If levels of invariance beyond ``run`` are requested, all batches run token by token, on one configuration. The
+    library's chunks begin with a batch's first new row, so they depend on how a prompt was split; and its kernels are
+    tuned when they are first used.
     """
 
     def __init__(self, context: BackendContext, kernels: ChunkKernels | None = None) -> None:
         super().__init__(context)
+        self._invariant = bool(context.invariant - {"run"})
         self._kernels = FlaKernels() if kernels is None else kernels
         self._overlap = context.device.type == "cuda" and torch.cuda.get_device_capability(context.device) >= (9, 0)
         key_heads = (layer.linear.key_heads for layer in context.model.layers if layer.linear is not None)
@@ -58,7 +63,8 @@ class FlaLinearBackend(StateBackend):
     def metadata(self, query_lens: Sequence[int], state_slots: Tensor, verified: VerifyInputs | None) -> FlaMetadata:
         varlen = plan_varlen(query_lens, state_slots)
         blocks = split_blocks(query_lens, CHUNK, state_slots.device) if varlen.longest > MAX_RECURRENT_TOKENS else None
-        chunks = None if blocks is None or verified is not None else FlaChunks.of(query_lens, blocks)
+        by_token = blocks is None or verified is not None or self._invariant
+        chunks = None if by_token or blocks is None else FlaChunks.of(query_lens, blocks)
         return FlaMetadata(verified, varlen, blocks, chunks)
 
     def capture(self, geometry: Geometry, memory: Any) -> Plan:
@@ -70,7 +76,8 @@ class FlaLinearBackend(StateBackend):
     def _capture_extend(self, geometry: Geometry) -> Plan:
         varlen = CapturedVarlen(geometry.requests, geometry.rows, CHUNK, geometry.device)
         short = geometry.rows <= MAX_RECURRENT_TOKENS
-        blocks, chunks = (None, None) if short else (varlen.blocks, FlaChunks.captured(varlen))
+        blocks = None if short else varlen.blocks
+        chunks = None if short or self._invariant else FlaChunks.captured(varlen)
         return Plan.of(self.backend_id, geometry, FlaMetadata(None, varlen.batch, blocks, chunks, varlen))
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
@@ -120,13 +127,25 @@ class FlaLinearBackend(StateBackend):
             return self._by_chunks(inputs, layer, varlen, metadata.chunks)
         out = _output(v, varlen, *v.shape[1:])
         states = self.recurrent(layer.layer_id)
-        advance_in_place(inputs, layer.scale, varlen, states, out=out, store=verified is None, overlap=self._overlap)
+        advance_in_place(
+            inputs,
+            layer.scale,
+            varlen,
+            states,
+            out=out,
+            store=verified is None,
+            overlap=self._overlap,
+            invariant=self._invariant,
+        )
         if verified is not None:
             verified.inputs[layer.layer_id] = _clone(inputs)
         return out
 
     def forward_delta(self, inputs: DeltaInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor | None:
-        """Run a decode of a delta-rule layer in one kernel. Returns ``None`` for other batches."""
+        """Run a decode of a delta-rule layer in one kernel. Returns ``None`` for other batches, and if levels of
+        invariance are requested: other batches have no such kernel, and must give the same bits."""
+        if self._invariant:
+            return None
         rows = inputs.rows
         metadata: FlaMetadata = batch.plan_for(self.backend_id, rows.shape[0]).metadata
         varlen, dims = metadata.varlen, layer.linear
@@ -157,7 +176,8 @@ class FlaLinearBackend(StateBackend):
     def commit(self, metadata: FlaMetadata, verified: VerifyInputs, accepted: Tensor) -> None:
         varlen = metadata.varlen.first(accepted)
         for layer_id, inputs in verified.inputs.items():
-            advance_in_place(inputs, 1.0, varlen, self.recurrent(layer_id), out=None, store=True)
+            states = self.recurrent(layer_id)
+            advance_in_place(inputs, 1.0, varlen, states, out=None, store=True, invariant=self._invariant)
         for layer_id, rows in verified.conv_rows.items():
             keep_newest(rows, varlen, self.conv(layer_id))
 

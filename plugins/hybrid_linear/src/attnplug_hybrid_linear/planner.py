@@ -37,6 +37,11 @@ class RequestGroup:
     rows: Tensor
     live: Tensor
 
+    def token(self, number: int) -> RequestGroup:
+        """Return the group with one token of each member."""
+        part = slice(number, number + 1)
+        return replace(self, rows=self.rows[:, part], live=self.live[:, part])
+
     def first(self, tokens: Tensor) -> RequestGroup:
         """Return the group with only the first ``tokens`` ``[requests]`` tokens of each member live."""
         lens = torch.minimum(self.lens, tokens[self.requests])
@@ -64,13 +69,18 @@ class Grouping:
         return torch.cat([*(result.flatten(0, 1) for result in results), zero]).index_select(0, order)
 
 
-def plan_groups(query_lens: Sequence[int], state_slots: Tensor) -> Grouping:
-    """Group a batch by its new tokens, on the host. ``state_slots`` ``[requests]`` is -1 for padded requests."""
+def plan_groups(query_lens: Sequence[int], state_slots: Tensor, *, alone: bool = False) -> Grouping:
+    """Group a batch by its new tokens, on the host. ``state_slots`` ``[requests]`` is -1 for padded requests.
+
+    With ``alone`` every request is a group.
+    """
     device = state_slots.device
     first_rows = list(accumulate(query_lens, initial=0))
     query_rows = first_rows.pop()
     lens, firsts = to_device([query_lens, first_rows], device).unbind()
     memberships = _memberships(query_lens)
+    if alone:
+        memberships = [[number] for members in memberships for number in members]
     spare = None if len(memberships) < 2 else ((state_slots >= 0) & (lens > 0)).int().argmax(0, keepdim=True)
     groups, starts, size = [], [0] * len(query_lens), 0
     for members in memberships:

@@ -23,6 +23,7 @@ LIBRARY = "fla-core>=0.6,<0.7"
 _KINDS = frozenset(kind for kind in AttentionKind if kind.is_linear)
 _ANY_LAYOUT = frozenset(CacheLayout)
 """Linear states are not part of the KV cache, so its format and layout do not matter."""
+_LEVELS = frozenset({"run", "batch", "graph", "chunks", "verify"})
 MAX_KEY_DIM = 256
 """Maximum key dim of the library's delta-rule kernels."""
 COUNTERS = WorkspaceKind("hybrid-linear-counters", zeroed=True)
@@ -50,6 +51,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 roles=frozenset({Role.LINEAR}),
                 layouts=_ANY_LAYOUT,
                 max_speculative_tokens=64,
+                invariant=_LEVELS,
             ),
         ),
         BackendSpec(
@@ -70,6 +72,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 layouts=_ANY_LAYOUT,
                 max_speculative_tokens=64,
                 cuda_graph=GraphLevel.ALWAYS,
+                invariant=_LEVELS,
             ),
         ),
     ]

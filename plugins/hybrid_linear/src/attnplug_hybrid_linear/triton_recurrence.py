@@ -92,10 +92,12 @@ def advance_in_place(
     out: Tensor | None,
     store: bool,
     overlap: bool = False,
+    invariant: bool = False,
 ) -> None:
     """Advance the states at the sequences' slots by their rows, and write ``out`` ``[tokens, heads, value_dim]``.
 
-    Without ``store`` the states are not written. ``overlap`` uses programmatic dependent launch.
+    Without ``store`` the states are not written. ``overlap`` uses programmatic dependent launch. ``invariant``: one
+    configuration serves all batches.
     """
     if not varlen.rows:
         return
@@ -103,7 +105,7 @@ def advance_in_place(
     q, k, v, decay = map(with_unit_stride, (inputs.q, inputs.k, inputs.v, inputs.log_decay))
     beta = decay if inputs.beta is None else with_unit_stride(inputs.beta)  # not read without a delta rule
     per_token, by_channel = decay.dim() > 1, decay.dim() == 3
-    block_v, warps = _configuration(heads * varlen.slots.shape[0], by_channel)
+    block_v, warps = _configuration(1 if invariant else heads * varlen.slots.shape[0], by_channel)
     _advance[(triton.cdiv(value_dim, block_v), heads, varlen.slots.shape[0])](
         q,
         k,

@@ -55,6 +55,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 layouts=frozenset(CacheLayout),
                 trees=True,
                 coordinators=frozenset({"hisparse"}),
+                invariant=frozenset({"run"}),
             ),
         )
     ]

@@ -175,6 +175,8 @@ def launch_attend(
         tree_row=0 if tree is None else tree.stride(0),
         tree_column=1 if tree is None else tree.stride(1),
         TREE=tree is not None,
+        SPLIT=configuration.split,
+        TILE_ROWS=schedule.tile_rows,
         num_warps=configuration.warps,
         num_stages=configuration.stages,
         **({"launch_pdl": True} if configuration.overlap else {}),

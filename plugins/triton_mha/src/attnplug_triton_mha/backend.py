@@ -19,8 +19,15 @@ from attnplug import (
     PoolError,
 )
 from attnplug_triton_mha.attention import KVLayerCache, launch_attend
-from attnplug_triton_mha.configurations import MHAKernelConfig, MHAKernelLimits, choose, fit_config, max_partial_rows
-from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape
+from attnplug_triton_mha.configurations import (
+    INVARIANT,
+    MHAKernelConfig,
+    MHAKernelLimits,
+    choose,
+    fit_config,
+    max_partial_rows,
+)
+from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape, max_split_rows
 from attnplug_triton_mha.scratch import SplitPartials, SplitScratch
 
 
@@ -46,7 +53,9 @@ class TritonMHABackend(PlannedAttention):
 
     Schedules of all batch kinds are computed on the device from device lengths; planning takes only shapes from the
     host. One launch fills a schedule for all layers of the same shape and window. A captured plan serves any lengths.
-    ``choose`` and ``multiprocessors`` replace the configuration table and the GPU's size in tests and benchmarks.
+    If levels of invariance beyond ``run`` are requested, one configuration serves all batches, and KV is split at
+    absolute positions (``triton_splits``). ``choose``, ``invariant`` and ``multiprocessors`` replace the configuration
+    table, that configuration and the GPU's size in tests and benchmarks.
     """
 
     def __init__(
@@ -54,13 +63,15 @@ class TritonMHABackend(PlannedAttention):
         context: BackendContext,
         *,
         choose: Callable[[int, int, int, int], MHAKernelConfig] = choose,
+        invariant: MHAKernelConfig = INVARIANT,
         multiprocessors: int | None = None,
     ) -> None:
         super().__init__(context)
         pool, layers = context.pools.mha, context.model.full_layers
         if pool is None or not layers:
             raise PoolError(f"backend {context.name} requires a model with MHA layers and an MHA pool")
-        self._choose, self._device = choose, context.device
+        self._choose = (lambda *_: invariant) if context.invariant - {"run"} else choose
+        self._device = context.device
         self._caches = {layer.layer_id: KVLayerCache.of(pool, layer) for layer in layers}
         self._shapes = tuple({cache.shape: None for cache in self._caches.values()})
         self._limits: dict[TritonLayerShape, MHAKernelLimits] = {}
@@ -73,8 +84,10 @@ class TritonMHABackend(PlannedAttention):
                 shape: MHAKernelLimits(sm, shared, shape.width, shape.v_width, shape.format) for shape in self._shapes
             }
         self._multiprocessors = multiprocessors
-        rows = max_partial_rows(multiprocessors, max(shape.kv_heads for shape in self._shapes))
         width = max(shape.v_width for shape in self._shapes)
+        rows = max_partial_rows(multiprocessors, max(shape.kv_heads for shape in self._shapes))
+        if context.invariant - {"run"}:
+            rows = max(rows, *(max_split_rows(context, shape, invariant, width) for shape in self._shapes))
         self._scratch = [SplitScratch(context, rows, width, lane) for lane in range(context.limits.lanes)]
 
     # Planning
@@ -108,9 +121,11 @@ class TritonMHABackend(PlannedAttention):
             config = self._choose(geometry.max_new * shape.group, geometry.requests, shape.kv_heads, shape.format)
             if (limits := self._limits.get(shape)) is not None:
                 config = fit_config(config, limits)
-            schedule = SplitKVSchedule.reserve(shape, config, geometry, self._multiprocessors)
+            scratch = self._scratch[geometry.lane]
+            most = scratch.max_rows(shape.v_width) // shape.kv_heads
+            schedule = SplitKVSchedule.reserve(shape, config, geometry, self._multiprocessors, most)
             rows = schedule.partial_rows * shape.kv_heads
-            schedules[shape] = schedule, self._scratch[geometry.lane].partials(rows, shape.v_width, rows // config.tile)
+            schedules[shape] = schedule, scratch.partials(rows, shape.v_width, rows // config.tile or 1)
         slots = torch.empty(geometry.rows, dtype=torch.int64, device=self._device)
         barrier = torch.empty(1, dtype=torch.int32, device=self._device)
         padded = geometry.new_lens is not None and geometry.host is None

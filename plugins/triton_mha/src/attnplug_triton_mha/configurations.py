@@ -38,6 +38,8 @@ class MHAKernelConfig:
     numbers of new rows, it is always ``inside``."""
     overlap: bool = True
     """Use programmatic dependent launch (SM 90 and newer)."""
+    split: int = 0
+    """Rows of the shortest KV split at absolute positions (``triton_splits``); 0 splits by the work of the batch."""
 
 
 FORMATS = {"float8_e4m3fn": 1, "fp8_per_token_head": 2, "nvfp4": 3}
@@ -60,6 +62,11 @@ TABLE: tuple[tuple[int, int, MHAKernelConfig], ...] = (
     (64, ANY, _TALL),
     (ANY, ANY, _EXTEND),
 )
+INVARIANT = MHAKernelConfig(64, 64, 8, 3, programs=1, prefetch=1, split=128)
+"""Configuration of all batches if levels of invariance beyond ``run`` are requested.
+
+Rows of a prefill and of a decode have the same tiles, as high as a prefill needs: a decode reads memory for longer than
+it multiplies the empty rows. Eight warps hold the sums of a split and of all splits before it without spilling."""
 _FEW_FP8 = replace(_FEW, step=64, prefetch=2)
 TABLE_FP8: tuple[tuple[int, int, MHAKernelConfig], ...] = (
     (16, 32, _FEW_FP8),

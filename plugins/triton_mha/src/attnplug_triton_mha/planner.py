@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import Geometry, LayerSpec
+from attnplug import BackendContext, Geometry, LayerSpec
 from attnplug_triton_mha.configurations import (
     PACKS,
     MergeConfig,
@@ -16,9 +16,15 @@ from attnplug_triton_mha.configurations import (
     merge_config,
     merges_separately,
 )
-from attnplug_triton_mha.triton_plan import RECORD_NUMBERS, TILE_NUMBERS, launch_plan
+from attnplug_triton_mha.triton_plan import RECORD_NUMBERS, SPLIT_TILE_NUMBERS, TILE_NUMBERS, launch_plan
+from attnplug_triton_mha.triton_splits import max_splits
 
 _MERGED_ROWS = 16
+_SPLIT_BYTES = 256 << 20
+"""Maximum memory per lane for partial results of splits at absolute positions. Decodes of 64 requests with 32 heads of
+128 columns use 170 MB, if each has 65536 cache rows."""
+_VERIFIED = 4
+"""New tokens per request for which memory is allocated. More tokens have less memory each, and are split less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,9 @@ def padded(width: int, pack: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeparateMerge:
-    """Input of the separate merge kernel: ``tiles`` ``[requests * tiles_per_request, TILE_NUMBERS]`` int32, and its
-    configuration. ``SplitKVSchedule.fill`` fills ``tiles``."""
+    """Input of the separate merge kernel: ``tiles`` ``[requests * tiles_per_request, TILE_NUMBERS]`` int32
+    (``SPLIT_TILE_NUMBERS`` for splits at absolute positions), and its configuration. ``SplitKVSchedule.fill`` fills
+    ``tiles``."""
 
     tiles: Tensor
     config: MergeConfig
@@ -71,6 +78,7 @@ class SplitKVSchedule:
     ``records`` ``[programs, RECORD_NUMBERS]`` int32 are filled on the device by ``fill``. ``rows`` is the number of
     query rows of the batch, ``queries`` the new tokens per request (0 if they differ), ``most`` their maximum.
     ``target`` programs per KV head share the work. Without ``apart``, the attention kernel merges splits itself.
+    ``partial_rows`` is the maximum of rows of partial results per KV head, ``tile_rows`` each.
     """
 
     layers: TritonLayerShape
@@ -81,11 +89,19 @@ class SplitKVSchedule:
     target: int
     records: Tensor
     apart: SeparateMerge | None
+    partial_rows: int
+    tile_rows: int
 
     @classmethod
     def reserve(
-        cls, layers: TritonLayerShape, configuration: MHAKernelConfig, geometry: Geometry, multiprocessors: int
+        cls,
+        layers: TritonLayerShape,
+        configuration: MHAKernelConfig,
+        geometry: Geometry,
+        multiprocessors: int,
+        most_partial_rows: int = 0,
     ) -> SplitKVSchedule:
+        """Allocate. ``most_partial_rows`` limits ``partial_rows`` of splits at absolute positions."""
         group, tile, requests = layers.group, configuration.tile, geometry.requests
         uniform = geometry.new_lens is None
         if uniform:
@@ -96,7 +112,18 @@ class SplitKVSchedule:
         records = torch.empty(tiles + target, RECORD_NUMBERS, dtype=torch.int32, device=geometry.device)
         queries = geometry.max_new if uniform else 0
         apart = cls._apart(layers, configuration, geometry, multiprocessors, tiles, target) if uniform else None
-        return cls(layers, configuration, geometry.rows, queries, geometry.max_new, target, records, apart)
+        tile_rows = tile if not configuration.split else min(tile, geometry.max_new * group)
+        if not configuration.split:
+            partial_results = 2 * target  # a split tile has less than twice its share of splits
+        elif uniform:
+            cache_rows = _cache_rows(layers, configuration, geometry)
+            splits = max_splits(cache_rows, configuration.split, grows=not layers.window)
+            partial_results = min(min(tiles, target) * splits, max(most_partial_rows // tile_rows, 1))
+        else:
+            partial_results = 1
+        partial_rows = partial_results * tile_rows
+        most = geometry.max_new
+        return cls(layers, configuration, geometry.rows, queries, most, target, records, apart, partial_rows, tile_rows)
 
     @staticmethod
     def _apart(
@@ -109,21 +136,13 @@ class SplitKVSchedule:
     ) -> SeparateMerge | None:
         """Return the separate merge of a uniform batch, by its shape and page table width; ``None`` if it is not worth
         it."""
-        tile, step = configuration.tile, configuration.step
-        cache_rows = geometry.page_table.shape[1] * geometry.page_size
-        if layers.window:
-            queries = (tile + layers.group - 2) // layers.group
-            cache_rows = min(cache_rows, layers.window + queries + step)
-        parts = max_parts(target, tiles, geometry.requests, -(-cache_rows // step))
-        if not merges_separately(configuration, parts):
+        cache_rows = _cache_rows(layers, configuration, geometry)
+        numbers = SPLIT_TILE_NUMBERS if configuration.split else TILE_NUMBERS
+        parts = max_parts(target, tiles, geometry.requests, -(-cache_rows // configuration.step))
+        if not configuration.split and not merges_separately(configuration, parts):
             return None
         config = merge_config(parts, geometry.rows * layers.kv_heads * layers.group, layers.v_width, multiprocessors)
-        return SeparateMerge(torch.empty(tiles, TILE_NUMBERS, dtype=torch.int32, device=geometry.device), config)
-
-    @property
-    def partial_rows(self) -> int:
-        """Maximum rows of partial results per KV head: a split tile has less than twice its share of splits."""
-        return 2 * self.target * self.configuration.tile
+        return SeparateMerge(torch.empty(tiles, numbers, dtype=torch.int32, device=geometry.device), config)
 
     @property
     def merge_rows(self) -> int:
@@ -150,4 +169,25 @@ class SplitKVSchedule:
             step=self.configuration.step,
             window=self.layers.window,
             page_size=geometry.page_size,
+            split=self.configuration.split,
+            most_results=self.partial_rows // self.tile_rows,
         )
+
+
+def _cache_rows(layers: TritonLayerShape, configuration: MHAKernelConfig, geometry: Geometry) -> int:
+    """Return the maximum cache rows of a tile, by the page table's width and the window."""
+    rows = geometry.page_table.shape[1] * geometry.page_size
+    if layers.window:
+        queries = (configuration.tile + layers.group - 2) // layers.group
+        rows = min(rows, layers.window + queries + (configuration.split or configuration.step))
+    return rows
+
+
+def max_split_rows(
+    context: BackendContext, layers: TritonLayerShape, configuration: MHAKernelConfig, width: int
+) -> int:
+    """Return the rows of ``width`` columns to allocate for partial results of splits at absolute positions."""
+    limits = context.limits
+    splits = max_splits(limits.max_context, configuration.split, grows=not layers.window)
+    rows = min(configuration.tile, _VERIFIED * layers.group) * layers.kv_heads
+    return min(limits.max_requests * splits * rows, _SPLIT_BYTES // (4 * (2 + width)))

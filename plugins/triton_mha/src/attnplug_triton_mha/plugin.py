@@ -60,6 +60,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 extras=frozenset({"lse", "out", "sinks"}),
                 layouts=frozenset(CacheLayout),
                 trees=True,
+                invariant=frozenset({"run", "batch", "graph", "chunks", "verify"}),
             ),
         )
     ]

@@ -31,8 +31,12 @@ class SplitScratch:
     def __init__(self, context: BackendContext, rows: int, width: int, lane: int) -> None:
         """Allocate ``rows`` rows of ``width`` columns now, before CUDA graphs freeze the workspace."""
         self._name, self._workspace, self._device = context.name, context.workspace, context.device
-        self._lane = lane
+        self._lane, self._nbytes = lane, rows * 4 * (2 + width)
         self.partials(rows, width, rows)
+
+    def max_rows(self, width: int) -> int:
+        """Return the rows of ``width`` columns in the memory that the constructor allocated."""
+        return self._nbytes // (4 * (2 + width))
 
     def partials(self, rows: int, width: int, counters: int) -> SplitPartials:
         """Return views for ``rows`` partial rows of ``width`` columns and ``counters`` counters."""

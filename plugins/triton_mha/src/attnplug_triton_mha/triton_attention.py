@@ -18,6 +18,9 @@ requests it waits for neither bytes nor arithmetic, but for loads that depend on
   or four. A layer's scale of keys is part of the logits' scale, that of values is applied to the result.
 - Scales of whole rows are applied to logits, and to weights before the second product. fp16 weights must not become
   subnormal if values are small, so ``top`` is the largest logit plus the logarithm of its value's scale.
+- With ``SPLIT``, a program computes its splits one by one, each as if it were alone, in one and the same code: a step
+  that needs no mask is masked all the same. The program of a tile's first split adds up all of its splits, others store
+  each (``triton_splits``).
 - Anything may follow a request's rows, even NaN. It is neither loaded (zeros take its place, since zero times NaN is
   NaN) nor seen (its logits are -inf).
 """
@@ -44,6 +47,7 @@ from attnplug_triton_mha.triton_rows import (
     rows_at,
     split_queries,
 )
+from attnplug_triton_mha.triton_splits import add_split, split_rows, splits_before, to_power_of_two
 
 _LOW = tl.constexpr(32)
 """Maximum rows of tiles that sum their weights over tokens after the last step, and mask every step."""
@@ -194,6 +198,38 @@ def _attend_steps(
 
 
 @triton.jit
+def _attend_range(
+    top, total, sums, page, start, stop, end, queries, seen, own, keys, key_scales, values, value_scales,
+    table, table_column, scale, cap, tile,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr,
+    V_COLUMN: tl.constexpr, KS_PAGE: tl.constexpr, KS_SLOT: tl.constexpr, KS_COLUMN: tl.constexpr,
+    VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_COLUMN: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """Attend to cache rows from ``start`` to ``stop``. With ``CLEAR``, steps that need no mask are a loop of their
+    own."""
+    middle = start
+    if CLEAR and WINDOW == 0:
+        # Up to here, every row of the tile sees whole steps.
+        clear = tl.minimum(prefix + (0 if TREE else tile * TILE // GROUP + 1), stop)
+        middle = start + tl.maximum(clear - start, 0) // STEP * STEP
+        top, total, sums, page = _attend_steps(
+            top, total, sums, page, start, middle, end, queries, seen, own, keys, key_scales, values,
+            value_scales, table, table_column, scale, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
+            K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN,
+            FAR, PAIRS, TILE, STEP, WINDOW, CAPPED, False, FORMAT, PACK, prefix, bits, TREE,
+        )  # fmt: skip
+    return _attend_steps(
+        top, total, sums, page, middle, stop, end, queries, seen, own, keys, key_scales, values, value_scales,
+        table, table_column, scale, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN,
+        V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN,
+        FAR, PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE,
+    )  # fmt: skip
+
+
+@triton.jit
 def _queries(rows, there, scale, PACK: tl.constexpr):
     """Return queries in the products' dtype, zeros for missing rows, and the scale of their logits."""
     rows = tl.where(there, rows, 0.0)
@@ -216,6 +252,17 @@ def _zeros(TILE: tl.constexpr, WIDTH: tl.constexpr, PACK: tl.constexpr):
     return sums
 
 
+@triton.jit
+def _store_partial(
+    partials, partial_weights, totals, place, top, total, sums, live, ROWS: tl.constexpr, V_WIDTH: tl.constexpr
+):  # fmt: skip
+    """Store a partial result. Each has ``ROWS`` rows; no row behind them is live."""
+    partial_row = place * ROWS + tl.arange(0, sums.shape[0])
+    tl.store(partials + partial_row[:, None] * V_WIDTH + tl.arange(0, V_WIDTH)[None, :], sums, mask=live[:, None])
+    tl.store(partial_weights + partial_row, top, mask=live)
+    tl.store(totals + partial_row, total, mask=live)
+
+
 # Numbers that change from batch to batch are not specialised: compiling again because one of them is 1 gains nothing.
 @triton.jit(do_not_specialize=["table_row", "partial_rows", "tree_row"])
 def attend(
@@ -229,7 +276,8 @@ def attend(
     FORMAT: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, SINGLE: tl.constexpr, OVERLAP: tl.constexpr,
-    PREFETCH: tl.constexpr, tree, tree_row, tree_column, TREE: tl.constexpr,
+    PREFETCH: tl.constexpr, tree, tree_row, tree_column, TREE: tl.constexpr, SPLIT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -290,7 +338,41 @@ def attend(
         bits = own
         if TREE:
             bits = tl.load(tree + request.to(tl.int64) * tree_row + query * tree_column, mask=live, other=0)
-        if SINGLE and end - start <= STEP:
+        first_place = kv_head.to(tl.int64) * (partial_rows // TILE_ROWS) + place
+        totals = partial_weights + partial_rows.to(tl.int64) * tl.num_programs(0)
+        if SPLIT > 0:
+            GROWS: tl.constexpr = WINDOW == 0
+            queries, by = _queries(q_rows, asked, scale, PACK)
+            whole_rows = tl.zeros([TILE, V_WIDTH], tl.float32)
+            total = tl.zeros([TILE], tl.float32)
+            before = 0
+            if WINDOW > 0:
+                before = tl.maximum(prefix + tile * TILE // GROUP - WINDOW + 1, 0) // SPLIT
+            at = start
+            while at < end:
+                split_end = tl.minimum(at + split_rows(at, SPLIT, GROWS), end)
+                split_top = tl.full([TILE], float("-inf"), tl.float32)
+                split_total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
+                split_top, split_total, sums, page = _attend_range(
+                    split_top, split_total, _zeros(TILE, V_WIDTH, PACK), page, at, split_end, end, queries, seen, own,
+                    keys, key_scales, values, value_scales, table, table_column, by, cap, tile, DIM, V_DIM, WIDTH,
+                    V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN,
+                    VS_PAGE, VS_SLOT, VS_COLUMN, FAR, PAIRS, TILE, STEP, GROUP, WINDOW, CAPPED, FORMAT, PACK, prefix,
+                    bits, TREE, TREE,
+                )  # fmt: skip
+                if TILE <= _LOW:
+                    split_total = tl.sum(split_total, 1)
+                split_top, split_total, split_sums = to_power_of_two(split_top, split_total, join_columns(sums, PACK))
+                if part == 0:
+                    top, total, whole_rows = add_split(top, total, whole_rows, split_top, split_total, split_sums)
+                else:
+                    number = splits_before(at, SPLIT, GROWS) - before
+                    _store_partial(
+                        partials, partial_weights, totals, first_place + number, split_top, split_total, split_sums,
+                        live, TILE_ROWS, V_WIDTH,
+                    )  # fmt: skip
+                at = split_end
+        elif SINGLE and end - start <= STEP:
             # Ask for all rows at once, and only then look at any: the compiler puts whatever uses a load alone right
             # after it, so zeros for what is not there come later. A loop would wait for the queries first.
             there = token < end
@@ -313,26 +395,16 @@ def attend(
             )  # fmt: skip
         else:
             queries, by = _queries(q_rows, asked, scale, PACK)
-            middle = start
-            if (TILE > _LOW or TREE) and WINDOW == 0:
-                # Up to here, every row of the tile sees whole steps.
-                clear = tl.minimum(prefix + (0 if TREE else tile * TILE // GROUP + 1), end)
-                middle = start + tl.maximum(clear - start, 0) // STEP * STEP
-                top, total, sums, page = _attend_steps(
-                    top, total, sums, page, start, middle, end, queries, seen, own, keys, key_scales, values,
-                    value_scales, table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
-                    K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN,
-                    FAR, PAIRS, TILE, STEP, WINDOW, CAPPED, False, FORMAT, PACK, prefix, bits, TREE,
-                )  # fmt: skip
-            top, total, sums, page = _attend_steps(
-                top, total, sums, page, middle, end, end, queries, seen, own, keys, key_scales, values, value_scales,
-                table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN,
-                V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN,
-                FAR, PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE,
+            top, total, sums, page = _attend_range(
+                top, total, sums, page, start, end, end, queries, seen, own, keys, key_scales, values, value_scales,
+                table, table_column, by, cap, tile, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN,
+                V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, FAR, PAIRS,
+                TILE, STEP, GROUP, WINDOW, CAPPED, FORMAT, PACK, prefix, bits, TREE, TILE > _LOW or TREE,
             )  # fmt: skip
-        whole_rows = join_columns(sums, PACK)
-        if TILE <= _LOW:
-            total = tl.sum(total, 1)
+        if SPLIT == 0:
+            whole_rows = join_columns(sums, PACK)
+            if TILE <= _LOW:
+                total = tl.sum(total, 1)
         if parts == 1:
             out_row = (begin + query).to(tl.int64) * HEADS + head
             sink = load_sinks(sinks, head, live, SINKS)
@@ -352,13 +424,15 @@ def attend(
                 LSE,
                 PACK > 1,
             )
+        elif SPLIT > 0:
+            if part == 0:
+                _store_partial(
+                    partials, partial_weights, totals, first_place, top, total, whole_rows, live, TILE_ROWS, V_WIDTH
+                )  # fmt: skip
         else:
-            first_place = kv_head.to(tl.int64) * (partial_rows // TILE) + place
-            partial_row = (first_place + part) * TILE + tl.arange(0, TILE)
-            tl.store(partials + partial_row[:, None] * V_WIDTH + v_column[None, :], whole_rows, mask=live[:, None])
-            totals = partial_weights + partial_rows.to(tl.int64) * tl.num_programs(0)
-            tl.store(partial_weights + partial_row, top, mask=live)
-            tl.store(totals + partial_row, total, mask=live)
+            _store_partial(
+                partials, partial_weights, totals, first_place + part, top, total, whole_rows, live, TILE_ROWS, V_WIDTH
+            )  # fmt: skip
             if not APART:
                 # The program that counts last finds all parts written: the barrier orders each program's own stores
                 # before its count, and the count is a release and an acquire. The counter is reset to zero for the next

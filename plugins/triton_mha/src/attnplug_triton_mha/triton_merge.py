@@ -9,6 +9,9 @@ columns per program (``launch_merge``). It loads as many parts at once as there 
 wait. On SM 90 it is launched early. Where hardly a tile is divided it would be a launch for nothing
 (``configurations.MERGED_INSIDE``): the program that finishes last merges at the end of the attention kernel. So it does
 if requests have different numbers of rows, which the separate kernel cannot divide.
+
+Splits at absolute positions are added up one after the other by a kernel of their own (``merge_splits``). It loads some
+of them together.
 """
 
 from __future__ import annotations
@@ -20,9 +23,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_triton_mha.planner import SeparateMerge, SplitKVSchedule
 from attnplug_triton_mha.scratch import SplitPartials
+from attnplug_triton_mha.triton_splits import power_of_two
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
+_SPLIT_TOPS, _SPLIT_COLUMNS = 64, 64
+"""Splits whose largest logits ``merge_splits`` loads at once, and columns per program of one warp."""
+_MANY_ROWS = 1024
+"""Rows from which ``merge_splits`` has one program each, since most rows of so many have nothing to merge. Columns are
+independent, so this changes no bit."""
+_LOADED_SPLITS = 16
+"""Splits that ``merge_splits`` loads before it adds the first."""
 _FEW = 32
 """Maximum splits for which a specialized path loads only this many: loading 256 takes longer."""
 
@@ -133,6 +144,58 @@ def merge(
         gdc_wait()  # always: the next kernel waits for this one only
 
 
+@triton.jit(do_not_specialize=["partial_rows", "queries"])
+def merge_splits(
+    partials, partial_weights, partial_rows, tiles, out, lse, sinks, value_scale, queries,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, TILE_ROWS: tl.constexpr, V_DIM: tl.constexpr,
+    V_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, LOADED: tl.constexpr, SINKS: tl.constexpr,
+    LSE: tl.constexpr, SCALED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Add up the splits of some columns of one (token, head) row, if its tile is divided (see ``triton_splits``).
+
+    The first partial result contains the tile's first splits, and each of the others one."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    flat = tl.program_id(0)
+    token, head = flat // HEADS, flat % HEADS
+    its_row = token % queries * GROUP + head % GROUP
+    tile = tiles + (token // queries * ((queries * GROUP + TILE - 1) // TILE) + its_row // TILE) * 4
+    end, place, added = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if OVERLAP:
+        gdc_wait()  # always: the next kernel waits for this one only
+    if end > 0:
+        one = tl.arange(0, 1)
+        live = one == 0
+        first = ((head // GROUP).to(tl.int64) * (partial_rows // TILE_ROWS) + place) * TILE_ROWS + its_row % TILE + one
+        tops_at = partial_weights + first
+        totals_at = tops_at + partial_rows.to(tl.int64) * (HEADS // GROUP)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        values_at = partials + first[:, None] * V_WIDTH + column[None, :]
+        first_top, top = tl.load(tops_at), tl.load(tops_at)
+        for start in range(added, end, BLOCK):
+            number = start + tl.arange(0, BLOCK)[:, None]
+            tops = tl.load(tops_at[None, :] + number * TILE_ROWS, mask=number < end, other=float("-inf"))
+            top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        weight = power_of_two(first_top - base)
+        total, sums = tl.load(totals_at) * weight, tl.load(values_at) * weight[:, None]
+        for start in range(added, end, LOADED):
+            tops, totals, values = (), (), ()
+            for offset in tl.static_range(LOADED):
+                number = start + offset + one
+                there, behind = number < end, number * TILE_ROWS
+                tops += (tl.load(tops_at + behind, mask=there, other=float("-inf")),)
+                totals += (tl.load(totals_at + behind, mask=there, other=0.0),)
+                values += (tl.load(values_at + (behind * V_WIDTH)[:, None], mask=there[:, None], other=0.0),)
+            for offset in tl.static_range(LOADED):
+                weight = power_of_two(tops[offset] - base)
+                total += totals[offset] * weight
+                sums += values[offset] * weight[:, None]
+        sink = load_sinks(sinks, head + one, live, SINKS)
+        out_row = flat.to(tl.int64) + one
+        finish(top, total, sums, out, lse, sink, value_scale, out_row, live, column, V_DIM, SINKS, LSE, SCALED)
+
+
 def launch_merge(
     partials: SplitPartials,
     out: Tensor,
@@ -149,6 +212,35 @@ def launch_merge(
     """
     configuration, shape, config = schedule.configuration, schedule.layers, apart.config
     heads = shape.kv_heads * shape.group
+    if configuration.split:
+        columns = shape.v_width if schedule.rows * heads >= _MANY_ROWS else min(shape.v_width, _SPLIT_COLUMNS)
+        merge_splits[schedule.rows * heads, triton.cdiv(shape.v_dim, columns)](
+            partials.values,
+            partials.weights,
+            schedule.partial_rows,
+            apart.tiles,
+            out,
+            partials.weights if lse is None else lse,
+            partials.weights if sinks is None else sinks,
+            value_scale,
+            schedule.queries,
+            HEADS=heads,
+            GROUP=shape.group,
+            TILE=configuration.tile,
+            TILE_ROWS=schedule.tile_rows,
+            V_DIM=shape.v_dim,
+            V_WIDTH=shape.v_width,
+            COLUMNS=columns,
+            BLOCK=_SPLIT_TOPS,
+            LOADED=_LOADED_SPLITS,
+            SINKS=sinks is not None,
+            LSE=lse is not None,
+            SCALED=scaled,
+            OVERLAP=configuration.overlap,
+            num_warps=1,
+            **({"launch_pdl": True} if configuration.overlap else {}),
+        )
+        return
     merge[schedule.rows * heads, triton.cdiv(shape.v_dim, config.columns)](
         partials.values,
         partials.weights,

@@ -10,6 +10,10 @@ and ``target`` together. The grid has this size; programs without work leave at 
 Every tile of a request counts with the request's longest tile, so that a division finds a program's tile. Parts that
 causality hides from a tile have no steps. In a layer with a window, a tile begins where its first query's window does.
 
+With ``SPLIT``, tiles are split at absolute positions (``triton_splits``). A part then consists of the splits that start
+within its steps, possibly none, and tiles are divided only if all requests have equally many new tokens: otherwise a
+program computes a whole tile, because partial results of a prefill would take gigabytes.
+
 This runs once per batch, for all layers of one shape and window. Every program adds up all requests by itself, which
 costs less than synchronising, and writes its own record. It reads 4 to 8 bytes per request.
 """
@@ -20,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnplug_triton_mha.triton_splits import split_from, splits_before
+
 RECORD = tl.constexpr(16)
 """Numbers of a program, 64 bytes: request, new tokens, first query row, cache rows before the new
 ones, cache rows, tile, first and end cache row of the part, part, parts of the tile, place of the tile's first partial
@@ -27,22 +33,25 @@ result, page of the part's first cache row. A program without work has no new to
 RECORD_NUMBERS = 16
 TILE_NUMBERS = 2
 """Numbers of a tile, for the kernel that merges: its parts, and the place of its first partial result."""
+SPLIT_TILE_NUMBERS = 4
+"""Numbers of a tile with ``SPLIT``: the end of its partial results, 0 if it is not divided; the place of the first one;
+the number of splits that the first one contains."""
 _MAX_PAIRS = 8192
 """Pairs of (new row, request) that a program looks at together, to find out whose row it is."""
 _MAX_ROWS = 128
+_VARIED = ("table_row", "table_column", "width", "requests", "rows", "queries", "target", "programs", "most_results")
 
 
-@triton.jit(
-    do_not_specialize=["table_row", "table_column", "width", "requests", "rows", "queries", "target", "programs"]
-)
+@triton.jit(do_not_specialize=_VARIED)
 def _plan(
     page_table, table_row, table_column, width, seq_lens, new_lens, slots, records, merged,
-    requests, rows, queries, target, programs,
+    requests, rows, queries, target, programs, most_results,
     UNIFORM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr, MERGED: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     me = tl.program_id(0)
+    GROWS: tl.constexpr = WINDOW == 0
     request = tl.arange(0, BLOCK)
     exists = request < requests
     asked = tl.load(seq_lens + request, mask=exists, other=0).to(tl.int32)
@@ -62,15 +71,23 @@ def _plan(
         steps = (kv_len + STEP - 1) // STEP
         if WINDOW > 0:
             # A tile's queries are this many at most, and the window of its first one may begin within a step.
-            steps = tl.minimum(steps, (WINDOW + (TILE + GROUP - 2) // GROUP + STEP - 1) // STEP + 1)
+            steps = tl.minimum(steps, (WINDOW + (TILE + GROUP - 2) // GROUP + (SPLIT or STEP) - 1) // STEP + 1)
         steps = tl.maximum(steps, 1)  # even without cache rows there is an output to write
         total = tl.sum(tiles.to(tl.int64) * steps, 0)
         most = tl.maximum((total + target - 1) // target, 1).to(tl.int32)
+        if SPLIT > 0:
+            most = tl.where(steps <= SPLIT // STEP, steps, most) if UNIFORM else steps  # else there is nothing to merge
         parts = (steps + most - 1) // most
         unit = (steps + parts - 1) // parts
         parts = (steps + unit - 1) // unit
+        partial_results = parts
+        if SPLIT > 0:
+            partial_results = splits_before(steps * STEP, SPLIT, GROWS)
+        partial_end = tl.cumsum(tl.where(parts > 1, tiles * partial_results, 0), 0)
+        if SPLIT > 0:
+            parts = tl.where(partial_end <= most_results, parts, 1)
+            unit = tl.where(parts > 1, unit, steps)
         end = tl.cumsum(tiles * parts, 0)
-        partial_end = tl.cumsum(tl.where(parts > 1, tiles * parts, 0), 0)
 
         owner = tl.sum(tl.where(exists & (end <= me), 1, 0), 0)
         its = request == owner  # all false if there are fewer splits
@@ -87,10 +104,18 @@ def _plan(
         last_query = tl.minimum((tile * TILE + TILE - 1) // GROUP, its_new - 1)
         tile_end = tl.minimum(its_prefix + last_query + 1, its_len)
         start = part * its_unit * STEP
+        tile_begin = 0
         if WINDOW > 0:
-            start += tl.maximum(its_prefix + first_query - WINDOW + 1, 0) // STEP * STEP
-        stop = tl.minimum(start + its_unit * STEP, tile_end)
-        partial = tl.sum(tl.where(its & (parts > 1), partial_end - tiles * parts, 0), 0) + number * its_parts
+            tile_begin = tl.maximum(its_prefix + first_query - WINDOW + 1, 0) // (SPLIT or STEP) * (SPLIT or STEP)
+            start += tile_begin
+        stop = start + its_unit * STEP
+        its_results = its_parts
+        if SPLIT > 0:
+            start, stop = split_from(start, SPLIT, GROWS), split_from(stop, SPLIT, GROWS)
+            its_results = tl.sum(tl.where(its, partial_results, 0), 0)
+        stop = tl.minimum(stop, tile_end)
+        partial = tl.sum(tl.where(its & (parts > 1), partial_end - tiles * partial_results, 0), 0)
+        partial += number * its_results
         page_at = page_table + owner.to(tl.int64) * table_row + start // PAGE_SIZE * table_column
         page = tl.load(page_at, mask=(its_new > 0) & (start < stop), other=0)
         mine = records + me * RECORD
@@ -109,9 +134,18 @@ def _plan(
         if MERGED:
             # All requests have equally many tiles. The program of a tile's first part writes for all of its parts.
             first = (its_new > 0) & (part == 0)
-            its_tile = merged + (owner * its_tiles + tile) * 2
-            tl.store(its_tile, its_parts, mask=first)
-            tl.store(its_tile + 1, partial, mask=first)
+            if SPLIT > 0:
+                its_tile = merged + (owner * its_tiles + tile) * 4
+                before = splits_before(tile_begin, SPLIT, GROWS)
+                count = tl.maximum(splits_before(tile_end, SPLIT, GROWS) - before, 1)
+                added = tl.maximum(splits_before(stop, SPLIT, GROWS) - before, 1)
+                tl.store(its_tile, tl.where(its_parts > 1, count, 0), mask=first)
+                tl.store(its_tile + 1, partial, mask=first)
+                tl.store(its_tile + 2, added, mask=first)
+            else:
+                its_tile = merged + (owner * its_tiles + tile) * 2
+                tl.store(its_tile, its_parts, mask=first)
+                tl.store(its_tile + 1, partial, mask=first)
 
     if SLOTS and me * ROWS < rows:
         row = me * ROWS + tl.arange(0, ROWS)
@@ -146,12 +180,16 @@ def launch_plan(
     step: int,
     window: int,
     page_size: int,
+    split: int = 0,
+    most_results: int = 0,
 ) -> None:
     """Fill ``records`` ``[programs, RECORD_NUMBERS]`` int32, ``slots`` ``[rows]`` int64 if they are given, and
     ``merged`` ``[tiles, TILE_NUMBERS]`` int32 of all requests' tiles if it is, for requests of equally many new tokens.
 
     ``queries`` is the number of new tokens of every request; ``new_lens`` is read if it is 0. ``window`` is 0 without
-    one.
+    one. ``split`` is the shortest split of ``triton_splits``, a multiple of ``step``; 0 splits by the work of the
+    batch. With it, ``merged`` is ``[tiles, SPLIT_TILE_NUMBERS]``, and tiles are divided only as far as there is memory
+    for ``most_results`` partial results per KV head.
     """
     requests, width = page_table.shape
     block = triton.next_power_of_2(requests)
@@ -172,6 +210,7 @@ def launch_plan(
         queries,
         target,
         records.shape[0],
+        most_results,
         UNIFORM=queries > 0,
         GROUP=group,
         TILE=tile,
@@ -182,5 +221,6 @@ def launch_plan(
         MERGED=merged is not None,
         BLOCK=block,
         ROWS=at_once,
+        SPLIT=split,
         num_warps=min(max(block // 128, 1), 8),
     )

@@ -145,7 +145,6 @@ def launch_attend(
         "PAGE_SIZE": page_size,
         "PAGE_STRIDE": pages.stride(0),
         "SLOT_STRIDE": pages.stride(1),
-        "INVARIANT": schedule.shape.invariant,
         "LSE": lse is not None,
         "APART": q_rope is not None,
         "OVERLAP": configuration.overlap,
@@ -154,8 +153,9 @@ def launch_attend(
         **({"launch_pdl": True} if configuration.overlap else {}),
     }
     grid = (schedule.programs,)
+    splits = {"SPLIT": configuration.split, "GROWS": configuration.grows, "TILE_ROWS": schedule.tile_rows}
     if configuration.kernel == "wide":
-        attend_wide[grid](*by_place, **by_name)
+        attend_wide[grid](*by_place, **by_name, **splits)
         return
     if configuration.kernel == "low":
         attend_low[grid](*by_place, **by_name, STEP=configuration.step, BUFFERS=configuration.stages)
@@ -167,9 +167,12 @@ def launch_attend(
         schedule.numbers if tree is None else tree,
         *((0, 1) if tree is None else tree.stride()),
         **by_name,
+        **splits,
         TILE=configuration.tile,
         STEP=configuration.step,
-        MERGE_COLUMNS=0 if schedule.merged_by_kernel else min(configuration.merge_columns, cache.rank),
+        MERGE_COLUMNS=0
+        if schedule.merged_by_kernel or configuration.split
+        else min(configuration.merge_columns, cache.rank),
         TREE=tree is not None,
         FORMAT=cache.format,
         SCALE_AT=cache.scale_at,

@@ -31,12 +31,12 @@ from attnplug_triton_mla.configurations import (
     MLAKernelConfig,
     MLAKernelLimits,
     choose,
+    choose_invariant,
     fit_config,
     max_partial_rows,
     on_triton,
 )
-from attnplug_triton_mla.options import TritonMLAOptions
-from attnplug_triton_mla.planner import BatchShape, MLASchedule
+from attnplug_triton_mla.planner import BatchShape, MLASchedule, max_split_rows
 from attnplug_triton_mla.ragged import RaggedConfig, fit_ragged, launch_ragged, plan_tiles, supports_ragged
 from attnplug_triton_mla.scratch import MLAPartials, MLAScratch
 from attnplug_triton_mla.sparse import SparseLayers, SparsePlan
@@ -68,7 +68,9 @@ class TritonMLABackend(SparseAttention):
 
     Schedules of all batch kinds are computed on the device from device lengths, by one launch; planning takes only
     shapes from the host. A captured plan serves any lengths. The page table is read from the batch's own memory.
-    ``choose``, ``ragged`` and ``multiprocessors`` replace configurations and the GPU's size in tests and benchmarks.
+    If levels of invariance beyond ``run`` are requested, one configuration serves all batches, and KV is split at
+    absolute positions (``triton_splits``). ``choose``, ``fixed``, ``ragged`` and ``multiprocessors`` replace
+    configurations, that one, and the GPU's size in tests and benchmarks.
     """
 
     def __init__(
@@ -76,20 +78,22 @@ class TritonMLABackend(SparseAttention):
         context: BackendContext,
         *,
         choose: Callable[..., MLAKernelConfig] = choose,
+        fixed: MLAKernelConfig | None = None,
         ragged: RaggedConfig | None = None,
         multiprocessors: int | None = None,
     ) -> None:
-        options = context.options_of(TritonMLAOptions)
-        shape = MLAShape.of(context)
-        super().__init__(context, _narrow_claims(context.declared.claims, shape, options))
+        shape, invariant = MLAShape.of(context), bool(context.invariant - {"run"})
+        super().__init__(context, _narrow_claims(context.declared.claims, shape, invariant))
         rank, device = shape.dims.kv_lora_rank, context.device
         self._heads, self._page_size, self._rank, self._device = shape.heads, shape.page_size, rank, device
-        self._invariant, self._choose = options.batch_invariant, choose
         rope, pool = shape.dims.qk_rope_head_dim, shape.pool
         self._caches = {layer_id: LatentLayerCache.of(pool, layer_id, rank, rope) for layer_id in pool.layer_ids}
         first = next(iter(self._caches.values()))
         self._format = first.format
         self._limits: MLAKernelLimits | None = None
+        self._choose, self._fixed = choose, fixed if invariant else None
+        if invariant and fixed is None:
+            self._fixed = choose_invariant(self._heads, self._format)
         index = SparseIndex(context, multiprocessors=multiprocessors) if context.model.is_sparse else None
         if multiprocessors is None:
             properties = torch.cuda.get_device_properties(device)
@@ -106,6 +110,9 @@ class TritonMLABackend(SparseAttention):
             )
         self._multiprocessors, self._ragged = multiprocessors, ragged or RaggedConfig()
         rows = max_partial_rows(multiprocessors)
+        if self._fixed is not None:
+            fitted = self._configuration(self._heads, 1, 1)
+            rows = max_split_rows(context, self._heads, fitted, multiprocessors)
         self._scratch = [MLAScratch(context, rank, rows, lane) for lane in range(context.limits.lanes)]
         self._sparse: SparseLayers | None = None
         if index is not None:
@@ -114,7 +121,6 @@ class TritonMLABackend(SparseAttention):
                 device,
                 heads=self._heads,
                 multiprocessors=multiprocessors,
-                invariant=self._invariant,
                 choose=lambda rows, topk: self._configuration(self._heads, rows, topk),
             )
 
@@ -173,17 +179,17 @@ class TritonMLABackend(SparseAttention):
         requests, pages = geometry.page_table.shape
         ragged = geometry.new_lens is not None
         queries = geometry.max_new if geometry.mode in _FEW_NEW and not ragged else 0
-        shape = BatchShape(requests, geometry.rows, queries, self._heads, self._page_size, pages, self._invariant)
+        shape = BatchShape(requests, geometry.rows, queries, self._heads, self._page_size, pages)
         tokens = pages * self._page_size
         configuration = self._configuration(queries * self._heads, requests, tokens, tree=geometry.tree is not None)
-        schedule = MLASchedule.reserve(shape, configuration, self._multiprocessors, self._device)
         scratch = self._scratch[geometry.lane]
-        partials = scratch.partials(schedule.partial_slots, configuration.tile)
+        schedule = MLASchedule.reserve(shape, configuration, self._multiprocessors, self._device, scratch.max_rows)
+        partials = scratch.partials(schedule.partial_slots, schedule.tile_rows)
         sparse = None if self._sparse is None else self._sparse.reserve(geometry, scratch)
         return TritonMLAMetadata(geometry.page_table, geometry.tree, schedule, partials, ragged, sparse)
 
     def _configuration(self, rows: int, requests: int, tokens: int, *, tree: bool = False) -> MLAKernelConfig:
-        configuration = self._choose(rows, requests, tokens, format=self._format, invariant=self._invariant)
+        configuration = self._fixed or self._choose(rows, requests, tokens, format=self._format)
         if tree:
             # Gluon kernels multiply rows in shared memory as copied, and cannot mask what a row must not see.
             configuration = on_triton(configuration)
@@ -257,9 +263,9 @@ class TritonMLABackend(SparseAttention):
                 launch_merge(block.partials, out[rows], sums, schedule, cache.scale)
 
 
-def _narrow_claims(declared: Claims, shape: MLAShape, options: TritonMLAOptions) -> Claims:
+def _narrow_claims(declared: Claims, shape: MLAShape, invariant: bool) -> Claims:
     """Return the spec's claims without MHA paths for wide heads, and if results must not depend on the batch: its
     lengths decide the path."""
-    if supports_ragged(shape) and not options.batch_invariant:
+    if supports_ragged(shape) and not invariant:
         return declared
     return replace(declared, mla_extend=declared.mla_extend & {ExtendPath.ABSORBED})

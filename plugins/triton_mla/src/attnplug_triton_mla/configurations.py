@@ -49,6 +49,10 @@ class MLAKernelConfig:
     """Use programmatic dependent launch (SM 90 and newer)."""
     registers: int | None = None
     """Maximum registers per thread of the Triton kernel, so that several programs fit a multiprocessor."""
+    split: int = 0
+    """Rows of the shortest KV split at absolute positions (``triton_splits``); 0 splits by the work of the batch."""
+    grows: bool = False
+    """Splits get longer with their position."""
 
 
 ANY = 1 << 30
@@ -119,26 +123,29 @@ RAGGED = replace(_TALL, merge="last", merge_columns=128, part_cost=0.25)
 """Configuration of batches whose requests have different numbers of rows, as in a prefill."""
 ENTRIES = (RAGGED, *(entry for table in TABLES.values() for *_, entry in table))
 
-INVARIANT_PARTS = 16
-"""Maximum splits per tile under ``batch_invariant``. Memory is reserved for this many of every tile."""
-_INVARIANT_STEPS = 4
-_INVARIANT_REQUESTS = 16
-"""Number of requests whose table entry every batch uses under ``batch_invariant``."""
+INVARIANT = replace(_TALL, split=128, grows=True)
+"""Configuration of all batches of models with few heads, if levels of invariance beyond ``run`` are requested.
+
+A program that continues a tile adds up its splits in L2: 64 KiB for each split, read and written."""
+INVARIANT_WIDE = replace(_WIDE, split=512)
+"""The same for models with many heads. A split costs 256 KiB in L2, so there are no shorter ones."""
+_INVARIANT_HEADS = 32
+"""Maximum heads of ``INVARIANT``: a tile has all of a token's."""
 
 
-def choose(rows: int, requests: int, tokens: int, *, format: RowFormat, invariant: bool) -> MLAKernelConfig:
+def choose(rows: int, requests: int, tokens: int, *, format: RowFormat) -> MLAKernelConfig:
     """Return the configuration for ``requests`` requests with ``rows`` (query token, head) rows and up to ``tokens``
-    each.
-
-    ``rows`` is 0 if requests differ. With ``invariant``, the result does not depend on ``requests`` and ``tokens``.
+    each. ``rows`` is 0 if requests differ.
     """
     if not rows:
         return RAGGED
-    if invariant:
-        requests, tokens = _INVARIANT_REQUESTS, ANY
     asked, table = (rows, requests, tokens), TABLES[format]
-    found = next(entry for *limits, entry in table if all(x <= most for x, most in zip(asked, limits, strict=True)))
-    return replace(found, least_steps=_INVARIANT_STEPS) if invariant else found
+    return next(entry for *limits, entry in table if all(x <= most for x, most in zip(asked, limits, strict=True)))
+
+
+def choose_invariant(heads: int, format: RowFormat) -> MLAKernelConfig:
+    """Return the configuration of all batches of a model, if levels of invariance beyond ``run`` are requested."""
+    return INVARIANT if heads <= _INVARIANT_HEADS or format != "plain" else INVARIANT_WIDE
 
 
 def on_triton(configuration: MLAKernelConfig) -> MLAKernelConfig:
@@ -146,6 +153,8 @@ def on_triton(configuration: MLAKernelConfig) -> MLAKernelConfig:
     if configuration.kernel == "triton":
         return configuration
     tile = _TALL.tile if configuration.kernel == "wide" else configuration.tile
+    if configuration.split:
+        return INVARIANT
     return replace(configuration, kernel="triton", tile=tile, step=_TALL.step, stages=_TALL.stages)
 
 

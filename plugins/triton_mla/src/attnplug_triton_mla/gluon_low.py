@@ -133,7 +133,7 @@ def attend_low(
     q, q_rope, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
     q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
-    SLOT_STRIDE: gl.constexpr, STEP: gl.constexpr, BUFFERS: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr,
+    SLOT_STRIDE: gl.constexpr, STEP: gl.constexpr, BUFFERS: gl.constexpr, LSE: gl.constexpr,
     APART: gl.constexpr, OVERLAP: gl.constexpr, SELECTED: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
@@ -161,12 +161,12 @@ def attend_low(
     rope_shared = gl.allocate_shared_memory(TYPE, [BUFFERS, 4, STEP, ROPE_QUARTER], SHARED_ROPE)
     logits_shared = gl.allocate_shared_memory(gl.float32, [4, TILE, STEP], SHARED_LOGITS)
     (
-        at, stop, _, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+        at, stop, _, lead, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile, first_page,
     ) = begin_stretch(numbers, requests)  # fmt: skip
     start = at
     while at < stop:
         taken, first_token, end_token = rows_of_part(
-            at, stop, kv_len, prefix, new, unit, units, tile_start, tile, HEADS, TILE, STEP, INVARIANT
+            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, 0, False
         )
         table = page_table + request.to(gl.int64) * table_row
         if SELECTED and OVERLAP and at == start:
@@ -263,7 +263,7 @@ def attend_low(
                 log2 = log2_sum(gl.where(top == float("-inf"), 0.0, top), total)
                 gl.store(lse + begin * HEADS + row, log2 * LN_2, mask=live)
         else:
-            part = slot_of_part(at, tile_start, programs, INVARIANT).to(gl.int64)
+            part = slot_of_part(at, tile_start, programs).to(gl.int64)
             gl.store(partials + part * (TILE * RANK) + place, sums, mask=there)
             weights_at = partial_weights + (row - tile * TILE) * partial_slots + part
             gl.store(weights_at, top, mask=live)
@@ -271,8 +271,8 @@ def attend_low(
 
         at += taken
         if at < stop:
-            at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
-                at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
+            at, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile, first_page = next_tile(
+                at, end, kv_len, prefix, begin, new, stored_at, units, request, numbers, lead,
                 page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:

@@ -37,8 +37,12 @@ from attnplug_triton_mla.gluon_tools import (
     copy,
     log2_sum,
     next_tile,
+    power_of_two,
     rows_of_part,
     slot_of_part,
+    slot_of_split,
+    splits_before,
+    to_power_of_two,
 )
 from attnplug_triton_mla.triton_merge import LN_2
 
@@ -109,8 +113,8 @@ def attend_wide(
     q, q_rope, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
     q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
-    SLOT_STRIDE: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr, APART: gl.constexpr,
-    OVERLAP: gl.constexpr, SELECTED: gl.constexpr,
+    SLOT_STRIDE: gl.constexpr, LSE: gl.constexpr, APART: gl.constexpr, OVERLAP: gl.constexpr, SELECTED: gl.constexpr,
+    SPLIT: gl.constexpr, GROWS: gl.constexpr, TILE_ROWS: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -133,12 +137,12 @@ def attend_wide(
     column = gl.arange(0, RANK, gl.SliceLayout(0, COPY))
     rope_column = gl.arange(0, ROPE or 64, gl.SliceLayout(0, COPY))
     (
-        at, stop, _, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+        at, stop, _, lead, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile, first_page,
     ) = begin_stretch(numbers, requests)  # fmt: skip
     start = at
     while at < stop:
         taken, first_token, end_token = rows_of_part(
-            at, stop, kv_len, prefix, new, unit, units, tile_start, tile, HEADS, TILE, STEP, INVARIANT
+            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, SPLIT, GROWS
         )
         table = page_table + request.to(gl.int64) * table_row
         if SELECTED and OVERLAP and at == start:
@@ -213,8 +217,29 @@ def attend_wide(
         number = gl.arange(0, TILE, gl.SliceLayout(1, SUMS))
         place = number[:, None] * RANK + gl.arange(0, RANK, gl.SliceLayout(0, SUMS))[None, :]
         there = (tile * TILE + number < new * HEADS)[:, None]
-        if taken == units:
-            total = gl.sum(totals, 1)
+        ends = taken == units
+        if SPLIT > 0:
+            top, by = to_power_of_two(top)
+            total = gl.sum(totals, 1) * by
+            sums = sums * gl.convert_layout(by, gl.SliceLayout(1, SUMS))[:, None]
+            ends = (start <= tile_start) & (at + taken == tile_start + units)
+            if (start <= tile_start) & (at > tile_start):
+                # Add the split to those before it, which this program has computed. Threads load what they stored.
+                own = (partial_slots - programs + gl.program_id(0)).to(gl.int64)
+                weights_at = partial_weights + (row - tile * TILE) * partial_slots + own
+                earlier = gl.load(weights_at, mask=live, other=float("-inf"))
+                higher = gl.maximum(earlier, top)
+                highest = gl.where(higher == float("-inf"), 0.0, higher)
+                earlier_by, by = power_of_two(earlier - highest), power_of_two(top - highest)
+                earlier_total = gl.load(weights_at + TILE_ROWS * partial_slots, mask=live, other=0.0)
+                total = earlier_total * earlier_by + total * by
+                earlier_sums = gl.load(partials + own * (TILE_ROWS * RANK) + place, mask=there, other=0.0)
+                earlier_sums = earlier_sums * gl.convert_layout(earlier_by, gl.SliceLayout(1, SUMS))[:, None]
+                sums = earlier_sums + sums * gl.convert_layout(by, gl.SliceLayout(1, SUMS))[:, None]
+                top = higher
+        if ends:
+            if SPLIT == 0:
+                total = gl.sum(totals, 1)
             factor = gl.convert_layout(out_scale / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, SUMS))
             out_at = out + (begin * HEADS + tile * TILE).to(gl.int64) * RANK + place
             gl.store(out_at, (sums * factor[:, None]).to(TYPE), mask=there)
@@ -222,16 +247,25 @@ def attend_wide(
                 log2 = log2_sum(gl.where(top == float("-inf"), 0.0, top), total)
                 gl.store(lse + begin * HEADS + row, log2 * LN_2, mask=live)
         else:
-            part = slot_of_part(at, tile_start, programs, INVARIANT).to(gl.int64)
-            gl.store(partials + part * (TILE * RANK) + place, sums, mask=there)
+            if SPLIT > 0:
+                first_slot = stored_at + tile * splits_before(units * STEP, SPLIT, GROWS)
+                split_number = splits_before(first_token, SPLIT, GROWS)
+                part = slot_of_split(
+                    at, taken, stop, start, tile_start, split_number, first_slot, partial_slots, programs
+                )
+            else:
+                total = gl.sum(totals, 1)
+                part = slot_of_part(at, tile_start, programs)
+            part = part.to(gl.int64)
+            gl.store(partials + part * (TILE_ROWS * RANK) + place, sums, mask=there)
             weights_at = partial_weights + (row - tile * TILE) * partial_slots + part
             gl.store(weights_at, top, mask=live)
-            gl.store(weights_at + TILE * partial_slots, gl.sum(totals, 1), mask=live)
+            gl.store(weights_at + TILE_ROWS * partial_slots, total, mask=live)
 
         at += taken
         if at < stop:
-            at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
-                at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
+            at, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile, first_page = next_tile(
+                at, end, kv_len, prefix, begin, new, stored_at, units, request, numbers, lead,
                 page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:

@@ -23,7 +23,6 @@ from attnplug import (
     hookimpl,
 )
 from attnplug_sparse.refusals import index_refusals
-from attnplug_triton_mla.options import TritonMLAOptions
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 FP8_PER_TOKEN_HEAD, NVFP4 = "fp8_per_token_head", "nvfp4"
@@ -45,7 +44,6 @@ def attnplug_backends() -> list[BackendSpec]:
             contract="0.9",
             factory="attnplug_triton_mla.factory:triton_mla",
             requires=((LIBRARY, "triton"),),
-            options=TritonMLAOptions,
             check=refusals,
             preference=50,  # below the libraries: slower with many heads and large batches
             capabilities=Capabilities(
@@ -69,6 +67,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 trees=True,
                 index_dtypes=DTYPES | {DType.FLOAT8_E4M3},
                 coordinators=frozenset({"hisparse"}),
+                invariant=frozenset({"run", "batch", "graph", "chunks", "verify"}),
             ),
         )
     ]
@@ -91,7 +90,7 @@ def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
         yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
 
 
-def refusals(problem: Problem, role: Role | None, options: TritonMLAOptions) -> Iterator[Refusal]:
+def refusals(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:
     """Yield refusals that capabilities cannot express: unsupported sparse indexes, and fp8 on older GPUs."""
     yield from _fp8_refusals(problem)
     yield from index_refusals(problem, role)

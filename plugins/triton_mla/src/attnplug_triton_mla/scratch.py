@@ -31,7 +31,7 @@ class MLAScratch:
     def __init__(self, context: BackendContext, rank: int, rows: int, lane: int) -> None:
         """Allocate ``rows`` partial rows of ``rank`` columns now, before CUDA graphs freeze the workspace."""
         self._name, self._workspace, self._device = context.name, context.workspace, context.device
-        self._rank, self._lane = rank, lane
+        self._rank, self._lane, self.max_rows = rank, lane, rows
         self._views: dict[tuple[int, int], MLAPartials] = {}
         self._reserve(rows, rows)
 

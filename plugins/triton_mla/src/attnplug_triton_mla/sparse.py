@@ -48,21 +48,22 @@ class SparseLayers:
         *,
         heads: int,
         multiprocessors: int,
-        invariant: bool,
         choose: Callable[[int, int], MLAKernelConfig],
     ) -> None:
         """``choose(rows, topk)`` returns the configuration for ``rows`` queries with up to ``topk`` selected rows."""
         self.index, self._device, self._heads = index, device, heads
-        self._multiprocessors, self._invariant, self._choose = multiprocessors, invariant, choose
+        self._multiprocessors, self._choose = multiprocessors, choose
 
     def reserve(self, geometry: Geometry, scratch: MLAScratch) -> SparsePlan:
         """Allocate a batch's plan; ``fill`` fills it."""
         plan, topk, blocks = self.index.reserve(geometry), self.index.topk, []
         for block in plan.blocks:
             rows = len(block.counts)
-            shape = BatchShape(rows, rows, 1, self._heads, 1, topk, self._invariant, whole=not plan.queries)
-            schedule = MLASchedule.reserve(shape, self._choose(rows, topk), self._multiprocessors, self._device)
-            partials = scratch.partials(schedule.partial_slots, schedule.configuration.tile)
+            shape = BatchShape(rows, rows, 1, self._heads, 1, topk, whole=not plan.queries)
+            schedule = MLASchedule.reserve(
+                shape, self._choose(rows, topk), self._multiprocessors, self._device, scratch.max_rows
+            )
+            partials = scratch.partials(schedule.partial_slots, schedule.tile_rows)
             blocks.append(SparseBlock(block.rows, block.counts, schedule, partials))
         return SparsePlan(plan, tuple(blocks))
 

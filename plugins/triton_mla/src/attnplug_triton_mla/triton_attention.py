@@ -27,6 +27,9 @@ thousand, with one warp per scheduler) and for loads that depend on each other (
   NaN) nor seen (its logits are -inf).
 - With ``SELECTED``, every query token is a request of its own, and the table holds the slots of its cache rows, one by
   one. The kernel just before may have written the table, so it is read after the wait. A slot of -1 is no row.
+- With ``SPLIT``, a program computes splits at absolute positions one by one, each as if it were alone. If it has begun
+  with a tile's first split, it adds up the tile's splits in memory of its own, which stays in L2; registers do not hold
+  two sums. Otherwise it stores each split.
 - With ``TREE``, a new row sees those of the new rows that its bits name. Steps that reach new rows are a loop of their
   own, which tests the bits: steps before them are as fast as without a tree.
 """
@@ -38,7 +41,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_sparse.index.triton_schedule import begin_stretch, next_tile, rows_of_part
-from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile, slot_of_part
+from attnplug_sparse.index.triton_splits import power_of_two, splits_before, to_power_of_two
+from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile, slot_of_part, slot_of_split
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -208,9 +212,10 @@ def attend(
     q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale, rope_scale, counters,
     tree, tree_row, tree_column,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr, TREE: tl.constexpr,
     SELECTED: tl.constexpr, FORMAT: tl.constexpr, SCALE_AT: tl.constexpr, ROPE_AT: tl.constexpr,
+    SPLIT: tl.constexpr, GROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -222,12 +227,13 @@ def attend(
     ROPE_APART: tl.constexpr = ROPE > 0 and (TOKEN_SCALES or FORMAT == "nvfp4")
     column, rope_column, position = tl.arange(0, RANK // 4), tl.arange(0, ROPE or 1), tl.arange(0, STEP)
     (
-        at, stop, stretch, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+        at, stop, stretch, lead, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile,
+        first_page,
     ) = begin_stretch(numbers, requests)  # fmt: skip
     start = at
     while at < stop:
         taken, first_token, end_token = rows_of_part(
-            at, stop, kv_len, prefix, new, unit, units, tile_start, tile, HEADS, TILE, STEP, INVARIANT
+            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, SPLIT, GROWS
         )
         # Which of the tile's rows see which cache rows.
         row = tile * TILE + tl.arange(0, TILE)
@@ -352,8 +358,28 @@ def attend(
         sums, all_columns = _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT), tl.arange(0, RANK)[None, :]
         out_row = (begin * HEADS + row).to(tl.int64)
         out_at, lse_at = out + out_row * RANK, lse + out_row
-        if taken == units:
-            total = tl.sum(totals, 1)
+        number = tl.arange(0, TILE)
+        ends = taken == units
+        if SPLIT > 0:
+            top, factor = to_power_of_two(top)
+            total, sums = tl.sum(totals, 1) * factor, sums * factor[:, None]
+            ends = (start <= tile_start) & (at + taken == tile_start + units)
+            if (start <= tile_start) & (at > tile_start):
+                # Add the split to those before it, which this program has computed.
+                own = (partial_slots - programs + tl.program_id(0)).to(tl.int64)
+                own_at = partials + ((own * TILE_ROWS + number) * RANK)[:, None] + all_columns
+                weights_at = partial_weights + number * partial_slots + own
+                earlier = tl.load(weights_at, mask=live, other=float("-inf"))
+                higher = tl.maximum(earlier, top)
+                highest = tl.where(higher == float("-inf"), 0.0, higher)
+                kept, weight = power_of_two(earlier - highest), power_of_two(top - highest)
+                earlier_total = tl.load(weights_at + TILE_ROWS * partial_slots, mask=live, other=0.0)
+                total = earlier_total * kept + total * weight
+                sums = tl.load(own_at, mask=live[:, None], other=0.0) * kept[:, None] + sums * weight[:, None]
+                top = higher
+        if ends:
+            if SPLIT == 0:
+                total = tl.sum(totals, 1)
             factor = out_scale / tl.where(total == 0.0, 1.0, total)
             result = (sums * factor[:, None]).to(out.dtype.element_ty)
             tl.store(out_at[:, None] + all_columns, result, mask=live[:, None])
@@ -361,14 +387,23 @@ def attend(
                 log2 = log2_sum(tl.where(top == float("-inf"), 0.0, top), total)
                 tl.store(lse_at, log2 * LN_2, mask=live)
         else:
-            slot, number = slot_of_part(at, tile_start, programs, INVARIANT).to(tl.int64), tl.arange(0, TILE)
-            values_at = partials + (slot * TILE + number) * RANK
+            if SPLIT > 0:
+                first_slot = stored_at + tile * splits_before(units * STEP, SPLIT, GROWS)
+                place = splits_before(first_token, SPLIT, GROWS)
+                slot = slot_of_split(at, taken, stop, start, tile_start, place, first_slot, partial_slots, programs)
+            else:
+                total = tl.sum(totals, 1)
+                slot = slot_of_part(at, tile_start, programs)
+            slot = slot.to(tl.int64)
+            values_at = partials + (slot * TILE_ROWS + number) * RANK
             tl.store(values_at[:, None] + all_columns, sums, mask=live[:, None])
             weights_at = partial_weights + number * partial_slots + slot
             tl.store(weights_at, top, mask=live)
-            tl.store(weights_at + TILE * partial_slots, tl.sum(totals, 1), mask=live)
+            tl.store(weights_at + TILE_ROWS * partial_slots, total, mask=live)
+            if SPLIT > 0:
+                tl.debug_barrier()  # threads that load the sums again need not be those that store them
             if MERGE_COLUMNS > 0:
-                parts, first_slot, other_slots = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
+                parts, first_slot, other_slots = parts_of_tile(tile_start, units, stretch, programs)
                 counter = counters + other_slots
                 # The program that counts last finds all parts written: the barrier orders each program's own stores
                 # before its count, and the count is a release and an acquire. The counter is reset to zero for the next
@@ -383,8 +418,8 @@ def attend(
 
         at += taken
         if at < stop:
-            at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
-                at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
+            at, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile, first_page = next_tile(
+                at, end, kv_len, prefix, begin, new, stored_at, units, request, numbers, lead,
                 page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:

@@ -30,6 +30,10 @@ def small(rows: int, requests: int, tokens: int, **_: bool) -> MLAKernelConfig:
     return MLAKernelConfig(tile, 16, 4, 2, start_steps=1, merge=merge, merge_columns=512)
 
 
+FIXED = MLAKernelConfig(32, 16, 4, 2, start_steps=1, split=16, grows=True)
+"""Configuration of batches with levels of invariance: the shortest splits have one step."""
+
+
 def build(context: BackendContext, choose: Choose | None = None) -> AttentionBackend:
     on_cpu = context.device.type == "cpu"
     if on_cpu:
@@ -44,7 +48,9 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
         interpreted = (context.declared.index_dtypes or frozenset()) | {DType.FLOAT32}  # bfloat16 is not
         context = replace(context, declared=replace(context.declared, index_dtypes=interpreted))
         ragged = RaggedConfig(32, 16, 4, 2)
-        return TritonMLABackend(context, choose=choose or small, ragged=ragged, multiprocessors=MULTIPROCESSORS)
+        return TritonMLABackend(
+            context, choose=choose or small, fixed=FIXED, ragged=ragged, multiprocessors=MULTIPROCESSORS
+        )
     return TritonMLABackend(context) if choose is None else TritonMLABackend(context, choose=choose)
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from attnplug import SCRATCH, BackendContext, BackendError, ForwardMode, Geometry, LayerSpec
 from attnplug.sparse import IndexInputs, SelectedPositions, SelectedRows, SelectedSlots, selected_tensor
 from attnplug_sparse.index.index_plan import IndexBlock, IndexMemory, IndexPlan
-from attnplug_sparse.index.tiling import START_STEPS, DeviceLimits, choose_tiles
+from attnplug_sparse.index.tiling import INVARIANT_QUERIES, START_STEPS, DeviceLimits, choose_tiles
 from attnplug_sparse.pools import INDEX_KEYS
 
 SCORE_BYTES = 256 << 20
@@ -66,7 +66,8 @@ class SparseIndex:
     It reads the index keys of the context's pool, in 16 or 32 bits or in fp8. ``reserve`` allocates the plan of a batch
     and ``fill`` fills it, once for all layers and only from the lengths on the device. ``choose`` implements
     ``SparseAttention.choose``. None of them synchronises. All but ``reserve`` can be captured in a CUDA graph: score
-    memory comes from the workspace and is reserved in the constructor.
+    memory comes from the workspace and is reserved in the constructor. Of equal scores, those at the lowest positions
+    are selected. If levels of invariance beyond ``run`` are requested, one tile configuration scores all batches.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class SparseIndex:
             shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # torch's stub lacks it
             self._limits = DeviceLimits(10 * properties.major + properties.minor, shared)
         self._multiprocessors, self._page_size, self._device = multiprocessors, context.page_size, context.device
+        self._invariant = bool(context.invariant - {"run"})
         self._name, self._workspace, limits = context.name, context.workspace, context.limits
         longest = -(-limits.max_context // context.page_size) * context.page_size
         self._group = triton_topk.group_of(longest)
@@ -132,7 +134,8 @@ class SparseIndex:
         each = max(min(_BLOCK_ROWS, self._nbytes // row_bytes), queries or 1)
         if queries:
             each = each // queries * queries
-        tiles = choose_tiles(queries, self._heads, self._dim, self._limits)
+        tiled_for = INVARIANT_QUERIES if self._invariant else queries
+        tiles = choose_tiles(tiled_for, self._heads, self._dim, self._limits)
         programs = tiles.programs_per_sm * self._multiprocessors
         for first in range(0, total, each):
             rows = min(each, total - first)
@@ -166,7 +169,6 @@ class SparseIndex:
                 step=block.tiles.key_tile,
                 start_steps=START_STEPS,
                 page_size=self._page_size,
-                parts=0,
             )
             self._score.launch_spread(block.numbers, len(table), block.infos, block.counts, self.topk, plan.width)
             if block.tiles.overlap:

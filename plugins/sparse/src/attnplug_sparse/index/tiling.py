@@ -34,6 +34,8 @@ START_STEPS = 2
 _ONE = ScoreConfig(1, 64, 4, 4, programs_per_sm=2)
 CONFIGS = {1: _ONE, 2: replace(_ONE, query_tile=2, stages=3), 4: ScoreConfig(4, 128, 8, 3)}
 """Configurations by ``query_tile``."""
+INVARIANT_QUERIES = 2
+"""``queries`` of ``choose_tiles`` for all batches if levels of invariance beyond ``run`` are requested."""
 _MAX_COLUMNS = 256
 """Largest number of heads of a tile, over all its tokens."""
 

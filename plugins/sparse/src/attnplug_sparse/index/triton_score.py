@@ -83,12 +83,12 @@ def score(
     column, position = tl.arange(0, COLUMNS), tl.arange(0, STEP)
     query, head, dim = column // ALL_HEADS, column % ALL_HEADS, tl.arange(0, ALL_DIMS)
     (
-        at, stop, _, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+        at, stop, _, lead, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile, first_page,
     ) = begin_stretch(numbers, requests)  # fmt: skip
     start = at
     while at < stop:
         taken, first_token, end_token = rows_of_part(
-            at, stop, kv_len, prefix, new, unit, units, tile_start, tile, 1, TILE, STEP, False
+            at, stop, kv_len, prefix, new, units, tile_start, tile, 1, TILE, STEP, 0, False
         )
         end_token = tl.minimum(end_token, width)
         if not TREE:
@@ -163,8 +163,8 @@ def score(
             )  # fmt: skip
         at += taken
         if at < stop:
-            at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
-                at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
+            at, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile, first_page = next_tile(
+                at, end, kv_len, prefix, begin, new, stored_at, units, request, numbers, lead,
                 page_table, table_row, table_column, 1, TILE, STEP, PAGE_SIZE,
             )  # fmt: skip
     if OVERLAP:

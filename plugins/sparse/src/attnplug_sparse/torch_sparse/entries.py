@@ -15,6 +15,7 @@ from attnplug.kernels import Group, Softmax, attend_by_parts, spread, to_device
 from attnplug.sparse import CompressorInputs, CompressorWeights, IndexInputs, SelectedRows, SelectedSlots
 from attnplug_sparse.pools import CompressedPool, EntryCache
 from attnplug_sparse.pools.compressed import EntryShape
+from attnplug_sparse.torch_sparse.selection import stable_topk
 
 # Elements, or scores, per tile: 64 MiB of float32.
 _TILE = 1 << 24
@@ -117,8 +118,8 @@ class Entries:
             products = torch.matmul(q[:, part].flatten(1, 2), keys).mul_(scale).relu_().unflatten(1, (-1, heads))
             scores = torch.matmul(weights[:, part].unsqueeze(2), products).squeeze(2)
             scores.masked_fill_(_hidden(group, ratio, keys.shape[2], part), float("-inf"))
-            best = scores.topk(min(topk, keys.shape[2]), dim=-1)
-            chosen[:, part, : best.indices.shape[-1]] = best.indices.masked_fill(best.values.isneginf(), -1).int()
+            found = stable_topk(scores, min(topk, keys.shape[2]))
+            chosen[:, part, : found.shape[-1]] = found
         return chosen.flatten(0, 1)
 
     def attend(self, layer_id: int, q: Tensor, group: Group, softmax: Softmax) -> tuple[Tensor, Tensor]:

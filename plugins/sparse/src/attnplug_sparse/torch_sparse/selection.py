@@ -32,10 +32,24 @@ def choose_positions(index: IndexInputs, keys: Tensor, group: Group, topk: int, 
         hidden = hidden_keys(extent, tile, None)
         if hidden is not None:
             scores.masked_fill_(hidden, float("-inf"))
-        best = scores.topk(min(topk, tile.stop), dim=-1)
-        found = best.indices.masked_fill(best.values.isneginf(), -1)
+        found = stable_topk(scores, min(topk, tile.stop))
         chosen[:, tile.first : tile.last, : found.shape[-1]] = found
     return chosen.flatten(0, 1)
+
+
+def stable_topk(scores: Tensor, topk: int) -> Tensor:
+    """Return the positions of the ``topk`` highest scores ``[…, positions]``, in order; -1 at the end for -inf.
+
+    Of equal scores, those at the lowest positions are selected. ``Tensor.topk`` selects any of them, depending on the
+    shape of all scores: relu makes many scores of few index heads zero.
+    """
+    lowest = scores.topk(topk, dim=-1).values[..., -1:]
+    above, equal = scores > lowest, scores == lowest
+    wanted = topk - above.sum(-1, keepdim=True)
+    taken = (above | (equal & (equal.cumsum(-1) <= wanted))) & ~scores.isneginf()
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    ordered = torch.where(taken, position, scores.shape[-1]).topk(topk, dim=-1, largest=False).values
+    return ordered.masked_fill_(ordered == scores.shape[-1], -1)
 
 
 def selected_slots(selected: SelectedRows, rows: Tensor | slice, group: Group) -> Tensor:

@@ -1,0 +1,126 @@
+"""Levels of invariance: the bits of a request's rows, whatever else is in the batch and however it came (E3)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from attnplug import DType, ForwardMode, Geometry
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelScene, mha
+from attnplug_testing.same_bits import Span, assert_same_bits, decode_span, rows_of, store_all
+from attnplug_triton_mha.configurations import INVARIANT, TABLES
+from attnplug_triton_mha.triton_splits import max_splits, split_from, split_rows, splits_before
+from interpreted_mha import check, scene, small
+
+DECODE, VERIFY, EXTEND, MIXED = (
+    ForwardMode.DECODE,
+    ForwardMode.TARGET_VERIFY,
+    ForwardMode.EXTEND,
+    ForwardMode.MIXED,
+)
+LEVELS = frozenset({"run", "batch", "graph", "chunks", "verify"})
+SCALE = {"cpu": 1, "cuda": 8}
+"""Lengths of rows by device: the shortest splits have 16 rows on a CPU, and 128 on a GPU."""
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+SETTINGS = {
+    "plain": {},
+    "window, sinks and cap": {"window": 40, "sinks": True, "cap": 2.0},
+    "fp8": {"dtype": DType.FLOAT16, "kv_dtype": "float8_e4m3fn"},
+}
+
+
+def stage_of(device: str, **changes) -> KernelScene:
+    """Two requests: on a CPU splits have 16 rows up to row 256, and then 32."""
+    lengths = ((0, 300 * SCALE[device]), (0, 40))
+    return store_all(scene(mha(lengths, EXTEND, 16, 2, 1, 32, levels=LEVELS, **changes), device))
+
+
+@on_every_device
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.sample(1)
+def test_a_decoded_row_has_the_same_bits_in_every_batch(setting, device):
+    """Alone, with companions in any order, with padded requests, a wider page table, and bounds of lengths."""
+    stage, chance = stage_of(device, **SETTINGS[setting]), random.Random(3)
+    for length in (16, 300):
+        own = decode_span(0, length * SCALE[device])
+        (alone,) = rows_of(stage, [own])
+        spans = [own, *(decode_span(request, chance.randint(1, stage.totals[request])) for request in (1, 0))]
+        chance.shuffle(spans)
+        assert_same_bits(alone, rows_of(stage, spans)[spans.index(own)])
+        assert_same_bits(alone, rows_of(stage, [own], exact=False, padding=2, columns=30)[0])
+
+
+@on_every_device
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.sample(1)
+def test_a_row_has_the_same_bits_decoded_verified_and_prefilled(setting, device):
+    """Chunk boundaries, prefix hits and speculation change nothing; nor does another request beside it."""
+    stage = stage_of(device, **SETTINGS[setting])
+    scale = SCALE[device]
+    first = 240 * scale
+    (whole,) = rows_of(stage, [Span(0, first, 60 * scale)], EXTEND)
+    for before, new, mode in ((240, 17, EXTEND), (255, 3, VERIFY), (299, 1, DECODE)):
+        found = rows_of(stage, [Span(1, 3, new), Span(0, before * scale, new)], mode)[1]
+        rows = slice(before * scale - first, before * scale - first + new)
+        assert_same_bits((whole[0][rows], whole[1][rows]), found)
+
+
+@on_every_device
+@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (MIXED, 20)])
+@pytest.mark.sample(1)
+def test_results_are_those_of_float64(mode, new, device):
+    """C4; NaN in every row that must not be read. Requests without rows and shorter than a split are among them."""
+    check(mha(((290, new), (0, new), (15, new), (31, new)), mode, 16, 4, 2, 32, levels=LEVELS), device)
+
+
+def test_memory_limits_how_many_requests_are_split_and_not_their_bits():
+    """Partial results have the memory that the backend was built with; requests without any are not divided."""
+    stage, found, parts = stage_of("cpu"), [], []
+    for most in (None, 1):
+        (scratch,) = stage.backend._scratch
+        if most is not None:
+            scratch._nbytes = most
+        table, lens = stage.page_table[:1], torch.tensor([300], dtype=torch.int32)
+        geometry = Geometry(DECODE, table, lens, 16, rows=1, max_seq_len=300, max_new=1)
+        ((schedule, _),) = stage.backend.plan(geometry).metadata.schedules.values()
+        parts.append(int(schedule.records[0, 9]))
+        found += rows_of(stage, [decode_span(0, 300)])
+    assert parts[0] > 1 and parts[1] == 1
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("levels", [frozenset(), frozenset({"run"})])
+def test_without_a_level_nothing_changes(levels):
+    """The table's configurations and schedules, whose kernels know no splits."""
+    stage = scene(mha(((300, 1), (40, 1)), DECODE, 16, 4, 2, 32, levels=levels), "cpu")
+    for schedule, _ in stage.backend._metadata(stage.geometry()).schedules.values():
+        assert schedule.configuration == small(2, 2, 2, 0)
+        assert (schedule.configuration.split, schedule.tile_rows) == (0, schedule.configuration.tile)
+        assert schedule.partial_rows == 2 * schedule.target * schedule.configuration.tile
+    assert not any(entry.split for table in TABLES for *_, entry in table) and INVARIANT.split
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 256, 257, 288, 289, 768, 769, 832, 833, 5000])
+def test_splits_are_counted_alike_on_host_and_device(rows):
+    """The first 16 splits of 16 rows, the next 16 of 32, all others of 64."""
+    lengths = [16] * 16 + [32] * 16 + [64] * 100
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    assert max_splits(rows, 16, grows=True) == sum(start < rows for start in starts)
+    assert max_splits(rows, 16, grows=False) == -(-rows // 16)
+    found = torch.zeros(3, dtype=torch.int32)
+    _splits[(1,)](found, rows)
+    inside = sum(start <= rows for start in starts) - 1
+    behind = next(start for start in starts if start >= rows)
+    assert found.tolist() == [lengths[inside], behind, max_splits(rows, 16, grows=True)]
+
+
+@triton.jit
+def _splits(found, row):
+    tl.store(found, split_rows(row, 16, True))
+    tl.store(found + 1, split_from(row, 16, True))
+    tl.store(found + 2, splits_before(row, 16, True))

@@ -1,0 +1,116 @@
+"""Levels of invariance: the bits of a request's rows, whatever else is in the batch and however it came (E3)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from attnplug import DType, ExtendPath, ForwardMode, Geometry
+from attnplug_testing.devices import DEVICES
+from attnplug_testing.kernel_scene import KernelScene, mla
+from attnplug_testing.references.triton_mla import FIXED, check, scene, small
+from attnplug_testing.same_bits import Span, assert_same_bits, decode_span, rows_of, store_all
+from attnplug_triton_mla.configurations import ENTRIES, choose_invariant, on_triton
+
+DECODE, VERIFY, EXTEND, MIXED = (
+    ForwardMode.DECODE,
+    ForwardMode.TARGET_VERIFY,
+    ForwardMode.EXTEND,
+    ForwardMode.MIXED,
+)
+LEVELS = frozenset({"run", "batch", "graph", "chunks", "verify"})
+SCALE = {"cpu": 1, "cuda": 8}
+"""Lengths of rows by device: the shortest splits have 16 rows on a CPU, and 128 on a GPU."""
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+SETTINGS = {
+    "few heads": {"heads": 4},
+    "many heads": {"heads": 40},
+    "fp8": {"heads": 4, "dtype": DType.FLOAT16, "kv_dtype": "float8_e4m3fn"},
+}
+
+
+def stage_of(device: str, heads: int, **changes) -> KernelScene:
+    """Two requests: on a CPU splits have 16 rows up to row 256, and then 32."""
+    heads, scale = min(heads, 4) if device == "cpu" else heads, SCALE[device]
+    return store_all(scene(mla(((0, 300 * scale), (0, 40)), EXTEND, 16, heads, levels=LEVELS, **changes), device))
+
+
+@on_every_device
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.sample(1)
+def test_a_decoded_row_has_the_same_bits_in_every_batch(setting, device):
+    """Alone, with companions in any order, with padded requests, a wider page table, and bounds of lengths."""
+    stage, chance = stage_of(device, **SETTINGS[setting]), random.Random(3)
+    for length in (16, 300):
+        own = decode_span(0, length * SCALE[device])
+        (alone,) = rows_of(stage, [own])
+        spans = [own, *(decode_span(request, chance.randint(1, stage.totals[request])) for request in (1, 0))]
+        chance.shuffle(spans)
+        assert_same_bits(alone, rows_of(stage, spans)[spans.index(own)])
+        assert_same_bits(alone, rows_of(stage, [own], exact=False, padding=2, columns=30)[0])
+
+
+@on_every_device
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.sample(1)
+def test_a_row_has_the_same_bits_decoded_verified_and_prefilled(setting, device):
+    """Chunk boundaries, prefix hits and speculation change nothing; nor does another request beside it."""
+    stage = stage_of(device, **SETTINGS[setting])
+    scale = SCALE[device]
+    first = 250 * scale
+    (whole,) = rows_of(stage, [Span(0, first, 50 * scale)], EXTEND)
+    for before, new, mode in ((250, 9, EXTEND), (255, 3, VERIFY), (299, 1, DECODE)):
+        found = rows_of(stage, [Span(1, 3, new), Span(0, before * scale, new)], mode)[1]
+        rows = slice(before * scale - first, before * scale - first + new)
+        assert_same_bits((whole[0][rows], whole[1][rows]), found)
+
+
+@on_every_device
+@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (MIXED, 9)])
+@pytest.mark.sample(1)
+def test_results_are_those_of_float64(mode, new, device):
+    """C4; NaN in every row that must not be read. Requests without rows and shorter than a split are among them."""
+    check(mla(((290, new), (0, new), (15, new), (31, new)), mode, 16, 4, levels=LEVELS), device)
+
+
+def test_memory_limits_how_many_requests_are_split_and_not_their_bits():
+    """Partial results have the memory that the backend was built with; requests without any are not divided."""
+    stage, found, shared = stage_of("cpu", 4), [], []
+    (scratch,) = stage.backend._scratch
+    for most in (scratch.max_rows, 1):
+        scratch.max_rows = most
+        found += rows_of(stage, [decode_span(0, 300)])
+        table, lens = stage.page_table[:1], torch.tensor([300], dtype=torch.int32)
+        geometry = Geometry(DECODE, table, lens, 16, rows=1, max_seq_len=300, max_new=1)
+        shared.append(int(stage.backend.plan(geometry).metadata.schedule.numbers[8 + 5]))
+    assert shared == [0, -1]
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("levels", [frozenset(), frozenset({"run"})])
+def test_without_a_level_nothing_changes(levels):
+    """The table's configurations and schedules, whose kernels know no splits; and all paths of an extend."""
+    stage = scene(mla(((300, 1), (40, 1)), DECODE, 16, 4, levels=levels), "cpu")
+    schedule = stage.backend._metadata(stage.geometry()).schedule
+    assert schedule.configuration == small(4, 2, 0)
+    assert (schedule.tile_rows, schedule.partial_slots) == (schedule.configuration.tile, 2 * schedule.programs)
+    assert not any(entry.split for entry in ENTRIES)
+    assert stage.backend.claims.mla_extend == frozenset(ExtendPath)
+
+
+def test_levels_need_one_path_of_extends():
+    """The lengths of a batch would decide between absorbed and MHA paths, and decode is absorbed."""
+    stage = scene(mla(((30, 1),), DECODE, 16, 4, levels=frozenset({"run", "batch"})), "cpu")
+    assert stage.backend.claims.mla_extend == {ExtendPath.ABSORBED}
+    assert stage.backend._metadata(stage.geometry()).schedule.configuration == FIXED
+
+
+@pytest.mark.parametrize(("heads", "format"), [(16, "plain"), (32, "plain"), (128, "plain"), (128, "fp8")])
+def test_one_configuration_serves_a_model(heads, format):
+    """Only ``gluon_wide`` has tiles for many heads, and it reads rows of 16 bits."""
+    entry = choose_invariant(heads, format)
+    assert (entry.kernel == "wide") == (heads > 32 and format == "plain")
+    assert entry.split and entry.split % entry.step == 0
+    assert on_triton(entry).kernel == "triton" and on_triton(entry).split

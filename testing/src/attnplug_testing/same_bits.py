@@ -1,0 +1,74 @@
+"""Comparison of bits: rows of requests whose keys and queries are fixed, computed by different batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnplug import ForwardBatch, ForwardExtras, ForwardMode, Geometry
+from attnplug_conformance.case import LAYER
+from attnplug_conformance.padding import padded
+from attnplug_testing.kernel_scene import KernelScene
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows ``before … before + new`` of a request of a scene, as one request of a batch."""
+
+    request: int
+    before: int
+    new: int = 1
+
+
+def decode_span(request: int, length: int) -> Span:
+    """Return the row that is decoded behind ``length - 1`` cached rows."""
+    return Span(request, length - 1)
+
+
+def store_all(stage: KernelScene) -> KernelScene:
+    """Write all rows of all requests to the cache, so that any span of them can be computed. Returns the scene."""
+    stage.store(LAYER, [(0, total) for total in stage.totals])
+    return stage
+
+
+def rows_of(
+    stage: KernelScene,
+    spans: Sequence[Span],
+    mode: ForwardMode = ForwardMode.DECODE,
+    *,
+    exact: bool = True,
+    padding: int = 0,
+    columns: int = 0,
+) -> list[tuple[Tensor, Tensor]]:
+    """Run a batch of spans; returns output ``[new, heads, dim]`` and log-sum-exp ``[new, heads]`` of each.
+
+    The scene's lengths are ``(0, total)``, so that it has queries of all rows. ``padding`` requests and ``columns``
+    unused columns of the page table are added; without ``exact`` the host has upper bounds only.
+    """
+    table, numbers = stage.page_table, [span.request for span in spans]
+    wider = torch.cat([table[numbers], table.new_full((len(spans), columns), stage.poisoned_page)], 1)
+    totals = [span.before + span.new for span in spans]
+    geometry = Geometry.of_lengths(mode, wider.to(stage.device), [span.new for span in spans], totals, stage.page_size)
+    if not exact:
+        geometry = replace(geometry, host=None, max_seq_len=wider.shape[1] * stage.page_size)
+    if padding:
+        geometry = padded(geometry, geometry.requests + padding)
+    batch = stage.plan(ForwardBatch(geometry, input_ids=torch.zeros(geometry.rows, dtype=torch.int64)))
+    starts = [sum(stage.totals[: span.request]) + span.before for span in spans]
+    q = torch.cat([stage.q[start : start + span.new] for start, span in zip(starts, spans, strict=True)])
+    q = torch.cat([q, q.new_zeros(geometry.rows - len(q), *q.shape[1:])])
+    lse = torch.full((len(q), q.shape[1]), float("nan"), device=stage.device)
+    out = stage.forward(batch, (q, None, None), save=False, extras=ForwardExtras(lse=lse))
+    news = [span.new for span in spans]
+    rows = sum(news)
+    return list(zip(out[:rows].split(news), lse[:rows].split(news), strict=True))
+
+
+def assert_same_bits(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
+    """Raise ``AssertionError`` if output or log-sum-exp of the same rows differ."""
+    for one, other in zip(first, second, strict=True):
+        assert not one.isnan().any()
+        assert torch.equal(one, other), f"{int((one != other).sum())} of {one.numel()} elements differ"

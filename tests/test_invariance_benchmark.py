@@ -1,0 +1,23 @@
+"""``benchmarks/invariance_h200.py --smoke``: results of one request among companions, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import invariance_h200
+
+
+def test_claimed_levels_give_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E3: by the backend that runs without a GPU; companions stand in front of the request and behind it."""
+    monkeypatch.setattr(invariance_h200, "COMPANIONS", (0, 2))
+    out = tmp_path / "found.json"
+    invariance_h200.main(["--smoke", "--out", str(out)])
+    for found in json.loads(out.read_text())["distinct"].values():
+        (with_levels,) = (counts for name, counts in found.items() if name.startswith("torch_native, "))
+        assert set(with_levels.values()) == {1}
+        assert all(1 <= count <= 3 for count in found["torch_native"].values())
