@@ -33,7 +33,7 @@ def tiled(sm: int, spread: experts.ExpertTile, gather: experts.ExpertTile, gated
     for tile, names in ((spread, ("_up_projection", "_up_one")), (gather, ("_down_projection", "_down_one"))):
         name = names[tile.pairs == 1]
         constants = SHAPE | early | {"COLUMNS": tile.columns, "DEPTH": tile.depth}
-        constants |= FOUND | {"PAIRS": tile.pairs} if tile.pairs > 1 else {}
+        constants |= FOUND | {"PAIRS": tile.pairs, "FLIPPED": tile.flipped} if tile.pairs > 1 else {}
         constants |= {"PER_TOKEN": 6} if name != "_down_projection" else {}
         constants |= {"GATED": gated} if tile is spread else {}
         constants |= {"EVERY": 2} if tile.pairs == 1 else {}
