@@ -10,6 +10,7 @@ import torch
 
 from attnplug import BackendError, DType, ModelSpec, Problem, Refusal, Serving, Setting, UsageError
 from attnplug.auto.ranking import Ranking
+from attnplug.declare.invariance import INVARIANCE
 from attnplug.host import (
     BackendRequest,
     ExtendPolicy,
@@ -29,7 +30,7 @@ from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.models.architectures import load_model, load_spec
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions
-from attnplug_engine.parallel.collectives import TensorParallel
+from attnplug_engine.parallel.collectives import RankOrder, TensorParallel
 from attnplug_engine.sizing import check_buffers
 from attnplug_engine.speculation.backend_choice import DraftChoice, choose_draft, target_problem, target_request
 from attnplug_engine.speculation.draft_runner import DraftRunner
@@ -78,6 +79,7 @@ class Prepared:
         two_batch_overlap: bool = False,
     ) -> tuple[Selection, ModelRunner]:
         """Build the selected backends and a runner on them; the selection is the same on all ranks."""
+        policy = replace(policy or ExtendPolicy(), forced=self.problem.extend_path)
 
         def build(selection: Selection) -> ModelRunner:
             return ModelRunner(
@@ -155,6 +157,8 @@ def prepare(
     graphs = runtime_of(device).graph is not None
     dtype = options.dtype or model_dtype(spec) or DType.FLOAT32
     kv_dtype = options.kv_dtype or dtype
+    if options.batch_invariant and parallel.size > 2:  # two numbers have the same sum in either order
+        parallel = RankOrder(parallel)
     problem = Problem(
         spec,
         device.type,
@@ -171,6 +175,7 @@ def prepare(
         coordinator="hisparse" if options.enable_hisparse else None,
         mla_extend=options.extend_policy.forced,
         architecture=processor.architecture,
+        invariant=frozenset(INVARIANCE if options.batch_invariant else ()),
     )
     if problem.cuda_graph and not graphs:
         name = "cuda_graph_batch_sizes" if options.cuda_graph_batch_sizes is not None else "cuda_graph_prefill_sizes"
@@ -203,6 +208,7 @@ def prepare(
         progress=progress,
         head=not is_embedding,
     )
+    loaded.module.batch_invariant = options.batch_invariant
     draft = None
     if speculation is not None and draft_choice is not None:
         with naming_draft(speculation):

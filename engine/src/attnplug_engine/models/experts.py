@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attnplug.hf.config_keys import Config
 from attnplug_engine.kernels import usable
+from attnplug_engine.kernels.invariant import active
 from attnplug_engine.models.layers import GATED, MLP, Linear, MLPForm, RMSNorm, frozen
 from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.parallel.collectives import even_part, length
@@ -49,7 +50,7 @@ class Router(nn.Module):
         if usable(x):
             from attnplug_engine.kernels.routing import FEW, score
 
-            if 0 < x.shape[0] <= FEW:
+            if 0 < x.shape[0] <= FEW and not active():
                 return score(x, self.weight) if norm is None else score(x, self.weight, norm.weight, norm.eps)
         x = x if norm is None else norm(x)
         if self.weight.dtype != torch.float32:
@@ -218,6 +219,7 @@ class Experts(nn.Module):
                 gate=added.gate,
                 onto=added.onto,
                 every=added.every,
+                invariant=active(),
             )
         return added.to(self._one_by_one(x, topk_ids, topk_weights))
 
@@ -247,6 +249,8 @@ class Experts(nn.Module):
             start = stop
         # Back in token order, so that a token's sum has a fixed order: index_add_ has none on a GPU.
         per_slot = torch.empty_like(results).index_copy_(0, order, results).unflatten(0, topk_ids.shape)
+        if active():  # a batched product may depend on the number of tokens
+            return cast(Tensor, (topk_weights.unsqueeze(2) * per_slot.float()).sum(1).to(x.dtype))
         return torch.bmm(topk_weights.unsqueeze(1), per_slot.float()).squeeze(1).to(x.dtype)
 
 
@@ -332,6 +336,6 @@ class MixtureOfExperts(nn.Module):
         if self._alike and usable(x):
             from attnplug_engine.kernels.experts import MAX_SEPARATE_TOKENS
 
-            if x.shape[0] <= MAX_SEPARATE_TOKENS:
+            if x.shape[0] <= MAX_SEPARATE_TOKENS and not active():
                 return AddedTerms(onto, gate=gate, every=(shared.gate_up.weight, shared.down.weight))
         return AddedTerms(shared(x, onto=onto)) if gate is None else AddedTerms(onto, shared(x), gate)
