@@ -36,6 +36,7 @@ from measurements import (
 )
 
 from attnplug.cli.backends import describe
+from attnplug.declare.invariance import INVARIANCE, sorted_levels
 from attnplug.declare.registered import Registered
 from attnplug.host import load_registry
 
@@ -50,11 +51,19 @@ _BLOCK = re.compile(r"<!-- (generated|sample): (.+?) -->\n.*?<!-- end -->", re.D
 
 def table_of_backends() -> str:
     """One row per backend of this repository, from its spec."""
-    rows = ["| name | package | what it is | supports |", "|---|---|---|---|"]
+    levels = "[invariant](docs/invariance.md), if requested"
+    rows = [f"| name | package | what it is | supports | {levels} |", "|---|---|---|---|---|"]
     for name, backend in _ours().items():
         spec = backend.spec
-        rows.append(f"| `{name}` | `{backend.source.distribution}` | {spec.summary} | {describe(spec.capabilities)} |")
+        cells = f"`{name}`", f"`{backend.source.distribution}`", spec.summary, describe(spec.capabilities)
+        rows.append(f"| {' | '.join(cells)} | {', '.join(sorted_levels(spec.capabilities.invariant)) or '–'} |")
     return "\n".join(rows)
+
+
+def table_of_levels() -> str:
+    """One row per level of invariance, from the contract."""
+    rows = [f"| `{level}` | {text} |" for level, text in INVARIANCE.items()]
+    return "\n".join(["| level | the bits do not depend on |", "|---|---|", *rows])
 
 
 def table_of_packages() -> str:
@@ -93,6 +102,7 @@ TABLES = {
     "table of conformance": table_of_conformance,
     "table of backends": table_of_backends,
     "table of commands": table_of_commands,
+    "table of levels": table_of_levels,
     "table of packages": table_of_packages,
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,

@@ -93,6 +93,8 @@ class Case:
     """True if the convolution has a bias."""
     forced_role: Role | None = None
     """Role that the backend is built for; ``None``: the mode's role."""
+    invariant: frozenset[str] = frozenset()
+    """Requested levels of invariance."""
     seed: int = 0
 
     @property
@@ -184,6 +186,7 @@ class Case:
             index_dtype=self.index_dtype,
             coordinator="hisparse" if self.hisparse else None,
             architecture=architecture,
+            invariant=self.invariant,
         )
 
     def describe(self) -> str:

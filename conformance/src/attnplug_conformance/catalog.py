@@ -12,6 +12,7 @@ from attnplug_conformance.checks.compressed import compressed_checks
 from attnplug_conformance.checks.declared import declared_checks
 from attnplug_conformance.checks.graphs import graph_checks
 from attnplug_conformance.checks.hisparse import hisparse_checks
+from attnplug_conformance.checks.invariance import invariance_checks
 from attnplug_conformance.checks.linear import linear_checks
 from attnplug_conformance.checks.mla_paths import path_checks
 from attnplug_conformance.checks.plans import plan_checks
@@ -36,7 +37,7 @@ def all_checks() -> tuple[Check, ...]:
         )
     ]
     checks += [*sparse_checks(), *hisparse_checks(), *compressed_checks(), *linear_checks(), *declared_checks()]
-    checks += random_checks()
+    checks += [*invariance_checks(), *random_checks()]
     names = [check.name for check in checks]
     assert len(set(names)) == len(names), sorted({name for name in names if names.count(name) > 1})
     return tuple(checks)

@@ -10,8 +10,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from attnplug import UsageError
+from attnplug import Problem, UsageError
 from attnplug.cli.app import Commands, add_command
+from attnplug.declare.invariance import INVARIANCE
 
 
 def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -60,9 +61,19 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
         help="CPU seconds (on a GPU: seconds) for random cases; 0 for none (default: 10, with --quick 1)",
     )
     parser.add_argument("--case", metavar="JSON", help="run only this random case, as a failure prints it")
+    parser.add_argument(
+        "--batch-invariant",
+        nargs="?",
+        const=",".join(INVARIANCE),
+        metavar="LEVELS",
+        help=f"request these levels of invariance in every check: {', '.join(INVARIANCE)} (without a value: all)",
+    )
 
 
-_BACKEND_ONLY = ("name", "report", "expected_failures", "backend_option", "case", "budget", "check", "quick")
+_BACKEND_ONLY = (
+    *("name", "report", "expected_failures", "backend_option", "case", "budget", "check", "quick"),
+    "batch_invariant",
+)
 
 
 def _conform_format(parsed: argparse.Namespace) -> int:
@@ -121,8 +132,8 @@ def _conform(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--budget {budget} is not a time; give seconds, or 0 for no random cases")
 
     from attnplug_conformance.catalog import all_checks  # imports torch, which takes seconds
+    from attnplug_conformance.invariant_case import check_of_case
     from attnplug_conformance.processes import in_processes
-    from attnplug_conformance.random_case import from_text
     from attnplug_conformance.report import as_html, as_json, as_junit, lines
     from attnplug_conformance.runner import read_expected, run_checks
     from attnplug_conformance.selection import check_options
@@ -134,10 +145,10 @@ def _conform(parsed: argparse.Namespace) -> int:
             other = "--check" if parsed.check else "--budget"
             raise UsageError(f"--case runs one random case and nothing else; leave out {other}")
         try:
-            kind = from_text(parsed.case).case.kind
+            wanted = check_of_case(parsed.case)
         except ValueError as error:
             raise UsageError(f"--case is not a random case: {error}; give one as a failure prints it") from None
-        checks = tuple(check for check in checks if check.name == f"{kind}.random")
+        checks = tuple(check for check in checks if check.name == wanted)
     elif not budget:
         checks = tuple(check for check in checks if check.claim != "random")
     for name in parsed.check:
@@ -167,6 +178,7 @@ def _conform(parsed: argparse.Namespace) -> int:
         Subject.installed(registry.backends[parsed.name], parsed.device, parsed.backend_option),
         budget=budget,
         random_case=parsed.case,
+        invariant=Problem(invariant=frozenset((parsed.batch_invariant or "").replace(",", " ").split())).invariant,
     )
     verdict = run_checks(
         subject,

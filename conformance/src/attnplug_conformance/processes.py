@@ -27,7 +27,8 @@ _checks: dict[str, Check]
 
 def in_processes(jobs: int, subject: Subject) -> Runner:
     """Return a runner that spreads the checks of ``run_checks`` over ``jobs`` processes."""
-    given = (subject.name, subject.device.type, subject.settings, subject.budget, subject.random_case)
+    kept = {"budget": subject.budget, "random_case": subject.random_case, "invariant": subject.invariant}
+    given = (subject.name, subject.device.type, subject.settings, kept)
     return partial(results, lambda most: ProcessPoolExecutor(most, get_context("spawn"), _prepare, given), jobs)
 
 
@@ -61,10 +62,10 @@ def _results_until_crash(pool: Executor, checks: Sequence[Check], seed: int) -> 
         pool.shutdown(cancel_futures=True)
 
 
-def _prepare(name: str, device: str, settings: tuple[str, ...], budget: float, random_case: str | None) -> None:
+def _prepare(name: str, device: str, settings: tuple[str, ...], kept: dict[str, Any]) -> None:
     global _subject, _checks
     installed = Subject.installed(load_registry().backends[name], device, settings)
-    _subject = replace(installed, budget=budget, random_case=random_case)
+    _subject = replace(installed, **kept)
     _checks = {check.name: check for check in all_checks()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
@@ -81,8 +81,8 @@ class Drawn:
 
     def describe(self) -> str:
         """Describe the case in one line, for reports."""
-        mine = {name: value for name, value in _changed(self).items() if name != "case"}
-        return self.case.describe() + "".join(f"; {name} {_plain(value)}" for name, value in mine.items())
+        mine = {name: value for name, value in changed_fields(self).items() if name != "case"}
+        return self.case.describe() + "".join(f"; {name} {plain(value)}" for name, value in mine.items())
 
 
 def fit(subject: Subject, drawn: Drawn) -> Drawn | None:
@@ -177,8 +177,21 @@ _ENUMS: dict[str, Callable[[Any], Any]] = {
 
 def to_text(drawn: Drawn) -> str:
     """Return the case as one line of JSON, which :func:`from_text` reads."""
-    both = {name: value for name, value in (_changed(drawn.case) | _changed(drawn)).items() if name not in _DERIVED}
-    return json.dumps({name: _plain(value) for name, value in both.items()})
+    both = {
+        name: value
+        for name, value in (changed_fields(drawn.case) | changed_fields(drawn)).items()
+        if name not in _DERIVED
+    }
+    return json.dumps({name: plain(value) for name, value in both.items()})
+
+
+def case_fields(given: Mapping[str, Any] | Case) -> dict[str, Any]:
+    """Return the fields of a case that differ from their defaults, or parse those that a text form has."""
+    if isinstance(given, Case):
+        return {name: value for name, value in changed_fields(given).items() if name not in ("layers_alike", "lengths")}
+    if unknown := sorted(given.keys() - {each.name for each in fields(Case)}):
+        raise ValueError(f"{unknown[0]!r} is unknown")
+    return {name: _read(name, value) for name, value in given.items()}
 
 
 def from_text(text: str) -> Drawn:
@@ -201,21 +214,23 @@ def from_text(text: str) -> Drawn:
 def _read(name: str, value: Any) -> Any:
     if value is None:
         return None
+    if name in ("extras", "invariant"):
+        return frozenset(value)
     if name in _RECORDS:
         return _RECORDS[name](*value)
-    return _ENUMS[name](value) if name in _ENUMS else _tuples(value)
+    return _ENUMS[name](value) if name in _ENUMS else tuples(value)
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def tuples(value: Any) -> Any:
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
-def _changed(value: Any) -> dict[str, Any]:
+def changed_fields(value: Any) -> dict[str, Any]:
     """Fields of a dataclass that differ from their defaults."""
     return {each.name: mine for each in fields(value) if (mine := getattr(value, each.name)) != each.default}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     if isinstance(value, MLADims | LinearDims | IndexerDims):
         return [getattr(value, each.name) for each in fields(value)]
     if isinstance(value, frozenset):

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from attnplug import AttentionKind, ExtendPath, Feature, GraphLevel, Role
+from attnplug import AttentionKind, Capabilities, ExtendPath, Feature, GraphLevel, Role
 from attnplug.declare.errors import describe_error
+from attnplug.declare.invariance import INVARIANCE
 from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import watching
 from attnplug_conformance.case import Case
@@ -161,6 +162,7 @@ FLOORS = {
     "sparse": 3,
     "hisparse": 3,
     "compressed": 4,
+    **{f"invariant {level}": 1 for level in INVARIANCE},
 }
 """Minimum number of checks that must run per claim in a full run. A backend with one role needs half of it."""
 
@@ -247,6 +249,15 @@ def _claimed_formats(subject: Subject) -> dict[str, bool]:
     return claims
 
 
+def _trivial_levels(capabilities: Capabilities) -> set[str]:
+    """Return levels that a backend keeps because it never runs two batches that differ in them."""
+    captured = capabilities.cuda_graph > GraphLevel.NEVER and not all(kind.is_linear for kind in capabilities.kinds)
+    verified = capabilities.max_speculative_tokens and capabilities.roles & {Role.DECODE, Role.LINEAR}
+    extended = capabilities.roles & {Role.PREFILL, Role.LINEAR}
+    applies = {"graph": captured, "verify": verified, "chunks": extended}
+    return {level for level, can in applies.items() if not can}
+
+
 def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> list[str]:
     """Describe claims with too few checks run. A backend that refuses everything does not pass."""
     ran = Counter(
@@ -270,6 +281,7 @@ def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> 
         "trees": capabilities.trees,
         "mla as mha": AttentionKind.MLA in capabilities.kinds and bool(capabilities.mla_extend - {ExtendPath.ABSORBED}),
         "graphs": capabilities.cuda_graph > GraphLevel.NEVER and not quick,  # the quick run has few of them
+        **{f"invariant {level}": not quick for level in capabilities.invariant - _trivial_levels(capabilities)},
     }
     kinds = {result.check.kind for result in results if result.status is not Status.REFUSED}
     problems = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from attnplug import DType, ForwardMode
 from attnplug.host import MLADims
@@ -21,15 +21,32 @@ MAX_SECONDS = 2.0
 MAX_ATTEMPTS = 300
 
 
-def shrink(drawn: Drawn, fit: Callable[[Drawn], Drawn | None], fails: Callable[[Drawn], bool]) -> Drawn:
+class Costed(Protocol):
+    """A case that estimates its cost."""
+
+    @property
+    def seconds(self) -> float:
+        """Estimated CPU seconds."""
+
+
+AnyCase = TypeVar("AnyCase", bound=Costed)
+
+
+def shrink(
+    drawn: AnyCase,
+    fit: Callable[[AnyCase], AnyCase | None],
+    fails: Callable[[AnyCase], bool],
+    passes: Sequence[Callable[[AnyCase], Iterator[AnyCase]]],
+) -> AnyCase:
     """Return the smallest case found that still fails. The order of attempts is fixed.
 
-    ``fit`` returns a case as the backend would run it, or ``None`` if its spec refuses it.
+    ``fit`` returns a case as the backend would run it, or ``None`` if its spec refuses it. Each of ``passes`` yields
+    smaller cases.
     """
     tried, spent, before = {drawn}, 0.0, None
     while before != drawn:
         before = drawn
-        for one_pass in _PASSES:
+        for one_pass in passes:
             candidates = one_pass(drawn)
             while (candidate := next(candidates, None)) is not None:
                 fitted = fit(candidate)
@@ -189,7 +206,7 @@ _REST = (
     *("ranks", "magnitude", "at_limits", "padding", "padded_requests", "plain_first", "other_heads", "other_widths"),
     *("index_dtype", "silu", "bias", "seed"),
 )
-_PASSES: tuple[Callable[[Drawn], Iterator[Drawn]], ...] = (
+PASSES: tuple[Callable[[Drawn], Iterator[Drawn]], ...] = (
     _requests,
     _replays,
     _all_lengths,

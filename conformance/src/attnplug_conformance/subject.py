@@ -86,6 +86,8 @@ class Subject:
     """CPU seconds (on a GPU: seconds) to spend on random cases of all claimed kinds together; 0 for none."""
     random_case: str | None = None
     """One random case, as a failure prints it, to run instead of drawing any."""
+    invariant: frozenset[str] = frozenset()
+    """Levels of invariance that every check requests, for which a backend may run other kernels."""
     options: object = None
     """The backend's own options, parsed; ``None`` for the defaults."""
     settings: tuple[str, ...] = ()
@@ -142,7 +144,12 @@ class Subject:
             case = replace(case, magnitude=min(case.magnitude, 3.0))  # the largest e4m3 value is 448
         page_size = case.page_size or self.page_size
         filled = replace(
-            case, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype, layers_alike=capabilities.layers_alike
+            case,
+            page_size=page_size,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            layers_alike=capabilities.layers_alike,
+            invariant=case.invariant | self.invariant,
         )
         first: list[str] | None = None
         for shaped in self._shapes(filled):
@@ -231,7 +238,9 @@ class Subject:
                 {Role.PREFILL, Role.DECODE} & self.capabilities.roles if role in (Role.PREFILL, Role.DECODE) else {role}
             )
             roles = frozenset(each for each in served if not self.refusals(problem, each)) | {role}
-        own = context.for_backend(self.name, self.capabilities, roles=roles, options=self.options)
+        own = context.for_backend(
+            self.name, self.capabilities, roles=roles, options=self.options, invariant=problem.invariant
+        )
         try:
             return build_backend(self.registered, own, problem)
         except AttnplugError as error:

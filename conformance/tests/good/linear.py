@@ -18,6 +18,7 @@ SPEC = BackendSpec(
         dtypes=frozenset({DType.FLOAT32, DType.BFLOAT16}),
         roles=frozenset({Role.LINEAR}),
         max_speculative_tokens=8,
+        invariant=frozenset({"run", "batch", "chunks", "verify"}),
     ),
 )
 

@@ -33,6 +33,7 @@ SPEC = BackendSpec(
         extras=frozenset({"lse", "out", "selected"}),
         coordinators=frozenset({"hisparse"}),
         trees=True,
+        invariant=frozenset({"run", "batch", "chunks", "verify"}),
     ),
 )
 

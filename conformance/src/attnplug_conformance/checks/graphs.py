@@ -18,7 +18,7 @@ from torch import Tensor
 from attnplug import AttentionKind, ForwardBatch, ForwardExtras, ForwardMode, Geometry, GraphLevel
 from attnplug.host import ModelAttention
 from attnplug.machine.runtime import runtime_of
-from attnplug_conformance.arithmetic import as_bytes, poison, relative_error, uninitialized_as_nan
+from attnplug_conformance.arithmetic import NAN, as_bytes, poison, relative_error, uninitialized_as_nan
 from attnplug_conformance.case import LAYER, Case, Shape
 from attnplug_conformance.check import Check, CheckContext, Measured, expect_error
 from attnplug_conformance.checks.accuracy import FEATURES
@@ -41,6 +41,7 @@ class Capture:
         attention: ModelAttention | None = None,
         requests: int | None = None,
         rows: int | None = None,
+        lse: bool = False,
     ) -> None:
         self.scene = scene
         self.attention = attention or ModelAttention(scene.backend, scene.pools)
@@ -67,7 +68,9 @@ class Capture:
         q, k, v = (None if each is None else torch.zeros_like(each[:rows]) for each in given)
         assert q is not None and k is not None
         self.q, self.k, self.v = q, k, v
-        self.extras = None if scene.sinks is None else ForwardExtras(sinks=scene.sinks.clone())
+        sums = torch.full((rows, scene.layer.num_heads), NAN, device=device) if lse else None
+        sinks = None if scene.sinks is None else scene.sinks.clone()
+        self.extras = None if sinks is sums is None else ForwardExtras(sinks=sinks, lse=sums)
         self.graph: Any = None
 
     def reserve(self) -> Capture:

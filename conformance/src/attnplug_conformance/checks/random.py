@@ -31,7 +31,7 @@ from attnplug_conformance.random_case import Drawn, Way, fit, from_text, to_text
 from attnplug_conformance.reference import tree_bits
 from attnplug_conformance.runner import location
 from attnplug_conformance.scene import Output, Scene
-from attnplug_conformance.shrink import shrink
+from attnplug_conformance.shrink import PASSES, shrink
 from attnplug_conformance.subject import Subject, Unclaimed
 
 SHARE = 1 / 30
@@ -303,7 +303,7 @@ def _random(kind: AttentionKind, context: CheckContext) -> None:
         found = first_failure(context, kind, seed)
         if found is None:
             return
-        drawn = shrink(found, partial(fit, subject), lambda smaller: _outcome(context, smaller) is not None)
+        drawn = shrink(found, partial(fit, subject), lambda smaller: _outcome(context, smaller) is not None, PASSES)
         message = _outcome(context, drawn, diagnosed=True) or "it fails, but not each time"
         origin = f" (a random case of seed {seed}, shrunk)"
     if message is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, GraphLevel, LayerSpec
 from attnplug.contract.backend import bind_optional_hook
-from attnplug.host import KVPools
+from attnplug.host import KVPools, ModelAttention
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions, SelectedRows, SelectedSlots
 from attnplug_conformance.arithmetic import NAN, as_bytes, pad_rows, poison, relative_error, uninitialized_as_nan
 from attnplug_conformance.case import LAYER, Case
@@ -220,11 +220,17 @@ def _with_out(context: CheckContext) -> None:
 class SparseCapture(Capture):
     """A captured batch with selection and attention."""
 
-    def __init__(self, scene: SparseScene) -> None:
-        super().__init__(scene)
+    def __init__(
+        self,
+        scene: SparseScene,
+        attention: ModelAttention | None = None,
+        requests: int | None = None,
+        rows: int | None = None,
+    ) -> None:
+        super().__init__(scene, 0, attention, requests, rows)
         self.select, given = scene.hook(), scene.index_inputs(sum(scene.new))
         assert given.k is not None
-        q, k, weights = (torch.zeros_like(each) for each in (given.q, given.k, given.weights))
+        q, k, weights = (torch.zeros_like(each[: len(self.q)]) for each in (given.q, given.k, given.weights))
         self.index = IndexInputs(q, k, weights)
 
     def run(self) -> None:

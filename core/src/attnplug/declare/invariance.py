@@ -13,7 +13,7 @@ INVARIANCE: Mapping[str, str] = MappingProxyType(
         "graph": "eager execution, capture, and replay at any captured size",
         "chunks": "chunk boundaries of the prompt, the length of a cached prefix, and whether a row was prefilled with "
         "other rows or decoded",
-        "verify": "target verify or decode, so that speculation changes no token",
+        "verify": "target verify of a chain of drafts or decode, so that speculation changes no token",
     }
 )
 """Levels by name: everything that the bits of a request's output and ``lse`` do not depend on.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import LARGEST_TREE
 from attnplug.torch_native.planner import Extent
 
@@ -24,6 +25,10 @@ class Softmax:
     scale: float
     window: int | None
     cap: float | None
+
+    @classmethod
+    def of(cls, layer: LayerSpec) -> Softmax:
+        return cls(layer.scale, layer.sliding_window, layer.logit_cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,7 @@ def attend_by_parts(
     kv_heads, queries = k.shape[1], q.shape[2]
     # The query heads that share a KV head become rows of one product.
     rows = q.unflatten(1, (kv_heads, -1)).flatten(2, 3)
-    scores = _products(rows, k.transpose(2, 3)).mul_(softmax.scale)
+    scores = products(rows, k.transpose(2, 3)).mul_(softmax.scale)
     if softmax.cap is not None:
         scores = scores.div_(softmax.cap).tanh_().mul_(softmax.cap)
     if broken is not None:
@@ -124,7 +129,7 @@ def attend_by_parts(
     return result.unflatten(2, (-1, queries)).flatten(1, 2), sums
 
 
-def _products(rows: Tensor, keys: Tensor) -> Tensor:
+def products(rows: Tensor, keys: Tensor) -> Tensor:
     """Return ``rows @ keys``, accumulated in slices of the inner dimension.
 
     One product over the 576 columns of an MLA row loses up to 1e-5 in a logit. Slices keep the float32 result within

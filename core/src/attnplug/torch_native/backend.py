@@ -8,6 +8,7 @@ reads it, writes it and reads it again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.machine.hardware import IS_ARM
 from attnplug.torch_native.attention import Softmax, attend, decode
+from attnplug.torch_native.fixed_tiles import RowTiles, attend_tiles
 from attnplug.torch_native.planner import Extent, Group, padding_bias, plan_groups
 
 # All pages between the batch's first and last one are computed, and results of foreign pages are dropped. A gather is
@@ -139,13 +141,18 @@ class TorchNativeBackend(PlannedAttention):
             self._mha is not None and self._mha.dtype == DType.FLOAT32 and torch.device(context.device).type == "cpu"
         )
 
+        self._fixed_tiles = bool(context.invariant - {"run"})
+
     def plan(self, geometry: Geometry) -> Plan:
+        if self._fixed_tiles and geometry.rows and not geometry.calls:
+            return Plan.of(self.backend_id, geometry, RowTiles.of(geometry), geometry.new_slots())
         new_slots, groups = plan_groups(geometry)
         pages = PagesInPlace.of(geometry) if self._in_place else None
         return Plan.of(self.backend_id, geometry, GroupedPlan(groups, pages), new_slots)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
-        work: GroupedPlan = plan.metadata
+        if isinstance(work := plan.metadata, RowTiles):
+            return self._attend_tiles(q, layer, work, extras)
         groups, lse = work.groups, extras.lse
         if self._in_place and lse is None and q.dtype is torch.float32 and _plain(layer):
             if work.pages is not None:
@@ -153,7 +160,7 @@ class TorchNativeBackend(PlannedAttention):
             first = groups[0]
             if first.rows is None and first.extent.shared_mask:  # the one group of a decode
                 return decode(q, *self._read(layer, first), first.extent.bias, layer.scale)
-        softmax = Softmax(layer.scale, layer.sliding_window, layer.logit_cap)
+        softmax = Softmax.of(layer)
         whole = len(groups) == 1 and groups[0].rows is None
         out = q if whole else q.new_empty(*q.shape[:2], output_width(layer))
         for group in groups:
@@ -165,6 +172,13 @@ class TorchNativeBackend(PlannedAttention):
                 return result
             out[rows] = result
         return out
+
+    def _attend_tiles(self, q: Tensor, layer: LayerSpec, tiles: RowTiles, extras: ForwardExtras) -> Tensor:
+        read = partial(self._read_slots, layer)
+        out, sums = attend_tiles(q, tiles, read, Softmax.of(layer), extras.sinks, output_width(layer))
+        if extras.lse is not None:
+            extras.lse.copy_(sums)
+        return out.to(q.dtype)
 
     def _attend_group(
         self, q: Tensor, layer: LayerSpec, group: Group, softmax: Softmax, extras: ForwardExtras
@@ -194,7 +208,7 @@ class TorchNativeBackend(PlannedAttention):
         call.check(q, k, v)
         if lse is not None:
             check_lse(lse, q)
-        softmax = Softmax(layer.scale, layer.sliding_window, layer.logit_cap)
+        softmax = Softmax.of(layer)
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         query = row = 0
         for queries, rows in zip(call.query_lens, call.kv_lens, strict=True):
@@ -216,13 +230,8 @@ class TorchNativeBackend(PlannedAttention):
 
     def _read(self, layer: LayerSpec, group: Group) -> tuple[Tensor, Tensor]:
         """Read keys ``[requests, keys, kv_heads, dim]`` and values of a group's requests."""
-        if layer.mla is not None:
-            if self._mla is None:
-                raise PoolError(f"layer {layer.layer_id} is MLA, but {self.backend_id.name} has no MLA pool")
-            rows = self._mla.read_rows(layer.layer_id, group.slots).unsqueeze(2)
-            return rows, rows[..., : layer.mla.kv_lora_rank]
-        if self._mha is None:
-            raise PoolError(f"layer {layer.layer_id} is {layer.kind}, but {self.backend_id.name} has no MHA pool")
+        if layer.mla is not None or self._mha is None:
+            return self._read_slots(layer, group.slots)
         if group.run is not None and self._in_place and group.run.stop <= self._mha.num_pages * self._mha.page_size:
             layouts = self._mha.layout(layer.layer_id)
             if layouts[0].tokens_evenly_spaced and layouts[1].tokens_evenly_spaced:
@@ -234,4 +243,15 @@ class TorchNativeBackend(PlannedAttention):
             keys, values = read
             count = group.extent.keys
             return (keys, values) if keys.shape[1] == count else (keys[:, :count], values[:, :count])
-        return self._mha.read_keys(layer.layer_id, group.slots), self._mha.read_values(layer.layer_id, group.slots)
+        return self._read_slots(layer, group.slots)
+
+    def _read_slots(self, layer: LayerSpec, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Read keys and values at ``slots`` ``[requests, keys]``."""
+        if layer.mla is not None:
+            if self._mla is None:
+                raise PoolError(f"layer {layer.layer_id} is MLA, but {self.backend_id.name} has no MLA pool")
+            rows = self._mla.read_rows(layer.layer_id, slots).unsqueeze(2)
+            return rows, rows[..., : layer.mla.kv_lora_rank]
+        if self._mha is None:
+            raise PoolError(f"layer {layer.layer_id} is {layer.kind}, but {self.backend_id.name} has no MHA pool")
+        return self._mha.read_keys(layer.layer_id, slots), self._mha.read_values(layer.layer_id, slots)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.device import DeviceSpec
+from attnplug.declare.invariance import INVARIANCE
 from attnplug.declare.kv_format import BUILT_IN, KVFormat
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import CacheLayout, DType, ExtendPath, Role
@@ -36,6 +37,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 mla_extend=frozenset(ExtendPath),
                 layouts=frozenset(CacheLayout),
                 trees=True,
+                invariant=frozenset(INVARIANCE),
             ),
         )
     ]

@@ -1,0 +1,363 @@
+"""Checks of invariance: the bits of a request's rows do not depend on what a claimed level excludes (E3).
+
+Each level varies only its own conditions and requests only itself. ``all`` requests every claimed level and varies all
+of their conditions together. Each first batch is also compared with float64: a backend may run other kernels if levels
+are requested.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from random import Random
+from typing import Any
+
+from attnplug import AttentionKind, Feature, ForwardMode, GraphLevel, Role
+from attnplug.declare.invariance import INVARIANCE
+from attnplug_conformance.arithmetic import as_bytes
+from attnplug_conformance.case import Case
+from attnplug_conformance.check import Check, CheckContext
+from attnplug_conformance.checks.accuracy import FEATURES
+from attnplug_conformance.checks.sparse import INDEX
+from attnplug_conformance.diagnosis import CheckFailure
+from attnplug_conformance.invariant_case import PASSES, Comparison, Step, from_text, to_text
+from attnplug_conformance.invariant_run import Arena, Results, make_arena
+from attnplug_conformance.random_case import UNIFORM, Lengths
+from attnplug_conformance.shrink import shrink
+from attnplug_conformance.subject import Subject, Unclaimed
+
+DECODE, EXTEND, MIXED = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED
+VERIFY = ForwardMode.TARGET_VERIFY
+SHARE = 0.1
+"""Share of the budget for random cases that each level may cost; at least one request is compared."""
+REPEATS = 6
+"""Repetitions of a batch: an autotuner tries several kernels before it settles on one."""
+BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Usual sizes of tiles and splits."""
+GRAPH_LEVELS = {DECODE: GraphLevel.DECODE, VERIFY: GraphLevel.UNIFORM, EXTEND: GraphLevel.ALWAYS}
+ADVICE = {
+    "run": "use no atomics whose order changes results, and decide nothing by time",
+    "batch": "split KV at absolute positions, use one tile size, and merge in a fixed order",
+    "graph": "choose the same kernels and tiles in eager and captured batches of every size",
+    "chunks": "place tiles and splits at absolute positions of keys, and run every row with one tile configuration",
+    "verify": "run rows of a target verify with the reduction of a decode",
+    "all": "the check of each level varies one condition at a time",
+}
+
+Sizes = tuple[int, int]
+"""Page size and longest request."""
+Pairs = Iterator[tuple[Step, list[Step]]]
+"""First batches, each with the batches to compare it with."""
+
+
+class Schedules:
+    """Batches of one layer kind for every level, drawn with a seed."""
+
+    def __init__(self, subject: Subject, case: Case, seed: int) -> None:
+        self.subject, self.case, self.rng = subject, case, Random(seed)
+        self.page, self.longest = case.page_size or 16, subject.longest - 2
+        if case.kind.is_linear:
+            self.longest = min(self.longest, 200)
+        can = subject.capabilities
+        self.bounds = not can.needs_cpu_seq_lens and not case.kind.is_linear
+        self.modes = [mode for mode in (DECODE, EXTEND, MIXED, VERIFY) if self._serves(mode)]
+        self.most_verified = min(can.max_speculative_tokens, 7)
+
+    def _serves(self, mode: ForwardMode) -> bool:
+        try:
+            self.subject.fit(replace(self.case, lengths=((3, 1),), mode=mode))
+        except Unclaimed:
+            return False
+        return True
+
+    def edge(self, most: int) -> int:
+        """Return a number of rows up to ``most``, often next to the end of a tile, split or page."""
+        rng, most = self.rng, max(most, 1)
+        if rng.random() < 0.3:
+            return rng.randint(1, most)
+        block = rng.choice([each for each in (*BLOCKS, self.page, 2 * self.page) if each <= most + 1] or [1])
+        return max(1, min(most, block * rng.randint(1, 2) + rng.randint(-1, 1)))
+
+    def others(self, count: int, most: int) -> Lengths:
+        """Return random requests with up to ``most`` rows."""
+        return tuple((self.edge(most) - 1, self.edge(80 if count < 4 else 5)) for _ in range(count))
+
+    def tested(self) -> list[Step]:
+        """Return the requests under test, the longest of every mode first: within and across pages."""
+        page, long = self.page, self.longest
+        sizes = {
+            DECODE: [(0, 1), (page, 1), (self.edge(long // 2), 1), (long - 1, 1)],
+            EXTEND: [(0, 5), (page - 1, page + 2), (long // 2, 70)],
+            MIXED: [(page + 2, 1), (self.edge(long // 2), 3)],
+            VERIFY: [(self.edge(long // 2), 1 + self.most_verified // 2)],
+        }
+        by_mode = [[Step(before, new, mode) for before, new in reversed(sizes[mode])] for mode in self.modes]
+        return [step for steps in zip_longest(*by_mode) for step in steps if step is not None]
+
+    def run(self) -> Pairs:
+        for step in self.tested():
+            both = replace(step, ahead=self.others(1, 40), behind=self.others(2, 200))
+            yield both, [*[both] * REPEATS, replace(both, fresh=True), replace(both, stream=True)]
+
+    def batch(self) -> Pairs:
+        for step in self.tested():
+            new, long = step.new, self.longest
+            varied: list[dict[str, Any]] = [
+                {"behind": ((long - 1, new),)},
+                {"ahead": ((1, new),)},
+                {"ahead": self.others(3, 300), "behind": self.others(3, 60)},
+                {"behind": self.others(15, 30)},
+                {"pages": "descending", "seed": 7},
+                {"padded": 3},
+            ]
+            if not self.case.kind.is_linear:
+                varied.append({"width": 9})
+            if self.bounds:
+                varied += [{"exact": False}, {"exact": False, "padded": 2, "ahead": self.others(1, long)}]
+            yield step, [replace(step, **changes) for changes in varied]
+
+    def graph(self) -> Pairs:
+        for mode in self.modes:
+            if self.subject.capabilities.cuda_graph < GRAPH_LEVELS.get(mode, GraphLevel.ALWAYS) or mode is MIXED:
+                continue
+            tested = next(step for step in reversed(self.tested()) if step.mode is mode)
+            for companions in ((), self.others(2, 100)):
+                step = replace(tested, behind=companions)
+                sizes = [len(step.lengths) + more for more in (0, 1, 5)]
+                rows = [size * step.new if mode in UNIFORM else step.rows + 3 * (size - sizes[0]) for size in sizes]
+                shapes = list(zip(sizes, rows, strict=True))
+                yield step, [replace(step, shape=shape) for shape in shapes for _ in range(2)]
+
+    def chunks(self) -> Pairs:
+        if EXTEND not in self.modes:
+            return
+        page, long = self.page, self.longest
+        for total in (2 * page + 5, min(150, long), min(600, long)):
+            offsets = {1, 2, *range(page - 2, page + 3), *(each + d for each in (64, 128, 256) for d in (-1, 0, 1))}
+            offsets |= {total // 2, total - 2, total - 1}
+            steps: list[Step] = []
+            for offset in sorted(each for each in offsets if 0 < each < total):
+                steps += [Step(offset, total - offset), Step(offset, 1)]
+                steps += [Step(offset, 1, mode) for mode in (DECODE, MIXED) if mode in self.modes]
+            yield Step(0, total), self.rng.sample(steps, min(len(steps), 24))
+
+    def verify(self) -> Pairs:
+        if not {VERIFY, DECODE} <= set(self.modes):
+            return
+        for before in (self.page - 2, self.edge(self.longest // 2), self.longest - 8):
+            for new in sorted({1, 2, self.most_verified}):
+                yield Step(before, new, VERIFY), [Step(before + row, 1, DECODE) for row in range(new)]
+
+    def all(self) -> Pairs:
+        """Yield batches that differ in every condition of the claimed levels."""
+        levels = self.subject.capabilities.invariant
+        for _ in range(max(3, int(20 * self.subject.budget))):
+            first = self.rng.choice(self.tested())
+            yield first, [self._varied(first, levels) for _ in range(3)]
+
+    def _varied(self, step: Step, levels: frozenset[str]) -> Step:
+        rng = self.rng
+        if "verify" in levels and step.mode is VERIFY and DECODE in self.modes and rng.random() < 0.5:
+            step = replace(step, before=step.before + rng.randrange(step.new), new=1, mode=DECODE)
+        elif "chunks" in levels and EXTEND in self.modes and step.mode is not VERIFY and rng.random() < 0.7:
+            end = step.before + rng.randint(1, step.new)
+            start = max(0, end - rng.choice((1, 1, self.edge(end), end)))
+            modes = [mode for mode in (DECODE, MIXED, EXTEND) if mode in self.modes and (end - start == 1)]
+            step = Step(start, end - start, rng.choice(modes or [EXTEND]))
+        if "batch" in levels:
+            exact = not self.bounds or rng.random() < 0.5
+            step = replace(
+                step,
+                ahead=self.others(rng.choice((0, 0, 1, 5)), rng.choice((20, self.longest))),
+                behind=self.others(rng.choice((0, 1, 3)), rng.choice((20, self.longest))),
+                pages=rng.choice(("shuffled", "contiguous", "interleaved")),
+                padded=rng.choice((0, 2)),
+                width=0 if self.case.kind.is_linear else rng.choice((0, 5)),
+                exact=exact,
+                seed=rng.randrange(1000),
+            )
+        return step
+
+
+def difference(first: tuple[Step, Results], second: tuple[Step, Results]) -> str | None:
+    """Describe the first common row whose bits differ; ``None`` if there is none."""
+    start = max(first[0].before, second[0].before)
+    stop = min(first[0].total, second[0].total)
+    for name in first[1].keys() & second[1].keys():
+        one, other = (found[name][start - step.before : stop - step.before] for step, found in (first, second))
+        differing = (as_bytes(one) != as_bytes(other)).flatten(1).any(1).nonzero().flatten().tolist()
+        if differing:
+            row = differing[0]
+            most = (one[row].double() - other[row].double()).abs().max().item()
+            return (
+                f"the {name} at position {start + row} of the request has other bits (by up to {most:.1e}); "
+                f"{len(differing)} of {stop - start} common rows differ"
+            )
+    return None
+
+
+def _compare(arena: Arena, comparison: Comparison) -> str | None:
+    first = comparison.first, arena.run(comparison.first)
+    for _ in range(comparison.repeats):
+        found = difference(first, (comparison.second, arena.run(comparison.second)))
+        if found is not None:
+            return found
+    return None
+
+
+def _outcome(context: CheckContext, comparison: Comparison) -> str | None:
+    """Run a comparison on a new backend; returns the difference, or ``None``."""
+    return _compare(make_arena(context, comparison.case, (comparison.first, comparison.second)), comparison)
+
+
+def _fit(subject: Subject, level: str, comparison: Comparison) -> Comparison | None:
+    """Return a comparison of the level with the choices that it leaves to the backend; ``None`` if it is refused."""
+    steps = comparison.first, comparison.second
+    if level in ("run", "batch", "graph") and len({(step.before, step.new, step.mode) for step in steps}) > 1:
+        return None
+    if max(step.before for step in steps) >= min(step.total for step in steps):
+        return None  # no common row
+    if any((step.mode is DECODE and step.new > 1) or not step.new for step in steps):
+        return None
+    for step in steps:
+        if step.shape is not None and (len(step.lengths) > step.shape[0] or step.rows > step.shape[1]):
+            return None
+    try:
+        for step in steps:
+            subject.fit(replace(comparison.case, lengths=step.lengths, mode=step.mode))
+        return replace(comparison, case=subject.fit(comparison.case))
+    except Unclaimed:
+        return None
+
+
+def _failure(context: CheckContext, level: str, comparison: Comparison, found: str) -> CheckFailure:
+    """Shrink a comparison that differs, and describe both batches."""
+
+    def differs(smaller: Comparison) -> bool:
+        try:
+            return _outcome(context, smaller) is not None
+        except Exception:
+            return False  # another fault
+
+    origin = "it differed, but not each time"
+    if differs(comparison):
+        comparison = shrink(comparison, partial(_fit, context.subject, level), differs, PASSES)
+        found, origin = _outcome(context, comparison) or found, "shrunk"
+    failure = CheckFailure(f"{found}; {ADVICE[level]}. {comparison.describe()} ({origin})")
+    failure.case = comparison.case.describe()
+    failure.repeat = f"--case {shlex.quote(to_text(level, comparison))}"
+    return failure
+
+
+def _check_level(level: str, context: CheckContext) -> None:
+    subject, seed = context.subject, context.case.seed
+    if subject.random_case is not None:
+        comparison = _fit(subject, level, from_text(subject.random_case)[1])
+        if comparison is None:
+            raise Unclaimed(f"it does not claim the comparison {subject.random_case}")
+        if (found := _outcome(context, comparison)) is not None:
+            raise _failure(context, level, comparison, found)
+        return
+    compared, digest, end = 0, None, time.process_time() + SHARE * subject.budget
+    for case in _layers(context):
+        arenas: dict[object, Arena] = {}
+        pairs = list(getattr(Schedules(subject, case, seed), level)())
+        for first, steps in pairs:
+            if compared and time.process_time() > end:
+                break
+            # A captured batch has the mode and the rows per request of the scene that it is captured in.
+            shape = first.mode, first.new
+            if (key := shape if level == "graph" else None) not in arenas:
+                alike = [each for one, others in pairs for each in (one, *others)]
+                alike = [each for each in alike if key is None or (each.mode, each.new) == key]
+                arenas[key] = make_arena(context, case, alike)
+            arena = arenas[key]
+            expected = arena.run(first, check=True)
+            if digest is None:
+                digest = zlib.crc32(b"".join(as_bytes(each).cpu().numpy().tobytes() for each in expected.values()))
+            for step in steps:
+                compared += 1
+                if (found := difference((first, expected), (step, arena.run(step)))) is not None:
+                    repeats = REPEATS if level == "run" else 2
+                    raise _failure(context, level, Comparison(case, first, step, repeats), found)
+    if not compared:
+        raise Unclaimed(f"it claims {level}, but no two batches that it serves differ in it")
+    context.note = f"{compared} pairs of batches have the same bits; digest of the first batch {digest:08x}"
+
+
+def _layers(context: CheckContext) -> Iterator[Case]:
+    """Yield the check's layer, then one with each feature that the backend claims, and one in another dtype."""
+    subject, case = context.subject, context.case
+    yield case
+    if case.kind.is_linear or case.index is not None:
+        return
+    can = subject.capabilities
+    changes = [FEATURES[name][1] for name in ("window_and_cap", "sinks", "window", "cap")]
+    found: list[Case] = []
+    for change in changes[: 2 if subject.device.type == "cpu" else 4]:
+        made = {**change, "extras": case.extras | change.get("extras", frozenset())}
+        found.append(replace(case, **made | ({"window": 20} if "window" in made else {})))
+    if case.extras:
+        found.append(replace(case, extras=case.extras - {"lse"}))
+    found += [replace(case, dtype=dtype) for dtype in sorted(can.dtypes) if dtype != case.dtype][:1]
+    for each in found:
+        try:
+            yield subject.fit(each)
+        except Unclaimed:
+            continue
+
+
+def _applies(level: str, kind: AttentionKind, sparse: bool, subject: Subject) -> str | None:
+    can = subject.capabilities
+    if level != "all" and level not in can.invariant:
+        return f"it does not claim invariance {level}"
+    if not can.invariant:
+        return "it claims no level of invariance"
+    if sparse and Feature.SPARSE not in can.features:
+        return "it does not serve sparse layers"
+    if level == "graph" and can.cuda_graph is GraphLevel.NEVER:
+        return "it is never captured"
+    if level == "graph" and kind.is_linear:
+        return "captured linear layers are compared with float64 only"
+    if level == "verify" and not can.max_speculative_tokens:
+        return "it verifies no drafts"
+    return None
+
+
+def _check_claim(level: str, kind: AttentionKind, sparse: bool, context: CheckContext) -> None:
+    """Fit a layer to the claims: with log-sum-exps if they are claimed, decoded unless the backend only prefills."""
+    subject, can = context.subject, context.subject.capabilities
+    case = Case(
+        ((3, 1),),
+        kind=kind,
+        index=replace(INDEX, heads=5) if sparse else None,
+        extras=frozenset({"selected"} if sparse else ()),
+        invariant=can.invariant if level == "all" else frozenset({level}),
+        seed=context.case.seed,
+    )
+    if "lse" in can.extras and not kind.is_linear:
+        case = replace(case, extras=case.extras | {"lse"})
+    decodes = kind.is_linear or Role.DECODE in can.roles
+    context.case = subject.fit(replace(case, mode=DECODE if decodes else EXTEND))
+    _check_level(level, context)
+
+
+def invariance_checks() -> Iterator[Check]:
+    together = "a row has the same bits if conditions of all claimed levels change together"
+    for kind in AttentionKind:
+        for sparse in (False, True) if kind is AttentionKind.MLA else (False,):
+            for level in (*INVARIANCE, "all"):
+                yield Check(
+                    f"{kind}.{'sparse.' * sparse}invariant.{level}",
+                    f"invariant {level}",
+                    f"a row has the same bits regardless of {INVARIANCE[level]}" if level != "all" else together,
+                    None,
+                    partial(_check_claim, level, kind, sparse),
+                    False,
+                    partial(_applies, level, kind, sparse),
+                )

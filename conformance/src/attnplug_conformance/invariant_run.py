@@ -1,0 +1,313 @@
+"""Runs of the steps of a comparison: one backend, and rows of one request that never change.
+
+The request under test has the same queries and cache rows in every step. The others, and all page numbers, depend on
+the step's seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attnplug import ForwardExtras, ForwardMode
+from attnplug.host import ModelAttention
+from attnplug.linear import LinearInputs
+from attnplug.machine.runtime import runtime_of
+from attnplug_conformance.arithmetic import NAN, as_bytes, poison
+from attnplug_conformance.case import LAYER, Case
+from attnplug_conformance.check import CheckContext
+from attnplug_conformance.checks.graphs import Capture
+from attnplug_conformance.checks.sparse import SparseCapture, SparseScene, check_selected
+from attnplug_conformance.invariant_case import Step
+from attnplug_conformance.linear_scene import LinearScene
+from attnplug_conformance.scene import Scene
+from attnplug_sparse.pools import INDEX_KEYS
+
+Results = Mapping[str, Tensor]
+"""Results of the new rows of the request under test, by name."""
+TIES = 3
+"""Rows of the request under test that have the same index key, so that scores are equal."""
+
+
+class Arena(Protocol):
+    """A backend on which steps run one after the other."""
+
+    def run(self, step: Step, *, check: bool = False) -> Results:
+        """Run a step; returns the results of the request under test. ``check``: compare them with float64."""
+
+
+def make_arena(context: CheckContext, case: Case, steps: Iterable[Step]) -> Arena:
+    """Build the backend for the layer of ``case``, with room for all ``steps``."""
+    kind = LinearArena if case.kind.is_linear else SparseArena if case.index is not None else DenseArena
+    return kind(context, case, tuple(steps))
+
+
+class TestedScene(Scene):
+    """Scene of one step. Its cache is a copy for the arena's backend, which reads that of the arena."""
+
+    __test__ = False
+
+    def __init__(self, arena: DenseArena, step: Step) -> None:
+        self.step, self.place = step, len(step.ahead)
+        case = replace(
+            arena.case,
+            lengths=step.lengths,
+            mode=step.mode,
+            pages=step.pages,
+            padded_requests=step.padded,
+            exact=step.exact,
+            seed=step.seed,
+        )
+        super().__init__(arena.context.subject, case, backend=arena.base.backend)
+        q, keys, values, self.sinks = arena.rows
+        start, total = sum(self.new[: self.place]), step.total
+        self.q[start : start + step.new] = q[step.before : total]
+        self.keys[self.place] = keys[:total]
+        self.values[self.place] = keys[:total, :, : self.widths[1]] if case.mla is not None else values[:total]
+        self.store(LAYER, [(0, before) for before, _ in case.lengths])
+
+    def _page_table(self) -> tuple[Tensor, int, int]:
+        table, pages, unused = super()._page_table()
+        more = table.new_full((len(table), self.step.width), unused if self.case.unused is None else self.case.unused)
+        return torch.cat([table, more], 1), pages, unused
+
+
+class DenseArena:
+    """MHA or MLA over all rows."""
+
+    def __init__(self, context: CheckContext, case: Case, steps: tuple[Step, ...]) -> None:
+        self.context, self.case, self.steps = context, case, steps
+        self.lse = "lse" in case.extras
+        self._build()
+
+    def _build(self) -> None:
+        """Build the backend and capture every shape that a step replays."""
+        case, steps = self.case, self.steps
+        captured = [step for step in steps if step.shape is not None]
+        requests = max(max(len(step.lengths) + step.padded, (step.shape or (0, 0))[0]) for step in steps)
+        rows = max(max(step.rows, (step.shape or (0, 0))[1]) for step in steps)
+        size = case.page_size or 1
+        total = max(max(sum(each) for each in step.lengths) + step.width * size for step in steps)
+        mode = captured[0].mode if captured else case.mode
+        new = 1 if not captured else captured[0].new if mode is not ForwardMode.EXTEND else -(-rows // requests)
+        largest = replace(case, lengths=((total, new),) * requests, mode=mode, padding=rows)
+        self.base = self._base(largest)
+        self.captures: dict[tuple[int, int], Capture] = {}
+        if captured:
+            attention = ModelAttention(self.base.backend, self.base.pools)
+            shapes = sorted({step.shape for step in captured if step.shape is not None})
+            attention.reserve(max(shape[0] for shape in shapes), max(shape[1] for shape in shapes))
+            self.captures = {shape: self._capture(attention, shape).capture() for shape in shapes}
+
+    def _base(self, case: Case) -> Scene:
+        return Scene(self.context.subject, case)
+
+    def _capture(self, attention: ModelAttention, shape: tuple[int, int]) -> Capture:
+        return Capture(self.base, 0, attention, *shape, lse=self.lse)
+
+    def _scene(self, step: Step) -> TestedScene:
+        return TestedScene(self, step)
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys, values and sinks of the request under test, for every position."""
+        scene, (key_dim, value_dim, kv_heads) = self.base, self.base.widths
+        heads = scene.layer.num_heads
+        q, keys, values = (
+            self._positions(*shape) for shape in ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
+        )
+        if self.case.mla is not None:
+            q = (q.float() * (scene.layer.head_dim / key_dim) ** 0.5).to(q.dtype)
+        return q, keys, values, scene.normal(heads).float() if self.case.sinks else None
+
+    def _positions(self, *shape: int) -> Tensor:
+        """Random rows ``[positions, *shape]``. Those of a position do not depend on the number of positions."""
+        blocks = []
+        for start in range(0, max(step.total for step in self.steps), 128):
+            self.base.random = torch.Generator().manual_seed(hash((self.case.seed, start, shape)) % (1 << 60))
+            blocks.append(self.base.normal(128, *shape))
+        return torch.cat(blocks)
+
+    def run(self, step: Step, *, check: bool = False) -> Results:
+        if step.fresh:
+            self._build()
+        scene = self._scene(step)
+        module = runtime_of(scene.device).module if step.stream else None
+        scene.now()
+        with nullcontext() if module is None else module.stream(module.Stream()):
+            found = self._results(scene, self.captures[step.shape] if step.shape is not None else None, check)
+        scene.now()
+        start = sum(scene.new[: scene.place])
+        return {name: rows[start : start + step.new].clone() for name, rows in found.items()}
+
+    def _results(self, scene: TestedScene, capture: Capture | None, check: bool) -> dict[str, Tensor]:
+        if capture is not None:
+            capture.put(scene)
+            out, lse = capture.replay(), None if capture.extras is None else capture.extras.lse
+        else:
+            self._put(scene)
+            output = scene.run(lse=self.lse)
+            out, lse = output.out, output.lse
+            if check:
+                self.context.check_output(scene, output)
+        return {"output": out} if lse is None else {"output": out, "log-sum-exp": lse}
+
+    def _put(self, scene: TestedScene) -> None:
+        """Copy the cache of a step to the memory that the backend reads."""
+        for memory, theirs in zip(self.base.cache_tensors(LAYER), scene.cache_tensors(LAYER), strict=True):
+            _replace_contents(memory, theirs)
+
+
+def _replace_contents(memory: Tensor, contents: Tensor) -> None:
+    poison(memory)
+    as_bytes(memory)[: len(contents)] = as_bytes(contents)
+
+
+class TestedSparse(SparseScene, TestedScene):
+    """Scene of one step of a sparse layer. Rows of the request under test have equal scores, ``TIES`` by ``TIES``."""
+
+    def __init__(self, arena: SparseArena, step: Step) -> None:
+        super().__init__(arena, step)
+        keys, q, weights = arena.index_rows
+        start, rows = sum(self.new[: self.place]), slice(step.before, step.total)
+        self.index_inputs(sum(self.new))
+        assert self.queries is not None
+        self.queries[0][start : start + step.new], self.queries[1][start : start + step.new] = q[rows], weights[rows]
+        self.index_rows[self.place] = keys[: step.total]
+        pool = self.pools.cache(INDEX_KEYS)
+        page, offset = self.places(self.place, 0, step.before)
+        cells = self.stored_keys.encode(keys[: step.before].unsqueeze(1))
+        for memory, part in zip(pool.parts(LAYER), cells, strict=True):
+            as_bytes(memory)[page, offset] = as_bytes(part)
+
+
+class SparseArena(DenseArena):
+    """Sparse MLA: selection by the index, and attention to the selected rows."""
+
+    base: SparseScene
+
+    def _base(self, case: Case) -> Scene:
+        return SparseScene(self.context.subject, case)
+
+    def _capture(self, attention: ModelAttention, shape: tuple[int, int]) -> Capture:
+        return SparseCapture(self.base, attention, *shape)
+
+    def _scene(self, step: Step) -> TestedScene:
+        return TestedSparse(self, step)
+
+    @cached_property
+    def index_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Index keys, queries and weights of the request under test, for every position."""
+        index = self.base.index
+        keys, q, weights = (
+            self._positions(*shape) for shape in ((index.head_dim,), (index.heads, index.head_dim), (index.heads,))
+        )
+        alike = torch.arange(len(keys), device=keys.device) // TIES * TIES
+        return keys[alike], q, weights.float().abs() if self.base.index_coded else weights.float()
+
+    def _results(self, scene: TestedScene, capture: Capture | None, check: bool) -> dict[str, Tensor]:
+        assert isinstance(scene, TestedSparse)
+        lse = None
+        if capture is not None:
+            assert isinstance(capture, SparseCapture)
+            capture.put(scene)
+            out = capture.replay()
+            scene.check_selection(capture.selected)
+        else:
+            self._put(scene)
+            for theirs, memory in zip(
+                scene.pools.cache(INDEX_KEYS).parts(LAYER), self.base.pools.cache(INDEX_KEYS).parts(LAYER), strict=True
+            ):
+                _replace_contents(memory, theirs)
+            batch = scene.plan(scene.batch())
+            selected = scene.select(batch)
+            lse = torch.full((batch.num_tokens, scene.layer.num_heads), NAN, device=scene.device) if self.lse else None
+            out = scene.forward(batch, extras=ForwardExtras(selected=selected, lse=lse))
+            if check:
+                check_selected(self.context, scene, out, lse)
+        width = scene.index.topk
+        chosen = torch.tensor([[*rows, *[-1] * (width - len(rows))] for rows in scene.chosen])
+        return {"selected rows": chosen, "output": out} | ({} if lse is None else {"log-sum-exp": lse})
+
+
+class LinearArena:
+    """Linear layers. Cached rows of the request under test are extended first, at once, from a state of zeros."""
+
+    def __init__(self, context: CheckContext, case: Case, steps: tuple[Step, ...]) -> None:
+        self.context, self.case, self.steps = context, case, steps
+        self._build()
+
+    def _build(self) -> None:
+        requests = max(len(step.lengths) + step.padded for step in self.steps)
+        rows = max(max(step.rows, step.total) for step in self.steps)
+        lengths = ((0, -(-rows // requests)),) * requests
+        self.base = LinearScene(self.context.subject, replace(self.case, lengths=lengths))
+
+    @cached_property
+    def tested(self) -> LinearScene:
+        """Inputs of every position of the request under test, and the layer's weights."""
+        total = max(step.total for step in self.steps)
+        case = replace(self.case, lengths=((0, total),), seed=1_000_003 + self.case.seed)
+        return LinearScene(self.context.subject, case, backend=self.base.backend)
+
+    def run(self, step: Step, *, check: bool = False) -> Results:
+        if step.fresh:
+            self._build()
+        states = None
+        if step.before:
+            states = self._run(Step(0, step.before, seed=step.seed), None, False)[1]
+        return self._run(step, states, check)[0]
+
+    def _run(self, step: Step, states: list[Tensor] | None, check: bool) -> tuple[Results, list[Tensor]]:
+        scene, place = self._scene(step, states), len(step.ahead)
+        module = runtime_of(scene.device).module if step.stream else None
+        if module is not None:
+            module.synchronize()
+        with nullcontext() if module is None else module.stream(module.Stream()):
+            conv, out = scene.run()
+        if module is not None:
+            module.synchronize()
+        if check and step.mode is not ForwardMode.TARGET_VERIFY:
+            scene.check_results(conv, out)
+        start = sum(scene.new[:place])
+        named = {"convolution": conv, "recurrence": out}
+        results = {name: each[start : start + step.new].clone() for name, each in named.items() if each is not None}
+        after = [each[scene.slots[place]].clone() for each in scene.states(LAYER)]
+        return results, after
+
+    def _scene(self, step: Step, states: list[Tensor] | None) -> LinearScene:
+        """Scene of one step in the arena's pool."""
+        case = replace(self.case, lengths=step.lengths, mode=step.mode, padded_requests=step.padded, seed=step.seed)
+        scene, place, tested = LinearScene(self.context.subject, case, self.base.backend), len(step.ahead), self.tested
+        scene.weight, scene.bias = tested.weight, tested.bias
+        start = sum(scene.new[:place])
+        mine, rows = slice(start, start + step.new), slice(step.before, step.total)
+        if scene.x is not None and tested.x is not None:
+            scene.x[mine] = tested.x[rows]
+        if scene.inputs is not None and tested.inputs is not None:
+            scene.inputs = _with_rows(scene.inputs, mine, tested.inputs, rows)
+        for index, own in enumerate(scene.states(LAYER)):
+            own[scene.slots[place]] = 0.0 if states is None else states[index]
+        scene.before = [[own[slot].clone() for slot in scene.slots] for own in scene.states(LAYER)]
+        for memory, own in zip(self.base.states(LAYER), scene.states(LAYER), strict=True):
+            memory.fill_(NAN)
+            memory[: len(own)] = own
+        scene.pool, scene.pools = self.base.pool, self.base.pools
+        return scene
+
+
+def _with_rows(inputs: LinearInputs, mine: slice, tested: LinearInputs, rows: slice) -> LinearInputs:
+    """Return inputs with rows of the request under test. Decays per head belong to the layer."""
+    for name in ("q", "k", "v", "log_decay", "beta"):
+        target, source = getattr(inputs, name), getattr(tested, name)
+        if name == "log_decay" and target.dim() == 1:
+            inputs = replace(inputs, log_decay=source)
+        elif target is not None:
+            target[mine] = source[rows]
+    return inputs

@@ -1,0 +1,91 @@
+"""Backends that break one level of invariance: small changes to a good one, and the check that catches each."""
+
+from __future__ import annotations
+
+from mutants import Mutant
+
+_SCHEDULE = "self.rows, self.split = ROWS, SPLIT"
+_MERGE = "for other, others, product in parts[1:]:"
+_SCORES = "return q.transpose(0, 1).contiguous() @ keys.transpose(1, 2)"
+_READ = "keys, values = self.rows_of(work, request, total, layer)"
+_ADVANCE = "out[rows], after = self.advance(inputs, rows, states[slot], layer)"
+_START = "work, start = plan.metadata, 0\n"
+_TOPK = "scores.topk(min(dims.topk, len(seen))).indices"
+
+
+def _split(condition: str) -> tuple[str, str]:
+    """A split of another size under a condition on the batch."""
+    return _SCHEDULE, f"self.rows, self.split = ROWS, SPLIT // 2 if {condition} else SPLIT"
+
+
+def _of(level: str, *rows: tuple[str, str, str]) -> list[Mutant]:
+    check = f"mha.invariant.{level}"
+    return [Mutant(f"{level}-{name}", "invariant", old, new, check, "other bits") for name, old, new in rows]
+
+
+MUTANTS = [
+    *_of(
+        "run",
+        ("atomics_in_a_merge", _MERGE, _MERGE.replace("parts[1:]", "sorted(parts[1:], key=lambda _: torch.rand(()))")),
+        ("autotuning_while_serving", _START,
+         "work, start = plan.metadata, 0; work.split = SPLIT if self.calls % 5 < 3 else SPLIT // 2\n"),
+        ("schedule_of_an_earlier_batch", _START,
+         "work, start = plan.metadata, 0; work.split = Backend.calls or SPLIT; Backend.calls = 64\n"),
+        ("another_instance", "    calls = 0\n",
+         "    calls = 0\n\n    def __init__(self, context):\n        super().__init__(context)\n"
+         "        global SPLIT; SPLIT = 48 - SPLIT\n"),
+    ),
+    *_of(
+        "batch",
+        ("split_count_from_the_batch_size", *_split("geometry.requests > 3")),
+        ("split_count_from_the_longest_request", *_split("geometry.max_seq_len > 250")),
+        ("split_count_from_the_sum_of_lengths", *_split("geometry.kv_rows is not None and geometry.kv_rows > 320")),
+        ("tile_size_from_the_number_of_rows", _SCHEDULE,
+         "self.rows, self.split = 4 * ROWS if geometry.rows > 12 else 1, SPLIT"),
+        ("fast_path_for_a_single_request", *_split("geometry.requests == 1")),
+        ("first_request_in_the_batch", _READ, f"work.split = SPLIT // (2 - (request == 0)); {_READ}"),
+        ("merging_in_completion_order", _MERGE, _MERGE.replace("[1:]", "[1:][:: -1 if request % 2 else 1]")),
+        ("reduced_precision_by_size", _SCORES,
+         "rows = (x.bfloat16().float() if work.geometry.rows > 12 else x for x in (q, keys)); q, keys = rows\n        "
+         + _SCORES),
+        ("padded_requests", *_split("not geometry.seq_lens.all()")),
+        ("page_table_width", *_split("geometry.page_table.shape[1] % 2")),
+        ("page_numbers", *_split("geometry.page_table[0, 0] % 2")),
+        ("bounds", *_split("geometry.host is None")),
+    ),
+    *_of(
+        "graph",
+        ("captured", *_split("geometry.captured")),
+        ("captured_size", *_split("geometry.captured and geometry.requests > 4")),
+    ),
+    *_of(
+        "chunks",
+        ("prefix_length_moves_the_grid", _READ, f"work.split = SPLIT // (1 + (total - count > 20)); {_READ}"),
+        ("rows_of_the_chunk", *_split("geometry.max_new > 16")),
+        ("decode_by_another_kernel", *_split("geometry.mode == 'decode'")),
+        ("mixed_by_another_kernel", *_split("geometry.mode == 'mixed'")),
+    ),
+    *_of(
+        "verify",
+        ("another_reduction", *_split("geometry.mode == 'target_verify'")),
+        ("more_than_one_row", *_split("geometry.mode == 'target_verify' and geometry.max_new > 1")),
+    ),
+    Mutant(
+        "batch-index_ties_by_position_in_the_batch", "sparse", _TOPK,
+        "(scores if row % 2 else scores.flip(0)).argsort(descending=True, stable=True)[: dims.topk]"
+        ".sub(0 if row % 2 else len(seen) - 1).abs()", "mla.sparse.invariant.batch", "selected rows",
+    ),
+    Mutant(
+        "chunks-index_ties_by_row_of_the_chunk", "sparse", _TOPK,
+        "(scores if row % 2 else scores.flip(0)).argsort(descending=True, stable=True)[: dims.topk]"
+        ".sub(0 if row % 2 else len(seen) - 1).abs()", "mla.sparse.invariant.chunks", "selected rows",
+    ),
+    Mutant(
+        "chunks-linear_states_rounded_between_chunks", "linear", _ADVANCE, f"{_ADVANCE}; after = after * 1.0000001",
+        "gdn.invariant.chunks", "other bits",
+    ),
+    Mutant(
+        "batch-linear_by_the_number_of_requests", "linear", _ADVANCE,
+        f"{_ADVANCE}; out[rows] *= 1 + 1e-6 * (len(work['new']) > 3)", "gdn.invariant.batch", "other bits",
+    ),
+]  # fmt: skip
