@@ -71,6 +71,10 @@ def test_a_tile_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
         lambda x: x.clone().exp_(),
         lambda x: torch.hypot(x, x.new_tensor(0.1)),
         lambda x: torch.view_as_real(torch.polar(torch.ones_like(x), x)),
+        lambda x: torch.view_as_real(
+            torch.view_as_complex(x.view(-1, 25, 2)) * torch.polar(*x.view(-1, 2, 25).unbind(1))
+        ),
+        lambda x: torch.addcmul(x, x.roll(1, -1), x.roll(2, -1)),
         lambda x: x.sum(1),
         lambda x: x.exp().sum(1, keepdim=True, dtype=torch.float64).log_(),
         lambda x: x.mean(-1),

@@ -6,8 +6,8 @@ Libraries choose blocking, vector tails and the split of a sum by the number of 
 - Matrix products run in tiles of a constant number of rows, padded. On a GPU they run in one Triton kernel
   (``invariant_gemm``), because cuBLAS chooses its kernel by the number of rows.
 - Sums are a tree of elementwise additions.
-- Transcendental functions on a CPU run in padded chunks: torch computes the last elements of a tensor, and of each
-  thread's part of it, with other code than the vectorised one.
+- Transcendental functions, and others of several roundings, run in padded chunks on a CPU: torch computes the last
+  elements of a tensor, and of each thread's part of it, with other code than the vectorised one.
 - ``topk`` of a few thousand elements takes the first of equals.
 
 It replaces operators instead of the calls of each model, so an architecture needs no code of its own for it. Rows are
@@ -217,7 +217,7 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
 
-# Transcendental functions
+# Functions of elements
 
 _CHUNK, _LANES = 1 << 14, 128
 """Elements of a chunk: few enough for one thread, and a multiple of the elements that vectorised loops take."""
@@ -251,7 +251,21 @@ def _in_place(func: Callable[..., Tensor], target: Tensor, *args: Any, **kwargs:
     return target.copy_(_in_chunks(func, target, *args, **kwargs))
 
 
-_aten, _quiet = torch.ops.aten, ("exp", "log", "log1p", "sigmoid", "silu", "cos", "sin", "tanh")
+def _into(func: Callable[..., Tensor], *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+    return out.copy_(_in_chunks(func, *args, **kwargs))
+
+
+def _multiply(func: Callable[..., Tensor], x: Tensor, y: object) -> Tensor:
+    return _in_chunks(func, x, y) if x.is_complex() else func(x, y)
+
+
+def _multiply_in_place(func: Callable[..., Tensor], x: Tensor, y: object) -> Tensor:
+    return x.copy_(_in_chunks(torch.mul, x, y)) if x.is_complex() else func(x, y)
+
+
+_aten = torch.ops.aten
+_UNARY = ("exp", "log", "log1p", "sigmoid", "silu", "cos", "sin", "tanh")
+_FURTHER = ("softplus", "gelu", "polar", "hypot", "addcmul", "addcdiv")
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: _linear,
     _aten.mm.default: _mm,
@@ -265,10 +279,13 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.sum.dim_IntList: _sum,
     _aten.mean.dim: _mean,
     _aten.topk.default: _topk,
-    **{getattr(_aten, name).default: partial(_in_chunks, getattr(_aten, name).default) for name in _quiet},
-    **{getattr(_aten, f"{name}_").default: partial(_in_place, getattr(_aten, name).default) for name in _quiet},
+    _aten.mul.Tensor: partial(_multiply, _aten.mul.Tensor),
+    _aten.mul_.Tensor: partial(_multiply_in_place, _aten.mul_.Tensor),
+    _aten.addcmul.out: partial(_into, _aten.addcmul.default),
+    **{getattr(_aten, name).default: partial(_in_chunks, getattr(_aten, name).default) for name in _UNARY + _FURTHER},
     **{
-        getattr(_aten, name).default: partial(_in_chunks, getattr(_aten, name).default)
-        for name in ("softplus", "gelu", "polar", "hypot")
+        getattr(_aten, f"{name}_").default: partial(_in_place, getattr(_aten, name).default)
+        for name in (*_UNARY, "addcmul", "addcdiv")
     },
 }
+"""Replacements by overload. Complex products and ``addcmul`` are here because scalar code may fuse their sums."""
