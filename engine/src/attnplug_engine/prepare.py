@@ -26,6 +26,7 @@ from attnplug.kv.pools import check_codecs
 from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
 from attnplug_engine.execution.runner import ModelRunner
+from attnplug_engine.kernels import usable
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.models.architectures import load_model, load_spec
 from attnplug_engine.models.decoder import LoadedModel
@@ -157,6 +158,12 @@ def prepare(
     graphs = runtime_of(device).graph is not None
     dtype = options.dtype or model_dtype(spec) or DType.FLOAT32
     kv_dtype = options.kv_dtype or dtype
+    if options.batch_invariant and device.type == "cuda" and not usable(device):
+        raise UsageError(
+            "`batch_invariant` multiplies matrices by Triton kernels on a GPU, and Triton is not installed; install "
+            "Triton, or leave the option out",
+            settings=["batch_invariant"],
+        )
     if options.batch_invariant and parallel.size > 2:  # two numbers have the same sum in either order
         parallel = RankOrder(parallel)
     problem = Problem(

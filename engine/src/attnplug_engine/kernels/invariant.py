@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -34,12 +34,16 @@ def active() -> bool:
     return getattr(_state, "mode", None) is not None
 
 
+_UNCHANGED = nullcontext()
+
+
+def arithmetic(on: bool) -> AbstractContextManager[None]:
+    """Return a context in which torch's operators on this thread are batch-invariant if ``on``. May be nested."""
+    return _UNCHANGED if not on or active() else _replaced()
+
+
 @contextmanager
-def arithmetic(on: bool) -> Iterator[None]:
-    """Make torch's operators on this thread batch-invariant if ``on``. May be nested."""
-    if not on or active():
-        yield
-        return
+def _replaced() -> Iterator[None]:
     _state.mode = mode = _Replacing()  # type: ignore[no-untyped-call]  # torch has no annotations
     try:
         with mode:
@@ -140,7 +144,7 @@ def _agrees(matrix: Tensor, size: int) -> bool:
     """
     key = (matrix.shape, matrix.stride(), matrix.dtype, size, torch.get_num_threads())
     if key not in _agreeing:
-        row = torch.randn(matrix.shape[-2], generator=torch.Generator().manual_seed(0)).to(matrix.dtype)
+        row = torch.randn(matrix.shape[-2], generator=torch.Generator().manual_seed(0)).to(matrix)
         smallest, found = (_tile(matrix.mT, row.expand(*matrix.shape[:-2], rows, -1)) for rows in (_TILES[-1], size))
         _agreeing[key] = bool((found == smallest[..., :1, :]).all())
     return _agreeing[key]
