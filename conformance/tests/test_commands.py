@@ -36,6 +36,27 @@ def test_conform_runs_all_below_a_name(capsys):
     assert "4 passed" in capsys.readouterr().out
 
 
+COMPARISON = {"level": "verify", "kind": "mla", "invariant": ["verify"], "first": {"before": 9, "new": 2}}
+COMPARISON |= {"second": {"before": 10, "new": 1, "mode": "decode"}}
+
+
+def test_conform_repeats_one_comparison_of_bits(capsys):
+    """E3"""
+    arguments = ("conform", "torch_native", "--device", "cpu", "--case")
+    assert attnplug(*arguments, json.dumps(COMPARISON)) == 0
+    assert "invariant verify 1 passed" in capsys.readouterr().out
+    with raises_naming(UsageError, "'speed'"):
+        attnplug(*arguments, json.dumps(COMPARISON | {"level": "speed"}))
+
+
+def test_conform_requests_levels_in_every_check(capsys):
+    """E3: a backend may run other kernels then, and one without the level refuses everything."""
+    arguments = ("conform", "torch_native", "--device", "cpu", "--check", "mha.decode.one_request")
+    assert attnplug(*arguments, "--batch-invariant") == 0
+    with raises_naming(UsageError, "'speed'"):
+        attnplug(*arguments, "--batch-invariant", "speed")
+
+
 @pytest.mark.parametrize("suffix", ["html", "json", "xml"])
 def test_conform_writes_a_report(suffix, tmp_path, capsys):
     path = tmp_path / f"out.{suffix}"

@@ -233,6 +233,34 @@ def test_a_draft_has_one_backend_that_knows_its_role(monkeypatch: Any) -> None:
     assert roles == [frozenset({Role.DRAFT})]
 
 
+def test_a_backend_knows_the_requested_levels_and_may_not_claim_less(monkeypatch: Any) -> None:
+    """E3: kernels choose their schedules by the levels."""
+    requested: list[frozenset[str]] = []
+    claims = Claims(invariant={"run", "batch"})
+
+    def factory(context: BackendContext) -> Recorder:
+        requested.append(context.invariant)
+        return Recorder(context.name, claims)
+
+    monkeypatch.setitem(sys.modules, "recorders", SimpleNamespace(build=factory))
+    can = replace(claiming().capabilities, invariant={"run", "batch", "chunks"}, needs_cpu_seq_lens=True)
+    only = Registry({"a": backend("a", factory="recorders:build", capabilities=can)})
+    problem = replace(PROBLEM, invariant=frozenset({"batch"}))
+    build_selection(select(only, BackendRequest(), problem), CONTEXT)
+    assert requested == [{"batch"}]
+    with raises_naming(BuildError, "chunks"):
+        build_selection(select(only, BackendRequest(), replace(problem, invariant={"batch", "chunks"})), CONTEXT)
+
+
+def test_no_ranking_dispatches_by_batch_if_levels_are_requested() -> None:
+    """E3"""
+    can = replace(claiming().capabilities, invariant={"run"})
+    both = Registry({name: backend(name, capabilities=can) for name in "ab"})
+    for levels, serving in ((frozenset(), 2), (frozenset({"run"}), 1)):
+        selection = select(both, BackendRequest(), replace(PROBLEM, invariant=levels), ranking=Turns())
+        assert len(selection.serving(Role.DECODE)) == serving
+
+
 class Turns:
     """Ranks by name, and has all usable backends share every role; in some roles only these."""
 

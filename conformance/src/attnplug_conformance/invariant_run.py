@@ -247,6 +247,8 @@ class LinearArena:
         requests = max(len(step.lengths) + step.padded for step in self.steps)
         rows = max(max(step.rows, step.total) for step in self.steps)
         lengths = ((0, -(-rows // requests)),) * requests
+        self.states: dict[int, list[Tensor] | None] = {}
+        """States of the request under test behind a number of rows."""
         self.base = LinearScene(self.context.subject, replace(self.case, lengths=lengths))
 
     @cached_property
@@ -259,10 +261,9 @@ class LinearArena:
     def run(self, step: Step, *, check: bool = False) -> Results:
         if step.fresh:
             self._build()
-        states = None
-        if step.before:
-            states = self._run(Step(0, step.before, seed=step.seed), None, False)[1]
-        return self._run(step, states, check)[0]
+        if step.before not in self.states:
+            self.states[step.before] = self._run(Step(0, step.before), None, False)[1] if step.before else None
+        return self._run(step, self.states[step.before], check)[0]
 
     def _run(self, step: Step, states: list[Tensor] | None, check: bool) -> tuple[Results, list[Tensor]]:
         scene, place = self._scene(step, states), len(step.ahead)

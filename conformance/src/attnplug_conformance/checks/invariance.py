@@ -111,7 +111,7 @@ class Schedules:
                 {"behind": ((long - 1, new),)},
                 {"ahead": ((1, new),)},
                 {"ahead": self.others(3, 300), "behind": self.others(3, 60)},
-                {"behind": self.others(15, 30)},
+                {"behind": self.others(63 if self.subject.device.type == "cuda" else 15, 30)},
                 {"pages": "descending", "seed": 7},
                 {"padded": 3},
             ]

@@ -133,7 +133,8 @@ class _Chooser:
                 usable, candidates = others, tuple(_with_failure(candidate, failing) for candidate in candidates)
             able = self._capturable(usable, ranked_as) or usable
             ranked = self.ranking.rank(able, ranked_as, self.problem)
-            chosen, why, schedule = ranked.backends[0], ranked.why, ranked.schedule
+            chosen, why = ranked.backends[0], ranked.why
+            schedule = None if self.problem.invariant else ranked.schedule
             if schedule is not None:
                 chosen = self.registry.get(schedule.candidates[0])
             if len(able) < len(usable):
@@ -167,12 +168,13 @@ class _Chooser:
 
     def _refusals(self, backend: Registered, role: Role) -> Iterator[Refusal]:
         spec = backend.spec
-        for refusal in spec.refusals(self.problem, role, self.options.get(spec.name)):
+        refusals = spec.refusals(self.problem, role, self.options.get(spec.name))
+        for refusal in refusals:
             by_role = refusal.setting == role.setting  # which may have been decided by the setting for all roles
             yield replace(refusal, setting=self.request.setting_for(role)) if by_role else refusal
         if spec.name in self.failed:
             yield self.failed[spec.name]
-        if (other := self._paired_role(role)) is not None:
+        if not refusals and (other := self._paired_role(role)) is not None:
             yield from self._pairing_refusals(spec, other)
 
     def _paired_role(self, role: Role) -> Role | None:

@@ -152,7 +152,11 @@ class TorchNativeBackend(PlannedAttention):
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         if isinstance(work := plan.metadata, RowTiles):
-            return self._attend_tiles(q, layer, work, extras)
+            read, softmax = partial(self._read_slots, layer), Softmax.of(layer)
+            tiled, lses = attend_tiles(q, work, read, softmax, extras.sinks, output_width(layer))
+            if extras.lse is not None:
+                extras.lse.copy_(lses)
+            return tiled.to(q.dtype)
         groups, lse = work.groups, extras.lse
         if self._in_place and lse is None and q.dtype is torch.float32 and _plain(layer):
             if work.pages is not None:
@@ -172,13 +176,6 @@ class TorchNativeBackend(PlannedAttention):
                 return result
             out[rows] = result
         return out
-
-    def _attend_tiles(self, q: Tensor, layer: LayerSpec, tiles: RowTiles, extras: ForwardExtras) -> Tensor:
-        read = partial(self._read_slots, layer)
-        out, sums = attend_tiles(q, tiles, read, Softmax.of(layer), extras.sinks, output_width(layer))
-        if extras.lse is not None:
-            extras.lse.copy_(sums)
-        return out.to(q.dtype)
 
     def _attend_group(
         self, q: Tensor, layer: LayerSpec, group: Group, softmax: Softmax, extras: ForwardExtras

@@ -24,18 +24,18 @@ ROWS, KEYS = 8, 256
 class RowTiles:
     """Tiles of a batch's query rows, in groups that are computed together.
 
-    ``requests`` and ``starts`` ``[groups, tiles]`` are the request of each tile and the position of its first row.
-    ``places`` ``[rows]`` are the indices of the batch's rows in all tiles. ``table`` and ``lens`` are the batch's.
+    ``requests`` and ``starts`` ``[groups, tiles]`` are the request of each tile and the position of its first row,
+    ``spans`` the first and last position of each group. ``places`` ``[rows]`` are the indices of the batch's rows in
+    all tiles. ``table`` and ``lens`` are copies of the batch's.
     """
 
     requests: Tensor
     starts: Tensor
+    spans: tuple[tuple[int, int], ...]
     places: Tensor
     table: Tensor
     lens: Tensor
     geometry: Geometry
-    spans: tuple[tuple[int, int, int], ...]
-    """First request, first and last position of each group."""
 
     @classmethod
     def of(cls, geometry: Geometry) -> RowTiles:
@@ -48,29 +48,24 @@ class RowTiles:
         count = 1 if device.type == "cpu" else 32
         tiles += tiles[-1:] * (-len(tiles) % count)
         groups = [tiles[first : first + count] for first in range(0, len(tiles), count)]
-        spans = tuple((part[0][0], min(each[1] for each in part), max(each[2] for each in part)) for part in groups)
+        spans = tuple((min(each[1] for each in group), max(each[2] for each in group)) for group in groups)
         requests, first_rows = to_device([each[:2] for each in tiles], device).view(-1, count, 2).unbind(-1)
         lens, table = to_device(geometry.kv_lens, device), geometry.page_table.to(torch.int64, copy=True)
-        return cls(requests, first_rows, to_device(places, device), table, lens, geometry, spans)
+        return cls(requests, first_rows, spans, to_device(places, device), table, lens, geometry)
 
-    def slots(self, group: int, tile: int) -> Tensor:
-        """Slots ``[tiles, KEYS]`` of one tile of keys. Behind a request's last row, its last slot is repeated."""
-        requests, size = self.requests[group].unsqueeze(1), self.geometry.page_size
-        keys = torch.arange(tile * KEYS, (tile + 1) * KEYS, device=requests.device)
-        keys = torch.minimum(keys, self.lens[requests] - 1)
-        return self.table[requests, keys // size] * size + keys % size
-
-    def hidden(self, group: int, tile: int, window: int | None) -> Tensor:
-        """Mask ``[tiles, ROWS, KEYS]`` of the keys that rows do not see."""
-        requests = self.requests[group].view(-1, 1, 1)
+    def keys(self, group: int, tile: int, window: int | None) -> tuple[Tensor, Tensor]:
+        """Return the slots ``[tiles, KEYS]`` of a tile of keys, and the mask ``[tiles, ROWS, KEYS]`` of those that rows
+        do not see. Behind a request's last row, its last slot is repeated."""
+        requests, size, tree = self.requests[group].view(-1, 1, 1), self.geometry.page_size, self.geometry.tree
         keys = torch.arange(tile * KEYS, (tile + 1) * KEYS, device=requests.device)
         rows = self.starts[group].view(-1, 1, 1) + torch.arange(ROWS, device=requests.device).unsqueeze(1)
         hidden = keys > rows if window is None else (keys > rows) | (keys <= rows - window)
-        if (tree := self.geometry.tree) is not None:
+        if tree is not None:
             first = self.lens[requests] - tree.shape[1]
             bits = tree[requests, (rows - first).clamp(0, tree.shape[1] - 1)]
             hidden |= (keys >= first) & (bits >> (keys - first).clamp(0, LARGEST_TREE - 1) & 1 == 0)
-        return hidden
+        keys = torch.minimum(keys, self.lens[requests] - 1)
+        return (self.table[requests, keys // size] * size + keys % size).squeeze(1), hidden
 
 
 def attend_tiles(
@@ -85,22 +80,15 @@ def attend_tiles(
 
     q is ``[rows, heads, dim]``. ``read(slots)`` returns keys and values ``[tiles, KEYS, kv_heads, …]``.
     """
-    groups, count = tiles.requests.shape
-    window, size = softmax.window, count * ROWS
-    padded = q.new_zeros(groups * size, *q.shape[1:], dtype=torch.float32)
+    (groups, count), window = tiles.requests.shape, softmax.window
+    padded = q.new_zeros(groups * count * ROWS, *q.shape[1:], dtype=torch.float32)
     padded[tiles.places] = q.float()
     outs, sums = padded.new_empty(*padded.shape[:2], v_dim), padded.new_empty(padded.shape[:2])
-    cached, owner = dict[int, list[Tensor]](), -1
-    for index, (request, first, last) in enumerate(tiles.spans):
-        own, merged = slice(index * size, (index + 1) * size), None
-        cached, owner = (cached if request == owner else {}), request
-        again = count == 1 and index + 1 < groups and tiles.spans[index + 1][0] == request
+    for index, (first, last) in enumerate(tiles.spans):
+        own, merged = slice(index * count * ROWS, (index + 1) * count * ROWS), None
         for tile in range(0 if window is None else max(0, first - window + 1) // KEYS, last // KEYS + 1):
-            found = cached.get(tile)
-            found = found or [each.float().transpose(1, 2) for each in read(tiles.slots(index, tile))]
-            if again:
-                cached[tile] = found
-            keys, values = found
+            slots, hidden = tiles.keys(index, tile, window)
+            keys, values = (each.float().transpose(1, 2) for each in read(slots))
             if merged is None:  # [tiles, kv_heads, ROWS, heads per KV head, dim]
                 rows = padded[own].view(count, ROWS, keys.shape[1], -1, q.shape[2]).transpose(1, 2).contiguous()
                 largest = rows.new_full(rows.shape[:-1], float("-inf"))
@@ -112,14 +100,12 @@ def attend_tiles(
                 broken = ~values.isfinite().all(-1)
                 scores.masked_fill_(broken.unsqueeze(2), float("nan"))
                 values = values.masked_fill(broken.unsqueeze(-1), 0.0)
-            hidden = tiles.hidden(index, tile, window)[:, None, :, None]
-            scores = scores.view(*largest.shape, KEYS).masked_fill_(hidden, float("-inf"))
+            scores = scores.view(*largest.shape, KEYS).masked_fill_(hidden[:, None, :, None], float("-inf"))
             before, largest = largest, torch.maximum(largest, scores.amax(-1))
             base = largest.masked_fill(largest == float("-inf"), 0.0)
             weights, kept = torch.exp(scores - base.unsqueeze(-1)), torch.exp(before - base)
             total = total * kept + weights.sum(-1)
-            product = torch.matmul(weights.flatten(2, 3), values).view(merged.shape)
-            merged = merged * kept.unsqueeze(-1) + product
+            merged = merged * kept.unsqueeze(-1) + torch.matmul(weights.flatten(2, 3), values).view(merged.shape)
         assert merged is not None, "a row sees its own key"
         sums[own] = (base + torch.log(total)).transpose(1, 2).flatten(2).flatten(0, 1)
         # Adding 0.0 turns -0.0 into 0.0, as a further tile of hidden keys would.
