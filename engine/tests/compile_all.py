@@ -4,6 +4,7 @@ import json
 
 import compile_experts
 import compile_hisparse
+import compile_invariant
 import compile_kernels
 import compile_linear_gates
 import compile_quantized
@@ -14,6 +15,7 @@ import compile_step_io
 PARTS = {
     "models": compile_kernels,
     "experts": compile_experts,
+    "invariant": compile_invariant,
     "hisparse": compile_hisparse,
     "linear gates": compile_linear_gates,
     "quantized": compile_quantized,

@@ -36,7 +36,7 @@ def tiled(
     for tile, names in ((spread, ("_up_projection", "_up_one")), (gather, ("_down_projection", "_down_one"))):
         name = names[tile.pairs == 1]
         constants = SHAPE | early | {"COLUMNS": tile.columns, "DEPTH": tile.depth}
-        constants |= FOUND | {"PAIRS": tile.pairs} if tile.pairs > 1 else {}
+        constants |= FOUND | {"PAIRS": tile.pairs, "FLIPPED": tile.flipped} if tile.pairs > 1 else {}
         constants |= {"PER_TOKEN": 6} if name != "_down_projection" else {}
         clip = {"LIMIT": 7.0 if biased else 0.0, "ALPHA": 1.702, "OFFSET": 1.0}
         constants |= {"BIAS": biased, **({"GATED": gated, **clip} if tile is spread else {})}

@@ -62,10 +62,16 @@ RUN: dict[str, Any] = {
     "speculative_num_draft_tokens": 5,
     "plan_stream": True,
 }
-HOT = {"enable_hisparse": True, "hisparse_config": '{"device_buffer_size": 24}'}
+HOT = {"enable_hisparse": True, "hisparse_config": '{"device_buffer_size": 24}', "batch_invariant": True}
 ALONE = {"cuda_graph_batch_sizes": (1, 2), "cuda_graph_prefill_sizes": (16, 64), **HOT}
 """What cannot be given beside another one of these."""
-EMBED: dict[str, Any] = {**FIELDS, "pooling": Pooling.MEAN, "normalize": False, "prompt_name": "query"}
+EMBED: dict[str, Any] = {
+    **FIELDS,
+    "batch_invariant": True,
+    "pooling": Pooling.MEAN,
+    "normalize": False,
+    "prompt_name": "query",
+}
 
 
 class Spy:
@@ -136,8 +142,8 @@ def test_every_option_of_run_reaches_the_engine_or_the_sampling(attnplug: Attnpl
     assert engine.params == SamplingParams(8, 0.5, 11, 0.9, stop=("a", "b"), logprobs=2)
 
 
-def test_options_of_hisparse_reach_the_engine(attnplug: Attnplug, spies):
-    given = ("--enable-hisparse", "--hisparse-config", HOT["hisparse_config"])
+def test_options_that_exclude_others_reach_the_engine(attnplug: Attnplug, spies):
+    given = ("--enable-hisparse", "--hisparse-config", HOT["hisparse_config"], "--batch-invariant")
     attnplug("run", "--model", "tiny:llama", "--prompt", "x", *given)
     assert values(spies[0].options) == {**values(spies[0].options), **HOT}
 
@@ -177,7 +183,8 @@ def test_sizes_of_captured_prefills_reach_the_engine_or_are_refused(attnplug: At
 
 
 def test_every_option_of_embed_reaches_the_embedder(attnplug: Attnplug, spies):
-    outcome = attnplug("embed", *SHARED, "--pooling", "mean", "--no-normalize", "--prompt-name", "query")
+    given = ("--pooling", "mean", "--no-normalize", "--prompt-name", "query", "--batch-invariant")
+    outcome = attnplug("embed", *SHARED, *given)
     assert "nothing runs" in outcome.err
     (embedder,) = spies
     assert (embedder.model, values(embedder.options)) == ("tiny:llama", EMBED)
@@ -187,4 +194,5 @@ def test_an_embedder_is_built_by_the_same_options_as_an_engine():
     """Those that both have; nothing is found again in the cache."""
     engine = EmbedOptions(**EMBED).for_engine()
     assert {name: value for name, value in values(engine).items() if name in FIELDS} == FIELDS
+    assert engine.batch_invariant
     assert engine.prefix_cache is False

@@ -95,6 +95,14 @@ def test_quantized(facts: Facts) -> None:
         assert shared <= room[sm] and spilled == 0 and takes_fp8 == ("scaled" in name), (sm, name, shared, spilled)
 
 
+def test_invariant_products_have_one_instruction(facts: Facts) -> None:
+    """E3: tiles of more rows differ in the instruction's ``n`` only."""
+    products = [one for one in facts["invariant"] if one["kernel"] != "add parts"]
+    assert {one["kernel"] for one in products} == {"plain", "gated", "_up_projection", "_down_projection"}
+    assert {tuple(one["mma"]) for one in products} == {("wgmma.mma_async.sync.aligned.m64k16",)}
+    assert all(one["spilled"] == 0 and one["shared"] <= 227 * 1024 for one in facts["invariant"])
+
+
 def test_hisparse(facts: Facts) -> None:
     """Rows come from the host by 16 bytes at a time."""
     copying = {"swap in", "swap in verified rows", "swap in entries", "stage", "gather"}

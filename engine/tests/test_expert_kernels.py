@@ -20,6 +20,7 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
 ONE_PAIR = (1, 32, 32, 1), (1, 32, 16, 1)
 BLOCKS = (16, 32, 32, 1, 2), (16, 32, 16, 1, 2)
+FLIPPED = (16, 32, 32, 1, 2, True), (16, 32, 16, 1, 2, True)
 """Tiles of both products."""
 
 
@@ -99,6 +100,7 @@ def cuts() -> list[dict[str, object]]:
     return [
         {"chosen_tiles": ONE_PAIR},
         {"chosen_tiles": BLOCKS},
+        {"chosen_tiles": FLIPPED},
         {"chosen_tiles": BLOCKS, "ranked": 0},
         {"chosen_tiles": (ONE_PAIR[0], BLOCKS[1]), "ranked": 0},
         {"chosen_tiles": (BLOCKS[0], ONE_PAIR[1])},
@@ -200,6 +202,17 @@ def test_a_shared_expert_may_be_some_more_of_the_same(gated, device):
     layer.close(layer.fused_experts(x, topk_ids, topk_weights, every=wide, chosen_tiles=ONE_PAIR), routed + shared)
     got = layer.fused_experts(x, topk_ids, topk_weights, every=wide, gate=gates[:, 0], onto=x, chosen_tiles=ONE_PAIR)
     layer.close(got, routed + gates.double().sigmoid() * shared + x.double())
+
+
+@on_a_gpu
+def test_every_load_gives_a_token_the_same_bits(device):
+    """E3: tiles for few and for many pairs of an expert use one instruction and one order."""
+    layer = Layer(hidden=256, width=192, experts=4, dtype=torch.bfloat16, device=device)
+    x, (topk_ids, topk_weights) = layer.made(600, 256), layer.routing(600, 2)
+    whole = layer.fused_experts(x, topk_ids, topk_weights, invariant=True)
+    for count in (1, 3, 17, 60, 300):
+        some = layer.fused_experts(x[:count], topk_ids[:count], topk_weights[:count], invariant=True)
+        assert torch.equal(some, whole[:count]), count
 
 
 @on_every_device

@@ -19,7 +19,7 @@ from attnplug.hf.model_config import model_from_config
 from attnplug.host import TINY_CONFIGS
 from attnplug_engine import kernels
 from attnplug_engine.checkpoints.random import RandomCheckpoint
-from attnplug_engine.models import grouped_attention, latent_attention
+from attnplug_engine.models import experts, grouped_attention, latent_attention
 from attnplug_engine.models.architectures import build_model
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.models.layers import Linear, relu_squared, silu_and_mul
@@ -399,6 +399,25 @@ def test_a_model_by_kernels_is_as_near_to_float64_as_by_torch(
     by_torch = float((logits_of(model, rows, device) - wanted).norm() / wanted.norm())
     monkeypatch.setattr(kernels, "usable", lambda _: True)
     assert float((logits_of(model, rows, device) - wanted).norm() / wanted.norm()) <= 3 * by_torch <= 1.0
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v2"])
+@pytest.mark.usefixtures("pretend")
+def test_batch_invariant_kernels_of_a_model(model_type: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E3: they are as near to float64 as the default ones; on a GPU rows have the same bits among others."""
+    wanted = logits_of(tiny(model_type, torch.float64, "cpu"), 20, "cpu")
+    model = tiny(model_type, TYPES[device], device)
+    by_torch = float((logits_of(model, 20, device) - wanted).norm() / wanted.norm())
+    model.module.batch_invariant = True
+    for module in (kernels, experts, latent_attention):
+        monkeypatch.setattr(module, "usable", lambda _: True)
+    found = logits_of(model, 20, device)
+    assert float((found - wanted).norm() / wanted.norm()) <= 3 * by_torch <= 1.0
+    if device == "cuda":
+        for rows in (1, 3, 17):
+            assert torch.equal(logits_of(model, rows, device), found[:rows])
+        assert torch.equal(logits_of(model, 300, device)[:20], found)
 
 
 @INTERPRETED

@@ -76,6 +76,7 @@ class Embedder:
             Serving(is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True),
         )
         self.capacity = self.runner.capacity
+        self._gather = _gather_exactly if checked.batch_invariant else _gather
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Embedding]:
         """Return one embedding per prompt, in their order."""
@@ -141,7 +142,7 @@ class Embedder:
             for entries in _steps(requests, self._chunk_size):
                 for entry, rows in zip(entries, self._run(entries), strict=True):
                     before = gathered.get(entry.request.id)
-                    gathered[entry.request.id] = _gather(self.rules.pooling, before, rows)
+                    gathered[entry.request.id] = self._gather(self.rules.pooling, before, rows)
                 yield from self._finished([entry.request for entry in entries if entry.sampled], gathered)
         finally:
             for request in requests:
@@ -164,11 +165,16 @@ class Embedder:
         if not requests:
             return
         vectors = torch.stack([gathered.pop(request.id) for request in requests])
+        if not vectors.is_floating_point():
+            vectors = vectors.double().mul_(_MEAN_STEP)
         if self.rules.pooling is Pooling.MEAN:
             lengths = torch.tensor([len(request.prompt) for request in requests], device=vectors.device)
             vectors = vectors / lengths.unsqueeze(1)
+        vectors = vectors.float()
         if self.rules.normalize:
-            vectors = F.normalize(vectors, dim=1)
+            # The order of a norm's sum may depend on the number of vectors.
+            parts = vectors.split(1) if self.runner.model.batch_invariant else (vectors,)
+            vectors = torch.cat([F.normalize(part, dim=1) for part in parts])
         for request, vector in zip(requests, vectors.cpu(), strict=True):
             yield Embedding(request.id, vector, len(request.prompt))
 
@@ -199,6 +205,18 @@ def _gather(pooling: Pooling, before: Tensor | None, rows: Tensor) -> Tensor:
         return rows[0].float() if before is None else before
     total = rows.sum(dim=0, dtype=torch.float32)
     return total if before is None else before + total
+
+
+_MEAN_STEP = 2.0**-32
+"""Resolution of a mean under ``batch_invariant``. A sum overflows at 2**31."""
+
+
+def _gather_exactly(pooling: Pooling, before: Tensor | None, rows: Tensor) -> Tensor:
+    """Update the pooled state like ``_gather``; a sum is int64, in steps, so its order does not matter."""
+    if pooling is not Pooling.MEAN:
+        return _gather(pooling, before, rows)
+    steps = rows.double().div_(_MEAN_STEP).round_().long().sum(0)
+    return steps if before is None else before + steps
 
 
 def _folder(model: str) -> Path | None:

@@ -27,6 +27,7 @@ _SWITCHES = (
     "two_batch_overlap",
     "plan_stream",
     "enable_hisparse",
+    "batch_invariant",
 )
 _WITHOUT_PREFILLS = (("disable_prefill_cuda_graph", "leave out one of them"),)
 
@@ -68,6 +69,10 @@ class EngineOptions:
     context_length: int | None = None
     extend_policy: ExtendPolicy = field(default_factory=ExtendPolicy)
     seed: int = 0
+    batch_invariant: bool = False
+    """Give a request the same bits of tokens and log probabilities regardless of the other requests, chunking, prefix
+    hits, preemption, CUDA graphs and speculation. Backends that do not claim every level of invariance are refused. A
+    request that samples needs its own seed: the default depends on the number of earlier requests."""
     random_weights: bool = False
     """Read only a checkpoint's config, and draw the weights from ``seed`` on the device: for speed measurements."""
     ignore_eos: bool = False
@@ -124,6 +129,12 @@ class EngineOptions:
             raise UsageError(
                 "`plan_stream` plans rounds ahead, and there are none without `speculative_algorithm`; leave it out",
                 settings=["plan_stream", "speculative_algorithm"],
+            )
+        if self.batch_invariant and (speculation := self.speculation) is not None and speculation.topk > 1:
+            raise UsageError(
+                f"`speculative_topk` {speculation.topk} makes trees of drafts, and the rows of a tree are not in the "
+                "order in which decode reads them, so `batch_invariant` cannot be kept; give a `speculative_topk` of 1",
+                settings=["speculative_topk", "batch_invariant"],
             )
         self._check_hisparse()
         if self.overlap is not None and not isinstance(self.overlap, bool):
@@ -237,6 +248,8 @@ class EmbedOptions:
     context_length: int | None = None
     seed: int = 0
     """Seed of a tiny model's weights."""
+    batch_invariant: bool = False
+    """Give a prompt's vector the same bits regardless of the other prompts and of chunking."""
     pooling: Pooling | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
@@ -261,4 +274,5 @@ class EmbedOptions:
             context_length=self.context_length,
             prefix_cache=False,
             seed=self.seed,
+            batch_invariant=self.batch_invariant,
         )

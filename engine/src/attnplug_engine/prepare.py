@@ -10,6 +10,7 @@ import torch
 
 from attnplug import BackendError, DType, ModelSpec, Problem, Refusal, Serving, Setting, UsageError
 from attnplug.auto.ranking import Ranking
+from attnplug.declare.invariance import INVARIANCE
 from attnplug.host import (
     BackendRequest,
     ExtendPolicy,
@@ -25,12 +26,13 @@ from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
 from attnplug_engine.checkpoints.safetensors import Checkpoint
 from attnplug_engine.execution.runner import ModelRunner
+from attnplug_engine.kernels import usable
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.memory.pools import check_codecs
 from attnplug_engine.models.architectures import load_model, load_spec, open_source
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions
-from attnplug_engine.parallel.collectives import TensorParallel
+from attnplug_engine.parallel.collectives import RankOrder, TensorParallel
 from attnplug_engine.sizing import MemoryPlan, check_buffers, plan_memory
 from attnplug_engine.speculation.backend_choice import DraftChoice, choose_draft, target_problem, target_request
 from attnplug_engine.speculation.draft_runner import DraftRunner
@@ -79,6 +81,7 @@ class Prepared:
         two_batch_overlap: bool = False,
     ) -> tuple[Selection, ModelRunner]:
         """Build the selected backends and a runner on them; the selection is the same on all ranks."""
+        policy = replace(policy or ExtendPolicy(), forced=self.problem.extend_path)
 
         def build(selection: Selection) -> ModelRunner:
             return ModelRunner(
@@ -160,6 +163,14 @@ def prepare(
     graphs = runtime_of(device).graph is not None
     dtype = options.dtype or model_dtype(spec) or DType.FLOAT32
     kv_dtype = options.kv_dtype or dtype
+    if options.batch_invariant and device.type == "cuda" and not usable(device):
+        raise UsageError(
+            "`batch_invariant` multiplies matrices by Triton kernels on a GPU, and Triton is not installed; install "
+            "Triton, or leave the option out",
+            settings=["batch_invariant"],
+        )
+    if options.batch_invariant and parallel.size > 2:  # two numbers have the same sum in either order
+        parallel = RankOrder(parallel)
     problem = Problem(
         spec,
         device.type,
@@ -176,6 +187,7 @@ def prepare(
         coordinator="hisparse" if options.enable_hisparse else None,
         mla_extend=options.extend_policy.forced,
         architecture=processor.architecture,
+        invariant=frozenset(INVARIANCE if options.batch_invariant else ()),
     )
     if problem.cuda_graph and not graphs:
         name = "cuda_graph_batch_sizes" if options.cuda_graph_batch_sizes is not None else "cuda_graph_prefill_sizes"
@@ -199,6 +211,12 @@ def prepare(
             draft_layers = draft_spec(speculation, model)
         draft_choice = choose_draft(registry, asked, problem, speculation, draft_layers, ranking)
     source = open_source(model, device=device, seed=options.seed, random_weights=options.random_weights)
+    if options.batch_invariant and device.type != "cpu" and source.config.get("quantization_config") is not None:
+        raise UsageError(
+            "`batch_invariant` is not available for quantized weights on a GPU, whose kernels differ by the number of "
+            "tokens; leave the option out, use `device` cpu, or a checkpoint in bfloat16",
+            settings=["batch_invariant"],
+        )
     if not is_embedding:
         weights = source.nbytes(torch_dtype(dtype), parallel.size) if isinstance(source, Checkpoint) else None
         rows = None if draft_layers is None else draft_layers.for_rank(parallel.size)
@@ -217,6 +235,7 @@ def prepare(
         head=not is_embedding,
         source=source,
     )
+    loaded.module.batch_invariant = options.batch_invariant
     draft = None
     if speculation is not None and draft_choice is not None:
         with naming_draft(speculation):

@@ -61,6 +61,11 @@ def add_serving_options(
     parser.add_argument(
         "--context-length", type=int, metavar="N", help="most tokens per prompt, with new ones (default: the model's)"
     )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="the same bits of a prompt's results, whatever else runs; slower, and some backends are refused",
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
 
 
@@ -81,6 +86,7 @@ def shared_settings(parsed: argparse.Namespace) -> dict[str, Any]:
         "chunked_prefill_size": parsed.chunked_prefill_size,
         "context_length": parsed.context_length,
         "seed": parsed.seed,
+        "batch_invariant": parsed.batch_invariant,
     }
 
 

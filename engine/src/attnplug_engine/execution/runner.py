@@ -31,9 +31,11 @@ from attnplug.kernels import to_device
 from attnplug_engine.execution.backend_usage import BackendUsage
 from attnplug_engine.execution.extend_times import ExtendTimes
 from attnplug_engine.execution.in_flight import StepInFlight, fill_pending_tokens
+from attnplug_engine.execution.invariant_attention import InvariantAttention
 from attnplug_engine.execution.sampler import Sampler
 from attnplug_engine.execution.step_output import StepOutput
 from attnplug_engine.execution.two_batch import LANES, TwoBatch
+from attnplug_engine.kernels.invariant import arithmetic
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.memory.pools import build_coordinator, build_pools
 from attnplug_engine.models.decoder import LoadedModel
@@ -139,7 +141,8 @@ class ModelRunner:
             coordinator=self.coordinator,
         )
         self.backend = build_selection(selection, context)
-        self.attention = ModelAttention(self.backend, self.pools, policy)
+        attention = InvariantAttention if self.model.batch_invariant else ModelAttention
+        self.attention = attention(self.backend, self.pools, policy)
         claims = self.backend.claims
         chooses_path = self.pools.mla is not None and claims.mla_extend != {ExtendPath.ABSORBED}
         self._exact_decode = claims.needs_cpu_seq_lens
@@ -177,7 +180,8 @@ class ModelRunner:
             self.backend_usage.add(batch)
         else:
             (logits, sampled), output = self._eager(step), None
-        in_flight = StepInFlight(step, logits, sampled, output, replayed=replayed is not None)
+        with arithmetic(self.model.batch_invariant):
+            in_flight = StepInFlight(step, logits, sampled, output, replayed=replayed is not None)
         if step.snapshots and self.pools.linear is not None:
             for source, target in step.snapshots:
                 self.pools.linear.copy(source, target)
@@ -195,7 +199,8 @@ class ModelRunner:
         positions = [
             entry.position + len(entry.token_ids) - len(entry.request.prompt) for entry in step.entries if entry.sampled
         ]
-        sampled = self.sampler.sample(logits, requests, positions)
+        with arithmetic(self.model.batch_invariant):
+            sampled = self.sampler.sample(logits, requests, positions)
         rows = [row for row, entry in zip(step.rows, step.entries, strict=True) if entry.sampled]
         # -1 stands for a token that could not be sampled. The next step's row is ignored, but still looks up its
         # embedding.
@@ -234,7 +239,8 @@ class ModelRunner:
         assert batch.input_ids is not None and batch.positions is not None
         if self._two_batch is not None and (halves := self._two_batch.halves(batch)) is not None:
             self.backend_usage.add(*halves)
-            return self._two_batch.forward(halves)
+            with arithmetic(self.model.batch_invariant):
+                return self._two_batch.forward(halves)
         with self.attention.running() as attention:
             attention.plan(batch)
             if not batch.geometry.captured:  # captured batches are counted when they are replayed

@@ -34,6 +34,15 @@ def starts_early(device: torch.device) -> bool:
 
 
 @cache
+def one_instruction(device: torch.device) -> bool:
+    """Return True if all tiles of a product of 16-bit numbers with 64 rows or more in its first factor use one
+    tensor-core instruction, up to its ``n``: ``mma`` on SM 8x, ``wgmma`` on SM 90 (``tests/compile_invariant.py``)."""
+    if device.type != "cuda":
+        return True  # the interpreter
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (8, 9)
+
+
+@cache
 def shared_memory(device: torch.device) -> int:
     """Return the shared memory of a program in bytes. Unlimited in interpreter mode."""
     if device.type != "cuda":

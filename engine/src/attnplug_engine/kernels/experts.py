@@ -5,7 +5,7 @@ expert and some of the expert's columns. ``_sort_pairs`` sorts the pairs by expe
 inner rows, ``_down_projection`` the outer ones, and ``_combine`` the sum over a token's experts, in the order in which
 they were chosen. With very few tokens each pair is computed separately, by ``_up_one`` and by ``_down_one``, which also
 sums: matrix-vector products, bound by memory bandwidth. A pair's result does not depend on the other pairs in its
-block, so a token's result does not depend on the other tokens.
+block. The tile is chosen by the number of tokens; with ``invariant`` all tiles give the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_engine.kernels import launch_options, shared_memory
+from attnplug_engine.kernels import launch_options, one_instruction, shared_memory
 
 MAX_RANKED_PAIRS = 4096
 """Most pairs that one kernel sorts, by comparing them all; torch sorts more."""
@@ -33,6 +33,9 @@ class ExpertTile:
     depth: int
     warps: int
     stages: int = 1
+    flipped: bool = False
+    """True if the weights are the first factor. The number of pairs then does not change the tensor-core instruction of
+    a sum: on SM 90 it is ``wgmma`` for 64 columns or more, and ``mma`` for fewer rows of the first factor."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -78,6 +81,22 @@ def _load(at, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _zeros(PAIRS: tl.constexpr, COLUMNS: tl.constexpr, FLIPPED: tl.constexpr):
+    return tl.zeros([COLUMNS, PAIRS], tl.float32) if FLIPPED else tl.zeros([PAIRS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def _dot(rows, columns, total, FLIPPED: tl.constexpr):
+    """Add ``rows [pairs, depth]`` times ``columns [depth, columns]`` to ``total``, which is transposed if
+    ``FLIPPED``."""
+    if FLIPPED:
+        total = tl.dot(tl.trans(columns), tl.trans(rows), total, input_precision="ieee")
+    else:
+        total = tl.dot(rows, columns, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def _activated(
     first, second, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
@@ -113,7 +132,7 @@ def _up_projection(
     x, x_row, weight, weight_bias, inner, order, offsets,
     PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
-    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BOUNDS: tl.constexpr,
+    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BOUNDS: tl.constexpr, FLIPPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute ``[pairs, WIDTH]`` of ``x [tokens, HIDDEN]`` and ``weight [EXPERTS, 1 or 2 * WIDTH, HIDDEN]``, with
@@ -131,15 +150,17 @@ def _up_projection(
     rows_at = x + (pairs // PER_TOKEN)[:, None] * x_row + depth[None, :]
     first_at = weight + expert * (PARTS * WIDTH * HIDDEN)
     first_at += tl.minimum(column, WIDTH - 1)[None, :] * HIDDEN + depth[:, None]
-    first = tl.zeros([PAIRS, COLUMNS], tl.float32)
-    second = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    first = _zeros(PAIRS, COLUMNS, FLIPPED)
+    second = _zeros(PAIRS, COLUMNS, FLIPPED)
     for start in range(0, HIDDEN, DEPTH):
         inside = start + depth < HIDDEN
         rows = _load(rows_at + start, inside[None, :], WHOLE)
-        first = tl.dot(rows, _load(first_at + start, inside[:, None], WHOLE), first, input_precision="ieee")
+        first = _dot(rows, _load(first_at + start, inside[:, None], WHOLE), first, FLIPPED)
         if GATED:
             columns = _load(first_at + WIDTH * HIDDEN + start, inside[:, None], WHOLE)
-            second = tl.dot(rows, columns, second, input_precision="ieee")
+            second = _dot(rows, columns, second, FLIPPED)
+    if FLIPPED:
+        first, second = tl.trans(first), tl.trans(second)
     if BIAS:
         bias_at = weight_bias + expert * (PARTS * WIDTH) + tl.minimum(column, WIDTH - 1)
         first += tl.load(bias_at).to(tl.float32)[None, :]
@@ -221,7 +242,7 @@ def _up_one(
 def _down_projection(
     inner, weight, weight_bias, outer, order, offsets,
     EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, PAIRS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BOUNDS: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BOUNDS: tl.constexpr, FLIPPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute ``[pairs, HIDDEN]`` of ``inner [pairs, WIDTH]`` and ``weight [EXPERTS, HIDDEN, WIDTH]``, with ``BIAS``
     also of ``weight_bias [EXPERTS, HIDDEN]``."""
@@ -237,11 +258,13 @@ def _down_projection(
     rows_at = inner + pairs[:, None] * WIDTH + depth[None, :]
     columns_at = weight + expert * (HIDDEN * WIDTH)
     columns_at += tl.minimum(column, HIDDEN - 1)[None, :] * WIDTH + depth[:, None]
-    total = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    total = _zeros(PAIRS, COLUMNS, FLIPPED)
     for start in range(0, WIDTH, DEPTH):
         inside = start + depth < WIDTH
         rows = _load(rows_at + start, inside[None, :], WHOLE)
-        total = tl.dot(rows, _load(columns_at + start, inside[:, None], WHOLE), total, input_precision="ieee")
+        total = _dot(rows, _load(columns_at + start, inside[:, None], WHOLE), total, FLIPPED)
+    if FLIPPED:
+        total = tl.trans(total)
     if BIAS:
         total += tl.load(weight_bias + expert * HIDDEN + tl.minimum(column, HIDDEN - 1)).to(tl.float32)[None, :]
     mask = exists[:, None] & (column < HIDDEN)[None, :]
@@ -321,18 +344,28 @@ _TILES_BY_LOAD = (
 )
 """Tiles of up and down projection, by the largest mean number of pairs per expert for which they are used."""
 _LARGEST_TILES = ExpertTile(128, 128, 64, 8, 3), ExpertTile(128, 256, 64, 8, 3)
+_INVARIANT = (
+    (16, (ExpertTile(16, 64, 128, 4, 3, True), ExpertTile(16, 64, 128, 4, 3, True))),
+    (32, (ExpertTile(32, 64, 128, 4, 3, True), ExpertTile(32, 64, 128, 4, 3, True))),
+    (160, (ExpertTile(64, 128, 64, 8, 3, True), ExpertTile(64, 128, 64, 8, 3, True))),
+)
+"""The same if a pair's bits must not depend on the load: all have flipped factors, and sum in one order."""
+_INVARIANT_LARGEST = ExpertTile(128, 128, 64, 8, 3, True), ExpertTile(128, 128, 64, 8, 3, True)
 MAX_SEPARATE_TOKENS = 4
 """Most tokens for which each pair is computed separately. Like the tiles, measured on an H200."""
 
 
-def tiles(tokens: int, per_token: int, experts: int, dtype: torch.dtype) -> tuple[ExpertTile, ExpertTile]:
+def tiles(
+    tokens: int, per_token: int, experts: int, dtype: torch.dtype, *, invariant: bool = False
+) -> tuple[ExpertTile, ExpertTile]:
     """Return the tiles of both products. They depend on shapes only, so that one graph serves every routing."""
-    if tokens <= MAX_SEPARATE_TOKENS:
+    if tokens <= MAX_SEPARATE_TOKENS and not invariant:
         return _ONE
     if dtype == torch.float32:
         return _FLOAT32
     crowd = tokens * per_token / experts
-    return next((pair for most, pair in _TILES_BY_LOAD if crowd <= most), _LARGEST_TILES)
+    by_load, largest = (_INVARIANT, _INVARIANT_LARGEST) if invariant else (_TILES_BY_LOAD, _LARGEST_TILES)
+    return next((pair for most, pair in by_load if crowd <= most), largest)
 
 
 def _fitting(tile: ExpertTile, parts: int, length: int, x: Tensor) -> ExpertTile:
@@ -358,6 +391,7 @@ def fused_experts(
     every: tuple[Tensor, Tensor] | None = None,
     chosen_tiles: tuple[ExpertTile, ExpertTile] | None = None,
     ranked: int = MAX_RANKED_PAIRS,
+    invariant: bool = False,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``[tokens, hidden]``, like ``x``.
 
@@ -368,7 +402,8 @@ def fused_experts(
     ``[experts, hidden]``.
 
     ``every`` are the two matrices of a shared expert whose width is a multiple of a routed one's. It replaces
-    ``shared`` up to ``MAX_SEPARATE_TOKENS`` tokens; without ``gate`` its weight is 1.
+    ``shared`` up to ``MAX_SEPARATE_TOKENS`` tokens; without ``gate`` its weight is 1. With ``invariant`` a token's bits
+    do not depend on the other tokens.
     """
     (tokens, hidden), per_token = x.shape, topk_ids.shape[1]
     experts, width = gate_up.shape[0], down.shape[2]
@@ -378,7 +413,8 @@ def fused_experts(
         return out
     shared_parts = 0 if every is None else every[1].shape[1] // width
     inner = torch.empty(pairs + tokens * shared_parts, width, dtype=x.dtype, device=x.device)
-    up_tile, down_tile = tiles(tokens, per_token, experts, x.dtype) if chosen_tiles is None else chosen_tiles
+    counted = tokens if one_instruction(x.device) or not invariant else 1
+    up_tile, down_tile = chosen_tiles or tiles(counted, per_token, experts, x.dtype, invariant=invariant)
     up_tile, down_tile = _fitting(up_tile, 2 if gated else 1, hidden, x), _fitting(down_tile, 1, width, x)
     assert every is None or up_tile.pairs == down_tile.pairs == 1, "pairs in blocks take the shared expert's result"
     if max(up_tile.pairs, down_tile.pairs) > 1:
@@ -399,7 +435,7 @@ def fused_experts(
         _up_projection[columns, min(pairs, pairs // up_tile.pairs + experts)](
             x, x.stride(0), gate_up, up_bias, inner, order, offsets,
             PER_TOKEN=per_token, PAIRS=up_tile.pairs, COLUMNS=up_tile.columns, DEPTH=up_tile.depth,
-            num_warps=up_tile.warps, num_stages=up_tile.stages, **form, **found, **shape,
+            FLIPPED=up_tile.flipped, num_warps=up_tile.warps, num_stages=up_tile.stages, **form, **found, **shape,
         )  # fmt: skip
     added = (
         x if shared is None else shared, 0 if shared is None else shared.stride(0),
@@ -418,8 +454,8 @@ def fused_experts(
     outer = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     _down_projection[columns, min(pairs, pairs // down_tile.pairs + experts)](
         inner, down, down_bias, outer, order, offsets,
-        PAIRS=down_tile.pairs, COLUMNS=down_tile.columns, DEPTH=down_tile.depth, num_warps=down_tile.warps,
-        num_stages=down_tile.stages, **found, **shape,
+        PAIRS=down_tile.pairs, COLUMNS=down_tile.columns, DEPTH=down_tile.depth, FLIPPED=down_tile.flipped,
+        num_warps=down_tile.warps, num_stages=down_tile.stages, **found, **shape,
     )  # fmt: skip
     width_of_sum = min(1024, triton.next_power_of_2(hidden))
     _combine[tokens, triton.cdiv(hidden, width_of_sum)](

@@ -48,10 +48,11 @@ def _by_head(
         tl.store(target + OUTPUTS + column[None, :], copied, mask=mask)
 
 
-def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
+def multiply_heads(x: Tensor, weight: Tensor, *, invariant: bool = False) -> Tensor:
     """Multiply ``x`` ``[rows, heads, inputs | others]`` by ``weight`` ``[heads, inputs, outputs]`` with any strides.
 
-    Returns ``[rows, heads, outputs | others]``: columns behind a head's inputs are copied.
+    Returns ``[rows, heads, outputs | others]``: columns behind a head's inputs are copied. With ``invariant`` the tile
+    does not depend on the number of rows.
     """
     if x.stride(2) != 1:
         x = x.contiguous()
@@ -59,9 +60,9 @@ def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
     inputs, outputs = weight.shape[1:]
     out = x.new_empty(rows, heads, outputs + width - inputs)
     # Even one row is padded to a tensor-core tile: reductions across threads would take twice as long.
-    block_rows = min(max(triton.next_power_of_2(rows), 16), 32)
+    block_rows = 16 if invariant else min(max(triton.next_power_of_2(rows), 16), 32)
     block_in = triton.next_power_of_2(inputs)
-    tile = 8_192 if rows <= block_rows else 16_384
+    tile = 8_192 if invariant or rows <= block_rows else 16_384
     block_out = min(max(tile // block_in, 16), 128, max(triton.next_power_of_2(outputs), 16))
     _by_head[heads, triton.cdiv(outputs, block_out), triton.cdiv(rows, block_rows)](
         out, x, weight, rows, out.stride(0), out.stride(1), x.stride(0), x.stride(1),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnplug.host import MLAWeights
 from attnplug_engine.kernels import launch_options
+from attnplug_engine.kernels.invariant import active
 from attnplug_engine.kernels.latent import _absorb, _latent_rows
 from attnplug_engine.kernels.rotary import _angles, _rotate_heads
 from attnplug_engine.kernels.row_places import RowPlaces
@@ -115,7 +116,7 @@ class FusedRotation:
         return rows
 
     def absorbs(self, q: Tensor) -> bool:
-        return 0 < q.shape[0] <= _MAX_ABSORBED and q.dtype in (torch.bfloat16, torch.float16)
+        return 0 < q.shape[0] <= _MAX_ABSORBED and q.dtype in (torch.bfloat16, torch.float16) and not active()
 
     def absorb(self, q: Tensor, down: Tensor, weights: MLAWeights, norm: Norm, places: RowPlaces) -> Tensor:
         """Implement ``Rotation.absorb`` with one launch."""
@@ -154,5 +155,6 @@ class FusedRotation:
 
 
 def _heads_at_once(tokens: int, heads: int) -> int:
-    at_once: int = min(triton.next_power_of_2(heads), 4 if tokens < _MANY_TOKENS else 16)
+    few = tokens < _MANY_TOKENS or active()  # a norm's sum depends on the shape of the tile
+    at_once: int = min(triton.next_power_of_2(heads), 4 if few else 16)
     return at_once

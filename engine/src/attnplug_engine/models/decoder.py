@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attnplug import ForwardBatch, ModelSpec
 from attnplug.hf.config_keys import Config
+from attnplug_engine.kernels.invariant import arithmetic
 from attnplug_engine.models.layers import FastModule, Head, RMSNorm, embedded, frozen
 from attnplug_engine.models.rope import Positions, Rotation
 from attnplug_engine.models.weights import Weights
@@ -203,6 +204,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(blocks)
         self.norm = norm(model.at(names.norm))
         self.head = self._head(weights, names.head, tied) if weights.head else None
+        self.batch_invariant = False
+        """True if a token's hidden state and logits must not depend on the other rows of a batch (E3)."""
 
     def _head(self, weights: Weights, name: str, tied: bool) -> Head:
         """Load the head. If it is tied it is the embedding, unless a head with other values is stored."""
@@ -231,6 +234,12 @@ class Decoder(nn.Module):
         With ``taps``, also return the inputs of these layers, ``[tokens, taps * hidden]``, in the order of the taps.
         The number of layers, as a tap, stands for the output of the last one, before the norm.
         """
+        with arithmetic(self.batch_invariant):
+            return self._forward(input_ids, positions, batch, taps)
+
+    def _forward(
+        self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, taps: Sequence[int] | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         hidden, rotation = self.begin(input_ids, positions)
         tapped = None if taps is None else _Tapped(taps, hidden)
         for index, layer in enumerate(self.layers):
@@ -254,7 +263,8 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[rows, vocab]`` float32 of hidden states ``[rows, hidden]``, the same on every rank."""
         assert self.head is not None, "the model was loaded without its head"
-        return cast(Tensor, self.head(hidden))
+        with arithmetic(self.batch_invariant):
+            return cast(Tensor, self.head(hidden))
 
 
 class ScaledDecoder(Decoder):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attnplug.hf.config_keys import Config
 from attnplug_engine.kernels import usable
+from attnplug_engine.kernels.invariant import active
 from attnplug_engine.models.layers import (
     GATED,
     GATED_BY_NUMBER,
@@ -67,7 +68,7 @@ class Router(nn.Module):
         if usable(x):
             from attnplug_engine.kernels.routing import FEW, score
 
-            if 0 < x.shape[0] <= FEW:
+            if 0 < x.shape[0] <= FEW and not active():
                 return score(x, self.weight) if norm is None else score(x, self.weight, norm.weight, norm.eps)
         x = x if norm is None else norm(x)
         if self.weight.dtype != torch.float32:
@@ -274,6 +275,7 @@ class Experts(nn.Module):
                 gate=added.gate,
                 onto=added.onto,
                 every=added.every,
+                invariant=active(),
             )
         if self.quantized is not None and self.quantized.on_gpu and x.element_size() == 2:
             from attnplug_engine.kernels.quantized_experts import quantized_experts
@@ -333,6 +335,8 @@ class Experts(nn.Module):
             start = stop
         # Back in token order, so that a token's sum has a fixed order: index_add_ has none on a GPU.
         per_slot = torch.empty_like(results).index_copy_(0, order, results).unflatten(0, topk_ids.shape)
+        if active():  # a batched product may depend on the number of tokens
+            return cast(Tensor, (topk_weights.unsqueeze(2) * per_slot.float()).sum(1).to(x.dtype))
         return torch.bmm(topk_weights.unsqueeze(1), per_slot.float()).squeeze(1).to(x.dtype)
 
 
@@ -460,7 +464,7 @@ class MixtureOfExperts(nn.Module):
         if self._alike and usable(x):
             from attnplug_engine.kernels.experts import MAX_SEPARATE_TOKENS
 
-            if x.shape[0] <= MAX_SEPARATE_TOKENS:
+            if x.shape[0] <= MAX_SEPARATE_TOKENS and not active():
                 assert isinstance(shared.gate_up, Linear) and isinstance(shared.down, Linear)
                 return AddedTerms(onto, gate=gate, every=(shared.gate_up.weight, shared.down.weight))
         return AddedTerms(shared(x, onto=onto)) if gate is None else AddedTerms(onto, shared(x), gate)

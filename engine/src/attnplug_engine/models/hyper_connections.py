@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from attnplug import ForwardBatch
 from attnplug.hf.config_keys import Config
+from attnplug_engine.kernels.invariant import active
 from attnplug_engine.models.decoder import MODEL, Attention, Decoder, MakeNorm, Names, norm_eps
 from attnplug_engine.models.layers import frozen
 from attnplug_engine.models.rope import Positions, Rotation
@@ -72,6 +73,9 @@ class HyperConnection(_Mixing):
 def next_streams(streams: Tensor, output: Tensor, write: Tensor, kept: Tensor) -> Tensor:
     """Return the residual behind a block with this ``output [tokens, hidden]``."""
     dtype = streams.dtype
+    if active():  # a batched product may depend on the number of tokens
+        mixed = (kept.to(dtype).unsqueeze(-1) * streams.unsqueeze(2)).sum(1)
+        return write.to(dtype).unsqueeze(-1) * output.unsqueeze(1) + mixed
     return torch.baddbmm(write.to(dtype).unsqueeze(-1) * output.unsqueeze(1), kept.to(dtype).transpose(1, 2), streams)
 
 

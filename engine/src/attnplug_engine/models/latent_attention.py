@@ -14,6 +14,7 @@ from attnplug.hf.config_keys import Config
 from attnplug.host import MLAWeights, active_attention
 from attnplug.sparse import SelectedRows
 from attnplug_engine.kernels import usable
+from attnplug_engine.kernels.invariant import active, product
 from attnplug_engine.kernels.row_places import row_places
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
@@ -26,7 +27,11 @@ _MAX_KERNEL_ROWS = 256
 
 
 def multiply_few(rows: Tensor, weight: Tensor) -> Tensor | None:
-    """Multiply few rows per head with our kernel; see ``MLAWeights.by_head``. ``None`` where it is not the fastest."""
+    """Multiply few rows per head with our kernel; see ``MLAWeights.by_head``. ``None`` where it is not the fastest.
+
+    Inside of batch-invariant arithmetic it multiplies all rows."""
+    if active():
+        return _multiply_heads(rows, weight)
     if not usable(rows) or not 0 < rows.shape[0] <= _MAX_KERNEL_ROWS:
         return None
     if rows.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != rows.dtype:
@@ -34,6 +39,17 @@ def multiply_few(rows: Tensor, weight: Tensor) -> Tensor | None:
     from attnplug_engine.kernels.heads import multiply_heads
 
     return multiply_heads(rows, weight)
+
+
+def _multiply_heads(rows: Tensor, weight: Tensor) -> Tensor:
+    """Multiply any number of rows per head, each with the same bits as alone."""
+    if usable(rows) and rows.shape[0] and rows.dtype in (torch.bfloat16, torch.float16) and weight.dtype == rows.dtype:
+        from attnplug_engine.kernels.heads import multiply_heads
+
+        return multiply_heads(rows, weight, invariant=True)
+    inputs = weight.shape[1]
+    multiplied = product(rows[..., :inputs].transpose(0, 1), weight).transpose(0, 1)
+    return multiplied if rows.shape[2] == inputs else torch.cat((multiplied, rows[..., inputs:]), -1)
 
 
 class LatentAttention(Attention):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attnplug.hf.config_keys import Config
 from attnplug_engine import kernels
+from attnplug_engine.kernels.invariant import active
 from attnplug_engine.models.host_memory import available_memory
 from attnplug_engine.models.matmul import matmul, pack
 from attnplug_engine.models.weights import WeightRows, Weights
@@ -137,6 +138,14 @@ class Linear(Projection):
             from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
             gated = activate is silu_and_mul
+            if active():
+                from attnplug_engine.kernels.invariant_gemm import invariant_gemm
+
+                x = x if norm is None else norm(x)
+                flat, added = x.flatten(0, -2), None if onto is None else onto.flatten(0, -2)
+                out = invariant_gemm(flat, self.weight, bias=self.bias, gated=gated, onto=added)
+                out = out.unflatten(0, x.shape[:-1])
+                return out if activate is None or gated else activate(out)
             config = choose(x, self.weight, normed=norm is not None, gated=gated)
             if config is not None:
                 normed = None if norm is None else (norm.weight, norm.eps)
@@ -407,6 +416,8 @@ class Head(nn.Module):
             from attnplug_engine.kernels.gemm_tiles import choose
             from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
+            if active():
+                return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
             config = choose(hidden, self.weight)
             if config is not None:
                 return skinny_gemm(hidden, self.weight, config, dtype=torch.float32)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnplug_engine.kernels.invariant import active
+
 # On a CPU torch multiplies float32 with MKL. For the rows of a decoding batch two ways are faster, both with the weight
 # unchanged: MKL with the weight as the first factor, because its kernels are made for many rows, and oneDNN for a large
 # weight. Both have a higher call overhead: tiny weights use the plain call, and so do small ones with few rows.
@@ -50,14 +52,14 @@ def pack(weight: Tensor) -> Tensor | None:
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
     """Multiply ``x [..., in_features]`` by ``weight [out_features, in_features]``: ``[..., out_features]``, contiguous.
 
-    ``packed`` is the result of :func:`pack` for the weight.
+    ``packed`` is the result of :func:`pack` for the weight. Batch-invariant arithmetic has its own product.
     """
     rows = x.shape[0]
-    if packed is not None and rows >= _FEWEST_PACKED and x.dim() == 2 and _ONEDNN is not None:
+    if packed is not None and rows >= _FEWEST_PACKED and x.dim() == 2 and _ONEDNN is not None and not active():
         return _ONEDNN(x, packed, bias, "none", [], "")
     size = weight.numel()
     fewest = _FEWEST if size > _SMALL else _FEWEST_SMALL
-    if size >= _TINY and rows >= fewest and x.dim() == 2 and x.is_cpu and x.dtype is torch.float32:
+    if size >= _TINY and rows >= fewest and x.dim() == 2 and x.is_cpu and x.dtype is torch.float32 and not active():
         if size >= _LARGE and _MKL and _ONEDNN is not None and rows <= _MAX_ONEDNN:
             return _ONEDNN(x, weight, bias, "none", [], "")
         if _MKL and rows <= _MAX_WEIGHT_FIRST:

@@ -73,6 +73,27 @@ SINGLE: TensorParallel = SingleProcess()
 """The whole model in one process."""
 
 
+class RankOrder:
+    """Ranks whose tensors are summed in the order of the ranks, whatever their size.
+
+    A library chooses the algorithm of an ``all_reduce``, and with it the order of three or more ranks, by the size of
+    the tensor, i.e. by the number of tokens. This one sends all parts to every rank.
+    """
+
+    def __init__(self, parallel: TensorParallel) -> None:
+        self._parallel = parallel
+        self.rank, self.size = parallel.rank, parallel.size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        first, *others = self._parallel.all_gather(tensor.unsqueeze(0), 0).unbind()
+        for other in others:
+            first = first + other
+        return first
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return self._parallel.all_gather(tensor, dim)
+
+
 class ProcessGroupParallel:
     """Ranks that are processes of a torch.distributed group, by default the default group."""
 

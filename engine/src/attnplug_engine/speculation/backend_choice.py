@@ -93,6 +93,7 @@ def choose_draft(
         drafts_by_host=False,
         coordinator=None,
         mla_extend=None,
+        invariant=frozenset(),  # a draft changes no token
     )
     roles: dict[Role, str] = {role: name for role, name in request.roles.items() if role is Role.DRAFT}
     bare = BackendRequest(request.attention, roles)

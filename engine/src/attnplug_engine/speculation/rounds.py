@@ -19,6 +19,7 @@ from attnplug_engine.graphs.capture_check import CaptureCheck
 from attnplug_engine.graphs.decode import CapturedStep
 from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends
 from attnplug_engine.graphs.step_graphs import capture_prefill, no_memory, prefill_graphs
+from attnplug_engine.kernels.invariant import arithmetic
 from attnplug_engine.scheduling.step import Step, StepEntry
 from attnplug_engine.speculation.acceptance import Accepted, accept_and_commit, moves
 from attnplug_engine.speculation.batches import Batches, EagerBatches, RoundShapes
@@ -300,9 +301,10 @@ class RoundRunner:
             first = torch.arange(0, logits.shape[0], self._nodes, device=logits.device)
             logits = logits.index_select(0, (accepted.path + first.unsqueeze(1)).flatten())
         count = len(requests)
-        return RoundOutput(
-            requests, accepted.tokens[:count], accepted.counts[:count], logits, verified.committed[:count]
-        )
+        with arithmetic(self.runner.model.batch_invariant):
+            return RoundOutput(
+                requests, accepted.tokens[:count], accepted.counts[:count], logits, verified.committed[:count]
+            )
 
     def verify(self, batches: Batches, rows: VerifyRows) -> Verified:
         """Run the target over all nodes of the members, and accept what it chose."""
@@ -313,7 +315,8 @@ class RoundRunner:
         batches.begin(batch)
         hidden, taken = self._target(batch)
         logits = self.runner.model.logits(hidden)
-        chosen = sample(logits, rows.sampling).view(-1, nodes)
+        with arithmetic(self.runner.model.batch_invariant):
+            chosen = sample(logits, rows.sampling).view(-1, nodes)
         accepted = accept_and_commit(rows.proposal, chosen, members.rows, rows.lengths, state.lengths, state.tokens)
         if rows.tree is not None:
             slots = batch.geometry.new_slots().view(-1, nodes)
@@ -372,13 +375,15 @@ class RoundRunner:
             ended = self._draft_batches(members)
             if captured is None:
                 logits = runner.model.logits(hidden.index_select(0, to_device(part.sampled_rows, runner.device)))
-                sampled = sample(logits, members.sampled(members.places(members.committed - 1)[0]))
+                with arithmetic(runner.model.batch_invariant):
+                    sampled = sample(logits, members.sampled(members.places(members.committed - 1)[0]))
             else:
                 sampled = replayed
             committed = members.committed
             self.state.commit(members.rows, committed, sampled)
         requests, one = [entry.request for entry in entries], torch.ones_like(sampled)
-        output = RoundOutput(requests, sampled.unsqueeze(1), one, logits, committed)
+        with arithmetic(runner.model.batch_invariant):
+            output = RoundOutput(requests, sampled.unsqueeze(1), one, logits, committed)
         if captured is not None and self.draft_prefills is not None:
             newest = self.draft_prefills.run(captured.size, part)
         page_table = batch.geometry.page_table[: len(part.entries)]
