@@ -83,7 +83,7 @@ gpu-test: # on a GPU host whose python has the packages installed
 # Tests that take too long for make test: real hosts on a CPU, in environments of their own, because they are large and
 # pin other versions than ours; kernels compiled for GPUs that are not here; and tests marked long, which repeat paths of
 # make test over more models, settings and environments.
-bridge-test: compile-test long-test vllm-test
+bridge-test: compile-test long-test vllm-test sglang-test
 
 long-test: $(VENV)/installed-dev
 	$(BIN)/pytest -q -m long
@@ -94,7 +94,7 @@ compile-test: $(VENV)/installed-dev
 vllm-test: $(VENV)-vllm/installed
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -q -W default -p no:attnplug_testing bridges/vllm/tests/hosted
 
-sglang-test: $(VENV)-sglang/installed # takes longer than CI has: Triton's interpreter runs some of SGLang's kernels
+sglang-test: $(VENV)-sglang/installed
 	OMP_NUM_THREADS=1 $(VENV)-sglang/bin/python -m pytest -q -W default -p no:attnplug_testing bridges/sglang/tests/hosted
 
 bench: $(VENV)/installed-dev
