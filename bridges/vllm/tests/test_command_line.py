@@ -120,11 +120,20 @@ def test_custom_alone_is_checked_unless_another_package_may_mean_it():
         check_command_line(argv, load_registry(), "cpu", None)
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_inc", "nvfp4", "int8_per_token_head"])
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_inc", "turboquant_k8v4", "int8_per_token_head"])
 def test_cache_dtypes_that_the_bridge_lacks_are_refused_for_any_model(dtype):
     with pytest.raises(UsageError, check=naming(dtype, "fp8_e4m3")) as raised:
         check("some/model", *ASKED, "--kv-cache-dtype", dtype)
     assert raised.value.settings == (Setting.KV_DTYPE,)
+
+
+def test_formats_of_plugins_are_accepted_for_mha_and_refused_for_latent_rows(llama, tmp_path):
+    """E2"""
+    asked = (*ASKED, "--kv-cache-dtype", "fp8_per_token_head", "--dtype", "float32")
+    check(llama, *asked, device="cpu", sm=None)
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["deepseek_v3"]))
+    with pytest.raises(UsageError, check=naming("latent rows", "fp8_per_token_head", "--kv-cache-dtype")):
+        check(str(tmp_path), *asked, device="cpu", sm=None)
 
 
 @pytest.mark.parametrize(

@@ -94,4 +94,12 @@ def test_a_kv_format_that_vllm_has_no_pages_for_is_refused() -> None:
     """E2"""
     (reason,) = refuse(Problem(model(MHA), kv_dtype="acme_int4"))
     assert (reason.code, reason.value, reason.setting) == ("kv_dtype", "acme_int4", "kv_dtype")
+    assert {"float16", "nvfp4"} <= set(reason.allowed)
     assert not list(refuse(Problem(model(MHA), kv_dtype="float8_e4m3fn")))
+    assert not list(refuse(Problem(model(MHA), kv_dtype="fp8_per_token_head")))
+
+
+def test_latent_rows_have_no_format_of_a_plugin() -> None:
+    """E2: vLLM writes and gathers them itself."""
+    (reason,) = refuse(Problem(model(MLA), kv_dtype="fp8_per_token_head"))
+    assert (reason.code, reason.value, reason.setting) == ("kv_dtype", "fp8_per_token_head", "kv_dtype")

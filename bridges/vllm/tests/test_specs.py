@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug import BackendSpec, CacheLayout, DType, GraphLevel, PageSizes, Problem, RefusalCode, Role, UsageError
+from attnplug import BackendSpec, CacheLayout, DType, GraphLevel, PageSizes, Problem, RefusalCode, Role
 from attnplug.host import KVPools, Registry, WorkspaceOwner
-from attnplug_testing.errors import having, missing_values, naming
+from attnplug_testing.errors import missing_values, naming
 from attnplug_testing.measured import measured_twins
 from attnplug_vllm import selection
 from attnplug_vllm.host import fit
@@ -18,7 +18,6 @@ from attnplug_vllm.selection import Refused, choose, graph_level, page_sizes, se
 from attnplug_vllm.settings import OPTION
 from attnplug_vllm.specs import (
     Machine,
-    cache_dtype,
     context_of,
     has_exact_lengths,
     layer_ids,
@@ -42,18 +41,6 @@ def _new_process(monkeypatch):
     selection.forget()
     yield
     selection.forget()
-
-
-def test_types_of_caches():
-    assert cache_dtype("auto", torch.bfloat16) is DType.BFLOAT16
-    assert cache_dtype("fp8", torch.bfloat16) is cache_dtype("fp8_e4m3", torch.float16) is DType.FLOAT8_E4M3
-    assert cache_dtype("float16", torch.bfloat16) is DType.FLOAT16
-
-
-@pytest.mark.parametrize("name", ["fp8_e5m2", "nvfp4", "int8_per_token_head"])
-def test_other_types_of_caches_are_refused_by_name(name):
-    with pytest.raises(UsageError, check=having(name, settings=("kv_dtype",))):
-        cache_dtype(name, torch.bfloat16)
 
 
 def test_no_cap_is_zero_in_vllm():

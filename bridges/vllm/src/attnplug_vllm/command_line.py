@@ -19,8 +19,8 @@ import torch
 from attnplug import AttentionKind, DType, ModelSpec, Problem, Refusal, Setting, UsageError
 from attnplug.host import AttnplugError, ModelConfigError, Registry, default_ranking, load_model, model_dtype, select
 from attnplug_vllm.host import HOST, Feature, refusal_message, render, two_prefill_backends, unsupported_features
+from attnplug_vllm.kv_formats import cache_format
 from attnplug_vllm.settings import CUSTOM, SECTION, missing_custom, read_request
-from attnplug_vllm.specs import cache_dtype
 
 _SHORT = {
     "-tp": "--tensor-parallel-size",
@@ -112,7 +112,7 @@ def check_command_line(argv: Sequence[str], registry: Registry, device: str | No
     names = attention_backends(options)
     if CUSTOM not in names:
         raise UsageError(missing_custom(names))
-    cache_dtype(options.get("kv-cache-dtype", "auto"), torch.float32)
+    cache_format(options.get("kv-cache-dtype", "auto"), torch.float32)
     folder = _model_folder(argv, options)
     model = _model(folder)
     try:
@@ -147,7 +147,7 @@ def _unsupported(
             Feature.CHUNKED_ATTENTION: bool(folder is not None and _text_config(folder).get("attention_chunk_size")),
             Feature.KV_CONNECTOR: bool(object_of("kv-transfer-config", options)) and AttentionKind.MHA in kinds,
             Feature.BATCH_INVARIANCE: invariant and device == "cuda",
-            Feature.MLA_FP8_ON_CPU: device == "cpu" and AttentionKind.MLA in kinds and kv_dtype.startswith("fp8"),
+            Feature.MLA_FP8_ON_CPU: device == "cpu" and AttentionKind.MLA in kinds and kv_dtype in ("fp8", "fp8_e4m3"),
         }
     )
     theirs, ours = attention.get("mla_prefill_backend"), additional_config(options).get(SECTION, {})
@@ -176,7 +176,7 @@ def _problem(options: Mapping[str, str], model: ModelSpec | None, device: str | 
         device=device,
         sm=sm,
         dtype=dtype,
-        kv_dtype=_dtype(options.get("kv-cache-dtype", "auto"), Setting.KV_DTYPE),
+        kv_dtype=_kv_dtype(options.get("kv-cache-dtype", "auto")),
         page_size=int(options["block-size"]) if options.get("block-size") else None,
         tensor_parallel=int(options.get("tensor-parallel-size") or 1),
         speculative_tokens=1 + drafted if drafted else 0,
@@ -216,6 +216,10 @@ def _text_config(folder: Path) -> dict[str, Any]:
 
 def _dtype(name: str, setting: Setting) -> DType | None:
     return None if name == "auto" else DType.parse(name, setting)
+
+
+def _kv_dtype(name: str) -> str | None:
+    return None if name == "auto" else cache_format(name, torch.float32).name
 
 
 def _value(text: str) -> Any:

@@ -10,12 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
 
-from attnplug import AttentionKind, CacheLayout, DType, Problem, Refusal, RefusalCode, Setting
+from attnplug import AttentionKind, CacheLayout, DType, ModelSpec, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import HostSpec
 from attnplug_vllm.settings import OPTION
 
 BLOCK_STEP = 16
 """Block sizes are multiples of this many tokens, as for vLLM's own kernels."""
+PLUGIN_FORMATS = ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4")
+"""Values of ``--kv-cache-dtype`` in every supported version that a format plugin can provide for MHA. vLLM accepts no
+names of other packages."""
 
 _OPTIONS: dict[str, str | None] = {
     Setting.ATTENTION_BACKEND: f"{OPTION}.backend",
@@ -82,8 +85,7 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
     if model is not None and model.is_sparse:
         yield Refusal(RefusalCode.FEATURE, "sparse attention runs on vLLM's own backends only")
     if problem.kv_dtype is not None and problem.kv_dtype not in list(DType):
-        message = f"vLLM allocates no pages in the KV format {problem.kv_dtype} for attnplug's backends"
-        yield Refusal(RefusalCode.KV_DTYPE, message, problem.kv_dtype, list(map(str, DType)), Setting.KV_DTYPE)
+        yield from _refused_format(problem.kv_dtype, model)
     if problem.page_size is not None and problem.page_size % BLOCK_STEP:
         yield Refusal(
             RefusalCode.PAGE_SIZE,
@@ -92,6 +94,17 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
             f"multiples of {BLOCK_STEP}",
             Setting.PAGE_SIZE,
         )
+
+
+def _refused_format(name: str, model: ModelSpec | None) -> Iterator[Refusal]:
+    """Refusal of a plugin's KV format that vLLM's option does not accept, or of latent rows in it."""
+    allowed = list(map(str, DType))
+    if name not in PLUGIN_FORMATS:
+        message = f"vLLM's --kv-cache-dtype does not accept the KV format {name}"
+        yield Refusal(RefusalCode.KV_DTYPE, message, name, [*allowed, *PLUGIN_FORMATS], Setting.KV_DTYPE)
+    elif model is not None and any(layer.kind is AttentionKind.MLA for layer in model.full_layers):
+        message = f"latent rows in the KV format {name}: vLLM writes and gathers latent rows itself, not in this format"
+        yield Refusal(RefusalCode.KV_DTYPE, message, name, allowed, Setting.KV_DTYPE)
 
 
 class Feature(StrEnum):

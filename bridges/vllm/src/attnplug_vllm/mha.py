@@ -6,6 +6,7 @@ to the user unchanged.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +24,12 @@ from vllm.v1.attention.backend import (
 from attnplug import GraphLevel, LayerSpec, Refusal, RefusalCode
 from attnplug_vllm.geometry import GeometryBuilder, with_exact_lengths
 from attnplug_vllm.host import BLOCK_STEP, Feature, unsupported_feature, unsupported_features
+from attnplug_vllm.kv_formats import cache_format, plugin_formats, row_elements, wrong_page_size
 from attnplug_vllm.kv_group import GroupAttention, mha_pools
 from attnplug_vllm.mha_step import CapturedMHAStep, EagerMHAStep, LayerCall, capture_key
 from attnplug_vllm.planner import GroupPlanner
 from attnplug_vllm.selection import choose, graph_level, page_sizes, raise_if_refused, remembered, serving_specs
-from attnplug_vllm.specs import cache_dtype, has_exact_lengths, layer_ids, limits_of, mha_layer, model_of, verify_tokens
+from attnplug_vllm.specs import has_exact_lengths, layer_ids, limits_of, mha_layer, model_of, verify_tokens
 
 _LEVELS = {
     GraphLevel.NEVER: AttentionCGSupport.NEVER,
@@ -76,7 +78,15 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not ins
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """Shape of a layer's cache, for vLLM up to 0.28. Keys and values share a row."""
-        return num_blocks, num_kv_heads, block_size, 2 * head_size
+        return num_blocks, num_kv_heads, block_size, row_elements(cache_dtype_str, head_size)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Set the bytes of a row in a plugin's format, for vLLM from 0.29 on."""
+        name = spec.kv_quant_mode.name.lower()
+        if spec.state_content_bytes is not None or name not in plugin_formats():
+            return spec
+        return replace(spec, state_content_bytes=row_elements(name, spec.head_size, spec.head_size_v))
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
@@ -131,8 +141,9 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
         self.sliding_window, self.logits_soft_cap = sliding_window, logits_soft_cap
         self.sinks, self._sinks32 = sinks, None if sinks is None else sinks.detach().float().clone()
         config = get_current_vllm_config()
-        raise_if_refused(_layer_refusals(attn_type, alibi_slopes, others))
-        self.selection = choose(config, model_of(config, [self.layer(0, head_size)]), kv_cache_dtype)
+        layer = self.layer(0, head_size)
+        raise_if_refused([*_layer_refusals(attn_type, alibi_slopes, others), *wrong_page_size(kv_cache_dtype, layer)])
+        self.selection = choose(config, model_of(config, [layer]), kv_cache_dtype)
 
     def layer(self, layer_id: int, v_head_dim: int) -> LayerSpec:
         """Spec of this layer."""
@@ -264,7 +275,7 @@ def _group(kv_cache_spec: Any, names: list[str], config: Any, device: torch.devi
         model,
         {ids[name]: every[name] for name in own},
         choose(config, model, kv_cache_dtype),
-        cache_dtype(kv_cache_dtype, config.model_config.dtype),
+        cache_format(kv_cache_dtype, config.model_config.dtype),
         kv_cache_spec.block_size,
         mha_pools,
         lambda layer: (layer._k_scale_float, layer._v_scale_float),

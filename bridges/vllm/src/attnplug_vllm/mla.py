@@ -28,13 +28,14 @@ from attnplug import LayerSpec, Refusal, Role
 from attnplug.host import Selection
 from attnplug_vllm.geometry import with_exact_lengths
 from attnplug_vllm.host import Feature, two_prefill_backends, unsupported_features
+from attnplug_vllm.kv_formats import cache_format
 from attnplug_vllm.kv_group import GroupAttention, mla_pools
 from attnplug_vllm.mha import cudagraph_support, kernel_block_sizes
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
 from attnplug_vllm.mla_prefill import RaggedPrefill
 from attnplug_vllm.selection import choose, raise_if_refused
 from attnplug_vllm.settings import SECTION
-from attnplug_vllm.specs import cache_dtype, layer_ids, mla_layer, model_of
+from attnplug_vllm.specs import layer_ids, mla_layer, model_of
 
 
 class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not installed where types are checked
@@ -327,7 +328,7 @@ def _group(kv_cache_spec: Any, names: Sequence[str], config: Any, device: torch.
         model=model_of(config, specs),
         layers=layers,
         selection=first.selection,
-        kv_dtype=cache_dtype(first.kv_cache_dtype, config.model_config.dtype),
+        format=cache_format(first.kv_cache_dtype, config.model_config.dtype),
         page_size=kv_cache_spec.block_size,
         make_pools=mla_pools,
         scales=lambda layer: layer._k_scale_float,

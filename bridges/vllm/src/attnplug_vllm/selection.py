@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache, reduce
+from functools import reduce
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -17,13 +17,12 @@ from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Problem, Ref
 from attnplug.host import (
     AttnplugError,
     BackendRequest,
-    Registry,
     Selection,
     choose_importable,
     default_ranking,
-    load_registry,
 )
 from attnplug_vllm.host import HOST, refusal_message, render
+from attnplug_vllm.kv_formats import registry
 from attnplug_vllm.settings import OPTION, read_request
 from attnplug_vllm.specs import Machine, problem_of, unsupported
 
@@ -47,12 +46,6 @@ class Refused(ValueError):
     def __init__(self, message: str, refusals: Iterable[Refusal] = (), error: AttnplugError | None = None) -> None:
         super().__init__(message)
         self.refusals, self.error = tuple(refusals), error
-
-
-@cache
-def registry() -> Registry:
-    """Installed backends, loaded once per process."""
-    return load_registry()
 
 
 def request_of(config: Any) -> BackendRequest:

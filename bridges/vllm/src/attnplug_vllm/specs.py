@@ -12,36 +12,10 @@ from typing import Any
 
 import torch
 
-from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Refusal, Setting, UsageError
+from attnplug import AttentionKind, LayerSpec, ModelSpec, Problem, Refusal, UsageError
 from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, WorkspaceOwner
 from attnplug_vllm.host import HOST, Feature, unsupported_features
-
-_FP8 = ("fp8", "fp8_e4m3")
-_UNQUANTIZED = ("auto", "float16", "bfloat16", "float32")
-
-
-# Dtypes
-
-
-def attnplug_dtype(dtype: torch.dtype) -> DType:
-    """Convert the dtype of activations."""
-    return DType.parse(str(dtype), Setting.DTYPE)
-
-
-def cache_dtype(name: str, dtype: torch.dtype) -> DType:
-    """Dtype of a cache by vLLM's ``kv_cache_dtype``; ``dtype`` is that of activations. Raises :class:`UsageError`."""
-    if name == "auto":
-        return attnplug_dtype(dtype)
-    if name in _FP8:
-        return DType.FLOAT8_E4M3
-    if name in _UNQUANTIZED:
-        return DType.parse(name, Setting.KV_DTYPE)
-    allowed = ", ".join((*_UNQUANTIZED, *_FP8))
-    raise UsageError(
-        f"`{Setting.KV_DTYPE}` {name} is not supported by attnplug's bridge, only {allowed}",
-        settings=[Setting.KV_DTYPE],
-    )
-
+from attnplug_vllm.kv_formats import attnplug_dtype, cache_format
 
 # Layers
 
@@ -145,7 +119,7 @@ def problem_of(
         device=machine.device,
         sm=machine.sm,
         dtype=attnplug_dtype(activations),
-        kv_dtype=cache_dtype(kv_cache_dtype, activations),
+        kv_dtype=cache_format(kv_cache_dtype, activations).name,
         page_size=cache.block_size if cache.user_specified_block_size else None,
         speculative_tokens=verify_tokens(config),
     )
@@ -214,7 +188,7 @@ def context_of(
     model: ModelSpec,
     *,
     device: torch.device,
-    kv_dtype: DType,
+    kv_dtype: str,
     page_size: int,
     pools: KVPools,
     workspace: WorkspaceOwner,

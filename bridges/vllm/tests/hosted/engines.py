@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -70,7 +71,7 @@ class Models:
     """Checkpoints by name, and what transformers makes of prompts."""
 
     folder: Path
-    _told: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict)
+    _expected: dict[tuple[str, str, str], list[list[int]]] = field(default_factory=dict)
 
     def path(self, name: str) -> str:
         path = self.folder / name
@@ -83,16 +84,42 @@ class Models:
             model.save_pretrained(path)
         return str(path)
 
-    def expected(self, name: str, prompts: list[list[int]]) -> list[list[int]]:
-        """The tokens that transformers generates, greedily, one request at a time."""
-        key = name, str(prompts)
-        if key not in self._told:
+    def expected(
+        self, name: str, prompts: list[list[int]], rounded: Callable[[Tensor], Tensor] | None = None
+    ) -> list[list[int]]:
+        """Tokens that transformers generates greedily, one request at a time. ``rounded`` maps keys and values to
+        those read back from a cache."""
+        key = name, str(prompts), str(rounded)
+        if key not in self._expected:
             kind = LlamaForCausalLM if name == "llama" else Gemma2ForCausalLM
             model: PreTrainedModel = kind.from_pretrained(
                 self.path(name), dtype=torch.float32, attn_implementation="eager"
             )
-            self._told[key] = [_greedy(model, prompt) for prompt in prompts]
-        return self._told[key]
+            if rounded is not None:
+                use_rounded_rows(model, rounded)
+            self._expected[key] = [_greedy(model, prompt) for prompt in prompts]
+        return self._expected[key]
+
+
+def use_rounded_rows(model: PreTrainedModel, rounded: Callable[[Tensor], Tensor]) -> None:
+    """Make a Llama of transformers attend to ``rounded`` keys and values."""
+    from transformers import AttentionInterface
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Any:
+        return eager_attention_forward(module, query, rounded(key), rounded(value), *args, **settings)
+
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register("rounded", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("rounded", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model.set_attn_implementation("rounded")
+
+
+def rounded_per_token_head(rows: Tensor) -> Tensor:
+    """Rows ``[..., head_dim]`` in e4m3 with a scale each, read back."""
+    scales = rows.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return (rows / scales).to(torch.float8_e4m3fn).float() * scales
 
 
 def _greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:

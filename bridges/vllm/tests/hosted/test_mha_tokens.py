@@ -14,6 +14,7 @@ from engines import (
     impls,
     planned,
     prompts_of,
+    rounded_per_token_head,
     runner,
     scheduler,
     tokens,
@@ -107,6 +108,19 @@ def test_an_fp8_cache_is_nearly_as_good(models):
         same = sum(mine[0] == theirs[0] for mine, theirs in zip(found, expected, strict=True))
         assert same >= 6
         assert runner(llm).kv_caches[0].element_size() == 1
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
+def test_a_format_of_a_plugin_in_vllms_pages(models, layout, monkeypatch):
+    """E2: e4m3 rows with a scale per token and head, by ``attnplug-kv-formats``, against keys and values that
+    transformers rounds in the same way."""
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    options = {"block_size": 16, "kv_cache_dtype": "fp8_per_token_head", "max_num_batched_tokens": 64}
+    with engine(models.path("llama"), {**asking(), **options}) as llm:
+        assert impls(llm) == OURS
+        assert runner(llm).kv_caches[0].shape[-1] == 2 * (32 + 4)
+        assert tokens(llm, PROMPTS) == models.expected("llama", PROMPTS, rounded_per_token_head)
+        assert models.expected("llama", PROMPTS, rounded_per_token_head) != models.expected("llama", PROMPTS)
 
 
 def test_two_tensor_parallel_ranks_in_processes_of_their_own(models, monkeypatch):
