@@ -140,6 +140,18 @@ def test_a_refusal_names_the_option_that_decides_the_role(
     assert [(reason["code"], reason["option"]) for reason in reasons] == [("kind", option)]
 
 
+def test_levels_of_invariance_are_shown_and_requested(attnplug: Attnplug, package: Package) -> None:
+    """E3"""
+    package("fast", capabilities='{"invariant": ["run"]}', fields='{"preference": 100}')
+    arguments = ("explain", "--model", "tiny:llama", "--device", "cpu")
+    assert "usable, invariant: run\n" in attnplug(*arguments).out
+    outcome = attnplug(*arguments, "--attention-backend", "fast", "--batch-invariant")
+    assert outcome.code == 1 and "batch, graph, chunks, verify" in outcome.out and "--batch-invariant" in outcome.out
+    found = attnplug(*arguments, "--batch-invariant", "run", "--json").json
+    (fast,) = (each for each in found["decode"]["candidates"] if each["name"] == "fast")
+    assert fast["invariant"] == ["run"] == found["problem"]["invariant"] and not fast["refusals"]
+
+
 def test_a_gpu_that_does_not_suit_is_not_an_option_to_change(attnplug: Attnplug, package: Package) -> None:
     """D3: whoever runs a model cannot give another GPU."""
     package("blackwell", capabilities='{"devices": ["cuda"], "min_sm": 100}')
@@ -168,6 +180,7 @@ def test_an_extend_path_that_is_asked_for_is_a_reason(attnplug: Attnplug, packag
         (["--mla-extend", "chunked"], ["tiny:llama", "MLA"]),
         (["--mla-extend", "chunked", "--host", "vllm"], ["chunked", "engine"]),
         (["--cuda-graph", ""], ["''"]),
+        (["--batch-invariant", "run,btach"], ["'btach'", "batch"]),
     ],
 )
 def test_usage_errors_of_explain_are_reported(attnplug: Attnplug, arguments: list[str], named: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -54,6 +55,7 @@ class FastestBackend(ForwardingBackend):
             claims = {label: child.claims for label, child in children.items()}
             combined = weakest_by_role(claims, self._prefilling, decoding)
             self.claims, self.limiting_children = combined.claims, combined.limited_by
+        self.claims = replace(self.claims, invariant=self.claims.invariant & {"run"})  # the batch chooses the child
         self.captured = tuple(children) if self.claims.cuda_graph > GraphLevel.DECODE else decoding
         if captured_extends is not None:
             self.captured_extends = captured_extends

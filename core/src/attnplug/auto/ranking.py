@@ -137,7 +137,8 @@ class Ranking:
         order = sorted(names, key=lambda name: (score[name], name))
         backends = (*(by_name[name] for name in order), *others)
         schedule = None
-        by_batch = self._per_batch and role in _BY_BATCH and not (role is Role.PREFILL and problem.prefilled_by_host)
+        by_host = problem.prefilled_by_host and role is Role.PREFILL
+        by_batch = self._per_batch and role in _BY_BATCH and not by_host and not problem.invariant
         if by_batch and len(sharing := _sharing(slowness, order)) > 1:
             kind = ExtendSchedule if role is Role.PREFILL else BackendSchedule
             schedule = kind({name: times[name] for name in sharing})
@@ -196,7 +197,7 @@ def _shapes(role: Role, problem: Problem) -> Counter[MeasuredShape]:
         return Counter()
     layers = model.linear_layers if role is Role.LINEAR else model.full_layers
     page_size = problem.page_size or math.lcm(DEFAULT_PAGE_SIZE, model.page_multiple)
-    types, path = (dtype, problem.kv_dtype or dtype), problem.mla_extend if role is Role.PREFILL else None
+    types, path = (dtype, problem.kv_dtype or dtype), problem.extend_path if role is Role.PREFILL else None
     return Counter(MeasuredShape.of(layer, types, page_size, problem.mla_by_host, path) for layer in layers)
 
 

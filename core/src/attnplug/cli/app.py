@@ -19,6 +19,7 @@ from importlib_metadata import EntryPoint
 from attnplug.cli import output
 from attnplug.cli.text import shown_as_lines
 from attnplug.declare.errors import PluginError, UsageError
+from attnplug.declare.invariance import INVARIANCE
 from attnplug.declare.problem import ExtendPath, Role
 from attnplug.declare.refusal import Refusal
 from attnplug.declare.registered import Source
@@ -226,6 +227,8 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mla-extend", metavar="PATH", help=text)
     text = "required level: never, decode, uniform or always (default: what can be captured, as in run)"
     parser.add_argument("--cuda-graph", metavar="LEVEL", help=text)
+    text = f"required levels of invariance: {', '.join(INVARIANCE)} (without a value: all of them)"
+    parser.add_argument("--batch-invariant", nargs="?", const=",".join(INVARIANCE), metavar="LEVELS", help=text)
 
 
 def _completion_options(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from attnplug.cli.app import refusal_as_json
 from attnplug.cli.text import warn_of_plugins
 from attnplug.declare.device import Processor
 from attnplug.declare.errors import UsageError
+from attnplug.declare.invariance import sorted_levels
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role, model_dtype
@@ -53,6 +54,7 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry)
         coordinator="hisparse" if parsed.enable_hisparse else None,
         tensor_parallel=parsed.tensor_parallel,
         mla_extend=None if parsed.mla_extend is None else ExtendPath.parse(parsed.mla_extend),
+        invariant=frozenset((parsed.batch_invariant or "").replace(",", " ").split()),
     )
 
 
@@ -127,6 +129,7 @@ def _problem_as_json(selection: Selection) -> dict[str, object]:
         "cuda_graph": None if problem.wants_graphs else problem.cuda_graph.name.lower(),  # None: as far as possible
         "page_size": selection.page_size,
         "page_size_requested": problem.page_size,
+        "invariant": sorted_levels(problem.invariant),
     }
 
 
@@ -141,6 +144,7 @@ def _as_json(choice: RoleChoice, render: Render) -> dict[str, object]:
                 "name": candidate.backend.spec.name,
                 "distribution": candidate.backend.source.distribution,
                 "version": candidate.backend.source.version,
+                "invariant": sorted_levels(candidate.backend.spec.capabilities.invariant),
                 "refusals": [refusal_as_json(refusal, render) for refusal in candidate.refusals],
             }
             for candidate in choice.candidates

@@ -143,11 +143,17 @@ class HostContext:
                 )
 
     def for_backend(
-        self, name: str, declared: Capabilities, *, roles: frozenset[Role] = frozenset(), options: object = None
+        self,
+        name: str,
+        declared: Capabilities,
+        *,
+        roles: frozenset[Role] = frozenset(),
+        options: object = None,
+        invariant: frozenset[str] = frozenset(),
     ) -> BackendContext:
         """Return the context of one backend: the shared part and the backend's own fields."""
         shared = {field.name: getattr(self, field.name) for field in fields(HostContext)}
-        return BackendContext(**shared, name=name, declared=declared, roles=roles, options=options)
+        return BackendContext(**shared, name=name, declared=declared, roles=roles, options=options, invariant=invariant)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -161,6 +167,8 @@ class BackendContext(HostContext):
     roles: frozenset[Role]
     options: object
     """Parsed options of the backend, ``None`` if it has none. ``options_of`` returns them with their type."""
+    invariant: frozenset[str] = frozenset()
+    """Requested levels of ``INVARIANCE``. The backend keeps those that it claims, and may run faster without them."""
 
     def options_of(self, kind: type[Options]) -> Options:
         """Return the options as the dataclass that the spec names, or its defaults if none were given."""

@@ -127,6 +127,8 @@ class Capabilities(Claims):
             yield "it claims the role draft but max_speculative_tokens is 0"
         if self.trees and not self.max_speculative_tokens:
             yield "it claims draft trees but max_speculative_tokens is 0"
+        if self.invariant and "run" not in self.invariant:
+            yield f"it claims invariance {_listed(self.invariant)} but not run, which every level needs"
         if self.coordinators and Feature.SPARSE not in self.features:
             yield f"it claims the coordinators {_listed(self.coordinators)} but not the feature sparse"
 

@@ -10,8 +10,9 @@ from functools import reduce
 from typing import Any
 
 from attnplug.declare.errors import PluginError
+from attnplug.declare.invariance import sorted_levels
 from attnplug.declare.problem import ExtendPath, GraphLevel, Problem, Role
-from attnplug.declare.reading import boolean, graph_level, integer, members_of, names
+from attnplug.declare.reading import boolean, graph_level, integer, invariance_levels, members_of, names
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.settings import Setting
 
@@ -111,6 +112,15 @@ def _refuse_trees(trees: bool, problem: Problem, roles: Collection[Role | None])
     return Refusal(RefusalCode.SPECULATION, message, topk, 1, Setting.SPECULATIVE_TOPK)
 
 
+def _refuse_invariance(levels: frozenset[str], problem: Problem, roles: Collection[Role | None]) -> Refusal | None:
+    if problem.invariant <= levels:
+        return None
+    missing, claimed = sorted_levels(problem.invariant - levels), sorted_levels(levels)
+    message = f"invariance {', '.join(missing)} is requested; this backend claims {', '.join(claimed) or 'none'}"
+    requested = sorted_levels(problem.invariant)
+    return Refusal(RefusalCode.INVARIANCE, message, requested, claimed, Setting.BATCH_INVARIANT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
     """Properties of a built backend that callers may rely on.
@@ -142,6 +152,14 @@ class Claims:
     """Supported fields of ``ForwardExtras``."""
     trees: bool = declared(boolean, False, weaker=operator.and_, within=operator.le, refuse=_refuse_trees)
     """Draft trees (``Geometry.tree``) are verified as well as chains, on layers without a sliding window."""
+    invariant: frozenset[str] = declared(
+        invariance_levels,
+        frozenset(),
+        weaker=frozenset.intersection,
+        within=frozenset.issubset,
+        refuse=_refuse_invariance,
+    )
+    """Levels of ``INVARIANCE`` that hold if they were requested when the backend was built (E3)."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -8,6 +8,7 @@ from enum import IntEnum, StrEnum
 
 from attnplug.declare.device import SM, Architecture
 from attnplug.declare.errors import UsageError
+from attnplug.declare.invariance import INVARIANCE
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.settings import Setting
 
@@ -153,8 +154,11 @@ class Problem:
     mla_extend: ExtendPath | None = None
     """Path on which MLA layers must be prefilled; default: any that the backend supports."""
     architecture: Architecture | None = None
+    invariant: frozenset[str] = frozenset()
+    """Requested levels of ``INVARIANCE``. ``auto`` then uses one backend per role for all batches."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "invariant", frozenset(self.invariant))
         for message, *settings in self._mistakes():
             raise UsageError(message, settings=settings)
 
@@ -176,6 +180,9 @@ class Problem:
             yield f"`{ranks}` {self.tensor_parallel} is not a number of ranks; give 1 or more", ranks
         if self.sm is not None and self.sm not in SM_RANGE:
             yield f"`{Setting.SM}` {self.sm} is not a compute capability; write 9.0 as 90, 10.3 as 103", Setting.SM
+        for level in sorted(self.invariant - set(INVARIANCE)):
+            message = f"`{Setting.BATCH_INVARIANT}` {level!r} is unknown; use levels of {', '.join(INVARIANCE)}"
+            yield message, Setting.BATCH_INVARIANT
         if (model := self.model) is None:
             return
         if self.index_dtype is not None and not model.index_layers:
@@ -210,6 +217,13 @@ class Problem:
         path = f"`{Setting.MLA_EXTEND}` {self.mla_extend}"
         if self.mla_extend is not None and not any(layer.mla is not None for layer in model.layers):
             yield f"{path} is given, but {model.name} has no MLA layers; leave it out", Setting.MLA_EXTEND
+        if self.mla_extend not in (None, self.extend_path):
+            yield (
+                f"{path} is given with `{Setting.BATCH_INVARIANT}`, which requires {ExtendPath.ABSORBED}: decode is "
+                "absorbed, and other paths depend on the batch; leave one of them out",
+                Setting.MLA_EXTEND,
+                Setting.BATCH_INVARIANT,
+            )
         if self.mla_extend not in (None, ExtendPath.ABSORBED) and in_place:
             yield (
                 f"{path} is given, but sparse layers of {model.name} run {ExtendPath.ABSORBED} only; give that one, or "
@@ -223,6 +237,15 @@ class Problem:
         if self.device != "cuda":
             return self.architecture
         return None if self.sm is None else SM(self.sm)
+
+    @property
+    def extend_path(self) -> ExtendPath | None:
+        """Path of all MLA extends; ``None`` if each batch may take its own.
+
+        With levels of invariance beyond ``run`` it is absorbed. The other paths are chosen, and chunked, by the lengths
+        of the whole batch, and differ from decode, which is absorbed.
+        """
+        return ExtendPath.ABSORBED if self.invariant - {"run"} else self.mla_extend
 
     @property
     def prefilled_by_host(self) -> bool:

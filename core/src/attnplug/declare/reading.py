@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from attnplug.declare.device import DEVICE_NAME
 from attnplug.declare.errors import PluginError
+from attnplug.declare.invariance import INVARIANCE
 from attnplug.declare.problem import GraphLevel
 
 _Member = TypeVar("_Member", bound=Enum)
@@ -25,6 +26,13 @@ def several(name: str, values: object) -> tuple[Any, ...]:
 
 def names(name: str, values: object) -> frozenset[Any]:
     return frozenset(several(name, values))
+
+
+def invariance_levels(name: str, values: object) -> frozenset[str]:
+    found = names(name, values)
+    for level in sorted(found - set(INVARIANCE), key=str):
+        raise PluginError(f"{name} holds {level!r}; known are {', '.join(INVARIANCE)}")
+    return found
 
 
 def device_names(name: str, values: object) -> frozenset[str] | None:

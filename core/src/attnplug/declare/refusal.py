@@ -32,6 +32,7 @@ class RefusalCode(StrEnum):
     LAYERS = "layers"
     SPECULATION = "speculation"
     CUDA_GRAPH = "cuda_graph"
+    INVARIANCE = "invariance"
     TENSOR_PARALLEL = "tensor_parallel"
     REQUIREMENT = "requirement"
     IMPORT = "import"

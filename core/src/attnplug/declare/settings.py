@@ -23,6 +23,7 @@ class Setting(StrEnum):
     PAGE_SIZE = "page_size"
     LAYOUT = "layout"
     CUDA_GRAPH = "cuda_graph"
+    BATCH_INVARIANT = "batch_invariant"
     EXACT_LENGTHS = "exact_lengths"
     SPECULATIVE_TOKENS = "speculative_tokens"
     SPECULATIVE_TOPK = "speculative_topk"

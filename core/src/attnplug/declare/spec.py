@@ -200,7 +200,7 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
     if coordinator is not None and Feature.SPARSE in can.features and coordinator not in can.coordinators:
         message = f"{coordinator} keeps latent rows outside the pools; this backend reads only rows inside them"
         yield Refusal(RefusalCode.FEATURE, message, coordinator, setting=Setting.ENABLE_HISPARSE)
-    yield from can.refusals(problem, [role], ["trees"])
+    yield from can.refusals(problem, [role], ["trees", "invariant"])
 
 
 def _architecture_refusals(can: Capabilities, problem: Problem) -> Iterator[Refusal]:
@@ -292,7 +292,7 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
             message = "this host prefills MLA as MHA; this backend extends absorbed only; use the host's own kernels"
             yield Refusal(RefusalCode.FEATURE, message, sorted(can.mla_extend), setting=role.setting)
         if role in can.roles and layer.kind in can.kinds:
-            path, setting = problem.mla_extend, Setting.MLA_EXTEND
+            path, setting = problem.extend_path, Setting.MLA_EXTEND
             yield from _unsupported(RefusalCode.FEATURE, "MLA extend path", path, can.mla_extend, setting)
     ranks, heads = problem.tensor_parallel, layer.num_heads
     if heads % ranks:

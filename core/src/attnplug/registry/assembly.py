@@ -249,10 +249,12 @@ def _compile_kernels(
 ) -> None:
     if all(backend.spec.kernel_builds is None for backend, _, _ in uses):
         return
-    here, path = runtime_of(context.device).processor(context.device), None if problem is None else problem.mla_extend
+    here, wanted = runtime_of(context.device).processor(context.device), problem or Problem()
     dtype = DType.parse(str(context.dtype), Setting.DTYPE)
-    own = Problem(context.model, context.device.type, here.sm or None, dtype, context.kv_dtype, mla_extend=path)
-    build_kernels(uses, replace(own, architecture=here.architecture))
+    own = Problem(
+        context.model, context.device.type, here.sm or None, dtype, context.kv_dtype, mla_extend=wanted.mla_extend
+    )
+    build_kernels(uses, replace(own, architecture=here.architecture, invariant=wanted.invariant))
 
 
 def _full_attention(selection: Selection, context: HostContext) -> AttentionBackend | None:
@@ -316,5 +318,6 @@ def _build(
     selection: Selection, registered: Registered, context: HostContext, roles: frozenset[Role]
 ) -> AttentionBackend:
     spec = registered.spec
-    own = context.for_backend(spec.name, spec.capabilities, roles=roles, options=selection.options.get(spec.name))
-    return build_backend(registered, own, selection.problem)
+    problem, options = selection.problem, selection.options.get(spec.name)
+    own = context.for_backend(spec.name, spec.capabilities, roles=roles, options=options, invariant=problem.invariant)
+    return build_backend(registered, own, problem)

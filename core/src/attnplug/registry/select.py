@@ -15,11 +15,13 @@ from typing import Any
 from attnplug.auto.ranking import BY_PREFERENCE, Ranking, by_preference
 from attnplug.declare.claims import PageSizes
 from attnplug.declare.errors import AttnplugError, UsageError
+from attnplug.declare.invariance import sorted_levels
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, GraphLevel, Problem, Role
-from attnplug.declare.refusal import Refusal
+from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Render, Setting
+from attnplug.declare.spec import BackendSpec
 from attnplug.registry.registry import Registry
 from attnplug.registry.selection import AUTO, BackendRequest, Candidate, RoleChoice, Selection, refusal_lines
 
@@ -125,11 +127,12 @@ class _Chooser:
         usable = [c.backend for c in candidates if not c.refusals and asked in (None, c.backend)]
         chosen, why, schedule = (usable[0] if usable else None), "", None
         if usable and asked is None:
-            failing = self.ranking.failures(usable, role, self.problem)
+            ranked_as = role if self._paired_role(role) is None else Role.DECODE  # one ranking for both roles
+            failing = self.ranking.failures(usable, ranked_as, self.problem)
             if others := [backend for backend in usable if backend.spec.name not in failing]:
                 usable, candidates = others, tuple(_with_failure(candidate, failing) for candidate in candidates)
-            able = self._capturable(usable, role) or usable
-            ranked = self.ranking.rank(able, role, self.problem)
+            able = self._capturable(usable, ranked_as) or usable
+            ranked = self.ranking.rank(able, ranked_as, self.problem)
             chosen, why, schedule = ranked.backends[0], ranked.why, ranked.schedule
             if schedule is not None:
                 chosen = self.registry.get(schedule.candidates[0])
@@ -169,6 +172,27 @@ class _Chooser:
             yield replace(refusal, setting=self.request.setting_for(role)) if by_role else refusal
         if spec.name in self.failed:
             yield self.failed[spec.name]
+        if (other := self._paired_role(role)) is not None:
+            yield from self._pairing_refusals(spec, other)
+
+    def _paired_role(self, role: Role) -> Role | None:
+        """Return the role that must have the same backend, because rows have the same bits prefilled and decoded."""
+        levels, pair = self.problem.invariant, (Role.PREFILL, Role.DECODE)
+        one_backend = "chunks" in levels or ("verify" in levels and self.request.verify is Role.PREFILL)
+        if not one_backend or role not in pair or not set(pair) <= set(self.problem.roles()):
+            return None
+        return pair[role is Role.PREFILL]
+
+    def _pairing_refusals(self, spec: BackendSpec, other: Role) -> Iterator[Refusal]:
+        requested, levels = self.request.name_for(other), sorted_levels(self.problem.invariant)
+        if requested not in (AUTO, spec.name):
+            why = f"{requested} is requested for {other}"
+        elif requested == AUTO and spec.refusals(self.problem, other, self.options.get(spec.name)):
+            why = f"this backend cannot serve {other}"
+        else:
+            return
+        message = f"invariance {', '.join(levels)} requires one backend for prefill and decode; {why}"
+        yield Refusal(RefusalCode.INVARIANCE, message, levels, setting=self.request.setting_for(other))
 
 
 def _with_failure(candidate: Candidate, failing: Mapping[str, Refusal]) -> Candidate:

@@ -8,6 +8,7 @@ from typing import Any
 
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.declare.errors import UsageError
+from attnplug.declare.invariance import sorted_levels
 from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
@@ -142,11 +143,11 @@ class Selection:
 
     def graph_extenders(self, levels: Mapping[str, GraphLevel]) -> list[str]:
         """Return the backends that can run extends in CUDA graphs, if ``auto`` also chose backends that cannot. None if
-        a prefill backend or an MLA extend path was requested, or if linear layers cannot be captured."""
+        a prefill backend, an MLA extend path or invariance was requested, or if linear layers cannot be captured."""
         problem, prefill = self.problem, self.choices.get(Role.PREFILL)
         linear = self.serving(Role.LINEAR) if Role.LINEAR in self.choices else ()
         captured = all(each.spec.capabilities.cuda_graph is GraphLevel.ALWAYS for each in linear)
-        if not problem.wants_prefill_graphs or problem.device == "cpu" or problem.mla_extend is not None:
+        if not problem.wants_prefill_graphs or problem.device == "cpu" or problem.extend_path or problem.invariant:
             return []
         if prefill is None or prefill.requested != AUTO or not captured:
             return []
@@ -265,7 +266,8 @@ def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterato
         if candidate in unrelated:
             continue
         backend, status = candidate.backend, "refused" if candidate.refusals else "usable"
-        yield f"  {backend.spec.name} ({backend.source}): {status}"
+        levels = sorted_levels(backend.spec.capabilities.invariant)
+        yield f"  {backend.spec.name} ({backend.source}): {status}" + ", invariant: " * bool(levels) + ", ".join(levels)
         for refusal in candidate.refusals:
             yield f"    - {refusal.format(render)}"
     if unrelated:
@@ -309,6 +311,7 @@ def _inputs(selection: Selection) -> Iterator[str]:
         f"cache layout: {problem.layout}": problem.layout is not None,
         "upper bounds of lengths only": not problem.exact_lengths,
         f"CUDA graphs: {problem.cuda_graph.name}": problem.cuda_graph,
+        f"invariance: {', '.join(sorted_levels(problem.invariant))}": problem.invariant,
     }
     if any(extras.values()):
         yield f"also       {', '.join(text for text, applies in extras.items() if applies)}"

@@ -62,7 +62,9 @@ class SplitBackend(ForwardingBackend):
         super().__init__(name, {Role.PREFILL: prefill, Role.DECODE: decode})
         claims = {label: child.claims for label, child in self.children.items()}
         combined = weakest_by_role(claims, {Role.PREFILL}, {Role.DECODE})
-        self.claims, self.limiting_children = combined.claims, combined.limited_by
+        # The children's kernels differ: a decoded row has other bits than the same row prefilled.
+        kept = combined.claims.invariant - {"chunks"} - ({"verify"} if verify is Role.PREFILL else set())
+        self.claims, self.limiting_children = replace(combined.claims, invariant=kept), combined.limited_by
         self.captured = tuple(self.children) if self.claims.cuda_graph > GraphLevel.DECODE else (Role.DECODE,)
         self.child_of: dict[ForwardMode, tuple[str]] = {mode: (role,) for mode, role in role_of_modes(verify).items()}
         """Labels of the children that plan and run batches of each mode."""
