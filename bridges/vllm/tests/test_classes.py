@@ -220,11 +220,21 @@ def test_steps_that_the_contract_lacks_are_refused_by_name(ours):
     add("model.layers.0.attn", mha(ours))
     builder = mha_recorder(ours, MHARecorder())
     given = metadata([(0, 1)])
-    for prefix, batch, feature in ((16, given, "cascade attention"), (0, given.replace(causal=False), "non-causal")):
-        with pytest.raises(Refused) as raised:
-            builder.build(prefix, batch)
-        (reason,) = raised.value.refusals
-        assert reason.code == RefusalCode.FEATURE and reason.value.startswith(feature)
+    with pytest.raises(Refused) as raised:
+        builder.build(0, given.replace(causal=False))
+    (reason,) = raised.value.refusals
+    assert reason.code == RefusalCode.FEATURE and reason.value.startswith("non-causal")
+
+
+def test_a_common_prefix_is_attended_to_without_cascade_attention(ours):
+    (cache,) = caches("NHD", layers=1, blocks=24, heads=KV_HEADS, block_size=BLOCK, content=2 * DIM)
+    layer = add("model.layers.0.attn", mha(ours), cache.normal_(), _v_scale_float=1.0)
+    builder, q = mha_builder(ours, "model.layers.0.attn"), torch.randn(2, HEADS, DIM)
+    rows, results = torch.randn(2, KV_HEADS, DIM), []
+    for common_prefix_len in (0, BLOCK):
+        step = builder.build(common_prefix_len, metadata([(20, 1), (40, 1)]))
+        results.append(layer.impl.forward(layer, q, rows, rows, cache, step, torch.empty_like(q)))
+    assert torch.equal(*results)
 
 
 def test_a_version_that_the_bridge_does_not_know_is_refused_when_layers_are_made(ours, monkeypatch):

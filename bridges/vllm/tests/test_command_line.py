@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
 from attnplug import RefusalCode, Setting, UsageError
 from attnplug.host import TINY_CONFIGS, load_registry
+from attnplug_testing.claiming import registry_claiming
 from attnplug_testing.errors import naming
 from attnplug_vllm.command_line import (
     _problem,
@@ -146,7 +148,6 @@ def test_formats_of_plugins_are_accepted_for_mha_and_refused_for_latent_rows(lla
         (["-ac.use_non_causal", "true"], Feature.NON_CAUSAL),
         (["--kv-sharing-fast-prefill"], Feature.FAST_PREFILL),
         (["--calculate-kv-scales"], Feature.COMPUTED_SCALES),
-        (["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}'], Feature.KV_CONNECTOR),
     ],
 )
 def test_options_that_the_contract_lacks_are_refused(llama, given, feature):
@@ -155,17 +156,29 @@ def test_options_that_the_contract_lacks_are_refused(llama, given, feature):
 
 
 @pytest.mark.parametrize(
-    "given", [["-dcp", "1"], ["--enable-dbo", "--no-enable-dbo"], ["--ubatch-size", "0"], ["--enforce-eager"]]
+    "given",
+    [
+        ["-dcp", "1"],
+        ["--enable-dbo", "--no-enable-dbo"],
+        ["--ubatch-size", "0"],
+        ["--enforce-eager"],
+        ["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}'],
+    ],
 )
-def test_features_that_are_off_are_not_refused(llama, given):
+def test_features_that_are_off_or_supported_are_not_refused(llama, given):
     check(llama, *ASKED, *given)
 
 
-def test_batch_invariance_is_refused_where_vllm_has_it(llama, monkeypatch):
+@pytest.mark.parametrize("claimed", [(), ("run", "graph"), ("run", "batch", "graph")])
+def test_batch_invariance_needs_a_backend_that_claims_it(llama, monkeypatch, claimed):
+    """E3"""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(UsageError, check=naming(Feature.BATCH_INVARIANCE)):
-        check(llama, *ASKED)
-    check(llama, *ASKED, device="cpu", sm=None)
+    argv, claiming = ["vllm", "serve", llama, *ASKED], registry_claiming("torch_native", claimed)
+    refused = pytest.raises(UsageError, check=naming("batch", "VLLM_BATCH_INVARIANT"))
+    with nullcontext() if "batch" in claimed else refused:
+        check_command_line(argv, claiming, "cpu", None)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    check_command_line(argv, claiming, "cpu", None)
 
 
 def test_chunked_attention_of_a_local_model_is_refused(tmp_path):
@@ -177,7 +190,7 @@ def test_chunked_attention_of_a_local_model_is_refused(tmp_path):
     check(str(tmp_path), *ASKED)
 
 
-def test_what_mla_lacks_is_refused(tmp_path):
+def test_what_mla_lacks_is_refused(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["deepseek_v3"]))
     connector = ["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}']
     check(str(tmp_path), *ASKED, *connector, device="cpu", sm=None)
@@ -186,6 +199,9 @@ def test_what_mla_lacks_is_refused(tmp_path):
     prefill = ["--additional-config.attnplug.prefill", "torch_native"]
     with pytest.raises(UsageError, check=naming("FLASH_ATTN")):
         check(str(tmp_path), *ASKED, *prefill, "-ac.mla_prefill_backend", "flash_attn", device="cpu", sm=None)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(UsageError, check=naming("--additional-config.attnplug.prefill", "VLLM_BATCH_INVARIANT")):
+        check(str(tmp_path), *ASKED, *prefill, device="cpu", sm=None)
 
 
 @pytest.mark.parametrize("flag", ["--async-scheduling", "--no-async-scheduling"])

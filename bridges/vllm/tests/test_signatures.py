@@ -115,7 +115,6 @@ CONFIGS = {
         "additional_config",
         "attention_config",
         "compilation_config",
-        "kv_transfer_config",
         "speculative_config",
     ),
     ("vllm.model_executor.layers.attention.attention", "Attention"): (

@@ -10,6 +10,7 @@ import torch
 
 from attnplug import BackendSpec, CacheLayout, DType, GraphLevel, PageSizes, Problem, RefusalCode, Role
 from attnplug.host import KVPools, Registry, WorkspaceOwner
+from attnplug_testing.claiming import registry_claiming
 from attnplug_testing.errors import missing_values, naming
 from attnplug_testing.measured import measured_twins
 from attnplug_vllm import selection
@@ -138,7 +139,6 @@ def test_limits_are_the_schedulers():
         ({"cache_config__calculate_kv_scales": True}, "--calculate-kv-scales"),
         ({"model_config__hf_text_config": SimpleNamespace(attention_chunk_size=8)}, "attention_chunk_size"),
         ({"model_config__rswa_window": 8}, "reference sliding windows"),
-        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
     ],
 )
 def test_what_the_contract_lacks_is_refused_by_vllms_names(changes, words):
@@ -146,6 +146,18 @@ def test_what_the_contract_lacks_is_refused_by_vllms_names(changes, words):
         choose(config(**changes), model_of(config(), [LAYER]), "auto", CPU)
     (reason,) = raised.value.refusals
     assert reason.code == RefusalCode.FEATURE and words in reason.value
+
+
+def test_a_backend_that_does_not_claim_batch_invariance_is_refused(monkeypatch):
+    """E3"""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    asked = config({"attnplug": {"backend": "torch_native"}})
+    monkeypatch.setattr(selection, "registry", lambda: registry_claiming("torch_native", ["run", "graph"]))
+    with pytest.raises(Refused, check=naming("batch", "VLLM_BATCH_INVARIANT")) as raised:
+        choose(asked, model_of(asked, [LAYER]), "auto", CPU)
+    assert RefusalCode.INVARIANCE in codes(raised.value, "torch_native")
+    monkeypatch.setattr(selection, "registry", lambda: registry_claiming("torch_native", ["run", "batch", "graph"]))
+    assert choose(asked, model_of(asked, [LAYER]), "auto", CPU).problem.invariant == {"run", "batch", "graph"}
 
 
 def test_a_choice_is_refused_with_every_reason_in_vllms_words():

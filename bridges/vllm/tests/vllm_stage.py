@@ -46,7 +46,6 @@ def config(additional: Mapping[str, Any] | None = None, **changes: Any) -> Simpl
         compilation_config=Compilation(cudagraph_mode=None, max_cudagraph_capture_size=None),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}, use_non_causal=False),
         speculative_config=None,
-        kv_transfer_config=None,
     )
     for name, value in changes.items():
         *path, last = name.split("__")

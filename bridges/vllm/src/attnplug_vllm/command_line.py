@@ -18,7 +18,15 @@ import torch
 
 from attnplug import AttentionKind, DType, ModelSpec, Problem, Refusal, Setting, UsageError
 from attnplug.host import AttnplugError, ModelConfigError, Registry, default_ranking, load_model, model_dtype, select
-from attnplug_vllm.host import HOST, Feature, refusal_message, render, two_prefill_backends, unsupported_features
+from attnplug_vllm.host import (
+    HOST,
+    Feature,
+    refusal_message,
+    refused_mla_prefill,
+    render,
+    requested_invariance,
+    unsupported_features,
+)
 from attnplug_vllm.kv_formats import cache_format
 from attnplug_vllm.settings import CUSTOM, SECTION, missing_custom, read_request
 
@@ -31,7 +39,7 @@ _SHORT = {
 }
 """vLLM's short forms of the options read here."""
 _OVERRIDES = {"hf-overrides", "hf-config-path", "config-format"}
-_DISABLES_MLA, _BATCH_INVARIANT = "VLLM_MLA_DISABLE", "VLLM_BATCH_INVARIANT"
+_DISABLES_MLA = "VLLM_MLA_DISABLE"
 
 
 def options_of(argv: Sequence[str]) -> dict[str, str]:
@@ -135,7 +143,6 @@ def _unsupported(
     """Refusals of features, as far as options, environment and a local model's configuration show them."""
     kinds = {layer.kind for layer in model.full_layers} if model is not None else set()
     attention, kv_dtype = object_of("attention-config", options), options.get("kv-cache-dtype", "auto")
-    invariant = os.environ.get(_BATCH_INVARIANT, "0") not in ("", "0")
     yield from unsupported_features(
         {
             Feature.DCP: _exceeds_one(options, "decode-context-parallel-size"),
@@ -145,14 +152,12 @@ def _unsupported(
             Feature.FAST_PREFILL: _is_on(options, "kv-sharing-fast-prefill"),
             Feature.COMPUTED_SCALES: _is_on(options, "calculate-kv-scales"),
             Feature.CHUNKED_ATTENTION: bool(folder is not None and _text_config(folder).get("attention_chunk_size")),
-            Feature.KV_CONNECTOR: bool(object_of("kv-transfer-config", options)) and AttentionKind.MHA in kinds,
-            Feature.BATCH_INVARIANCE: invariant and device == "cuda",
             Feature.MLA_FP8_ON_CPU: device == "cpu" and AttentionKind.MLA in kinds and kv_dtype in ("fp8", "fp8_e4m3"),
         }
     )
     theirs, ours = attention.get("mla_prefill_backend"), additional_config(options).get(SECTION, {})
-    if theirs is not None and "prefill" in ours and AttentionKind.MLA in kinds:
-        yield two_prefill_backends(str(theirs).upper())
+    if "prefill" in ours and AttentionKind.MLA in kinds:
+        yield from refused_mla_prefill(None if theirs is None else str(theirs).upper())
 
 
 def _exceeds_one(options: Mapping[str, str], name: str) -> bool:
@@ -180,6 +185,7 @@ def _problem(options: Mapping[str, str], model: ModelSpec | None, device: str | 
         page_size=int(options["block-size"]) if options.get("block-size") else None,
         tensor_parallel=int(options.get("tensor-parallel-size") or 1),
         speculative_tokens=1 + drafted if drafted else 0,
+        invariant=requested_invariance(),
     )
     # Without the flag, vLLM decides later whether it schedules a step before lengths are known.
     return replace(HOST.fit(problem), exact_lengths=not (drafted and _is_on(options, "async-scheduling")))

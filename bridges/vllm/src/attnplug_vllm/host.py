@@ -6,6 +6,7 @@ nor vLLM.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
@@ -19,6 +20,11 @@ BLOCK_STEP = 16
 PLUGIN_FORMATS = ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4")
 """Values of ``--kv-cache-dtype`` in every supported version that a format plugin can provide for MHA. vLLM accepts no
 names of other packages."""
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""vLLM's switch, an environment variable."""
+_INVARIANT = frozenset({"run", "batch", "graph"})
+"""Levels that it requests: tokens do not depend on the other requests, whose number decides which graph runs (E3)."""
 
 _OPTIONS: dict[str, str | None] = {
     Setting.ATTENTION_BACKEND: f"{OPTION}.backend",
@@ -43,12 +49,18 @@ _OPTIONS: dict[str, str | None] = {
     Setting.STATE_SLOTS: None,
     Setting.CONTEXT_LENGTH: "--max-model-len",
     Setting.CHUNKED_PREFILL_SIZE: "--max-num-batched-tokens",
+    Setting.BATCH_INVARIANT: BATCH_INVARIANT,
 }
 
 
 def render(key: str) -> str | None:
     """vLLM's name for a setting, or None if vLLM has none. A backend's option has the key ``NAME.KEY``."""
     return _OPTIONS.get(key, f"{OPTION}.options.{key}")
+
+
+def requested_invariance() -> frozenset[str]:
+    """Levels of invariance that vLLM's switch requests."""
+    return frozenset() if os.environ.get(BATCH_INVARIANT, "0") in ("", "0") else _INVARIANT
 
 
 def fit(problem: Problem) -> Problem:
@@ -117,8 +129,6 @@ class Feature(StrEnum):
     FAST_PREFILL = "fast prefill of layers that share a cache (--kv-sharing-fast-prefill)"
     COMPUTED_SCALES = "computed scales (--calculate-kv-scales)"
     CHUNKED_ATTENTION = "chunked local attention (the model's attention_chunk_size)"
-    KV_CONNECTOR = "a KV connector (--kv-transfer-config)"
-    BATCH_INVARIANCE = "batch invariance (VLLM_BATCH_INVARIANT)"
     MLA_FP8_ON_CPU = "latent rows in fp8 on the CPU (--kv-cache-dtype)"
 
 
@@ -132,10 +142,16 @@ def unsupported_features(requested: Mapping[str, bool]) -> list[Refusal]:
     return [unsupported_feature(feature) for feature, is_requested in requested.items() if is_requested]
 
 
-def two_prefill_backends(name: str) -> Refusal:
-    """Refusal of vLLM's MLA prefill backend ``name`` together with an attnplug backend that is named for prefill."""
-    message = f"--attention-config.mla_prefill_backend {name} names another prefill backend; leave one of them out"
-    return Refusal(RefusalCode.ROLE, message, name, setting=Setting.PREFILL_ATTENTION_BACKEND)
+def refused_mla_prefill(theirs: str | None) -> Iterator[Refusal]:
+    """Refusals of an attnplug backend that is named for MLA prefill. ``theirs``: vLLM's own one, if it is named too."""
+    if theirs is not None:
+        message = (
+            f"--attention-config.mla_prefill_backend {theirs} names another prefill backend; leave one of them out"
+        )
+        yield Refusal(RefusalCode.ROLE, message, theirs, setting=Setting.PREFILL_ATTENTION_BACKEND)
+    if requested_invariance():
+        message = f"{OPTION}.prefill runs MLA as MHA, over chunks of context whose boundaries depend on the batch"
+        yield Refusal(RefusalCode.INVARIANCE, message, setting=Setting.BATCH_INVARIANT)
 
 
 def refusal_message(reasons: Iterable[Refusal]) -> str:

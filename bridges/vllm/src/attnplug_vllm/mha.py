@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
 
 from attnplug import GraphLevel, LayerSpec, Refusal, RefusalCode
 from attnplug_vllm.geometry import GeometryBuilder, with_exact_lengths
-from attnplug_vllm.host import BLOCK_STEP, Feature, unsupported_feature, unsupported_features
+from attnplug_vllm.host import BLOCK_STEP, unsupported_feature, unsupported_features
 from attnplug_vllm.kv_formats import cache_format, plugin_formats, row_elements, wrong_page_size
 from attnplug_vllm.kv_group import GroupAttention, mha_pools
 from attnplug_vllm.mha_step import CapturedMHAStep, EagerMHAStep, LayerCall, capture_key
@@ -105,10 +105,13 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not ins
             "MLA layers in a model that is not MLA": selector.get("use_mla", False),
             "sparse attention": selector.get("use_sparse", False),
             "scales per head in an fp8 cache": selector.get("use_per_head_quant_scales", False),
-            Feature.BATCH_INVARIANCE: selector.get("use_batch_invariant", False),
             "adaptive verification": selector.get("use_adaptive_verification", False),
         }
         return [refusal.message for refusal in unsupported_features(requested)]
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # a layer's constructor refuses backends that do not claim it
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -223,10 +226,11 @@ class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         return cudagraph_support()
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> EagerMHAStep:
+        """Make the metadata of a step. A common prefix (cascade attention) is attended to like other rows: every
+        request's block table contains it."""
         metadata = common_attn_metadata
-        if common_prefix_len or metadata.causal is not True:
-            feature = "cascade attention" if common_prefix_len else "non-causal attention"
-            raise_if_refused([unsupported_feature(feature)])
+        if metadata.causal is not True:
+            raise_if_refused([unsupported_feature("non-causal attention")])
         planner = self._current_planner()
         planner.replay(capture_key(metadata), metadata.seq_lens, metadata.block_table_tensor, metadata.slot_mapping)
         return EagerMHAStep(planner, self._geometries, metadata, self._threshold)

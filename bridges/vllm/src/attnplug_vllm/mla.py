@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from attnplug import LayerSpec, Refusal, Role
 from attnplug.host import Selection
 from attnplug_vllm.geometry import with_exact_lengths
-from attnplug_vllm.host import Feature, two_prefill_backends, unsupported_features
+from attnplug_vllm.host import Feature, refused_mla_prefill, unsupported_features
 from attnplug_vllm.kv_formats import cache_format
 from attnplug_vllm.kv_group import GroupAttention, mla_pools
 from attnplug_vllm.mha import cudagraph_support, kernel_block_sizes
@@ -82,6 +82,10 @@ class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not 
 
         layouts = caches.KVCacheLayout
         return layouts.LBNHC, layouts.LBHNC, layouts.LHBNC
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # a layer's constructor refuses backends that do not claim it
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -352,7 +356,7 @@ def _choose(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selection:
 
 
 def _refused_prefill(config: Any) -> list[Refusal]:
-    theirs = config.attention_config.mla_prefill_backend
-    if theirs is None or "prefill" not in (config.additional_config or {}).get(SECTION, {}):
+    if "prefill" not in (config.additional_config or {}).get(SECTION, {}):
         return []
-    return [two_prefill_backends(theirs.name)]
+    theirs = config.attention_config.mla_prefill_backend
+    return list(refused_mla_prefill(None if theirs is None else theirs.name))

@@ -14,7 +14,7 @@ import torch
 
 from attnplug import AttentionKind, LayerSpec, ModelSpec, Problem, Refusal, UsageError
 from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, WorkspaceOwner
-from attnplug_vllm.host import HOST, Feature, unsupported_features
+from attnplug_vllm.host import HOST, Feature, requested_invariance, unsupported_features
 from attnplug_vllm.kv_formats import attnplug_dtype, cache_format
 
 # Layers
@@ -122,6 +122,7 @@ def problem_of(
         kv_dtype=cache_format(kv_cache_dtype, activations).name,
         page_size=cache.block_size if cache.user_specified_block_size else None,
         speculative_tokens=verify_tokens(config),
+        invariant=requested_invariance(),
     )
     graphs = machine.device == "cuda" and captures(config)
     return replace(HOST.fit(problem), wants_graphs=graphs, exact_lengths=has_exact_lengths(config))
@@ -163,9 +164,6 @@ def unsupported(config: Any) -> list[Refusal]:
         Feature.COMPUTED_SCALES: bool(getattr(cache, "calculate_kv_scales", False)),
         Feature.CHUNKED_ATTENTION: bool(getattr(text, "attention_chunk_size", None)),
         "reference sliding windows (the model's)": getattr(config.model_config, "rswa_window", None) is not None,
-        # vLLM itself lays out, writes and gathers MLA's cache, so connectors work with it.
-        Feature.KV_CONNECTOR: config.kv_transfer_config is not None
-        and not getattr(config.model_config, "use_mla", False),
     }
     return unsupported_features(requested)
 

@@ -123,6 +123,24 @@ def test_a_format_of_a_plugin_in_vllms_pages(models, layout, monkeypatch):
         assert models.expected("llama", PROMPTS, rounded_per_token_head) != models.expected("llama", PROMPTS)
 
 
+def test_a_kv_connector_loads_what_another_engine_saved(models, tmp_path, monkeypatch):
+    """Layers save their rows to files; a second engine attends to rows that it did not compute."""
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    options = {"block_size": 16, "kv_transfer_config": connector, "enable_prefix_caching": False}
+    some = PROMPTS[4:6]
+    for computed in (sum(map(len, some)), 2 * 16):
+        with engine(models.path("llama"), {**asking(), **options}) as llm:
+            rows = planned(monkeypatch, lambda batch: "" if batch.forward_mode == "decode" else batch.geometry.rows)
+            assert impls(llm) == OURS
+            assert tokens(llm, some) == models.expected("llama", PROMPTS)[4:6]
+            assert sum(filter(None, rows)) <= computed
+        assert list(tmp_path.iterdir())
+
+
 def test_two_tensor_parallel_ranks_in_processes_of_their_own(models, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
