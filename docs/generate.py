@@ -37,7 +37,9 @@ from measurements import (
 
 from attnplug.cli.backends import describe
 from attnplug.declare.registered import Registered
+from attnplug.declare.settings import Setting
 from attnplug.host import load_registry
+from attnplug.registry.hosts import load_host
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -77,6 +79,20 @@ def table_of_commands() -> str:
     return "\n".join(["| command | |", "|---|---|", *(f"| `attnplug {name}` | {text} |" for name, text in listed)])
 
 
+def table_of_hosts() -> str:
+    """One column per host of this repository, from its HostSpec: package, versions, and its names for settings."""
+    found = [load_host(name) for name in ("vllm", "sglang", "transformers")]
+    specs = [spec for spec, _ in found]
+    rows = ["| | " + " | ".join(spec.title for spec in specs) + " |", "|---" * (1 + len(specs)) + "|"]
+    rows.append("| package | " + " | ".join(f"`{source.distribution}`" for _, source in found) + " |")
+    rows.append("| versions | " + " | ".join(f"`{spec.versions}`" for spec in specs) + " |")
+    for setting in Setting:
+        names = [spec.render(setting) for spec in specs]
+        if any(names):
+            rows.append(f"| {setting} | " + " | ".join(f"`{name}`" if name else "–" for name in names) + " |")
+    return "\n".join(rows)
+
+
 def table_of_conformance() -> str:
     """One row per report in docs/conformance."""
     rows = ["| backend | where | passed | failed | not claimed |", "|---|---|---|---|---|"]
@@ -92,6 +108,7 @@ STATUSES = ("passed", "failed", "refused")
 TABLES = {
     "table of conformance": table_of_conformance,
     "table of backends": table_of_backends,
+    "table of hosts": table_of_hosts,
     "table of commands": table_of_commands,
     "table of packages": table_of_packages,
     "decode times": decode_times,

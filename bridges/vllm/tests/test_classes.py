@@ -322,10 +322,10 @@ def test_all_backends_that_decode_by_batch_are_listed_and_built(ours, monkeypatc
     monkeypatch.setattr(selection, "registry", lambda: twins)
     selection.forget()
     builder = mla_builder(ours)
-    assert events == [
-        "attnplug: prefill by vLLM's own MLA prefill backend (--additional-config.attnplug.prefill names another one); "
-        "decode by beta or alpha, depending on the batch"
-    ]
+    (line,) = events
+    prefill, decode = line.split(", decode by ")
+    assert "vLLM's own MLA prefill backend (--additional-config.attnplug.prefill" in prefill
+    assert decode.startswith("beta or alpha, depending on the batch (auto: ")
     name = "model.layers.0.attn"
     held = Host.config.compilation_config.static_forward_context[name]
     held.kv_cache = torch.zeros(8, BLOCK, RANK + ROPE)
@@ -355,6 +355,21 @@ def test_the_log_sum_exp_of_a_decode_has_tokens_first(ours):
     made = builder.build(0, metadata([(5, 1), (40, 1)]))
     _, lse = impl.forward_mqa(q, None, made, SimpleNamespace(layer_name="model.layers.0.attn"))
     assert (lse.shape, lse.dtype) == ((2, HEADS), torch.float32)
+    made.decode.seq_lens[1] = 0
+    _, lse = impl.forward_mqa(q, None, made, SimpleNamespace(layer_name="model.layers.0.attn"))
+    assert lse[1].eq(float("-inf")).all(), "with context parallelism, this rank may have no row of a request"
+
+
+def test_mla_decodes_with_the_heads_of_all_ranks_that_share_rows(ours):
+    Host.config.parallel_config.decode_context_parallel_size = 2
+    assert mla(ours).spec.num_heads == 2 * HEADS
+
+
+def test_mla_prefill_is_vllms_where_ranks_share_rows(ours):
+    Host.config.parallel_config.decode_context_parallel_size = 2
+    Host.config.additional_config["attnplug"] = {"backend": "torch_native", "prefill": "torch_native"}
+    with pytest.raises(Refused, check=naming("--decode-context-parallel-size", "--additional-config.attnplug.prefill")):
+        mla(ours)
 
 
 def test_the_scale_of_an_fp8_latent_cache_is_its_layers(ours):

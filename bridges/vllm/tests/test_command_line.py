@@ -141,7 +141,6 @@ def test_formats_of_plugins_are_accepted_for_mha_and_refused_for_latent_rows(lla
 @pytest.mark.parametrize(
     ("given", "feature"),
     [
-        (["-dcp", "2"], Feature.DCP),
         (["--prefill-context-parallel-size=2"], Feature.PCP),
         (["--enable-dbo"], Feature.DBO),
         (["--ubatch-size", "2"], Feature.DBO),

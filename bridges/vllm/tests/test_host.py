@@ -12,7 +12,7 @@ from attnplug import CacheLayout, Problem, Role, Setting
 from attnplug.registry.hosts import load_host
 from attnplug.sparse import IndexerDims
 from attnplug_testing.specs import GDN, MHA, MLA, model
-from attnplug_vllm.host import HOST, fit, refuse, render
+from attnplug_vllm.host import HOST, Feature, fit, refuse, refused_mla_prefill, render, unsupported_feature
 
 
 def test_every_setting_of_ours_has_a_word_or_none():
@@ -22,6 +22,21 @@ def test_every_setting_of_ours_has_a_word_or_none():
     assert words[Setting.ATTENTION_BACKEND] == "--additional-config.attnplug.backend"
     variables = {"VLLM_BATCH_INVARIANT"}
     assert all(word is None or word.startswith("--") or word in variables for word in words.values())
+
+
+def test_every_refusal_of_the_bridge_names_an_option_of_vllm(monkeypatch):
+    """D3: of vLLM's own, or the bridge's key of one."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    sparse = replace(MLA, indexer=IndexerDims(4, 64, 64))
+    problems = (Problem(model(GDN)), Problem(model(sparse)), Problem(model(MHA), page_size=24))
+    formats = (Problem(model(layer), kv_dtype=name) for layer, name in ((MHA, "acme"), (MLA, "nvfp4")))
+    reasons = [reason for problem in (*problems, *formats) for reason in refuse(problem)]
+    reasons += [*map(unsupported_feature, Feature), unsupported_feature("ALiBi slopes (the model's)")]
+    reasons += refused_mla_prefill("FLASH_ATTN", 2)
+    assert len(reasons) > 15
+    for reason in reasons:
+        assert "--" in reason.format(render) or "VLLM_" in reason.format(render), reason
+    assert all(render(Setting(name)) for name in ("device", "sm", "layout"))
 
 
 def test_an_option_of_a_backend_is_spelled_as_a_key_of_the_configuration():

@@ -39,6 +39,7 @@ def config(additional: Mapping[str, Any] | None = None, **changes: Any) -> Simpl
             tensor_parallel_size=1,
             rank=0,
             decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
             prefill_context_parallel_size=1,
             use_ubatching=False,
         ),

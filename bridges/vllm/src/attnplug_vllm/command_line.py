@@ -23,6 +23,7 @@ from attnplug_vllm.host import (
     Feature,
     refusal_message,
     refused_mla_prefill,
+    refused_without_lse,
     render,
     requested_invariance,
     unsupported_features,
@@ -128,6 +129,8 @@ def check_command_line(argv: Sequence[str], registry: Registry, device: str | No
     except (ValueError, UsageError):  # vLLM reports these itself
         problem = Problem()
     reasons = [*HOST.refuse(problem), *_unsupported(options, folder, model, device)]
+    if _exceeds_one(options, "decode-context-parallel-size"):
+        reasons += refused_without_lse(request, registry)
     if reasons:
         raise UsageError(refusal_message(reasons))
     ranking = default_ranking(registry, problem, per_batch=HOST.per_batch(problem))
@@ -145,7 +148,6 @@ def _unsupported(
     attention, kv_dtype = object_of("attention-config", options), options.get("kv-cache-dtype", "auto")
     yield from unsupported_features(
         {
-            Feature.DCP: _exceeds_one(options, "decode-context-parallel-size"),
             Feature.PCP: _exceeds_one(options, "prefill-context-parallel-size"),
             Feature.DBO: _is_on(options, "enable-dbo") or _exceeds_one(options, "ubatch-size"),
             Feature.NON_CAUSAL: attention.get("use_non_causal") is True,
@@ -157,7 +159,8 @@ def _unsupported(
     )
     theirs, ours = attention.get("mla_prefill_backend"), additional_config(options).get(SECTION, {})
     if "prefill" in ours and AttentionKind.MLA in kinds:
-        yield from refused_mla_prefill(None if theirs is None else str(theirs).upper())
+        ranks = 1 + _exceeds_one(options, "decode-context-parallel-size")
+        yield from refused_mla_prefill(None if theirs is None else str(theirs).upper(), ranks)
 
 
 def _exceeds_one(options: Mapping[str, str], name: str) -> bool:

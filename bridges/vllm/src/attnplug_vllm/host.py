@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
 
-from attnplug import AttentionKind, CacheLayout, DType, ModelSpec, Problem, Refusal, RefusalCode, Setting
-from attnplug.host import HostSpec
+from attnplug import AttentionKind, BackendSpec, CacheLayout, DType, ModelSpec, Problem, Refusal, RefusalCode, Setting
+from attnplug.host import BackendRequest, HostSpec, Registry
 from attnplug_vllm.settings import OPTION
 
 BLOCK_STEP = 16
@@ -33,12 +33,12 @@ _OPTIONS: dict[str, str | None] = {
     Setting.LINEAR_ATTENTION_BACKEND: None,
     Setting.DRAFT_ATTENTION_BACKEND: "--speculative-config.attention_backend",
     Setting.BACKEND_OPTION: f"{OPTION}.options",
-    Setting.DEVICE: None,
-    Setting.SM: None,
+    Setting.DEVICE: f"{OPTION}.backend",  # vLLM's platform and cache layout suit other backends
+    Setting.SM: f"{OPTION}.backend",
     Setting.DTYPE: "--dtype",
     Setting.KV_DTYPE: "--kv-cache-dtype",
     Setting.PAGE_SIZE: "--block-size",
-    Setting.LAYOUT: None,
+    Setting.LAYOUT: f"{OPTION}.backend",
     Setting.CUDA_GRAPH: "--compilation-config.cudagraph_mode",
     Setting.EXACT_LENGTHS: "--no-async-scheduling",
     Setting.SPECULATIVE_TOKENS: "--speculative-config.num_speculative_tokens",
@@ -55,7 +55,7 @@ _OPTIONS: dict[str, str | None] = {
 
 def render(key: str) -> str | None:
     """vLLM's name for a setting, or None if vLLM has none. A backend's option has the key ``NAME.KEY``."""
-    return _OPTIONS.get(key, f"{OPTION}.options.{key}")
+    return f"{OPTION}.options.{key}" if "." in key else _OPTIONS.get(key)
 
 
 def requested_invariance() -> frozenset[str]:
@@ -92,10 +92,13 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
     if model is not None and model.linear_layers and not model.full_layers:
         kinds = sorted({layer.kind for layer in model.linear_layers})
         yield Refusal(
-            RefusalCode.KIND, f"all layers are linear ({', '.join(kinds)}), and vLLM runs those on its own kernels"
+            RefusalCode.KIND,
+            f"all layers are linear ({', '.join(kinds)}), and vLLM runs those itself: use another --attention-backend",
         )
     if model is not None and model.is_sparse:
-        yield Refusal(RefusalCode.FEATURE, "sparse attention runs on vLLM's own backends only")
+        yield Refusal(
+            RefusalCode.FEATURE, "sparse attention runs on vLLM's own backends only: use another --attention-backend"
+        )
     if problem.kv_dtype is not None and problem.kv_dtype not in list(DType):
         yield from _refused_format(problem.kv_dtype, model)
     if problem.page_size is not None and problem.page_size % BLOCK_STEP:
@@ -120,9 +123,10 @@ def _refused_format(name: str, model: ModelSpec | None) -> Iterator[Refusal]:
 
 
 class Feature(StrEnum):
-    """Features of vLLM that the contract lacks and that a configuration or a command line shows."""
+    """Features of vLLM that the contract lacks, all or in part, and that a configuration or a command line shows."""
 
     DCP = "decode context parallelism (--decode-context-parallel-size)"
+    """Supported on backends that return the log-sum-exp; refused with some other features."""
     PCP = "prefill context parallelism (--prefill-context-parallel-size)"
     DBO = "dual batch overlap (--enable-dbo, --ubatch-size)"
     NON_CAUSAL = "non-causal attention (--attention-config.use_non_causal)"
@@ -134,7 +138,8 @@ class Feature(StrEnum):
 
 def unsupported_feature(feature: str) -> Refusal:
     """Refusal of a feature that the contract lacks. Its value is the feature."""
-    return Refusal(RefusalCode.FEATURE, f"{feature}: not supported by attnplug's vLLM bridge", feature)
+    advice = "use another --attention-backend"
+    return Refusal(RefusalCode.FEATURE, f"{feature}: not supported by attnplug's vLLM bridge", feature, advice=advice)
 
 
 def unsupported_features(requested: Mapping[str, bool]) -> list[Refusal]:
@@ -142,8 +147,10 @@ def unsupported_features(requested: Mapping[str, bool]) -> list[Refusal]:
     return [unsupported_feature(feature) for feature, is_requested in requested.items() if is_requested]
 
 
-def refused_mla_prefill(theirs: str | None) -> Iterator[Refusal]:
+def refused_mla_prefill(theirs: str | None, context_ranks: int) -> Iterator[Refusal]:
     """Refusals of an attnplug backend that is named for MLA prefill. ``theirs``: vLLM's own one, if it is named too."""
+    if context_ranks > 1:
+        yield unsupported_feature(f"{Feature.DCP} with {OPTION}.prefill")
     if theirs is not None:
         message = (
             f"--attention-config.mla_prefill_backend {theirs} names another prefill backend; leave one of them out"
@@ -152,6 +159,21 @@ def refused_mla_prefill(theirs: str | None) -> Iterator[Refusal]:
     if requested_invariance():
         message = f"{OPTION}.prefill runs MLA as MHA, over chunks of context whose boundaries depend on the batch"
         yield Refusal(RefusalCode.INVARIANCE, message, setting=Setting.BATCH_INVARIANT)
+
+
+def refused_without_lse(request: BackendRequest, registry: Registry) -> list[Refusal]:
+    """Refusals of requested backends that cannot run with decode context parallelism."""
+    names = dict.fromkeys((request.attention, *request.roles.values()))
+    lacking = [name for name in names if name in registry.backends and not returns_lse(registry.backends[name].spec)]
+    message = "backend {} does not return the log-sum-exp, by which --decode-context-parallel-size merges ranks"
+    return [
+        Refusal(RefusalCode.FEATURE, message.format(name), name, setting=Setting.ATTENTION_BACKEND) for name in lacking
+    ]
+
+
+def returns_lse(spec: BackendSpec) -> bool:
+    """Return True if the backend fills ``ForwardExtras.lse``."""
+    return "lse" in spec.capabilities.extras
 
 
 def refusal_message(reasons: Iterable[Refusal]) -> str:

@@ -23,7 +23,7 @@ from attnplug.host import (
     compile_progress,
 )
 from attnplug_vllm.host import render
-from attnplug_vllm.selection import Refused
+from attnplug_vllm.selection import Refused, log_groups
 from attnplug_vllm.specs import context_of
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -94,6 +94,7 @@ class GroupAttention:
     _first_layer: Any = None
     _address: int = 0
     _attention: ModelAttention | None = None
+    _pools: KVPools | None = None
 
     def __post_init__(self) -> None:
         self._first_layer = next(iter(self.layers.values()))
@@ -103,6 +104,12 @@ class GroupAttention:
         if self._attention is None or self._first_layer.kv_cache.data_ptr() != self._address:
             self._attention = self._build()
         return self._attention
+
+    def pools(self) -> KVPools:
+        """Return the pools over the caches that are bound now."""
+        self.ready()
+        assert self._pools is not None
+        return self._pools
 
     def _build(self) -> ModelAttention:
         caches = {layer_id: layer.kv_cache for layer_id, layer in self.layers.items()}
@@ -126,5 +133,6 @@ class GroupAttention:
         if isinstance(backend, ForwardingBackend):
             for name, reason in backend.left_out.items():
                 logger.info("attnplug: without %s: %s", name, reason)
-        self._address = self._first_layer.kv_cache.data_ptr()
+        log_groups()
+        self._address, self._pools = self._first_layer.kv_cache.data_ptr(), pools
         return attention

@@ -6,7 +6,7 @@ Everything describes one rank: vLLM's layers have the heads of one rank. A model
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,7 +105,8 @@ class Machine:
         if current_platform.is_cpu():
             return cls("cpu")
         raise UsageError(
-            f"attnplug's bridge runs on vLLM's CUDA and CPU platforms; this is {current_platform.device_name}"
+            f"attnplug's bridge runs on vLLM's CUDA and CPU platforms, and this is {current_platform.device_name}; use "
+            "another --attention-backend"
         )
 
 
@@ -150,12 +151,16 @@ def verify_tokens(config: Any) -> int:
     )
 
 
+def context_ranks(config: Any) -> int:
+    """Number of ranks that share the cache rows of a request (``--decode-context-parallel-size``)."""
+    return int(config.parallel_config.decode_context_parallel_size)
+
+
 def unsupported(config: Any) -> list[Refusal]:
     """Refusals of configured features that attnplug's contract lacks, by vLLM's names."""
     parallel, cache = config.parallel_config, config.cache_config
     text = config.model_config.hf_text_config
-    requested: Mapping[str, bool] = {
-        Feature.DCP: parallel.decode_context_parallel_size > 1,
+    requested: dict[str, bool] = {
         Feature.PCP: parallel.prefill_context_parallel_size > 1,
         Feature.DBO: parallel.use_ubatching,
         Feature.NON_CAUSAL: bool(config.attention_config.use_non_causal),
@@ -165,6 +170,12 @@ def unsupported(config: Any) -> list[Refusal]:
         Feature.CHUNKED_ATTENTION: bool(getattr(text, "attention_chunk_size", None)),
         "reference sliding windows (the model's)": getattr(config.model_config, "rswa_window", None) is not None,
     }
+    if context_ranks(config) > 1 and not config.model_config.use_mla:
+        interleave = parallel.cp_kv_cache_interleave_size
+        requested |= {
+            f"{Feature.DCP} with speculative decoding (--speculative-config)": config.speculative_config is not None,
+            f"{Feature.DCP} with --cp-kv-cache-interleave-size {interleave}, other than 1": interleave > 1,
+        }
     return unsupported_features(requested)
 
 
@@ -172,10 +183,11 @@ def unsupported(config: Any) -> list[Refusal]:
 
 
 def limits_of(config: Any) -> Limits:
-    """Limits of the largest step that vLLM runs."""
+    """Limits of the largest step that vLLM runs. With context parallelism, a request is one per rank; see
+    ``context_parallel``."""
     scheduler = config.scheduler_config
     return Limits(
-        max_requests=scheduler.max_num_seqs,
+        max_requests=scheduler.max_num_seqs * context_ranks(config),
         max_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max(verify_tokens(config), 1)),
         max_context=config.model_config.max_model_len,
     )

@@ -41,6 +41,11 @@ _MAKE = {
             **_SHAPE, tie_word_embeddings=False, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2
         )
     ),
+    "llama_mqa": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **_SHAPE, tie_word_embeddings=False, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=1
+        )
+    ),
     "gemma2": lambda: Gemma2ForCausalLM(
         Gemma2Config(
             **_SHAPE,
@@ -91,7 +96,7 @@ class Models:
         those read back from a cache."""
         key = name, str(prompts), str(rounded)
         if key not in self._expected:
-            kind = LlamaForCausalLM if name == "llama" else Gemma2ForCausalLM
+            kind = Gemma2ForCausalLM if name == "gemma2" else LlamaForCausalLM
             model: PreTrainedModel = kind.from_pretrained(
                 self.path(name), dtype=torch.float32, attn_implementation="eager"
             )
@@ -134,6 +139,15 @@ def _greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 def asking(backend: str = "torch_native", **section: Any) -> dict[str, Any]:
     """The options by which vLLM uses attnplug."""
     return {"attention_backend": "CUSTOM", "additional_config": {"attnplug": {"backend": backend, **section}}}
+
+
+def use_context_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of two ranks that share the rows of each request, in processes of their own, with the kernels that vLLM
+    lacks on a CPU."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "stand_ins"))  # new processes get this one's path
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "block_size": 16}
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from engines import (
     runner,
     scheduler,
     tokens,
+    use_context_ranks,
 )
 
 OURS = {"AttnplugImpl"}
@@ -54,7 +55,9 @@ def test_windows_and_full_attention_are_two_groups_with_a_backend_each(models, m
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     with engine(models.path("gemma2"), {**asking(), "block_size": 16}) as llm:
         log = "".join(capfd.readouterr())
-        assert log.count("attnplug: prefill by torch_native; decode by torch_native") == 1
+        (line,) = (line for line in log.splitlines() if "attnplug: " in line)
+        assert line.count("prefill by torch_native (asked for by --additional-config.attnplug.backend)") == 2
+        assert "2 layers, window 48: " in line and "2 layers: " in line
         assert "Cannot use" not in log
         builders = [group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups]
         windows = [{layer.sliding_window for layer in builder._planner.group.model.layers} for builder in builders]
@@ -146,3 +149,13 @@ def test_two_tensor_parallel_ranks_in_processes_of_their_own(models, monkeypatch
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with engine(models.path("llama"), {**asking(), "block_size": 16, "tensor_parallel_size": 2}) as llm:
         assert tokens(llm, PROMPTS[:4]) == models.expected("llama", PROMPTS)[:4]
+
+
+def test_two_ranks_that_share_the_rows_of_a_request(models, monkeypatch):
+    """Decode context parallelism: each rank has every other row of the only KV head."""
+    options = {**asking(), **use_context_ranks(monkeypatch), "max_num_batched_tokens": 64}
+    with engine(models.path("llama_mqa"), options) as llm:
+        assert tokens(llm, PROMPTS) == models.expected("llama_mqa", PROMPTS)
+        found = generate(llm, AGAIN)
+        assert [list(one.outputs[0].token_ids) for one in found] == models.expected("llama_mqa", AGAIN)
+        assert max(one.num_cached_tokens for one in found) >= 256
