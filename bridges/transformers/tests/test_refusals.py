@@ -238,7 +238,7 @@ def test_a_name_that_transformers_would_take_apart_is_refused():
 
 def test_another_version_of_transformers_is_refused(monkeypatch):
     monkeypatch.setattr(type(HOST), "installed", lambda self: "4.57.6")
-    with pytest.raises(BridgeError, check=naming("4.57.6", ">=5.17,<5.23", "pip install")):
+    with pytest.raises(BridgeError, check=naming("4.57.6", ">=5.17,<5.24", "pip install")):
         registration.check_version()
 
 

@@ -238,7 +238,7 @@ def test_a_common_prefix_is_attended_to_without_cascade_attention(ours):
 
 
 def test_a_version_that_the_bridge_does_not_know_is_refused_when_layers_are_made(ours, monkeypatch):
-    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    monkeypatch.setattr("vllm.__version__", "0.34.0")
     with pytest.raises(Refused) as raised:
         mha(ours)
     assert [reason.code for reason in raised.value.refusals] == [RefusalCode.REQUIREMENT]

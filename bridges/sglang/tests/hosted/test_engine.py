@@ -39,7 +39,7 @@ def serve(folder: Path, *cases: dict[str, Any], paths: Sequence[str] = (), **env
         **environment,
     }
     command = [sys.executable, str(HERE / "serve.py"), str(folder), *map(json.dumps, cases)]
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=600 * len(cases), check=False)
     found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(found) == len(cases), done.stderr[-4000:]
     return found

