@@ -71,7 +71,7 @@ def test_a_mask_of_four_dimensions_is_refused(llama):
 
 def test_packed_sequences_are_refused(llama):
     positions = torch.tensor([[0, 1, 0, 1]])
-    with pytest.raises(BridgeError, check=naming("causal_mask_function", "packed_sequence_mask_function")):
+    with pytest.raises(BridgeError, check=naming("packed_sequence_mask_function")):
         llama(torch.ones(1, 4, dtype=torch.long), position_ids=positions, use_cache=False)
 
 
