@@ -32,6 +32,8 @@ _selections: dict[tuple[str, Problem], Selection] = {}
 """Selections of one engine, by request and problem. Most layers of a model are alike, so this is also a cache."""
 _groups: list[tuple[frozenset[str], str]] = []
 """KV groups that were not logged yet: names of their layers, and text."""
+_logged: set[str] = set()
+"""Lines that were logged for this engine."""
 _engine: ReferenceType[Any] | None = None
 """Compilation configuration of that engine: the one object that a model shares with its draft."""
 
@@ -92,10 +94,12 @@ def log_group(config: Any, names: Iterable[str], model: ModelSpec, selection: Se
 
 
 def log_groups() -> None:
-    """Log the noted KV groups, if any."""
-    if _groups:
-        logger.info("attnplug: %s", "; ".join(line for _, line in _groups))
-        _groups.clear()
+    """Log the noted KV groups, if any. vLLM may make the builders of an engine twice, to profile memory."""
+    line = "; ".join(text for _, text in _groups)
+    _groups.clear()
+    if line and line not in _logged:
+        _logged.add(line)
+        logger.info("attnplug: %s", line)
 
 
 def _described(model: ModelSpec) -> str:
@@ -146,6 +150,7 @@ def forget() -> None:
     """Drop the remembered selections."""
     _selections.clear()
     _groups.clear()
+    _logged.clear()
 
 
 def serving_specs(selection: Selection, *roles: Role) -> tuple[BackendSpec, ...]:
