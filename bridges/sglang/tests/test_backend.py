@@ -18,9 +18,22 @@ from attnplug_sglang import plugin
 from attnplug_sglang.host import Refused
 from attnplug_sglang.kv_pools import PageTable
 from attnplug_sglang.layers import Layers
+from attnplug_testing.claiming import registry_claiming
 from attnplug_testing.errors import naming
 from sglang_fakes import Mode, batch, mha_layer, reference, slots_table
-from sglang_stand_in import CHOICES, CHUNKED, HANDLERS, HOOKS, IN_GRAPH, REGISTERED, Method, Radix, sglang
+from sglang_stand_in import (
+    CHOICES,
+    CHUNKED,
+    DETERMINISTIC,
+    DETERMINISTIC_WITH_RADIX,
+    HANDLERS,
+    HOOKS,
+    IN_GRAPH,
+    REGISTERED,
+    Method,
+    Radix,
+    sglang,
+)
 
 PAGES, PAGE, NAME = 40, 4, "attnplug:torch_native"
 
@@ -47,6 +60,7 @@ def runner(modules: list[Any], table: Tensor, kv: Any, **changes: Any) -> Any:
     """A ``ModelRunner`` on the CPU."""
     arguments = {
         "speculative_attention_mode": "prefill",
+        "enable_deterministic_inference": False,
         "speculative_algorithm": None,
         "speculative_num_draft_tokens": None,
         "cuda_graph_config": None,
@@ -93,6 +107,9 @@ def test_every_backend_with_softmax_attention_is_a_choice_once(ours: SimpleNames
     full = [name for name, one in found.items() if any(not kind.is_linear for kind in one.spec.capabilities.kinds)]
     assert sorted(CHOICES) == sorted(REGISTERED) == sorted(f"attnplug:{name}" for name in (*full, "auto"))
     assert len(full) < len(found), "one that is installed has linear attention alone"
+    assert sorted(DETERMINISTIC) == sorted(CHOICES), "the bridge refuses backends that do not claim it, with the reason"
+    with_radix = [f"attnplug:{name}" for name in full if "chunks" in found[name].spec.capabilities.invariant]
+    assert sorted(DETERMINISTIC_WITH_RADIX) == sorted(with_radix)
     assert "attnplug:torch_native" in CHUNKED and "attnplug:triton_mha" not in CHUNKED
     ((target, hook, kind),) = HOOKS
     assert target.endswith("ServerArgs.check_server_args") and (hook, kind) == (plugin.check_arguments, "before")
@@ -202,6 +219,17 @@ def test_mla_models_see_how_a_batch_extends(ours: SimpleNamespace) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(IN_GRAPH, kind, True)
             assert method(0) is Method.MLA
+
+
+def test_deterministic_mla_extends_absorbed(ours: SimpleNamespace, monkeypatch) -> None:
+    """E3: the other paths are chosen by the lengths of the whole batch."""
+    levels = ("run", "batch", "graph")
+    monkeypatch.setattr(ours.build, "load_registry", lambda: registry_claiming("torch_native", levels))
+    made, _, _ = mla_runner(slots_table([3], PAGE), arguments={"enable_deterministic_inference": True})
+    ours.build.build(NAME, made)
+    layer = SimpleNamespace(chunked_prefix_cache_threshold=10, disable_chunked_prefix_cache=False)
+    given = batch(torch.zeros(2, 512), [200], [4], get_max_chunk_capacity=lambda: 100)
+    assert HANDLERS[NAME](layer, given) is Method.MLA
 
 
 def test_drafts_are_refused(ours: SimpleNamespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from attnplug.registry.hosts import load_host
 from attnplug_sglang.host import HOST, OPTIONS, Refused, fit, given_options, render
 from attnplug_sglang.selection import choose, decode_graphs, served_roles, unsupported
 from attnplug_sglang.server_args import check_server_args
+from attnplug_testing.claiming import registry_claiming
 from attnplug_testing.errors import having, missing_values, naming
 from attnplug_testing.measured import measured_twins
 from attnplug_testing.specs import GDN, MHA, model
@@ -54,6 +56,7 @@ def arguments(folder: str, **changes: Any) -> Any:
         "speculative_eagle_topk": None,
         "speculative_draft_attention_backend": None,
         "cuda_graph_config": None,
+        "enable_deterministic_inference": False,
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -294,3 +297,15 @@ def test_a_kv_format_that_sglang_has_no_pages_for_is_refused() -> None:
     (reason,) = HOST.refusals(Problem(model(MHA), kv_dtype="acme_int4"))
     assert (reason.code, reason.value, reason.setting) == ("kv_dtype", "acme_int4", "kv_dtype")
     assert not HOST.refusals(Problem(model(MHA), kv_dtype=DType.FLOAT8_E4M3))
+
+
+@pytest.mark.parametrize("claimed", [(), ("run", "graph"), ("run", "batch", "graph")])
+def test_deterministic_inference_needs_a_backend_that_claims_it(folder, monkeypatch, claimed):
+    """E3"""
+    claiming = registry_claiming("torch_native", claimed)
+    monkeypatch.setattr("attnplug_sglang.server_args.load_registry", lambda: claiming)
+    given = arguments(folder, enable_deterministic_inference=True)
+    refused = pytest.raises(Refused, check=naming("batch", "--enable-deterministic-inference"))
+    with nullcontext() if "batch" in claimed else refused:
+        check_server_args(given)
+    check_server_args(arguments(folder))

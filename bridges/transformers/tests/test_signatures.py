@@ -1,6 +1,6 @@
 """The bridge's uses of transformers, checked against its sources at both ends of the range.
 
-The lower end lies unpacked beside the installed version, and is read without importing it.
+Both ends lie unpacked beside the installed version, and are read without importing them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from attnplug_transformers.paged_attention import PAGED_ARGUMENTS
 from attnplug_transformers_host import HOST
 
 ROOT = Path(__file__).resolve().parents[3]
-(OLDEST,) = re.findall(r"^TRANSFORMERS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-FOLDERS = {OLDEST: unpacked("transformers", OLDEST), "installed": installed("transformers")}
+((OLDEST, NEWEST),) = re.findall(r"^TRANSFORMERS := (\S+) (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+FOLDERS = {version: unpacked("transformers", version) for version in (OLDEST, NEWEST)}
+FOLDERS["installed"] = installed("transformers")
 BATCHING = "generation/continuous_batching"
 
 

@@ -220,15 +220,25 @@ def test_steps_that_the_contract_lacks_are_refused_by_name(ours):
     add("model.layers.0.attn", mha(ours))
     builder = mha_recorder(ours, MHARecorder())
     given = metadata([(0, 1)])
-    for prefix, batch, feature in ((16, given, "cascade attention"), (0, given.replace(causal=False), "non-causal")):
-        with pytest.raises(Refused) as raised:
-            builder.build(prefix, batch)
-        (reason,) = raised.value.refusals
-        assert reason.code == RefusalCode.FEATURE and reason.value.startswith(feature)
+    with pytest.raises(Refused) as raised:
+        builder.build(0, given.replace(causal=False))
+    (reason,) = raised.value.refusals
+    assert reason.code == RefusalCode.FEATURE and reason.value.startswith("non-causal")
+
+
+def test_a_common_prefix_is_attended_to_without_cascade_attention(ours):
+    (cache,) = caches("NHD", layers=1, blocks=24, heads=KV_HEADS, block_size=BLOCK, content=2 * DIM)
+    layer = add("model.layers.0.attn", mha(ours), cache.normal_(), _v_scale_float=1.0)
+    builder, q = mha_builder(ours, "model.layers.0.attn"), torch.randn(2, HEADS, DIM)
+    rows, results = torch.randn(2, KV_HEADS, DIM), []
+    for common_prefix_len in (0, BLOCK):
+        step = builder.build(common_prefix_len, metadata([(20, 1), (40, 1)]))
+        results.append(layer.impl.forward(layer, q, rows, rows, cache, step, torch.empty_like(q)))
+    assert torch.equal(*results)
 
 
 def test_a_version_that_the_bridge_does_not_know_is_refused_when_layers_are_made(ours, monkeypatch):
-    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    monkeypatch.setattr("vllm.__version__", "0.34.0")
     with pytest.raises(Refused) as raised:
         mha(ours)
     assert [reason.code for reason in raised.value.refusals] == [RefusalCode.REQUIREMENT]
@@ -312,10 +322,10 @@ def test_all_backends_that_decode_by_batch_are_listed_and_built(ours, monkeypatc
     monkeypatch.setattr(selection, "registry", lambda: twins)
     selection.forget()
     builder = mla_builder(ours)
-    assert events == [
-        "attnplug: prefill by vLLM's own MLA prefill backend (--additional-config.attnplug.prefill names another one); "
-        "decode by beta or alpha, depending on the batch"
-    ]
+    (line,) = events
+    prefill, decode = line.split(", decode by ")
+    assert "vLLM's own MLA prefill backend (--additional-config.attnplug.prefill" in prefill
+    assert decode.startswith("beta or alpha, depending on the batch (auto: ")
     name = "model.layers.0.attn"
     held = Host.config.compilation_config.static_forward_context[name]
     held.kv_cache = torch.zeros(8, BLOCK, RANK + ROPE)
@@ -345,6 +355,21 @@ def test_the_log_sum_exp_of_a_decode_has_tokens_first(ours):
     made = builder.build(0, metadata([(5, 1), (40, 1)]))
     _, lse = impl.forward_mqa(q, None, made, SimpleNamespace(layer_name="model.layers.0.attn"))
     assert (lse.shape, lse.dtype) == ((2, HEADS), torch.float32)
+    made.decode.seq_lens[1] = 0
+    _, lse = impl.forward_mqa(q, None, made, SimpleNamespace(layer_name="model.layers.0.attn"))
+    assert lse[1].eq(float("-inf")).all(), "with context parallelism, this rank may have no row of a request"
+
+
+def test_mla_decodes_with_the_heads_of_all_ranks_that_share_rows(ours):
+    Host.config.parallel_config.decode_context_parallel_size = 2
+    assert mla(ours).spec.num_heads == 2 * HEADS
+
+
+def test_mla_prefill_is_vllms_where_ranks_share_rows(ours):
+    Host.config.parallel_config.decode_context_parallel_size = 2
+    Host.config.additional_config["attnplug"] = {"backend": "torch_native", "prefill": "torch_native"}
+    with pytest.raises(Refused, check=naming("--decode-context-parallel-size", "--additional-config.attnplug.prefill")):
+        mla(ours)
 
 
 def test_the_scale_of_an_fp8_latent_cache_is_its_layers(ours):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
 from attnplug import RefusalCode, Setting, UsageError
 from attnplug.host import TINY_CONFIGS, load_registry
+from attnplug_testing.claiming import registry_claiming
 from attnplug_testing.errors import naming
 from attnplug_vllm.command_line import (
     _problem,
@@ -120,24 +122,31 @@ def test_custom_alone_is_checked_unless_another_package_may_mean_it():
         check_command_line(argv, load_registry(), "cpu", None)
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_inc", "nvfp4", "int8_per_token_head"])
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_inc", "turboquant_k8v4", "int8_per_token_head"])
 def test_cache_dtypes_that_the_bridge_lacks_are_refused_for_any_model(dtype):
     with pytest.raises(UsageError, check=naming(dtype, "fp8_e4m3")) as raised:
         check("some/model", *ASKED, "--kv-cache-dtype", dtype)
     assert raised.value.settings == (Setting.KV_DTYPE,)
 
 
+def test_formats_of_plugins_are_accepted_for_mha_and_refused_for_latent_rows(llama, tmp_path):
+    """E2"""
+    asked = (*ASKED, "--kv-cache-dtype", "fp8_per_token_head", "--dtype", "float32")
+    check(llama, *asked, device="cpu", sm=None)
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["deepseek_v3"]))
+    with pytest.raises(UsageError, check=naming("latent rows", "fp8_per_token_head", "--kv-cache-dtype")):
+        check(str(tmp_path), *asked, device="cpu", sm=None)
+
+
 @pytest.mark.parametrize(
     ("given", "feature"),
     [
-        (["-dcp", "2"], Feature.DCP),
         (["--prefill-context-parallel-size=2"], Feature.PCP),
         (["--enable-dbo"], Feature.DBO),
         (["--ubatch-size", "2"], Feature.DBO),
         (["-ac.use_non_causal", "true"], Feature.NON_CAUSAL),
         (["--kv-sharing-fast-prefill"], Feature.FAST_PREFILL),
         (["--calculate-kv-scales"], Feature.COMPUTED_SCALES),
-        (["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}'], Feature.KV_CONNECTOR),
     ],
 )
 def test_options_that_the_contract_lacks_are_refused(llama, given, feature):
@@ -146,17 +155,29 @@ def test_options_that_the_contract_lacks_are_refused(llama, given, feature):
 
 
 @pytest.mark.parametrize(
-    "given", [["-dcp", "1"], ["--enable-dbo", "--no-enable-dbo"], ["--ubatch-size", "0"], ["--enforce-eager"]]
+    "given",
+    [
+        ["-dcp", "1"],
+        ["--enable-dbo", "--no-enable-dbo"],
+        ["--ubatch-size", "0"],
+        ["--enforce-eager"],
+        ["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}'],
+    ],
 )
-def test_features_that_are_off_are_not_refused(llama, given):
+def test_features_that_are_off_or_supported_are_not_refused(llama, given):
     check(llama, *ASKED, *given)
 
 
-def test_batch_invariance_is_refused_where_vllm_has_it(llama, monkeypatch):
+@pytest.mark.parametrize("claimed", [(), ("run", "graph"), ("run", "batch", "graph")])
+def test_batch_invariance_needs_a_backend_that_claims_it(llama, monkeypatch, claimed):
+    """E3"""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(UsageError, check=naming(Feature.BATCH_INVARIANCE)):
-        check(llama, *ASKED)
-    check(llama, *ASKED, device="cpu", sm=None)
+    argv, claiming = ["vllm", "serve", llama, *ASKED], registry_claiming("torch_native", claimed)
+    refused = pytest.raises(UsageError, check=naming("batch", "VLLM_BATCH_INVARIANT"))
+    with nullcontext() if "batch" in claimed else refused:
+        check_command_line(argv, claiming, "cpu", None)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    check_command_line(argv, claiming, "cpu", None)
 
 
 def test_chunked_attention_of_a_local_model_is_refused(tmp_path):
@@ -168,7 +189,7 @@ def test_chunked_attention_of_a_local_model_is_refused(tmp_path):
     check(str(tmp_path), *ASKED)
 
 
-def test_what_mla_lacks_is_refused(tmp_path):
+def test_what_mla_lacks_is_refused(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["deepseek_v3"]))
     connector = ["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}']
     check(str(tmp_path), *ASKED, *connector, device="cpu", sm=None)
@@ -177,6 +198,9 @@ def test_what_mla_lacks_is_refused(tmp_path):
     prefill = ["--additional-config.attnplug.prefill", "torch_native"]
     with pytest.raises(UsageError, check=naming("FLASH_ATTN")):
         check(str(tmp_path), *ASKED, *prefill, "-ac.mla_prefill_backend", "flash_attn", device="cpu", sm=None)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(UsageError, check=naming("--additional-config.attnplug.prefill", "VLLM_BATCH_INVARIANT")):
+        check(str(tmp_path), *ASKED, *prefill, device="cpu", sm=None)
 
 
 @pytest.mark.parametrize("flag", ["--async-scheduling", "--no-async-scheduling"])

@@ -12,7 +12,7 @@ from attnplug import CacheLayout, Problem, Role, Setting
 from attnplug.registry.hosts import load_host
 from attnplug.sparse import IndexerDims
 from attnplug_testing.specs import GDN, MHA, MLA, model
-from attnplug_vllm.host import HOST, fit, refuse, render
+from attnplug_vllm.host import HOST, Feature, fit, refuse, refused_mla_prefill, render, unsupported_feature
 
 
 def test_every_setting_of_ours_has_a_word_or_none():
@@ -20,7 +20,23 @@ def test_every_setting_of_ours_has_a_word_or_none():
     assert words[Setting.PAGE_SIZE] == "--block-size" and words[Setting.KV_DTYPE] == "--kv-cache-dtype"
     assert words[Setting.CUDA_GRAPH] == "--compilation-config.cudagraph_mode"
     assert words[Setting.ATTENTION_BACKEND] == "--additional-config.attnplug.backend"
-    assert all(word is None or word.startswith("--") for word in words.values())
+    variables = {"VLLM_BATCH_INVARIANT"}
+    assert all(word is None or word.startswith("--") or word in variables for word in words.values())
+
+
+def test_every_refusal_of_the_bridge_names_an_option_of_vllm(monkeypatch):
+    """D3: of vLLM's own, or the bridge's key of one."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    sparse = replace(MLA, indexer=IndexerDims(4, 64, 64))
+    problems = (Problem(model(GDN)), Problem(model(sparse)), Problem(model(MHA), page_size=24))
+    formats = (Problem(model(layer), kv_dtype=name) for layer, name in ((MHA, "acme"), (MLA, "nvfp4")))
+    reasons = [reason for problem in (*problems, *formats) for reason in refuse(problem)]
+    reasons += [*map(unsupported_feature, Feature), unsupported_feature("ALiBi slopes (the model's)")]
+    reasons += refused_mla_prefill("FLASH_ATTN", 2)
+    assert len(reasons) > 15
+    for reason in reasons:
+        assert "--" in reason.format(render) or "VLLM_" in reason.format(render), reason
+    assert all(render(Setting(name)) for name in ("device", "sm", "layout"))
 
 
 def test_an_option_of_a_backend_is_spelled_as_a_key_of_the_configuration():
@@ -70,7 +86,7 @@ def test_blocks_are_multiples_of_16():
 
 
 @pytest.mark.parametrize(
-    ("version", "known"), [("0.26.0", True), ("0.32.1+cpu", True), ("0.25.1", False), ("0.33.0", False)]
+    ("version", "known"), [("0.26.0", True), ("0.32.1+cpu", True), ("0.25.1", False), ("0.34.0", False)]
 )
 def test_versions_outside_the_range_are_refused_by_number(version, known):
     reason = HOST.version_refusal(version)
@@ -94,4 +110,12 @@ def test_a_kv_format_that_vllm_has_no_pages_for_is_refused() -> None:
     """E2"""
     (reason,) = refuse(Problem(model(MHA), kv_dtype="acme_int4"))
     assert (reason.code, reason.value, reason.setting) == ("kv_dtype", "acme_int4", "kv_dtype")
+    assert {"float16", "nvfp4"} <= set(reason.allowed)
     assert not list(refuse(Problem(model(MHA), kv_dtype="float8_e4m3fn")))
+    assert not list(refuse(Problem(model(MHA), kv_dtype="fp8_per_token_head")))
+
+
+def test_latent_rows_have_no_format_of_a_plugin() -> None:
+    """E2: vLLM writes and gathers them itself."""
+    (reason,) = refuse(Problem(model(MLA), kv_dtype="fp8_per_token_head"))
+    assert (reason.code, reason.value, reason.setting) == ("kv_dtype", "fp8_per_token_head", "kv_dtype")

@@ -9,6 +9,7 @@ import torch
 
 from attnplug import DType, Role
 from attnplug.auto.fastest import FastestBackend
+from attnplug.declare.kv_format import as_format
 from attnplug.host import BackendRequest, load_registry, select
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_testing.errors import naming
@@ -35,7 +36,7 @@ def group(tensors: list[torch.Tensor], *, block_size: int = BLOCK_SIZE, **reques
         model,
         {number: layer(tensor) for number, tensor in enumerate(tensors)},
         select(load_registry(), BackendRequest("torch_native", **request), problem),
-        DType.FLOAT32,
+        as_format(DType.FLOAT32),
         block_size,
         mha_pools,
         lambda one: (one._k_scale_float, one._v_scale_float),
@@ -71,7 +72,7 @@ def test_every_layout_of_vllms_gives_the_same_result_without_a_copy(layout):
 def test_a_row_of_the_cache_is_a_key_and_then_its_value():
     tensor = memory_of("HND")[0]
     specs = [mha_layer(0, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=0.25)]
-    pool = mha_pools(specs, {0: tensor}, BLOCK_SIZE, DType.FLOAT32, {}).mha
+    pool = mha_pools(specs, {0: tensor}, BLOCK_SIZE, as_format(DType.FLOAT32), {}).mha
     assert pool is not None
     k, v = torch.randn(1, KV_HEADS, DIM), torch.randn(1, KV_HEADS, DIM)
     pool.write(0, torch.tensor([BLOCK_SIZE + 3]), k, v)
@@ -127,27 +128,27 @@ def test_caches_that_do_not_fit_are_refused_in_one_message():
 def test_fp8_caches_come_as_bytes_with_the_scales_of_their_layers():
     specs = [mha_layer(0, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=0.25)]
     cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * DIM, dtype=torch.uint8)
-    pool = mha_pools(specs, {0: cache}, BLOCK_SIZE, DType.FLOAT8_E4M3, {0: (2.0, 3.0)}).mha
+    pool = mha_pools(specs, {0: cache}, BLOCK_SIZE, as_format(DType.FLOAT8_E4M3), {0: (2.0, 3.0)}).mha
     assert pool is not None and pool.scales(0) == (2.0, 3.0)
 
 
 def test_scales_of_other_caches_do_not_matter():
     specs = [mha_layer(0, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=0.25)]
     cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * DIM)
-    assert mha_pools(specs, {0: cache}, BLOCK_SIZE, DType.FLOAT32, {0: (2.0, 3.0)}).mha is not None
+    assert mha_pools(specs, {0: cache}, BLOCK_SIZE, as_format(DType.FLOAT32), {0: (2.0, 3.0)}).mha is not None
 
 
 def test_latent_rows_lie_in_vllms_memory():
     specs = [mla_layer(0, heads=HEADS, scale=0.25, kv_lora_rank=32, nope=16, rope=8, v_head_dim=16)]
     cache = torch.zeros(BLOCKS, BLOCK_SIZE, 40)
-    pool = mla_pools(specs, {0: cache}, BLOCK_SIZE, DType.FLOAT32, {}).mla
+    pool = mla_pools(specs, {0: cache}, BLOCK_SIZE, as_format(DType.FLOAT32), {}).mla
     assert pool is not None and pool.rows(0).data_ptr() == cache.data_ptr()
 
 
 def test_latent_rows_in_fp8_have_the_scale_of_their_layer():
     specs = [mla_layer(0, heads=HEADS, scale=0.25, kv_lora_rank=32, nope=16, rope=8, v_head_dim=16)]
     cache = torch.zeros(BLOCKS, BLOCK_SIZE, 40, dtype=torch.uint8)
-    pool = mla_pools(specs, {0: cache}, BLOCK_SIZE, DType.FLOAT8_E4M3, {0: 2.0}).mla
+    pool = mla_pools(specs, {0: cache}, BLOCK_SIZE, as_format(DType.FLOAT8_E4M3), {0: 2.0}).mla
     assert pool is not None and pool.scale(0) == 2.0
 
 

@@ -14,10 +14,11 @@ from attnplug import BackendError, Capabilities, Claims, ForwardMode, GraphLevel
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.host import KVPools, ModelAttention, load_registry
+from attnplug_vllm.kv_formats import cache_format
 from attnplug_vllm.kv_group import GroupAttention, mla_pools
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
 from attnplug_vllm.selection import choose, forget
-from attnplug_vllm.specs import Machine, cache_dtype, mla_layer, model_of, unsupported
+from attnplug_vllm.specs import Machine, mla_layer, model_of
 from vllm_recorders import MLARecorder
 from vllm_stage import Metadata, config, metadata
 
@@ -335,7 +336,7 @@ def test_absorbed_attention_over_vllms_blocks() -> None:
         model,
         {n: SimpleNamespace(kv_cache=caches[n], _k_scale_float=1.0) for n in (0, 1)},
         selection,
-        cache_dtype("auto", torch.float32),
+        cache_format("auto", torch.float32),
         BLOCK,
         mla_pools,
         lambda layer: layer._k_scale_float,
@@ -359,11 +360,3 @@ def choose_without_vllm(asked: Any, model: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnplug_vllm.selection.version_refusals", list)
         return choose(asked, replace(model), "auto", Machine("cpu"))
-
-
-def test_a_kv_connector_is_carried_for_mla() -> None:
-    """MLA's cache is laid out and written by vLLM itself, so connectors find what they know."""
-    asked = config({}, kv_transfer_config=SimpleNamespace())
-    assert any("KV connector" in refusal.value for refusal in unsupported(asked))
-    asked.model_config.use_mla = True
-    assert not list(unsupported(asked))

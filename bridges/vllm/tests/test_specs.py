@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug import BackendSpec, CacheLayout, DType, GraphLevel, PageSizes, Problem, RefusalCode, Role, UsageError
+from attnplug import BackendSpec, CacheLayout, DType, GraphLevel, PageSizes, Problem, RefusalCode, Role
 from attnplug.host import KVPools, Registry, WorkspaceOwner
-from attnplug_testing.errors import having, missing_values, naming
+from attnplug_testing.claiming import registry_claiming
+from attnplug_testing.errors import missing_values, naming
 from attnplug_testing.measured import measured_twins
 from attnplug_vllm import selection
 from attnplug_vllm.host import fit
-from attnplug_vllm.selection import Refused, choose, graph_level, page_sizes, serving_specs
+from attnplug_vllm.selection import Refused, choose, graph_level, log_group, page_sizes, serving_specs
 from attnplug_vllm.settings import OPTION
 from attnplug_vllm.specs import (
     Machine,
-    cache_dtype,
     context_of,
     has_exact_lengths,
     layer_ids,
@@ -42,18 +42,6 @@ def _new_process(monkeypatch):
     selection.forget()
     yield
     selection.forget()
-
-
-def test_types_of_caches():
-    assert cache_dtype("auto", torch.bfloat16) is DType.BFLOAT16
-    assert cache_dtype("fp8", torch.bfloat16) is cache_dtype("fp8_e4m3", torch.float16) is DType.FLOAT8_E4M3
-    assert cache_dtype("float16", torch.bfloat16) is DType.FLOAT16
-
-
-@pytest.mark.parametrize("name", ["fp8_e5m2", "nvfp4", "int8_per_token_head"])
-def test_other_types_of_caches_are_refused_by_name(name):
-    with pytest.raises(UsageError, check=having(name, settings=("kv_dtype",))):
-        cache_dtype(name, torch.bfloat16)
 
 
 def test_no_cap_is_zero_in_vllm():
@@ -142,7 +130,14 @@ def test_limits_are_the_schedulers():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
+        (
+            {"parallel_config__decode_context_parallel_size": 2, "speculative_config": SPECULATION},
+            "--speculative-config",
+        ),
+        (
+            {"parallel_config__decode_context_parallel_size": 2, "parallel_config__cp_kv_cache_interleave_size": 16},
+            "--cp-kv-cache-interleave-size 16",
+        ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"parallel_config__use_ubatching": True}, "--enable-dbo"),
         ({"attention_config__use_non_causal": True}, "non-causal attention"),
@@ -151,7 +146,6 @@ def test_limits_are_the_schedulers():
         ({"cache_config__calculate_kv_scales": True}, "--calculate-kv-scales"),
         ({"model_config__hf_text_config": SimpleNamespace(attention_chunk_size=8)}, "attention_chunk_size"),
         ({"model_config__rswa_window": 8}, "reference sliding windows"),
-        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
     ],
 )
 def test_what_the_contract_lacks_is_refused_by_vllms_names(changes, words):
@@ -159,6 +153,18 @@ def test_what_the_contract_lacks_is_refused_by_vllms_names(changes, words):
         choose(config(**changes), model_of(config(), [LAYER]), "auto", CPU)
     (reason,) = raised.value.refusals
     assert reason.code == RefusalCode.FEATURE and words in reason.value
+
+
+def test_a_backend_that_does_not_claim_batch_invariance_is_refused(monkeypatch):
+    """E3"""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    asked = config({"attnplug": {"backend": "torch_native"}})
+    monkeypatch.setattr(selection, "registry", lambda: registry_claiming("torch_native", ["run", "graph"]))
+    with pytest.raises(Refused, check=naming("batch", "VLLM_BATCH_INVARIANT")) as raised:
+        choose(asked, model_of(asked, [LAYER]), "auto", CPU)
+    assert RefusalCode.INVARIANCE in codes(raised.value, "torch_native")
+    monkeypatch.setattr(selection, "registry", lambda: registry_claiming("torch_native", ["run", "batch", "graph"]))
+    assert choose(asked, model_of(asked, [LAYER]), "auto", CPU).problem.invariant == {"run", "batch", "graph"}
 
 
 def test_a_choice_is_refused_with_every_reason_in_vllms_words():
@@ -189,20 +195,38 @@ def test_a_backend_that_needs_lengths_is_refused_where_vllm_has_bounds():
     assert codes(raised.value, "torch_native") == {RefusalCode.LENGTHS}
 
 
-def test_the_backend_of_each_role_is_logged_once_per_engine(monkeypatch):
+def test_one_line_has_the_backend_of_each_role_and_kv_group_and_the_reason(monkeypatch):
     logged = []
     monkeypatch.setattr(selection.logger, "info", lambda message, *values: logged.append(message % values))
-    section = {"attnplug": {"backend": "torch_native"}}
-    asked = config(section)
-    for layers in ([LAYER], [LAYER], [LAYER, replace(LAYER, layer_id=1)]):
-        choose(asked, model_of(asked, layers), "auto", CPU)
-    assert logged == ["attnplug: prefill by torch_native; decode by torch_native"]
-    other = config(section, parallel_config__rank=1)
-    choose(other, model_of(other, [LAYER]), "auto", CPU)
-    assert len(logged) == 1, "rank 0 logs for all"
-    again = config(section)
-    choose(again, model_of(again, [LAYER]), "auto", CPU)
-    assert len(logged) == 2
+    groups = {"a": replace(LAYER, sliding_window=48), "b": LAYER}
+    layers = {name: SimpleNamespace(impl=SimpleNamespace(selection=None)) for name in groups}
+    for rank in (1, 0):
+        section = {"attnplug": {"backend": "torch_native"}}
+        asked = config(section, parallel_config__rank=rank, compilation_config__static_forward_context=layers)
+        for name, layer in groups.items():
+            assert not logged, "all groups are in one line, of rank 0"
+            model = model_of(asked, [layer])
+            log_group(asked, [name], model, choose(asked, model, "auto", CPU))
+    (line,) = logged
+    assert (
+        line.startswith("attnplug: 1 layer, window 48: prefill by torch_native (") and "; 1 layer: prefill by" in line
+    )
+    assert line.count("asked for by --additional-config.attnplug.backend") == 4
+    for name, layer in groups.items():
+        log_group(asked, [name], model_of(asked, [layer]), choose(asked, model_of(asked, [layer]), "auto", CPU))
+    assert len(logged) == 1, "once per engine"
+
+
+def test_groups_of_which_vllm_makes_no_builder_do_not_silence_the_log(monkeypatch):
+    logged = []
+    monkeypatch.setattr(selection.logger, "info", lambda message, *values: logged.append(message % values))
+    every = {name: SimpleNamespace(impl=SimpleNamespace(selection=None)) for name in "ab"}
+    asked = config({}, compilation_config__static_forward_context=every)
+    model = model_of(asked, [LAYER])
+    log_group(asked, ["a"], model, choose(asked, model, "auto", CPU))
+    selection.log_groups()
+    selection.log_groups()
+    assert len(logged) == 1 and "(auto: " in logged[0]
 
 
 def test_what_another_engine_had_chosen_is_forgotten():

@@ -39,6 +39,7 @@ def config(additional: Mapping[str, Any] | None = None, **changes: Any) -> Simpl
             tensor_parallel_size=1,
             rank=0,
             decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
             prefill_context_parallel_size=1,
             use_ubatching=False,
         ),
@@ -46,7 +47,6 @@ def config(additional: Mapping[str, Any] | None = None, **changes: Any) -> Simpl
         compilation_config=Compilation(cudagraph_mode=None, max_cudagraph_capture_size=None),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}, use_non_causal=False),
         speculative_config=None,
-        kv_transfer_config=None,
     )
     for name, value in changes.items():
         *path, last = name.split("__")

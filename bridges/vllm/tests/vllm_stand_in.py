@@ -21,6 +21,7 @@ import attnplug_vllm
 from attnplug_vllm import selection
 
 OURS = ("mha", "mla")
+_CONTENT = {"nvfp4": lambda dim: 2 * (dim // 2 + dim // 16), "fp8_per_token_head": lambda dim: 2 * (dim + 4)}
 Metadata = TypeVar("Metadata")
 
 
@@ -99,6 +100,22 @@ class MLABuilder(Builder, Generic[Metadata]):
         return self.build(0, given)
 
 
+@dataclass
+class Spec:
+    """``FullAttentionSpec`` of vLLM 0.26, whose pages the quantization mode determines."""
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    dtype: Any
+    kv_quant_mode: str
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * _CONTENT[self.kv_quant_mode](self.head_size)
+
+
 class MLAPrefill:
     """``MLAPrefillBackend``"""
 
@@ -150,6 +167,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "AttentionType": SimpleNamespace(DECODER="decoder"),
         "MultipleOf": MultipleOf,
     },
+    "vllm.v1.kv_cache_interface": {"FullAttentionSpec": Spec, "get_kv_quant_mode": str},
     "vllm.utils.import_utils": {"resolve_obj_by_qualname": str},
     "vllm.v1.attention.backends.registry": {
         "AttentionBackendEnum": SimpleNamespace(__members__=PLACES),

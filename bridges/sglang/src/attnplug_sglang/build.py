@@ -24,7 +24,7 @@ from attnplug.host import (
     load_registry,
 )
 from attnplug_sglang.backend import AttnplugBackend
-from attnplug_sglang.host import Refused, render
+from attnplug_sglang.host import Refused, render, requested_invariance
 from attnplug_sglang.kv_pools import PageTable, kv_dtype, kv_groups, pools_over
 from attnplug_sglang.layers import Layers, with_sinks
 from attnplug_sglang.mla_prefill import extend_path
@@ -73,7 +73,7 @@ def _build(name: str, runner: Any) -> AttnplugBackend:
         groups.append((attention, table, tuple(layer.layer_id for layer in group.layers)))
     backend = AttnplugBackend(runner, layers, groups)
     if runner.use_mla_backend:
-        _register_prefill(name, backend)
+        _register_prefill(name, backend, problem.extend_path)
     logger.info("%s: %s", name, _summary(selection))
     return backend
 
@@ -112,6 +112,7 @@ def _problem(runner: Any, model: ModelSpec) -> Problem:
         page_size=runner.page_size,
         speculative_tokens=(arguments.speculative_num_draft_tokens or 0) if speculates else 0,
         is_embedding=not runner.is_generation,
+        invariant=requested_invariance(arguments),
     )
 
 
@@ -157,14 +158,19 @@ def _context(runner: Any, model: ModelSpec, pools: Any, workspace: WorkspaceOwne
     )
 
 
-def _register_prefill(name: str, backend: AttnplugBackend) -> None:
-    """Register how SGLang's MLA models run an extend: by the backend's claims and SGLang's thresholds (C1)."""
+def _register_prefill(name: str, backend: AttnplugBackend, path: ExtendPath | None) -> None:
+    """Register how SGLang's MLA models run an extend: by the backend's claims and SGLang's thresholds (C1).
+
+    ``path``: the only one that may run, if the results must not depend on the batch.
+    """
     from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     abilities = backend.attention[0].backend.claims.mla_extend
+    if path is not None:
+        abilities &= {path}
     methods = {
         ExtendPath.ONE_SHOT: AttnForwardMethod.MHA_ONE_SHOT,
         ExtendPath.CHUNKED: AttnForwardMethod.MHA_CHUNKED_KV,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from attnplug import CacheLayout, DType, Feature, GraphLevel, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import AttnplugError, HostSpec, split_settings
@@ -39,6 +40,7 @@ _OPTIONS: Mapping[str, str] = {
     Setting.NUM_PAGES: "--max-total-tokens",
     Setting.CONTEXT_LENGTH: "--context-length",
     Setting.CHUNKED_PREFILL_SIZE: "--chunked-prefill-size",
+    Setting.BATCH_INVARIANT: "--enable-deterministic-inference",
 }
 
 
@@ -46,6 +48,11 @@ def render(key: str) -> str | None:
     """SGLang's name for a setting; ``None`` if it has none."""
     name, dot, _ = key.partition(".")
     return f"{key} in {OPTIONS}" if dot and name else _OPTIONS.get(key)
+
+
+def requested_invariance(arguments: Any) -> frozenset[str]:
+    """Levels of invariance that SGLang's switch requests. SGLang itself aligns chunks of prompts (E3)."""
+    return frozenset({"run", "batch", "graph"} if arguments.enable_deterministic_inference else ())
 
 
 def given_options(environment: Mapping[str, str] | None = None) -> dict[str, dict[str, str]]:

@@ -19,7 +19,11 @@ _registered = set[str]()
 def register() -> None:
     """Register every installed backend as ``attnplug:NAME``, and ``attnplug:auto``."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.server_args import add_attention_backend_choices
+    from sglang.srt.server_args import (
+        add_attention_backend_choices,
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
 
     backends = load_registry().backends
     full = {
@@ -27,9 +31,16 @@ def register() -> None:
         for name, backend in backends.items()
         if any(not kind.is_linear for kind in backend.spec.capabilities.kinds)
     }
+    claimed = {name: backend.spec.capabilities.invariant for name, backend in backends.items()}
     chunked = [PREFIX + name for name, can in {**full, AUTO: any(full.values())}.items() if can]
     names = [PREFIX + name for name in (*sorted(full), AUTO) if PREFIX + name not in _registered]
     add_attention_backend_choices(names)
+    # All of them: a backend that does not claim invariance is refused with the reason. The radix cache changes what is
+    # a prefix and what is prefilled.
+    add_deterministic_attention_backend_choices(names)
+    add_radix_supported_deterministic_attention_backend_choices(
+        [name for name in names if name != PREFIX + AUTO and "chunks" in claimed[name.removeprefix(PREFIX)]]
+    )
     for name in names:
         register_attention_backend(name)(partial(_build, name))
     _allow_chunked_prefix([name for name in chunked if name not in _registered])

@@ -6,7 +6,7 @@ from typing import Any
 
 from attnplug import DType, Problem, Role
 from attnplug.host import AttnplugError, ModelConfigError, load_model, load_registry, model_dtype
-from attnplug_sglang.host import PREFIX, Refused, check_version, refuse, render
+from attnplug_sglang.host import PREFIX, Refused, check_version, refuse, render, requested_invariance
 from attnplug_sglang.selection import check_options, choose, decode_graphs, raise_if_unsupported, resolved, served_roles
 
 _AUTO = ("auto", None)
@@ -54,6 +54,7 @@ def _check(name: str, roles: tuple[Role, ...], arguments: Any) -> None:
         page_size=arguments.page_size,
         speculative_tokens=(arguments.speculative_num_draft_tokens or 0) if speculates else 0,
         tensor_parallel=arguments.tp_size if not getattr(arguments, "enable_dp_attention", False) else 1,
+        invariant=requested_invariance(arguments),
     )
     if refusals := refuse(problem):
         raise Refused(f"{name}: {refusals[0].message}", refusals)

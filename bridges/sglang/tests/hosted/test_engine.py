@@ -1,8 +1,8 @@
 """The same greedy tokens as transformers, in a real SGLang on the CPU.
 
-Needs an environment of its own (``make sglang-test`` makes it). What stands in for packages that SGLang imports and
-does not use here is under ``stand_ins``: torchvision, and SGLang's compiled kernels. Its Triton kernels, which write
-its tables, run in Triton's interpreter.
+Needs an environment of its own (``make sglang-test`` makes it). ``stand_ins`` has torchvision, which SGLang imports and
+does not use here, and the few compiled kernels that it calls. Its Triton kernels, which write its tables, run in
+Triton's interpreter. With ``as_on_arm`` on the path, SGLang takes the code paths of an Arm host on any machine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,18 @@ HERE = Path(__file__).parent
 OURS = "attnplug:torch_native"
 
 
-def serve(folder: Path, *cases: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
-    """Each case in an engine of its own."""
+def serve(folder: Path, *cases: dict[str, Any], paths: Sequence[str] = (), **environment: str) -> list[dict[str, Any]]:
+    """Run each case in an engine of its own. ``paths``: further folders from which the engine's processes import."""
     given = {
         **os.environ,
-        "PYTHONPATH": str(HERE / "stand_ins"),
+        "PYTHONPATH": os.pathsep.join(str(HERE / name) for name in ("stand_ins", *paths)),
         "SGLANG_USE_CPU_ENGINE": "1",
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         **environment,
     }
     command = [sys.executable, str(HERE / "serve.py"), str(folder), *map(json.dumps, cases)]
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=600 * len(cases), check=False)
     found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(found) == len(cases), done.stderr[-4000:]
     return found
@@ -78,9 +79,12 @@ def test_mla_with_a_prefix_in_one_shot(tmp_path: Path) -> None:
     assert found["again"] == found["tokens"][6:]
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("paths", [(), ("as_on_arm",)], ids=["this machine", "as on Arm"])
+def test_two_ranks(paths: Sequence[str], tmp_path: Path) -> None:
+    """On Arm, SGLang binds threads and runs collectives with its compiled kernels, without AMX too."""
     folder = tiny_checkpoints.save("llama", tmp_path)
-    (found,) = serve(folder, {"attention_backend": OURS, "tp_size": 2}, SGLANG_CPU_OMP_THREADS_BIND="0|1")
+    case = {"attention_backend": OURS, "tp_size": 2}
+    (found,) = serve(folder, case, paths=paths, SGLANG_CPU_OMP_THREADS_BIND="0|1")
     assert found["tokens"] == tiny_checkpoints.expected(folder)
 
 

@@ -82,7 +82,7 @@ def _as_mha(layer: LayerSpec) -> LayerSpec:
 HOST = HostSpec(
     title="transformers",
     distributions=("transformers",),
-    versions=">=5.17,<5.23",
+    versions=">=5.17,<5.24",
     render=render,
     fit=fit,
     refuse=refuse,

@@ -18,9 +18,18 @@ import torch
 
 from attnplug import AttentionKind, DType, ModelSpec, Problem, Refusal, Setting, UsageError
 from attnplug.host import AttnplugError, ModelConfigError, Registry, default_ranking, load_model, model_dtype, select
-from attnplug_vllm.host import HOST, Feature, refusal_message, render, two_prefill_backends, unsupported_features
+from attnplug_vllm.host import (
+    HOST,
+    Feature,
+    refusal_message,
+    refused_mla_prefill,
+    refused_without_lse,
+    render,
+    requested_invariance,
+    unsupported_features,
+)
+from attnplug_vllm.kv_formats import cache_format
 from attnplug_vllm.settings import CUSTOM, SECTION, missing_custom, read_request
-from attnplug_vllm.specs import cache_dtype
 
 _SHORT = {
     "-tp": "--tensor-parallel-size",
@@ -31,7 +40,7 @@ _SHORT = {
 }
 """vLLM's short forms of the options read here."""
 _OVERRIDES = {"hf-overrides", "hf-config-path", "config-format"}
-_DISABLES_MLA, _BATCH_INVARIANT = "VLLM_MLA_DISABLE", "VLLM_BATCH_INVARIANT"
+_DISABLES_MLA = "VLLM_MLA_DISABLE"
 
 
 def options_of(argv: Sequence[str]) -> dict[str, str]:
@@ -112,7 +121,7 @@ def check_command_line(argv: Sequence[str], registry: Registry, device: str | No
     names = attention_backends(options)
     if CUSTOM not in names:
         raise UsageError(missing_custom(names))
-    cache_dtype(options.get("kv-cache-dtype", "auto"), torch.float32)
+    cache_format(options.get("kv-cache-dtype", "auto"), torch.float32)
     folder = _model_folder(argv, options)
     model = _model(folder)
     try:
@@ -120,6 +129,8 @@ def check_command_line(argv: Sequence[str], registry: Registry, device: str | No
     except (ValueError, UsageError):  # vLLM reports these itself
         problem = Problem()
     reasons = [*HOST.refuse(problem), *_unsupported(options, folder, model, device)]
+    if _exceeds_one(options, "decode-context-parallel-size"):
+        reasons += refused_without_lse(request, registry)
     if reasons:
         raise UsageError(refusal_message(reasons))
     ranking = default_ranking(registry, problem, per_batch=HOST.per_batch(problem))
@@ -135,24 +146,21 @@ def _unsupported(
     """Refusals of features, as far as options, environment and a local model's configuration show them."""
     kinds = {layer.kind for layer in model.full_layers} if model is not None else set()
     attention, kv_dtype = object_of("attention-config", options), options.get("kv-cache-dtype", "auto")
-    invariant = os.environ.get(_BATCH_INVARIANT, "0") not in ("", "0")
     yield from unsupported_features(
         {
-            Feature.DCP: _exceeds_one(options, "decode-context-parallel-size"),
             Feature.PCP: _exceeds_one(options, "prefill-context-parallel-size"),
             Feature.DBO: _is_on(options, "enable-dbo") or _exceeds_one(options, "ubatch-size"),
             Feature.NON_CAUSAL: attention.get("use_non_causal") is True,
             Feature.FAST_PREFILL: _is_on(options, "kv-sharing-fast-prefill"),
             Feature.COMPUTED_SCALES: _is_on(options, "calculate-kv-scales"),
             Feature.CHUNKED_ATTENTION: bool(folder is not None and _text_config(folder).get("attention_chunk_size")),
-            Feature.KV_CONNECTOR: bool(object_of("kv-transfer-config", options)) and AttentionKind.MHA in kinds,
-            Feature.BATCH_INVARIANCE: invariant and device == "cuda",
-            Feature.MLA_FP8_ON_CPU: device == "cpu" and AttentionKind.MLA in kinds and kv_dtype.startswith("fp8"),
+            Feature.MLA_FP8_ON_CPU: device == "cpu" and AttentionKind.MLA in kinds and kv_dtype in ("fp8", "fp8_e4m3"),
         }
     )
     theirs, ours = attention.get("mla_prefill_backend"), additional_config(options).get(SECTION, {})
-    if theirs is not None and "prefill" in ours and AttentionKind.MLA in kinds:
-        yield two_prefill_backends(str(theirs).upper())
+    if "prefill" in ours and AttentionKind.MLA in kinds:
+        ranks = 1 + _exceeds_one(options, "decode-context-parallel-size")
+        yield from refused_mla_prefill(None if theirs is None else str(theirs).upper(), ranks)
 
 
 def _exceeds_one(options: Mapping[str, str], name: str) -> bool:
@@ -176,10 +184,11 @@ def _problem(options: Mapping[str, str], model: ModelSpec | None, device: str | 
         device=device,
         sm=sm,
         dtype=dtype,
-        kv_dtype=_dtype(options.get("kv-cache-dtype", "auto"), Setting.KV_DTYPE),
+        kv_dtype=_kv_dtype(options.get("kv-cache-dtype", "auto")),
         page_size=int(options["block-size"]) if options.get("block-size") else None,
         tensor_parallel=int(options.get("tensor-parallel-size") or 1),
         speculative_tokens=1 + drafted if drafted else 0,
+        invariant=requested_invariance(),
     )
     # Without the flag, vLLM decides later whether it schedules a step before lengths are known.
     return replace(HOST.fit(problem), exact_lengths=not (drafted and _is_on(options, "async-scheduling")))
@@ -216,6 +225,10 @@ def _text_config(folder: Path) -> dict[str, Any]:
 
 def _dtype(name: str, setting: Setting) -> DType | None:
     return None if name == "auto" else DType.parse(name, setting)
+
+
+def _kv_dtype(name: str) -> str | None:
+    return None if name == "auto" else cache_format(name, torch.float32).name
 
 
 def _value(text: str) -> Any:

@@ -38,7 +38,7 @@ class GeometryBuilder:
         else:
             starts = metadata.query_start_loc
             mode, new_lens = ForwardMode.MIXED, starts[1:] - starts[:-1]
-        slots, table = metadata.slot_mapping, self._table(metadata)
+        slots, table = metadata.slot_mapping, self.table(metadata)
         return Geometry(
             mode,
             table,
@@ -63,9 +63,10 @@ class GeometryBuilder:
         if rows > metadata.num_actual_tokens:
             raise PlanError(
                 f"vLLM captures {metadata.num_actual_tokens} tokens for {requests} requests of up to {longest}; "
-                "attnplug's bridge captures only batches in which every request has the same number"
+                "attnplug's bridge captures only batches in which every request has the same number; use "
+                "--compilation-config.cudagraph_mode PIECEWISE"
             )
-        table = self._table(metadata)
+        table = self.table(metadata)
         return Geometry(
             self._uniform_mode(longest),
             table,
@@ -83,7 +84,8 @@ class GeometryBuilder:
             return ForwardMode.DECODE
         return ForwardMode.TARGET_VERIFY if longest == self.verify else ForwardMode.EXTEND
 
-    def _table(self, metadata: Any) -> Tensor:
+    def table(self, metadata: Any) -> Tensor:
+        """Block table ``[requests, pages]``, without columns that no request uses."""
         table: Tensor = metadata.block_table_tensor
         return table[:, : self.pages] if table.shape[1] > self.pages else table
 

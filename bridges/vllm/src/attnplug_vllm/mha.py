@@ -6,6 +6,7 @@ to the user unchanged.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,13 +22,31 @@ from vllm.v1.attention.backend import (
 )
 
 from attnplug import GraphLevel, LayerSpec, Refusal, RefusalCode
+from attnplug_vllm.context_parallel import CapturedShardedStep, Shard, ShardedMHAStep
 from attnplug_vllm.geometry import GeometryBuilder, with_exact_lengths
 from attnplug_vllm.host import BLOCK_STEP, Feature, unsupported_feature, unsupported_features
+from attnplug_vllm.kv_formats import cache_format, plugin_formats, row_elements, wrong_page_size
 from attnplug_vllm.kv_group import GroupAttention, mha_pools
 from attnplug_vllm.mha_step import CapturedMHAStep, EagerMHAStep, LayerCall, capture_key
 from attnplug_vllm.planner import GroupPlanner
-from attnplug_vllm.selection import choose, graph_level, page_sizes, raise_if_refused, remembered, serving_specs
-from attnplug_vllm.specs import cache_dtype, has_exact_lengths, layer_ids, limits_of, mha_layer, model_of, verify_tokens
+from attnplug_vllm.selection import (
+    choose,
+    graph_level,
+    log_group,
+    page_sizes,
+    raise_if_refused,
+    remembered,
+    serving_specs,
+)
+from attnplug_vllm.specs import (
+    context_ranks,
+    has_exact_lengths,
+    layer_ids,
+    limits_of,
+    mha_layer,
+    model_of,
+    verify_tokens,
+)
 
 _LEVELS = {
     GraphLevel.NEVER: AttentionCGSupport.NEVER,
@@ -76,7 +95,15 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not ins
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """Shape of a layer's cache, for vLLM up to 0.28. Keys and values share a row."""
-        return num_blocks, num_kv_heads, block_size, 2 * head_size
+        return num_blocks, num_kv_heads, block_size, row_elements(cache_dtype_str, head_size)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Set the bytes of a row in a plugin's format, for vLLM from 0.29 on."""
+        name = spec.kv_quant_mode.name.lower()
+        if spec.state_content_bytes is not None or name not in plugin_formats():
+            return spec
+        return replace(spec, state_content_bytes=row_elements(name, spec.head_size, spec.head_size_v))
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
@@ -95,10 +122,13 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not ins
             "MLA layers in a model that is not MLA": selector.get("use_mla", False),
             "sparse attention": selector.get("use_sparse", False),
             "scales per head in an fp8 cache": selector.get("use_per_head_quant_scales", False),
-            Feature.BATCH_INVARIANCE: selector.get("use_batch_invariant", False),
             "adaptive verification": selector.get("use_adaptive_verification", False),
         }
         return [refusal.message for refusal in unsupported_features(requested)]
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # a layer's constructor refuses backends that do not claim it
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -109,6 +139,8 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
     """One attention layer. The metadata builder of its KV group sets ``spec``."""
 
     spec: LayerSpec | None = None
+    supports_dcp: bool = True
+    can_return_lse_for_decode: bool = True
 
     def __init__(
         self,
@@ -131,14 +163,22 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
         self.sliding_window, self.logits_soft_cap = sliding_window, logits_soft_cap
         self.sinks, self._sinks32 = sinks, None if sinks is None else sinks.detach().float().clone()
         config = get_current_vllm_config()
-        raise_if_refused(_layer_refusals(attn_type, alibi_slopes, others))
-        self.selection = choose(config, model_of(config, [self.layer(0, head_size)]), kv_cache_dtype)
+        self._context_ranks = context_ranks(config)
+        layer = self.layer(0, head_size)
+        raise_if_refused(
+            [
+                *_layer_refusals(attn_type, alibi_slopes, others),
+                *wrong_page_size(kv_cache_dtype, layer),
+                *_sharding_refusals(layer, self._context_ranks),
+            ]
+        )
+        self.selection = choose(config, model_of(config, [layer]), kv_cache_dtype)
 
     def layer(self, layer_id: int, v_head_dim: int) -> LayerSpec:
-        """Spec of this layer."""
+        """Spec of this layer. With context parallelism, a rank attends with the heads of all ranks of its group."""
         return mha_layer(
             layer_id,
-            heads=self.num_heads,
+            heads=self.num_heads * self._context_ranks,
             kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
             v_head_dim=v_head_dim,
@@ -159,7 +199,7 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: EagerMHAStep | CapturedMHAStep | None,
+        attn_metadata: EagerMHAStep | CapturedMHAStep | ShardedMHAStep | CapturedShardedStep | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -185,12 +225,22 @@ def _layer_refusals(attn_type: str, alibi_slopes: object, others: dict[str, Any]
     return [unsupported_feature(feature) for feature in features]
 
 
+def _sharding_refusals(layer: LayerSpec, ranks: int) -> list[Refusal]:
+    """Refusals of a layer whose cache rows are divided over ranks. Each would apply window and sinks to its own."""
+    requested = {
+        f"{Feature.DCP} with sliding windows (the model's)": layer.sliding_window is not None,
+        f"{Feature.DCP} with attention sinks (the model's)": layer.sinks,
+    }
+    return unsupported_features(requested) if ranks > 1 else []
+
+
 class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """Builds the steps of one KV group."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         group, self._layer_count = _group(kv_cache_spec, layer_names, vllm_config, device), len(layer_names)
+        log_group(vllm_config, layer_names, group.model, group.selection)
         limits, backends = limits_of(vllm_config), serving_specs(group.selection)
         needs_lengths = any(backend.capabilities.needs_cpu_seq_lens for backend in backends)
         self._geometries = GeometryBuilder(
@@ -206,28 +256,46 @@ class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         capture_size = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self._max_captured = limits.max_requests, max(capture_size, limits.max_requests)
         self._planner = GroupPlanner(group, *self._max_captured)
+        self._shard = None
+        if (ranks := context_ranks(vllm_config)) > 1:
+            from vllm.distributed.parallel_state import get_dcp_group
+
+            self._shard = Shard(ranks, get_dcp_group().rank_in_group, get_dcp_group)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         return cudagraph_support()
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> EagerMHAStep:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> EagerMHAStep | ShardedMHAStep:
+        """Make the metadata of a step. A common prefix (cascade attention) is attended to like other rows: every
+        request's block table contains it."""
         metadata = common_attn_metadata
-        if common_prefix_len or metadata.causal is not True:
-            feature = "cascade attention" if common_prefix_len else "non-causal attention"
-            raise_if_refused([unsupported_feature(feature)])
-        planner = self._current_planner()
-        planner.replay(capture_key(metadata), metadata.seq_lens, metadata.block_table_tensor, metadata.slot_mapping)
+        if metadata.causal is not True:
+            raise_if_refused([unsupported_feature("non-causal attention")])
+        planner, shard = self._current_planner(), self._shard
+        seq_lens = metadata.seq_lens if shard is None else metadata.dcp_local_seq_lens
+        planner.replay(capture_key(metadata), seq_lens, metadata.block_table_tensor, metadata.slot_mapping)
+        if shard is not None:
+            return ShardedMHAStep(planner, self._geometries, metadata, shard)
         return EagerMHAStep(planner, self._geometries, metadata, self._threshold)
 
-    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> EagerMHAStep:
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> EagerMHAStep | ShardedMHAStep:
         if self._geometries.exact:
             common_attn_metadata = with_exact_lengths(common_attn_metadata)
         return self.build(0, common_attn_metadata, fast_build=True)
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CapturedMHAStep:
-        geometry = self._geometries.captured(common_attn_metadata)
-        return CapturedMHAStep(self._current_planner().capture(capture_key(common_attn_metadata), geometry))
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CapturedMHAStep | CapturedShardedStep:
+        metadata, planner, shard = common_attn_metadata, self._current_planner(), self._shard
+        if shard is not None:
+            metadata = metadata.replace(seq_lens=metadata.dcp_local_seq_lens)
+        geometry = self._geometries.captured(metadata)
+        planned = planner.capture(capture_key(metadata), geometry)
+        if shard is None:
+            return CapturedMHAStep(planned)
+        assert geometry.slots is not None
+        return CapturedShardedStep(planner, planned, geometry.seq_lens, geometry.slots, shard)
 
     def _current_planner(self) -> GroupPlanner:
         if len(self.layer_names) != self._layer_count:  # vLLM appends further draft layers to the list that it gave
@@ -249,12 +317,13 @@ def _group(kv_cache_spec: Any, names: list[str], config: Any, device: torch.devi
     for name, target in targets.items():
         spec = every[name].impl.layer(ids[target], every[name].head_size_v)
         if spec != specs[target]:
-            text = f"{name} shares the cache of {target}, but differs from it: not supported by attnplug's vLLM bridge"
+            text = f"{name} shares the cache of {target}, but differs from it: use another --attention-backend"
             raise_if_refused([Refusal(RefusalCode.LAYERS, text, name)])
         every[name].impl.spec = spec
     dtypes = {every[name].kv_cache_dtype for name in own}
     if len(dtypes) > 1:
-        text = f"the layers of one KV group have caches in {', '.join(sorted(dtypes))}: give them one dtype"
+        types = ", ".join(sorted(dtypes))
+        text = f"the layers of one KV group have caches in {types}: change --kv-cache-dtype-skip-layers"
         raise_if_refused([Refusal(RefusalCode.KV_DTYPE, text, sorted(dtypes))])
     (kv_cache_dtype,) = dtypes
     model = model_of(config, list(specs.values()))
@@ -264,7 +333,7 @@ def _group(kv_cache_spec: Any, names: list[str], config: Any, device: torch.devi
         model,
         {ids[name]: every[name] for name in own},
         choose(config, model, kv_cache_dtype),
-        cache_dtype(kv_cache_dtype, config.model_config.dtype),
+        cache_format(kv_cache_dtype, config.model_config.dtype),
         kv_cache_spec.block_size,
         mha_pools,
         lambda layer: (layer._k_scale_float, layer._v_scale_float),

@@ -27,14 +27,15 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from attnplug import LayerSpec, Refusal, Role
 from attnplug.host import Selection
 from attnplug_vllm.geometry import with_exact_lengths
-from attnplug_vllm.host import Feature, two_prefill_backends, unsupported_features
+from attnplug_vllm.host import Feature, refused_mla_prefill, unsupported_features
+from attnplug_vllm.kv_formats import cache_format
 from attnplug_vllm.kv_group import GroupAttention, mla_pools
 from attnplug_vllm.mha import cudagraph_support, kernel_block_sizes
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
 from attnplug_vllm.mla_prefill import RaggedPrefill
-from attnplug_vllm.selection import choose, raise_if_refused
+from attnplug_vllm.selection import choose, log_group, raise_if_refused
 from attnplug_vllm.settings import SECTION
-from attnplug_vllm.specs import cache_dtype, layer_ids, mla_layer, model_of
+from attnplug_vllm.specs import context_ranks, layer_ids, mla_layer, model_of
 
 
 class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not installed where types are checked
@@ -83,6 +84,10 @@ class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not 
         return layouts.LBNHC, layouts.LBHNC, layouts.LHBNC
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # a layer's constructor refuses backends that do not claim it
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False
 
@@ -91,6 +96,7 @@ class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
     """One attention layer. The metadata builder of its KV group builds a backend from ``spec`` and ``selection``."""
 
     can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
 
     def __init__(
         self,
@@ -118,7 +124,7 @@ class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         raise_if_refused([*unsupported_features(requested), *_refused_prefill(config)])
         self.spec = mla_layer(
             0,
-            heads=num_heads,
+            heads=num_heads * context_ranks(config),  # decode attends with the heads of all ranks of the group
             scale=scale,
             kv_lora_rank=mla_args["kv_lora_rank"],
             nope=mla_args["qk_nope_head_dim"],
@@ -159,7 +165,10 @@ class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = torch.empty(latent.shape[:2], dtype=torch.float32, device=latent.device)
-        return step.attend(latent, rope, layer.layer_name, lse), lse
+        out = step.attend(latent, rope, layer.layer_name, lse)
+        if lse is not None:  # a rank may have no rows of a request
+            lse.masked_fill_((step.seq_lens == 0).unsqueeze(-1), float("-inf"))
+        return out, lse
 
 
 class AttnplugCPUMLAImpl(AttnplugMLAImpl):
@@ -173,6 +182,7 @@ class AttnplugCPUMLAImpl(AttnplugMLAImpl):
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        skip_scale: bool = False,  # from vLLM 0.33 on; for quantized caches
     ) -> None:
         if not kv_cache.numel():
             return
@@ -198,6 +208,7 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         self._arguments = kv_cache_spec, layer_names, vllm_config, device
         group = _group(*self._arguments)
+        log_group(vllm_config, layer_names, group.model, group.selection)
         self._decode, selection = _decode(group, layer_names), group.selection
         if self._decode.extends:  # set on the object, because one class serves every backend
             self.query_len_support = QueryLenSupport.VARLEN
@@ -213,10 +224,22 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
         names = self._arguments[1]
         if len(names) != len(self._decode.specs):  # vLLM appends further draft layers to the list that it gave
             self._decode = _decode(_group(*self._arguments), names)
-        self._lengths = common_attn_metadata.seq_lens_cpu_upper_bound
+        self._lengths = self._local_lengths(common_attn_metadata.seq_lens_cpu_upper_bound)
         if self._attnplug_prefill is not None:
             self._attnplug_prefill.common = common_attn_metadata
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def _local_lengths(self, seq_lens: Tensor | None) -> Tensor | None:
+        """Number of this rank's rows, with context parallelism."""
+        parallel = self._arguments[2].parallel_config
+        if seq_lens is None or (ranks := parallel.decode_context_parallel_size) == 1:
+            return seq_lens
+        from vllm.distributed.parallel_state import get_dcp_group
+        from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+        rank, interleave = get_dcp_group().rank_in_group, parallel.cp_kv_cache_interleave_size
+        local: Tensor = get_dcp_local_seq_lens(seq_lens, ranks, rank, interleave)
+        return local
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> MLACommonMetadata:
         if self._decode.needs_lengths:
@@ -327,7 +350,7 @@ def _group(kv_cache_spec: Any, names: Sequence[str], config: Any, device: torch.
         model=model_of(config, specs),
         layers=layers,
         selection=first.selection,
-        kv_dtype=cache_dtype(first.kv_cache_dtype, config.model_config.dtype),
+        format=cache_format(first.kv_cache_dtype, config.model_config.dtype),
         page_size=kv_cache_spec.block_size,
         make_pools=mla_pools,
         scales=lambda layer: layer._k_scale_float,
@@ -351,7 +374,7 @@ def _choose(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selection:
 
 
 def _refused_prefill(config: Any) -> list[Refusal]:
-    theirs = config.attention_config.mla_prefill_backend
-    if theirs is None or "prefill" not in (config.additional_config or {}).get(SECTION, {}):
+    if "prefill" not in (config.additional_config or {}).get(SECTION, {}):
         return []
-    return [two_prefill_backends(theirs.name)]
+    theirs = config.attention_config.mla_prefill_backend
+    return list(refused_mla_prefill(None if theirs is None else theirs.name, context_ranks(config)))

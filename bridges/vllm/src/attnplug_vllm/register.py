@@ -10,7 +10,8 @@ from attnplug.host import AttnplugError
 from attnplug_vllm import backends
 from attnplug_vllm.command_line import check_command_line, options_of, requests_attnplug
 from attnplug_vllm.host import HOST, refusal_message, render
-from attnplug_vllm.selection import registry, version_refusals
+from attnplug_vllm.kv_formats import registry
+from attnplug_vllm.selection import version_refusals
 from attnplug_vllm.settings import CUSTOM
 from attnplug_vllm.specs import Machine
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache, reduce
+from functools import reduce
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -17,20 +17,21 @@ from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Problem, Ref
 from attnplug.host import (
     AttnplugError,
     BackendRequest,
-    Registry,
     Selection,
     choose_importable,
     default_ranking,
-    load_registry,
 )
-from attnplug_vllm.host import HOST, refusal_message, render
+from attnplug_vllm.host import HOST, refusal_message, refused_without_lse, render, returns_lse
+from attnplug_vllm.kv_formats import registry
 from attnplug_vllm.settings import OPTION, read_request
-from attnplug_vllm.specs import Machine, problem_of, unsupported
+from attnplug_vllm.specs import Machine, context_ranks, problem_of, unsupported
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _selections: dict[tuple[str, Problem], Selection] = {}
 """Selections of one engine, by request and problem. Most layers of a model are alike, so this is also a cache."""
+_groups: list[tuple[frozenset[str], str]] = []
+"""KV groups that were not logged yet: names of their layers, and text."""
 _logged: set[str] = set()
 """Lines that were logged for this engine."""
 _engine: ReferenceType[Any] | None = None
@@ -47,12 +48,6 @@ class Refused(ValueError):
     def __init__(self, message: str, refusals: Iterable[Refusal] = (), error: AttnplugError | None = None) -> None:
         super().__init__(message)
         self.refusals, self.error = tuple(refusals), error
-
-
-@cache
-def registry() -> Registry:
-    """Installed backends, loaded once per process."""
-    return load_registry()
 
 
 def request_of(config: Any) -> BackendRequest:
@@ -73,27 +68,56 @@ def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine 
         raise_if_refused([*unsupported(config), *HOST.refuse(problem)])
         key = repr(request), problem
         if (selection := _selections.get(key)) is None:
-            ranking = default_ranking(registry(), problem, per_batch=HOST.per_batch(problem))
-            selection = choose_importable(registry(), request, problem, ranking)
+            installed = registry()
+            if context_ranks(config) > 1:
+                raise_if_refused(refused_without_lse(request, installed))
+                backends = {name: backend for name, backend in installed.backends.items() if returns_lse(backend.spec)}
+                installed = replace(installed, backends=backends)
+            ranking = default_ranking(installed, problem, per_batch=HOST.per_batch(problem))
+            selection = choose_importable(installed, request, problem, ranking)
     except AttnplugError as error:
         raise Refused(error.format(render), error=error) from None
     _selections[key] = selection
-    if config.parallel_config.rank == 0:
-        _log(selection)
     return selection
 
 
-def _log(selection: Selection) -> None:
-    """Log the backends of each role once per engine: vLLM's own log says CUSTOM for all of them."""
-    lines = []
-    for role in selection.choices:
-        names = [spec.name for spec in serving_specs(selection, role)]
-        lines.append(f"{role} by {' or '.join(names)}" + ", depending on the batch" * (len(names) > 1))
-    if selection.problem.mla_by_host and Role.PREFILL not in selection.choices:
-        lines.insert(0, f"{Role.PREFILL} by vLLM's own MLA prefill backend ({OPTION}.prefill names another one)")
-    if (line := "; ".join(lines)) not in _logged:
+def log_group(config: Any, names: Iterable[str], model: ModelSpec, selection: Selection) -> None:
+    """Note the backends of a KV group for the log. Logs one line for all groups once every attnplug layer has its own:
+    vLLM's log says CUSTOM for all of them."""
+    if config.parallel_config.rank != 0:
+        return
+    _groups.append((frozenset(names), f"{_described(model)}: {_backends(selection)}"))
+    layers = config.compilation_config.static_forward_context.items()
+    ours = {name for name, layer in layers if hasattr(getattr(layer, "impl", None), "selection")}
+    if ours <= frozenset().union(*(group for group, _ in _groups)):
+        log_groups()
+
+
+def log_groups() -> None:
+    """Log the noted KV groups, if any. vLLM may make the builders of an engine twice, to profile memory."""
+    line = "; ".join(text for _, text in _groups)
+    _groups.clear()
+    if line and line not in _logged:
         _logged.add(line)
         logger.info("attnplug: %s", line)
+
+
+def _described(model: ModelSpec) -> str:
+    windows = {layer.sliding_window for layer in model.layers} - {None}
+    text = f"{len(model.layers)} layer" + "s" * (len(model.layers) > 1)
+    return text + "".join(f", window {window}" for window in sorted(filter(None, windows)))
+
+
+def _backends(selection: Selection) -> str:
+    """Backends of each role with the reason for the choice."""
+    parts = []
+    if selection.problem.mla_by_host and selection.problem.prefilled_by_host and Role.PREFILL not in selection.choices:
+        parts.append(f"{Role.PREFILL} by vLLM's own MLA prefill backend ({OPTION}.prefill names another one)")
+    for role, choice in selection.choices.items():
+        names = [spec.name for spec in serving_specs(selection, role)]
+        by_batch = ", depending on the batch" * (len(names) > 1)
+        parts.append(f"{role} by {' or '.join(names)}{by_batch} ({choice.why(render)})")
+    return ", ".join(parts)
 
 
 def _forget_other_engines(engine: Any) -> None:
@@ -125,6 +149,7 @@ def remembered() -> tuple[Selection, ...]:
 def forget() -> None:
     """Drop the remembered selections."""
     _selections.clear()
+    _groups.clear()
     _logged.clear()
 
 

@@ -6,42 +6,16 @@ Everything describes one rank: vLLM's layers have the heads of one rank. A model
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Refusal, Setting, UsageError
+from attnplug import AttentionKind, LayerSpec, ModelSpec, Problem, Refusal, UsageError
 from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, WorkspaceOwner
-from attnplug_vllm.host import HOST, Feature, unsupported_features
-
-_FP8 = ("fp8", "fp8_e4m3")
-_UNQUANTIZED = ("auto", "float16", "bfloat16", "float32")
-
-
-# Dtypes
-
-
-def attnplug_dtype(dtype: torch.dtype) -> DType:
-    """Convert the dtype of activations."""
-    return DType.parse(str(dtype), Setting.DTYPE)
-
-
-def cache_dtype(name: str, dtype: torch.dtype) -> DType:
-    """Dtype of a cache by vLLM's ``kv_cache_dtype``; ``dtype`` is that of activations. Raises :class:`UsageError`."""
-    if name == "auto":
-        return attnplug_dtype(dtype)
-    if name in _FP8:
-        return DType.FLOAT8_E4M3
-    if name in _UNQUANTIZED:
-        return DType.parse(name, Setting.KV_DTYPE)
-    allowed = ", ".join((*_UNQUANTIZED, *_FP8))
-    raise UsageError(
-        f"`{Setting.KV_DTYPE}` {name} is not supported by attnplug's bridge, only {allowed}",
-        settings=[Setting.KV_DTYPE],
-    )
-
+from attnplug_vllm.host import HOST, Feature, requested_invariance, unsupported_features
+from attnplug_vllm.kv_formats import attnplug_dtype, cache_format
 
 # Layers
 
@@ -131,7 +105,8 @@ class Machine:
         if current_platform.is_cpu():
             return cls("cpu")
         raise UsageError(
-            f"attnplug's bridge runs on vLLM's CUDA and CPU platforms; this is {current_platform.device_name}"
+            f"attnplug's bridge runs on vLLM's CUDA and CPU platforms, and this is {current_platform.device_name}; use "
+            "another --attention-backend"
         )
 
 
@@ -145,9 +120,10 @@ def problem_of(
         device=machine.device,
         sm=machine.sm,
         dtype=attnplug_dtype(activations),
-        kv_dtype=cache_dtype(kv_cache_dtype, activations),
+        kv_dtype=cache_format(kv_cache_dtype, activations).name,
         page_size=cache.block_size if cache.user_specified_block_size else None,
         speculative_tokens=verify_tokens(config),
+        invariant=requested_invariance(),
     )
     graphs = machine.device == "cuda" and captures(config)
     return replace(HOST.fit(problem), wants_graphs=graphs, exact_lengths=has_exact_lengths(config))
@@ -175,12 +151,16 @@ def verify_tokens(config: Any) -> int:
     )
 
 
+def context_ranks(config: Any) -> int:
+    """Number of ranks that share the cache rows of a request (``--decode-context-parallel-size``)."""
+    return int(config.parallel_config.decode_context_parallel_size)
+
+
 def unsupported(config: Any) -> list[Refusal]:
     """Refusals of configured features that attnplug's contract lacks, by vLLM's names."""
     parallel, cache = config.parallel_config, config.cache_config
     text = config.model_config.hf_text_config
-    requested: Mapping[str, bool] = {
-        Feature.DCP: parallel.decode_context_parallel_size > 1,
+    requested: dict[str, bool] = {
         Feature.PCP: parallel.prefill_context_parallel_size > 1,
         Feature.DBO: parallel.use_ubatching,
         Feature.NON_CAUSAL: bool(config.attention_config.use_non_causal),
@@ -189,10 +169,13 @@ def unsupported(config: Any) -> list[Refusal]:
         Feature.COMPUTED_SCALES: bool(getattr(cache, "calculate_kv_scales", False)),
         Feature.CHUNKED_ATTENTION: bool(getattr(text, "attention_chunk_size", None)),
         "reference sliding windows (the model's)": getattr(config.model_config, "rswa_window", None) is not None,
-        # vLLM itself lays out, writes and gathers MLA's cache, so connectors work with it.
-        Feature.KV_CONNECTOR: config.kv_transfer_config is not None
-        and not getattr(config.model_config, "use_mla", False),
     }
+    if context_ranks(config) > 1 and not config.model_config.use_mla:
+        interleave = parallel.cp_kv_cache_interleave_size
+        requested |= {
+            f"{Feature.DCP} with speculative decoding (--speculative-config)": config.speculative_config is not None,
+            f"{Feature.DCP} with --cp-kv-cache-interleave-size {interleave}, other than 1": interleave > 1,
+        }
     return unsupported_features(requested)
 
 
@@ -200,10 +183,11 @@ def unsupported(config: Any) -> list[Refusal]:
 
 
 def limits_of(config: Any) -> Limits:
-    """Limits of the largest step that vLLM runs."""
+    """Limits of the largest step that vLLM runs. With context parallelism, a request is one per rank; see
+    ``context_parallel``."""
     scheduler = config.scheduler_config
     return Limits(
-        max_requests=scheduler.max_num_seqs,
+        max_requests=scheduler.max_num_seqs * context_ranks(config),
         max_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max(verify_tokens(config), 1)),
         max_context=config.model_config.max_model_len,
     )
@@ -214,7 +198,7 @@ def context_of(
     model: ModelSpec,
     *,
     device: torch.device,
-    kv_dtype: DType,
+    kv_dtype: str,
     page_size: int,
     pools: KVPools,
     workspace: WorkspaceOwner,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -38,6 +39,11 @@ _MAKE = {
     "llama": lambda: LlamaForCausalLM(
         LlamaConfig(
             **_SHAPE, tie_word_embeddings=False, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2
+        )
+    ),
+    "llama_mqa": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **_SHAPE, tie_word_embeddings=False, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=1
         )
     ),
     "gemma2": lambda: Gemma2ForCausalLM(
@@ -70,7 +76,7 @@ class Models:
     """Checkpoints by name, and what transformers makes of prompts."""
 
     folder: Path
-    _told: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict)
+    _expected: dict[tuple[str, str, str], list[list[int]]] = field(default_factory=dict)
 
     def path(self, name: str) -> str:
         path = self.folder / name
@@ -83,16 +89,42 @@ class Models:
             model.save_pretrained(path)
         return str(path)
 
-    def expected(self, name: str, prompts: list[list[int]]) -> list[list[int]]:
-        """The tokens that transformers generates, greedily, one request at a time."""
-        key = name, str(prompts)
-        if key not in self._told:
-            kind = LlamaForCausalLM if name == "llama" else Gemma2ForCausalLM
+    def expected(
+        self, name: str, prompts: list[list[int]], rounded: Callable[[Tensor], Tensor] | None = None
+    ) -> list[list[int]]:
+        """Tokens that transformers generates greedily, one request at a time. ``rounded`` maps keys and values to
+        those read back from a cache."""
+        key = name, str(prompts), str(rounded)
+        if key not in self._expected:
+            kind = Gemma2ForCausalLM if name == "gemma2" else LlamaForCausalLM
             model: PreTrainedModel = kind.from_pretrained(
                 self.path(name), dtype=torch.float32, attn_implementation="eager"
             )
-            self._told[key] = [_greedy(model, prompt) for prompt in prompts]
-        return self._told[key]
+            if rounded is not None:
+                use_rounded_rows(model, rounded)
+            self._expected[key] = [_greedy(model, prompt) for prompt in prompts]
+        return self._expected[key]
+
+
+def use_rounded_rows(model: PreTrainedModel, rounded: Callable[[Tensor], Tensor]) -> None:
+    """Make a Llama of transformers attend to ``rounded`` keys and values."""
+    from transformers import AttentionInterface
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Any:
+        return eager_attention_forward(module, query, rounded(key), rounded(value), *args, **settings)
+
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register("rounded", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("rounded", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model.set_attn_implementation("rounded")
+
+
+def rounded_per_token_head(rows: Tensor) -> Tensor:
+    """Rows ``[..., head_dim]`` in e4m3 with a scale each, read back."""
+    scales = rows.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return (rows / scales).to(torch.float8_e4m3fn).float() * scales
 
 
 def _greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
@@ -107,6 +139,15 @@ def _greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 def asking(backend: str = "torch_native", **section: Any) -> dict[str, Any]:
     """The options by which vLLM uses attnplug."""
     return {"attention_backend": "CUSTOM", "additional_config": {"attnplug": {"backend": backend, **section}}}
+
+
+def use_context_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of two ranks that share the rows of each request, in processes of their own, with the kernels that vLLM
+    lacks on a CPU."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "stand_ins"))  # new processes get this one's path
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "block_size": 16}
 
 
 @contextmanager

@@ -81,8 +81,8 @@ def test_blocks_that_are_no_multiple_of_16_are_refused(models):
 
 def test_what_only_vllms_selector_knows_is_refused_there():
     assert AttnplugBackend.validate_configuration(use_mla=False, use_sparse=False, head_size=64) == []
-    (reason,) = AttnplugBackend.validate_configuration(use_batch_invariant=True)
-    assert "VLLM_BATCH_INVARIANT" in reason
+    (reason,) = AttnplugBackend.validate_configuration(use_sparse=True)
+    assert "sparse attention" in reason
 
 
 PARSE = """

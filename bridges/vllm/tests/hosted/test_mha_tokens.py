@@ -14,9 +14,11 @@ from engines import (
     impls,
     planned,
     prompts_of,
+    rounded_per_token_head,
     runner,
     scheduler,
     tokens,
+    use_context_ranks,
 )
 
 OURS = {"AttnplugImpl"}
@@ -53,7 +55,9 @@ def test_windows_and_full_attention_are_two_groups_with_a_backend_each(models, m
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     with engine(models.path("gemma2"), {**asking(), "block_size": 16}) as llm:
         log = "".join(capfd.readouterr())
-        assert log.count("attnplug: prefill by torch_native; decode by torch_native") == 1
+        (line,) = (line for line in log.splitlines() if "attnplug: " in line)
+        assert line.count("prefill by torch_native (asked for by --additional-config.attnplug.backend)") == 2
+        assert "2 layers, window 48: " in line and "2 layers: " in line
         assert "Cannot use" not in log
         builders = [group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups]
         windows = [{layer.sliding_window for layer in builder._planner.group.model.layers} for builder in builders]
@@ -109,8 +113,49 @@ def test_an_fp8_cache_is_nearly_as_good(models):
         assert runner(llm).kv_caches[0].element_size() == 1
 
 
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
+def test_a_format_of_a_plugin_in_vllms_pages(models, layout, monkeypatch):
+    """E2: e4m3 rows with a scale per token and head, by ``attnplug-kv-formats``, against keys and values that
+    transformers rounds in the same way."""
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    options = {"block_size": 16, "kv_cache_dtype": "fp8_per_token_head", "max_num_batched_tokens": 64}
+    with engine(models.path("llama"), {**asking(), **options}) as llm:
+        assert impls(llm) == OURS
+        assert runner(llm).kv_caches[0].shape[-1] == 2 * (32 + 4)
+        assert tokens(llm, PROMPTS) == models.expected("llama", PROMPTS, rounded_per_token_head)
+        assert models.expected("llama", PROMPTS, rounded_per_token_head) != models.expected("llama", PROMPTS)
+
+
+def test_a_kv_connector_loads_what_another_engine_saved(models, tmp_path, monkeypatch):
+    """Layers save their rows to files; a second engine attends to rows that it did not compute."""
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    options = {"block_size": 16, "kv_transfer_config": connector, "enable_prefix_caching": False}
+    some = PROMPTS[4:6]
+    for computed in (sum(map(len, some)), 2 * 16):
+        with engine(models.path("llama"), {**asking(), **options}) as llm:
+            rows = planned(monkeypatch, lambda batch: "" if batch.forward_mode == "decode" else batch.geometry.rows)
+            assert impls(llm) == OURS
+            assert tokens(llm, some) == models.expected("llama", PROMPTS)[4:6]
+            assert sum(filter(None, rows)) <= computed
+        assert list(tmp_path.iterdir())
+
+
 def test_two_tensor_parallel_ranks_in_processes_of_their_own(models, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with engine(models.path("llama"), {**asking(), "block_size": 16, "tensor_parallel_size": 2}) as llm:
         assert tokens(llm, PROMPTS[:4]) == models.expected("llama", PROMPTS)[:4]
+
+
+def test_two_ranks_that_share_the_rows_of_a_request(models, monkeypatch):
+    """Decode context parallelism: each rank has every other row of the only KV head."""
+    options = {**asking(), **use_context_ranks(monkeypatch), "max_num_batched_tokens": 64}
+    with engine(models.path("llama_mqa"), options) as llm:
+        assert tokens(llm, PROMPTS) == models.expected("llama_mqa", PROMPTS)
+        found = generate(llm, AGAIN)
+        assert [list(one.outputs[0].token_ids) for one in found] == models.expected("llama_mqa", AGAIN)
+        assert max(one.num_cached_tokens for one in found) >= 256

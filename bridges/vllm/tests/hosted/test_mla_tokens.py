@@ -14,7 +14,7 @@ from attnplug.host import load_model
 from attnplug_testing.errors import naming
 from attnplug_testing.measured import measured_twins
 from attnplug_vllm import selection
-from engines import AGAIN, PROMPTS, asking, engine, generate, planned, prompts_of, runner, tokens
+from engines import AGAIN, PROMPTS, asking, engine, generate, planned, prompts_of, runner, tokens, use_context_ranks
 from mla_models import OPTIONS, MLAModels
 
 OURS = {"AttnplugCPUMLAImpl"}
@@ -131,3 +131,10 @@ def test_two_tensor_parallel_ranks_in_processes_of_their_own_verify_drafts(deeps
     options = {**OPTIONS["dense"], **BOTH, "block_size": 16, "tensor_parallel_size": 2, "speculative_config": drafts}
     with engine(deepseek.path("dense"), options) as llm:
         assert tokens(llm, given) == deepseek.expected("dense", given)
+
+
+def test_two_ranks_that_share_the_rows_of_a_request(deepseek, monkeypatch):
+    """Decode context parallelism: each rank has every other latent row, and vLLM merges partial results."""
+    options = {**OPTIONS["dense"], **asking(), **use_context_ranks(monkeypatch)}
+    with engine(deepseek.path("dense"), options) as llm:
+        assert tokens(llm, PROMPTS) == deepseek.expected("dense", PROMPTS)

@@ -1,6 +1,58 @@
-"""Stands in for SGLang's compiled kernels, which its CPU modules import by name and, without AMX, do not call."""
+"""Stand-in for SGLang's compiled CPU kernels. SGLang imports many of them by name and calls most with AMX only.
+
+Without AMX an x86 host calls none. An Arm host calls the four operators below, which do with torch what the compiled
+ones do. ``convert_weight_packed`` must stay undefined: by it, SGLang concludes that AMX kernels are installed.
+"""
+
+import torch
+import torch.distributed
 
 __version__ = "0.0.0"
+
+_operators = torch.library.Library("sgl_kernel", "DEF")
+
+
+def _operator(schema):
+    def define(function):
+        name = _operators.define(schema)
+        _operators.impl(name, function, "CompositeExplicitAutograd")
+        return function
+
+    return define
+
+
+@_operator("init_cpu_threads_env(str cpu_ids) -> str")
+def init_cpu_threads_env(cpu_ids):
+    """Set the number of threads. Unlike the compiled operator, binds none to a core: tests share few cores."""
+    count = 0
+    for cpus in cpu_ids.split(","):
+        first, _, last = cpus.partition("-")
+        count += 1 + int(last or first) - int(first)
+    torch.set_num_threads(count)
+    return f"{count} threads"
+
+
+@_operator("initialize(int size, int rank) -> ()")
+def initialize(size, rank):
+    """Check the arguments. The compiled operator sets up shared memory, which collectives of torch do not need."""
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size}")
+
+
+@_operator("shm_allreduce(Tensor(a!) data, int reduce_op) -> ()")
+def shm_allreduce(data, reduce_op):
+    """Sum ``data`` over all ranks, in place."""
+    assert reduce_op == int(torch.distributed.ReduceOp.SUM), reduce_op
+    torch.distributed.all_reduce(data)
+
+
+@_operator("shm_allgather(Tensor data, int dim) -> Tensor")
+def shm_allgather(data, dim):
+    """Concatenate ``data`` of all ranks along ``dim``."""
+    data = data.contiguous()
+    parts = [torch.empty_like(data) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, data)
+    return torch.cat(parts, dim)
 
 
 def __getattr__(name):
