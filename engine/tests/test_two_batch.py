@@ -376,7 +376,8 @@ class Streams:
 @pytest.fixture
 def on_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, Streams]:
     driver, streams = Driver("tiny:llama", page_size=4, two_batch_overlap=True), Streams(monkeypatch)
-    driver.runner._two_batch._stream = streams.side
+    two_batch = driver.runner._two_batch
+    two_batch._module, two_batch._stream = torch.cuda, streams.side
     for number, layer in enumerate(driver.runner.model.layers):
         layer.register_forward_pre_hook(lambda *_, number=number: streams.events.append(f"{streams.current} {number}"))
     return driver, streams
