@@ -155,8 +155,8 @@ FAULTS = (
     Fault(
         "schedule: a begun step is left out",
         f"{INDEX}/triton_schedule.py",
-        "steps = tl.maximum((kv_len + STEP - 1) // STEP, 1)",
-        "steps = tl.maximum(kv_len // STEP, 1)",
+        "units = tl.maximum((kv_len + STEP - 1) // STEP, 1)",
+        "units = tl.maximum(kv_len // STEP, 1)",
         _PLAN,
     ),
     Fault(

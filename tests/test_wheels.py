@@ -358,6 +358,7 @@ class TestGoodBackend:
                 "name": "acme",
                 "distribution": "acme-attention",
                 "version": "1.2.0",
+                "invariant": [],
                 "refusals": [],
             }
             assert [refusal["code"] for refusal in candidates["needy"]["refusals"]] == ["requirement"]

@@ -25,6 +25,7 @@ OPTIONS = {
     "--tensor-parallel": "2",
     "--mla-extend": "absorbed",
     "--cuda-graph": "uniform",
+    "--batch-invariant": "run,batch",
 }
 
 
@@ -50,6 +51,7 @@ def test_every_option_of_explain_is_part_of_the_problem_or_of_the_request() -> N
         index_dtype=DType.FLOAT8_E4M3,
         coordinator="hisparse",
         mla_extend=ExtendPath.ABSORBED,
+        invariant=frozenset({"run", "batch"}),
     )
     request = request_of(parsed)
     assert (request.attention, request.roles, request.options) == ("one", ROLES, {"one": {"split": "2"}})

@@ -17,10 +17,10 @@ ALGORITHM, DRAFT, NODES = "--speculative-algorithm", "--speculative-draft-model"
 
 
 def refusal(attnplug: Attnplug, *arguments: str) -> str:
-    """Return the only line of ``run``'s error message."""
+    """Return ``run``'s error message, which is one line. The memory estimate may precede it."""
     outcome = attnplug("run", "--model", "tiny:llama", "--prompt", "x", "--device", "cpu", *arguments)
-    (line,) = outcome.err.splitlines()
-    assert outcome.code == 2 and line.startswith("error: ")
+    line = outcome.err.splitlines()[-1]
+    assert outcome.code == 2 and line.startswith("error: ") and outcome.err.count("error: ") == 1
     return line.removeprefix("error: ")
 
 
