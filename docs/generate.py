@@ -5,8 +5,8 @@ python docs/generate.py --check    fail if one is out of date (part of make lint
 python docs/generate.py --samples  rewrite the samples too: output with times, which differs with every run
 
 A block begins with <!-- generated: CONTENT --> or <!-- sample: CONTENT --> and ends with <!-- end -->. CONTENT is a
-command, or a name in TABLES. "| 12 lines" behind a command keeps the first 12 lines of its output, and "| with A B"
-runs it with the plugins of these distributions only.
+command, a name in TABLES, or "file PATH", a Python file. "| 12 lines" behind a command keeps the first 12 lines of its
+output, and "| with A B" runs it with the plugins of these distributions only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+import diagrams
 from measurements import (
     arrivals,
     cost_of_wrapping,
@@ -42,7 +43,7 @@ from attnplug.host import load_registry
 ROOT = Path(__file__).parent.parent
 PAGES = [
     path
-    for pattern in ("README.md", "docs/*.md", "*/README.md", "plugins/*/README.md", "bridges/*/README.md")
+    for pattern in ("README.md", "docs/**/*.md", "*/README.md", "plugins/*/README.md", "bridges/*/README.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 _BLOCK = re.compile(r"<!-- (generated|sample): (.+?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -71,6 +72,19 @@ def table_of_packages() -> str:
     return "\n".join(rows)
 
 
+def table_of_formats() -> str:
+    """One row per KV format of this repository, from its declaration."""
+    rows = ["| format | package | stored | 128 values | latent row of 512 + 64 | error | holds |", "|---" * 7 + "|"]
+    for name, entry in load_registry().kv_formats.items():
+        if entry.source.distribution.startswith("attnplug"):
+            format, holds = entry.value, ", ".join(sorted(entry.value.holds))
+            sizes = [f"{format.row_nbytes(128)} bytes" if "mha" in holds else ""]
+            sizes += [f"{format.row_nbytes(576, 64)} bytes" if "mla" in holds else ""]
+            cells = [f"`{name}`", f"`{entry.source.distribution}`", format.summary, *sizes, f"{format.error:g}", holds]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def table_of_commands() -> str:
     """One row per command, as ``attnplug --help`` lists them."""
     listed = re.findall(r"^    (\w+)\s+(\S.+)$", _run("attnplug --help"), re.MULTILINE)
@@ -94,6 +108,7 @@ TABLES = {
     "table of backends": table_of_backends,
     "table of commands": table_of_commands,
     "table of packages": table_of_packages,
+    "table of formats": table_of_formats,
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
     "decode rates": decode_rates,
@@ -108,7 +123,11 @@ TABLES = {
 }
 
 
-FILES = {"docs/decode-h200.svg": decode_plot}
+FILES = {
+    "docs/decode-h200.svg": decode_plot,
+    "docs/packages.svg": diagrams.packages,
+    "docs/batch.svg": diagrams.batch,
+}
 """Files that are generated as a whole."""
 
 
@@ -157,7 +176,12 @@ def generated(text: str, *, samples: bool) -> str:
         kind, content = match.groups()
         if kind == "sample" and not samples:
             return match[0]
-        body = TABLES[content]() if content in TABLES else output_of(content, sample=kind == "sample")
+        if content in TABLES:
+            body = TABLES[content]()
+        elif content.startswith("file "):
+            body = f"```python\n{(ROOT / content.removeprefix('file ')).read_text()}```"
+        else:
+            body = output_of(content, sample=kind == "sample")
         return f"<!-- {kind}: {content} -->\n{body}\n<!-- end -->"
 
     return _BLOCK.sub(block, text)

@@ -18,6 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnplug import (
+    DType,
+    ExtendPath,
+    Feature,
+    ForwardExtras,
+    GraphLevel,
+    Problem,
+    RaggedCall,
+    Role,
+)
+from attnplug.declare.refusal import RefusalCode
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import (
     TINY_CONFIGS,
@@ -37,11 +48,18 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "writing-a-backend.md").read_text()
+WRAPPING = (ROOT / "docs" / "guide" / "wrapping.md").read_text()
 HOSTING = (ROOT / "docs" / "hosting.md").read_text()
 TOUR = (ROOT / "docs" / "tour.md").read_text()
 README = (ROOT / "README.md").read_text()
 ENGINE = (ROOT / "engine" / "README.md").read_text()
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")]
+DOCUMENTS = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "*/README.md", "plugins/*/README.md", "examples/*/README.md")
+    for path in ROOT.glob(pattern)
+]
+FENCED = re.compile(r"```.*?```|<!-- (?:generated|sample).*?<!-- end -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 MYPY_CACHE = ROOT / ".mypy_cache"
 """What ``make types`` has left: it has read torch, which is almost all of the work."""
 
@@ -129,7 +147,7 @@ def test_the_guides_plugin_passes_strict_type_checks(project: Path, installed: E
     """Against attnplug's types as its wheel brings them; what is built has to be a backend, too. The guide's wrapper
     and the hosts' code are checked with it."""
     use, wrapper, host = (tmp_path / f"{name}.py" for name in ("use", "wrapper", "host"))
-    wrapper.write_text(blocks(GUIDE, "python")[2])
+    wrapper.write_text(blocks(WRAPPING, "python")[0])
     host.write_text(blocks(HOSTING, "python")[0])
     use.write_text(
         "from attnplug import AttentionBackend, BackendContext\n"
@@ -209,7 +227,7 @@ def test_the_hosts_page_settles_every_misfit() -> None:
 def test_the_guides_wrapper_runs(hosted: dict[str, Any]) -> None:
     """A9: all that it defines is the route."""
     names: dict[str, Any] = {}
-    exec(compile(blocks(GUIDE, "python")[2], "docs/writing-a-backend.md", "exec"), names)
+    exec(compile(blocks(WRAPPING, "python")[0], "docs/guide/wrapping.md", "exec"), names)
     spec = hosted["load_registry"]().get("torch_native").spec
     one, other = (TorchNativeBackend(hosted["context"].for_backend(n, spec.capabilities)) for n in ("one", "other"))
     attention = ModelAttention(names["ByWindow"]("by_window", one, other), hosted["context"].pools)
@@ -294,6 +312,92 @@ def test_the_engines_readme_has_every_architecture():
     assert {name for row in listed for name in re.findall(r"`(\w+)`", row)} == set(ARCHITECTURES)
 
 
+def test_the_guides_list_of_kernels_compiles_each_once(tmp_path: Path) -> None:
+    """E1"""
+    (block,) = blocks((ROOT / "docs" / "guide" / "compiling.md").read_text(), "python")
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/guide/compiling.md", "exec"), names)
+    names["CACHE"] = tmp_path / "kernels"
+    (build,) = names["kernel_builds"](Problem(dtype=DType.BFLOAT16), frozenset({Role.DECODE}), None)
+    assert not build.is_cached()
+    build.build()
+    assert build.is_cached()
+
+
+RUN = {
+    *("README.md", "docs/writing-a-backend.md", "docs/guide/compiling.md", "docs/guide/wrapping.md"),
+    *("docs/hosting.md", "docs/tour.md", "docs/conformance.md", "docs/devices.md", "docs/writing-a-kv-format.md"),
+    *("docs/writing-a-ranking.md", "docs/writing-a-tiny-model.md", "docs/writing-a-workspace-kind.md"),
+    "docs/getting-started/engine.md",
+}
+"""Pages whose code is run here, in tests/test_devices.py or in conformance/tests/test_page.py."""
+
+
+def test_code_of_every_page_is_run() -> None:
+    """Code from files is run as files, by tests/test_examples.py."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    with_code = {
+        page.relative_to(ROOT).as_posix() for page in pages if "```python" in GENERATED.sub("", page.read_text())
+    }
+    assert with_code == RUN
+
+
+def test_code_from_files_is_the_example_packages() -> None:
+    shown = {name for page in DOCUMENTS for name in re.findall(r"<!-- generated: file (\S+) -->", page.read_text())}
+    package = ROOT / "examples" / "acme_attention" / "src" / "acme_attention"
+    assert {ROOT / name for name in shown} == {*package.glob("*.py")} - {package / "__init__.py", package / "plugin.py"}
+
+
+def test_the_page_for_engines_prints_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """D3"""
+    (block,) = blocks((ROOT / "docs" / "getting-started" / "engine.md").read_text(), "python")
+    exec(compile(block, "docs/getting-started/engine.md", "exec"), {})
+    assert "device cpu is not supported" in capsys.readouterr().out
+
+
+def test_every_refusal_code_has_a_cause_and_a_remedy() -> None:
+    page = (ROOT / "docs" / "refusals.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", page.split("Plugins add codes")[0], re.MULTILINE)
+    assert listed == [code.value for code in RefusalCode]
+    sources = [path.read_text() for folder in ("plugins", "bridges") for path in (ROOT / folder).glob("*/src/**/*.py")]
+    own = {code for text in sources for code in re.findall(r'Refusal\(\s*"(\w+)"', text)}
+    assert own - {*listed} == {*re.findall(r"^\| `(\w+)` \|", page.split("Plugins add codes")[1], re.MULTILINE)}
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("claims", [role.name for role in Role]),
+        ("claims", [feature.name for feature in Feature]),
+        ("claims", [level.name for level in GraphLevel]),
+        ("claims", list(ForwardExtras.__slots__)),
+        ("mla", [path.name for path in ExtendPath]),
+        ("mla", [field.name for field in dataclasses.fields(RaggedCall)]),
+    ],
+    ids=["Role", "Feature", "GraphLevel", "ForwardExtras", "ExtendPath", "RaggedCall"],
+)
+def test_the_guide_explains_every_value(page: str, names: list[str]) -> None:
+    text = (ROOT / "docs" / "guide" / f"{page}.md").read_text()
+    assert [name for name in names if f"`{name}`" not in text and f".{name}`" not in text] == []
+
+
+def paragraphs(text: str) -> list[str]:
+    """Paragraphs and items of lists, without tables, headings and code."""
+    parts = [part for part in re.split(r"\n\s*\n", FENCED.sub("\n\n", text)) if not part.startswith(("|", "#", "    "))]
+    return [" ".join(item.split()) for part in parts for item in re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", part)]
+
+
+def test_no_paragraph_has_more_than_80_words() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    long = {
+        f"{page.relative_to(ROOT)}: {paragraph[:60]}"
+        for page in pages
+        for paragraph in paragraphs(page.read_text())
+        if len(re.sub(r"\]\([^)]*\)", "]", paragraph).split()) > 80
+    }
+    assert not long
+
+
 def test_the_first_screen_of_the_guide_is_a_whole_plugin():
     """All of it comes before the first heading below the title."""
     first = GUIDE.split("\n## ")[0]
@@ -307,10 +411,10 @@ def test_the_first_screen_of_the_guide_stays_short():
 
 
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
-FENCED = re.compile(r"```.*?```|<!-- (?:generated|sample).*?<!-- end -->", re.DOTALL)
 OTHERS = {
     *("_capture_cuda_graph", "_k_scale", "_replay_cuda_graph", "_v_scale", "custom_mask", "disable_compile"),
     *("flashinfer_mla_disable_ragged", "supports_", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "nvcc"),
+    *("load_setuptools_entrypoints", "not_supported_reasons", "supports_head_size", "forward_metadata"),
     *("MyOptions", "backnd", "seq_len", "CLONE", "auto_", "_h200", "org", "anything"),
     *("--index-url", "--gpu-memory-utilization", "my_int4"),
 }
@@ -403,9 +507,10 @@ def test_no_placeholder_is_left():
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page, as links spell them."""
+    """The headings and ids of a page, as links spell them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    ids = re.findall(r'<a id="([\w-]+)">', page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings} | {*ids}
 
 
 def test_links_between_pages_lead_somewhere():

@@ -1,7 +1,7 @@
 """Version of the contract between core and backends (D4).
 
 Before 1.0 a minor version may be incompatible, so a backend declares the exact version that it was written for.
-docs/writing-a-backend.md states the stability promise.
+docs/contract.md states the stability promise.
 """
 
 from __future__ import annotations
