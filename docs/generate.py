@@ -23,6 +23,7 @@ from pathlib import Path
 import diagrams
 from measurements import (
     arrivals,
+    cost_of_invariance,
     cost_of_wrapping,
     cpu_rates,
     decode_plot,
@@ -55,6 +56,13 @@ def table_of_backends() -> str:
     for name, backend in _ours().items():
         spec = backend.spec
         rows.append(f"| `{name}` | `{backend.source.distribution}` | {spec.summary} | {describe(spec.capabilities)} |")
+    return "\n".join(rows)
+
+
+def list_of_backends() -> str:
+    """One short row per backend of this repository, from its spec."""
+    rows = ["| name | package | what it is |", "|---|---|---|"]
+    rows += [f"| `{name}` | `{each.source.distribution}` | {each.spec.summary} |" for name, each in _ours().items()]
     return "\n".join(rows)
 
 
@@ -106,11 +114,13 @@ STATUSES = ("passed", "failed", "refused")
 TABLES = {
     "table of conformance": table_of_conformance,
     "table of backends": table_of_backends,
+    "list of backends": list_of_backends,
     "table of commands": table_of_commands,
     "table of packages": table_of_packages,
     "table of formats": table_of_formats,
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
+    "cost of invariance": cost_of_invariance,
     "decode rates": decode_rates,
     "engine rates": engine_rates,
     "kernel steps": kernel_steps,

@@ -381,6 +381,16 @@ def test_the_guide_explains_every_value(page: str, names: list[str]) -> None:
     assert [name for name in names if f"`{name}`" not in text and f".{name}`" not in text] == []
 
 
+def test_every_measurement_has_its_command() -> None:
+    """Results that a page names, or that tables are generated from, are in the list of commands, and exist."""
+    pages = [ROOT / "docs" / f"{name}.md" for name in ("measurements", "hosts", "auto", "sparse", "speculation")]
+    listed = set(re.findall(r"`(\w+\.json)`", pages[0].read_text().split("## Reproduce a figure")[1]))
+    named = {name for page in pages for name in re.findall(r"`(\w+_(?:h200|arm|vllm|cpu)\.json)`", page.read_text())}
+    read = {f"{name}.json" for name in re.findall(r'_read\("(\w+)"\)', (ROOT / "docs" / "measurements.py").read_text())}
+    assert named | read <= listed
+    assert [name for name in sorted(listed) if not (ROOT / "benchmarks" / "results" / name).exists()] == []
+
+
 def paragraphs(text: str) -> list[str]:
     """Paragraphs and items of lists, without tables, headings and code."""
     parts = [part for part in re.split(r"\n\s*\n", FENCED.sub("\n\n", text)) if not part.startswith(("|", "#", "    "))]
