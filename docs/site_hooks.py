@@ -59,7 +59,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages |= {f"reference/{module}.md": module_page(module) for module in MODULES}
     pages |= {"reference/options.md": options_page(), "reference/rule-tests.md": rules_page()}
     for name, content in pages.items():
-        files.append(File.generated(config, name, content=content))
+        rank = "---\nsearch:\n  boost: 0.3\n---\n" if name.startswith("reference/") else ""  # the guide comes first
+        files.append(File.generated(config, name, content=rank + content))
     return files
 
 
