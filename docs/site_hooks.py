@@ -24,6 +24,7 @@ MODULES = ("attnplug", *(f"attnplug.{name}" for name in ("kernels", "linear", "s
 ROOT = Path(__file__).parent.parent
 SOURCE = "https://github.com/attnplug/attnplug/blob/main"
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
+_RULE = re.compile(r"(?<=[(, ])([A-E]\d{1,2})(?=[),])")
 _ROLE = re.compile(r":(?:class|func|meth|mod):(?=<code|`)")
 
 
@@ -109,13 +110,24 @@ def rules_page() -> str:
                     tests.setdefault(rule, []).append(f"| `{node.name}` | {link} |")
     lines = ["# Tests of every rule", "", "Tests that name a rule of [the rules](../rules.md) in their docstrings."]
     for rule in sorted(tests, key=lambda rule: (rule[0], int(rule[1:]))):
-        lines += ["", f"## {rule}", "", "| test | file |", "|---|---|", *tests[rule]]
+        lines += [
+            "",
+            f"## {rule}",
+            "",
+            f"[Definition](../rules.md#{rule})",
+            "",
+            "| test | file |",
+            "|---|---|",
+            *tests[rule],
+        ]
     return "\n".join(lines)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links at pages of the site, and those to other files of the repository at their source."""
     name = page.file.src_uri
+    if name == "rules.md":
+        markdown = re.sub(r"^\*\*([A-E]\d+) ", r'<a id="\1"></a>**\1 ', markdown, flags=re.MULTILINE)
     folder = PurePosixPath(INSIDE.get(name, f"docs/{name}")).parent.as_posix()
 
     def target(match: re.Match[str]) -> str:
@@ -134,5 +146,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Remove the roles of Sphinx from docstrings."""
-    return _ROLE.sub("", html)
+    """Remove the roles of Sphinx from docstrings, and link rules there to their definitions."""
+    if not page.file.src_uri.startswith("reference/attnplug"):
+        return html
+    rules = files.get_file_from_path("rules.md")
+    assert rules is not None
+    return _RULE.sub(rf'<a href="{rules.url_relative_to(page.file)}#\1">\1</a>', _ROLE.sub("", html))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,7 +29,9 @@ from attnplug import (
     Problem,
     RaggedCall,
     Role,
+    UsageError,
 )
+from attnplug.cli.app import parse
 from attnplug.declare.refusal import RefusalCode
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import (
@@ -342,6 +346,20 @@ def test_code_of_every_page_is_run() -> None:
     assert with_code == RUN
 
 
+def test_commands_of_every_page_have_these_options() -> None:
+    """Lines of console blocks that begin with attnplug are parsed, not run."""
+    wrong = []
+    for page in CURRENT:
+        lines = [line for block in blocks(page.read_text(), "console") for line in block.splitlines()]
+        for line in filter(lambda line: line.startswith("$ attnplug "), lines):
+            try:
+                parse(shlex.split(line.partition(" > ")[0], comments=True)[2:])
+            except (SystemExit, UsageError) as error:
+                if getattr(error, "code", 1):  # not --help or --version
+                    wrong.append(f"{page.relative_to(ROOT)}: {line}")
+    assert wrong == []
+
+
 def test_code_from_files_is_the_example_packages() -> None:
     shown = {name for page in DOCUMENTS for name in re.findall(r"<!-- generated: file (\S+) -->", page.read_text())}
     package = ROOT / "examples" / "acme_attention" / "src" / "acme_attention"
@@ -479,10 +497,7 @@ def test_names_in_the_documentation_are_in_the_code(words: set[str]) -> None:
 
 def test_paths_in_the_documentation_can_be_imported() -> None:
     """``attnplug.kernels.merge_partial``, ``Geometry.tree``: a module, a name in one, or a public class's attribute."""
-    public = [
-        importlib.import_module(name)
-        for name in ("attnplug", *(f"attnplug.{name}" for name in ("host", "kernels", "linear", "sparse", "tables")))
-    ]
+    public = [importlib.import_module(name) for name in MODULES]
     classes = {name: getattr(module, name) for module in public for name in module.__all__}
     missing = []
     for page in CURRENT:
@@ -497,6 +512,24 @@ def test_paths_in_the_documentation_can_be_imported() -> None:
                 if kind is not None and not hasattr(kind, name) and name not in fields:
                     missing.append(f"{page.relative_to(ROOT)}: {owner}.{name}")
     assert missing == []
+
+
+MODULES = ("attnplug", *(f"attnplug.{name}" for name in ("host", "kernels", "linear", "sparse", "tables")))
+EXPORTED = sorted((module, name) for module in MODULES for name in importlib.import_module(module).__all__)
+
+
+@pytest.mark.parametrize(("module", "name"), EXPORTED, ids=[f"{module}.{name}" for module, name in EXPORTED])
+def test_a_public_name_has_a_docstring_with_shapes_or_an_example(module: str, name: str) -> None:
+    """Shapes where tensors are taken or returned, or are fields."""
+    value = getattr(importlib.import_module(module), name)
+    if not isinstance(value, type | FunctionType):
+        return
+    assert value.__doc__ and not value.__doc__.startswith(f"{name}(")
+    members = [each for key, each in vars(value).items() if isinstance(each, FunctionType) and not key.startswith("_")]
+    parts = [value, *members] if isinstance(value, type) else [value]
+    annotations = [str(kind) for part in parts for kind in getattr(part, "__annotations__", {}).values()]
+    if any(re.search(r"\bTensor\b", kind) for kind in annotations):
+        assert re.search(r"``\[|shape|::\n|>>>", inspect.getsource(value)), "give shapes, or an example"
 
 
 GROUPS = {f"attnplug.{name}" for name in ("commands", "hosts", "plugins", "raw")}

@@ -12,7 +12,7 @@ class AcmeOptions:
     accumulate: Literal["float32", "float64"] = "float32"
 
 
-def check_options(problem: Problem, role: Role, options: AcmeOptions) -> Iterator[Refusal]:
+def check_options(problem: Problem, role: Role | None, options: AcmeOptions) -> Iterator[Refusal]:
     """Yield what capabilities cannot express: float64 is for a CPU only."""
     if options.accumulate == "float64" and problem.device == "cuda":
         yield Refusal(
