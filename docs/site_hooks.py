@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = "https://github.com/attnplug/attnplug/blob/main"
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 _RULE = re.compile(r"(?<=[(, ])([A-E]\d{1,2})(?=[),])")
+_LOADED = re.compile(r'<(?:script|img|iframe)\b[^>]*\ssrc="(?:https?:)?//[^"]*|<link\b[^>]*\bhref="(?:https?:)?//[^"]*')
 _ROLE = re.compile(r":(?:class|func|meth|mod):(?=<code|`)")
 
 
@@ -32,7 +33,7 @@ def pages_outside() -> dict[str, str]:
     """Return the site's name of every page that is outside of docs/, by its path in the repository."""
     found = {"README.md": "index.md"}
     found |= {path.name: f"project/{path.name.lower()}" for path in ROOT.glob("[A-Z]*.md") if path.name != "README.md"}
-    for pattern in ("*", "plugins/*", "bridges/*"):
+    for pattern in ("*", "plugins/*", "bridges/*", "examples/*"):
         for path in ROOT.glob(f"{pattern}/README.md"):
             folder = path.parent.relative_to(ROOT).as_posix()
             if folder != "docs":
@@ -152,3 +153,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     rules = files.get_file_from_path("rules.md")
     assert rules is not None
     return _RULE.sub(rf'<a href="{rules.url_relative_to(page.file)}#\1">\1</a>', _ROLE.sub("", html))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page that loads something from the network."""
+    from mkdocs.exceptions import PluginError
+
+    if (found := _LOADED.search(output)) is not None:
+        raise PluginError(f"{page.file.src_uri} loads {found[0]} from the network; make it a file of the site")
+    return output
