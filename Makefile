@@ -80,8 +80,9 @@ docs: $(VENV)/installed-dev
 	@$(MAKE) --no-print-directory site
 
 # A dead link, an unknown anchor, a page without a place in the navigation or a missing name is an error. Takes 11 s.
+# Not --quiet, which hides warnings from --strict.
 site: $(VENV)/installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 gpu-test: # on a GPU host whose python has the packages installed
 	$(PYTHON) -m pytest -m gpu

@@ -36,7 +36,7 @@ def pages_outside() -> dict[str, str]:
     for pattern in ("*", "plugins/*", "bridges/*", "examples/*"):
         for path in ROOT.glob(f"{pattern}/README.md"):
             folder = path.parent.relative_to(ROOT).as_posix()
-            if folder != "docs":
+            if folder != "docs" and not folder.startswith("."):
                 found[f"{folder}/README.md"] = f"packages/{folder.replace('/', '-')}.md"
     return found
 
@@ -110,7 +110,7 @@ def rules_page() -> str:
                     link = f"[{text}]({SOURCE}/{text}#L{node.lineno})"
                     tests.setdefault(rule, []).append(f"| `{node.name}` | {link} |")
     lines = ["# Tests of every rule", "", "Tests that name a rule of [the rules](../rules.md) in their docstrings."]
-    for rule in sorted(tests, key=lambda rule: (rule[0], int(rule[1:]))):
+    for rule in re.findall(r"^\*\*([A-E]\d+) ", (ROOT / "docs" / "rules.md").read_text(), re.MULTILINE):
         lines += [
             "",
             f"## {rule}",
