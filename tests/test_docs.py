@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 import re
 import shlex
 import shutil
@@ -13,7 +12,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -515,22 +514,6 @@ def test_paths_in_the_documentation_can_be_imported() -> None:
 
 
 MODULES = ("attnplug", *(f"attnplug.{name}" for name in ("host", "kernels", "linear", "sparse", "tables")))
-EXPORTED = sorted((module, name) for module in MODULES for name in importlib.import_module(module).__all__)
-
-
-@pytest.mark.parametrize(("module", "name"), EXPORTED, ids=[f"{module}.{name}" for module, name in EXPORTED])
-def test_a_public_name_has_a_docstring_with_shapes_or_an_example(module: str, name: str) -> None:
-    """Shapes where tensors are taken or returned, or are fields."""
-    value = getattr(importlib.import_module(module), name)
-    if not isinstance(value, type | FunctionType):
-        return
-    assert value.__doc__ and not value.__doc__.startswith(f"{name}(")
-    members = [each for key, each in vars(value).items() if isinstance(each, FunctionType) and not key.startswith("_")]
-    parts = [value, *members] if isinstance(value, type) else [value]
-    annotations = [str(kind) for part in parts for kind in getattr(part, "__annotations__", {}).values()]
-    if any(re.search(r"\bTensor\b", kind) for kind in annotations):
-        assert re.search(r"``\[|shape|::\n|>>>", inspect.getsource(value)), "give shapes, or an example"
-
 
 GROUPS = {f"attnplug.{name}" for name in ("commands", "hosts", "plugins", "raw")}
 """Entry-point groups."""

@@ -26,7 +26,7 @@ def to_device(
 def on_host(
     numbers: Sequence[Any] | NDArray[Any], device: torch.device, dtype: type[np.integer[Any]] = np.int64
 ) -> Tensor:
-    """Copy integers to a host tensor of the same shape, pinned if possible, for an asynchronous copy to ``device``.
+    """Copy integers to a host tensor, pinned if the device allows it, for a later asynchronous copy to ``device``.
 
     torch's allocator keeps the pinned memory until that copy has finished.
     """

@@ -126,7 +126,7 @@ class Group:
 
 
 def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
-    """Return the slot mapping ``[rows]`` of new rows, and groups that cover every request with new tokens once.
+    """Return the slot mapping of new rows, and groups that cover every request with new tokens exactly once.
 
     Requests are grouped by query length, then by similar KV length.
     """
