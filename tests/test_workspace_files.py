@@ -55,7 +55,7 @@ def test_published_requirements_are_ranges_and_ci_pins_each():
 def test_pages_that_install_from_pypi_also_install_from_a_clone():
     """No package is released yet. A command must name every package of ours that the named ones require."""
     names = {project["name"]: name for name, project in PACKAGES.items()}
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *(ROOT / name / "README.md" for name in PACKAGES)]
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *(ROOT / name / "README.md" for name in PACKAGES)]
     for page in pages:
         text = page.read_text() if page.exists() else ""
         commands = re.findall(r"pip install ((?:(?:-e )?'?(?:\./|CLONE/)[\w/.\[\]-]+'?\s+)+)", text.replace("`", " "))
@@ -103,7 +103,7 @@ def test_links_of_a_packages_readme_hold_outside_of_the_repository():
 
 
 def test_relative_links_of_the_documentation_lead_to_files():
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
         for link in re.findall(r"\]\(([^):#]+)[^):]*\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 

@@ -1,6 +1,6 @@
 """Version of the contract between core and backends, and deprecations (D4).
 
-docs/writing-a-backend.md states the stability promise.
+docs/contract.md states the stability promise.
 """
 
 from __future__ import annotations

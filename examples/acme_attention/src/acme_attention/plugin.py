@@ -1,0 +1,65 @@
+"""Declaration of four backends. Imports neither torch nor the backends themselves."""
+
+from acme_attention.options import AcmeOptions, check_options
+from attnplug import (
+    AttentionKind,
+    BackendSpec,
+    CacheLayout,
+    Capabilities,
+    DType,
+    ExtendPath,
+    Feature,
+    GraphLevel,
+    Role,
+    hookimpl,
+)
+
+DEVICES = frozenset({"cpu", "cuda"})
+DTYPES = frozenset({DType.FLOAT32, DType.BFLOAT16})
+LAYOUTS = frozenset(CacheLayout)  # any strides: rows are read by the pools
+
+MHA = Capabilities(
+    kinds=frozenset({AttentionKind.MHA}),
+    devices=DEVICES,
+    dtypes=DTYPES,
+    kv_dtypes=None,  # any KV format, for the same reason
+    layouts=LAYOUTS,
+    cuda_graph=GraphLevel.DECODE,
+)
+MLA = Capabilities(
+    kinds=frozenset({AttentionKind.MLA}),
+    devices=DEVICES,
+    dtypes=DTYPES,
+    layouts=LAYOUTS,
+    extras=frozenset({"lse"}),
+    mla_extend=frozenset(ExtendPath),  # absorbed, one_shot, chunked
+)
+LINEAR = Capabilities(
+    kinds=frozenset({AttentionKind.LIGHTNING}), devices=DEVICES, dtypes=DTYPES, roles=frozenset({Role.LINEAR})
+)
+SPARSE = Capabilities(
+    kinds=frozenset({AttentionKind.MLA}),
+    devices=DEVICES,
+    dtypes=DTYPES,
+    layouts=LAYOUTS,
+    features=frozenset({Feature.SPARSE}),
+    extras=frozenset({"selected"}),
+)
+
+
+@hookimpl
+def attnplug_backends() -> list[BackendSpec]:
+    return [
+        BackendSpec(
+            name="acme_mha",
+            summary="MHA in torch, decode in graphs",
+            contract="0.9",
+            factory="acme_attention.mha:AcmeMHA",
+            capabilities=MHA,
+            options=AcmeOptions,
+            check=check_options,
+        ),
+        BackendSpec("acme_mla", "MLA in torch", "0.9", "acme_attention.mla:AcmeMLA", MLA),
+        BackendSpec("acme_linear", "Lightning in torch", "0.9", "acme_attention.linear:AcmeLinear", LINEAR),
+        BackendSpec("acme_sparse", "Sparse MLA in torch", "0.9", "acme_attention.sparse:AcmeSparse", SPARSE),
+    ]
