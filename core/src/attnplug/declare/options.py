@@ -79,8 +79,7 @@ def split_settings(settings: Iterable[str]) -> dict[str, dict[str, str]]:
         target, equals, value = setting.partition("=")
         name, dot, key = target.partition(".")
         if not (equals and dot and name and key):
-            message = f"`{Setting.BACKEND_OPTION}` {setting!r} cannot be read; write NAME.KEY=VALUE"
-            raise UsageError(message, settings=[Setting.BACKEND_OPTION])
+            raise UsageError(f"`{Setting.BACKEND_OPTION}` {setting!r} cannot be read; write NAME.KEY=VALUE")
         if key in by_backend.setdefault(name, {}):
             message = f"`{name}.{key}` is given twice: {by_backend[name][key]!r} and {value!r}"
             raise UsageError(message, settings=[f"{name}.{key}"])

@@ -11,7 +11,6 @@ import torch
 
 from attnplug.declare.device import DeviceSpec, Processor
 from attnplug.declare.errors import UsageError, describe_error
-from attnplug.declare.settings import Setting
 from attnplug.machine.hardware import CUDA
 
 
@@ -57,7 +56,7 @@ def open_device(requested: str | None, find: Callable[[str], DeviceSpec]) -> tup
     except Exception as error:
         message = f"`device` {spec.name} is requested, but torch {torch.__version__} cannot open it: "
         reason = f"{describe_error(error).splitlines()[0]}; use another `device`"
-        raise UsageError(message + reason, settings=[Setting.DEVICE]) from error
+        raise UsageError(message + reason) from error
     _OPENED[spec.name] = runtime
     runtime_of.cache_clear()
     return device, processor

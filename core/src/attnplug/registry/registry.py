@@ -91,8 +91,7 @@ class Registry:
         """Return the device type named ``name``. Raises UsageError, with the installed ones, if there is none."""
         if name not in self.devices:
             faults = "".join(f"; {fault}" for fault in self.broken if fault.name == f"device {name}")
-            message = f"`{Setting.DEVICE}` {name!r} is unknown; installed are {', '.join(self.devices)}{faults}"
-            raise UsageError(message, settings=[Setting.DEVICE])
+            raise UsageError(f"`{Setting.DEVICE}` {name!r} is unknown; installed are {', '.join(self.devices)}{faults}")
         return self.devices[name].value
 
     def processors(self, device: str | None) -> tuple[Processor, ...]:

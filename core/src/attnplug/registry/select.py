@@ -68,14 +68,11 @@ def explain(
     registry.raise_if_check_failed((c.backend, c.refusals) for choice in choices.values() for c in choice.candidates)
     for role, name in request.roles.items():
         if role not in choices and name != AUTO:
-            message = f"`{role.setting}` {name} is given, but {_why_unneeded(role, problem)}; leave it out"
-            also = [Setting.SPECULATIVE_TOKENS] if role is Role.DRAFT else []
-            raise UsageError(message, settings=[role.setting, *also])
+            raise UsageError(f"`{role.setting}` {name} is given, but {_why_unneeded(role, problem)}; leave it out")
     if request.attention != AUTO and set(choices) == {Role.LINEAR}:
         raise UsageError(
             f"`{Setting.ATTENTION_BACKEND}` {request.attention} is given, but {_why_unneeded(Role.PREFILL, problem)}; "
-            f"leave it out, or give `{Role.LINEAR.setting}`",
-            settings=[Setting.ATTENTION_BACKEND, Role.LINEAR.setting],
+            f"leave it out, or give `{Role.LINEAR.setting}`"
         )
     multiple = math.lcm(problem.model.page_multiple, 1 if format is None else format.page_multiple)
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]

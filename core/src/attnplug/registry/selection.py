@@ -36,8 +36,7 @@ class BackendRequest:
         if self.verify not in (Role.PREFILL, Role.DECODE):
             raise UsageError(
                 f"`{Setting.SPECULATIVE_ATTENTION_MODE}` {self.verify} cannot verify; use {Role.PREFILL} or "
-                f"{Role.DECODE}",
-                settings=[Setting.SPECULATIVE_ATTENTION_MODE],
+                f"{Role.DECODE}"
             )
 
     def name_for(self, role: Role) -> str:
