@@ -12,7 +12,7 @@ from pathlib import Path
 
 from attnplug import Problem, UsageError
 from attnplug.cli.app import Commands, add_command
-from attnplug.declare.invariance import INVARIANCE
+from attnplug.declare.problem import INVARIANCE
 
 
 def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -5,9 +5,9 @@ from attnplug.contract.context import HostContext as HostContext
 from attnplug.contract.context import Limits as Limits
 from attnplug.contract.context import Parallel as Parallel
 from attnplug.contract.geometry import HostLengths as HostLengths
+from attnplug.contract.geometry import TypicalLens as TypicalLens
 from attnplug.declare.errors import AttnplugError as AttnplugError
 from attnplug.declare.errors import HookError as HookError
-from attnplug.declare.lengths import TypicalLens as TypicalLens
 from attnplug.declare.model import MLADims as MLADims
 from attnplug.declare.options import split_settings as split_settings
 from attnplug.declare.problem import model_dtype as model_dtype

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import le
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,22 @@ from attnplug.contract.mode import ForwardMode
 from attnplug.contract.ragged import RaggedCall
 from attnplug.contract.splitting import divide, split_by
 from attnplug.declare.errors import PlanError
-from attnplug.declare.lengths import TypicalLens
-from attnplug.machine.transfer import to_device
+from attnplug.machine.runtime import to_device
+
+
+class TypicalLens(NamedTuple):
+    """Approximate KV lengths of a batch, mean and maximum: ``TypicalLens(1200, 4096)``."""
+
+    mean: int
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> TypicalLens:
+        return cls(sum(lengths) // (len(lengths) or 1), max(lengths, default=0))
+
+    @classmethod
+    def around(cls, mean: int, *, ragged: bool) -> TypicalLens:
+        return cls(mean, (3 * mean + 1) // 2 if ragged else mean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +370,11 @@ class Geometry:
         if list(requests) != list(range(table.shape[0])):
             table = table.index_select(0, to_device(requests, table.device))
         return (_host_slots if table.is_cpu else _device_slots)(table, lens, self.page_size)
+
+
+def is_ragged(mean: int, longest: int) -> bool:
+    """Return True if KV lengths vary enough for the ragged measurements to apply."""
+    return 4 * longest > 5 * mean
 
 
 def spread(starts: Sequence[int], lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from types import MappingProxyType
 
 from attnplug.declare.device import SM, Architecture
 from attnplug.declare.errors import UsageError
-from attnplug.declare.invariance import INVARIANCE
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.settings import Setting
 
@@ -17,6 +17,24 @@ DEFAULT_PAGE_SIZE = 64
 SM_RANGE = range(10, 1000)
 LARGEST_TREE = 64
 """Maximum rows of a draft tree: the rows that one row sees are a 64-bit mask."""
+INVARIANCE: Mapping[str, str] = MappingProxyType(
+    {
+        "run": "repetition of the batch, stream, and process",
+        "batch": "the other requests of the batch (number, lengths, order, position), padded requests, page numbers, "
+        "page-table width, and bounds instead of exact lengths",
+        "graph": "eager execution, capture, and replay at any captured size",
+        "chunks": "chunk boundaries of the prompt, the length of a cached prefix, and whether a row was prefilled with "
+        "other rows or decoded",
+        "verify": "target verify of a chain of drafts or decode, so that speculation changes no token",
+    }
+)
+"""Levels of invariance by name: everything that the bits of a request's output and ``lse`` do not depend on (E3).
+
+Backends claim them and problems request them. A claim holds on one machine with one set of installed versions, for a
+backend that was built with the level requested (``BackendContext.invariant``), and for MLA if extends run absorbed
+(``Problem.extend_path``). A backend that is never captured keeps ``graph``; one that verifies no drafts keeps
+``verify``.
+"""
 
 
 class Role(StrEnum):
@@ -263,3 +281,8 @@ def model_dtype(model: ModelSpec) -> DType | None:
     except UsageError:
         message = f"the model's config has dtype {model.dtype!r}; choose one of {', '.join(DType)} with `dtype`"
         raise UsageError(message) from None
+
+
+def sorted_levels(levels: Collection[str]) -> list[str]:
+    """Return levels in the order of their definition."""
+    return [level for level in INVARIANCE if level in levels]

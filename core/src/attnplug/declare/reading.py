@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from attnplug.declare.device import DEVICE_NAME
 from attnplug.declare.errors import PluginError
-from attnplug.declare.invariance import INVARIANCE
-from attnplug.declare.problem import GraphLevel
+from attnplug.declare.problem import INVARIANCE, GraphLevel
 
 _Member = TypeVar("_Member", bound=Enum)
 _Value = TypeVar("_Value")

@@ -8,8 +8,7 @@ from typing import Any
 
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.declare.errors import UsageError
-from attnplug.declare.invariance import sorted_levels
-from attnplug.declare.problem import GraphLevel, Problem, Role
+from attnplug.declare.problem import GraphLevel, Problem, Role, sorted_levels
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Render, Setting

@@ -14,7 +14,7 @@ from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.kv.buffer import BLOCK
 from attnplug.machine.hardware import IS_ARM
-from attnplug.machine.transfer import to_device
+from attnplug.machine.runtime import to_device
 
 # A group is padded to its longest request. Up to this many rows per request, padding costs less than another group.
 _SMALL_READ = 4096
