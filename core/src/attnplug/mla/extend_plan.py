@@ -34,24 +34,21 @@ def plan_prefix_chunks(prefix_lens: Sequence[int], capacity: int) -> tuple[Chunk
     """
     if capacity < 1:
         raise ValueError(f"a chunk capacity of {capacity} rows holds nothing; give 1 or more")
-    chunks: list[Chunk] = []
-    spans: list[Span] = []
-    free = capacity
+    chunks: list[list[Span]] = []
+    free = 0
     for request, prefix_len in enumerate(prefix_lens):
         if prefix_len < 0:
             raise ValueError(f"request {request} has a prefix of {prefix_len} rows")
         start = 0
         while start < prefix_len:
+            if not free:
+                chunks.append([])
+                free = capacity
             length = min(free, prefix_len - start)
-            spans.append(Span(request, start, length))
+            chunks[-1].append(Span(request, start, length))
             start += length
             free -= length
-            if free == 0:
-                chunks.append(tuple(spans))
-                spans, free = [], capacity
-    if spans:
-        chunks.append(tuple(spans))
-    return tuple(chunks)
+    return tuple(map(tuple, chunks))
 
 
 def plan_extend(geometry: Geometry, path: ExtendPath, chunk_capacity: int) -> tuple[Part, ...]:
