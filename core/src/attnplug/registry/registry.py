@@ -201,17 +201,10 @@ def _apply_allow_list(
     if setting is None:
         return plugins, [], ()
     wanted = {canonical_name(name): name.strip() for name in setting.split(",") if name.strip()}
-    allowed: list[tuple[EntryPoint, Source]] = []
-    blocked: list[Source] = []
-    known: set[str] = set()
-    for point, source in plugins:
-        names = {canonical_name(source.distribution), canonical_name(point.name)}
-        known |= names
-        if source.embedded or not names.isdisjoint(wanted):
-            allowed.append((point, source))
-        else:
-            blocked.append(source)
-    return allowed, blocked, tuple(sorted(text for name, text in wanted.items() if name not in known))
+    names = {source: {canonical_name(source.distribution), canonical_name(point.name)} for point, source in plugins}
+    blocked = [source for source, own in names.items() if not source.embedded and own.isdisjoint(wanted)]
+    unmatched = sorted(text for name, text in wanted.items() if name not in set().union(*names.values()))
+    return [plugin for plugin in plugins if plugin[1] not in blocked], blocked, tuple(unmatched)
 
 
 def _raise_if_broken(registry: Registry) -> None:
