@@ -89,9 +89,9 @@ def split_settings(settings: Iterable[str]) -> dict[str, dict[str, str]]:
 
 def describe_options(options: type[Any]) -> str:
     """Return one line per option: name, type and default."""
-    hints = get_type_hints(options)
+    hints, defaults = get_type_hints(options), options()
     return "\n".join(
-        f"  {field.name}: {_type_name(hints[field.name])} = {_written(_default(field))}"
+        f"  {field.name}: {_type_name(hints[field.name])} = {_written(getattr(defaults, field.name))}"
         for field in dataclasses.fields(options)
         if field.init
     )
@@ -102,12 +102,6 @@ def _written(value: object) -> str:
     if isinstance(value, Enum):
         return str(value.value)
     return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
-
-
-def _default(field: dataclasses.Field[Any]) -> object:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:
