@@ -117,7 +117,7 @@ def _conform(parsed: argparse.Namespace) -> int:
         raise UsageError("give the NAME of a backend, or a format by --kv-format")
     report = None if parsed.report is None else _report_path(parsed.report)
     from attnplug.cli import output
-    from attnplug.cli.text import warn_of_plugins
+    from attnplug.cli.output import warn_of_plugins
     from attnplug.host import load_registry, split_settings
 
     if not 0 <= parsed.seed < 1 << 63:

@@ -1,4 +1,4 @@
-from attnplug.author.results import bind_forward as bind_forward
+from attnplug.author.served_layers import bind_forward as bind_forward
 from attnplug.auto.ranking import default_ranking as default_ranking
 from attnplug.contract.backend import bind_optional_hook as bind_optional_hook
 from attnplug.contract.context import HostContext as HostContext

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from attnplug.cli import output
 from attnplug.cli.app import option, refusal_as_json
-from attnplug.cli.text import table, warn_of_plugins
+from attnplug.cli.output import table, warn_of_plugins
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.problem import GraphLevel, Problem
 from attnplug.declare.refusal import Refusal, RefusalCode

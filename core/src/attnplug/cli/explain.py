@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from attnplug.auto.ranking import default_ranking
 from attnplug.cli import output
 from attnplug.cli.app import refusal_as_json
-from attnplug.cli.text import warn_of_plugins
+from attnplug.cli.output import warn_of_plugins
 from attnplug.declare.device import Processor
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec

@@ -135,10 +135,6 @@ class Selection:
                 found[backend.spec.name] = backend, found.get(backend.spec.name, (backend, frozenset()))[1] | {role}
         return found
 
-    def schedule(self, role: Role) -> BackendSchedule | None:
-        """Return the per-batch schedule of a role, or None if it has only one backend."""
-        return self.choices[role].schedule
-
     def graph_extenders(self, levels: Mapping[str, GraphLevel]) -> list[str]:
         """Return the backends that can run extends in CUDA graphs, if ``auto`` also chose backends that cannot. None if
         a prefill backend, an MLA extend path or invariance was requested, or if linear layers cannot be captured."""
