@@ -276,11 +276,10 @@ class Problem:
 
 def model_dtype(model: ModelSpec) -> DType | None:
     """Return the dtype of a model's config, such as ``DType("bfloat16")``; ``None`` if it has none."""
-    try:
-        return None if model.dtype is None else DType.parse(model.dtype, Setting.DTYPE)
-    except UsageError:
-        message = f"the model's config has dtype {model.dtype!r}; choose one of {', '.join(DType)} with `dtype`"
-        raise UsageError(message) from None
+    found = None if model.dtype is None else DType.spelled(model.dtype)
+    if found is None and model.dtype is not None:
+        raise UsageError(f"the model's config has dtype {model.dtype!r}; choose one of {', '.join(DType)} with `dtype`")
+    return found
 
 
 def sorted_levels(levels: Collection[str]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 from attnplug.declare.device import DEVICE_NAME
@@ -74,14 +75,6 @@ def of_type(name: str, value: object, wanted: type[_Value], words: str) -> _Valu
     return value
 
 
-def boolean(name: str, value: object) -> bool:
-    return of_type(name, value, bool, "True or False")
-
-
-def graph_level(name: str, value: object) -> GraphLevel:
-    return of_type(name, value, GraphLevel, "a GraphLevel")
-
-
 def integer(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise PluginError(f"{name}={value!r} must be a whole number")
@@ -97,6 +90,8 @@ def _pairs(name: str, values: object) -> frozenset[tuple[int, int]]:
     return frozenset(found)
 
 
+boolean = partial(of_type, wanted=bool, words="True or False")
+graph_level = partial(of_type, wanted=GraphLevel, words="a GraphLevel")
 invariance_levels = names_of(INVARIANCE.__contains__, f"known are {', '.join(INVARIANCE)}")
 device_names = optional(names_of(DEVICE_NAME.fullmatch, "give torch device types, such as cuda, without an index"))
 format_names = optional(names_of(bool, "give names of formats"))  # which other packages may declare

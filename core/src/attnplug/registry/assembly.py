@@ -215,9 +215,8 @@ def choose_importable(
 
 
 def _import_chosen(selection: Selection) -> None:
-    for role in selection.choices:
-        for registered in selection.serving(role):
-            import_factory(registered)
+    for registered, _ in selection.uses().values():
+        import_factory(registered)
 
 
 def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:

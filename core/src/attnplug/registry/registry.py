@@ -80,7 +80,8 @@ class Registry:
                 f"backend {name!r} ({barred[0]}) is blocked because {ALLOW_VARIABLE} does not list it; "
                 f"add {barred[0].distribution} to it, or unset it"
             )
-        near = _near(name, self.backends)
+        lower = name.lower().replace("-", "_")
+        near = [lower] if lower in self.backends else difflib.get_close_matches(lower, self.backends, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise UsageError(
             f"there is no backend {name!r}{hint} Installed: {', '.join(sorted(self.backends)) or 'none'}; "
@@ -185,13 +186,6 @@ def load_registry(
 def installed_format(name: str) -> KVFormat:
     """Return core's or a plugin's KV format: ``installed_format("nvfp4")``. Raises as ``Registry.kv_format``."""
     return BUILT_IN[name] if name in BUILT_IN else load_registry().kv_format(name)
-
-
-def _near(name: str, backends: Iterable[str]) -> list[str]:
-    """Return similar names, or only the one that differs in nothing but case or hyphens."""
-    lower = name.lower().replace("-", "_")
-    known = list(backends)
-    return [lower] if lower in known else difflib.get_close_matches(lower, known, n=3, cutoff=0.5)
 
 
 def _apply_allow_list(
