@@ -151,7 +151,7 @@ def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
         elif not row[5] <= row[4] <= row[6]:
             problem = "the median lies between low and high"
         elif tuple(row[:4]) in shapes:
-            problem = "there is another one with these requests, length, tokens and ragged; keep one"
+            problem = "its (requests, length, tokens, ragged) come twice; keep one"
         else:
             shapes.add(tuple(row[:4]))
             yield Measurement(*row[:4], *map(float, row[4:]))

@@ -319,6 +319,7 @@ def _unsupported(
 ) -> Iterator[Refusal]:
     """Yield the refusal of a value that is given and not supported. ``None`` supports any value."""
     if supported is not None and value is not None and value not in supported:
-        message = f"{noun} {value} is not supported, only {', '.join(map(str, sorted(supported))) or 'none'}"
+        verb, names = "are" if type(value) is tuple else "is", ", ".join(map(str, sorted(supported)))
+        message = f"{noun} {value} {verb} not supported, only {names or 'none'}"
         plain, *allowed = (list(each) if type(each) is tuple else str(each) for each in (value, *sorted(supported)))
         yield Refusal(code, message, plain, allowed, setting)
