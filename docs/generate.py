@@ -39,7 +39,7 @@ from measurements import (
 )
 
 from attnplug.cli.backends import describe
-from attnplug.declare.invariance import INVARIANCE, sorted_levels
+from attnplug.declare.problem import INVARIANCE, sorted_levels
 from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Setting
 from attnplug.declare.version import DEPRECATIONS, removal

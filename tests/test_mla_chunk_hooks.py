@@ -11,7 +11,7 @@ import pytest
 from attnplug import BackendContext, ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError, Serving
 from attnplug.contract.backend import bind_optional_hook
 from attnplug.host import ExtendPolicy, ModelAttention, load_registry
-from attnplug.mla.extend_plan import plan_extend
+from attnplug.mla.attention import plan_extend
 from attnplug.registry.assembly import backend_problems, claim_problems
 from attnplug.wrappers.split import HybridLinearBackend
 from attnplug_conformance.arithmetic import relative_error

@@ -378,7 +378,7 @@ class TestShared:
             selection, whole = build_chosen(
                 installed, BackendRequest(), PROBLEM, lambda chosen: build_selection(chosen, CONTEXT), ranking=Turns()
             )
-        assert whole.backend_id.name == "a" and selection.schedule(Role.DECODE) is None
+        assert whole.backend_id.name == "a" and selection.choices[Role.DECODE].schedule is None
         with pytest.warns(PluginWarning, match="no kernel image"):
             assert set(choose_importable(installed, BackendRequest(), PROBLEM, Turns()).failed) == {"b"}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.mla.extend_plan import plan_prefix_chunks
+from attnplug.mla.attention import plan_prefix_chunks
 
 prefixes = st.lists(st.one_of(st.just(0), st.integers(1, 50), st.integers(1, 5000)), max_size=20)
 capacities = st.one_of(st.integers(1, 20), st.integers(1, 10_000))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from attnplug.cli.text import table
+from attnplug.cli.output import table
 
 COLUMNS = ("name", "distribution", "contract", "supports", "status")
 ROWS = [

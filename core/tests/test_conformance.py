@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug.declare.invariance import INVARIANCE
+from attnplug.declare.problem import INVARIANCE
 from attnplug_conformance import conformance_tests
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.runner import Status, run_checks

@@ -9,7 +9,7 @@ import pytest
 from attnplug import Capabilities, Claims, ExtendPath, Problem, RefusalCode, Role, UsageError
 from attnplug.auto.fastest import FastestBackend
 from attnplug.declare.errors import PluginError
-from attnplug.declare.invariance import INVARIANCE
+from attnplug.declare.problem import INVARIANCE
 from attnplug.host import BackendRequest, SelectionError, select
 from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
 from attnplug_testing.errors import raises_naming

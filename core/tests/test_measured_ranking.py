@@ -54,7 +54,7 @@ def test_measured_times_decide_and_are_explained() -> None:
 def test_a_host_that_plans_by_batch_gets_a_schedule() -> None:
     selection = chosen(*crossing(), per_batch=True)
     assert decode(selection) == ["late", "early"]
-    schedule = selection.schedule(Role.DECODE)
+    schedule = selection.choices[Role.DECODE].schedule
     assert schedule is not None
     assert [schedule.fastest(1, length, 1) for length in (128, 4096)] == ["early", "late"]
     lines = list(explanation(selection))
@@ -72,7 +72,7 @@ def test_the_backend_of_a_graph_for_all_lengths_is_named() -> None:
     for graphs in (True, False):
         problem = replace(PROBLEM, wants_graphs=graphs, graphs_by_length=False)
         selection = chosen(*crossing(), installed=installed, problem=problem, per_batch=True)
-        schedule = selection.schedule(Role.DECODE)
+        schedule = selection.choices[Role.DECODE].schedule
         assert schedule is not None
         first = "late in a graph; without, " if graphs else ""
         assert f"  8 requests: {first}{schedule.describe(8, 1)}" in explanation(selection)
@@ -91,7 +91,7 @@ def test_what_a_host_prefills_by_its_own_calls_has_one_backend() -> None:
         ranking = default_ranking(installed, problem, per_batch=True)
         selection = select(installed, BackendRequest(roles={Role.PREFILL: "auto"}), problem, ranking=ranking)
         assert decode(selection) == ["late", "early"]
-        assert (selection.schedule(Role.PREFILL) is None) is by_host
+        assert (selection.choices[Role.PREFILL].schedule is None) is by_host
 
 
 def test_a_backend_that_is_hardly_better_anywhere_is_not_scheduled() -> None:
@@ -268,7 +268,7 @@ class TestPrefill:
 
     def test_each_extend_has_its_fastest_backend(self) -> None:
         selection = chosen(*(table(name, t, Role.PREFILL) for name, t in self.TIMES.items()), per_batch=True)
-        schedule = selection.schedule(Role.PREFILL)
+        schedule = selection.choices[Role.PREFILL].schedule
         assert isinstance(schedule, ExtendSchedule)
         assert [schedule.fastest(1, length, length) for length in (64, 3000)] == ["early", "late"]
         assert any(line.startswith("  1 × 4096 new tokens: ") for line in explanation(selection))

@@ -16,8 +16,7 @@ from attnplug import BackendError, Claims, DType, ExtendPath, ForwardBatch, Forw
 from attnplug.contract.plan import BackendId
 from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention
 from attnplug.kernels import merge_partial
-from attnplug.mla.attention import MLAAttention
-from attnplug.mla.extend_plan import plan_extend
+from attnplug.mla.attention import MLAAttention, plan_extend
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.errors import raises_naming

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnplug import BackendError, DType, ForwardBatch, ForwardExtras, ForwardMode, LayerSpec, PlanError
-from attnplug.author.results import bind_forward
+from attnplug.author.served_layers import bind_forward
 from attnplug.host import KVPools, ModelAttention
 from attnplug.linear import DeltaInputs, DeltaWeights, LinearInputs, LinearStatePool
 from attnplug.wrappers.split import HybridLinearBackend, SplitBackend

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.auto.schedule import BackendSchedule, BatchPoint, ExtendSchedule
-from attnplug.declare.lengths import TypicalLens, is_ragged
+from attnplug.contract.geometry import TypicalLens, is_ragged
 
 SHORT_AND_LONG = BackendSchedule(
     {"short": {(1, 100, 1): 1.0, (1, 10000, 1): 9.0}, "long": {(1, 100, 1): 3.0, (1, 10000, 1): 3.0}}

@@ -218,7 +218,7 @@ def test_a_schedule_gives_a_role_several_backends() -> None:
     selection = select(installed, request, Problem(LLAMA), ranking=_Scheduled())
     assert [each.spec.name for each in selection.serving(Role.PREFILL)] == ["fast", "slow"]
     assert selection.chosen(Role.PREFILL).spec.name == "fast"
-    assert selection.schedule(Role.DECODE) is None
+    assert selection.choices[Role.DECODE].schedule is None
     assert [each.spec.name for each in selection.serving(Role.DECODE)] == ["slow"]
 
 

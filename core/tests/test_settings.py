@@ -17,6 +17,13 @@ def test_an_error_names_settings_by_their_keys() -> None:
     assert error.settings == ("page_size",)
 
 
+def test_a_usage_error_has_the_settings_that_its_message_names() -> None:
+    """Only keys of ``Setting``: other words in backticks may be a plugin's or a library's."""
+    error = UsageError("`torch.float16` for `page_size`, `dtype` or `acme.speed`", settings=["acme.speed"])
+    assert error.settings == ("acme.speed", "page_size", "dtype")
+    assert AttnplugError("`page_size` of a library").settings == ()
+
+
 @pytest.mark.parametrize(
     ("message", "fragment"),
     [

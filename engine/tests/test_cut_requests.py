@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnplug import ForwardBatch, ForwardExtras, ForwardMode, Geometry, PlanError
-from attnplug.contract.splitting import split_by
+from attnplug.contract.geometry import split_by
 from attnplug.host import HostLengths, MLADims, plan_forward
 from attnplug_engine.execution.two_batch import BatchSplit, split_batch, split_request
 from attnplug_testing.errors import raises_naming

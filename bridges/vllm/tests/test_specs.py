@@ -270,7 +270,7 @@ def test_mla_is_decoded_by_the_backend_that_was_measured_the_fastest_for_a_batch
     chosen = twins_by_batch(monkeypatch, tmp_path)
     assert [backend.spec.name for backend in chosen.serving(Role.DECODE)] == ["beta", "alpha"]
     assert [spec.name for spec in serving_specs(chosen)] == ["beta", "alpha"]
-    schedule = chosen.schedule(Role.DECODE)
+    schedule = chosen.choices[Role.DECODE].schedule
     assert [schedule.fastest(1, length, 1) for length in (8, 64)] == ["alpha", "beta"]
 
 

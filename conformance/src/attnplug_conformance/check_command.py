@@ -31,7 +31,7 @@ def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _check(parsed: argparse.Namespace) -> int:
     from attnplug.cli import output
-    from attnplug.cli.text import warn_of_plugins
+    from attnplug.cli.output import warn_of_plugins
     from attnplug.host import load_registry
 
     if not 0 <= parsed.seed < 1 << 63:

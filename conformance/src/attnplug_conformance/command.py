@@ -12,7 +12,7 @@ from pathlib import Path
 
 from attnplug import Problem, UsageError
 from attnplug.cli.app import Commands, add_command
-from attnplug.declare.invariance import INVARIANCE
+from attnplug.declare.problem import INVARIANCE
 
 
 def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -117,7 +117,7 @@ def _conform(parsed: argparse.Namespace) -> int:
         raise UsageError("give the NAME of a backend, or a format by --kv-format")
     report = None if parsed.report is None else _report_path(parsed.report)
     from attnplug.cli import output
-    from attnplug.cli.text import warn_of_plugins
+    from attnplug.cli.output import warn_of_plugins
     from attnplug.host import load_registry, split_settings
 
     if not 0 <= parsed.seed < 1 << 63:

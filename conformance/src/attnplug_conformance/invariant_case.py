@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from attnplug import DType, ForwardMode
-from attnplug.declare.invariance import INVARIANCE
+from attnplug.declare.problem import INVARIANCE
 from attnplug_conformance.case import Case
 from attnplug_conformance.random_case import UNIFORM, Lengths, batch_seconds, case_fields, changed_fields, plain, tuples
 from attnplug_conformance.random_case import from_text as drawn_from_text

@@ -10,7 +10,7 @@ from itertools import groupby
 from attnplug.cli import output
 from attnplug.cli.app import command_claims, command_conflict
 from attnplug.cli.backends import listing
-from attnplug.cli.text import table, warn_of_plugins
+from attnplug.cli.output import table, warn_of_plugins
 from attnplug.declare.registered import Source
 from attnplug.hf.tiny import TINY
 from attnplug.registry.hosts import GROUP

@@ -18,7 +18,7 @@ import torch
 from attnplug import AttentionKind, BackendSpec, Capabilities, ExtendPath, Feature, GraphLevel, Role, UsageError
 from attnplug.declare import version
 from attnplug.declare.errors import describe_error
-from attnplug.declare.invariance import INVARIANCE
+from attnplug.declare.problem import INVARIANCE
 from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import watching
 from attnplug_conformance.case import Case

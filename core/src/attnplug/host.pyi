@@ -1,13 +1,13 @@
-from attnplug.author.results import bind_forward as bind_forward
+from attnplug.author.served_layers import bind_forward as bind_forward
 from attnplug.auto.ranking import default_ranking as default_ranking
 from attnplug.contract.backend import bind_optional_hook as bind_optional_hook
 from attnplug.contract.context import HostContext as HostContext
 from attnplug.contract.context import Limits as Limits
 from attnplug.contract.context import Parallel as Parallel
 from attnplug.contract.geometry import HostLengths as HostLengths
+from attnplug.contract.geometry import TypicalLens as TypicalLens
 from attnplug.declare.errors import AttnplugError as AttnplugError
 from attnplug.declare.errors import HookError as HookError
-from attnplug.declare.lengths import TypicalLens as TypicalLens
 from attnplug.declare.model import MLADims as MLADims
 from attnplug.declare.options import split_settings as split_settings
 from attnplug.declare.problem import model_dtype as model_dtype

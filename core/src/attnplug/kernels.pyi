@@ -22,8 +22,8 @@ from attnplug.kv.row_pool import RowPool as RowPool
 from attnplug.kv.row_pool import check_size as check_size
 from attnplug.kv.row_pool import distinct_layers as distinct_layers
 from attnplug.kv.row_pool import held_for as held_for
-from attnplug.machine.transfer import on_host as on_host
-from attnplug.machine.transfer import to_device as to_device
+from attnplug.machine.runtime import on_host as on_host
+from attnplug.machine.runtime import to_device as to_device
 from attnplug.mla.attention import merge_partial as merge_partial
 from attnplug.torch_native.attention import Softmax as Softmax
 from attnplug.torch_native.attention import attend as attend

@@ -10,7 +10,7 @@ import torch
 
 from attnplug import BackendError, DType, ModelSpec, Problem, Refusal, Serving, Setting, UsageError
 from attnplug.auto.ranking import Ranking
-from attnplug.declare.invariance import INVARIANCE
+from attnplug.declare.problem import INVARIANCE
 from attnplug.host import (
     BackendRequest,
     ExtendPolicy,

@@ -9,7 +9,7 @@ import pytest
 
 from attnplug import BackendContext, ExtendPath, ForwardMode, PlanError, Serving
 from attnplug.host import ExtendPolicy, ModelAttention
-from attnplug.mla.extend_plan import plan_extend
+from attnplug.mla.attention import plan_extend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend

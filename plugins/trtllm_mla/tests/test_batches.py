@@ -11,7 +11,7 @@ import torch
 
 from attnplug import BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError, RaggedCall, Serving
 from attnplug.host import ExtendPolicy
-from attnplug.mla.extend_plan import plan_extend
+from attnplug.mla.attention import plan_extend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from attnplug.cli.text import table
+from attnplug.cli.output import table
 from attnplug.declare.errors import UsageError
 from attnplug_tune.measure import Failed, Outcome, Skipped, Timed
 from attnplug_tune.results import BenchRow, by_point, sides_of

@@ -20,10 +20,9 @@ from torch import Tensor
 from attnplug.contract.backend import AttentionBackend, ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import HostContext, Limits
-from attnplug.contract.geometry import Geometry
+from attnplug.contract.geometry import Geometry, TypicalLens
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.sparse import IndexInputs
-from attnplug.declare.lengths import TypicalLens
 from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
 from attnplug.host import MLAWeights, installed_format

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnplug.auto.ranking import by_preference
-from attnplug.cli.text import warn_of_plugins
+from attnplug.cli.output import warn_of_plugins
 from attnplug.declare.device import Processor
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec

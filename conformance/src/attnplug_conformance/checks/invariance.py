@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from attnplug import AttentionKind, Feature, ForwardMode, GraphLevel, Role
-from attnplug.declare.invariance import INVARIANCE
+from attnplug.declare.problem import INVARIANCE
 from attnplug_conformance.arithmetic import as_bytes
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext

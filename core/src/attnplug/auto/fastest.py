@@ -10,11 +10,10 @@ from torch import Tensor
 from attnplug.auto.schedule import BackendSchedule, ExtendSchedule
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.geometry import Geometry
+from attnplug.contract.geometry import Geometry, is_ragged
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import Plan, received_plan
 from attnplug.contract.ragged import RaggedCall
-from attnplug.declare.lengths import is_ragged
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import GraphLevel, Role
 from attnplug.wrappers.forwarding import ForwardingBackend

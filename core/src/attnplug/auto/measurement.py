@@ -142,24 +142,21 @@ def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
     shapes = set()
     for row in rows:
         if not isinstance(row, tuple | list) or len(row) != 7 or not all(map(_is_positive, (*row[:3], *row[4:]))):
-            raise PluginError(
-                f"the table of {title} has row {row!r}; write (requests, length, tokens, ragged, microseconds, low, "
-                f"high), all numbers above 0 and below {_MOST}"
-            )
-        requests, length, tokens, ragged, *times = row
-        if not all(type(count) is int for count in (requests, length, tokens)):
-            raise PluginError(f"the table of {title} has row {row!r}; requests, length and tokens are whole numbers")
-        if type(ragged) is not bool or (ragged and requests == 1):
-            raise PluginError(
-                f"the table of {title} has row {row!r}; ragged is true or false, and false of one request"
-            )
-        median, low, high = times
-        if not low <= median <= high:
-            raise PluginError(f"the table of {title} has row {row!r}; the median lies between low and high")
-        if (shape := (requests, length, tokens, ragged)) in shapes:
-            raise PluginError(f"the table of {title} has (requests, length, tokens, ragged) {shape} twice; keep one")
-        shapes.add(shape)
-        yield Measurement(requests, length, tokens, ragged, *map(float, times))
+            names = "(requests, length, tokens, ragged, microseconds, low, high)"
+            problem = f"write {names}, all numbers above 0 and below {_MOST}"
+        elif not all(type(count) is int for count in row[:3]):
+            problem = "requests, length and tokens are whole numbers"
+        elif type(row[3]) is not bool or (row[3] and row[0] == 1):
+            problem = "ragged is true or false, and false of one request"
+        elif not row[5] <= row[4] <= row[6]:
+            problem = "the median lies between low and high"
+        elif tuple(row[:4]) in shapes:
+            problem = "its (requests, length, tokens, ragged) come twice; keep one"
+        else:
+            shapes.add(tuple(row[:4]))
+            yield Measurement(*row[:4], *map(float, row[4:]))
+            continue
+        raise PluginError(f"the table of {title} has row {row!r}; {problem}")
 
 
 def _is_positive(value: object) -> bool:

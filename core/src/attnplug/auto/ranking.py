@@ -35,13 +35,7 @@ def by_preference(backend: Registered) -> tuple[bool, int, str]:
     return backend.source.embedded, -backend.spec.preference, backend.spec.name
 
 
-def _by_preference(usable: Sequence[Registered]) -> Ranked:
-    """Rank by ``BackendSpec.preference`` alone."""
-    ordered = tuple(sorted(usable, key=by_preference))
-    return Ranked(ordered, _why_preferred(ordered[0], ordered[1:]))
-
-
-def _why_preferred(chosen: Registered, others: Sequence[Registered]) -> str:
+def _why_preferred(chosen: Registered, *others: Registered) -> str:
     preference = chosen.spec.preference
     equal = [b for b in others if b.spec.preference == preference and b.source.embedded == chosen.source.embedded]
     passed_over = [b for b in others if b not in equal and b.spec.preference >= preference]  # embedded ones
@@ -123,13 +117,13 @@ class Ranking:
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
         """Order all of ``usable``, which is not empty."""
-        preferred = _by_preference(usable)
+        preferred = tuple(sorted(usable, key=by_preference))
         fits, times = self.measured(usable, role, problem)
         names = list(times)
-        others = [b for b in preferred.backends if b.spec.name not in names]
+        others = [b for b in preferred if b.spec.name not in names]
         beside_others = len(names) > 1 and not all(b.source.embedded for b in usable if b.spec.name in names)
         if not names or len(usable) == 1 or (others and not beside_others):
-            return preferred
+            return Ranked(preferred, _why_preferred(*preferred))
         points = _served({point for of_backend in times.values() for point in of_backend}, role, problem)
         slowness = _slowness({name: filled(of_backend, points) for name, of_backend in times.items()}, points)
         score = {name: math.fsum(map(math.log, slow)) / len(points) for name, slow in slowness.items()}

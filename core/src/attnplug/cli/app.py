@@ -17,10 +17,9 @@ from importlib import import_module
 from importlib_metadata import EntryPoint
 
 from attnplug.cli import output
-from attnplug.cli.text import shown_as_lines
+from attnplug.cli.output import shown_as_lines
 from attnplug.declare.errors import PluginError, UsageError
-from attnplug.declare.invariance import INVARIANCE
-from attnplug.declare.problem import ExtendPath, Role
+from attnplug.declare.problem import INVARIANCE, ExtendPath, Role
 from attnplug.declare.refusal import Refusal
 from attnplug.declare.registered import Source
 from attnplug.declare.settings import Render

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from attnplug.cli import output
 from attnplug.cli.app import option, refusal_as_json
-from attnplug.cli.text import table, warn_of_plugins
+from attnplug.cli.output import table, warn_of_plugins
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.problem import GraphLevel, Problem
 from attnplug.declare.refusal import Refusal, RefusalCode
@@ -57,12 +57,9 @@ def run(parsed: argparse.Namespace) -> int:
         output.write(list(registry.backends), "\n".join(registry.backends), json=parsed.json)
         return 0
     rows = list(listing(registry, every))
-    if parsed.json:
-        output.write_json([row.as_json() for row in rows])
-    else:
-        columns = ("name", "distribution", "contract", "supports", "status")
-        cells = [(row.name, str(row.source), row.contract or "", row.supports, row.text) for row in rows]
-        print(table(columns, cells))
+    columns = ("name", "distribution", "contract", "supports", "status")
+    cells = [(row.name, str(row.source), row.contract or "", row.supports, row.text) for row in rows]
+    output.write([row.as_json() for row in rows], table(columns, cells), json=parsed.json)
     hidden = [] if every else [(len(registry.broken), "broken"), (len(registry.blocked), "blocked")]
     counts = " and ".join(f"{count} {status}" for count, status in hidden if count)
     if counts:

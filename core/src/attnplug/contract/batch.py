@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from attnplug.contract.geometry import Geometry
+from attnplug.contract.geometry import Geometry, divide, split_by
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan, PlanRecord, plan_to_run
-from attnplug.contract.splitting import divide, split_by
 from attnplug.declare.errors import PlanError
 from attnplug.declare.version import use_deprecated
 

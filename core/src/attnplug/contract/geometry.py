@@ -1,4 +1,4 @@
-"""Lengths and page table of a batch, the only input of a planner.
+"""Lengths and page table of a batch, the only input of a planner; splitting by request (B4).
 
 A geometry refers to no pool, model or engine, so a bridge can build it from another engine's metadata.
 """
@@ -6,9 +6,10 @@ A geometry refers to no pool, model or engine, so a bridge can build it from ano
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from operator import le
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +17,59 @@ from torch import Tensor
 
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.ragged import RaggedCall
-from attnplug.contract.splitting import divide, split_by
 from attnplug.declare.errors import PlanError
-from attnplug.declare.lengths import TypicalLens
-from attnplug.machine.transfer import to_device
+from attnplug.machine.runtime import to_device
+
+SplitBy = Literal["token", "request", "length", "shared", "reset"]
+
+
+def split_by(by: SplitBy, **arguments: Any) -> Any:
+    """Declare a dataclass field that is split by ``token`` or ``request``, ``shared`` by both halves, or ``reset``.
+
+    A ``length`` is split by request. A host that divides a request itself computes the lengths of both parts.
+    """
+    return field(metadata={"split": by}, **arguments)
+
+
+def divide(value: Any, requests: int, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of both halves of a dataclass: its first ``requests`` and ``tokens``, and the others.
+
+    Raises PlanError for a field with a value that does not declare how to split it: without it, a wrong batch would
+    run.
+    """
+    halves: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for each in fields(value):
+        found = getattr(value, each.name)
+        by = each.metadata.get("split")
+        if by is None and found is not None:
+            raise PlanError(
+                f"field {each.name!r} of {type(value).__name__} has a value, but does not declare how to split it"
+            )
+        if by == "reset" or found is None:
+            parts = (None, None)
+        elif by == "shared":
+            parts = (found, found)
+        else:
+            first = tokens if by == "token" else requests
+            parts = (found[:first], found[first:])
+        for half, part in zip(halves, parts, strict=True):
+            half[each.name] = part
+    return halves
+
+
+class TypicalLens(NamedTuple):
+    """Approximate KV lengths of a batch, mean and maximum: ``TypicalLens(1200, 4096)``."""
+
+    mean: int
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> TypicalLens:
+        return cls(sum(lengths) // (len(lengths) or 1), max(lengths, default=0))
+
+    @classmethod
+    def around(cls, mean: int, *, ragged: bool) -> TypicalLens:
+        return cls(mean, (3 * mean + 1) // 2 if ragged else mean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +405,11 @@ class Geometry:
         if list(requests) != list(range(table.shape[0])):
             table = table.index_select(0, to_device(requests, table.device))
         return (_host_slots if table.is_cpu else _device_slots)(table, lens, self.page_size)
+
+
+def is_ragged(mean: int, longest: int) -> bool:
+    """Return True if KV lengths vary enough for the ragged measurements to apply."""
+    return 4 * longest > 5 * mean
 
 
 def spread(starts: Sequence[int], lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnplug.declare.errors import PlanError
-from attnplug.machine.transfer import to_device
+from attnplug.machine.runtime import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,12 +7,14 @@ traceback, and exits with ``exit_code``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
-from attnplug.declare.settings import Render
+from attnplug.declare.settings import Render, Setting
 
 LONGEST_MESSAGE = 2000
 """Maximum characters shown of a foreign message: a compiler's log must not bury everything else."""
+_NAMED_SETTING = re.compile(f"`({'|'.join(Setting)})`")
 
 
 def describe_error(error: BaseException) -> str:
@@ -62,9 +64,15 @@ class AttnplugError(Exception):
 
 
 class UsageError(AttnplugError):
-    """A user's request is invalid: a wrong name, option, file or value."""
+    """A user's request is invalid: a wrong name, option, file or value.
+
+    Keys of ``Setting`` that its message names in backticks are ``settings`` too, behind the given ones.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str = "", *, settings: Iterable[str] = ()) -> None:
+        super().__init__(message, settings=[*settings, *_NAMED_SETTING.findall(message)])
 
 
 class PluginError(AttnplugError):

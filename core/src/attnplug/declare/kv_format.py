@@ -170,13 +170,11 @@ class KVFormat:
         kinds = (AttentionKind.MHA, AttentionKind.MLA)
         misfits = (self.misfit(layer) for layer in layers if layer.kind in kinds)
         if (misfit := next(filter(None, misfits), None)) is not None:
-            message = f"`{Setting.KV_DTYPE}` {self.name} cannot hold the model's rows: {misfit}; use another"
-            raise UsageError(message, settings=[Setting.KV_DTYPE])
+            raise UsageError(f"`{Setting.KV_DTYPE}` {self.name} cannot hold the model's rows: {misfit}; use another")
         if page_size is not None and page_size % self.page_multiple:
             raise UsageError(
                 f"`{Setting.PAGE_SIZE}` {page_size} is not a multiple of {self.page_multiple}, as `{Setting.KV_DTYPE}` "
-                f"{self.name} requires; give one that is",
-                settings=[Setting.PAGE_SIZE, Setting.KV_DTYPE],
+                f"{self.name} requires; give one that is"
             )
 
 

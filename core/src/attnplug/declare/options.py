@@ -79,8 +79,7 @@ def split_settings(settings: Iterable[str]) -> dict[str, dict[str, str]]:
         target, equals, value = setting.partition("=")
         name, dot, key = target.partition(".")
         if not (equals and dot and name and key):
-            message = f"`{Setting.BACKEND_OPTION}` {setting!r} cannot be read; write NAME.KEY=VALUE"
-            raise UsageError(message, settings=[Setting.BACKEND_OPTION])
+            raise UsageError(f"`{Setting.BACKEND_OPTION}` {setting!r} cannot be read; write NAME.KEY=VALUE")
         if key in by_backend.setdefault(name, {}):
             message = f"`{name}.{key}` is given twice: {by_backend[name][key]!r} and {value!r}"
             raise UsageError(message, settings=[f"{name}.{key}"])
@@ -90,9 +89,9 @@ def split_settings(settings: Iterable[str]) -> dict[str, dict[str, str]]:
 
 def describe_options(options: type[Any]) -> str:
     """Return one line per option: name, type and default."""
-    hints = get_type_hints(options)
+    hints, defaults = get_type_hints(options), options()
     return "\n".join(
-        f"  {field.name}: {_type_name(hints[field.name])} = {_written(_default(field))}"
+        f"  {field.name}: {_type_name(hints[field.name])} = {_written(getattr(defaults, field.name))}"
         for field in dataclasses.fields(options)
         if field.init
     )
@@ -105,51 +104,43 @@ def _written(value: object) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
 
 
-def _default(field: dataclasses.Field[Any]) -> object:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+def _arms(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the only type."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _choices(hint: Any) -> dict[str, Any] | None:
+    """Return the values of a Literal or an Enum by the text that a user types; ``None`` for other types."""
+    if get_origin(hint) is Literal:
+        return {str(choice): choice for choice in get_args(hint)}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return {str(member.value): member for member in hint}
+    return None
 
 
 def _read(hint: Any, text: str) -> Any:
     """Convert a user's text to the type of an option; ValueError if it has another type."""
-    if get_origin(hint) in (Union, types.UnionType):
-        arms = get_args(hint)
-        if type(None) in arms and text.lower() in ("none", ""):
-            return None
-        for arm in arms:
-            if arm is not type(None):
-                with suppress(ValueError):
-                    return _read(arm, text)
-        raise ValueError(text)
-    if get_origin(hint) is Literal:
-        choices = {str(choice): choice for choice in get_args(hint)}
-    elif isinstance(hint, type) and issubclass(hint, Enum):
-        choices = {str(member.value): member for member in hint} | dict(hint.__members__)
-    elif hint is bool:
-        choices, text = _BOOLEANS, text.lower()
-    else:
-        return hint(text)
-    if text not in choices:
-        raise ValueError(text)
-    return choices[text]
+    for arm in _arms(hint):
+        with suppress(ValueError, KeyError):
+            if arm is type(None):
+                return {"none": None, "": None}[text.lower()]
+            if arm is bool:
+                return _BOOLEANS[text.lower()]
+            if (choices := _choices(arm)) is None:
+                return arm(text)
+            return (choices | getattr(arm, "__members__", {}))[text]  # an Enum's names, too
+    raise ValueError(text)
 
 
 def _readable(hint: Any) -> bool:
-    if get_origin(hint) in (Union, types.UnionType):
-        return all(arm is type(None) or _readable(arm) for arm in get_args(hint))
-    if get_origin(hint) is Literal:
-        return True
-    return hint in (bool, int, float, str) or (isinstance(hint, type) and issubclass(hint, Enum))
+    return all(arm in (bool, int, float, str, type(None)) or _choices(arm) is not None for arm in _arms(hint))
 
 
 def _type_name(hint: Any) -> str:
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join("none" if arm is type(None) else _type_name(arm) for arm in get_args(hint))
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(str(choice) for choice in get_args(hint))
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return "one of " + ", ".join(str(member.value) for member in hint)
-    if hint is bool:
-        return "true or false"
-    return hint.__name__ if isinstance(hint, type) else str(hint)
+    """Return the values of a type as a user types them: ``true or false or none``, ``one of fast, slow``, ``int``."""
+    words: dict[Any, str] = {type(None): "none", bool: "true or false"}
+    choices = [(arm, _choices(arm)) for arm in _arms(hint)]
+    return " or ".join(
+        words.get(arm) or str(getattr(arm, "__name__", arm)) if values is None else f"one of {', '.join(values)}"
+        for arm, values in choices
+    )

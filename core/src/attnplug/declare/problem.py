@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from types import MappingProxyType
 
 from attnplug.declare.device import SM, Architecture
 from attnplug.declare.errors import UsageError
-from attnplug.declare.invariance import INVARIANCE
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.settings import Setting
 
@@ -17,6 +17,24 @@ DEFAULT_PAGE_SIZE = 64
 SM_RANGE = range(10, 1000)
 LARGEST_TREE = 64
 """Maximum rows of a draft tree: the rows that one row sees are a 64-bit mask."""
+INVARIANCE: Mapping[str, str] = MappingProxyType(
+    {
+        "run": "repetition of the batch, stream, and process",
+        "batch": "the other requests of the batch (number, lengths, order, position), padded requests, page numbers, "
+        "page-table width, and bounds instead of exact lengths",
+        "graph": "eager execution, capture, and replay at any captured size",
+        "chunks": "chunk boundaries of the prompt, the length of a cached prefix, and whether a row was prefilled with "
+        "other rows or decoded",
+        "verify": "target verify of a chain of drafts or decode, so that speculation changes no token",
+    }
+)
+"""Levels of invariance by name: everything that the bits of a request's output and ``lse`` do not depend on (E3).
+
+Backends claim them and problems request them. A claim holds on one machine with one set of installed versions, for a
+backend that was built with the level requested (``BackendContext.invariant``), and for MLA if extends run absorbed
+(``Problem.extend_path``). A backend that is never captured keeps ``graph``; one that verifies no drafts keeps
+``verify``.
+"""
 
 
 class Role(StrEnum):
@@ -103,8 +121,7 @@ class ExtendPath(StrEnum):
     @classmethod
     def parse(cls, text: str) -> ExtendPath:
         if text not in list(cls):
-            message = f"`{Setting.MLA_EXTEND}` {text!r} is unknown; use one of {', '.join(cls)}"
-            raise UsageError(message, settings=[Setting.MLA_EXTEND])
+            raise UsageError(f"`{Setting.MLA_EXTEND}` {text!r} is unknown; use one of {', '.join(cls)}")
         return cls(text)
 
 
@@ -159,77 +176,59 @@ class Problem:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "invariant", frozenset(self.invariant))
-        for message, *settings in self._mistakes():
-            raise UsageError(message, settings=settings)
+        for mistake in self._mistakes():
+            raise UsageError(mistake)
 
-    def _mistakes(self) -> Iterator[tuple[str, *tuple[Setting, ...]]]:
-        """Yield messages about values that no backend could serve, each with the settings that it names."""
-        page_size, ranks = Setting.PAGE_SIZE, Setting.TENSOR_PARALLEL
-        tokens, topk = Setting.SPECULATIVE_TOKENS, Setting.SPECULATIVE_TOPK
-        given = f"`{page_size}` {self.page_size}"
+    def _mistakes(self) -> Iterator[str]:
+        """Yield messages about values that no backend could serve, with settings in backticks."""
+        page_size = f"`{Setting.PAGE_SIZE}` {self.page_size}"
+        ranks = f"`{Setting.TENSOR_PARALLEL}` {self.tensor_parallel}"
+        tokens = f"`{Setting.SPECULATIVE_TOKENS}` {self.speculative_tokens}"
+        topk = f"`{Setting.SPECULATIVE_TOPK}` {self.speculative_topk}"
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
-            yield f"{given} is not a page size; give a number of tokens from 1 to {LARGEST_PAGE}", page_size
+            yield f"{page_size} is not a page size; give a number of tokens from 1 to {LARGEST_PAGE}"
         if self.speculative_tokens < 0:
-            yield f"`{tokens}` {self.speculative_tokens} is negative; 0 turns speculation off", tokens
+            yield f"{tokens} is negative; 0 turns speculation off"
         if self.speculative_topk < 1:
-            yield f"`{topk}` {self.speculative_topk} is not a number of branches; give 1 or more", topk
+            yield f"{topk} is not a number of branches; give 1 or more"
         if self.speculative_topk > 1 and self.speculative_tokens > LARGEST_TREE:
-            both = f"`{tokens}` {self.speculative_tokens} with `{topk}` {self.speculative_topk}"
-            yield f"{both} exceed the size of a draft tree; give up to {LARGEST_TREE}, or 1 branch", tokens, topk
+            yield f"{tokens} with {topk} exceed the size of a draft tree; give up to {LARGEST_TREE}, or 1 branch"
         if self.tensor_parallel < 1:
-            yield f"`{ranks}` {self.tensor_parallel} is not a number of ranks; give 1 or more", ranks
+            yield f"{ranks} is not a number of ranks; give 1 or more"
         if self.sm is not None and self.sm not in SM_RANGE:
-            yield f"`{Setting.SM}` {self.sm} is not a compute capability; write 9.0 as 90, 10.3 as 103", Setting.SM
+            yield f"`{Setting.SM}` {self.sm} is not a compute capability; write 9.0 as 90, 10.3 as 103"
         for level in sorted(self.invariant - set(INVARIANCE)):
-            message = f"`{Setting.BATCH_INVARIANT}` {level!r} is unknown; use levels of {', '.join(INVARIANCE)}"
-            yield message, Setting.BATCH_INVARIANT
+            yield f"`{Setting.BATCH_INVARIANT}` {level!r} is unknown; use levels of {', '.join(INVARIANCE)}"
         if (model := self.model) is None:
             return
         if self.index_dtype is not None and not model.index_layers:
-            yield (
-                f"`{Setting.INDEX_DTYPE}` {self.index_dtype} is given, but {model.name} has no index with a key per "
-                "token; leave it out",
-                Setting.INDEX_DTYPE,
-            )
+            index = f"`{Setting.INDEX_DTYPE}` {self.index_dtype}"
+            yield f"{index} is given, but {model.name} has no index with a key per token; leave it out"
         if self.tensor_parallel > 1 and model.ranks > 1:
-            yield (
-                f"`{ranks}` {self.tensor_parallel} is given for a model with the heads of one of {model.ranks} ranks; "
-                "give the whole model",
-                ranks,
-            )
+            yield f"{ranks} is given for a model with the heads of one of {model.ranks} ranks; give the whole model"
         if self.page_size is not None and self.page_size % model.page_multiple:
-            yield (
-                f"{given} ends inside a window of {model.page_multiple} tokens that the model makes one entry of; give "
-                "a multiple of it",
-                page_size,
-            )
+            window = f"a window of {model.page_multiple} tokens that the model makes one entry of"
+            yield f"{page_size} ends inside {window}; give a multiple of it"
         dense = next((layer for layer in model.layers if layer.indexer is None), None)
         # With compressed layers, the others read a sliding window.
         if self.coordinator is not None and dense is not None and not model.compressed_layers:
             yield (
                 f"`{Setting.ENABLE_HISPARSE}` keeps rows on the host that sparse layers select from, and layer "
                 f"{dense.layer_id} of {model.name} ({dense.kind}) has no index; leave it out, or give a model with "
-                "sparse attention in all layers",
-                Setting.ENABLE_HISPARSE,
+                "sparse attention in all layers"
             )
         # Sparse and compressed layers read selected rows and entries in place.
         in_place = any(layer.indexer is not None or layer.compressed is not None for layer in model.layers)
-        path = f"`{Setting.MLA_EXTEND}` {self.mla_extend}"
+        path, absorbed = f"`{Setting.MLA_EXTEND}` {self.mla_extend} is given", ExtendPath.ABSORBED
         if self.mla_extend is not None and not any(layer.mla is not None for layer in model.layers):
-            yield f"{path} is given, but {model.name} has no MLA layers; leave it out", Setting.MLA_EXTEND
+            yield f"{path}, but {model.name} has no MLA layers; leave it out"
         if self.mla_extend not in (None, self.extend_path):
             yield (
-                f"{path} is given with `{Setting.BATCH_INVARIANT}`, which requires {ExtendPath.ABSORBED}: decode is "
-                "absorbed, and other paths depend on the batch; leave one of them out",
-                Setting.MLA_EXTEND,
-                Setting.BATCH_INVARIANT,
+                f"{path} with `{Setting.BATCH_INVARIANT}`, which requires {absorbed}: decode is absorbed, and other "
+                "paths depend on the batch; leave one of them out"
             )
-        if self.mla_extend not in (None, ExtendPath.ABSORBED) and in_place:
-            yield (
-                f"{path} is given, but sparse layers of {model.name} run {ExtendPath.ABSORBED} only; give that one, or "
-                "none",
-                Setting.MLA_EXTEND,
-            )
+        if self.mla_extend not in (None, absorbed) and in_place:
+            yield f"{path}, but sparse layers of {model.name} run {absorbed} only; give that one, or none"
 
     @property
     def device_architecture(self) -> Architecture | None:
@@ -277,8 +276,12 @@ class Problem:
 
 def model_dtype(model: ModelSpec) -> DType | None:
     """Return the dtype of a model's config, such as ``DType("bfloat16")``; ``None`` if it has none."""
-    try:
-        return None if model.dtype is None else DType.parse(model.dtype, Setting.DTYPE)
-    except UsageError:
-        message = f"the model's config has dtype {model.dtype!r}; choose one of {', '.join(DType)} with `dtype`"
-        raise UsageError(message, settings=[Setting.DTYPE]) from None
+    found = None if model.dtype is None else DType.spelled(model.dtype)
+    if found is None and model.dtype is not None:
+        raise UsageError(f"the model's config has dtype {model.dtype!r}; choose one of {', '.join(DType)} with `dtype`")
+    return found
+
+
+def sorted_levels(levels: Collection[str]) -> list[str]:
+    """Return levels in the order of their definition."""
+    return [level for level in INVARIANCE if level in levels]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 from attnplug.declare.device import DEVICE_NAME
 from attnplug.declare.errors import PluginError
-from attnplug.declare.invariance import INVARIANCE
-from attnplug.declare.problem import GraphLevel
+from attnplug.declare.problem import INVARIANCE, GraphLevel
 
 _Member = TypeVar("_Member", bound=Enum)
 _Value = TypeVar("_Value")
@@ -28,29 +28,29 @@ def names(name: str, values: object) -> frozenset[Any]:
     return frozenset(several(name, values))
 
 
-def invariance_levels(name: str, values: object) -> frozenset[str]:
-    found = names(name, values)
-    for level in sorted(found - set(INVARIANCE), key=str):
-        raise PluginError(f"{name} holds {level!r}; known are {', '.join(INVARIANCE)}")
-    return found
+def names_of(is_valid: Callable[[str], object], remedy: str) -> Callable[[str, object], frozenset[str]]:
+    """Return a reader of sets of strings for which ``is_valid`` is true. ``remedy`` ends its error."""
+
+    def read(name: str, values: object) -> frozenset[str]:
+        found = names(name, values)
+        for value in sorted(found, key=str):
+            if not isinstance(value, str) or not is_valid(value):
+                raise PluginError(f"{name} holds {value!r}; {remedy}")
+        return frozenset(map(str, found))
+
+    return read
 
 
-def device_names(name: str, values: object) -> frozenset[str] | None:
-    found = None if values is None else names(name, values)
-    for device in found or ():
-        if not isinstance(device, str) or not DEVICE_NAME.fullmatch(device):
-            raise PluginError(f"{name} holds {device!r}; give torch device types, such as cuda, without an index")
-    return found
+def optional(read: Callable[[str, object], _Value]) -> Callable[[str, object], _Value | None]:
+    """Return a reader that allows ``None``, too."""
 
+    def read_optional(name: str, value: object) -> _Value | None:
+        try:
+            return None if value is None else read(name, value)
+        except PluginError as error:
+            raise PluginError(f"{error.message}, or None") from None
 
-def format_names(name: str, values: object) -> frozenset[str] | None:
-    """Return names of formats, which other packages may declare; ``None`` for any."""
-    if values is None:
-        return None
-    found = several(name, values)
-    if wrong := [value for value in found if not isinstance(value, str)]:
-        raise PluginError(f"{name} holds {wrong[0]!r}; give names of formats, or None for any")
-    return frozenset(map(str, found))
+    return read_optional
 
 
 def members_of(enum: type[_Member]) -> Callable[[str, object], frozenset[_Member]]:
@@ -75,32 +75,25 @@ def of_type(name: str, value: object, wanted: type[_Value], words: str) -> _Valu
     return value
 
 
-def boolean(name: str, value: object) -> bool:
-    return of_type(name, value, bool, "True or False")
-
-
-def graph_level(name: str, value: object) -> GraphLevel:
-    return of_type(name, value, GraphLevel, "a GraphLevel")
-
-
 def integer(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise PluginError(f"{name}={value!r} must be a whole number")
     return value
 
 
-def optional_integer(name: str, value: object) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise PluginError(f"{name}={value!r} must be a whole number or None")
-    return value
-
-
-def pairs(name: str, values: object) -> frozenset[tuple[int, int]] | None:
-    if values is None:
-        return None
+def _pairs(name: str, values: object) -> frozenset[tuple[int, int]]:
     found = []
     for pair in several(name, values):
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(type(w) is int and w >= 0 for w in pair):
             raise PluginError(f"{name} holds {pair!r}; give pairs of whole numbers, such as (128, 128)")
         found.append((pair[0], pair[1]))
     return frozenset(found)
+
+
+boolean = partial(of_type, wanted=bool, words="True or False")
+graph_level = partial(of_type, wanted=GraphLevel, words="a GraphLevel")
+invariance_levels = names_of(INVARIANCE.__contains__, f"known are {', '.join(INVARIANCE)}")
+device_names = optional(names_of(DEVICE_NAME.fullmatch, "give torch device types, such as cuda, without an index"))
+format_names = optional(names_of(bool, "give names of formats"))  # which other packages may declare
+optional_integer = optional(integer)
+pairs = optional(_pairs)

@@ -278,10 +278,10 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
         yield from _unsupported(RefusalCode.INDEX_DTYPE, "index dtype", index, can.index_dtypes, Setting.INDEX_DTYPE)
     if layer.kind is AttentionKind.MHA:
         dims = (layer.head_dim, layer.v_head_dim)
-        yield from _unsupported_dims(RefusalCode.HEAD_DIM, "head dims (qk, v)", dims, can.head_dims, role)
+        yield from _unsupported(RefusalCode.HEAD_DIM, "head dims (qk, v)", dims, can.head_dims, role.setting)
     if layer.mla is not None:
-        dims = (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
-        yield from _unsupported_dims(RefusalCode.MLA_DIMS, "MLA dims (kv_lora_rank, rope)", dims, can.mla_dims, role)
+        dims, noun = (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim), "MLA dims (kv_lora_rank, rope)"
+        yield from _unsupported(RefusalCode.MLA_DIMS, noun, dims, can.mla_dims, role.setting)
     if problem.speculative_topk > 1 and can.trees and layer.sliding_window is not None:
         message = (
             f"draft trees are not supported with the feature {Feature.SLIDING_WINDOW} (here {layer.sliding_window} "
@@ -315,19 +315,11 @@ def _feature_refusal(can: Capabilities, role: Role, layer: LayerSpec, feature: F
 
 
 def _unsupported(
-    code: RefusalCode, noun: str, value: str | None, supported: Iterable[str] | None, setting: Setting
+    code: RefusalCode, noun: str, value: Any, supported: Collection[Any] | None, setting: Setting
 ) -> Iterator[Refusal]:
     """Yield the refusal of a value that is given and not supported. ``None`` supports any value."""
-    names = sorted(map(str, supported or ()))
-    if supported is not None and value is not None and value not in names:
-        message = f"{noun} {value} is not supported, only {', '.join(names) or 'none'}"
-        yield Refusal(code, message, str(value), names, setting)
-
-
-def _unsupported_dims(
-    code: RefusalCode, noun: str, dims: tuple[int, int], supported: Collection[tuple[int, int]] | None, role: Role
-) -> Iterator[Refusal]:
-    if supported is not None and dims not in supported:
-        pairs = sorted(supported)
-        message = f"{noun} {dims} are not supported, only {', '.join(map(str, pairs))}"
-        yield Refusal(code, message, list(dims), [list(pair) for pair in pairs], role.setting)
+    if supported is not None and value is not None and value not in supported:
+        verb, names = "are" if type(value) is tuple else "is", ", ".join(map(str, sorted(supported)))
+        message = f"{noun} {value} {verb} not supported, only {names or 'none'}"
+        plain, *allowed = (list(each) if type(each) is tuple else str(each) for each in (value, *sorted(supported)))
+        yield Refusal(code, message, plain, allowed, setting)

@@ -103,12 +103,15 @@ class Config:
         value = self._optional(key, Mapping, "an object")
         return None if value is None else Config(value, self.source, self.model_type, f"{self.path}{key}.")
 
-    def choices(self, key: str, known: Mapping[str | int, _T], count: int | None = None) -> list[_T] | None:
-        """Map each entry of the list under ``key`` through ``known``. If given, ``count`` is the required length."""
+    def choices(
+        self, key: str, known: Mapping[str | int, _T], count: int | None = None, *, longer: bool = False
+    ) -> list[_T] | None:
+        """Map each entry of the list under ``key`` through ``known``. If given, ``count`` is the required length. With
+        ``longer``, further entries are validated and left out."""
         entries = self.sequence(key)
         if entries is None:
             return None
-        if len(entries) > _MAX_LAYERS or (count is not None and len(entries) != count):
+        if len(entries) > _MAX_LAYERS or (count is not None and len(entries) != max(count, longer * len(entries))):
             allowed = f"at most {_MAX_LAYERS}" if count is None else f"one for each of the {count} layers"
             raise self.error(f"has {len(entries)} entries; it must have {allowed}", key)
         chosen = []
@@ -118,7 +121,7 @@ class Config:
                 allowed = f"one of {', '.join(map(repr, known))} for model type {self.model_type!r}"
                 raise self.error(f"has {show(entry)} at index {index}; it must be {allowed}", key)
             chosen.append(known[entry])
-        return chosen
+        return chosen[:count]
 
     def layer_count(self) -> int:
         return self.integer("num_hidden_layers", most=_MAX_LAYERS)

@@ -82,12 +82,10 @@ def _slides(config: Config, count: int) -> list[bool]:
 
 def rotary_layers(config: Config) -> list[bool]:
     """Return True for each layer that has rotary positions, of a model in which some have none (SmolLM3)."""
-    count, key = config.layer_count(), "no_rope_layers"  # despite its name, 1 stands for a rope
-    listed = config.choices(key, {1: True, 0: False})
-    if listed is not None and len(listed) < count:
-        raise config.error(f"has {len(listed)} entries; it must have one for each of the {count} layers", key)
+    count = config.layer_count()
+    listed = config.choices("no_rope_layers", {1: True, 0: False}, count, longer=True)  # despite its name, 1 is a rope
     every = config.optional_integer("no_rope_layer_interval") or 4
-    return [(index + 1) % every != 0 for index in range(count)] if listed is None else listed[:count]
+    return [(index + 1) % every != 0 for index in range(count)] if listed is None else listed
 
 
 def _latent_layers(config: Config) -> Layers:
@@ -324,12 +322,8 @@ def _types(config: Config) -> list[str]:
     """Return the type of each layer. Entries beyond the layer count are multi-token prediction layers, left out."""
     count = config.layer_count()
     for key, known in (("layer_types", _BY_NAME), ("compress_ratios", _BY_RATIO)):
-        listed = config.choices(key, known)
-        if listed is None:
-            continue
-        if len(listed) < count:
-            raise config.error(f"has {len(listed)} entries; it must have one for each of the {count} layers", key)
-        return listed[:count]
+        if (listed := config.choices(key, known, count, longer=True)) is not None:
+            return listed
     return [HEAVY if index < 2 or index % 2 == 0 else SPARSE for index in range(count)]
 
 

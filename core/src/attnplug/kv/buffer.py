@@ -68,7 +68,11 @@ class PagedBuffer:
 
     def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None:
         """Raise PoolError for rows whose shape ``write`` cannot store, before anything is written."""
-        check_shapes(slots, rows, self._row, name)
+        if slots.dim() != 1 or rows.shape != (slots.shape[0], *self._row):
+            raise PoolError(
+                f"{name} of shape {list(rows.shape)} cannot be written to slots of shape {list(slots.shape)}; "
+                f"give [tokens, {self._row[0]}, {self._row[1]}] and [tokens]"
+            )
 
     def check_targets(self, slots: Tensor) -> bool:
         """Raise PoolError for slots that ``write`` cannot store to, before anything is written.
@@ -183,15 +187,6 @@ class PagedBuffer:
             unless = ", and -1 for padding" if padding else ""
             raise PoolError(f"slots {low} to {high} were given, and the cache holds 0 to {self._slots - 1}{unless}")
         return low < 0
-
-
-def check_shapes(slots: Tensor, rows: Tensor, row: tuple[int, int], name: str) -> None:
-    """Raise PoolError for rows that are not ``[tokens, *row]``, or slots that are not ``[tokens]``."""
-    if slots.dim() != 1 or rows.shape != (slots.shape[0], *row):
-        raise PoolError(
-            f"{name} of shape {list(rows.shape)} cannot be written to slots of shape {list(slots.shape)}; "
-            f"give [tokens, {row[0]}, {row[1]}] and [tokens]"
-        )
 
 
 def row_kernel(pages: Tensor) -> RowKernel | None:

@@ -71,16 +71,9 @@ class Workspace:
             raise WorkspaceError(f"the allocator gave {self.kind.name} workspace that is not zero, as requested")
 
     def _use(self) -> WorkspaceUse:
-        alive = [buffer for ref in self._retired if (buffer := ref()) is not None]
-        return WorkspaceUse(
-            device=str(self.buffer.device),
-            kind=self.kind.name,
-            lane=self.lane,
-            zeroed=self.kind.zeroed,
-            nbytes=self.buffer.numel(),
-            owners=dict(self._owners),
-            retired_bytes=sum(buffer.numel() for buffer in alive),
-        )
+        retired = sum(buffer.numel() for ref in self._retired if (buffer := ref()) is not None)
+        device, kind, nbytes = str(self.buffer.device), self.kind, self.buffer.numel()
+        return WorkspaceUse(device, kind.name, self.lane, kind.zeroed, nbytes, dict(self._owners), retired)
 
 
 def _allocate(nbytes: int, device: torch.device, zeroed: bool) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from attnplug.author.results import bind_forward
+from attnplug.author.served_layers import bind_forward
 from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook, hook_signatures
 from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
 from attnplug.contract.hooks import Hook

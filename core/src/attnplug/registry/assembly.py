@@ -215,9 +215,8 @@ def choose_importable(
 
 
 def _import_chosen(selection: Selection) -> None:
-    for role in selection.choices:
-        for registered in selection.serving(role):
-            import_factory(registered)
+    for registered, _ in selection.uses().values():
+        import_factory(registered)
 
 
 def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:
@@ -268,7 +267,7 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
         if own_roles := served & set(roles):
             built[name] = _build(selection, registered, context, own_roles)
     extenders = selection.graph_extenders({name: backend.claims.cuda_graph for name, backend in built.items()})
-    if extenders or any(selection.schedule(role) is not None for role in roles):
+    if extenders or any(selection.choices[role].schedule is not None for role in roles):
         return _dispatch_by_batch(selection, built, roles, extenders)
     return SplitBackend(*built.values(), verify=selection.verify) if len(built) > 1 else next(iter(built.values()))
 
@@ -280,7 +279,7 @@ def _dispatch_by_batch(
     serving: dict[Role, BackendSchedule | str] = {}
     left_out: dict[str, str] = {}
     for role in roles:
-        chosen, schedule = selection.chosen(role).spec.name, selection.schedule(role)
+        chosen, schedule = selection.chosen(role).spec.name, selection.choices[role].schedule
         serving[role] = chosen
         if schedule is None:
             continue

@@ -80,7 +80,8 @@ class Registry:
                 f"backend {name!r} ({barred[0]}) is blocked because {ALLOW_VARIABLE} does not list it; "
                 f"add {barred[0].distribution} to it, or unset it"
             )
-        near = _near(name, self.backends)
+        lower = name.lower().replace("-", "_")
+        near = [lower] if lower in self.backends else difflib.get_close_matches(lower, self.backends, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise UsageError(
             f"there is no backend {name!r}{hint} Installed: {', '.join(sorted(self.backends)) or 'none'}; "
@@ -91,8 +92,7 @@ class Registry:
         """Return the device type named ``name``. Raises UsageError, with the installed ones, if there is none."""
         if name not in self.devices:
             faults = "".join(f"; {fault}" for fault in self.broken if fault.name == f"device {name}")
-            message = f"`{Setting.DEVICE}` {name!r} is unknown; installed are {', '.join(self.devices)}{faults}"
-            raise UsageError(message, settings=[Setting.DEVICE])
+            raise UsageError(f"`{Setting.DEVICE}` {name!r} is unknown; installed are {', '.join(self.devices)}{faults}")
         return self.devices[name].value
 
     def processors(self, device: str | None) -> tuple[Processor, ...]:
@@ -188,13 +188,6 @@ def installed_format(name: str) -> KVFormat:
     return BUILT_IN[name] if name in BUILT_IN else load_registry().kv_format(name)
 
 
-def _near(name: str, backends: Iterable[str]) -> list[str]:
-    """Return similar names, or only the one that differs in nothing but case or hyphens."""
-    lower = name.lower().replace("-", "_")
-    known = list(backends)
-    return [lower] if lower in known else difflib.get_close_matches(lower, known, n=3, cutoff=0.5)
-
-
 def _apply_allow_list(
     plugins: list[tuple[EntryPoint, Source]], setting: str | None
 ) -> tuple[list[tuple[EntryPoint, Source]], list[Source], tuple[str, ...]]:
@@ -202,17 +195,10 @@ def _apply_allow_list(
     if setting is None:
         return plugins, [], ()
     wanted = {canonical_name(name): name.strip() for name in setting.split(",") if name.strip()}
-    allowed: list[tuple[EntryPoint, Source]] = []
-    blocked: list[Source] = []
-    known: set[str] = set()
-    for point, source in plugins:
-        names = {canonical_name(source.distribution), canonical_name(point.name)}
-        known |= names
-        if source.embedded or not names.isdisjoint(wanted):
-            allowed.append((point, source))
-        else:
-            blocked.append(source)
-    return allowed, blocked, tuple(sorted(text for name, text in wanted.items() if name not in known))
+    names = {source: {canonical_name(source.distribution), canonical_name(point.name)} for point, source in plugins}
+    blocked = [source for source, own in names.items() if not source.embedded and own.isdisjoint(wanted)]
+    unmatched = sorted(text for name, text in wanted.items() if name not in set().union(*names.values()))
+    return [plugin for plugin in plugins if plugin[1] not in blocked], blocked, tuple(unmatched)
 
 
 def _raise_if_broken(registry: Registry) -> None:

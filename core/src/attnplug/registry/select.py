@@ -15,9 +15,8 @@ from typing import Any
 from attnplug.auto.ranking import BY_PREFERENCE, Ranking, by_preference
 from attnplug.declare.claims import PageSizes
 from attnplug.declare.errors import AttnplugError, UsageError
-from attnplug.declare.invariance import sorted_levels
 from attnplug.declare.options import parse_options
-from attnplug.declare.problem import DEFAULT_PAGE_SIZE, GraphLevel, Problem, Role
+from attnplug.declare.problem import DEFAULT_PAGE_SIZE, GraphLevel, Problem, Role, sorted_levels
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Render, Setting
@@ -68,14 +67,11 @@ def explain(
     registry.raise_if_check_failed((c.backend, c.refusals) for choice in choices.values() for c in choice.candidates)
     for role, name in request.roles.items():
         if role not in choices and name != AUTO:
-            message = f"`{role.setting}` {name} is given, but {_why_unneeded(role, problem)}; leave it out"
-            also = [Setting.SPECULATIVE_TOKENS] if role is Role.DRAFT else []
-            raise UsageError(message, settings=[role.setting, *also])
+            raise UsageError(f"`{role.setting}` {name} is given, but {_why_unneeded(role, problem)}; leave it out")
     if request.attention != AUTO and set(choices) == {Role.LINEAR}:
         raise UsageError(
             f"`{Setting.ATTENTION_BACKEND}` {request.attention} is given, but {_why_unneeded(Role.PREFILL, problem)}; "
-            f"leave it out, or give `{Role.LINEAR.setting}`",
-            settings=[Setting.ATTENTION_BACKEND, Role.LINEAR.setting],
+            f"leave it out, or give `{Role.LINEAR.setting}`"
         )
     multiple = math.lcm(problem.model.page_multiple, 1 if format is None else format.page_multiple)
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]

@@ -8,8 +8,7 @@ from typing import Any
 
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.declare.errors import UsageError
-from attnplug.declare.invariance import sorted_levels
-from attnplug.declare.problem import GraphLevel, Problem, Role
+from attnplug.declare.problem import GraphLevel, Problem, Role, sorted_levels
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.registered import Registered
 from attnplug.declare.settings import Render, Setting
@@ -36,8 +35,7 @@ class BackendRequest:
         if self.verify not in (Role.PREFILL, Role.DECODE):
             raise UsageError(
                 f"`{Setting.SPECULATIVE_ATTENTION_MODE}` {self.verify} cannot verify; use {Role.PREFILL} or "
-                f"{Role.DECODE}",
-                settings=[Setting.SPECULATIVE_ATTENTION_MODE],
+                f"{Role.DECODE}"
             )
 
     def name_for(self, role: Role) -> str:
@@ -136,10 +134,6 @@ class Selection:
             for backend in self.serving(role):
                 found[backend.spec.name] = backend, found.get(backend.spec.name, (backend, frozenset()))[1] | {role}
         return found
-
-    def schedule(self, role: Role) -> BackendSchedule | None:
-        """Return the per-batch schedule of a role, or None if it has only one backend."""
-        return self.choices[role].schedule
 
     def graph_extenders(self, levels: Mapping[str, GraphLevel]) -> list[str]:
         """Return the backends that can run extends in CUDA graphs, if ``auto`` also chose backends that cannot. None if

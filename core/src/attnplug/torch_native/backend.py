@@ -119,17 +119,6 @@ class GroupedPlan:
     pages: PagesInPlace | None
 
 
-def _plain(layer: LayerSpec) -> bool:
-    """Return True if torch's fused kernel supports the layer."""
-    return (
-        layer.mla is None
-        and layer.sliding_window is None
-        and layer.logit_cap is None
-        and not layer.sinks
-        and layer.head_dim == layer.v_head_dim
-    )
-
-
 class TorchNativeBackend(PlannedAttention):
     """MHA, GQA and MLA over paged caches of any page size."""
 
@@ -140,7 +129,9 @@ class TorchNativeBackend(PlannedAttention):
         self._in_place = (
             self._mha is not None and self._mha.dtype == DType.FLOAT32 and torch.device(context.device).type == "cpu"
         )
-
+        # Layers that torch's fused kernel supports.
+        mha = [layer for layer in context.model.full_layers if layer.mla is None and not layer.features]
+        self._plain = {layer.layer_id for layer in mha if layer.head_dim == layer.v_head_dim}
         self._fixed_tiles = bool(context.invariant - {"run"})
 
     def plan(self, geometry: Geometry) -> Plan:
@@ -158,7 +149,7 @@ class TorchNativeBackend(PlannedAttention):
                 extras.lse.copy_(lses)
             return tiled.to(q.dtype)
         groups, lse = work.groups, extras.lse
-        if self._in_place and lse is None and q.dtype is torch.float32 and _plain(layer):
+        if self._in_place and lse is None and q.dtype is torch.float32 and layer.layer_id in self._plain:
             if work.pages is not None:
                 return self._attend_in_place(q, layer, work.pages)
             first = groups[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnplug.contract.geometry import Geometry
 from attnplug.declare.problem import LARGEST_TREE
-from attnplug.machine.transfer import to_device
+from attnplug.machine.runtime import to_device
 from attnplug.torch_native.attention import Softmax, products
 
 ROWS, KEYS = 8, 256

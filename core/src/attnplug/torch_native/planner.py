@@ -14,7 +14,7 @@ from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.kv.buffer import BLOCK
 from attnplug.machine.hardware import IS_ARM
-from attnplug.machine.transfer import to_device
+from attnplug.machine.runtime import to_device
 
 # A group is padded to its longest request. Up to this many rows per request, padding costs less than another group.
 _SMALL_READ = 4096
@@ -132,21 +132,16 @@ def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
     """
     members = _memberships(geometry)
     cached = geometry.max_new == 1 and geometry.page_table.is_cpu
-    if len(members) == 1 and members[0] == sorted(members[0]):
-        slots = geometry.cache_slots(members[0])
-        groups = _cached_reads(geometry, members[0], slots, None) if cached else (_group(geometry, members[0], slots),)
-        if geometry.mode is ForwardMode.DECODE and geometry.slots is None:
-            # A decoding request's new row is its last one, and its slots end with that row, padded or not.
-            return slots.select(1, -1), groups
-        return geometry.new_slots(), groups
-    first_rows = list(accumulate(geometry.query_lens, initial=0))
-    found: list[Group] = []
+    whole = len(members) == 1 and members[0] == sorted(members[0])
+    first_rows = None if whole else list(accumulate(geometry.query_lens, initial=0))
+    groups: tuple[Group, ...] = ()
     for each in members:
-        slots = geometry.cache_slots(each)
-        found += (
-            _cached_reads(geometry, each, slots, first_rows) if cached else [_group(geometry, each, slots, first_rows)]
-        )
-    return geometry.new_slots(), tuple(found)
+        slots, plan = geometry.cache_slots(each), _cached_reads if cached else _group
+        groups += plan(geometry, each, slots, first_rows)
+    if whole and geometry.mode is ForwardMode.DECODE and geometry.slots is None:
+        # A decoding request's new row is its last one, and its slots end with that row, padded or not.
+        return slots.select(1, -1), groups
+    return geometry.new_slots(), groups
 
 
 def _memberships(geometry: Geometry) -> list[list[int]]:
@@ -180,7 +175,7 @@ def _by_length(requests: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _group(geometry: Geometry, requests: list[int], slots: Tensor, first_rows: list[int] | None = None) -> Group:
+def _group(geometry: Geometry, requests: list[int], slots: Tensor, first_rows: list[int] | None) -> tuple[Group, ...]:
     queries, kv_lens, device = geometry.query_lens[requests[0]], geometry.kv_lens, geometry.device
     offsets = [kv_lens[request] - queries for request in requests]
     rows = None
@@ -190,7 +185,7 @@ def _group(geometry: Geometry, requests: list[int], slots: Tensor, first_rows: l
     tree = geometry.tree
     if tree is not None and requests != list(range(geometry.requests)):
         tree = tree.index_select(0, to_device(requests, device))
-    return Group(rows, slots, Extent.of(queries, offsets, max(offsets) + queries, device, tree))
+    return (Group(rows, slots, Extent.of(queries, offsets, max(offsets) + queries, device, tree)),)
 
 
 def _cached_reads(

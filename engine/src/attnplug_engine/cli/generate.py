@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from attnplug import PoolError
 from attnplug.auto.table_store import cache_folders
 from attnplug.cli import output
-from attnplug.cli.text import warn_of_plugins
+from attnplug.cli.output import warn_of_plugins
 from attnplug.declare.settings import Render
 from attnplug.host import ForwardingBackend, load_registry
 from attnplug.machine import interrupt

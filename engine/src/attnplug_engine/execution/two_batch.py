@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnplug import ExtendPath, ForwardBatch, ForwardMode, Geometry, PlanError
-from attnplug.contract.splitting import divide
+from attnplug.contract.geometry import divide
 from attnplug.host import HostLengths, ModelAttention
 from attnplug.kernels import to_device
 from attnplug.machine.runtime import runtime_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Generic, TypeVar
 
-from attnplug.declare.lengths import is_ragged
+from attnplug.contract.geometry import is_ragged
 from attnplug.host import TypicalLens
 from attnplug_engine.graphs.length_ranges import LengthRange
 from attnplug_engine.scheduling.step import StepEntry
