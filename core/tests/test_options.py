@@ -40,6 +40,7 @@ class Options:
     layout: Layout = Layout.NHD
     level: Level = Level.LOW
     limit: int | None = None
+    label: str | None = "x"
     old_style: Optional[float] = None  # noqa: UP045 # authors write it
     either: int | str = 0
     maybe_mode: Literal["on", "off"] | None = None
@@ -91,6 +92,7 @@ def test_without_settings_the_defaults_hold() -> None:
         ("level", "HIGH", Level.HIGH),
         ("limit", "5", 5),
         ("limit", "none", None),
+        ("label", "none", None),
         ("limit", "None", None),
         ("limit", "", None),
         ("old_style", "0.5", 0.5),

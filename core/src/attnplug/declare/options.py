@@ -120,7 +120,7 @@ def _choices(hint: Any) -> dict[str, Any] | None:
 
 def _read(hint: Any, text: str) -> Any:
     """Convert a user's text to the type of an option; ValueError if it has another type."""
-    for arm in _arms(hint):
+    for arm in sorted(_arms(hint), key=lambda arm: arm is not type(None)):  # "none" is not text
         with suppress(ValueError, KeyError):
             if arm is type(None):
                 return {"none": None, "": None}[text.lower()]
