@@ -173,6 +173,23 @@ def even_part(count: int, parallel: TensorParallel, what: str) -> slice:
     return slice(parallel.rank * each, (parallel.rank + 1) * each)
 
 
+def grouped_part(count: int, group: int, parallel: TensorParallel, what: str) -> slice:
+    """Return the part of ``count`` columns that this rank owns, divided between groups: parts may differ by a group.
+
+    Raises ParallelError if there are fewer groups than ranks.
+    """
+    groups, rank, size = -(-count // group), parallel.rank, parallel.size
+    if groups < size:
+        raise ParallelError(
+            f"{count} {what} in groups of {group} cannot be divided over {size} ranks; "
+            f"use a --tensor-parallel of at most {groups}",
+            what,
+            count,
+            size,
+        )
+    return slice(groups * rank // size * group, min(groups * (rank + 1) // size * group, count))
+
+
 def kv_head_part(kv_heads: int, parallel: TensorParallel) -> slice:
     """Return the KV heads of this rank: an even part, or one head that several ranks share if there are more ranks."""
     if parallel.size <= kv_heads:
