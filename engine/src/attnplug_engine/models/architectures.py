@@ -42,7 +42,7 @@ from attnplug_engine.models import (
 from attnplug_engine.models.decoder import Decoder, LoadedModel
 from attnplug_engine.models.layers import pack_weights
 from attnplug_engine.models.rope import exact_length
-from attnplug_engine.models.weights import Weights
+from attnplug_engine.models.weights import Weights, quantization_of
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -199,13 +199,20 @@ def _config(reference: str) -> Mapping[str, object]:
 def open_source(
     reference: str, *, device: torch.device | str, seed: int = 0, random_weights: bool = False
 ) -> WeightSource:
-    """Return the source of the weights of a model reference: its folder, or random numbers."""
+    """Return the source of the weights of a model reference: its folder, or random numbers.
+
+    Raises ModelConfigError for an unknown quantization scheme.
+    """
+    source: WeightSource
     if reference.startswith(TINY):
-        return RandomCheckpoint.tiny(reference, seed=seed)
-    if random_weights:
-        return RandomCheckpoint.of_folder(reference, seed=seed, device=device)
-    folder, path = checkpoint_folder(reference), Path(reference)
-    return text_model(Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name))
+        source = RandomCheckpoint.tiny(reference, seed=seed)
+    elif random_weights:
+        source = RandomCheckpoint.of_folder(reference, seed=seed, device=device)
+    else:
+        folder, path = checkpoint_folder(reference), Path(reference)
+        source = text_model(Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name))
+    quantization_of(source)
+    return source
 
 
 def build_model(

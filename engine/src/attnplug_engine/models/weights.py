@@ -73,11 +73,7 @@ class Weights:
         """True if the model is to have its head."""
         self._source = source
         self._prefix = prefix
-        if taken is None and source.config.get("quantization_config") is not None:
-            from attnplug_engine.quantization.config import read_quantization  # imports every scheme
-
-            quantization = read_quantization(source.config, source.name)
-        self._quantization = quantization
+        self._quantization = quantization_of(source) if taken is None else quantization
         self._taken = set() if taken is None else taken
         self._on_read = on_read
         """Called after each tensor with the number of tensors read so far."""
@@ -321,6 +317,15 @@ class Weights:
         self._taken.add(full_name)
         if self._on_read is not None:
             self._on_read(len(self._taken))
+
+
+def quantization_of(source: WeightSource) -> Quantization | None:
+    """Return the quantization of a source's weights; None for none. Raises ModelConfigError for unknown schemes."""
+    if source.config.get("quantization_config") is None:
+        return None
+    from attnplug_engine.quantization.config import read_quantization  # imports every scheme
+
+    return read_quantization(source.config, source.name)
 
 
 class _ModuleTensors:
