@@ -227,6 +227,18 @@ def test_a_weight_in_codes_that_the_config_excludes(make_oracle, tmp_path):
         ),
         (compressed("float-quantized", **FLOAT8, strategy="token"), "config_groups.group_0.weights.strategy"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "config_groups"),
+        ({**FP8, "fmt": "e5m2"}, "fmt"),
+        ({**FP8, "activation_scheme": "weird"}, "activation_scheme"),
+        ({**FP8, "scale_fmt": 3}, "scale_fmt"),
+        (compressed("float-quantized", **FLOAT8, strategy="block"), "config_groups.group_0.weights.block_structure"),
+        (
+            {**compressed("float-quantized", **FLOAT8, strategy="channel"), "sparsity_config": {"format": "marlin-24"}},
+            "sparsity_config.format",
+        ),
+        (
+            {**compressed("pack-quantized", **INT4, group_size=32), "transform_config": {"config_groups": {"u": {}}}},
+            "transform_config.config_groups",
+        ),
     ],
 )
 def test_schemes_that_are_refused(config, key):
@@ -264,6 +276,25 @@ def test_corrupt_scales_name_their_tensor(change, error, shared_oracle, tmp_path
 @pytest.mark.parametrize(
     ("config", "quantize", "name", "value"),
     [
+        (
+            {**FP8, "weight_block_size": [16, 16]},
+            fp8_blocks(16, 16, exponents=True, name="scale"),
+            "scale",
+            torch.zeros(8, 16, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        ),
+        ({**FP8, "weight_block_size": [16, 16]}, fp8_blocks(16, 16, name="scale"), "scale", None),
+        (
+            compressed("float-quantized", **FLOAT8, strategy="channel"),
+            fp8_channels,
+            "weight_scale",
+            torch.ones(1),
+        ),
+        (
+            compressed("float-quantized", **FLOAT8, strategy="tensor"),
+            fp8_tensor,
+            "weight_scale",
+            torch.ones(128, 1),
+        ),
         (compressed("pack-quantized", **INT4, group_size=32), int4_groups(32), "weight_shape", torch.tensor([64, 65])),
         (
             compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32),
@@ -272,12 +303,17 @@ def test_corrupt_scales_name_their_tensor(change, error, shared_oracle, tmp_path
             torch.full((128, 8), 255, dtype=torch.uint8),
         ),
     ],
-    ids=["int4", "MXFP4"],
+    ids=["zero UE8M0", "missing", "fp8 channels", "fp8 tensors", "int4", "MXFP4"],
 )
 def test_corrupt_tensors_of_other_schemes(config, quantize, name, value, make_oracle, tmp_path):
     tensor = f"model.layers.0.mlp.down_proj.{name}"
     folder = make_oracle("llama", **EVEN).folder
-    quantized(folder, tmp_path / "q", config, quantize, change=lambda tensors: tensors.update({tensor: value}))
+
+    def change(tensors):
+        del tensors[tensor]
+        tensors.update({} if value is None else {tensor: value})
+
+    quantized(folder, tmp_path / "q", config, quantize, change=change)
     with pytest.raises(CheckpointError, check=having(tensor=tensor)):
         load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu")
 

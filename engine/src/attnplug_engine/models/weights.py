@@ -365,6 +365,10 @@ class _ModuleTensors:
     def note(self, name: str) -> None:
         self._weights._note(self.prefix + name)
 
+    def usual(self, names: Sequence[str]) -> str:
+        stored = self._weights._source.names()
+        return next((name for name in names if any(one.endswith(f".{name}") for one in stored)), names[0])
+
     def corrupt(self, name: str, problem: str) -> CheckpointError:
         source = self._weights._source
         return CheckpointError(

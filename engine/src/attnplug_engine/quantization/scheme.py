@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -48,6 +48,10 @@ class ModuleTensors(Protocol):
 
     def skip(self, name: str) -> None:
         """Record a tensor as used, if it exists."""
+        ...
+
+    def usual(self, names: Sequence[str]) -> str:
+        """Return the first of ``names`` that any module of the checkpoint has; the first one if none has."""
         ...
 
     def corrupt(self, name: str, problem: str) -> CheckpointError:
@@ -171,8 +175,9 @@ class Scheme(ABC):
         return self.scale_dtype
 
     def scale_name(self, tensors: ModuleTensors) -> str:
-        """Name of the scales: the first that exists."""
-        return next((name for name in self.scale_names if tensors.stored(name) is not None), self.scale_names[0])
+        """Name of the scales: the first that exists, or that other modules have."""
+        found = next((name for name in self.scale_names if tensors.stored(name) is not None), None)
+        return tensors.usual(self.scale_names) if found is None else found
 
     def checked(self, tensors: ModuleTensors, name: str, scales: Tensor) -> Tensor:
         """Return scales in ``scale_dtype``. Raises CheckpointError if any is not a positive finite number."""
