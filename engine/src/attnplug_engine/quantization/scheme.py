@@ -311,10 +311,11 @@ class Scheme(ABC):
             fitting = [n for n in range(1, width // unit + 1) if width % (n * unit) == 0]
             raise ParallelError(
                 f"{width} columns of a weight with one scale per {unit} columns cannot be divided over {ranks} ranks "
-                f"between two scales; use --tensor-parallel {' or '.join(map(str, fitting)) or 1}",
+                "between two scales",
                 "weight columns",
                 width,
                 ranks,
+                fitting or (1,),
             )
         codes = slice(columns.start // self.per_code, -(-columns.stop // self.per_code))
         if self.group is None:
