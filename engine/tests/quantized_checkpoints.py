@@ -115,3 +115,36 @@ def quantized(
         (path / "config.json").write_text(json.dumps({**keys, **extra}))
         save_file({name: value.contiguous() for name, value in saved.items()}, path / FILE, metadata={"format": "pt"})
     return plain
+
+
+GPT_OSS = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+"""``quantization_config`` of the published gpt-oss."""
+
+
+def published_gpt_oss(
+    folder: Path, target: Path, change: Callable[[dict[str, Tensor]], object] = lambda tensors: None
+) -> Path:
+    """Write the gpt-oss checkpoint in ``folder`` as it is published: stacked MXFP4 experts, all else in bfloat16."""
+    target.mkdir()
+    tensors = {}
+    for name, tensor in load_file(folder / FILE).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts = [mxfp4("blocks", "scales", kind=torch.uint8)(weight.T.float())[0] for weight in tensor]
+            for part in ("blocks", "scales"):
+                tensors[f"{name}_{part}"] = torch.stack([expert[part] for expert in experts])
+            tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"].unflatten(2, (-1, 16))
+        else:
+            tensors[name] = tensor.bfloat16()
+    change(tensors)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": GPT_OSS}
+    (target / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / FILE, metadata={"format": "pt"})
+    return target

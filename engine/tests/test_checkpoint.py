@@ -357,6 +357,12 @@ def test_tensors_that_no_module_takes(folder):
         ("gemma3_text", {"attn_logit_softcapping": 2.0}, "attn_logit_softcapping"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            "rope_parameters.sliding_attention.factor",
+        ),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act"),
         ("gpt_oss", {"experts_per_token": 3}, "experts_per_token"),

@@ -69,6 +69,38 @@ def test_the_command_prints_the_estimate(attnplug: Attnplug, fp8_folder):
     assert "memory: weights " in outcome.err and "32 pages" in outcome.err, outcome.err
 
 
+def test_the_estimate_includes_a_draft(fp8_folder):
+    plans = []
+    settings = {"device": "cpu", "dtype": "float32", "num_pages": 32, "on_memory": plans.append}
+    Engine(str(fp8_folder), **settings)
+    Engine(str(fp8_folder), **settings, speculative_algorithm="standalone", speculative_draft_model=str(fp8_folder))
+    assert plans[1].weights == 2 * plans[0].weights
+
+
+@pytest.mark.parametrize("of_draft", [False, True])
+def test_an_unknown_scheme_is_refused_before_the_estimate(attnplug: Attnplug, fp8_folder, of_draft):
+    """E5: only the error is printed."""
+    config = json.loads((fp8_folder / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "awq"
+    (fp8_folder / "config.json").write_text(json.dumps(config))
+    model = ["--model", str(fp8_folder)]
+    if of_draft:
+        draft = ["--speculative-algorithm", "standalone", "--speculative-draft-model", str(fp8_folder)]
+        model = ["--model", "tiny:llama", *draft]
+    outcome = attnplug("run", *model, "--prompt", "x")
+    assert outcome.code and outcome.err.startswith("error: ") and outcome.err.count("\n") == 1, outcome.err
+    assert "'awq'" in outcome.err
+
+
+def test_random_weights_have_no_estimate_and_say_so(fp8_folder, monkeypatch):
+    plans = []
+    Engine(str(fp8_folder), device="cpu", num_pages=32, random_weights=True, on_memory=plans.append)
+    assert plans[0].weights is None and "random weights of unknown size" in str(plans[0])
+    monkeypatch.setattr(sizing, "available_memory", lambda: 200_000)
+    with pytest.raises(PoolError, check=naming("unknown")):
+        Engine(str(fp8_folder), device="cpu", num_pages=4096, random_weights=True)
+
+
 def test_every_tensor_is_read_once(fp8_folder, monkeypatch):
     names, read = [], Checkpoint.tensor
     monkeypatch.setattr(

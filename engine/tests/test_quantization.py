@@ -14,18 +14,16 @@ from thread_ranks import in_ranks
 from torch.testing import assert_close
 
 from attnplug.host import TINY_CONFIGS, ModelConfigError
-from attnplug_engine.checkpoints.safetensors import Checkpoint, CheckpointError, MissingTensor, WrongDtype, WrongShape
+from attnplug_engine.checkpoints.safetensors import CheckpointError, MissingTensor, WrongDtype, WrongShape
 from attnplug_engine.engine import Engine
 from attnplug_engine.models.architectures import load_model
-from attnplug_engine.models.latent_attention import evens_then_odds
 from attnplug_engine.models.layers import Concatenated, QuantizedLinear
-from attnplug_engine.models.weights import Weights
-from attnplug_engine.parallel.collectives import ParallelError, even_part, length, scaled
+from attnplug_engine.parallel.collectives import ParallelError
 from attnplug_engine.quantization.config import SCHEMES, read_quantization
 from attnplug_engine.quantization.int4 import Int4Groups
 from attnplug_engine.quantization.mxfp4 import Mxfp4
 from attnplug_engine.quantization.scheme import QuantizedWeight
-from attnplug_testing.errors import having, naming
+from attnplug_testing.errors import having
 
 NEW_TOKENS = 8
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -229,6 +227,18 @@ def test_a_weight_in_codes_that_the_config_excludes(make_oracle, tmp_path):
         ),
         (compressed("float-quantized", **FLOAT8, strategy="token"), "config_groups.group_0.weights.strategy"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "config_groups"),
+        ({**FP8, "fmt": "e5m2"}, "fmt"),
+        ({**FP8, "activation_scheme": "weird"}, "activation_scheme"),
+        ({**FP8, "scale_fmt": 3}, "scale_fmt"),
+        (compressed("float-quantized", **FLOAT8, strategy="block"), "config_groups.group_0.weights.block_structure"),
+        (
+            {**compressed("float-quantized", **FLOAT8, strategy="channel"), "sparsity_config": {"format": "marlin-24"}},
+            "sparsity_config.format",
+        ),
+        (
+            {**compressed("pack-quantized", **INT4, group_size=32), "transform_config": {"config_groups": {"u": {}}}},
+            "transform_config.config_groups",
+        ),
     ],
 )
 def test_schemes_that_are_refused(config, key):
@@ -266,6 +276,25 @@ def test_corrupt_scales_name_their_tensor(change, error, shared_oracle, tmp_path
 @pytest.mark.parametrize(
     ("config", "quantize", "name", "value"),
     [
+        (
+            {**FP8, "weight_block_size": [16, 16]},
+            fp8_blocks(16, 16, exponents=True, name="scale"),
+            "scale",
+            torch.zeros(8, 16, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        ),
+        ({**FP8, "weight_block_size": [16, 16]}, fp8_blocks(16, 16, name="scale"), "scale", None),
+        (
+            compressed("float-quantized", **FLOAT8, strategy="channel"),
+            fp8_channels,
+            "weight_scale",
+            torch.ones(1),
+        ),
+        (
+            compressed("float-quantized", **FLOAT8, strategy="tensor"),
+            fp8_tensor,
+            "weight_scale",
+            torch.ones(128, 1),
+        ),
         (compressed("pack-quantized", **INT4, group_size=32), int4_groups(32), "weight_shape", torch.tensor([64, 65])),
         (
             compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32),
@@ -274,19 +303,26 @@ def test_corrupt_scales_name_their_tensor(change, error, shared_oracle, tmp_path
             torch.full((128, 8), 255, dtype=torch.uint8),
         ),
     ],
-    ids=["int4", "MXFP4"],
+    ids=["zero UE8M0", "missing", "fp8 channels", "fp8 tensors", "int4", "MXFP4"],
 )
 def test_corrupt_tensors_of_other_schemes(config, quantize, name, value, make_oracle, tmp_path):
     tensor = f"model.layers.0.mlp.down_proj.{name}"
     folder = make_oracle("llama", **EVEN).folder
-    quantized(folder, tmp_path / "q", config, quantize, change=lambda tensors: tensors.update({tensor: value}))
+
+    def change(tensors):
+        del tensors[tensor]
+        tensors.update({} if value is None else {tensor: value})
+
+    quantized(folder, tmp_path / "q", config, quantize, change=change)
     with pytest.raises(CheckpointError, check=having(tensor=tensor)):
         load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu")
 
 
-def test_ranks_divide_blocks_at_their_boundaries(make_oracle, make_stage, sequences, tmp_path):
+@pytest.mark.parametrize(("model_type", "changes"), [("deepseek_v3", {}), ("qwen3_moe", {"moe_intermediate_size": 48})])
+def test_ranks_divide_blocks_at_their_boundaries(model_type, changes, make_oracle, make_stage, sequences, tmp_path):
+    """The three blocks of Qwen's experts are divided unevenly."""
     config = {**FP8, "weight_block_size": [16, 16]}
-    quantized(make_oracle("deepseek_v3").folder, tmp_path / "q", config, fp8_blocks(16, 16))
+    quantized(make_oracle(model_type, **changes).folder, tmp_path / "q", config, fp8_blocks(16, 16))
     wanted, _ = logits_of(tmp_path / "q", make_stage, sequences)
     ranks = in_ranks(2, lambda parallel: logits_of(tmp_path / "q", make_stage, sequences, parallel=parallel)[0])
     for found in ranks:
@@ -300,7 +336,7 @@ def test_ranks_that_would_divide_a_block_are_refused_with_those_that_fit(make_or
     quantized(make_oracle("llama", head_dim=64, **changes).folder, tmp_path / "q", config, fp8_blocks(64, 64))
 
     def load(parallel):
-        with pytest.raises(ParallelError, check=naming("192", "1 or 3")):
+        with pytest.raises(ParallelError, check=having("192", fitting=(1,))):  # 3 ranks do not divide 4 heads
             load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu", parallel=parallel)
 
     in_ranks(2, load)
@@ -372,39 +408,3 @@ def test_the_reference_decodes_large_weights_in_parts(rows, monkeypatch):
         weight = QuantizedWeight(scheme, tensors[scheme.code_name], scales, scheme.rows_per_scale)
         x = torch.randn(rows, 64)
         assert_close(scheme.reference(x, weight), x @ weight.dequantized(torch.float32).T, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_stacked_experts_of_gpt_oss_are_those_that_transformers_decodes(ranks, tmp_path):
-    """E5. ``gate_up_proj`` has rows of gate and up in turn."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    experts, hidden, width = 3, 64, 128
-    tensors = {}
-    for name, out, inputs in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
-        tensors[f"{name}_blocks"] = torch.randint(256, (experts, out, inputs // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(120, 130, (experts, out, inputs // 32), dtype=torch.uint8)
-    save_file({f"mlp.experts.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
-    wanted = {
-        name: convert_moe_packed_tensors(
-            tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=torch.float32
-        ).transpose(1, 2)
-        for name in ("gate_up_proj", "down_proj")
-    }
-
-    def load(parallel):
-        weights = Weights(
-            Checkpoint.open(tmp_path), dtype=torch.float32, device=torch.device("cpu"), parallel=parallel
-        ).at("mlp.experts")
-        own = even_part(width, parallel, "columns")
-        order = evens_then_odds(2 * length(own))
-        up = weights.expert_stack("gate_up_proj", experts, 2 * width, hidden, rows=scaled(own, 2), order=order)
-        down = weights.expert_stack("down_proj", experts, hidden, width, columns=own)
-        weights.check_all_taken(lambda _name: False)
-        gate, rest = wanted["gate_up_proj"][:, 0::2], wanted["gate_up_proj"][:, 1::2]
-        assert torch.equal(up.dequantized(torch.float32), torch.cat((gate[:, own], rest[:, own]), 1))
-        assert torch.equal(down.dequantized(torch.float32), wanted["down_proj"][:, :, own])
-        assert up.codes.dtype is torch.uint8 and up.codes.shape == (experts, 2 * width // parallel.size, hidden // 2)
-
-    in_ranks(ranks, load)

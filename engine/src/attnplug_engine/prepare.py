@@ -218,7 +218,14 @@ def prepare(
             settings=["batch_invariant"],
         )
     if not is_embedding:
-        weights = source.nbytes(torch_dtype(dtype), parallel.size) if isinstance(source, Checkpoint) else None
+        sources = [source]
+        if speculation is not None and speculation.has_model and speculation.draft_model is not None:
+            with naming_draft(speculation):
+                sources.append(
+                    open_source(speculation.draft_model, device=device, random_weights=options.random_weights)
+                )
+        sizes = [one.nbytes(torch_dtype(dtype), parallel.size) for one in sources if isinstance(one, Checkpoint)]
+        weights = sum(sizes) if len(sizes) == len(sources) else None
         rows = None if draft_layers is None else draft_layers.for_rank(parallel.size)
         rank, config = spec.for_rank(parallel.size), source.config
         plan = plan_memory(rank, config, options, selection, torch_dtype(dtype), kv_dtype, device, weights, rows)

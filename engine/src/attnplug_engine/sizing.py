@@ -61,8 +61,8 @@ def cache_budget(device: torch.device, share: float, reserved: int = 0) -> int:
 class MemoryPlan:
     """Estimated bytes of an engine on its device, of one rank, before weights are read.
 
-    ``weights`` is None for random weights, whose shapes are not known yet. ``caches`` has ``pages`` pages and the
-    linear states. ``graphs`` includes the activations of the largest step that is captured.
+    ``weights`` includes a draft's. It is None for random weights, whose shapes are not known yet. ``caches`` has
+    ``pages`` pages and the linear states. ``graphs`` includes the activations of the largest step that is captured.
     """
 
     device: str
@@ -74,10 +74,9 @@ class MemoryPlan:
     graphs: int
 
     def __str__(self) -> str:
-        weights = "random weights" if self.weights is None else f"weights {_size(self.weights)}"
         caches = f"caches {_size(self.caches)} ({self.pages} pages of {self.page_size} tokens)"
         graphs = f", CUDA graphs about {_size(self.graphs)}" if self.graphs else ""
-        return f"{weights}, {caches}{graphs}; {self.device} has {_size(self.free)} free"
+        return f"{_weights(self.weights)}, {caches}{graphs}; {self.device} has {_size(self.free)} free"
 
 
 def plan_memory(
@@ -91,8 +90,8 @@ def plan_memory(
     weights: int | None,
     draft: ModelSpec | None = None,
 ) -> MemoryPlan:
-    """Estimate the memory of an engine for a rank's ``spec`` and ``weights`` bytes. Raises PoolError if it cannot
-    fit."""
+    """Estimate the memory of an engine for a rank's ``spec`` and ``weights`` bytes, a draft's included. Raises
+    PoolError if it cannot fit."""
     free = free_memory(device)
     if weights is not None and weights > free:
         raise PoolError(
@@ -114,7 +113,7 @@ def plan_memory(
         states = f" and {slots} linear states" if slots else ""
         raise PoolError(
             f"caches of {planned.num_pages} pages of {planned.page_size} tokens{states} take {_size(caches)} beside "
-            f"weights of {_size(weights or 0)}, and {_size(free)} are free on {device.type}; lower `num_pages`"
+            f"{_weights(weights)}, and {_size(free)} are free on {device.type}; lower `num_pages`"
             + (", `state_slots` or `max_batch`" if slots else ""),
             settings=["num_pages", "state_slots", "max_batch"] if slots else ["num_pages"],
         )
@@ -137,6 +136,10 @@ def _graph_bytes(
 
 def _whole(value: object) -> int:
     return value if isinstance(value, int) else 0
+
+
+def _weights(nbytes: int | None) -> str:
+    return "random weights of unknown size" if nbytes is None else f"weights {_size(nbytes)}"
 
 
 def _size(nbytes: int) -> str:

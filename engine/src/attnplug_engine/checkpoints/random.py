@@ -52,6 +52,8 @@ class RandomCheckpoint:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._below: dict[str, int] = {}
         """Exclusive upper bounds of integer tensors."""
+        self._stack: tuple[str, Tensor] | None = None
+        """The last stack of experts' weights: models read it expert by expert."""
 
     @classmethod
     def tiny(cls, reference: str, *, seed: int = 0) -> RandomCheckpoint:
@@ -89,7 +91,12 @@ class RandomCheckpoint:
         kinds: Collection[str] = FLOATS,
     ) -> Tensor:
         self.check(name, shape)
-        whole = self._whole(name, shape)
+        if self._stack is None or self._stack[0] != name:
+            self._stack = None  # frees its memory first
+            whole = self._whole(name, shape)
+            self._stack = (name, whole) if len(shape) > 2 else None
+        else:
+            whole = self._stack[1]
         part = whole[rows or slice(None)]
         return part if columns is None else part[:, columns]
 

@@ -42,8 +42,8 @@ from attnplug_engine.models import (
 from attnplug_engine.models.decoder import Decoder, LoadedModel
 from attnplug_engine.models.layers import pack_weights
 from attnplug_engine.models.rope import exact_length
-from attnplug_engine.models.weights import Weights
-from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
+from attnplug_engine.models.weights import Weights, quantization_of
+from attnplug_engine.parallel.collectives import SINGLE, ParallelError, TensorParallel
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -199,13 +199,20 @@ def _config(reference: str) -> Mapping[str, object]:
 def open_source(
     reference: str, *, device: torch.device | str, seed: int = 0, random_weights: bool = False
 ) -> WeightSource:
-    """Return the source of the weights of a model reference: its folder, or random numbers."""
+    """Return the source of the weights of a model reference: its folder, or random numbers.
+
+    Raises ModelConfigError for an unknown quantization scheme.
+    """
+    source: WeightSource
     if reference.startswith(TINY):
-        return RandomCheckpoint.tiny(reference, seed=seed)
-    if random_weights:
-        return RandomCheckpoint.of_folder(reference, seed=seed, device=device)
-    folder, path = checkpoint_folder(reference), Path(reference)
-    return text_model(Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name))
+        source = RandomCheckpoint.tiny(reference, seed=seed)
+    elif random_weights:
+        source = RandomCheckpoint.of_folder(reference, seed=seed, device=device)
+    else:
+        folder, path = checkpoint_folder(reference), Path(reference)
+        source = text_model(Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name))
+    quantization_of(source)
+    return source
 
 
 def build_model(
@@ -225,12 +232,23 @@ def build_model(
     total = len(source.names())  # 0 for random weights, which are drawn on request
     on_read = None if progress is None or not total else lambda done: progress(done, total)
     weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, head=head, on_read=on_read)
-    with torch.no_grad():
-        module = architecture.build(weights, config, spec)
+    try:
+        with torch.no_grad():
+            module = architecture.build(weights, config, spec)
+    except ParallelError as error:
+        raise error.limited(lambda size: _divides_heads(spec, size)) from error
     weights.check_all_taken(_ignored(architecture, config, head=head))
     if torch.device(device).type == "cpu":
         pack_weights(module)
     return LoadedModel(module.eval(), spec.for_rank(parallel.size), source.config)
+
+
+def _divides_heads(spec: ModelSpec, size: int) -> bool:
+    try:
+        spec.for_rank(size)
+    except UsageError:
+        return False
+    return True
 
 
 def _known(model_type: str, reference: str, cause: Exception | None = None) -> Architecture:

@@ -25,10 +25,10 @@ from attnplug_engine.models.layers import (
     frozen,
 )
 from attnplug_engine.models.weights import WeightRows, Weights
-from attnplug_engine.parallel.collectives import even_part, length
+from attnplug_engine.parallel.collectives import even_part, grouped_part, length
 
 if TYPE_CHECKING:
-    from attnplug_engine.quantization.scheme import QuantizedWeight
+    from attnplug_engine.quantization.scheme import QuantizedWeight, Scheme
 
 
 class Router(nn.Module):
@@ -221,13 +221,13 @@ class Experts(nn.Module):
         self, weights: Weights, experts: int, hidden: int, intermediate: int, *, form: MLPForm = GATED
     ) -> None:
         super().__init__()
-        own = even_part(intermediate, weights.parallel, "expert columns")
+        scheme = weights.at("0").scheme(form.inputs[0])
+        own = expert_columns(weights, scheme, intermediate)
         columns = length(own)
         parts = form.rows(intermediate, own)
         for expert in {0, experts - 1}:
             weights.at(str(expert)).check("weight", parts, hidden)
         self._describe(form, experts)
-        scheme = weights.at("0").scheme(form.inputs[0])
         if scheme is not None:
             output = WeightRows(form.output, hidden, slice(0, hidden))
             part = own if weights.parallel.size > 1 else None
@@ -338,6 +338,13 @@ class Experts(nn.Module):
         if active():  # a batched product may depend on the number of tokens
             return cast(Tensor, (topk_weights.unsqueeze(2) * per_slot.float()).sum(1).to(x.dtype))
         return torch.bmm(topk_weights.unsqueeze(1), per_slot.float()).squeeze(1).to(x.dtype)
+
+
+def expert_columns(weights: Weights, scheme: Scheme | None, count: int) -> slice:
+    """Return the columns of every expert that this rank owns. Raises ParallelError if they cannot be divided."""
+    if scheme is None:
+        return even_part(count, weights.parallel, "expert columns")
+    return grouped_part(count, scheme.column_unit, weights.parallel, "expert columns")
 
 
 class LatentExperts(nn.Module):

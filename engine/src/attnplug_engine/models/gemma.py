@@ -9,11 +9,11 @@ from functools import partial
 import torch
 
 from attnplug import ModelSpec
-from attnplug.hf.config_keys import Config
+from attnplug.hf.config_keys import Config, ModelConfigError
 from attnplug_engine.models.decoder import Decoder, OutputNormBlock, ScaledDecoder, hidden_norm, norm_eps
 from attnplug_engine.models.grouped_attention import HeadNorms
 from attnplug_engine.models.layers import GATED_BY_GELU
-from attnplug_engine.models.rope import LayerRopes, Positions
+from attnplug_engine.models.rope import LayerRopes, Positions, Rope
 from attnplug_engine.models.softmax_decoder import make_attention, make_mlp, make_rope, softmax_decoder
 from attnplug_engine.models.weights import Weights
 
@@ -42,7 +42,7 @@ def gemma2(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 def gemma3_text(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     """Gemma 3's text model: Gemma 2 with norms on queries and keys, without caps. Sliding layers have another rope."""
-    ropes = [make_rope(weights, _rope_config(config, kind), spec) for kind in _THETAS]
+    ropes = [_rope(weights, config, spec, kind) for kind in _THETAS]
     return _decoder(weights, config, spec, HeadNorms(norm_eps(config), zero_centred=True), LayerRopes(*ropes))
 
 
@@ -74,6 +74,16 @@ def _decoder(
     decoder.embedding_factor = torch.tensor(config.integer("hidden_size") ** 0.5, dtype=weights.dtype).item()
     decoder.logit_cap = config.optional_number("final_logit_softcapping")
     return decoder
+
+
+def _rope(weights: Weights, config: Config, spec: ModelSpec, kind: str) -> Rope:
+    """Return the rope of one layer type. Errors name the key in that type's section."""
+    own = _rope_config(config, kind)
+    try:
+        return make_rope(weights, own, spec)
+    except ModelConfigError as error:
+        key = (error.key or "").replace("rope_parameters.", f"rope_parameters.{kind}.")
+        raise ModelConfigError(error.message.replace(repr(error.key), repr(key)), error.source, key) from error
 
 
 def _rope_config(config: Config, kind: str) -> Config:

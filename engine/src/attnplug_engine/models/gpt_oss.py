@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from attnplug import ModelSpec
 from attnplug.hf.config_keys import Config
 from attnplug_engine.models.decoder import Decoder
-from attnplug_engine.models.experts import Experts, MixtureOfExperts, TopKRouter
+from attnplug_engine.models.experts import Experts, MixtureOfExperts, QuantizedExperts, TopKRouter, expert_columns
 from attnplug_engine.models.latent_attention import evens_then_odds
 from attnplug_engine.models.layers import ClippedGate, MLPForm, frozen
 from attnplug_engine.models.softmax_decoder import make_attention, softmax_decoder
 from attnplug_engine.models.weights import Weights
-from attnplug_engine.parallel.collectives import even_part, length, scaled
+from attnplug_engine.parallel.collectives import length, scaled
 
 DEFAULTS: Mapping[str, object] = {
     "attention_bias": True,
@@ -59,30 +59,49 @@ def gpt_oss(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 
 class StackedExperts(Experts):
-    """Experts with biases whose stored tensors hold all experts, transposed, with the columns of gate and up in turn:
-    ``gate_up_proj [experts, hidden, 2 * width]``, ``down_proj [experts, width, hidden]``."""
+    """Experts with biases whose stored tensors hold all experts, with gate and up in turn.
+
+    In MXFP4 they are ``gate_up_proj_blocks [experts, 2 * width, hidden / 32, 16]`` and ``down_proj_blocks [experts,
+    hidden, width / 32, 16]`` with their ``_scales``. Otherwise they are transposed: ``gate_up_proj [experts, hidden,
+    2 * width]``, ``down_proj [experts, width, hidden]``.
+    """
 
     def __init__(self, weights: Weights, experts: int, hidden: int, width: int, gate: ClippedGate) -> None:
         nn.Module.__init__(self)
-        own = even_part(width, weights.parallel, "expert columns")
-        columns, order = scaled(own, 2), evens_then_odds(2 * length(own))
-        empty = torch.empty(0, dtype=weights.dtype, device=weights.device)
-
-        def expert(name: str, shape: tuple[int, ...], index: int, rows: slice | None = None) -> Tensor:
-            return weights.take(name, experts, *shape, rows=slice(index, index + 1), columns=rows)[0]
-
-        for index in range(experts):
-            up = expert("gate_up_proj", (hidden, 2 * width), index)
-            down = expert("down_proj", (width, hidden), index, own)
-            if not index:  # once the shapes are known to be right
-                self.gate_up = frozen(empty.new_empty(experts, 2 * length(own), hidden))
-                self.down = frozen(empty.new_empty(experts, hidden, length(own)))
-            self.gate_up[index].copy_(up.t()[columns][order])
-            self.down[index].copy_(down.t())
+        scheme = weights.expert_stack_scheme("gate_up_proj")
+        own = expert_columns(weights, scheme, width)
+        rows, order = scaled(own, 2), evens_then_odds(2 * length(own))
         self.gate_up_bias = frozen(
-            weights.take("gate_up_proj_bias", experts, 2 * width, columns=columns)[:, order].contiguous()
+            weights.take("gate_up_proj_bias", experts, 2 * width, columns=rows)[:, order].contiguous()
         )
         down_bias = weights.take("down_proj_bias", experts, hidden)
         # Only rank 0 has the bias, or the sum over ranks would count it once per rank.
         self.down_bias = frozen(down_bias if weights.parallel.rank == 0 else torch.zeros_like(down_bias))
         self._describe(MLPForm(("gate", "up"), gate, "down"), experts, (self.gate_up_bias, self.down_bias))
+        if scheme is not None:
+            part = own if weights.parallel.size > 1 else None
+            gate_up = weights.expert_stack("gate_up_proj", experts, 2 * width, hidden, rows=rows, order=order)
+            down = weights.expert_stack("down_proj", experts, hidden, width, columns=part)
+            self.quantized = QuantizedExperts(gate_up, down)
+            return
+
+        def transposed(name: str, shape: tuple[int, int], columns: slice | None = None) -> Iterator[Tensor]:
+            """Yield each expert's part of a tensor ``[experts, *shape]``, transposed."""
+            for index in range(experts):
+                part = weights.take(name, experts, *shape, rows=slice(index, index + 1), columns=columns)
+                yield part[0].t()
+
+        self.gate_up = _stacked(
+            experts, (part[rows][order] for part in transposed("gate_up_proj", (hidden, 2 * width)))
+        )
+        self.down = _stacked(experts, transposed("down_proj", (width, hidden), own))
+
+
+def _stacked(experts: int, parts: Iterator[Tensor]) -> nn.Parameter:
+    """Stack each expert's part. Memory is allocated once the shape of the first part is known to be right."""
+    first = next(parts)
+    stack = torch.empty(experts, *first.shape, dtype=first.dtype, device=first.device)
+    stack[0].copy_(first)
+    for index, part in enumerate(parts, 1):
+        stack[index].copy_(part)
+    return frozen(stack)

@@ -21,6 +21,7 @@ from attnplug_engine.parallel.collectives import TensorParallel, length
 
 if TYPE_CHECKING:
     from attnplug_engine.quantization.config import Quantization
+    from attnplug_engine.quantization.mxfp4 import Mxfp4
     from attnplug_engine.quantization.scheme import QuantizedWeight, Scheme
 
 # Buffers in old checkpoints that every model computes by itself.
@@ -72,11 +73,7 @@ class Weights:
         """True if the model is to have its head."""
         self._source = source
         self._prefix = prefix
-        if taken is None and source.config.get("quantization_config") is not None:
-            from attnplug_engine.quantization.config import read_quantization  # imports every scheme
-
-            quantization = read_quantization(source.config, source.name)
-        self._quantization = quantization
+        self._quantization = quantization_of(source) if taken is None else quantization
         self._taken = set() if taken is None else taken
         self._on_read = on_read
         """Called after each tensor with the number of tensors read so far."""
@@ -230,6 +227,21 @@ class Weights:
             target.scales[first:last].copy_(scales)
             start, first = stop, last
 
+    def expert_stack_scheme(self, name: str) -> Mxfp4 | None:
+        """Return the scheme of all experts' weights in one tensor (gpt-oss); None if they are not quantized.
+
+        The stored tensors decide, as in ``scheme``.
+        """
+        if self._quantization is None:
+            return None
+        from attnplug_engine.quantization.mxfp4 import Mxfp4
+
+        schemes = self._quantization.schemes(self._prefix.removesuffix("."))
+        found = next((scheme for scheme in schemes if isinstance(scheme, Mxfp4)), None)
+        if self._source.random:
+            return found if found in schemes[:1] else None
+        return None if self.holds(name) and not self.holds(f"{name}_blocks") else found
+
     def expert_stack(
         self,
         name: str,
@@ -240,27 +252,24 @@ class Weights:
         rows: slice | None = None,
         order: Tensor | None = None,
         columns: slice | None = None,
-    ) -> QuantizedWeight | None:
-        """Return weights ``[experts, out, in]`` that are stored as one MXFP4 tensor; None if there is none.
-
-        This rank has ``rows`` of them, in ``order``, and ``columns``.
-        """
-        if self._quantization is None or not self.holds(f"{name}_blocks"):
-            return None
+    ) -> QuantizedWeight:
+        """Return weights ``[experts, out, in]`` that are stored as one MXFP4 tensor: this rank's ``rows``, in
+        ``order``, and ``columns``."""
         from attnplug_engine.quantization.mxfp4 import Mxfp4
         from attnplug_engine.quantization.scheme import QuantizedWeight
 
         tensors, scheme = _ModuleTensors(self, ""), Mxfp4()
         shape = (experts, out, in_features)
+        if self._source.random:
+            drawn = self._source.tensor(f"{self._prefix}{name}", (experts, in_features, out))
+            self._note(f"{self._prefix}{name}")
+            tensors.quantized = scheme.quantize_experts(tensors, name, drawn.transpose(1, 2))
         codes, scales = scheme.load_experts(tensors, name, shape, rows=rows, columns=columns, ranks=self.parallel.size)
+        # Always a copy: a file's memory map is not ours. Rows are reordered on the device, which is faster.
+        codes, scales = (part.to(self.device, copy=order is None) for part in (codes, scales))
         if order is not None:
             codes, scales = codes[:, order], scales[:, order]
-        return QuantizedWeight(
-            scheme,
-            codes.to(self.device, copy=True).contiguous(),
-            scales.to(self.device, copy=True).contiguous(),
-            scheme.rows_per_scale,
-        )
+        return QuantizedWeight(scheme, codes.contiguous(), scales.contiguous(), scheme.rows_per_scale)
 
     def _load_quantized(
         self, scheme: Scheme, module: str, shape: tuple[int, int], rows: slice | None, columns: slice | None
@@ -310,6 +319,15 @@ class Weights:
             self._on_read(len(self._taken))
 
 
+def quantization_of(source: WeightSource) -> Quantization | None:
+    """Return the quantization of a source's weights; None for none. Raises ModelConfigError for unknown schemes."""
+    if source.config.get("quantization_config") is None:
+        return None
+    from attnplug_engine.quantization.config import read_quantization  # imports every scheme
+
+    return read_quantization(source.config, source.name)
+
+
 class _ModuleTensors:
     """Tensors of one module for its scheme: those of the source, or ``quantized`` ones."""
 
@@ -346,6 +364,10 @@ class _ModuleTensors:
 
     def note(self, name: str) -> None:
         self._weights._note(self.prefix + name)
+
+    def usual(self, names: Sequence[str]) -> str:
+        stored = self._weights._source.names()
+        return next((name for name in names if any(one.endswith(f".{name}") for one in stored)), names[0])
 
     def corrupt(self, name: str, problem: str) -> CheckpointError:
         source = self._weights._source

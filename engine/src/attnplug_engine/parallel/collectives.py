@@ -6,7 +6,7 @@ Every rank runs the same model on the same tokens with its own heads, columns an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -19,13 +19,24 @@ from attnplug.host import AttnplugError
 
 
 class ParallelError(UsageError):
-    """A model cannot be divided over this many ranks. ``what`` is to be divided, ``count`` is its number."""
+    """A model cannot be divided over this many ranks. ``what`` is to be divided, ``count`` is its number.
 
-    def __init__(self, message: str, what: str, count: int, size: int) -> None:
-        super().__init__(message)
+    ``fitting`` are numbers of ranks that can divide it, if they are known.
+    """
+
+    def __init__(self, problem: str, what: str, count: int, size: int, fitting: Sequence[int] = ()) -> None:
+        allowed = f"; use --tensor-parallel {' or '.join(map(str, fitting))}" if fitting else ""
+        super().__init__(problem + allowed)
+        self.problem = problem
         self.what = what
         self.count = count
         self.size = size
+        self.fitting = tuple(fitting)
+
+    def limited(self, divides: Callable[[int], bool]) -> ParallelError:
+        """Return the error with only those of ``fitting`` for which ``divides`` returns True."""
+        fitting = [size for size in self.fitting if divides(size)]
+        return ParallelError(self.problem, self.what, self.count, self.size, fitting)
 
 
 class RankLost(AttnplugError):
@@ -171,6 +182,23 @@ def even_part(count: int, parallel: TensorParallel, what: str) -> slice:
         )
     each = count // parallel.size
     return slice(parallel.rank * each, (parallel.rank + 1) * each)
+
+
+def grouped_part(count: int, group: int, parallel: TensorParallel, what: str) -> slice:
+    """Return the part of ``count`` columns that this rank owns, divided between groups: parts may differ by a group.
+
+    Raises ParallelError if there are fewer groups than ranks.
+    """
+    groups, rank, size = -(-count // group), parallel.rank, parallel.size
+    if groups < size:
+        raise ParallelError(
+            f"{count} {what} in groups of {group} cannot be divided over {size} ranks",
+            what,
+            count,
+            size,
+            range(1, groups + 1),
+        )
+    return slice(groups * rank // size * group, min(groups * (rank + 1) // size * group, count))
 
 
 def kv_head_part(kv_heads: int, parallel: TensorParallel) -> slice:

@@ -59,6 +59,11 @@ def read_quantization(values: Mapping[str, object], source: str) -> Quantization
 
 
 def _compressed(section: Config) -> Quantization:
+    sparsity, transforms = section.section("sparsity_config"), section.section("transform_config")
+    if sparsity is not None and sparsity.lookup("format") not in (None, "dense"):
+        raise sparsity.wrong("format", "'dense': sparse weights are not supported")
+    if transforms is not None and transforms.lookup("config_groups"):
+        raise transforms.wrong("config_groups", "empty: weights that are transformed (rotated) are not supported")
     groups, common = section.section("config_groups"), section.optional_text("format")
     if groups is None or not groups.values:
         raise section.wrong("config_groups", "an object with the weights of each group")

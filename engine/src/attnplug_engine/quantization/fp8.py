@@ -12,6 +12,10 @@ from attnplug.hf.config_keys import Config
 from attnplug_engine.quantization.scheme import EXPONENT_SCALES, FLOAT_SCALES, ModuleTensors, Scheme, WeightFormat
 
 _LARGEST = 448.0
+_SINGLE = ((), (1,), (1, 1))
+"""Shapes of a scale per tensor."""
+_VALUES = {"fmt": ("e4m3",), "activation_scheme": ("dynamic", "static"), "scale_fmt": ("float", "ue8m0")}
+"""Known values of other keys of ``fp8``."""
 _STATIC = ("input_scale", "activation_scale")
 """Static activation scales. Products take activations as they are, or scale each token's by its maximum."""
 
@@ -50,6 +54,7 @@ class Fp8Blocks(Fp8):
     def recognise(cls, described: WeightFormat) -> Fp8Blocks | None:
         section = described.section
         if described.method == "fp8":
+            _check_values(section)
             key = "weight_block_size"
         elif described.format == "float-quantized" and section.lookup("strategy") == "block":
             _check_bits(section, 8)
@@ -57,9 +62,9 @@ class Fp8Blocks(Fp8):
         else:
             return None
         block = section.sequence(key)
-        if block is None:
+        if block is None and described.method == "fp8":
             return None
-        if len(block) != 2 or not all(type(size) is int and 16 <= size <= 4096 for size in block):
+        if block is None or len(block) != 2 or not all(type(size) is int and 16 <= size <= 4096 for size in block):
             raise section.wrong(key, "two whole numbers from 16 to 4096, such as [128, 128]")
         rows, columns = (int(str(size)) for size in block)
         return cls(rows, columns)
@@ -81,23 +86,30 @@ class Fp8Channels(Fp8):
     title = "fp8 e4m3 per channel or tensor (`compressed-tensors` `float-quantized`; `fp8` without blocks)"
     published = "Llama and Qwen FP8 by RedHatAI, Mistral's FP8"
 
+    def __init__(self, strategy: str | None = None) -> None:
+        self._strategy = strategy
+        """``channel`` or ``tensor``; None if the config does not say which, so that either may be stored."""
+
     @classmethod
     def recognise(cls, described: WeightFormat) -> Fp8Channels | None:
         section = described.section
         if described.method == "fp8":
             return cls() if section.lookup("weight_block_size") is None else None
-        if described.format != "float-quantized" or section.lookup("strategy") not in ("tensor", "channel"):
+        strategy = section.lookup("strategy")
+        if described.format != "float-quantized" or strategy not in ("tensor", "channel"):
             return None
         _check_bits(section, 8)
-        return cls()
+        return cls(str(strategy))
 
     def read_scales(
         self, tensors: ModuleTensors, out: int, width: int, rows: slice | None, columns: slice | None
     ) -> Tensor:
         name = self.scale_name(tensors)
         found = tensors.stored(name)
-        if found is not None and found.shape in ((), (1,), (1, 1)):
-            whole = self.checked(tensors, name, tensors.read(name, found.shape, self.scale_kinds))
+        single = found is not None and found.shape in _SINGLE and self._strategy != "channel"
+        if single or self._strategy == "tensor":
+            shape: tuple[int, ...] = found.shape if single and found is not None else (1,)
+            whole = self.checked(tensors, name, tensors.read(name, shape, self.scale_kinds))
             count = out if rows is None else rows.stop - rows.start
             return whole.reshape(1, 1).expand(count, 1)
         shape = (out,) if found is not None and len(found.shape) == 1 else (out, 1)
@@ -106,6 +118,12 @@ class Fp8Channels(Fp8):
     def quantize(self, weight: Tensor) -> Mapping[str, Tensor]:
         scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / _LARGEST
         return {"weight": (weight / scales).to(self.code_dtype), "weight_scale": scales}
+
+
+def _check_values(section: Config) -> None:
+    for key, allowed in _VALUES.items():
+        if section.lookup(key) not in (None, *allowed):
+            raise section.wrong(key, " or ".join(map(repr, allowed)))
 
 
 def _check_bits(section: Config, bits: int) -> None:

@@ -42,18 +42,6 @@ class Mxfp4(Scheme):
             raise described.section.wrong("num_bits", "4, with 'group_size' 32")
         return cls("weight_packed")
 
-    def load(
-        self,
-        tensors: ModuleTensors,
-        shape: tuple[int, int],
-        *,
-        rows: slice | None = None,
-        columns: slice | None = None,
-        ranks: int = 1,
-    ) -> tuple[Tensor, Tensor]:
-        codes, scales = super().load(tensors, shape, rows=rows, columns=columns, ranks=ranks)
-        return codes.view(torch.uint8), scales
-
     def load_experts(
         self,
         tensors: ModuleTensors,
@@ -68,14 +56,22 @@ class Mxfp4(Scheme):
         16]`` and ``NAME_scales [experts, out, in / 32]``. Return a rank's codes ``[experts, rows, columns / 2]`` and
         scales."""
         experts, out, width = shape
-        if width % 32:
-            raise tensors.corrupt(f"{name}_blocks", f"has one scale per 32 columns, and the weight has {width}")
+        _check_groups(tensors, name, width)
         _, groups = self._columns(columns, width, ranks)
         blocks = tensors.read(f"{name}_blocks", (experts, out, width // 32, 16), self.code_kinds, columns=rows)
         scales = tensors.read(f"{name}_scales", (experts, out, width // 32), self.scale_kinds, columns=rows)
         if groups is not None:
             blocks, scales = blocks[:, :, groups], scales[:, :, groups]
-        return blocks.view(torch.uint8).flatten(2), self.checked(tensors, f"{name}_scales", scales)
+        codes, scales = blocks.view(torch.uint8).flatten(2), self.checked(tensors, f"{name}_scales", scales)
+        self.check_vanishing(tensors, f"{name}_scales", codes.flatten(0, 1), scales.flatten(0, 1))
+        return codes, scales
+
+    def quantize_experts(self, tensors: ModuleTensors, name: str, weights: Tensor) -> Mapping[str, Tensor]:
+        """Return the tensors of ``load_experts`` whose weights are about ``weights [experts, out, in]``."""
+        _check_groups(tensors, name, weights.shape[2])
+        parts = [self.quantize(weight.contiguous()) for weight in weights]
+        codes, scales = (torch.stack([part[key] for part in parts]) for key in (self.code_name, "weight_scale"))
+        return {f"{name}_blocks": codes.unflatten(2, (-1, 16)), f"{name}_scales": scales}
 
     def decode(self, codes: Tensor) -> Tensor:
         values = torch.tensor((*VALUES, *(-value for value in VALUES)), device=codes.device)
@@ -91,3 +87,8 @@ class Mxfp4(Scheme):
         codes = torch.bucketize(scaled.abs(), middles) | ((scaled < 0).int() << 3)
         packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
         return {self.code_name: packed, "weight_scale": (exponents + 127).squeeze(2).to(torch.uint8)}
+
+
+def _check_groups(tensors: ModuleTensors, name: str, width: int) -> None:
+    if width % 32:
+        raise tensors.corrupt(f"{name}_blocks", f"has one scale per 32 columns, and the weight has {width}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -22,6 +22,7 @@ EXPONENT_SCALES = frozenset({"F8_E8M0", "U8"})
 """UE8M0: ``2 ** (byte - 127)``. 255 is NaN."""
 FEW = 2
 """Most rows of the fp8 kernel that uses no tensor cores."""
+_LEAST_SCALE = 2.0**-126
 _MOST_DECODED = 1 << 22
 """Elements of a weight that the reference decodes at a time: 16 MiB of float32."""
 
@@ -47,6 +48,10 @@ class ModuleTensors(Protocol):
 
     def skip(self, name: str) -> None:
         """Record a tensor as used, if it exists."""
+        ...
+
+    def usual(self, names: Sequence[str]) -> str:
+        """Return the first of ``names`` that any module of the checkpoint has; the first one if none has."""
         ...
 
     def corrupt(self, name: str, problem: str) -> CheckpointError:
@@ -92,6 +97,11 @@ class Scheme(ABC):
     """Further tensors of a module that loading does not need, such as static activation scales."""
     rows_per_scale: int = 1
     group: int | None = None
+
+    @property
+    def column_unit(self) -> int:
+        """Columns that cannot be divided among ranks."""
+        return max(self.group or 1, self.per_code)
 
     @classmethod
     @abstractmethod
@@ -141,11 +151,13 @@ class Scheme(ABC):
         code_columns, scale_columns = self._columns(columns, width, ranks)
         codes = tensors.read(
             self.code_name, (out, width // self.per_code), self.code_kinds, rows=rows, columns=code_columns
-        )
+        ).view(self.code_dtype)
         scale_rows = rows
         if rows is not None and self.rows_per_scale > 1:
             scale_rows = slice(rows.start // self.rows_per_scale, -(-rows.stop // self.rows_per_scale))
         scales = self.read_scales(tensors, out, width, scale_rows, scale_columns)
+        first = 0 if rows is None else rows.start % self.rows_per_scale
+        self.check_vanishing(tensors, self.scale_name(tensors), codes, scales, first)
         for name in self.unused:
             tensors.skip(name)
         return codes, scales
@@ -163,8 +175,9 @@ class Scheme(ABC):
         return self.scale_dtype
 
     def scale_name(self, tensors: ModuleTensors) -> str:
-        """Name of the scales: the first that exists."""
-        return next((name for name in self.scale_names if tensors.stored(name) is not None), self.scale_names[0])
+        """Name of the scales: the first that exists, or that other modules have."""
+        found = next((name for name in self.scale_names if tensors.stored(name) is not None), None)
+        return tensors.usual(self.scale_names) if found is None else found
 
     def checked(self, tensors: ModuleTensors, name: str, scales: Tensor) -> Tensor:
         """Return scales in ``scale_dtype``. Raises CheckpointError if any is not a positive finite number."""
@@ -184,6 +197,27 @@ class Scheme(ABC):
                 f"{scales.flatten()[first].item()} at index {first}",
             )
         return scales.to(self.scale_dtype)
+
+    def check_vanishing(self, tensors: ModuleTensors, name: str, codes: Tensor, scales: Tensor, first: int = 0) -> None:
+        """Raise CheckpointError if scales turn codes ``[rows, …]`` into zero. ``first`` is the first row in its block.
+
+        UE8M0 has no zero: zeroed scales read as 2 ** -127. Quantizers write that for blocks of zeros only.
+        """
+        least = 1 if scales.dtype is torch.uint8 else _LEAST_SCALE
+        tiny = scales < least
+        if not bool(tiny.any()):
+            return
+        nonzero = self.decode(codes) != 0
+        width = nonzero.shape[1]
+        group = self.group or width
+        used = F.pad(nonzero, (0, -width % group)).unflatten(1, (-1, group)).any(2)
+        wrong = tiny.repeat_interleave(self.rows_per_scale, 0)[first : first + used.shape[0]] & used
+        if bool(wrong.any()):
+            raise tensors.corrupt(
+                name,
+                f"has {int(tiny.sum())} of {tiny.numel()} scales of 2 ** -127 or less, whose codes are not zero; "
+                f"the first is in row {int(wrong.any(1).int().argmax())}",
+            )
 
     def scale_values(self, scales: Tensor) -> Tensor:
         """Return scales as float32."""
@@ -272,15 +306,16 @@ class Scheme(ABC):
         """Return a rank's columns of the codes and of the scales."""
         if columns is None:
             return None, None
-        unit = max(self.group or 1, self.per_code)
+        unit = self.column_unit
         if any(edge % unit and edge != width for edge in (columns.start, columns.stop)):
             fitting = [n for n in range(1, width // unit + 1) if width % (n * unit) == 0]
             raise ParallelError(
                 f"{width} columns of a weight with one scale per {unit} columns cannot be divided over {ranks} ranks "
-                f"between two scales; use --tensor-parallel {' or '.join(map(str, fitting)) or 1}",
+                "between two scales",
                 "weight columns",
                 width,
                 ranks,
+                fitting or (1,),
             )
         codes = slice(columns.start // self.per_code, -(-columns.stop // self.per_code))
         if self.group is None:
