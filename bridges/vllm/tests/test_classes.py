@@ -93,6 +93,8 @@ def test_the_place_of_another_keeps_serving_who_does_not_ask_for_attnplug(ours, 
     assert (backends.CPUAttention, backends.Custom) == ("vllm.CPU", "attnplug_vllm.mha.AttnplugBackend")
     Host.config.model_config.use_mla = True
     assert backends.Custom == "attnplug_vllm.mla.AttnplugMLABackend"
+    Host.config.model_config.hf_text_config.index_topk = 8
+    assert backends.Custom == "attnplug_vllm.sparse_mla.AttnplugSparseMLABackend"
 
 
 def test_vllms_log_does_not_deny_what_attnplug_serves(ours, monkeypatch):
@@ -279,7 +281,7 @@ def mla_builder(ours: SimpleNamespace, backend: Any = None) -> Any:
         ({"sliding_window": 8}, "a sliding window over latent rows"),
         ({"logits_soft_cap": 5.0}, "a soft cap"),
         ({"alibi_slopes": [0.1]}, "ALiBi"),
-        ({"indexer": object()}, "sparse MLA"),
+        ({"indexer": object()}, "an indexer"),
         ({"kv_cache_dtype": "fp8"}, "fp8 on the CPU"),
     ],
 )
@@ -382,7 +384,7 @@ def test_the_scale_of_an_fp8_latent_cache_is_its_layers(ours):
     [(True, 0, QueryLens.VARLEN), (False, 4, QueryLens.UNIFORM), (False, 0, QueryLens.SINGLE_ONLY)],
 )
 def test_how_many_tokens_a_decode_may_have_follows_from_the_backend(ours, monkeypatch, absorbed, drafts, support):
-    made = SimpleNamespace(extends=absorbed, verifies=bool(drafts), needs_lengths=False, shared=False)
+    made = SimpleNamespace(extends=absorbed, max_verified=drafts, needs_lengths=False, shared=False)
     monkeypatch.setattr(ours.mla, "DecodeGroup", lambda *given: made)
     assert mla_builder(ours).query_len_support is support
 
