@@ -254,6 +254,25 @@ def test_the_problem_has_the_compute_capability_of_the_gpu(ours, monkeypatch):
     assert Machine.current() == Machine("cuda", 90)
 
 
+def test_mha_batches_run_on_the_backend_that_was_measured_the_fastest_for_them(ours, monkeypatch, tmp_path):
+    """D3: by the lengths of a batch without a graph. The prefill of a mixed batch is a batch of its own."""
+    Host.config.additional_config = {}
+    twins = measured_twins(monkeypatch, tmp_path, mha(ours).layer(0, DIM), DType.FLOAT32)
+    monkeypatch.setattr(selection, "registry", lambda: twins)
+    selection.forget()
+    (cache,) = caches("NHD", layers=1, blocks=24, heads=KV_HEADS, block_size=BLOCK, content=2 * DIM)
+    layer = add("model.layers.0.attn", mha(ours), cache.normal_(), _v_scale_float=1.0)
+    builder, makers = mha_builder(ours, "model.layers.0.attn"), []
+    for lengths in ([(3, 1)], [(60, 1)], [(60, 1), (0, 5)]):
+        step = builder.build(0, given := metadata(lengths))
+        rows = torch.randn(given.num_actual_tokens, KV_HEADS, DIM)
+        q = torch.randn(given.num_actual_tokens, HEADS, DIM)
+        layer.impl.forward(layer, q, rows, rows, cache, step, torch.empty_like(q))
+        makers.append([part.batch.plan.attention.planner_names()[0] for part, _, _ in step._parts])
+    assert makers[:2] == [["alpha"], ["beta"]]
+    assert makers[2][0] == "beta" and len(makers[2]) == 2
+
+
 # MLA
 
 

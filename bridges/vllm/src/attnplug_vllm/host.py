@@ -214,5 +214,5 @@ HOST = HostSpec(
     render=render,
     fit=fit,
     refuse=refuse,
-    per_batch=lambda problem: problem.prefilled_by_host,  # MLA
+    per_batch=lambda problem: True,
 )

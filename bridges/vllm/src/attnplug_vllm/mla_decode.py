@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attnplug import ExtendPath, ForwardExtras, ForwardMode, Geometry, Role
-from attnplug.host import HostLengths, TypicalLens, planner_claims
+from attnplug.host import HostLengths, planner_claims
 from attnplug.sparse import SelectedRows
+from attnplug_vllm.geometry import typical_lengths
 from attnplug_vllm.kv_group import GroupAttention
 from attnplug_vllm.planner import GroupPlanner, PlannedBatch
 from attnplug_vllm.selection import serving_specs
@@ -125,14 +126,9 @@ class DecodeGroup:
             max_new=step.max_new,
             new_lens=None if uniform else step.starts.diff(),
             captured=captured,
-            typical=_typical_lengths(known[1]) if known is not None and self.shared else None,
+            typical=typical_lengths(known[1]) if known is not None and self.shared else None,
         )
         return geometry if known is None or not self.needs_lengths else _with_exact_lengths(geometry, *known)
-
-
-def _typical_lengths(seq_lens: Tensor) -> TypicalLens:
-    """Typical KV lengths, without padded requests, which have length 0."""
-    return TypicalLens.of([length for length in seq_lens.tolist() if length])
 
 
 def _with_exact_lengths(geometry: Geometry, starts: Tensor, seq_lens: Tensor) -> Geometry:
