@@ -86,6 +86,12 @@ def test_vllms_indexer_selects_the_rows_of_sparse_layers_and_backends_prefill_th
     assert not list(refuse(fitted))
 
 
+@pytest.mark.parametrize(("sm", "refused"), [(80, True), (89, True), (90, False), (120, False), (None, False)])
+def test_gpus_on_which_vllms_indexer_does_not_run_are_refused_by_number(sm, refused):
+    problem = Problem(model(replace(MLA, indexer=IndexerDims(4, 64, 64))), device="cuda", sm=sm)
+    assert [(reason.code, reason.value) for reason in refuse(problem)] == [(RefusalCode.SM, sm)] * refused
+
+
 def test_compressed_entries_are_refused():
     (reason,) = refuse(Problem(model(replace(MLA, sliding_window=64, compressed=CompressedDims(4)))))
     assert reason.code == RefusalCode.FEATURE

@@ -34,6 +34,8 @@ names of other packages."""
 
 FP8_DS_MLA = "fp8_ds_mla"
 """Value of ``--kv-cache-dtype`` for sparse MLA. ``attnplug-sparse`` provides the format."""
+_INDEXER_SM = 90
+"""First compute capability of DeepGEMM, on which vLLM's indexer runs. Without it the indexer's constructor raises."""
 INDEX_BY_HOST = 0
 """``IndexerDims.shares`` of layers whose rows vLLM's indexer selects: backends have no index of their own."""
 
@@ -119,6 +121,12 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
             RefusalCode.KIND,
             f"all layers are linear ({', '.join(kinds)}), and vLLM runs those itself: use another --attention-backend",
         )
+    if model is not None and model.is_sparse and problem.sm is not None and problem.sm < _INDEXER_SM:
+        message = (
+            f"vLLM's indexer, which selects the rows of sparse MLA, runs on DeepGEMM: SM {_INDEXER_SM} or newer, and "
+            f"this GPU is SM {problem.sm}; no --attention-backend changes that"
+        )
+        yield Refusal(RefusalCode.SM, message, problem.sm, f">= {_INDEXER_SM}")
     if model is not None and model.compressed_layers:
         yield unsupported_feature("compressed entries (the model's, as in DeepSeek-V4)")
     if problem.kv_dtype is not None and problem.kv_dtype not in list(DType):
