@@ -64,6 +64,7 @@ def engine_config(model: Path) -> VllmConfig:
 @contextmanager
 def one_rank(config: VllmConfig, folder: Path) -> Iterator[None]:
     """The current configuration, with process groups of one rank."""
+    cleanup_dist_env_and_memory()  # an engine that was refused in another test leaves its groups
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
         initialize_model_parallel(backend="gloo")
