@@ -1,5 +1,8 @@
-"""MLA decode inside vLLM on one GPU: its own backends against ours, end to end.
+"""Models inside vLLM on one GPU: its own backends against ours, end to end.
 
+python benchmarks/vllm_h200.py --model llama --layers 48 --batches 1,4,16,64,256 --out gqa.json
+python benchmarks/vllm_h200.py --model llama --prefill --contexts 512,2048,8192,32768 --out gqa_prefill.json
+python benchmarks/vllm_h200.py --model sparse --heads 128 --out sparse.json
 python benchmarks/vllm_h200.py --heads 16,128 --backends FLASH_ATTN_MLA,attnplug:triton_mla --out part1.json
 python benchmarks/vllm_h200.py --merge part1.json part2.json --out benchmarks/results/vllm_h200.json
 python benchmarks/vllm_h200.py --table benchmarks/results/vllm_h200.json
@@ -8,15 +11,18 @@ A backend is one of vLLM's (--attention-backend NAME), or one of ours as attnplu
 is otherwise left to vLLM. Each runs in a separate process, with vLLM's defaults: torch.compile, full decode graphs. All
 start in parallel, since start-up is mostly compiling on the host; then they measure one at a time. They do so --rounds
 times, in alternating order: the host's speed varies, and a step takes the host longer than the GPU. ``step_us`` is the
-median of the rounds, ``rounds_us`` are all of them. The model is the dense DeepSeek-V3 shape of decode_models.py (16
-layers, hidden 2048, latent 512 + 64) with random weights and 16 or 128 heads. vLLM's host code takes 2 to 4 ms per
-step, longer than 16 layers on the GPU: with --layers 48 tokens/s are bound by the GPU, as with production models.
+median of the rounds, ``rounds_us`` are all of them. Models have the shapes of decode_models.py, with random weights:
+``mla``, the dense DeepSeek-V3 (16 layers, hidden 2048, latent 512 + 64) with 16 or 128 heads; ``llama``, with 32 heads
+of 64 and 8 KV heads; ``sparse``, ``mla`` with DeepSeek-V3.2's indexer. vLLM's host code takes 2 to 4 ms per step,
+longer than 16 layers on the GPU: with --layers 48 tokens/s are bound by the GPU, as with production models.
 
 A point is a batch of requests with equal context lengths. The time from step to step is measured while all of them
 decode. Contexts are not computed: vLLM's own DecodeBenchConnector gives every request separate blocks and fills them
 with random numbers. So no two requests share rows in L2, and the lengths and block tables are those of real requests.
 ``build_us`` is the median time that a step spends in the metadata builder, on the host. ``device_us`` is the device's
 busy time per step, from a trace: on a host that is slower than the GPU it distinguishes backends when tokens/s do not.
+
+With --prefill, a point is one prompt of the given length, computed in one step, and ``step_us`` is its time.
 """
 
 from __future__ import annotations
@@ -40,8 +46,18 @@ from decode_models import MODELS, Config, limit_us, smaller
 from decode_points import Clock, DeviceLock, Point, points_of
 from decode_vllm import Ladder  # sets vLLM's environment, so it comes before vLLM
 
-OWN = ("FLASH_ATTN_MLA", "FLASH_ATTN_MLA@64", "FLASHMLA", "TRITON_MLA@64")
-OURS = ("attnplug:triton_mla", "attnplug:auto")
+BACKENDS = {
+    "mla": "FLASH_ATTN_MLA,FLASH_ATTN_MLA@64,FLASHMLA,TRITON_MLA@64,attnplug:triton_mla,attnplug:auto",
+    "llama": "FLASH_ATTN,FLASHINFER,attnplug:triton_mha,attnplug:auto",
+    "sparse": "FLASHMLA_SPARSE,attnplug:triton_mla,attnplug:auto",
+}
+_INDEXER = {
+    "model_type": "deepseek_v32",
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
 _MAX_NEW_TOKENS = 800
 """Maximum number of new tokens of a request."""
 _BUILDS = 60
@@ -49,19 +65,18 @@ _START_S = 240
 """Seconds of a start if all processes compile at the same time."""
 
 
-def config_of(heads: int, layers: int) -> Config:
-    return {
-        **MODELS["mla"],
-        "num_hidden_layers": layers,
-        "first_k_dense_replace": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "max_position_embeddings": 131072,
-    }
+def config_of(model: str, heads: int, layers: int) -> Config:
+    """Configuration of a model. Llama keeps its number of KV heads."""
+    common = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": 131072}
+    if model == "llama":
+        return {**MODELS["llama"], **common}
+    own = _INDEXER if model == "sparse" else {}
+    return {**MODELS["mla"], **own, **common, "first_k_dense_replace": layers, "num_key_value_heads": heads}
 
 
 def main() -> None:
     arguments = _parser().parse_args()
+    arguments.heads = arguments.heads or {"mla": "16,128", "llama": "32", "sparse": "128"}[arguments.model]
     if arguments.table:
         print(table(json.loads(Path(arguments.table).read_text())))
     elif arguments.merge:
@@ -90,19 +105,22 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
 
     started = time.perf_counter()
     heads = int(arguments.heads)
-    config = config_of(heads, arguments.layers)
+    config = config_of(arguments.model, heads, arguments.layers)
     config = smaller(config) if arguments.smoke else config
-    if arguments.smoke:  # limits of vLLM's CPU kernels
+    if arguments.smoke and arguments.model != "llama":  # limits of vLLM's CPU kernels
         config = {**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 2048}
     batches, contexts = _numbers(arguments.batches), _numbers(arguments.contexts)
-    points = points_of(f"mla{heads}", batches, contexts)
-    entry: dict[str, Any] = {"heads": heads, "layers": arguments.layers, "backend": backend}
+    if arguments.prefill:
+        batches = [1]
+    points = points_of(f"{arguments.model}{heads}", batches, contexts)
+    entry: dict[str, Any] = {"model": arguments.model, "heads": heads, "layers": arguments.layers, "backend": backend}
 
     def found() -> dict[str, Any]:
-        entries = [_entry(config, backend, point) for point in points if point.found]
+        entries = [_entry(config, backend, point, arguments.prefill) for point in points if point.found]
         return {"machine": machine_of(), "starts": [entry], "points": entries}
 
     fill = {"fill_mean": 0.0, "fill_std": 0.5}
+    connector = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both", "kv_connector_extra_config": fill}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         try:
@@ -113,16 +131,13 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
                 dtype=config["dtype"],
                 max_model_len=max(contexts) + _MAX_NEW_TOKENS,
                 max_num_seqs=max(batches),
-                max_num_batched_tokens=2048,  # limits the memory of prefill, which is not measured
+                # Limits the memory of prefill, if that is not measured.
+                max_num_batched_tokens=max(contexts) + 1 if arguments.prefill else 2048,
                 gpu_memory_utilization=0.1,
                 kv_cache_memory_bytes=_cache_bytes(config, arguments.most_tokens + _MAX_NEW_TOKENS * max(batches)),
                 enable_prefix_caching=False,
                 enforce_eager=arguments.eager,
-                kv_transfer_config={
-                    "kv_connector": "DecodeBenchConnector",
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": fill,
-                },
+                kv_transfer_config=None if arguments.prefill else connector,
                 compilation_config=_compilation(arguments, batches),
                 **options_of(backend),
             )
@@ -141,6 +156,11 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
             _wait_for_turn(arguments.turn, number)
             clock = Clock(arguments.budget, lambda: _save(arguments.out, found()), DeviceLock(None))
             trace = number == 0 and not arguments.no_trace
+            if arguments.prefill:
+                for point in points:
+                    clock.record(point, partial(_measure_prefill, llm, config, point, trace))
+                _end_turn(arguments.turn, number)
+                continue
             for context in sorted(contexts):
                 ladder = Ladder(llm, config["vocab_size"], context)
                 here = [p for p in points if p.context == context and p.batch * context <= arguments.most_tokens]
@@ -188,6 +208,21 @@ def _measure(ladder: Any, point: Point, clock: Clock, llm: Any, builder: Any, tr
     return found
 
 
+def _measure_prefill(llm: Any, config: Config, point: Point, trace: bool) -> dict[str, Any]:
+    """Median time of a prompt, and the device's busy time."""
+    from decode_vllm import _prefilled
+
+    seconds = statistics.median(_prefilled(llm, config, point.context, 6)[2:])
+    rounds = [*point.found.get("rounds_us", ()), 1e6 * seconds]
+    found: dict[str, Any] = {"rounds_us": rounds, "step_us": statistics.median(rounds)}
+    if trace:
+        from decode_trace import traced
+
+        found |= traced(lambda count: sum(_prefilled(llm, config, point.context, count)), 2, is_cuda=True)
+        found["device_us"] = sum(time for part, time in found.get("parts_us", {}).items() if part != "idle")
+    return found
+
+
 def _build_us(llm: Any, builder: Any) -> float:
     """Median time per step in the metadata builder."""
     seconds: list[float] = []
@@ -208,19 +243,25 @@ def _build_us(llm: Any, builder: Any) -> float:
     return 1e6 * statistics.median(seconds) if seconds else float("nan")
 
 
-def _entry(config: Config, backend: str, point: Point) -> dict[str, Any]:
+def _entry(config: Config, backend: str, point: Point, prefill: bool = False) -> dict[str, Any]:
     entry = {"heads": config["num_attention_heads"], "backend": backend, "batch": point.batch, "context": point.context}
-    entry["limit_us"] = limit_us(config, point.batch, point.context)
+    if not prefill and "index_topk" not in config:
+        entry["limit_us"] = limit_us(config, point.batch, point.context)
     if "step_us" in point.found:
-        entry["tokens_per_s"] = 1e6 * point.batch / point.found["step_us"]
+        entry["tokens_per_s"] = 1e6 * (point.context if prefill else point.batch) / point.found["step_us"]
     made: dict[str, Any] = _rounded({**entry, **point.found})
     return made
 
 
 def _cache_bytes(config: Config, tokens: int) -> int:
     """Bytes of the cache of ``tokens`` tokens, with a margin for partial blocks."""
-    row = 2 * (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * config["num_hidden_layers"]
-    return int(1.05 * row * tokens) + (1 << 28)
+    if "kv_lora_rank" in config:
+        row = 2 * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    else:
+        row = 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
+    if "index_topk" in config:
+        row += config["index_head_dim"] + 4
+    return int(1.05 * row * config["num_hidden_layers"] * tokens) + (1 << 28)
 
 
 def _wait_for_turn(turn: str | None, number: int) -> None:
@@ -241,7 +282,8 @@ def _in_processes(arguments: argparse.Namespace) -> dict[str, Any]:
     end, results = time.perf_counter() + arguments.budget, []
     with tempfile.TemporaryDirectory() as folder:
         processes = {}
-        for heads, backend in product(_numbers(arguments.heads), arguments.backends.split(",")):
+        backends = arguments.backends or BACKENDS[arguments.model]
+        for heads, backend in product(_numbers(arguments.heads), backends.split(",")):
             turn = Path(folder, f"{heads}-{backend.replace(':', '-')}")
             out = turn.with_suffix(".json")
             # The last of duplicate options counts.
@@ -340,9 +382,11 @@ def _save(path: str | None, result: dict[str, Any]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", default="16,128")
+    parser.add_argument("--model", choices=list(BACKENDS), default="mla")
+    parser.add_argument("--heads", help="16,128 for mla; 32 for llama; 128 for sparse")
     parser.add_argument("--layers", type=int, default=MODELS["mla"]["num_hidden_layers"])
-    parser.add_argument("--backends", default=",".join(OWN + OURS), help="separated by commas; each is started once")
+    parser.add_argument("--backends", help="separated by commas; each is started once")
+    parser.add_argument("--prefill", action="store_true", help="measure prompts of the lengths of --contexts")
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--contexts", default="1024,16384,65536")
     parser.add_argument("--budget", type=float, default=570, help="seconds in all")

@@ -28,6 +28,25 @@ def test_backends_are_options_of_vllm(benchmark):
     assert benchmark.options_of("attnplug:auto") == ours
 
 
+@pytest.mark.parametrize(("model", "row"), [("mla", 1152), ("llama", 2048), ("sparse", 1152 + 132)])
+def test_models_have_the_layers_heads_and_rows_that_are_measured(benchmark, model, row):
+    config = benchmark.config_of(model, 32, 48)
+    assert (config["num_hidden_layers"], config["num_attention_heads"]) == (48, 32)
+    assert ("index_topk" in config) is (model == "sparse")
+    fixed = benchmark._cache_bytes(config, 0)
+    assert benchmark._cache_bytes(config, 1000) - fixed == int(1.05 * row * 48 * 1000)
+    names = benchmark.BACKENDS[model].split(",")
+    assert any(name.startswith("attnplug:") for name in names) and not names[0].startswith("attnplug:")
+
+
+def test_a_prefill_is_reported_by_its_own_tokens(benchmark):
+    from decode_points import Point
+
+    config, point = benchmark.config_of("llama", 32, 16), Point("llama32", 1, 512, {"step_us": 1000.0})
+    entry = benchmark._entry(config, "FLASH_ATTN", point, prefill=True)
+    assert entry["tokens_per_s"] == 512_000 and "limit_us" not in entry
+
+
 def result(backend: str, *points: tuple[int, float | None]) -> dict[str, Any]:
     entries = []
     for batch, rate in points:

@@ -93,6 +93,8 @@ def test_the_place_of_another_keeps_serving_who_does_not_ask_for_attnplug(ours, 
     assert (backends.CPUAttention, backends.Custom) == ("vllm.CPU", "attnplug_vllm.mha.AttnplugBackend")
     Host.config.model_config.use_mla = True
     assert backends.Custom == "attnplug_vllm.mla.AttnplugMLABackend"
+    Host.config.model_config.hf_text_config.index_topk = 8
+    assert backends.Custom == "attnplug_vllm.sparse_mla.AttnplugSparseMLABackend"
 
 
 def test_vllms_log_does_not_deny_what_attnplug_serves(ours, monkeypatch):
@@ -252,6 +254,25 @@ def test_the_problem_has_the_compute_capability_of_the_gpu(ours, monkeypatch):
     assert Machine.current() == Machine("cuda", 90)
 
 
+def test_mha_batches_run_on_the_backend_that_was_measured_the_fastest_for_them(ours, monkeypatch, tmp_path):
+    """D3: by the lengths of a batch without a graph. The prefill of a mixed batch is a batch of its own."""
+    Host.config.additional_config = {}
+    twins = measured_twins(monkeypatch, tmp_path, mha(ours).layer(0, DIM), DType.FLOAT32)
+    monkeypatch.setattr(selection, "registry", lambda: twins)
+    selection.forget()
+    (cache,) = caches("NHD", layers=1, blocks=24, heads=KV_HEADS, block_size=BLOCK, content=2 * DIM)
+    layer = add("model.layers.0.attn", mha(ours), cache.normal_(), _v_scale_float=1.0)
+    builder, makers = mha_builder(ours, "model.layers.0.attn"), []
+    for lengths in ([(3, 1)], [(60, 1)], [(60, 1), (0, 5)]):
+        step = builder.build(0, given := metadata(lengths))
+        rows = torch.randn(given.num_actual_tokens, KV_HEADS, DIM)
+        q = torch.randn(given.num_actual_tokens, HEADS, DIM)
+        layer.impl.forward(layer, q, rows, rows, cache, step, torch.empty_like(q))
+        makers.append([part.batch.plan.attention.planner_names()[0] for part, _, _ in step._parts])
+    assert makers[:2] == [["alpha"], ["beta"]]
+    assert makers[2][0] == "beta" and len(makers[2]) == 2
+
+
 # MLA
 
 
@@ -279,7 +300,7 @@ def mla_builder(ours: SimpleNamespace, backend: Any = None) -> Any:
         ({"sliding_window": 8}, "a sliding window over latent rows"),
         ({"logits_soft_cap": 5.0}, "a soft cap"),
         ({"alibi_slopes": [0.1]}, "ALiBi"),
-        ({"indexer": object()}, "sparse MLA"),
+        ({"indexer": object()}, "an indexer"),
         ({"kv_cache_dtype": "fp8"}, "fp8 on the CPU"),
     ],
 )
@@ -382,7 +403,7 @@ def test_the_scale_of_an_fp8_latent_cache_is_its_layers(ours):
     [(True, 0, QueryLens.VARLEN), (False, 4, QueryLens.UNIFORM), (False, 0, QueryLens.SINGLE_ONLY)],
 )
 def test_how_many_tokens_a_decode_may_have_follows_from_the_backend(ours, monkeypatch, absorbed, drafts, support):
-    made = SimpleNamespace(extends=absorbed, verifies=bool(drafts), needs_lengths=False, shared=False)
+    made = SimpleNamespace(extends=absorbed, max_verified=drafts, needs_lengths=False, shared=False)
     monkeypatch.setattr(ours.mla, "DecodeGroup", lambda *given: made)
     assert mla_builder(ours).query_len_support is support
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import CacheLayout, Problem, Role, Setting
+from attnplug import CacheLayout, Problem, RefusalCode, Role, Setting
 from attnplug.registry.hosts import load_host
-from attnplug.sparse import IndexerDims
+from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_testing.specs import GDN, MHA, MLA, model
 from attnplug_vllm.host import HOST, Feature, fit, refuse, refused_mla_prefill, render, unsupported_feature
 
@@ -27,8 +27,13 @@ def test_every_setting_of_ours_has_a_word_or_none():
 def test_every_refusal_of_the_bridge_names_an_option_of_vllm(monkeypatch):
     """D3: of vLLM's own, or the bridge's key of one."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    sparse = replace(MLA, indexer=IndexerDims(4, 64, 64))
-    problems = (Problem(model(GDN)), Problem(model(sparse)), Problem(model(MHA), page_size=24))
+    entries = replace(MLA, sliding_window=64, compressed=CompressedDims(4))
+    problems = (
+        Problem(model(GDN)),
+        Problem(model(MLA), kv_dtype="fp8_ds_mla"),
+        Problem(model(entries)),
+        Problem(model(MHA), page_size=24),
+    )
     formats = (Problem(model(layer), kv_dtype=name) for layer, name in ((MHA, "acme"), (MLA, "nvfp4")))
     reasons = [reason for problem in (*problems, *formats) for reason in refuse(problem)]
     reasons += [*map(unsupported_feature, Feature), unsupported_feature("ALiBi slopes (the model's)")]
@@ -74,9 +79,29 @@ def test_a_model_of_linear_layers_alone_is_refused():
     assert "all layers are linear (gdn)" in reason.message
 
 
-def test_sparse_attention_is_refused():
-    (reason,) = refuse(Problem(model(replace(MLA, indexer=IndexerDims(4, 64, 64)))))
-    assert "sparse" in reason.message
+def test_vllms_indexer_selects_the_rows_of_sparse_layers_and_backends_prefill_them():
+    fitted = fit(Problem(model(replace(MLA, indexer=IndexerDims(4, 64, 64)))))
+    assert fitted.model is not None and fitted.model.is_sparse and not fitted.model.index_layers
+    assert fitted.roles() == (Role.PREFILL, Role.DECODE)
+    assert not list(refuse(fitted))
+
+
+@pytest.mark.parametrize(("sm", "refused"), [(80, True), (89, True), (90, False), (120, False), (None, False)])
+def test_gpus_on_which_vllms_indexer_does_not_run_are_refused_by_number(sm, refused):
+    problem = Problem(model(replace(MLA, indexer=IndexerDims(4, 64, 64))), device="cuda", sm=sm)
+    assert [(reason.code, reason.value) for reason in refuse(problem)] == [(RefusalCode.SM, sm)] * refused
+
+
+def test_compressed_entries_are_refused():
+    (reason,) = refuse(Problem(model(replace(MLA, sliding_window=64, compressed=CompressedDims(4)))))
+    assert reason.code == RefusalCode.FEATURE
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_the_packed_rows_of_sparse_mla_are_for_sparse_mla(sparse):
+    """E2"""
+    layer = replace(MLA, indexer=IndexerDims(4, 64, 64) if sparse else None)
+    assert len(list(refuse(Problem(model(layer), kv_dtype="fp8_ds_mla")))) == (not sparse)
 
 
 def test_blocks_are_multiples_of_16():

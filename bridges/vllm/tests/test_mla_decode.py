@@ -44,7 +44,10 @@ class Group:
         dims = {"heads": HEADS, "scale": SCALE, "kv_lora_rank": RANK, "nope": 8, "rope": ROPE, "v_head_dim": 8}
         layers = tuple(mla_layer(number, **dims) for number in NAMES.values())
         self.model = SimpleNamespace(layers=layers, context_length=context)
-        self.selection, self.page_size = serving(*[declared(needs_cpu_seq_lens=needs)] * count), BLOCK
+        self.selection, self.page_size = (
+            serving(*[declared(needs_cpu_seq_lens=needs, max_speculative_tokens=4)] * count),
+            BLOCK,
+        )
         self.attention = ModelAttention(backend, KVPools())
 
     def ready(self) -> ModelAttention:
@@ -84,6 +87,7 @@ class TestPlans:
             ([(5, 1), (40, 1)], ForwardMode.DECODE, False),
             ([(5, 4), (40, 4)], ForwardMode.TARGET_VERIFY, False),
             ([(5, 4), (40, 2), (7, 1)], ForwardMode.EXTEND, True),
+            ([(5, 5), (40, 5)], ForwardMode.EXTEND, False),
         ],
     )
     def test_modes_by_the_numbers_of_new_tokens(self, lengths, mode, ragged):
@@ -282,7 +286,7 @@ class TestByBatch:
         ("other", "changed"),
         [
             ({"mla_extend": set()}, "extends"),
-            ({"max_speculative_tokens": 0}, "verifies"),
+            ({"max_speculative_tokens": 0}, "max_verified"),
             ({"needs_cpu_seq_lens": True}, "needs_lengths"),
         ],
     )
@@ -293,8 +297,8 @@ class TestByBatch:
         for several in ((can, can), (can, replace(can, **other))):
             group.selection = serving(*several)
             made = DecodeGroup(group, NAMES, 0)
-            found.append({name: getattr(made, name) for name in ("extends", "verifies", "needs_lengths")})
-        assert found[0] == {"extends": True, "verifies": True, "needs_lengths": False}
+            found.append({name: getattr(made, name) for name in ("extends", "max_verified", "needs_lengths")})
+        assert found[0] == {"extends": True, "max_verified": 4, "needs_lengths": False}
         assert found[1] == {**found[0], changed: not found[0][changed]}
 
 

@@ -18,6 +18,12 @@ BASES = {
     "AttnplugMLABuilder": ((COMMON, "MLACommonMetadataBuilder"),),
     "AttnplugMLAPrefill": ((PREFILL, "MLAPrefillBackend"),),
 }
+SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
+SPARSE_BASES = {
+    "AttnplugSparseMLABackend": ((BACKEND, "AttentionBackend"),),
+    "AttnplugSparseMLAImpl": ((BACKEND, "MLAAttentionImpl"),),
+    "AttnplugSparseMLABuilder": ((SPARSE, "SparseMLACommonMetadataBuilder"), (BACKEND, "AttentionMetadataBuilder")),
+}
 BY_NAME = {"_build_decode", "run_prefill_context_chunk"}
 """Methods that vLLM calls with keywords only."""
 CONSTRUCTORS = {("AttnplugMLAImpl", "__init__"), ("AttnplugMLABuilder", "__init__")}
@@ -38,6 +44,35 @@ def test_our_methods_take_what_vllm_gives(vllm, name):
                 takes_what_is_given(mine[method], theirs[method])
             common.add(method)
     assert common
+
+
+@pytest.mark.parametrize("name", SPARSE_BASES)
+def test_our_methods_of_sparse_mla_take_what_vllm_gives(vllm, name):
+    mine, common = ours("sparse_mla", name).methods, set()
+    for module, base in SPARSE_BASES[name]:
+        theirs = vllm.klass(module, base).methods
+        for method in (mine.keys() & theirs.keys()) - {"__init__"}:
+            takes_what_is_given(mine[method], theirs[method])
+            common.add(method)
+    assert common
+
+
+def test_sparse_layers_are_constructed_as_vllm_does_it(vllm):
+    theirs = vllm.klass(SPARSE, "SparseMLACommonImpl").methods["__init__"]
+    ours("sparse_mla", "AttnplugSparseMLAImpl").methods["__init__"].bind(**dict.fromkeys(theirs.parameters))
+    rest = [name for name, one in list(theirs.parameters.items())[10:] if one.default is one.empty]
+    theirs.bind(*[...] * 10, **dict.fromkeys(rest))
+    builder = vllm.klass(SPARSE, "SparseMLACommonMetadataBuilder").methods
+    assert builder["__init__"].bind(..., ..., ..., ...) and builder["build"].bind(..., ..., ...)
+
+
+def test_sparse_steps_have_what_vllms_layer_reads(vllm):
+    """vLLM's builder passes all of it to ``metadata_cls`` by name."""
+    text = vllm.file(SPARSE).read_text()
+    (call,) = (node for node in ast.walk(ast.parse(text)) if _calls(node, "metadata_cls"))
+    assert not call.args
+    assert {"num_decodes", "num_prefills", "num_decode_tokens"} <= {keyword.arg for keyword in call.keywords}
+    assert "topk_indices_buffer" in text
 
 
 @pytest.mark.parametrize("method", sorted(BY_NAME))

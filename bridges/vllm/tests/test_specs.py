@@ -246,12 +246,11 @@ def test_what_was_chosen_is_remembered_for_questions_without_a_configuration():
     assert selection.remembered() == (chosen,)
 
 
-def test_auto_takes_the_backend_that_was_measured_the_fastest(monkeypatch, tmp_path):
-    """MHA and GQA have one for all batches."""
+def test_auto_takes_the_backends_that_were_measured_the_fastest(monkeypatch, tmp_path):
     twins = measured_twins(monkeypatch, tmp_path, LAYER, DType.FLOAT32)
     monkeypatch.setattr(selection, "registry", lambda: twins)
     chosen = choose(config(), model_of(config(), [LAYER]), "auto", CPU)
-    assert [backend.spec.name for backend in chosen.serving(Role.DECODE)] == ["beta"]
+    assert {backend.spec.name for backend in chosen.serving(Role.DECODE)} == {"alpha", "beta"}
 
 
 MLA_LAYER = mla_layer(0, heads=16, scale=0.1, kv_lora_rank=512, nope=128, rope=64, v_head_dim=128)

@@ -20,7 +20,7 @@ import pytest
 import attnplug_vllm
 from attnplug_vllm import selection
 
-OURS = ("mha", "mla")
+OURS = ("mha", "mla", "sparse_mla")
 _CONTENT = {"nvfp4": lambda dim: 2 * (dim // 2 + dim // 16), "fp8_per_token_head": lambda dim: 2 * (dim + 4)}
 Metadata = TypeVar("Metadata")
 
@@ -98,6 +98,34 @@ class MLABuilder(Builder, Generic[Metadata]):
 
     def build_for_cudagraph_capture(self, given: Any) -> Any:
         return self.build(0, given)
+
+
+class SparseMLAImpl:
+    """``SparseMLACommonImpl``"""
+
+    def __init__(self, *given: Any, indexer: Any = None, topk_indices_buffer: Any = None, **mla_args: Any) -> None:
+        self.kv_cache_dtype = given[6]
+        self.topk_indices_buffer = topk_indices_buffer if indexer is None else indexer.topk_indices_buffer
+
+
+class SparseMLABuilder(Builder):
+    """``SparseMLACommonMetadataBuilder``: requests with more new tokens than the threshold prefill."""
+
+    metadata_cls: Any
+
+    def build(self, common_prefix_len: int, given: Any, fast_build: bool = False) -> Any:
+        self._build_req_id_per_token(given)  # type: ignore[attr-defined] # of the subclass, as in vLLM
+        lens = given.query_start_loc_cpu.diff()
+        decodes = next((at for at, new in enumerate(lens) if new > self.reorder_batch_threshold), len(lens))
+        return self.metadata_cls(
+            num_decodes=decodes,
+            num_prefills=len(lens) - decodes,
+            num_decode_tokens=int(given.query_start_loc_cpu[decodes]),
+            num_actual_tokens=given.num_actual_tokens,
+        )
+
+    def build_for_drafting(self, given: Any, draft_index: int) -> Any:
+        return self.build(0, given, fast_build=True)
 
 
 @dataclass
@@ -181,6 +209,10 @@ MODULES: dict[str, dict[str, Any]] = {
         "MLACommonMetadata": Plain,
         "MLACommonMetadataBuilder": MLABuilder,
         "QueryLenSupport": QueryLens,
+    },
+    "vllm.model_executor.layers.attention.sparse_mla_attention": {
+        "SparseMLACommonImpl": SparseMLAImpl,
+        "SparseMLACommonMetadataBuilder": SparseMLABuilder,
     },
 }
 

@@ -37,6 +37,7 @@ FLOATS = dict.fromkeys(("scale", "out_scale", "rope_scale", "part_cost"), "fp32"
 ROWS = {
     "fp8": (RANK + ROPE, 0, 0, "fp8e4nv"),
     "fp8_per_token_head": (RANK + 16 + 2 * ROPE, RANK, RANK + 16, "u8"),
+    "fp8_ds_mla": (RANK + 16 + 2 * ROPE, RANK, RANK + 16, "u8"),
     "nvfp4": (RANK // 2 + RANK // 16 + 2 * ROPE, RANK // 2, RANK // 2 + RANK // 16, "u8"),
 }
 """Width of a row, first bytes of its scales and its rope, and the type of its memory; by format."""

@@ -31,12 +31,12 @@ KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
 """What a program can have of shared memory, by SM."""
 WIDTH = 576
-ROW_BYTES = {"plain": 2 * WIDTH, "fp8": WIDTH, "fp8_per_token_head": 656, "nvfp4": 416}
+ROW_BYTES = {"plain": 2 * WIDTH, "fp8": WIDTH, "fp8_per_token_head": 656, "fp8_ds_mla": 656, "nvfp4": 416}
 
 
 def limits(sm: int, format: str) -> MLAKernelLimits:
     """Limits of a GPU for latent rows of 512 + 64 columns."""
-    converted = {"plain": 0, "nvfp4": 1024}.get(format, ROW_BYTES[format])
+    converted = {"plain": 0, "fp8_ds_mla": 1024, "nvfp4": 1024}.get(format, ROW_BYTES[format])
     return MLAKernelLimits(sm, SHARED[sm], 2 * WIDTH, ROW_BYTES[format], converted_bytes=converted)
 
 
@@ -121,7 +121,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         return choose(rows, requests, ANY, format=format)
 
     wanted = []
-    token, nvfp4 = "fp8_per_token_head", "nvfp4"
+    token, nvfp4, packed = "fp8_per_token_head", "nvfp4", "fp8_ds_mla"
     for sm, entry, q, format, page_size, apart, tree in (
         (80, RAGGED, "fp16", "plain", 64, False, True),
         (80, chosen(16, 1), "fp16", "plain", 1, False, None),
@@ -129,6 +129,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (80, RAGGED, "bf16", nvfp4, 16, False, True),
         (89, chosen(16, 1, "fp8"), "bf16", "fp8", 64, True, False),
         (89, RAGGED, "fp16", token, 64, False, True),
+        (89, chosen(16, 1, packed), "bf16", packed, 1, True, None),
         (90, chosen(16, 1), "bf16", "plain", 64, True, False),
         (90, on_triton(chosen(16, 1)), "bf16", "plain", 48, True, True),
         (90, chosen(128, 100), "bf16", "plain", 64, True, False),
@@ -138,6 +139,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (90, chosen(128, 16, nvfp4), "bf16", nvfp4, 64, True, False),
         (100, chosen(128, 1, "fp8"), "bf16", "fp8", 1, False, False),
         (120, chosen(16, 1, token), "bf16", token, 1, False, None),
+        (120, chosen(128, 64, packed), "bf16", packed, 1, True, None),
         (120, chosen(16, 1, nvfp4), "bf16", nvfp4, 64, False, True),
     ):
         found = fit_config(entry, limits(sm, format))

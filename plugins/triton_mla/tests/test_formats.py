@@ -1,4 +1,4 @@
-"""Latent rows in fp8_per_token_head and nvfp4 against float64 over rows as the formats read them back.
+"""Latent rows in fp8_per_token_head, fp8_ds_mla and nvfp4 against float64 over rows as the formats read them back.
 
 Interpreted on a CPU, compiled on a GPU. The conformance kit checks the same claims over more kinds of batches.
 """
@@ -26,11 +26,14 @@ from attnplug_triton_mla.configurations import TABLES
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
-formats = pytest.mark.parametrize("format", ["fp8_per_token_head", "nvfp4"])
+formats = pytest.mark.parametrize("format", ["fp8_per_token_head", "fp8_ds_mla", "nvfp4"])
 
 
 def case(format: str, given: tuple[tuple[int, int], ...], mode: ForwardMode = DECODE, **changes: Any) -> KernelCase:
-    return mla(given, mode, **{"heads": 2, "kv_dtype": format, "kv_scales": (0.37, 0.37), **changes})
+    settings = {"heads": 2, "kv_dtype": format, "kv_scales": (0.37, 0.37)}
+    if format == "fp8_ds_mla":  # scales per 128 values, none per layer
+        settings |= {"dims": MLADims(256, 128, 16), "kv_scales": (1.0, 1.0)}
+    return mla(given, mode, **{**settings, **changes})
 
 
 def built(case: KernelCase, device: str, choose: Any = None) -> KernelScene:
@@ -61,7 +64,7 @@ def test_trees_of_drafts(format, device):
 
 
 @on_every_device
-@formats
+@pytest.mark.parametrize("format", ["fp8_per_token_head", "nvfp4"])  # Triton's interpreter reads e4m3's NaN as a number
 def test_a_row_with_nan_reaches_those_who_see_it_only(format, device):
     """Its scale is NaN, too."""
     parents = (-1, 0, 0, 1, 2, 0)

@@ -18,7 +18,7 @@ from attnplug_triton_mla.plugin import attnplug_backends
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
-CODED = ["float8_e4m3fn", "fp8_per_token_head", "nvfp4"]
+CODED = ["float8_e4m3fn", "fp8_ds_mla", "fp8_per_token_head", "nvfp4"]
 ON_AN_H200 = Problem(read(DEEPSEEK_V3), "cuda", 90, BF16, BF16, 64)
 
 

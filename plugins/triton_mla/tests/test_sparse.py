@@ -65,6 +65,15 @@ def test_rows_are_chosen_and_attended_to_as_float64_does(name, device):
     scene(CASES[name], device).check()
 
 
+@on_every_device
+def test_packed_rows_are_attended_to_as_float64_does(device):
+    """A10, E2: the rows of 656 bytes that vLLM and SGLang keep for FlashMLA."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 caches are read on SM 89 or newer")
+    narrow = replace(CASES["extend"], mla=MLADims(256, 128, 16), kv_dtype="fp8_ds_mla")
+    scene(narrow, device).check()
+
+
 def test_rows_from_the_host_are_attended_to_as_float64_does():
     """A10: the coordinator came with the context. A layer that shares a choice has rows of its own brought in."""
     stage = HotStage(CASES["verify of trees"], "cpu", build)

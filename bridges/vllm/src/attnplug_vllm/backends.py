@@ -1,6 +1,6 @@
 """Attributes that vLLM's backend registry points to, resolved when vLLM looks them up.
 
-The current configuration decides what a name resolves to: the MHA class, the MLA class, or the previously registered
+The current configuration decides what a name resolves to: the MHA class, a class of MLA, or the previously registered
 backend if the configuration does not request attnplug. A configuration requests attnplug by naming CUSTOM.
 
 vLLM caches a class by the requested name, so consecutive engines in one process get a class each.
@@ -36,6 +36,8 @@ def __getattr__(name: str) -> Any:
     if previous is not None and (config is None or not requests_attnplug(config, name)):
         return resolve_obj_by_qualname(previous)
     if config is not None and config.model_config is not None and config.model_config.use_mla:
+        if hasattr(config.model_config.hf_text_config, "index_topk"):
+            return resolve_obj_by_qualname("attnplug_vllm.sparse_mla.AttnplugSparseMLABackend")
         return resolve_obj_by_qualname("attnplug_vllm.mla.AttnplugMLABackend")
     return resolve_obj_by_qualname("attnplug_vllm.mha.AttnplugBackend")
 

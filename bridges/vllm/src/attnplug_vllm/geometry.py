@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from attnplug import ForwardMode, Geometry, PlanError
-from attnplug.host import HostLengths
+from attnplug.host import HostLengths, TypicalLens
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +17,14 @@ class GeometryBuilder:
     """Makes the geometries of a KV group. ``pages`` is the number of block-table columns that a request can use.
 
     ``verify`` is the number of new tokens of a request whose draft is verified, 0 without speculation. ``exact``: the
-    backend needs exact lengths on the CPU, and vLLM has them.
+    backend needs exact lengths on the CPU, and vLLM has them. ``by_batch``: lengths decide which backend runs a batch.
     """
 
     page_size: int
     pages: int
     verify: int = 0
     exact: bool = False
+    by_batch: bool = False
 
     def eager(self, metadata: Any) -> Geometry:
         """Geometry of a step that runs without a graph.
@@ -50,6 +51,7 @@ class GeometryBuilder:
             new_lens=new_lens,
             host=host_lengths(metadata) if self.exact else None,
             slots=slots if slots.shape[0] == rows else slots[:rows],
+            typical=typical_lengths(metadata.seq_lens_cpu_upper_bound) if self.by_batch else None,
         )
 
     def captured(self, metadata: Any) -> Geometry:
@@ -95,6 +97,11 @@ def host_lengths(metadata: Any) -> HostLengths:
     starts = metadata.query_start_loc_cpu.tolist()
     kv_lens = metadata.seq_lens_cpu_upper_bound.tolist()
     return HostLengths([end - start for start, end in itertools.pairwise(starts)], kv_lens)
+
+
+def typical_lengths(seq_lens: Tensor | None) -> TypicalLens | None:
+    """Typical KV lengths of CPU lengths ``[requests]``, without padded requests, which have length 0."""
+    return None if seq_lens is None else TypicalLens.of([length for length in seq_lens.tolist() if length])
 
 
 def with_exact_lengths(metadata: Any) -> Any:

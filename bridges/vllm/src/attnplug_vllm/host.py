@@ -11,7 +11,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
 
-from attnplug import AttentionKind, BackendSpec, CacheLayout, DType, ModelSpec, Problem, Refusal, RefusalCode, Setting
+from attnplug import (
+    AttentionKind,
+    BackendSpec,
+    CacheLayout,
+    DType,
+    LayerSpec,
+    ModelSpec,
+    Problem,
+    Refusal,
+    RefusalCode,
+    Setting,
+)
 from attnplug.host import BackendRequest, HostSpec, Registry
 from attnplug_vllm.settings import OPTION
 
@@ -20,6 +31,13 @@ BLOCK_STEP = 16
 PLUGIN_FORMATS = ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4")
 """Values of ``--kv-cache-dtype`` in every supported version that a format plugin can provide for MHA. vLLM accepts no
 names of other packages."""
+
+FP8_DS_MLA = "fp8_ds_mla"
+"""Value of ``--kv-cache-dtype`` for sparse MLA. ``attnplug-sparse`` provides the format."""
+_INDEXER_SM = 90
+"""First compute capability of DeepGEMM, on which vLLM's indexer runs. Without it the indexer's constructor raises."""
+INDEX_BY_HOST = 0
+"""``IndexerDims.shares`` of layers whose rows vLLM's indexer selects: backends have no index of their own."""
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """vLLM's switch, an environment variable."""
@@ -66,13 +84,16 @@ def requested_invariance() -> frozenset[str]:
 def fit(problem: Problem) -> Problem:
     """Adapt a problem to vLLM.
 
-    Linear layers run on vLLM's own kernels, and so does MLA prefill unless a backend is named for it. Keys and values
-    share a cache row. One graph serves all lengths of a batch size. With speculation, vLLM schedules ahead and knows
-    only upper bounds of lengths. vLLM selects the draft's backend.
+    Linear layers run on vLLM's own kernels, and so does prefill of dense MLA unless a backend is named for it. vLLM's
+    indexer selects the rows of sparse MLA. Keys and values share a cache row. One graph serves all lengths of a batch
+    size. With speculation, vLLM schedules ahead and knows only upper bounds of lengths. vLLM selects the draft's
+    backend.
     """
     model = problem.model
     if model is not None and model.linear_layers and model.full_layers:
         model = replace(model, layers=model.full_layers)
+    if model is not None and model.is_sparse:
+        model = replace(model, layers=tuple(map(_selected_by_host, model.layers)))
     mha = model is not None and any(layer.kind is AttentionKind.MHA for layer in model.full_layers)
     return replace(
         problem,
@@ -82,8 +103,13 @@ def fit(problem: Problem) -> Problem:
         drafts_by_host=True,
         wants_graphs=problem.device == "cuda",
         graphs_by_length=False,
-        mla_by_host=True,
+        mla_by_host=model is None or not model.is_sparse,
     )
+
+
+def _selected_by_host(layer: LayerSpec) -> LayerSpec:
+    indexer = layer.indexer
+    return layer if indexer is None else replace(layer, indexer=replace(indexer, shares=INDEX_BY_HOST))
 
 
 def refuse(problem: Problem) -> Iterator[Refusal]:
@@ -95,10 +121,14 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
             RefusalCode.KIND,
             f"all layers are linear ({', '.join(kinds)}), and vLLM runs those itself: use another --attention-backend",
         )
-    if model is not None and model.is_sparse:
-        yield Refusal(
-            RefusalCode.FEATURE, "sparse attention runs on vLLM's own backends only: use another --attention-backend"
+    if model is not None and model.is_sparse and problem.sm is not None and problem.sm < _INDEXER_SM:
+        message = (
+            f"vLLM's indexer, which selects the rows of sparse MLA, runs on DeepGEMM: SM {_INDEXER_SM} or newer, and "
+            f"this GPU is SM {problem.sm}; no --attention-backend changes that"
         )
+        yield Refusal(RefusalCode.SM, message, problem.sm, f">= {_INDEXER_SM}")
+    if model is not None and model.compressed_layers:
+        yield unsupported_feature("compressed entries (the model's, as in DeepSeek-V4)")
     if problem.kv_dtype is not None and problem.kv_dtype not in list(DType):
         yield from _refused_format(problem.kv_dtype, model)
     if problem.page_size is not None and problem.page_size % BLOCK_STEP:
@@ -114,9 +144,13 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
 def _refused_format(name: str, model: ModelSpec | None) -> Iterator[Refusal]:
     """Refusal of a plugin's KV format that vLLM's option does not accept, or of latent rows in it."""
     allowed = list(map(str, DType))
-    if name not in PLUGIN_FORMATS:
+    if name == FP8_DS_MLA:
+        if model is not None and not model.is_sparse:
+            message = f"{name} has the rows of sparse MLA, and the model has no index"
+            yield Refusal(RefusalCode.KV_DTYPE, message, name, allowed, Setting.KV_DTYPE)
+    elif name not in PLUGIN_FORMATS:
         message = f"vLLM's --kv-cache-dtype does not accept the KV format {name}"
-        yield Refusal(RefusalCode.KV_DTYPE, message, name, [*allowed, *PLUGIN_FORMATS], Setting.KV_DTYPE)
+        yield Refusal(RefusalCode.KV_DTYPE, message, name, [*allowed, *PLUGIN_FORMATS, FP8_DS_MLA], Setting.KV_DTYPE)
     elif model is not None and any(layer.kind is AttentionKind.MLA for layer in model.full_layers):
         message = f"latent rows in the KV format {name}: vLLM writes and gathers latent rows itself, not in this format"
         yield Refusal(RefusalCode.KV_DTYPE, message, name, allowed, Setting.KV_DTYPE)
@@ -188,5 +222,5 @@ HOST = HostSpec(
     render=render,
     fit=fit,
     refuse=refuse,
-    per_batch=lambda problem: problem.prefilled_by_host,  # MLA
+    per_batch=lambda problem: True,
 )

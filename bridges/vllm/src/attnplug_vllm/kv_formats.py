@@ -13,7 +13,7 @@ import torch
 
 from attnplug import DType, KVFormat, LayerSpec, Refusal, RefusalCode, Setting, UsageError
 from attnplug.host import Registry, load_registry
-from attnplug_vllm.host import PLUGIN_FORMATS
+from attnplug_vllm.host import FP8_DS_MLA, PLUGIN_FORMATS
 
 _FP8 = ("fp8", "fp8_e4m3")
 _UNQUANTIZED = ("auto", "float16", "bfloat16", "float32")
@@ -37,9 +37,10 @@ def cache_format(name: str, dtype: torch.dtype) -> KVFormat:
     """
     if name == "auto":
         return registry().kv_format(attnplug_dtype(dtype))
-    if name in _FP8 or name in _UNQUANTIZED or name in plugin_formats():
+    provided = (*plugin_formats(), *([FP8_DS_MLA] if FP8_DS_MLA in registry().kv_formats else []))
+    if name in (*_FP8, *_UNQUANTIZED, *provided):
         return registry().kv_format(name)
-    allowed = ", ".join((*_UNQUANTIZED, *_FP8, *plugin_formats()))
+    allowed = ", ".join((*_UNQUANTIZED, *_FP8, *provided))
     raise UsageError(
         f"`{Setting.KV_DTYPE}` {name} is not supported by attnplug's bridge, only {allowed}",
         settings=[Setting.KV_DTYPE],

@@ -248,9 +248,10 @@ class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             -(-limits.max_context // kv_cache_spec.block_size),
             verify_tokens(vllm_config),
             exact=needs_lengths and has_exact_lengths(vllm_config),
+            by_batch=any(len(group.selection.serving(role)) > 1 for role in group.selection.choices),
         )
         self._threshold = 0
-        if len(backends) > 1:  # one prefills, another decodes: each gets its part of a mixed batch
+        if len(backends) > 1:  # one may prefill, another decode: each gets its part of a mixed batch
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
             self._threshold = self.reorder_batch_threshold or 0
         capture_size = vllm_config.compilation_config.max_cudagraph_capture_size or 0

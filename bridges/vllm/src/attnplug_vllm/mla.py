@@ -118,7 +118,7 @@ class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
             "ALiBi slopes": alibi_slopes is not None,
             "a sliding window over latent rows": sliding_window is not None,
             "a soft cap of latent attention's logits": bool(logits_soft_cap),
-            "sparse MLA (an indexer, as in DeepSeek-V3.2)": mla_args.get("indexer") is not None,
+            "an indexer in a model without index_topk": mla_args.get("indexer") is not None,
             Feature.MLA_FP8_ON_CPU: fp8_on_cpu,
         }
         raise_if_refused([*unsupported_features(requested), *_refused_prefill(config)])
@@ -131,7 +131,7 @@ class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
             rope=mla_args["qk_rope_head_dim"],
             v_head_dim=mla_args["v_head_dim"],
         )
-        self.selection = _choose(config, self.spec, kv_cache_dtype)
+        self.selection = choose_for_layer(config, self.spec, kv_cache_dtype)
         super().__init__(
             num_heads,
             head_size,
@@ -207,12 +207,12 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         self._arguments = kv_cache_spec, layer_names, vllm_config, device
-        group = _group(*self._arguments)
+        group = group_of(*self._arguments)
         log_group(vllm_config, layer_names, group.model, group.selection)
         self._decode, selection = _decode(group, layer_names), group.selection
         if self._decode.extends:  # set on the object, because one class serves every backend
             self.query_len_support = QueryLenSupport.VARLEN
-        elif self._decode.verifies:
+        elif self._decode.max_verified:
             self.query_len_support = QueryLenSupport.UNIFORM
         self._capturing = False
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -223,7 +223,7 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
         names = self._arguments[1]
         if len(names) != len(self._decode.specs):  # vLLM appends further draft layers to the list that it gave
-            self._decode = _decode(_group(*self._arguments), names)
+            self._decode = _decode(group_of(*self._arguments), names)
         self._lengths = self._local_lengths(common_attn_metadata.seq_lens_cpu_upper_bound)
         if self._attnplug_prefill is not None:
             self._attnplug_prefill.common = common_attn_metadata
@@ -338,7 +338,7 @@ class AttnplugMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
         return self.ragged.context_chunk(chunk_idx if chunk is None else chunk.index, q, k, v)
 
 
-def _group(kv_cache_spec: Any, names: Sequence[str], config: Any, device: torch.device) -> GroupAttention:
+def group_of(kv_cache_spec: Any, names: Sequence[str], config: Any, device: torch.device) -> GroupAttention:
     """Attention of the layers that share a block table."""
     every = config.compilation_config.static_forward_context
     layers = {layer_id: every[name] for name, layer_id in layer_ids(names).items()}
@@ -364,12 +364,13 @@ def _decode(group: GroupAttention, names: Sequence[str]) -> DecodeGroup:
     return DecodeGroup(decode, layer_ids(names), group.config.compilation_config.max_cudagraph_capture_size or 0)
 
 
-def _choose(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selection:
+def choose_for_layer(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selection:
     """Return the selection of an equal layer made before, or make one."""
     for layer in reversed(config.compilation_config.static_forward_context.values()):
-        other = getattr(layer, "impl", None)
-        if isinstance(other, AttnplugMLAImpl) and (other.spec, other.kv_cache_dtype) == (spec, kv_cache_dtype):
-            return other.selection
+        other: Any = getattr(layer, "impl", None)
+        if getattr(other, "spec", None) == spec and other.kv_cache_dtype == kv_cache_dtype:
+            selection: Selection = other.selection
+            return selection
     return choose(config, model_of(config, [spec]), kv_cache_dtype)
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from attnplug import ExtendPath, ForwardExtras, ForwardMode, Geometry, Role
-from attnplug.host import HostLengths, TypicalLens, planner_claims
+from attnplug.host import HostLengths, planner_claims
+from attnplug.sparse import SelectedRows
+from attnplug_vllm.geometry import typical_lengths
 from attnplug_vllm.kv_group import GroupAttention
 from attnplug_vllm.planner import GroupPlanner, PlannedBatch
 from attnplug_vllm.selection import serving_specs
@@ -35,18 +37,28 @@ class DecodeStep:
     planned: PlannedBatch | None = None
     takes_q_rope: bool = False
 
-    def attend(self, q: Tensor, q_rope: Tensor | None, layer_name: str, lse: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        q_rope: Tensor | None,
+        layer_name: str,
+        lse: Tensor | None,
+        selected: SelectedRows | None = None,
+    ) -> Tensor:
         """Run one layer. q ``[rows, heads, latent]`` with q_rope ``[rows, heads, rope]``, or q with both in one;
-        returns ``[rows, heads, latent]`` and fills lse ``[rows, heads]``. The first layer plans the step for all."""
+        returns ``[rows, heads, latent]`` and fills lse ``[rows, heads]``. ``selected`` are the rows that a sparse layer
+        attends to. The first layer plans the step for all."""
         planned = self.planned
         if planned is None:
             planned = self.group.plan(self)
         elif planned.captured:
             planned.refill()
         if q_rope is not None and not self.takes_q_rope:
-            q, q_rope = torch.cat((q, q_rope), -1), None
+            q, q_rope = torch.cat((q, q_rope), -1) if q_rope.shape[-1] else q, None
         attention, layer = planned.attention, self.group.specs[layer_name]
-        extras = None if q_rope is None and lse is None else ForwardExtras(lse=lse, q_rope=q_rope)
+        extras = None
+        if not (q_rope is None and lse is None and selected is None):
+            extras = ForwardExtras(lse=lse, q_rope=q_rope, selected=selected)
         return attention.attend(q, None, None, layer, planned.batch, save_kv_cache=False, extras=extras)
 
 
@@ -57,16 +69,16 @@ class DecodeGroup:
     """
 
     def __init__(self, attention: GroupAttention, names: Mapping[str, int], max_captured_rows: int) -> None:
-        self.planner, self._page_size = (
-            GroupPlanner(attention, max_captured_rows, max_captured_rows),
-            attention.page_size,
-        )
+        self.attention, self._page_size = attention, attention.page_size
+        self.planner = GroupPlanner(attention, max_captured_rows, max_captured_rows)
+        mla = attention.model.layers[0].mla
+        self._has_rope = mla is not None and mla.qk_rope_head_dim > 0
         by_id = {spec.layer_id: spec for spec in attention.model.layers}
         self.specs = {name: by_id[layer_id] for name, layer_id in names.items()}
         self.pages = -(-attention.model.context_length // attention.page_size)
         declared = [spec.capabilities for spec in serving_specs(attention.selection, Role.DECODE)]
         self.extends = all(ExtendPath.ABSORBED in capabilities.mla_extend for capabilities in declared)
-        self.verifies = all(capabilities.max_speculative_tokens for capabilities in declared)
+        self.max_verified = min(capabilities.max_speculative_tokens for capabilities in declared)
         self.needs_lengths = any(capabilities.needs_cpu_seq_lens for capabilities in declared)
         self.shared = len(declared) > 1
 
@@ -83,11 +95,11 @@ class DecodeGroup:
         """Plan the replay of a graph, if a batch of this shape was captured."""
         self.planner.replay((step.block_table.shape[0], step.rows), step.seq_lens, step.block_table)
 
-    @staticmethod
-    def _publish(step: DecodeStep, planned: PlannedBatch) -> PlannedBatch:
+    def _publish(self, step: DecodeStep, planned: PlannedBatch) -> PlannedBatch:
         plan = planned.batch.plan
         assert plan is not None
-        step.takes_q_rope = "q_rope" in planner_claims(planned.attention.backend, plan.attention).extras
+        claims = planner_claims(planned.attention.backend, plan.attention)
+        step.takes_q_rope = self._has_rope and "q_rope" in claims.extras
         step.planned = planned
         return planned
 
@@ -98,10 +110,11 @@ class DecodeGroup:
         if table.shape[1] > self.pages:
             table = table[:, : self.pages]
         uniform = rows == requests * step.max_new
-        if not uniform:
-            mode = ForwardMode.EXTEND
+        if step.max_new == 1 and uniform:
+            mode = ForwardMode.DECODE
         else:
-            mode = ForwardMode.DECODE if step.max_new == 1 else ForwardMode.TARGET_VERIFY
+            few = uniform and step.max_new <= self.max_verified
+            mode = ForwardMode.TARGET_VERIFY if few else ForwardMode.EXTEND
         page_size, known = self._page_size, None if captured else step.host
         geometry = Geometry(
             mode,
@@ -113,14 +126,9 @@ class DecodeGroup:
             max_new=step.max_new,
             new_lens=None if uniform else step.starts.diff(),
             captured=captured,
-            typical=_typical_lengths(known[1]) if known is not None and self.shared else None,
+            typical=typical_lengths(known[1]) if known is not None and self.shared else None,
         )
         return geometry if known is None or not self.needs_lengths else _with_exact_lengths(geometry, *known)
-
-
-def _typical_lengths(seq_lens: Tensor) -> TypicalLens:
-    """Typical KV lengths, without padded requests, which have length 0."""
-    return TypicalLens.of([length for length in seq_lens.tolist() if length])
 
 
 def _with_exact_lengths(geometry: Geometry, starts: Tensor, seq_lens: Tensor) -> Geometry:

@@ -104,7 +104,7 @@ def test_a_mixture_of_experts(deepseek):
     ("changes", "reason"),
     [
         (asking(prefill="torch_native", backend="flashmla"), "'flashmla'"),
-        ({**asking(), "kv_cache_dtype": "fp8_ds_mla"}, "--kv-cache-dtype fp8_ds_mla"),
+        ({**asking(), "kv_cache_dtype": "fp8_ds_mla"}, "fp8_ds_mla has the rows of sparse MLA"),
         (
             {**BOTH, "attention_config": {"backend": "CUSTOM", "mla_prefill_backend": "FLASH_ATTN"}},
             "mla_prefill_backend FLASH_ATTN",

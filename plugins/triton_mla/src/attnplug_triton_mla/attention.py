@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnplug import DType, MLAPool, PoolError
+from attnplug_sparse.plugin import FP8_DS_MLA
 from attnplug_triton_mla.configurations import RowFormat
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
@@ -52,7 +53,7 @@ class LatentLayerCache:
     @property
     def converted_bytes(self) -> int:
         """Bytes of a row that is converted for products; see ``MLAKernelLimits``."""
-        return {"plain": 0, "nvfp4": 2 * self.rank}.get(self.format, self.row_bytes)
+        return {"plain": 0, "fp8_ds_mla": 2 * self.rank, "nvfp4": 2 * self.rank}.get(self.format, self.row_bytes)
 
     @classmethod
     def of(cls, pool: MLAPool, layer_id: int, rank: int, rope: int) -> LatentLayerCache:
@@ -66,13 +67,14 @@ class LatentLayerCache:
                 f"triton_mla reads rows with adjacent columns, at multiples of {wanted} bytes"
             )
         copied = not any(place % _COPIED for place in places)
-        if pool.dtype not in (FP8_PER_TOKEN_HEAD, NVFP4):
+        if pool.dtype not in (FP8_DS_MLA.name, FP8_PER_TOKEN_HEAD, NVFP4):
             name: RowFormat = "fp8" if pool.dtype == DType.FLOAT8_E4M3 else "plain"
             return cls(pages, scale, rank, rope, copied, name, rope_scale=scale)
         scale_at, rope_at = parts[1].data_ptr() - pages.data_ptr(), parts[-1].data_ptr() - pages.data_ptr()
         if pool.dtype == NVFP4:
             return cls(pages, scale * _NVFP4_FACTOR, rank, rope, False, "nvfp4", scale_at, rope_at)
-        return cls(pages, scale, rank, rope, False, "fp8_per_token_head", scale_at, rope_at)
+        packed: RowFormat = "fp8_ds_mla" if pool.dtype == FP8_DS_MLA.name else "fp8_per_token_head"
+        return cls(pages, scale, rank, rope, False, packed, scale_at, rope_at)
 
 
 def aligned(q: Tensor, multiple_of: int = 1) -> Tensor:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Kernel = Literal["triton", "low", "wide"]
-RowFormat = Literal["plain", "fp8", "fp8_per_token_head", "nvfp4"]
-"""Names of KV formats in the Triton kernel: 16-bit values, e4m3 with one scale per layer, and two formats by name."""
+RowFormat = Literal["plain", "fp8", "fp8_per_token_head", "fp8_ds_mla", "nvfp4"]
+"""Names of KV formats in the Triton kernel: 16-bit values, e4m3 with one scale per layer, and others by name."""
 Merge = Literal["last", "kernel"]
 
 
@@ -117,6 +117,7 @@ TABLES: dict[RowFormat, Table] = {
     "plain": TABLE,
     "fp8": TABLE_FP8,
     "fp8_per_token_head": TABLE_FP8_PER_TOKEN_HEAD,
+    "fp8_ds_mla": TABLE_NVFP4,  # not measured; rows are converted to 16 bits once, as those of nvfp4
     "nvfp4": TABLE_NVFP4,
 }
 RAGGED = replace(_TALL, merge="last", merge_columns=128, part_cost=0.25)
@@ -206,7 +207,8 @@ def _shared_bytes(configuration: MLAKernelConfig, limits: MLAKernelLimits) -> in
 
     Gluon kernels keep the rows of all stages. Instead of weights, ``gluon_low`` keeps four copies of the logits;
     ``gluon_wide`` needs some bytes more to find the largest logit. For fp8 rows Triton 3.8 also keeps half a step of
-    converted rows; other versions do not. ``nvfp4`` rows are kept in fp16, too.
+    converted rows; other versions do not. Rows of ``nvfp4`` and ``fp8_ds_mla`` are kept in 16 bits,
+    too.
     """
     tile, step, stages = configuration.tile, configuration.step, configuration.stages
     fixed = tile * limits.query_bytes

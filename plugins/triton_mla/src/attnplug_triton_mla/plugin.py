@@ -22,12 +22,13 @@ from attnplug import (
     WorkspaceKind,
     hookimpl,
 )
+from attnplug_sparse.plugin import FP8_DS_MLA
 from attnplug_sparse.refusals import index_refusals
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 FP8_PER_TOKEN_HEAD, NVFP4 = "fp8_per_token_head", "nvfp4"
 """Formats of ``attnplug-kv-formats``."""
-FP8_FORMATS = frozenset({str(DType.FLOAT8_E4M3), FP8_PER_TOKEN_HEAD})
+FP8_FORMATS = frozenset({str(DType.FLOAT8_E4M3), FP8_PER_TOKEN_HEAD, FP8_DS_MLA.name})
 FP8_SM = 89
 """First compute capability with an instruction that converts float8_e4m3fn."""
 LIBRARY = "triton>=3.6,<4"

@@ -17,6 +17,8 @@ thousand, with one warp per scheduler) and for loads that depend on each other (
 - ``fp8_per_token_head`` has a scale per row. It multiplies the logits of the row's column, and its logarithm is added
   before the weights are computed: weights times scales are then at most 1, and fp16 holds the small ones as well as
   without scales. The sum of weights is divided by the scales again. The rope product is in bfloat16.
+- ``fp8_ds_mla`` has a scale per 128 values, i.e. several in a row. Values are multiplied by them and rounded to the
+  type of the queries, as FlashMLA does it. The rope product is in that type, too.
 - ``nvfp4`` rows are loaded by 16 bits too, as four e2m1 values each, so that quarter j has columns j, j + 4, ….
 - Rows (query token, head) of a request fill one tile: a verify of 2 tokens with 8 heads reads the cache once. A tile
   has at most 32 rows, because queries are read from shared memory at every step, whose bandwidth is the next limit. On
@@ -139,8 +141,11 @@ def _for_groups(scales, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_latent(at, column, there, RANK: tl.constexpr, FORMAT: tl.constexpr, SCALE_AT: tl.constexpr):
-    """Return the quarters ``[rows, RANK // 4]`` of the latent part: fp16 if ``FORMAT`` has 8 or 4 bits per value."""
+def _load_latent(
+    at, column, there, RANK: tl.constexpr, FORMAT: tl.constexpr, SCALE_AT: tl.constexpr, TYPE: tl.constexpr
+):
+    """Return the quarters ``[rows, RANK // 4]`` of the latent part, in ``TYPE``: fp16 for formats of 8 or 4 bits per
+    value, but for ``fp8_ds_mla`` the type of the queries."""
     at_16_bits = at.to(tl.pointer_type(tl.uint16))
     if FORMAT == "plain":
         rows = _load_quarters(at, column, there)
@@ -155,6 +160,12 @@ def _load_latent(at, column, there, RANK: tl.constexpr, FORMAT: tl.constexpr, SC
     else:
         rows_0, rows_1 = _fp16_of_pairs(_load(at_16_bits, column, there))
         rows_2, rows_3 = _fp16_of_pairs(_load(at_16_bits + RANK // 4, column, there))
+        if FORMAT == "fp8_ds_mla":
+            scales_at, group = (at + SCALE_AT).to(tl.pointer_type(tl.float32)), tl.arange(0, RANK // 256)
+            lower = _for_groups(_load(scales_at, group, there), RANK // 4)
+            upper = _for_groups(_load(scales_at + RANK // 256, group, there), RANK // 4)
+            rows_0, rows_1 = (rows_0 * lower).to(TYPE), (rows_1 * lower).to(TYPE)
+            rows_2, rows_3 = (rows_2 * upper).to(TYPE), (rows_3 * upper).to(TYPE)
         rows = rows_0, rows_1, rows_2, rows_3
     return rows
 
@@ -221,10 +232,10 @@ def attend(
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
     ONE_PAGE: tl.constexpr = PAGE_SIZE % STEP == 0 and not SELECTED
     TABLE_PAGE: tl.constexpr = 1 if SELECTED else PAGE_SIZE
-    TYPE: tl.constexpr = q.dtype.element_ty if FORMAT == "plain" else tl.float16
+    TYPE: tl.constexpr = q.dtype.element_ty if FORMAT == "plain" or FORMAT == "fp8_ds_mla" else tl.float16
     TOKEN_SCALES: tl.constexpr = FORMAT == "fp8_per_token_head"
     # The rotary columns of these formats are in bfloat16, without scales.
-    ROPE_APART: tl.constexpr = ROPE > 0 and (TOKEN_SCALES or FORMAT == "nvfp4")
+    ROPE_APART: tl.constexpr = ROPE > 0 and (TOKEN_SCALES or FORMAT == "nvfp4" or FORMAT == "fp8_ds_mla")
     column, rope_column, position = tl.arange(0, RANK // 4), tl.arange(0, ROPE or 1), tl.arange(0, STEP)
     (
         at, stop, stretch, lead, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile,
@@ -305,7 +316,7 @@ def attend(
                     slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
                     ahead = token + STEP
                 page = tl.load(table + ahead // TABLE_PAGE * table_column, mask=ahead < end_token, other=-1)
-                rows_0, rows_1, rows_2, rows_3 = _load_latent(slot_at, column, there, RANK, FORMAT, SCALE_AT)
+                rows_0, rows_1, rows_2, rows_3 = _load_latent(slot_at, column, there, RANK, FORMAT, SCALE_AT, TYPE)
                 dot_0, dot_1 = tl.dot(q_0, tl.trans(rows_0)), tl.dot(q_1, tl.trans(rows_1))
                 dot_2, dot_3 = tl.dot(q_2, tl.trans(rows_2)), tl.dot(q_3, tl.trans(rows_3))
                 if ROPE_APART:
@@ -336,7 +347,7 @@ def attend(
                     # see one get NaN.
                     whole = tl.max((tl.abs(logits) < float("inf")).to(tl.int32), 0) > 0
                     rows_0, rows_1, rows_2, rows_3 = _load_latent(
-                        slot_at, column, there & whole, RANK, FORMAT, SCALE_AT
+                        slot_at, column, there & whole, RANK, FORMAT, SCALE_AT, TYPE
                     )
                     if TOKEN_SCALES:
                         log2_scale = tl.where(whole, log2_scale, 0.0)
