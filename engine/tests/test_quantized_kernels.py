@@ -166,7 +166,7 @@ def test_libraries_multiply_many_rows_on_a_gpu(scheme, device):
 )
 @on_every_device
 def test_experts_equal_their_sum_in_float64(name, tokens, gated, clip, device):
-    """With a clip, also with biases, as gpt-oss has them."""
+    """A clip comes with biases, as in gpt-oss."""
     scheme, experts, hidden, width = SCHEMES[name], 5, 256, 128
     parts = 2 if gated else 1
 

@@ -1,4 +1,4 @@
-"""What an engine does before its first request: capture of CUDA graphs, and warm-up."""
+"""Start-up of an engine: the scheduler, capture of CUDA graphs, and warm-up."""
 
 from __future__ import annotations
 

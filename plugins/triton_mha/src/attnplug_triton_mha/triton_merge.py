@@ -30,7 +30,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 _SPLIT_TOPS, _SPLIT_COLUMNS = 64, 64
 """Splits whose largest logits ``merge_splits`` loads at once, and columns per program of one warp."""
 _MANY_ROWS = 1024
-"""Rows from which ``merge_splits`` has one program each, since most rows of so many have nothing to merge. Columns are
+"""Rows from which ``merge_splits`` has one program each, since most of them have nothing to merge. Columns are
 independent, so this changes no bit."""
 _LOADED_SPLITS = 16
 """Splits that ``merge_splits`` loads before it adds the first."""

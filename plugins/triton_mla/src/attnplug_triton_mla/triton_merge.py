@@ -30,7 +30,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 _SPLIT_TOPS, _SPLIT_COLUMNS = 64, 64
 """Splits whose largest logits ``_merge_splits`` loads at once, and columns per program of one warp."""
 _MANY_ROWS = 512
-"""Rows from which ``_merge_splits`` has one program each, since most rows of so many have nothing to merge. Columns are
+"""Rows from which ``_merge_splits`` has one program each, since most of them have nothing to merge. Columns are
 independent, so this changes no bit."""
 _LOADED_SPLITS = 16
 """Splits that ``_merge_splits`` loads before it adds the first."""
