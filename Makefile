@@ -138,7 +138,7 @@ $(VENV)/installed: $(VENV)/made
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
 $(VENV)/installed-tools: $(VENV)/installed
-	$(PIP) pytest hypothesis mypy ruff apache-tvm-ffi nvidia-ml-py requests altair vl-convert-python mkdocs-material mkdocstrings-python
+	$(PIP) pytest hypothesis mypy ruff apache-tvm-ffi nvidia-ml-py requests altair vl-convert-python mkdocs-material mkdocstrings-python accelerate compressed-tensors
 	$(PIP) --no-deps flashinfer-python triton
 	@touch $@
 
