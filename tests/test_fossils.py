@@ -44,7 +44,8 @@ def run(folder: Path, every: int, *later: str, path: str = "", device: str = "cp
     """Run the fossils in a new process: their modules and metadata are gone afterwards."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
     plugins = ",".join(name.replace("_", "-") for name in fossil_run.PLUGINS)
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ATTNPLUG_PLUGINS": plugins}
+    paths = filter(None, (path, os.environ.get("PYTHONPATH")))
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "ATTNPLUG_PLUGINS": plugins}
     command = [sys.executable, fossil_run.__file__, str(folder), str(every), device, *later]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -43,8 +43,11 @@ def _grouped_product(
     An expert has ``CODES`` codes and ``SCALES`` scales: those of ``[N, K]``, or of gate and up if ``GATED``. With
     ``BIAS`` it has a row of ``bias [EXPERTS, N or 2 * N]``.
     """
+    if EARLY and ACTIVATED:  # the first product reads what the kernel before it sorted, the second one only its rows
+        gdc_wait()
+        gdc_launch_dependents()
     expert, pairs, exists, has_work = _block(order, offsets, tl.program_id(1), EXPERTS, PAIRS, BOUNDS)
-    if EARLY:
+    if EARLY and not ACTIVATED:
         gdc_wait()
         gdc_launch_dependents()
     if not has_work:

@@ -76,6 +76,7 @@ def _quantized_skinny(
     TYPE: tl.constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
     WORDS: tl.constexpr = K // 4
     BLOCK: tl.constexpr = BLOCK_K // 4
+    HALF: tl.constexpr = 1152921504606846976.0  # 2 ** 60
     if EARLY:
         gdc_launch_dependents()
     number = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -110,13 +111,12 @@ def _quantized_skinny(
             if NORM:
                 squares = tl.where(here, squares + tl.sum(tl.sum(a * a + b * b + c * c + d * d, 1), 0), squares)
                 a, b, c, d = a * p, b * q, c * r, d * s
-            HALF: tl.constexpr = 1152921504606846976.0  # 2 ** 60
             a, b, c, d = a * HALF, b * HALF, c * HALF, d * HALF
             total = tl.where(here[None, :], total + _sum(words, factors, a, b, c, d)[:, None], total)
             if GATED:
                 total_up = tl.where(here[None, :], total_up + _sum(words_up, factors_up, a, b, c, d)[:, None], total_up)
     finish(
-        total * 1152921504606846976.0, total_up * 1152921504606846976.0, squares, out, bias, onto, number, row, rows,
+        total * HALF, total_up * HALF, squares, out, bias, onto, number, row, rows,
         columns, out_stride, onto_stride, eps, K, GATED, NORM, BIAS, ONTO,
     )  # fmt: skip
 
