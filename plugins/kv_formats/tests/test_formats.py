@@ -41,7 +41,9 @@ def test_rows_take_the_declared_bytes(format: KVFormat, head: int, latent: int) 
 
 def test_a_row_in_fp8_is_its_values_and_then_its_scale() -> None:
     """As vLLM lays out and rounds them: the scale is the largest magnitude over 448, at least 1e-6."""
-    pool = MHAPool([MHA], num_pages=1, page_size=2, dtype=FP8_PER_TOKEN_HEAD, device="cpu")
+    memory = torch.zeros(2, 1, 2, 2, 132, dtype=torch.uint8)
+    layout = "kv pages tokens heads dim"
+    pool = MHAPool.over([MHA], {0: memory}, layout, page_size=2, dtype=FP8_PER_TOKEN_HEAD)
     given = rows(2, 2, 128) * torch.tensor([1.0, 300.0]).view(1, 2, 1)
     given[1, 1] = 0.0
     pool.write(0, torch.tensor([1, 0]), given, given)
@@ -52,6 +54,23 @@ def test_a_row_in_fp8_is_its_values_and_then_its_scale() -> None:
             assert row[128:].view(torch.float32).item() == pytest.approx(scale)
             wanted = (given[token, head] * (1 / row[128:].view(torch.float32))).to(torch.float8_e4m3fn)
             assert torch.equal(row[:128], wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("layout", ["token_major", "head_major"])
+@pytest.mark.parametrize("format", [FP8_PER_TOKEN_HEAD, NVFP4], ids=str)
+def test_own_memory_keeps_parts_apart_so_that_kernels_load_aligned_vectors(format: KVFormat, layout: str) -> None:
+    """E2: every row of codes starts at a multiple of 16 bytes, and a head's scales of a page are contiguous."""
+    pool = MHAPool([MHA], num_pages=3, page_size=4, dtype=format, device="cpu", layout=layout)
+    for codes, scales in pool.parts(0):
+        assert all(stride * codes.element_size() % 16 == 0 for stride in codes.stride()[:3])
+        assert codes.data_ptr() % 16 == 0 and scales.stride()[1::2] == (scales.shape[3], 1)
+        codes.view(torch.uint8).fill_(1)
+        assert not scales.view(torch.uint8).any()
+        codes.view(torch.uint8).fill_(0)
+    given = rows(12, 2, 128)
+    pool.write(0, torch.arange(12), given, given)
+    (codes, _), (_, scales) = pool.parts(0)
+    assert codes.view(torch.uint8).any(-1).all() and scales.view(torch.uint8).any(-1).all()
 
 
 def test_a_nan_stays_in_its_row() -> None:

@@ -40,11 +40,11 @@ POINTERS = {
     **dict.fromkeys(("slots", "tree"), "*i64"),
 }
 STORED = {
-    "float8_e4m3fn": ("fp8e4nv", "fp8e4nv", 128, 1),
-    "fp8_per_token_head": ("fp8e4nv", "fp32", 132, 4),
-    "nvfp4": ("u8", "u8", 72, 1),
+    "float8_e4m3fn": ("fp8e4nv", 128, "fp8e4nv", 0, 1),
+    "fp8_per_token_head": ("fp8e4nv", 128, "fp32", 4, 4),
+    "nvfp4": ("u8", 64, "u8", 8, 1),
 }
-"""Types of values and scales, bytes of a row of 128 columns, and bytes of a scale, by format."""
+"""By format, for rows of 128 columns: type and bytes of codes, type of scales, their bytes, and the bytes of one."""
 FLOATS = dict.fromkeys(("scale", "cap", "value_scale"), "fp32")
 
 
@@ -65,12 +65,20 @@ def attend(
     pairs: bool = True,
     tree: bool = False,
     apart: bool = False,
+    host: bool = False,
 ):
+    """Compile the attention kernel. With ``host``, rows are those of a host, with scales behind the codes."""
     number = FORMATS.get(format, 0)
-    pack, (codes, scales, row, scale_bytes) = PACKS[number], STORED.get(format, (type, type, dim, 1))
+    pack, stored = PACKS[number], STORED.get(format, (type, 128, type, 0, 1))
+    codes, code_bytes, scales, scale_bytes, scale = stored
     rows, width = GROUP if cut["tile"] == 16 else 16, padded(dim, pack)
-    row = row * dim // 128 if format else row
+    row, scale_row = code_bytes * dim // 128, scale_bytes if scale_bytes == scale else scale_bytes * dim // 128
+    row += scale_row if host else 0
     strides = {"PAGE": page_size * KV_HEADS * row, "SLOT": KV_HEADS * row, "HEAD": row}
+    scale_strides = {name: stride // scale for name, stride in strides.items()}
+    if not host:
+        cells = scale_row // scale
+        scale_strides = {"PAGE": page_size * KV_HEADS * cells, "SLOT": cells, "HEAD": page_size * cells}
     constants = {
         "table_column": 1,
         "HEADS": KV_HEADS * GROUP,
@@ -81,7 +89,7 @@ def attend(
         "V_WIDTH": width,
         "PAGE_SIZE": page_size,
         **{f"{side}_{name}": value for side in "KV" for name, value in strides.items()},
-        **{f"{side}S_{name}": value // scale_bytes for side in "KV" for name, value in strides.items()},
+        **{f"{side}S_{name}": value for side in "KV" for name, value in scale_strides.items()},
         **dict.fromkeys(("K_COLUMN", "V_COLUMN", "KS_COLUMN", "VS_COLUMN"), 1),
         "FORMAT": number,
         "FAR": False,

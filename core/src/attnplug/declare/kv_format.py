@@ -50,8 +50,9 @@ class KVFormat:
             error=0.1,
         )
 
-    A row is the key or value of one token and head, a token's latent row or its index key. Its parts are stored one
-    after another, aligned as ``placed`` says. All parts move with the row when pages are copied.
+    A row is the key or value of one token and head, a token's latent row or its index key. In a host's memory and in
+    latent rows its parts follow one another, aligned as ``placed`` says; ``MHAPool`` keeps the parts of keys and values
+    apart. All parts move with the row when pages are copied.
 
     - ``codec``: a module with ``encode(rows)``, which takes rows ``[tokens, heads, width]`` and returns one tensor
       ``[tokens, heads, elements]`` per part, and ``decode(parts)``, which returns rows ``[tokens, heads, width]`` in

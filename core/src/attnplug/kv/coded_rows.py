@@ -16,6 +16,7 @@ from torch import Tensor
 from attnplug.declare.errors import PluginError, PoolError, describe_error
 from attnplug.declare.kv_format import KVFormat
 from attnplug.kv.buffer import PagedBuffer, RowKernel, torch_dtype
+from attnplug.kv.layout import LayoutName, PageLayout
 
 
 @lru_cache
@@ -106,6 +107,23 @@ def part_views(pages: Tensor, format: KVFormat, width: int, rope: int = 0) -> tu
     if not format.in_bytes:
         return (pages,)
     return tuple(pages[..., start:end].view(torch_dtype(dtype)) for dtype, start, end in format.placed(width, rope))
+
+
+def separate_views(
+    memory: Tensor, place: PageLayout, layout: LayoutName, format: KVFormat, width: int
+) -> tuple[Tensor, ...]:
+    """Return views like ``part_views`` of memory in which each part is contiguous over all rows.
+
+    Kernels then load 16 bytes at a time: fp8 rows of 128 values and a scale have 132. Parts other than the first, e.g.
+    scales, are head-major: those of a page and head are contiguous.
+    """
+    pages, page_size, heads, _ = place.shape
+    rows, views = pages * page_size * heads, []
+    for number, (dtype, start, end) in enumerate(format.placed(width)):
+        part = memory[rows * start : rows * end].view(torch_dtype(dtype))
+        order: LayoutName = "head_major" if number else layout
+        views.append(PageLayout.named(order, pages, page_size, heads, part.numel() // rows).view(part))
+    return tuple(views)
 
 
 def format_kernel(format: KVFormat, parts: Sequence[Tensor], scale: float, device_type: str) -> RowKernel | None:

@@ -29,8 +29,9 @@ class MHAPool(PagedPool):
 
     Each layer has a K cache ``[pages, page_size, kv_heads, head_dim]`` and a V cache ``[pages, page_size, kv_heads,
     v_head_dim]``; in a format whose rows have several parts, bytes ``[pages, page_size, kv_heads, row_nbytes]``. The
-    pool allocates their memory, zeroed, or uses the host's (``over``). ``dtype`` is a format, or the name of one that
-    core declares. ``scales`` are key and value scales by layer id, 1.0 by default, for formats with a layer scale.
+    pool allocates their memory, zeroed, or uses the host's (``over``). Own memory keeps the ``parts`` of rows apart, so
+    that kernels load aligned vectors. ``dtype`` is a format, or the name of one that core declares. ``scales`` are key
+    and value scales by layer id, 1.0 by default, for formats with a layer scale.
     """
 
     kind = "MHA"
@@ -44,7 +45,7 @@ class MHAPool(PagedPool):
     def formats(cls, layer: LayerSpec, dtype: KVFormat | str, *scales: float) -> tuple[RowFormat, ...]:
         rows = zip((layer.head_dim, layer.v_head_dim), scales, strict=True)
         format, heads = _fitting(dtype, layer), layer.num_kv_heads
-        return tuple(RowFormat.of(format, width, scale=scale, heads=heads) for width, scale in rows)
+        return tuple(RowFormat.of(format, width, scale=scale, heads=heads, separate=True) for width, scale in rows)
 
     def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
         super()._hold(layers, dtype)

@@ -14,7 +14,7 @@ from attnplug.declare.errors import PoolError
 from attnplug.declare.kv_format import KVFormat, as_format
 from attnplug.declare.model import LayerSpec
 from attnplug.kv.buffer import PageCopy, PagedBuffer, copy_pages, move_rows, torch_dtype
-from attnplug.kv.coded_rows import CodedRows, load_codec
+from attnplug.kv.coded_rows import CodedRows, load_codec, separate_views
 from attnplug.kv.foreign import check_together, foreign_pages, page_views
 from attnplug.kv.layout import LayoutName, PageLayout
 
@@ -56,16 +56,27 @@ def layer_list(layer_ids: Iterable[int]) -> str:
 class RowFormat:
     """Storage format of one layer's rows: ``heads`` times ``width`` elements of type ``stored`` per token.
 
-    ``wrap`` wraps memory ``[pages, page_size, heads, width]``.
+    ``wrap`` wraps memory ``[pages, page_size, heads, width]``. ``separate`` returns the views of parts that own memory
+    keeps apart; ``None`` if they follow one another in each row.
     """
 
     width: int
     stored: torch.dtype
-    wrap: Callable[[Tensor], PagedBuffer]
+    wrap: Callable[..., PagedBuffer]
     heads: int = 1
+    separate: Callable[[Tensor, PageLayout, LayoutName], tuple[Tensor, ...]] | None = None
 
     @classmethod
-    def of(cls, format: KVFormat | str, width: int, *, rope: int = 0, scale: float = 1.0, heads: int = 1) -> RowFormat:
+    def of(
+        cls,
+        format: KVFormat | str,
+        width: int,
+        *,
+        rope: int = 0,
+        scale: float = 1.0,
+        heads: int = 1,
+        separate: bool = False,
+    ) -> RowFormat:
         """Return the storage of rows of ``width`` values, the last ``rope`` of which are rotary columns.
 
         Raises PoolError for a scale that the format does not have, and PluginError for a codec that contradicts it.
@@ -78,7 +89,16 @@ class RowFormat:
         load_codec(format, width - rope if format.rope is not None else width)
         wrap = partial(CodedRows, format=format, width=width, rope=rope, scale=scale)
         stored = torch.uint8 if format.in_bytes else torch_dtype(format.parts[0].dtype)
-        return cls(format.row_nbytes(width, rope) // stored.itemsize, stored, wrap, heads)
+        views = partial(separate_views, format=format, width=width) if separate and format.in_bytes else None
+        return cls(format.row_nbytes(width, rope) // stored.itemsize, stored, wrap, heads, views)
+
+    def allocate(self, layout: LayoutName, num_pages: int, page_size: int, device: torch.device | str) -> PagedBuffer:
+        """Return rows of zeros in new memory."""
+        place = PageLayout.named(layout, num_pages, page_size, self.heads, self.width)
+        memory = torch.zeros(place.elements, dtype=self.stored, device=device)
+        if self.separate is None:
+            return self.wrap(place.view(memory))
+        return self.wrap(place.view(memory), views=self.separate(memory, place, layout))
 
 
 class PagedPool:
@@ -145,11 +165,7 @@ class PagedPool:
             if self.shared and held:
                 held[layer_id] = next(iter(held.values()))
                 continue
-            layouts = [PageLayout.named(layout, num_pages, page_size, form.heads, form.width) for form in forms]
-            held[layer_id] = tuple(
-                form.wrap(place.view(torch.zeros(place.elements, dtype=form.stored, device=device)))
-                for form, place in zip(forms, layouts, strict=True)
-            )
+            held[layer_id] = tuple(form.allocate(layout, num_pages, page_size, device) for form in forms)
         self._hold(held, dtype)
 
     @classmethod

@@ -76,17 +76,7 @@ TABLE_FP8: tuple[tuple[int, int, MHAKernelConfig], ...] = (
     *TABLE[4:],
 )
 """Table for fp8 caches: a row has half the bytes, so a step has twice as many rows."""
-_SOME_ROWS = replace(_SOME, programs=2, stages=4)
-TABLE_FP8_ROWS = (
-    TABLE_FP8[0],
-    (16, 256, _SOME_ROWS),
-    (16, ANY, replace(_SOME_ROWS, prefetch=1)),
-    TABLE_FP8[3],
-    (32, ANY, replace(_SOME_ROWS, tile=32)),
-    *TABLE[5:],
-)
-"""Table for fp8 with a scale per row, copied by 4 bytes: the addresses leave registers for two programs."""
-TABLES = TABLE, TABLE_FP8, TABLE_FP8_ROWS, TABLE_FP8
+TABLES = TABLE, TABLE_FP8, TABLE_FP8, TABLE_FP8
 """Tables by the number of the cache's format."""
 ENTRIES = tuple(entry for table in TABLES for *_, entry in table)
 _NARROW = 64
