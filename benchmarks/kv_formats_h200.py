@@ -293,15 +293,16 @@ def configurations(kind: str) -> Iterator[tuple[str, Any]]:
     from attnplug_triton_mha.configurations import MHAKernelConfig
     from attnplug_triton_mla.configurations import MLAKernelConfig
 
-    mha = ((64, 3, 3, 4), (64, 3, 4, 4), (64, 3, 2, 4), (64, 4, 3, 4), (64, 5, 2, 4), (128, 3, 2, 4), (128, 3, 2, 8),
-           (32, 4, 4, 4), (128, 2, 2, 4), (64, 4, 2, 2))  # fmt: skip
+    mha = ((64, 3, 3, 4, None), (64, 3, 4, 4, 128), (64, 4, 4, 4, 128), (64, 5, 3, 4, 168), (128, 2, 2, 4, None),
+           (128, 3, 2, 4, None), (128, 2, 3, 4, 168), (128, 3, 2, 8, 128), (64, 3, 4, 2, None),
+           (32, 4, 5, 4, 96))  # fmt: skip
     mla = ((16, 64, 4, 1, 4, None), (16, 64, 3, 2, 4, None), (16, 64, 2, 2, 4, None), (16, 32, 4, 2, 4, None),
            (16, 64, 3, 1, 8, None), (16, 64, 3, 2, 8, 128), (16, 64, 2, 3, 4, 168), (16, 32, 4, 3, 4, 168),
            (32, 64, 3, 1, 8, None), (32, 64, 2, 2, 8, 128))  # fmt: skip
     if kind == "mha":
-        for step, stages, programs, warps in mha:
-            name = f"step {step}, {stages} stages, {programs} programs, {warps} warps"
-            yield name, MHAKernelConfig(16, step, warps, stages, programs=programs, prefetch=1)
+        for step, stages, programs, warps, registers in mha:
+            name = f"step {step}, {stages} stages, {programs} programs, {warps} warps, {registers} registers"
+            yield name, MHAKernelConfig(16, step, warps, stages, programs=programs, prefetch=1, registers=registers)
         return
     for tile, step, stages, programs, warps, registers in mla:
         name = f"tile {tile}, step {step}, {stages} stages, {programs} programs, {warps} warps, {registers} registers"

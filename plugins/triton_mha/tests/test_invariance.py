@@ -102,25 +102,25 @@ def test_without_a_level_nothing_changes(levels):
         assert schedule.configuration == small(2, 2, 2, 0)
         assert (schedule.configuration.split, schedule.tile_rows) == (0, schedule.configuration.tile)
         assert schedule.partial_rows == 2 * schedule.target * schedule.configuration.tile
-    assert not any(entry.split for table in TABLES for *_, entry in table) and INVARIANT.split
+    assert not any(entry.split for table in TABLES for *_, entry in table) and all(entry.split for entry in INVARIANT)
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 256, 257, 288, 289, 768, 769, 832, 833, 5000])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 256, 257, 288, 289, 768, 769, 832, 833, 2816, 2817, 5000])
 def test_splits_are_counted_alike_on_host_and_device(rows):
-    """The first 16 splits of 16 rows, the next 16 of 32, all others of 64."""
-    lengths = [16] * 16 + [32] * 16 + [64] * 100
+    """The first 16 splits of 16 rows, the next 16 of 32, the next 32 of 64, all others of 128."""
+    lengths = [16] * 16 + [32] * 16 + [64] * 32 + [128] * 100
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
-    assert max_splits(rows, 16, grows=True) == sum(start < rows for start in starts)
-    assert max_splits(rows, 16, grows=False) == -(-rows // 16)
+    assert max_splits(rows, 16, 16) == sum(start < rows for start in starts)
+    assert max_splits(rows, 16, 0) == -(-rows // 16)
     found = torch.zeros(3, dtype=torch.int32)
     _splits[(1,)](found, rows)
     inside = sum(start <= rows for start in starts) - 1
     behind = next(start for start in starts if start >= rows)
-    assert found.tolist() == [lengths[inside], behind, max_splits(rows, 16, grows=True)]
+    assert found.tolist() == [lengths[inside], behind, max_splits(rows, 16, 16)]
 
 
 @triton.jit
 def _splits(found, row):
-    tl.store(found, split_rows(row, 16, True))
-    tl.store(found + 1, split_from(row, 16, True))
-    tl.store(found + 2, splits_before(row, 16, True))
+    tl.store(found, split_rows(row, 16, 16))
+    tl.store(found + 1, split_from(row, 16, 16))
+    tl.store(found + 2, splits_before(row, 16, 16))

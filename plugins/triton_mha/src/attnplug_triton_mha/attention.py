@@ -179,6 +179,7 @@ def launch_attend(
         TILE_ROWS=schedule.tile_rows,
         num_warps=configuration.warps,
         num_stages=configuration.stages,
+        maxnreg=configuration.registers,
         **({"launch_pdl": True} if configuration.overlap else {}),
     )
     if schedule.apart is not None:

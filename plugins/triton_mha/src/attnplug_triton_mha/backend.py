@@ -25,6 +25,7 @@ from attnplug_triton_mha.configurations import (
     MHAKernelLimits,
     choose,
     fit_config,
+    fit_invariant,
     max_partial_rows,
 )
 from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape, max_split_rows
@@ -53,9 +54,9 @@ class TritonMHABackend(PlannedAttention):
 
     Schedules of all batch kinds are computed on the device from device lengths; planning takes only shapes from the
     host. One launch fills a schedule for all layers of the same shape and window. A captured plan serves any lengths.
-    If levels of invariance beyond ``run`` are requested, one configuration serves all batches, and KV is split at
-    absolute positions (``triton_splits``). ``choose``, ``invariant`` and ``multiprocessors`` replace the configuration
-    table, that configuration and the GPU's size in tests and benchmarks.
+    If levels of invariance beyond ``run`` are requested, KV is split at absolute positions (``triton_splits``), and
+    configurations differ only in what changes no bit. ``choose``, ``invariant`` and ``multiprocessors`` replace the
+    configuration table, those configurations and the GPU's size in tests and benchmarks.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class TritonMHABackend(PlannedAttention):
         context: BackendContext,
         *,
         choose: Callable[[int, int, int, int], MHAKernelConfig] = choose,
-        invariant: MHAKernelConfig = INVARIANT,
+        invariant: tuple[MHAKernelConfig, ...] = INVARIANT,
         multiprocessors: int | None = None,
     ) -> None:
         super().__init__(context)
         pool, layers = context.pools.mha, context.model.full_layers
         if pool is None or not layers:
             raise PoolError(f"backend {context.name} requires a model with MHA layers and an MHA pool")
-        self._choose = (lambda *_: invariant) if context.invariant - {"run"} else choose
+        self._choose = choose
         self._device = context.device
         self._caches = {layer.layer_id: KVLayerCache.of(pool, layer) for layer in layers}
         self._shapes = tuple({cache.shape: None for cache in self._caches.values()})
@@ -86,8 +87,11 @@ class TritonMHABackend(PlannedAttention):
         self._multiprocessors = multiprocessors
         width = max(shape.v_width for shape in self._shapes)
         rows = max_partial_rows(multiprocessors, max(shape.kv_heads for shape in self._shapes))
+        self._invariant: dict[TritonLayerShape, tuple[MHAKernelConfig, ...]] = {}
         if context.invariant - {"run"}:
-            rows = max(rows, *(max_split_rows(context, shape, invariant, width) for shape in self._shapes))
+            self._invariant = {shape: fit_invariant(invariant, self._limits.get(shape)) for shape in self._shapes}
+            each = ((shape, configs[-1]) for shape, configs in self._invariant.items())
+            rows = max(rows, *(max_split_rows(context, shape, config, width) for shape, config in each))
         self._scratch = [SplitScratch(context, rows, width, lane) for lane in range(context.limits.lanes)]
 
     # Planning
@@ -118,9 +122,7 @@ class TritonMHABackend(PlannedAttention):
         """Allocate a batch's schedules; ``_fill`` fills them."""
         schedules = {}
         for shape in self._shapes:
-            config = self._choose(geometry.max_new * shape.group, geometry.requests, shape.kv_heads, shape.format)
-            if (limits := self._limits.get(shape)) is not None:
-                config = fit_config(config, limits)
+            config = self._config(shape, geometry)
             scratch = self._scratch[geometry.lane]
             most = scratch.max_rows(shape.v_width) // shape.kv_heads
             schedule = SplitKVSchedule.reserve(shape, config, geometry, self._multiprocessors, most)
@@ -130,6 +132,14 @@ class TritonMHABackend(PlannedAttention):
         barrier = torch.empty(1, dtype=torch.int32, device=self._device)
         padded = geometry.new_lens is not None and geometry.host is None
         return TritonMHAMetadata(geometry.page_table, geometry.tree, schedules, slots, barrier, padded)
+
+    def _config(self, shape: TritonLayerShape, geometry: Geometry) -> MHAKernelConfig:
+        rows = geometry.max_new * shape.group
+        if invariant := self._invariant.get(shape):
+            return next((each for each in invariant if rows <= each.tile), invariant[-1])
+        config = self._choose(rows, geometry.requests, shape.kv_heads, shape.format)
+        limits = self._limits.get(shape)
+        return config if limits is None else fit_config(config, limits)
 
     def _fill(self, metadata: TritonMHAMetadata, geometry: Geometry) -> None:
         slots = metadata.slots if geometry.slots is None else None

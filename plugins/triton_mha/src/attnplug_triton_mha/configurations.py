@@ -38,6 +38,8 @@ class MHAKernelConfig:
     numbers of new rows, it is always ``inside``."""
     overlap: bool = True
     """Use programmatic dependent launch (SM 90 and newer)."""
+    registers: int | None = None
+    """Maximum registers per thread, so that several programs fit a multiprocessor."""
     split: int = 0
     """Rows of the shortest KV split at absolute positions (``triton_splits``); 0 splits by the work of the batch."""
 
@@ -62,11 +64,15 @@ TABLE: tuple[tuple[int, int, MHAKernelConfig], ...] = (
     (64, ANY, _TALL),
     (ANY, ANY, _EXTEND),
 )
-INVARIANT = MHAKernelConfig(64, 64, 8, 3, programs=1, prefetch=1, split=128)
-"""Configuration of all batches if levels of invariance beyond ``run`` are requested.
+INVARIANT = (
+    MHAKernelConfig(16, 64, 4, 3, programs=2, prefetch=1, single=True, split=64),
+    MHAKernelConfig(64, 64, 8, 3, programs=1, prefetch=1, split=64),
+)
+"""Configurations if levels of invariance beyond ``run`` are requested, the smallest tiles first.
 
-Rows of a prefill and of a decode have the same tiles, as high as a prefill needs: a decode reads memory for longer than
-it multiplies the empty rows. Eight warps hold the sums of a split and of all splits before it without spilling."""
+Bits do not depend on the tile: rows of a product are independent, on mma.sync and wgmma alike (checked on an H200), and
+all configurations have the same steps and splits. Eight warps hold the sums of a split and of all splits before it
+without spilling."""
 _FEW_FP8 = replace(_FEW, step=64, prefetch=2)
 TABLE_FP8: tuple[tuple[int, int, MHAKernelConfig], ...] = (
     (16, 32, _FEW_FP8),
@@ -76,7 +82,10 @@ TABLE_FP8: tuple[tuple[int, int, MHAKernelConfig], ...] = (
     *TABLE[4:],
 )
 """Table for fp8 caches: a row has half the bytes, so a step has twice as many rows."""
-TABLES = TABLE, TABLE_FP8, TABLE_FP8, TABLE_FP8
+# 16 warps per multiprocessor instead of 12: instructions, not bytes, limit rows with scales of their own.
+_MANY_SCALES = replace(_MANY, stages=4, registers=128)
+TABLE_SCALES = TABLE_FP8[0], (16, ANY, _MANY_SCALES), *TABLE_FP8[3:]
+TABLES = TABLE, TABLE_FP8, TABLE_SCALES, TABLE_SCALES
 """Tables by the number of the cache's format."""
 ENTRIES = tuple(entry for table in TABLES for *_, entry in table)
 _NARROW = 64
@@ -126,6 +135,17 @@ def fit_config(configuration: MHAKernelConfig, limits: MHAKernelLimits) -> MHAKe
         else:
             break
     return fits
+
+
+def fit_invariant(
+    configurations: tuple[MHAKernelConfig, ...], limits: MHAKernelLimits | None
+) -> tuple[MHAKernelConfig, ...]:
+    """Return the configurations as ``fit_config`` does. Those that cannot have the steps of the last are left out."""
+    if limits is None:
+        return configurations
+    last = fit_config(configurations[-1], limits)
+    fits = [fit_config(replace(each, step=last.step), limits) for each in configurations[:-1]]
+    return *(each for each in fits if each.step == last.step), last
 
 
 def _shared_bytes(configuration: MHAKernelConfig, limits: MHAKernelLimits) -> int:

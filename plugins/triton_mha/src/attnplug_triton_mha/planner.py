@@ -17,7 +17,7 @@ from attnplug_triton_mha.configurations import (
     merges_separately,
 )
 from attnplug_triton_mha.triton_plan import RECORD_NUMBERS, SPLIT_TILE_NUMBERS, TILE_NUMBERS, launch_plan
-from attnplug_triton_mha.triton_splits import max_splits
+from attnplug_triton_mha.triton_splits import SHORT_SPLITS, max_splits
 
 _MERGED_ROWS = 16
 _SPLIT_BYTES = 256 << 20
@@ -117,7 +117,7 @@ class SplitKVSchedule:
             partial_results = 2 * target  # a split tile has less than twice its share of splits
         elif uniform:
             cache_rows = _cache_rows(layers, configuration, geometry)
-            splits = max_splits(cache_rows, configuration.split, grows=not layers.window)
+            splits = max_splits(cache_rows, configuration.split, 0 if layers.window else SHORT_SPLITS.value)
             partial_results = min(min(tiles, target) * splits, max(most_partial_rows // tile_rows, 1))
         else:
             partial_results = 1
@@ -188,6 +188,6 @@ def max_split_rows(
 ) -> int:
     """Return the rows of ``width`` columns to allocate for partial results of splits at absolute positions."""
     limits = context.limits
-    splits = max_splits(limits.max_context, configuration.split, grows=not layers.window)
+    splits = max_splits(limits.max_context, configuration.split, 0 if layers.window else SHORT_SPLITS.value)
     rows = min(configuration.tile, _VERIFIED * layers.group) * layers.kv_heads
     return min(limits.max_requests * splits * rows, _SPLIT_BYTES // (4 * (2 + width)))

@@ -47,7 +47,7 @@ from attnplug_triton_mha.triton_rows import (
     rows_at,
     split_queries,
 )
-from attnplug_triton_mha.triton_splits import add_split, split_rows, splits_before, to_power_of_two
+from attnplug_triton_mha.triton_splits import SHORT_SPLITS, add_split, split_rows, splits_before, to_power_of_two
 
 _LOW = tl.constexpr(32)
 """Maximum rows of tiles that sum their weights over tokens after the last step, and mask every step."""
@@ -67,14 +67,14 @@ def _by_tree(bits, place):
 
 
 @triton.jit
-def _products(queries, keys, scale, TILE: tl.constexpr, PACK: tl.constexpr):
+def _products(queries, keys, scale, APART: tl.constexpr, PACK: tl.constexpr):
     """Return scaled logits ``[TILE, STEP]`` of queries and keys, tuples of ``PACK`` tensors."""
     logits = tl.dot(queries[0], tl.trans(keys[0]))
     if PACK == 4:
         logits = tl.dot(queries[1], tl.trans(keys[1]), logits)
         second = tl.dot(queries[3], tl.trans(keys[3]), tl.dot(queries[2], tl.trans(keys[2])))
         logits = logits * scale + second * scale
-    elif PACK == 2 and TILE <= _LOW:
+    elif PACK == 2 and APART:
         # Scale each before they are added: a bare sum of products is one long chain to the compiler.
         logits = logits * scale + tl.dot(queries[1], tl.trans(keys[1])) * scale
     elif PACK == 2:
@@ -124,10 +124,12 @@ def _whole_rows(values, PACK: tl.constexpr):
 def _attend_rows(
     top, total, sums, queries, key_rows, key_scales, value_rows, value_scales, token, seen, own, scale, cap,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
-    PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr,
+    PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """One step: add its values to ``sums``, with weights ``2 ** (logit - top)``, and the weights to ``total``."""
-    logits = _products(queries, decode(key_rows, key_scales, FORMAT), scale, TILE, PACK)
+    """One step: add its values to ``sums``, with weights ``2 ** (logit - top)``, and the weights to ``total``.
+
+    ``FIXED``: ``total`` ``[TILE, 16]`` is a product with ones, whose order is that of ``sums``, whatever the tile."""
+    logits = _products(queries, decode(key_rows, key_scales, FORMAT), scale, TILE <= _LOW or FIXED, PACK)
     if FORMAT == FP8_ROWS:
         logits = logits * key_scales[None, :]
     if CAPPED:
@@ -154,12 +156,53 @@ def _attend_rows(
         higher = tl.maximum(top, tl.max(logits, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
-    total = total * kept[:, None] + weights if TILE <= _LOW else total * kept + tl.sum(weights, 1)
+    if FIXED:
+        # Weights of rows with scales may exceed what fp16 holds.
+        TYPE: tl.constexpr = tl.bfloat16 if FORMAT == FP8_ROWS else queries[0].dtype
+        ones = tl.full([weights.shape[1], total.shape[1]], 1.0, TYPE)
+        total = tl.dot(weights.to(TYPE), ones, total * kept[:, None])
+    elif TILE <= _LOW:
+        total = total * kept[:, None] + weights
+    else:
+        total = total * kept + tl.sum(weights, 1)
     if FORMAT == FP8_ROWS:
         weights *= value_scales[None, :]
     if not (MASKED and TREE):
         value_tensors = decode(value_rows, value_scales, FORMAT)
     return higher, total, _add_values(sums, kept, weights, value_tensors, PACK)
+
+
+@triton.jit
+def _attend_step(
+    top, total, sums, page, first, end, queries, seen, own, keys, key_scales, values, value_scales,
+    table, table_column, scale, cap,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr,
+    V_COLUMN: tl.constexpr, KS_PAGE: tl.constexpr, KS_SLOT: tl.constexpr, KS_COLUMN: tl.constexpr,
+    VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_COLUMN: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr, FIXED: tl.constexpr,
+):  # fmt: skip
+    """Load the step's rows and attend to them. ``page`` is that of the step; returns that of the next one."""
+    column, v_column = columns(WIDTH, PACK, FAR), columns(V_WIDTH, PACK, FAR)
+    token = first + tl.arange(0, STEP)
+    there = token < end
+    keys_at = rows_at(keys, page, token, first, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
+    values_at = rows_at(values, page, token, first, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
+    key_scales_at = rows_at(key_scales, page, token, first, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, FAR)
+    value_scales_at = rows_at(value_scales, page, token, first, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, FAR)
+    # The next step's pages, one step ahead: the compiler can prefetch rows only if their addresses are known.
+    ahead = first + STEP if PAGE_SIZE % STEP == 0 else token + STEP
+    page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end, other=0)
+    key_rows = load(keys_at, column, there, K_COLUMN, DIM, PACK, PAIRS, MASKED, True)
+    value_rows = load(values_at, v_column, there, V_COLUMN, V_DIM, PACK, PAIRS, MASKED, True)
+    k_scales = load_scales(key_scales_at, there, KS_COLUMN, DIM, WIDTH, FORMAT)
+    v_scales = load_scales(value_scales_at, there, VS_COLUMN, V_DIM, V_WIDTH, FORMAT)
+    top, total, sums = _attend_rows(
+        top, total, sums, queries, key_rows, k_scales, value_rows, v_scales, token, seen, own, scale, cap,
+        WINDOW, CAPPED, MASKED, TILE, FORMAT, PACK, prefix, bits, TREE, FIXED,
+    )  # fmt: skip
+    return top, total, sums, page
 
 
 @triton.jit
@@ -173,26 +216,13 @@ def _attend_steps(
     TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     FORMAT: tl.constexpr, PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr,
 ):  # fmt: skip
-    column, v_column = columns(WIDTH, PACK, FAR), columns(V_WIDTH, PACK, FAR)
-    position = tl.arange(0, STEP)
     # The few steps that reach a tree's rows are not pipelined: values in registers would take more shared memory.
     for first in tl.range(start, stop, STEP, num_stages=1 if TREE and MASKED else None):
-        token = first + position
-        there = token < end
-        keys_at = rows_at(keys, page, token, first, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
-        values_at = rows_at(values, page, token, first, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
-        key_scales_at = rows_at(key_scales, page, token, first, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, FAR)
-        value_scales_at = rows_at(value_scales, page, token, first, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, FAR)
-        # The next step's pages, one step ahead: the compiler can prefetch rows only if their addresses are known.
-        ahead = first + STEP if PAGE_SIZE % STEP == 0 else token + STEP
-        page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end, other=0)
-        key_rows = load(keys_at, column, there, K_COLUMN, DIM, PACK, PAIRS, MASKED, True)
-        value_rows = load(values_at, v_column, there, V_COLUMN, V_DIM, PACK, PAIRS, MASKED, True)
-        k_scales = load_scales(key_scales_at, there, KS_COLUMN, DIM, WIDTH, FORMAT)
-        v_scales = load_scales(value_scales_at, there, VS_COLUMN, V_DIM, V_WIDTH, FORMAT)
-        top, total, sums = _attend_rows(
-            top, total, sums, queries, key_rows, k_scales, value_rows, v_scales, token, seen, own, scale, cap,
-            WINDOW, CAPPED, MASKED, TILE, FORMAT, PACK, prefix, bits, TREE,
+        top, total, sums, page = _attend_step(
+            top, total, sums, page, first, end, queries, seen, own, keys, key_scales, values, value_scales,
+            table, table_column, scale, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN,
+            V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, FAR, PAIRS,
+            TILE, STEP, WINDOW, CAPPED, MASKED, FORMAT, PACK, prefix, bits, TREE, False,
         )  # fmt: skip
     return top, total, sums, page
 
@@ -333,46 +363,23 @@ def attend(
         asked = live[:, None] & (column < DIM)[None, :]
         q_rows = tl.load(q_at[:, None] + column[None, :], mask=asked)
         top = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
         sums = _zeros(TILE, V_WIDTH, PACK)
+        if SPLIT > 0:
+            total = tl.zeros([TILE, 16], tl.float32)
+        else:
+            total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
         bits = own
         if TREE:
             bits = tl.load(tree + request.to(tl.int64) * tree_row + query * tree_column, mask=live, other=0)
         first_place = kv_head.to(tl.int64) * (partial_rows // TILE_ROWS) + place
         totals = partial_weights + partial_rows.to(tl.int64) * tl.num_programs(0)
         if SPLIT > 0:
-            GROWS: tl.constexpr = WINDOW == 0
-            queries, by = _queries(q_rows, asked, scale, PACK)
-            whole_rows = tl.zeros([TILE, V_WIDTH], tl.float32)
-            total = tl.zeros([TILE], tl.float32)
+            SHORT: tl.constexpr = 0 if WINDOW else SHORT_SPLITS
             before = 0
             if WINDOW > 0:
                 before = tl.maximum(prefix + tile * TILE // GROUP - WINDOW + 1, 0) // SPLIT
-            at = start
-            while at < end:
-                split_end = tl.minimum(at + split_rows(at, SPLIT, GROWS), end)
-                split_top = tl.full([TILE], float("-inf"), tl.float32)
-                split_total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
-                split_top, split_total, sums, page = _attend_range(
-                    split_top, split_total, _zeros(TILE, V_WIDTH, PACK), page, at, split_end, end, queries, seen, own,
-                    keys, key_scales, values, value_scales, table, table_column, by, cap, tile, DIM, V_DIM, WIDTH,
-                    V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN,
-                    VS_PAGE, VS_SLOT, VS_COLUMN, FAR, PAIRS, TILE, STEP, GROUP, WINDOW, CAPPED, FORMAT, PACK, prefix,
-                    bits, TREE, TREE,
-                )  # fmt: skip
-                if TILE <= _LOW:
-                    split_total = tl.sum(split_total, 1)
-                split_top, split_total, split_sums = to_power_of_two(split_top, split_total, join_columns(sums, PACK))
-                if part == 0:
-                    top, total, whole_rows = add_split(top, total, whole_rows, split_top, split_total, split_sums)
-                else:
-                    number = splits_before(at, SPLIT, GROWS) - before
-                    _store_partial(
-                        partials, partial_weights, totals, first_place + number, split_top, split_total, split_sums,
-                        live, TILE_ROWS, V_WIDTH,
-                    )  # fmt: skip
-                at = split_end
-        elif SINGLE and end - start <= STEP:
+            number = splits_before(start, SPLIT, SHORT) - before
+        if SINGLE and end - start <= STEP:
             # Ask for all rows at once, and only then look at any: the compiler puts whatever uses a load alone right
             # after it, so zeros for what is not there come later. A loop would wait for the queries first.
             there = token < end
@@ -391,8 +398,44 @@ def attend(
             key_rows, value_rows = tl.where(keys_there, key_rows, 0), tl.where(values_there, value_rows, 0)
             top, total, sums = _attend_rows(
                 top, total, sums, queries, key_rows, k_scales, value_rows, v_scales, token, seen, own, by, cap,
-                WINDOW, CAPPED, True, TILE, FORMAT, PACK, prefix, bits, TREE,
+                WINDOW, CAPPED, True, TILE, FORMAT, PACK, prefix, bits, TREE, SPLIT > 0,
             )  # fmt: skip
+            if SPLIT > 0:
+                whole_top, whole_totals, whole_rows = to_power_of_two(top, total, join_columns(sums, PACK))
+                if part > 0:
+                    _store_partial(
+                        partials, partial_weights, totals, first_place + number, whole_top, tl.max(whole_totals, 1),
+                        whole_rows, live, TILE_ROWS, V_WIDTH,
+                    )  # fmt: skip
+        elif SPLIT > 0:
+            queries, by = _queries(q_rows, asked, scale, PACK)
+            whole_top, whole_totals = top, total
+            whole_rows = tl.zeros([TILE, V_WIDTH], tl.float32)
+            split_end = start + split_rows(start, SPLIT, SHORT)
+            # One loop over the steps of all splits: rows of the next split are on their way when a split ends.
+            for first in tl.range(start, end, STEP, num_stages=1 if TREE else None):
+                top, total, sums, page = _attend_step(
+                    top, total, sums, page, first, end, queries, seen, own, keys, key_scales, values,
+                    value_scales, table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
+                    K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, FAR,
+                    PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE, True,
+                )  # fmt: skip
+                if first + STEP >= tl.minimum(split_end, end):
+                    split_top, split_totals, split_sums = to_power_of_two(top, total, join_columns(sums, PACK))
+                    if part == 0:
+                        whole_top, whole_totals, whole_rows = add_split(
+                            whole_top, whole_totals, whole_rows, split_top, split_totals, split_sums
+                        )
+                    else:
+                        _store_partial(
+                            partials, partial_weights, totals, first_place + number, split_top,
+                            tl.max(split_totals, 1), split_sums, live, TILE_ROWS, V_WIDTH,
+                        )  # fmt: skip
+                    number += 1
+                    split_end += split_rows(split_end, SPLIT, SHORT)
+                    top = tl.full([TILE], float("-inf"), tl.float32)
+                    total = tl.zeros([TILE, 16], tl.float32)
+                    sums = _zeros(TILE, V_WIDTH, PACK)
         else:
             queries, by = _queries(q_rows, asked, scale, PACK)
             top, total, sums, page = _attend_range(
@@ -401,7 +444,9 @@ def attend(
                 V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, FAR, PAIRS,
                 TILE, STEP, GROUP, WINDOW, CAPPED, FORMAT, PACK, prefix, bits, TREE, TILE > _LOW or TREE,
             )  # fmt: skip
-        if SPLIT == 0:
+        if SPLIT > 0:
+            top, total = whole_top, tl.max(whole_totals, 1)  # all columns are equal
+        else:
             whole_rows = join_columns(sums, PACK)
             if TILE <= _LOW:
                 total = tl.sum(total, 1)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnplug_triton_mha.triton_splits import split_from, splits_before
+from attnplug_triton_mha.triton_splits import SHORT_SPLITS, split_from, splits_before
 
 RECORD = tl.constexpr(16)
 """Numbers of a program, 64 bytes: request, new tokens, first query row, cache rows before the new
@@ -51,7 +51,7 @@ def _plan(
     ROWS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     me = tl.program_id(0)
-    GROWS: tl.constexpr = WINDOW == 0
+    SHORT: tl.constexpr = 0 if WINDOW else SHORT_SPLITS
     request = tl.arange(0, BLOCK)
     exists = request < requests
     asked = tl.load(seq_lens + request, mask=exists, other=0).to(tl.int32)
@@ -82,7 +82,7 @@ def _plan(
         parts = (steps + unit - 1) // unit
         partial_results = parts
         if SPLIT > 0:
-            partial_results = splits_before(steps * STEP, SPLIT, GROWS)
+            partial_results = splits_before(steps * STEP, SPLIT, SHORT)
         partial_end = tl.cumsum(tl.where(parts > 1, tiles * partial_results, 0), 0)
         if SPLIT > 0:
             parts = tl.where(partial_end <= most_results, parts, 1)
@@ -111,7 +111,7 @@ def _plan(
         stop = start + its_unit * STEP
         its_results = its_parts
         if SPLIT > 0:
-            start, stop = split_from(start, SPLIT, GROWS), split_from(stop, SPLIT, GROWS)
+            start, stop = split_from(start, SPLIT, SHORT), split_from(stop, SPLIT, SHORT)
             its_results = tl.sum(tl.where(its, partial_results, 0), 0)
         stop = tl.minimum(stop, tile_end)
         partial = tl.sum(tl.where(its & (parts > 1), partial_end - tiles * partial_results, 0), 0)
@@ -136,9 +136,9 @@ def _plan(
             first = (its_new > 0) & (part == 0)
             if SPLIT > 0:
                 its_tile = merged + (owner * its_tiles + tile) * 4
-                before = splits_before(tile_begin, SPLIT, GROWS)
-                count = tl.maximum(splits_before(tile_end, SPLIT, GROWS) - before, 1)
-                added = tl.maximum(splits_before(stop, SPLIT, GROWS) - before, 1)
+                before = splits_before(tile_begin, SPLIT, SHORT)
+                count = tl.maximum(splits_before(tile_end, SPLIT, SHORT) - before, 1)
+                added = tl.maximum(splits_before(stop, SPLIT, SHORT) - before, 1)
                 tl.store(its_tile, tl.where(its_parts > 1, count, 0), mask=first)
                 tl.store(its_tile + 1, partial, mask=first)
                 tl.store(its_tile + 2, added, mask=first)

@@ -33,6 +33,7 @@ from attnplug_triton_mla.configurations import (
     choose,
     choose_invariant,
     fit_config,
+    fit_invariant,
     max_partial_rows,
     on_triton,
 )
@@ -68,9 +69,9 @@ class TritonMLABackend(SparseAttention):
 
     Schedules of all batch kinds are computed on the device from device lengths, by one launch; planning takes only
     shapes from the host. A captured plan serves any lengths. The page table is read from the batch's own memory.
-    If levels of invariance beyond ``run`` are requested, one configuration serves all batches, and KV is split at
-    absolute positions (``triton_splits``). ``choose``, ``fixed``, ``ragged`` and ``multiprocessors`` replace
-    configurations, that one, and the GPU's size in tests and benchmarks.
+    If levels of invariance beyond ``run`` are requested, KV is split at absolute positions (``triton_splits``), and
+    configurations differ only in what changes no bit. ``choose``, ``fixed``, ``ragged`` and ``multiprocessors`` replace
+    configurations, those, and the GPU's size in tests and benchmarks.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class TritonMLABackend(SparseAttention):
         context: BackendContext,
         *,
         choose: Callable[..., MLAKernelConfig] = choose,
-        fixed: MLAKernelConfig | None = None,
+        fixed: tuple[MLAKernelConfig, ...] = (),
         ragged: RaggedConfig | None = None,
         multiprocessors: int | None = None,
     ) -> None:
@@ -91,9 +92,8 @@ class TritonMLABackend(SparseAttention):
         first = next(iter(self._caches.values()))
         self._format = first.format
         self._limits: MLAKernelLimits | None = None
-        self._choose, self._fixed = choose, fixed if invariant else None
-        if invariant and fixed is None:
-            self._fixed = choose_invariant(self._heads, self._format)
+        self._choose = choose
+        self._fixed: tuple[MLAKernelConfig, ...] = ()
         index = SparseIndex(context, multiprocessors=multiprocessors) if context.model.is_sparse else None
         if multiprocessors is None:
             properties = torch.cuda.get_device_properties(device)
@@ -110,9 +110,9 @@ class TritonMLABackend(SparseAttention):
             )
         self._multiprocessors, self._ragged = multiprocessors, ragged or RaggedConfig()
         rows = max_partial_rows(multiprocessors)
-        if self._fixed is not None:
-            fitted = self._configuration(self._heads, 1, 1)
-            rows = max_split_rows(context, self._heads, fitted, multiprocessors)
+        if invariant:
+            self._fixed = fit_invariant(fixed or choose_invariant(self._heads, self._format), self._limits)
+            rows = max(max_split_rows(context, self._heads, each, multiprocessors) for each in self._fixed)
         self._scratch = [MLAScratch(context, rank, rows, lane) for lane in range(context.limits.lanes)]
         self._sparse: SparseLayers | None = None
         if index is not None:
@@ -189,7 +189,10 @@ class TritonMLABackend(SparseAttention):
         return TritonMLAMetadata(geometry.page_table, geometry.tree, schedule, partials, ragged, sparse)
 
     def _configuration(self, rows: int, requests: int, tokens: int, *, tree: bool = False) -> MLAKernelConfig:
-        configuration = self._fixed or self._choose(rows, requests, tokens, format=self._format)
+        if self._fixed:
+            configuration = next((each for each in self._fixed if 0 < rows <= each.tile), self._fixed[-1])
+        else:
+            configuration = self._choose(rows, requests, tokens, format=self._format)
         if tree:
             # Gluon kernels multiply rows in shared memory as copied, and cannot mask what a row must not see.
             configuration = on_triton(configuration)

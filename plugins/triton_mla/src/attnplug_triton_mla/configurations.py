@@ -51,8 +51,8 @@ class MLAKernelConfig:
     """Maximum registers per thread of the Triton kernel, so that several programs fit a multiprocessor."""
     split: int = 0
     """Rows of the shortest KV split at absolute positions (``triton_splits``); 0 splits by the work of the batch."""
-    grows: bool = False
-    """Splits get longer with their position."""
+    short: int = 0
+    """Number of the shortest splits, before longer ones; 0: all have the same length."""
 
 
 ANY = 1 << 30
@@ -124,12 +124,12 @@ RAGGED = replace(_TALL, merge="last", merge_columns=128, part_cost=0.25)
 """Configuration of batches whose requests have different numbers of rows, as in a prefill."""
 ENTRIES = (RAGGED, *(entry for table in TABLES.values() for *_, entry in table))
 
-INVARIANT = replace(_TALL, split=128, grows=True)
-"""Configuration of all batches of models with few heads, if levels of invariance beyond ``run`` are requested.
-
-A program that continues a tile adds up its splits in L2: 64 KiB for each split, read and written."""
-INVARIANT_WIDE = replace(_WIDE, split=512)
-"""The same for models with many heads. A split costs 256 KiB in L2, so there are no shorter ones."""
+INVARIANT = replace(_LOW_MANY, split=64, short=16), replace(_TALL, split=64, short=16)
+"""Configurations of models with few heads if levels of invariance beyond ``run`` are requested, the smallest tiles
+first. Bits do not depend on the tile: rows of a product are independent, and steps are the same."""
+INVARIANT_WIDE = (replace(_WIDE, split=512),)
+"""The same for models with many heads. A program that continues a tile adds up its splits in L2, which is 256 KiB read
+and written, so there are no shorter ones."""
 _INVARIANT_HEADS = 32
 """Maximum heads of ``INVARIANT``: a tile has all of a token's."""
 
@@ -144,8 +144,8 @@ def choose(rows: int, requests: int, tokens: int, *, format: RowFormat) -> MLAKe
     return next(entry for *limits, entry in table if all(x <= most for x, most in zip(asked, limits, strict=True)))
 
 
-def choose_invariant(heads: int, format: RowFormat) -> MLAKernelConfig:
-    """Return the configuration of all batches of a model, if levels of invariance beyond ``run`` are requested."""
+def choose_invariant(heads: int, format: RowFormat) -> tuple[MLAKernelConfig, ...]:
+    """Return the configurations of a model, by tile, if levels of invariance beyond ``run`` are requested."""
     return INVARIANT if heads <= _INVARIANT_HEADS or format != "plain" else INVARIANT_WIDE
 
 
@@ -155,7 +155,7 @@ def on_triton(configuration: MLAKernelConfig) -> MLAKernelConfig:
         return configuration
     tile = _TALL.tile if configuration.kernel == "wide" else configuration.tile
     if configuration.split:
-        return INVARIANT
+        return replace(INVARIANT[-1], tile=tile, warps=configuration.warps)
     return replace(configuration, kernel="triton", tile=tile, step=_TALL.step, stages=_TALL.stages)
 
 
@@ -200,6 +200,17 @@ def fit_config(configuration: MLAKernelConfig, limits: MLAKernelLimits) -> MLAKe
         else:
             break
     return fits
+
+
+def fit_invariant(
+    configurations: tuple[MLAKernelConfig, ...], limits: MLAKernelLimits | None
+) -> tuple[MLAKernelConfig, ...]:
+    """Return the configurations as ``fit_config`` does. Those that cannot have the steps of the last are left out."""
+    if limits is None:
+        return configurations
+    last = fit_config(configurations[-1], limits)
+    fits = [fit_config(replace(each, step=last.step), limits) for each in configurations[:-1]]
+    return *(each for each in fits if each.step == last.step), last
 
 
 def _shared_bytes(configuration: MLAKernelConfig, limits: MLAKernelLimits) -> int:

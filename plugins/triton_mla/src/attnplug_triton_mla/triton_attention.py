@@ -29,9 +29,10 @@ thousand, with one warp per scheduler) and for loads that depend on each other (
   NaN) nor seen (its logits are -inf).
 - With ``SELECTED``, every query token is a request of its own, and the table holds the slots of its cache rows, one by
   one. The kernel just before may have written the table, so it is read after the wait. A slot of -1 is no row.
-- With ``SPLIT``, a program computes splits at absolute positions one by one, each as if it were alone. If it has begun
-  with a tile's first split, it adds up the tile's splits in memory of its own, which stays in L2; registers do not hold
-  two sums. Otherwise it stores each split.
+- With ``SPLIT``, a program computes splits at absolute positions one by one, each as if it were alone, in one loop:
+  rows of the next split are on their way when a split ends. If it has begun with a tile's first split, it adds up the
+  tile's splits; otherwise it stores each. Weights are summed by a product with ones, whose order is that of values,
+  whatever the tile.
 - With ``TREE``, a new row sees those of the new rows that its bits name. Steps that reach new rows are a loop of their
   own, which tests the bits: steps before them are as fast as without a tree.
 """
@@ -43,8 +44,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_sparse.index.triton_schedule import begin_stretch, next_tile, rows_of_part
-from attnplug_sparse.index.triton_splits import power_of_two, splits_before, to_power_of_two
-from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile, slot_of_part, slot_of_split
+from attnplug_sparse.index.triton_splits import power_of_two, split_rows, splits_before, to_power_of_two
+from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile, slot_of_part
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -216,6 +217,20 @@ def _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT: tl.constexpr):
     return rows
 
 
+@triton.jit
+def _store_part(
+    partials, partial_weights, partial_slots, slot, top, total, sums, live, RANK: tl.constexpr, TILE_ROWS: tl.constexpr
+):  # fmt: skip
+    """Store a partial result of ``TILE_ROWS`` rows; no row behind them is live."""
+    number = tl.arange(0, sums.shape[0])
+    slot = slot.to(tl.int64)
+    values_at = partials + (slot * TILE_ROWS + number) * RANK
+    tl.store(values_at[:, None] + tl.arange(0, RANK)[None, :], sums, mask=live[:, None])
+    weights_at = partial_weights + number * partial_slots + slot
+    tl.store(weights_at, top, mask=live)
+    tl.store(weights_at + TILE_ROWS * partial_slots, total, mask=live)
+
+
 # Numbers that change from batch to batch are not specialised: compiling again because one of them is 1 gains nothing.
 @triton.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row", "tree_row"])
 def attend(
@@ -226,7 +241,7 @@ def attend(
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr, TREE: tl.constexpr,
     SELECTED: tl.constexpr, FORMAT: tl.constexpr, SCALE_AT: tl.constexpr, ROPE_AT: tl.constexpr,
-    SPLIT: tl.constexpr, GROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, SHORT: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -244,7 +259,7 @@ def attend(
     start = at
     while at < stop:
         taken, first_token, end_token = rows_of_part(
-            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, SPLIT, GROWS
+            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, 0
         )
         # Which of the tile's rows see which cache rows.
         row = tile * TILE + tl.arange(0, TILE)
@@ -290,17 +305,28 @@ def attend(
         if FORMAT == "fp8" and ROPE > 0:
             q_rope_0, q_rope_1 = _even_and_odd(rope_part)
         top = tl.full([TILE], float("-inf"), tl.float32)
-        totals = tl.zeros([TILE, STEP], tl.float32)
+        totals = tl.zeros([TILE, 16 if SPLIT > 0 else STEP], tl.float32)
         sum_0, sum_1 = tl.zeros([TILE, RANK // 4], tl.float32), tl.zeros([TILE, RANK // 4], tl.float32)
         sum_2, sum_3 = tl.zeros([TILE, RANK // 4], tl.float32), tl.zeros([TILE, RANK // 4], tl.float32)
-        middle = end_token
+        stop_token = end_token
+        if SPLIT > 0:
+            if stored_at >= 0:
+                stop_token = first_token + taken * STEP  # also splits of which no row is seen are merged
+            whole_top, whole_totals = top, totals
+            whole_0, whole_1, whole_2, whole_3 = sum_0, sum_1, sum_2, sum_3
+            first_slot = stored_at + tile * splits_before(units * STEP, SPLIT, SHORT)
+            split_slot = first_slot + splits_before(first_token, SPLIT, SHORT)
+            split_end = first_token + split_rows(first_token, SPLIT, SHORT)
+            COUNTED: tl.constexpr = tl.bfloat16 if TOKEN_SCALES else TYPE  # fp16 does not hold weights without scales
+            ones = tl.full([STEP, 16], 1.0, COUNTED)
+        middle = stop_token
         if TREE:
             # Up to here all is as without a tree: steps that lie before the new rows.
             bits = tl.load(tree + request.to(tl.int64) * tree_row + query * tree_column, mask=live, other=0)
             middle = first_token + tl.maximum(tl.minimum(prefix, end_token) - first_token, 0) // STEP * STEP
         for part in tl.static_range(1 + TREE):
-            start_token, stop_token = (first_token, middle) if part == 0 else (middle, end_token)
-            for first in tl.range(start_token, stop_token, STEP, num_stages=None if part == 0 else 1):
+            from_token, to_token = (first_token, middle) if part == 0 else (middle, stop_token)
+            for first in tl.range(from_token, to_token, STEP, num_stages=None if part == 0 else 1):
                 token = first + position
                 there = token < end_token
                 # The next step's pages, one step ahead: the compiler prefetches rows only if it knows their addresses.
@@ -359,60 +385,67 @@ def attend(
                 higher = tl.maximum(top, tl.max(logits, 1))
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)[:, None]
-                # Added up over tokens once, after the loop.
-                totals = totals * kept + (weights * tl.exp2(-log2_scale)[None, :] if TOKEN_SCALES else weights)
+                counted = weights * tl.exp2(-log2_scale)[None, :] if TOKEN_SCALES else weights
+                # Without splits, added up over tokens once, after the loop.
+                totals = tl.dot(counted.to(COUNTED), ones, totals * kept) if SPLIT > 0 else totals * kept + counted
                 weights = weights.to(TYPE)
                 sum_0, sum_1 = tl.dot(weights, rows_0, sum_0 * kept), tl.dot(weights, rows_1, sum_1 * kept)
                 sum_2, sum_3 = tl.dot(weights, rows_2, sum_2 * kept), tl.dot(weights, rows_3, sum_3 * kept)
                 top = higher
+                if SPLIT > 0:  # noqa: SIM102
+                    if first + STEP >= tl.minimum(split_end, stop_token):
+                        top, factor = to_power_of_two(top)
+                        by_factor = factor[:, None]
+                        totals = totals * by_factor
+                        sum_0, sum_1, sum_2, sum_3 = (
+                            sum_0 * by_factor, sum_1 * by_factor, sum_2 * by_factor, sum_3 * by_factor,
+                        )  # fmt: skip
+                        if at == tile_start:
+                            higher = tl.maximum(whole_top, top)
+                            highest = tl.where(higher == float("-inf"), 0.0, higher)
+                            earlier, weight = power_of_two(whole_top - highest), power_of_two(top - highest)
+                            earlier, weight = earlier[:, None], weight[:, None]
+                            whole_totals = whole_totals * earlier + totals * weight
+                            whole_0, whole_1 = whole_0 * earlier + sum_0 * weight, whole_1 * earlier + sum_1 * weight
+                            whole_2, whole_3 = whole_2 * earlier + sum_2 * weight, whole_3 * earlier + sum_3 * weight
+                            whole_top = higher
+                        else:
+                            _store_part(
+                                partials, partial_weights, partial_slots, split_slot, top, tl.max(totals, 1),
+                                _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT), live, RANK, TILE_ROWS,
+                            )  # fmt: skip
+                        split_slot += 1
+                        split_end += split_rows(split_end, SPLIT, SHORT)
+                        top = tl.full([TILE], float("-inf"), tl.float32)
+                        totals = tl.zeros([TILE, 16], tl.float32)
+                        sum_0 = tl.zeros([TILE, RANK // 4], tl.float32)
+                        sum_1 = tl.zeros([TILE, RANK // 4], tl.float32)
+                        sum_2 = tl.zeros([TILE, RANK // 4], tl.float32)
+                        sum_3 = tl.zeros([TILE, RANK // 4], tl.float32)
 
-        sums, all_columns = _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT), tl.arange(0, RANK)[None, :]
+        if SPLIT > 0:
+            top, total = whole_top, tl.max(whole_totals, 1)  # all columns are equal
+            sums = _whole_rows(whole_0, whole_1, whole_2, whole_3, FORMAT)
+        else:
+            total, sums = tl.sum(totals, 1), _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT)
+        all_columns = tl.arange(0, RANK)[None, :]
         out_row = (begin * HEADS + row).to(tl.int64)
         out_at, lse_at = out + out_row * RANK, lse + out_row
-        number = tl.arange(0, TILE)
-        ends = taken == units
-        if SPLIT > 0:
-            top, factor = to_power_of_two(top)
-            total, sums = tl.sum(totals, 1) * factor, sums * factor[:, None]
-            ends = (start <= tile_start) & (at + taken == tile_start + units)
-            if (start <= tile_start) & (at > tile_start):
-                # Add the split to those before it, which this program has computed.
-                own = (partial_slots - programs + tl.program_id(0)).to(tl.int64)
-                own_at = partials + ((own * TILE_ROWS + number) * RANK)[:, None] + all_columns
-                weights_at = partial_weights + number * partial_slots + own
-                earlier = tl.load(weights_at, mask=live, other=float("-inf"))
-                higher = tl.maximum(earlier, top)
-                highest = tl.where(higher == float("-inf"), 0.0, higher)
-                kept, weight = power_of_two(earlier - highest), power_of_two(top - highest)
-                earlier_total = tl.load(weights_at + TILE_ROWS * partial_slots, mask=live, other=0.0)
-                total = earlier_total * kept + total * weight
-                sums = tl.load(own_at, mask=live[:, None], other=0.0) * kept[:, None] + sums * weight[:, None]
-                top = higher
-        if ends:
-            if SPLIT == 0:
-                total = tl.sum(totals, 1)
+        if taken == units:
             factor = out_scale / tl.where(total == 0.0, 1.0, total)
             result = (sums * factor[:, None]).to(out.dtype.element_ty)
             tl.store(out_at[:, None] + all_columns, result, mask=live[:, None])
             if LSE:
                 log2 = log2_sum(tl.where(top == float("-inf"), 0.0, top), total)
                 tl.store(lse_at, log2 * LN_2, mask=live)
+        elif SPLIT > 0:
+            if at == tile_start:
+                _store_part(
+                    partials, partial_weights, partial_slots, first_slot, top, total, sums, live, RANK, TILE_ROWS
+                )  # fmt: skip
         else:
-            if SPLIT > 0:
-                first_slot = stored_at + tile * splits_before(units * STEP, SPLIT, GROWS)
-                place = splits_before(first_token, SPLIT, GROWS)
-                slot = slot_of_split(at, taken, stop, start, tile_start, place, first_slot, partial_slots, programs)
-            else:
-                total = tl.sum(totals, 1)
-                slot = slot_of_part(at, tile_start, programs)
-            slot = slot.to(tl.int64)
-            values_at = partials + (slot * TILE_ROWS + number) * RANK
-            tl.store(values_at[:, None] + all_columns, sums, mask=live[:, None])
-            weights_at = partial_weights + number * partial_slots + slot
-            tl.store(weights_at, top, mask=live)
-            tl.store(weights_at + TILE_ROWS * partial_slots, total, mask=live)
-            if SPLIT > 0:
-                tl.debug_barrier()  # threads that load the sums again need not be those that store them
+            slot = slot_of_part(at, tile_start, programs)
+            _store_part(partials, partial_weights, partial_slots, slot, top, total, sums, live, RANK, TILE_ROWS)
             if MERGE_COLUMNS > 0:
                 parts, first_slot, other_slots = parts_of_tile(tile_start, units, stretch, programs)
                 counter = counters + other_slots

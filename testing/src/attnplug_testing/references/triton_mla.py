@@ -30,7 +30,7 @@ def small(rows: int, requests: int, tokens: int, **_: bool) -> MLAKernelConfig:
     return MLAKernelConfig(tile, 16, 4, 2, start_steps=1, merge=merge, merge_columns=512)
 
 
-FIXED = MLAKernelConfig(32, 16, 4, 2, start_steps=1, split=16, grows=True)
+FIXED = MLAKernelConfig(32, 16, 4, 2, start_steps=1, split=16, short=4)
 """Configuration of batches with levels of invariance: the shortest splits have one step."""
 
 
@@ -49,7 +49,7 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
         context = replace(context, declared=replace(context.declared, index_dtypes=interpreted))
         ragged = RaggedConfig(32, 16, 4, 2)
         return TritonMLABackend(
-            context, choose=choose or small, fixed=FIXED, ragged=ragged, multiprocessors=MULTIPROCESSORS
+            context, choose=choose or small, fixed=(FIXED,), ragged=ragged, multiprocessors=MULTIPROCESSORS
         )
     return TritonMLABackend(context) if choose is None else TritonMLABackend(context, choose=choose)
 
