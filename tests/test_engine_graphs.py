@@ -103,7 +103,7 @@ def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles)
         engine.step()
     for _ in range(4):
         engine.step()
-    graphs, step = engine.runner.graphs.decode, engine._in_flight[-1][0]
+    graphs, step = engine.runner.graphs.decode, engine.loop.in_flight[-1][0]
     captured = graphs.fitting(len(step.entries))
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

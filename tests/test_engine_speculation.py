@@ -285,7 +285,7 @@ def test_a_replayed_round_neither_waits_nor_allocates(oracles, model, settings):
     while not all(request.output for request in requests):
         engine.step()
     engine.step()
-    graphs, step = engine.rounds.graphs, engine._in_flight[-1][0]
+    graphs, step = engine.rounds.graphs, engine.loop.in_flight[-1][0]
     captured = graphs.fitting(step.rounds)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
