@@ -21,6 +21,7 @@ from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends
 from attnplug_engine.graphs.step_graphs import capture_prefill, no_memory, prefill_graphs
 from attnplug_engine.kernels.invariant import arithmetic
 from attnplug_engine.scheduling.step import Step, StepEntry
+from attnplug_engine.settings.speculation import Speculation
 from attnplug_engine.speculation.acceptance import Accepted, accept_and_commit, moves
 from attnplug_engine.speculation.batches import Batches, EagerBatches, RoundShapes
 from attnplug_engine.speculation.draft_prefills import DraftPrefillGraphs
@@ -28,7 +29,6 @@ from attnplug_engine.speculation.draft_runner import DraftRunner, needs_lengths
 from attnplug_engine.speculation.frozen_kv import FrozenKVProposer
 from attnplug_engine.speculation.in_flight import RoundOutput, RoundsInFlight
 from attnplug_engine.speculation.next_verify import NextVerify
-from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.plan_stream import PlanStream
 from attnplug_engine.speculation.proposers import DraftModelProposer, NgramProposer, Prefill, Proposer
 from attnplug_engine.speculation.round_graphs import CapturedRound, RoundGraphs

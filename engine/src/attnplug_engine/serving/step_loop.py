@@ -6,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from attnplug_engine.completion import Statistics
 from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.request import FinishReason, Request, TokenLogprobs
 from attnplug_engine.scheduling.scheduler import Scheduler
 from attnplug_engine.scheduling.step import RoundResult, Step, StepResult
+from attnplug_engine.serving.statistics import Statistics
 from attnplug_engine.speculation.in_flight import RoundsInFlight
 from attnplug_engine.speculation.rounds import RoundRunner
 from attnplug_engine.speculation.scheduler import RoundScheduler

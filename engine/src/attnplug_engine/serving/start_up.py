@@ -14,7 +14,6 @@ from attnplug.machine.runtime import runtime_of
 from attnplug.wrappers.forwarding import limited_by
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.graphs.capture import GraphCapture
-from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
 from attnplug_engine.graphs.decode import DecodeGraphs, GraphReport
 from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends, prefilling_child
 from attnplug_engine.graphs.step_graphs import capture_steps
@@ -24,10 +23,11 @@ from attnplug_engine.scheduling.mixed_steps import MixedSteps, prefill_seconds, 
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
 from attnplug_engine.scheduling.scheduler import Scheduler
 from attnplug_engine.scheduling.warm_up import warm_up_batches
+from attnplug_engine.serving.step_loop import StepLoop
+from attnplug_engine.settings.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
 from attnplug_engine.speculation.round_graphs import RoundGraphs
 from attnplug_engine.speculation.rounds import RoundRunner
 from attnplug_engine.speculation.scheduler import RoundScheduler
-from attnplug_engine.step_loop import StepLoop
 
 
 def make_scheduler(
