@@ -171,12 +171,12 @@ def prepare(
     """
     spec, registry, speculation = load_spec(model), load_registry(), options.speculation
     device, processor = open_device(options.device, registry.device)
-    _check_model(spec, options, device)
     if options.batch_invariant and parallel.size > 2:  # two numbers have the same sum in either order
         parallel = RankOrder(parallel)
     dtype = options.dtype or model_dtype(spec) or DType.FLOAT32
     kv_dtype = options.kv_dtype or dtype
     problem = _problem(spec, options, device, processor, dtype, kv_dtype, parallel.size, is_embedding=is_embedding)
+    _check_model(spec, options, device)
     asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     ranking = default_ranking(registry, problem, per_batch=True)
     request = target_request(registry, asked, problem, speculation, ranking)
