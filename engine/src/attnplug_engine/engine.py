@@ -18,7 +18,6 @@ from attnplug_engine.checkpoints.safetensors import checkpoint_folder
 from attnplug_engine.completion import Completion, Usage
 from attnplug_engine.execution import signals
 from attnplug_engine.execution.compilations import Compilation, CompilationMark
-from attnplug_engine.execution.extend_times import measured_extends
 from attnplug_engine.options import EmbedOptions, EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.prepare import prepare
@@ -31,13 +30,12 @@ from attnplug_engine.request import (
     Update,
 )
 from attnplug_engine.scheduling.prefix_cache import CacheStatistics, PrefixCache
-from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
+from attnplug_engine.scheduling.scheduler import Scheduler
 from attnplug_engine.scheduling.step import RoundResult, StepResult
 from attnplug_engine.serving.embedding import Embedding, EmbeddingLoop
 from attnplug_engine.serving.sizing import MemoryPlan
-from attnplug_engine.serving.start_up import capture_graphs, equalize_pages, make_scheduler, warm_up
+from attnplug_engine.serving.start_up import capture_graphs, equalize_pages, start_loop
 from attnplug_engine.serving.statistics import StartUp, Statistics
-from attnplug_engine.serving.step_loop import StepLoop
 from attnplug_engine.text.chat import Chat
 from attnplug_engine.text.encoder import Prompt, PromptEncoder, naming_prompt
 from attnplug_engine.text.errors import PromptError
@@ -87,23 +85,17 @@ class Engine:
         self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, prepared.loaded.config)
         with compile_progress(on_compile):
             self.selection, self.runner = prepared.build()
-            runner = self.runner
-            runner.extend_times = measured_extends(prepared.ranking, self.selection, runner.attention, runner.spec)
-            self.rounds, self.draft_selection = prepared.build_rounds(runner)
+            self.rounds, self.draft_selection = prepared.build_rounds(self.runner)
         self.graphs = capture_graphs(self.runner, self.rounds, options, on_capture)
         """Captured graphs."""
         if parallel.size > 1:
-            equalize_pages(runner)
+            equalize_pages(self.runner)
         page_size, states = self.runner.capacity.page_size, self.runner.states
         self.cache = PrefixCache(self.runner.allocator, page_size, states) if options.prefix_cache else None
-        overlap = on_gpu if options.overlap is None else options.overlap
-        depth = MAX_IN_FLIGHT if overlap else 1
+        self.loop = start_loop(self.runner, self.rounds, options, self.cache, on_warm_up)
         self._next_id = 0
         self._lock = threading.RLock()
         self._queue_lock = threading.Lock()
-        mixed = warm_up(runner, self.rounds, options, self.vocab_size, depth, on_warm_up) if on_gpu else None
-        scheduler = make_scheduler(runner, self.rounds, options, self.cache, mixed)
-        self.loop = StepLoop(runner, self.rounds, scheduler, depth)
         compiled = () if compilations is None else tuple(compilations.since())
         self.start_up = StartUp(time.perf_counter() - started, compiled)
         self._started_at = CompilationMark() if on_gpu else None

@@ -26,6 +26,7 @@ from attnplug.kernels import torch_dtype
 from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
 from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
+from attnplug_engine.execution.extend_times import measured_extends
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.kernels import usable
 from attnplug_engine.memory.capacity import Capacity
@@ -100,7 +101,9 @@ class Prepared:
                 two_batch_overlap=options.two_batch_overlap,
             )
 
-        return self._build_chosen(self.request, self.problem, build, self.failed)
+        selection, runner = self._build_chosen(self.request, self.problem, build, self.failed)
+        runner.extend_times = measured_extends(self.ranking, selection, runner.attention, runner.spec)
+        return selection, runner
 
     def build_rounds(self, target: ModelRunner) -> tuple[RoundRunner | None, Selection | None]:
         """Build the runner of speculative rounds, with the draft's backend over the target's pages. Return it and the
