@@ -25,7 +25,7 @@ from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.completion import Completion
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.request import FinishReason, Request
-from attnplug_engine.speculation.state import RoundState
+from attnplug_engine.speculation.round_state import RoundState
 from attnplug_testing.draft_checkpoints import random_tensors, save, saved_deepseek, shapes_of_assistant
 
 pytestmark = pytest.mark.long

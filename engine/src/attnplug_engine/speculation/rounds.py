@@ -32,7 +32,7 @@ from attnplug_engine.speculation.next_verify import NextVerify
 from attnplug_engine.speculation.plan_stream import PlanStream
 from attnplug_engine.speculation.proposers import DraftModelProposer, NgramProposer, Prefill, Proposer
 from attnplug_engine.speculation.round_graphs import CapturedRound, RoundGraphs
-from attnplug_engine.speculation.state import Members, RoundState
+from attnplug_engine.speculation.round_state import Members, RoundState
 from attnplug_engine.speculation.timing import Timing
 from attnplug_engine.speculation.verify_rows import VerifyRows
 from attnplug_engine.speculation.window import WindowProposer

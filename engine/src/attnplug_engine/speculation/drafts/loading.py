@@ -25,7 +25,7 @@ from attnplug_engine.speculation.drafts.assistant import (
 from attnplug_engine.speculation.drafts.eagle import EagleDraft
 from attnplug_engine.speculation.drafts.eagle3 import Eagle3Draft
 from attnplug_engine.speculation.drafts.model import DraftError, DraftModel
-from attnplug_engine.speculation.drafts.prediction import build_prediction, prediction_spec
+from attnplug_engine.speculation.drafts.mtp import build_prediction, prediction_spec
 from attnplug_engine.speculation.drafts.standalone import StandaloneDraft
 
 _EAGLE_TYPE = "llama"
