@@ -14,11 +14,11 @@ from attnplug import GraphLevel, Role
 from attnplug.declare.options import parse_options
 from attnplug.host import TINY_CONFIGS, build_selection
 from attnplug_engine import Engine, SamplingParams
-from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.devices import GPU_MARKS, nothing_waits
 from attnplug_testing.rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, need_libraries, watched_logits
 from attnplug_testing.sharing import share
 
-pytestmark = [*DEVICES[1].marks]
+pytestmark = GPU_MARKS
 
 SMALL = {
     "vocab_size": 512,
