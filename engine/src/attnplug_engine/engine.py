@@ -76,9 +76,9 @@ class Engine:
         self.options = options = replace(options or EngineOptions(), **settings)
         model = os.fspath(model)
         prepared = prepare(model, options, parallel, progress=progress, on_memory=on_memory)
-        on_gpu = prepared.runtime.module is not None
+        on_gpu = prepared.choice.runtime.module is not None
         compilations = CompilationMark() if on_gpu else None  # importing Triton takes a second
-        self.registry = prepared.registry
+        self.registry = prepared.choice.registry
         self.vocab_size = prepared.loaded.module.vocab_size
         self._encoder = PromptEncoder(model, self.vocab_size)
         self.tokenizer = self._encoder.tokenizer

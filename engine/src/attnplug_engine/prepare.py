@@ -48,11 +48,12 @@ _Runner = TypeVar("_Runner", ModelRunner, DraftRunner)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A model whose weights are loaded, and the backends that were selected for it."""
+class BackendChoice:
+    """Backends selected for a model and its draft, before weights are read."""
 
+    model: str
     options: EngineOptions
-    loaded: LoadedModel
+    spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
     kv_dtype: str
@@ -60,12 +61,11 @@ class Prepared:
     registry: Registry
     request: BackendRequest
     problem: Problem
-    failed: Mapping[str, Refusal]
+    selection: Selection
     ranking: Ranking
     """Ranking of ``auto``. Measured tables are read once, so the backends that are built are those that were
     selected."""
-    draft: DraftModel | None = None
-    draft_choice: DraftChoice | None = None
+    draft: DraftChoice | None
 
     @property
     def runtime(self) -> DeviceRuntime:
@@ -80,45 +80,69 @@ class Prepared:
             disable_radix_cache=not self.options.prefix_cache,
         )
 
+    def build(
+        self,
+        request: BackendRequest,
+        problem: Problem,
+        build: Callable[[Selection], _Runner],
+        failed: Mapping[str, Refusal],
+    ) -> tuple[Selection, _Runner]:
+        """Build the backends of a request and a runner on them; the selection is the same on all ranks."""
+        selection, runner = build_chosen(self.registry, request, problem, build, failed, self.ranking)
+        if self.parallel.size > 1:
+            check_same_choice(selection, self.parallel, self.device)
+        return selection, runner
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model whose weights are loaded, and the backends that were selected for it."""
+
+    choice: BackendChoice
+    loaded: LoadedModel
+    draft: DraftModel | None
+
     def build(self) -> tuple[Selection, ModelRunner]:
-        """Build the selected backends and a runner on them; the selection is the same on all ranks."""
-        options = self.options
+        """Build the selected backends and a runner on them."""
+        choice, options = self.choice, self.choice.options
 
         def build(selection: Selection) -> ModelRunner:
             return ModelRunner(
                 self.loaded,
                 selection,
                 self._capacity(selection),
-                device=self.device,
-                dtype=self.dtype,
-                kv_dtype=self.kv_dtype,
+                device=choice.device,
+                dtype=choice.dtype,
+                kv_dtype=choice.kv_dtype,
                 index_dtype=options.index_dtype,
-                parallel=self.parallel,
-                policy=replace(options.extend_policy, forced=self.problem.extend_path),
-                serving=self.serving,
+                parallel=choice.parallel,
+                policy=replace(options.extend_policy, forced=choice.problem.extend_path),
+                serving=choice.serving,
                 check_layers=options.check_layers,
                 seed=options.seed,
                 two_batch_overlap=options.two_batch_overlap,
             )
 
-        selection, runner = self._build_chosen(self.request, self.problem, build, self.failed)
-        runner.extend_times = measured_extends(self.ranking, selection, runner.attention, runner.spec)
+        selection, runner = choice.build(choice.request, choice.problem, build, choice.selection.failed)
+        runner.extend_times = measured_extends(choice.ranking, selection, runner.attention, runner.spec)
         return selection, runner
 
     def build_rounds(self, target: ModelRunner) -> tuple[RoundRunner | None, Selection | None]:
         """Build the runner of speculative rounds, with the draft's backend over the target's pages. Return it and the
         draft's selection; both are None without speculation, the selection also without a draft model."""
-        if (speculation := self.options.speculation) is None:
+        options = self.choice.options
+        if (speculation := options.speculation) is None:
             return None, None
         selection = runner = None
-        if self.draft is not None and self.draft_choice is not None:
-            selection, runner = self._build_draft(self.draft, self.draft_choice, target, speculation)
-        return RoundRunner(target, runner, speculation, plan_stream=self.options.plan_stream), selection
+        if self.draft is not None and self.choice.draft is not None:
+            selection, runner = self._build_draft(self.draft, self.choice.draft, target, speculation)
+        return RoundRunner(target, runner, speculation, plan_stream=options.plan_stream), selection
 
     def _build_draft(
-        self, draft: DraftModel, choice: DraftChoice, target: ModelRunner, speculation: Speculation
+        self, draft: DraftModel, draft_choice: DraftChoice, target: ModelRunner, speculation: Speculation
     ) -> tuple[Selection, DraftRunner]:
-        problem = replace(choice.problem, page_size=target.capacity.page_size)
+        choice = self.choice
+        problem = replace(draft_choice.problem, page_size=target.capacity.page_size)
 
         def build(selection: Selection) -> DraftRunner:
             return DraftRunner(
@@ -127,33 +151,22 @@ class Prepared:
                 selection,
                 target.capacity,
                 speculation,
-                device=self.device,
-                dtype=self.dtype,
-                kv_dtype=self.kv_dtype,
-                index_dtype=self.options.index_dtype,
+                device=choice.device,
+                dtype=choice.dtype,
+                kv_dtype=choice.kv_dtype,
+                index_dtype=choice.options.index_dtype,
                 workspace=target.workspace,
-                parallel=self.parallel,
-                policy=self.options.extend_policy,
-                serving=self.serving,
+                parallel=choice.parallel,
+                policy=choice.options.extend_policy,
+                serving=choice.serving,
             )
 
-        return self._build_chosen(choice.request, problem, build, choice.failed)
-
-    def _build_chosen(
-        self,
-        request: BackendRequest,
-        problem: Problem,
-        build: Callable[[Selection], _Runner],
-        failed: Mapping[str, Refusal],
-    ) -> tuple[Selection, _Runner]:
-        selection, runner = build_chosen(self.registry, request, problem, build, failed, self.ranking)
-        if self.parallel.size > 1:
-            check_same_choice(selection, self.parallel, self.device)
-        return selection, runner
+        return choice.build(draft_choice.request, problem, build, draft_choice.failed)
 
     def _capacity(self, selection: Selection) -> Capacity:
-        sizes = (self.loaded.spec, self.options, selection, self.dtype, self.kv_dtype, self.device)
-        if self.problem.is_embedding:
+        choice = self.choice
+        sizes = (self.loaded.spec, choice.options, selection, choice.dtype, choice.kv_dtype, choice.device)
+        if choice.problem.is_embedding:
             return embedding_capacity(*sizes)
         # A draft that does not read the target's rows has rows of its own, on the target's pages.
         return capacity(*sizes, None if self.draft is None or self.draft.reads_target else self.draft.spec)
@@ -172,6 +185,45 @@ def prepare(
 
     ``on_memory`` gets the estimate of an engine's memory before weights are read. Raises PoolError if it cannot fit.
     """
+    choice = _choose_backends(model, options, parallel, is_embedding=is_embedding)
+    source = _open_source(choice)
+    if not is_embedding:
+        plan = _memory_plan(choice, source)
+        if on_memory is not None:
+            on_memory(plan)
+    loaded = load_model(
+        model,
+        dtype=choice.dtype,
+        device=choice.device,
+        parallel=choice.parallel,
+        seed=options.seed,
+        random_weights=options.random_weights,
+        progress=progress,
+        head=not is_embedding,
+        source=source,
+    )
+    loaded.module.batch_invariant = options.batch_invariant
+    draft, speculation = None, options.speculation
+    if speculation is not None and choice.draft is not None:
+        with naming_draft(speculation):
+            draft = load_draft(
+                speculation,
+                loaded,
+                model,
+                dtype=choice.dtype,
+                device=choice.device,
+                parallel=choice.parallel,
+                seed=options.seed,
+                random_weights=options.random_weights,
+            )
+    return Prepared(choice, loaded, draft)
+
+
+def _choose_backends(
+    model: str, options: EngineOptions, parallel: TensorParallel, *, is_embedding: bool
+) -> BackendChoice:
+    """Select backends, and check all that can be checked without reading a checkpoint: refusals, formats, and imports
+    of kernel libraries."""
     spec, registry, speculation = load_spec(model), load_registry(), options.speculation
     device, processor = open_device(options.device, registry.device)
     if options.batch_invariant and parallel.size > 2:  # two numbers have the same sum in either order
@@ -183,58 +235,17 @@ def prepare(
     asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     ranking = default_ranking(registry, problem, per_batch=True)
     request = target_request(registry, asked, problem, speculation, ranking)
-    # Refusals, broken formats and kernel libraries that cannot be imported are reported before a checkpoint is read.
     selection = choose_importable(registry, request, problem, ranking)
     check_codecs(spec.layers, registry.kv_format(kv_dtype))
-    draft_choice = None
+    draft = None
     if speculation is not None and speculation.has_model:
         with naming_draft(speculation):
-            draft_layers = draft_spec(speculation, model)
-        draft_choice = choose_draft(registry, asked, problem, speculation, draft_layers, ranking)
-    source = _open_source(model, options, device)
-    if not is_embedding:
-        layers = None if draft_choice is None else draft_choice.problem.model
-        plan = plan_memory(
-            spec.for_rank(parallel.size),
-            source.config,
-            options,
-            selection,
-            torch_dtype(dtype),
-            kv_dtype,
-            device,
-            _weight_bytes(source, options, device, torch_dtype(dtype), parallel.size),
-            None if layers is None else layers.for_rank(parallel.size),
-        )
-        if on_memory is not None:
-            on_memory(plan)
-    loaded = load_model(
+            layers = draft_spec(speculation, model)
+        draft = choose_draft(registry, asked, problem, speculation, layers, ranking)
+    return BackendChoice(
         model,
-        dtype=torch_dtype(dtype),
-        device=device,
-        parallel=parallel,
-        seed=options.seed,
-        random_weights=options.random_weights,
-        progress=progress,
-        head=not is_embedding,
-        source=source,
-    )
-    loaded.module.batch_invariant = options.batch_invariant
-    draft = None
-    if speculation is not None and draft_choice is not None:
-        with naming_draft(speculation):
-            draft = load_draft(
-                speculation,
-                loaded,
-                model,
-                dtype=torch_dtype(dtype),
-                device=device,
-                parallel=parallel,
-                seed=options.seed,
-                random_weights=options.random_weights,
-            )
-    return Prepared(
         options,
-        loaded,
+        spec,
         device,
         torch_dtype(dtype),
         kv_dtype,
@@ -242,10 +253,9 @@ def prepare(
         registry,
         request,
         problem,
-        selection.failed,
+        selection,
         ranking,
         draft,
-        draft_choice,
     )
 
 
@@ -307,8 +317,9 @@ def _problem(
     return target_problem(problem, options.speculation)
 
 
-def _open_source(model: str, options: EngineOptions, device: torch.device) -> WeightSource:
-    source = open_source(model, device=device, seed=options.seed, random_weights=options.random_weights)
+def _open_source(choice: BackendChoice) -> WeightSource:
+    options, device = choice.options, choice.device
+    source = open_source(choice.model, device=device, seed=options.seed, random_weights=options.random_weights)
     if options.batch_invariant and device.type != "cpu" and source.config.get("quantization_config") is not None:
         raise UsageError(
             "`batch_invariant` is not available for quantized weights on a GPU, whose kernels differ by the number of "
@@ -318,16 +329,26 @@ def _open_source(model: str, options: EngineOptions, device: torch.device) -> We
     return source
 
 
-def _weight_bytes(
-    source: WeightSource, options: EngineOptions, device: torch.device, dtype: torch.dtype, ranks: int
-) -> int | None:
-    """Return the bytes of a rank's weights, a draft's included; None for random ones, whose size is unknown."""
+def _memory_plan(choice: BackendChoice, source: WeightSource) -> MemoryPlan:
+    """Estimate the memory of an engine before weights are read. Raises PoolError if it cannot fit."""
+    options, device, ranks = choice.options, choice.device, choice.parallel.size
     sources, speculation = [source], options.speculation
     if speculation is not None and speculation.has_model and speculation.draft_model is not None:
         with naming_draft(speculation):
             sources.append(open_source(speculation.draft_model, device=device, random_weights=options.random_weights))
-    sizes = [one.nbytes(dtype, ranks) for one in sources if isinstance(one, Checkpoint)]
-    return sum(sizes) if len(sizes) == len(sources) else None
+    sizes = [one.nbytes(choice.dtype, ranks) for one in sources if isinstance(one, Checkpoint)]
+    draft = None if choice.draft is None else choice.draft.problem.model
+    return plan_memory(
+        choice.spec.for_rank(ranks),
+        source.config,
+        options,
+        choice.selection,
+        choice.dtype,
+        choice.kv_dtype,
+        device,
+        sum(sizes) if len(sizes) == len(sources) else None,  # the size of random weights is unknown
+        None if draft is None else draft.for_rank(ranks),
+    )
 
 
 def check_same_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:
