@@ -86,6 +86,7 @@ class Engine:
         with compile_progress(on_compile):
             self.selection, self.runner = prepared.build()
             self.rounds, self.draft_selection = prepared.build_rounds(self.runner)
+            """Runner of speculative rounds and selection of the draft's backend; None if there are none."""
         self.graphs = capture_graphs(self.runner, self.rounds, options, on_capture)
         """Captured graphs."""
         if parallel.size > 1:
