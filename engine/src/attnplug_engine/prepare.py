@@ -124,7 +124,8 @@ class Prepared:
             )
 
         selection, runner = choice.build(choice.request, choice.problem, build, choice.selection.failed)
-        runner.extend_times = measured_extends(choice.ranking, selection, runner.attention, runner.spec)
+        if not choice.problem.is_embedding:
+            runner.extend_times = measured_extends(choice.ranking, selection, runner.attention, runner.spec)
         return selection, runner
 
     def build_rounds(self, target: ModelRunner) -> tuple[RoundRunner | None, Selection | None]:
