@@ -176,7 +176,7 @@ class Sparse:
 
     def topk(self, number: int) -> None:
         index, plan, block = self._index
-        index._put_best(plan, block, TOPK, torch.empty_like(self.selected[number].slots))
+        index._select_best(plan, block, TOPK, torch.empty_like(self.selected[number].slots))
 
     def attend(self, number: int) -> Tensor:
         extras = ForwardExtras(selected=self.selected[number])

@@ -296,7 +296,7 @@ def _in_processes(arguments: argparse.Namespace) -> dict[str, Any]:
         ):
             time.sleep(0.2)
         others = DeviceLock(arguments.turns)
-        others.alone()
+        others.acquire()
         for number in range(arguments.rounds):
             for turn, (_, process) in list(processes.items())[:: 1 - 2 * (number % 2)]:
                 if process.poll() is not None:

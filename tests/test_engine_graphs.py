@@ -14,11 +14,11 @@ from attnplug import GraphLevel, Role
 from attnplug.declare.options import parse_options
 from attnplug.host import TINY_CONFIGS, build_selection
 from attnplug_engine import Engine, SamplingParams
-from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.devices import GPU_MARKS, nothing_waits
 from attnplug_testing.rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, need_libraries, watched_logits
 from attnplug_testing.sharing import share
 
-pytestmark = [*DEVICES[1].marks]
+pytestmark = GPU_MARKS
 
 SMALL = {
     "vocab_size": 512,
@@ -103,7 +103,7 @@ def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles)
         engine.step()
     for _ in range(4):
         engine.step()
-    graphs, step = engine.runner.graphs.decode, engine._in_flight[-1][0]
+    graphs, step = engine.runner.graphs.decode, engine.loop.in_flight[-1][0]
     captured = graphs.fitting(len(step.entries))
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

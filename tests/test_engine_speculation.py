@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from attnplug import Role
 from attnplug_engine import Engine, SamplingParams
-from attnplug_testing.devices import DEVICES, nothing_waits
+from attnplug_testing.devices import GPU_MARKS, nothing_waits
 from attnplug_testing.draft_checkpoints import random_tensors, save, shapes_of_assistant
 from attnplug_testing.rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, need_libraries
 
-pytestmark = [*DEVICES[1].marks]
+pytestmark = GPU_MARKS
 
 SMALL = {
     "vocab_size": 512,
@@ -103,7 +103,7 @@ def named(value: object) -> str:
     if "speculative_algorithm" not in value:
         return value.get("attention_backend") or "+".join(value["role_backends"].values())
     assists = value.get("speculative_draft_model") == "assistant"
-    return value["speculative_algorithm"] + "-assistant" * assists + "-tree" * ("speculative_topk" in value)
+    return str(value["speculative_algorithm"]) + "-assistant" * assists + "-tree" * ("speculative_topk" in value)
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +193,13 @@ def _llama_layer(config: dict[str, Any], name: str, inputs: int) -> dict[str, tu
 def speculating(folder: str, model: str, settings: dict[str, Any], **more: Any) -> Engine:
     own = {}
     if (draft := settings.get("speculative_draft_model")) is not None:
-        make = {"own": str, "assistant": _assistant, "eagle": _eagle, "eagle3": _eagle3}[draft]
-        own = {"speculative_draft_model": make(Path(folder))}
+        makers: dict[str, Callable[[Path], str]] = {
+            "own": str,
+            "assistant": _assistant,
+            "eagle": _eagle,
+            "eagle3": _eagle3,
+        }
+        own = {"speculative_draft_model": makers[draft](Path(folder))}
     common = {"device": "cuda", "attention_backend": BACKENDS.get(model), "max_batch": 8, "ignore_eos": True}
     return Engine(folder, **{**common, **settings, **own, **more})
 
@@ -224,7 +229,7 @@ def test_tokens_are_right(oracles, model, settings, graphs, overlap):
     oracle, folder = oracles(model)
     texts = prompts(9)
     texts.append([*texts[-1][:40], 7, 8, 9])
-    more = {"cuda_graph_batch_sizes": (1, 4, 8), "cuda_graph_prefill_sizes": (32, 128)}
+    more: dict[str, Any] = {"cuda_graph_batch_sizes": (1, 4, 8), "cuda_graph_prefill_sizes": (32, 128)}
     more = more if graphs else {"disable_cuda_graph": True}
     engine = speculating(folder, model, settings, overlap=overlap, chunked_prefill_size=128, **more)
     assert bool(engine.graphs.sizes) is bool(engine.graphs.prefill_sizes) is graphs
@@ -285,7 +290,7 @@ def test_a_replayed_round_neither_waits_nor_allocates(oracles, model, settings):
     while not all(request.output for request in requests):
         engine.step()
     engine.step()
-    graphs, step = engine.rounds.graphs, engine._in_flight[-1][0]
+    graphs, step = engine.rounds.graphs, engine.loop.in_flight[-1][0]
     captured = graphs.fitting(step.rounds)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -7,7 +7,7 @@ from typing import Any
 from attnplug.kv.triton_rows import _write_pairs
 from attnplug_engine.kernels.elementwise import _rms_norm, _silu_and_mul
 from attnplug_engine.kernels.gemm_tiles import STREAMED, STREAMED_GATED, GemmConfig
-from attnplug_engine.kernels.heads import _by_head
+from attnplug_engine.kernels.head_gemm import _by_head
 from attnplug_engine.kernels.latent import _absorb, _latent_rows
 from attnplug_engine.kernels.rotary import _angles, _rotate_heads
 from attnplug_engine.kernels.skinny_gemm import _skinny_gemm

@@ -28,7 +28,7 @@ def poisoned(rows: int, width: int, device: str) -> torch.Tensor:
 
 @pytest.fixture
 def weights(device: str) -> MLAWeights:
-    from attnplug_engine.kernels.heads import multiply_heads
+    from attnplug_engine.kernels.head_gemm import multiply_heads
 
     w_kc = random(HEADS, NOPE, RANK, device=device, seed=1)
     return MLAWeights(w_kc, random(HEADS, VALUE, RANK, device=device, seed=2).transpose(1, 2), multiply_heads)

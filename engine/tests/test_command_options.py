@@ -12,10 +12,9 @@ import pytest
 
 from attnplug import DType, ExtendPath, Role, UsageError
 from attnplug.host import ExtendPolicy, Registry
-from attnplug_engine.checkpoints.pooling import Pooling
-from attnplug_engine.embedding import EmbedOptions
-from attnplug_engine.options import EngineOptions
+from attnplug_engine.options import EmbedOptions, EngineOptions
 from attnplug_engine.request import SamplingParams
+from attnplug_engine.settings.pooling import Pooling
 from attnplug_testing.command import Attnplug
 from attnplug_testing.errors import missing_values
 

@@ -13,9 +13,9 @@ from attnplug_engine.checkpoints.safetensors import MissingTensor, UnusedTensors
 from attnplug_engine.models.architectures import load_model
 from attnplug_engine.models.layers import Linear
 from attnplug_engine.parallel.collectives import SINGLE
+from attnplug_engine.settings.speculation import Algorithm, Speculation
 from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft
 from attnplug_engine.speculation.drafts.model import LAST, NOTHING, DraftError, HiddenInputs
-from attnplug_engine.speculation.options import Algorithm, Speculation
 from attnplug_testing.draft_checkpoints import (
     HIDDEN,
     VOCAB,

@@ -15,9 +15,9 @@ from torch.testing import assert_close
 from attnplug import DType, PoolError, Role, Serving, UsageError
 from attnplug.host import TINY_CONFIGS, load_model
 from attnplug_engine import Embedder, Engine
-from attnplug_engine.checkpoints.pooling import Pooling
 from attnplug_engine.checkpoints.safetensors import MissingTensor
 from attnplug_engine.memory.capacity import bytes_per_page
+from attnplug_engine.settings.pooling import Pooling
 from attnplug_testing.errors import having, naming
 from attnplug_testing.rounded_oracle import without_fla
 
@@ -155,8 +155,8 @@ def test_the_context_says_that_nothing_is_decoded_and_how_prompts_run(monkeypatc
 def test_many_prompts_run_within_the_limits_of_the_context(pages, context, lengths, together, monkeypatch):
     """As many at a time as fit, by each of the limits alone; and nothing is held afterwards."""
     page = bytes_per_page(load_model("tiny:qwen3_next"), 4, DType.FLOAT32, torch.float32)
-    monkeypatch.setattr("attnplug_engine.embedding.STEP_TOKENS", 64)
-    monkeypatch.setattr("attnplug_engine.sizing._CPU_CACHE_BYTES", pages * page)
+    monkeypatch.setattr("attnplug_engine.serving.embedding.STEP_TOKENS", 64)
+    monkeypatch.setattr("attnplug_engine.serving.sizing._CPU_CACHE_BYTES", pages * page)
     embedder = Embedder("tiny:qwen3_next", device="cpu", max_batch=4, page_size=4, context_length=context)
     assert embedder.capacity.num_pages == pages
     steps = []
@@ -217,7 +217,7 @@ def test_a_prompt_that_cannot_be_embedded_is_named(prompt, named):
 
 
 def test_a_prompt_that_memory_cannot_hold_is_refused(monkeypatch):
-    monkeypatch.setattr("attnplug_engine.sizing._CPU_CACHE_BYTES", 100_000)
+    monkeypatch.setattr("attnplug_engine.serving.sizing._CPU_CACHE_BYTES", 100_000)
     with pytest.raises(PoolError, check=naming("prompt 0", 4000, 192)):
         Embedder("tiny:llama", device="cpu").embed([[1] * 4000])
 

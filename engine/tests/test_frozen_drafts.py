@@ -237,7 +237,7 @@ def test_each_steps_logits_are_those_of_float64_over_the_committed_rows(model, d
 
 def test_its_backend_is_a_second_one_over_the_targets_rows(assistants, monkeypatch):
     """So the target has all the memory that there is for rows."""
-    monkeypatch.setattr("attnplug_engine.sizing._CPU_CACHE_BYTES", 1 << 20)
+    monkeypatch.setattr("attnplug_engine.serving.sizing._CPU_CACHE_BYTES", 1 << 20)
     one = drafting(LLAMA, assistants()[0])
     draft = one.rounds.draft
     assert draft.pools.mha is one.runner.pools.mha and draft.backend is not one.runner.backend

@@ -8,7 +8,7 @@ import torch
 from attnplug import ExtendPath, ForwardMode
 from attnplug.host import TINY_CONFIGS, ExtendPolicy
 from attnplug.mla.attention import MLAAttention
-from attnplug_engine.engine import Engine, EngineOptions
+from attnplug_engine import Engine, EngineOptions
 from attnplug_engine.request import SamplingParams
 from attnplug_testing.configs import TINY_YARN
 from attnplug_testing.rounded_oracle import watched_logits

@@ -25,9 +25,9 @@ from attnplug.machine.runtime import runtime_of
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.execution.runner import Phase
 from attnplug_engine.graphs.capture_check import CaptureMismatch
-from attnplug_engine.graphs.capture_sizes import default_sizes
 from attnplug_engine.graphs.step_graphs import capture_steps
-from attnplug_engine.start_up import capture_graphs
+from attnplug_engine.serving.start_up import capture_graphs
+from attnplug_engine.settings.capture_sizes import default_sizes
 from attnplug_testing.errors import having, missing_values, naming
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
@@ -486,8 +486,8 @@ class TestSizes:
         one, free = engine(), iter([9 << 20, 2 << 20])
         one.options = replace(one.options, cuda_graph_batch_sizes=asked)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
-        monkeypatch.setattr("attnplug_engine.start_up.GraphCapture", lambda device: Recorded())
-        monkeypatch.setattr("attnplug_engine.start_up.limited_by", lambda backend, claim: ("some",))
+        monkeypatch.setattr("attnplug_engine.serving.start_up.GraphCapture", lambda device: Recorded())
+        monkeypatch.setattr("attnplug_engine.serving.start_up.limited_by", lambda backend, claim: ("some",))
         device = torch.device("cuda")
         monkeypatch.setattr(
             "attnplug_engine.graphs.step_graphs.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None)

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from attnplug import PoolError
 from attnplug.host import TINY_CONFIGS
-from attnplug_engine import sizing
 from attnplug_engine.checkpoints.safetensors import Checkpoint
 from attnplug_engine.engine import Engine
 from attnplug_engine.models.architectures import load_model
 from attnplug_engine.quantization.scheme import QuantizedWeight
+from attnplug_engine.serving import sizing
 from attnplug_testing.command import Attnplug
 from attnplug_testing.errors import naming
 

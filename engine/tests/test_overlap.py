@@ -162,7 +162,7 @@ def test_a_failure_takes_back_all_that_is_in_flight(model: str, where: str, monk
 def test_statistics_count_no_second_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that ticks when it is read: the seconds of all steps are those of all calls."""
     now = iter(range(10**6))
-    monkeypatch.setattr("attnplug_engine.step_loop.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("attnplug_engine.serving.step_loop.time.perf_counter", lambda: next(now))
     engine = make(prefix_cache=False)
     engine.add([1, 2, 3], SamplingParams(max_tokens=5))
     calls = 0

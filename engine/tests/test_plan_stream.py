@@ -290,7 +290,7 @@ class TestStale:
         """The newest tokens of the round are on the device only, unless that is the change."""
         one = ahead(overlap=True, **CHAIN)
         stepped(one, prompts=2)
-        keeps, (step, running) = one.rounds._next_verify, one.loop._in_flight[-1]
+        keeps, (step, running) = one.rounds._next_verify, one.loop.in_flight[-1]
         entries, rows, slots, longest = list(step.entries), list(step.rows), step.state_slots, keeps._waiting.longest
         assert entries[0].token_ids == (PENDING,)
         keeps._waiting = replace(keeps._waiting, rows=rows)

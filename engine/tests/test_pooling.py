@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from attnplug import UsageError
-from attnplug_engine.checkpoints.pooling import EmbeddingRules, Pooling, read_rules
+from attnplug_engine.checkpoints.pooling import EmbeddingRules, read_rules
+from attnplug_engine.settings.pooling import Pooling
 from attnplug_testing.errors import naming
 
 TRANSFORMER, POOLING, NORMALIZE = (

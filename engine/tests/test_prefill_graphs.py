@@ -28,12 +28,12 @@ from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.execution.extend_times import ExtendTimes
 from attnplug_engine.graphs.capture_check import CaptureMismatch
-from attnplug_engine.graphs.capture_sizes import default_prefill_sizes
 from attnplug_engine.graphs.prefill import PrefillGraphs, _seconds
 from attnplug_engine.graphs.step_graphs import capture_steps
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.step import Step, StepEntry
-from attnplug_engine.start_up import _prefill_sizes, capture_graphs
+from attnplug_engine.serving.start_up import _prefill_sizes, capture_graphs
+from attnplug_engine.settings.capture_sizes import default_prefill_sizes
 from attnplug_testing.errors import having, naming
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
@@ -319,7 +319,7 @@ class TestSpeculation:
         monkeypatch.setattr("attnplug_engine.speculation.draft_runner.build_selection", own)
         one, free = engine(chunked_prefill_size=20, **settings), iter([9 << 20, 2 << 20])
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
-        monkeypatch.setattr("attnplug_engine.start_up.GraphCapture", lambda device: Recorded())
+        monkeypatch.setattr("attnplug_engine.serving.start_up.GraphCapture", lambda device: Recorded())
         for module in ("graphs.step_graphs", "speculation.rounds"):
             check = SimpleNamespace(run=lambda *given: None)
             monkeypatch.setattr(f"attnplug_engine.{module}.CaptureCheck", lambda *given, check=check: check)
@@ -648,7 +648,7 @@ class TestOptions:
         one, free = engine(), iter([9 << 20, 2 << 20])
         one.options = replace(one.options, **settings)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
-        monkeypatch.setattr("attnplug_engine.start_up.GraphCapture", lambda device: Recorded())
+        monkeypatch.setattr("attnplug_engine.serving.start_up.GraphCapture", lambda device: Recorded())
         monkeypatch.setattr(
             "attnplug_engine.graphs.step_graphs.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None)
         )

@@ -12,7 +12,7 @@ from exact_serving import FIRST, POISON, STOP, VOCAB, Serving, advance, alone
 from attnplug import ForwardMode, PoolError
 from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams
 from attnplug_engine.scheduling.step import BAD_LOGITS, PENDING, Step
-from attnplug_engine.speculation.options import Algorithm, Speculation
+from attnplug_engine.settings.speculation import Algorithm, Speculation
 from attnplug_engine.speculation.scheduler import RoundScheduler, lookahead_rows
 from attnplug_testing.errors import having
 

@@ -34,8 +34,8 @@ from attnplug import ForwardMode, Problem, RefusalCode, Role, UsageError
 from attnplug.auto.ranking import BY_PREFERENCE
 from attnplug.host import BackendRequest, SelectionError, load_model, load_registry, select
 from attnplug_engine import Engine, SamplingParams
+from attnplug_engine.settings.speculation import Algorithm, Speculation
 from attnplug_engine.speculation.backend_choice import choose_draft, target_problem
-from attnplug_engine.speculation.options import Algorithm, Speculation
 from attnplug_testing.command import Attnplug
 from attnplug_testing.errors import refusing
 

@@ -25,7 +25,7 @@ from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.completion import Completion
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.request import FinishReason, Request
-from attnplug_engine.speculation.state import RoundState
+from attnplug_engine.speculation.round_state import RoundState
 from attnplug_testing.draft_checkpoints import random_tensors, save, saved_deepseek, shapes_of_assistant
 
 pytestmark = pytest.mark.long
@@ -252,7 +252,7 @@ def serve(play: Play, outputs: list[list[int]], parallel: TensorParallel = SINGL
         if len(requests) == len(play.prompts) and not one.scheduler.has_work:
             break
     assert count < 2900, "it does not come to an end"
-    assert not one.loop._in_flight and not one.scheduler.in_flight and one.step() is None
+    assert not one.loop.in_flight and not one.scheduler.in_flight and one.step() is None
     assert received == sum(len(request.output) for request in requests.values())
     _check_statistics(one, requests.values())
     if one.cache is not None:

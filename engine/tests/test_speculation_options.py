@@ -6,7 +6,7 @@ import pytest
 
 from attnplug import UsageError
 from attnplug_engine.options import EngineOptions
-from attnplug_engine.speculation.options import Algorithm, Speculation
+from attnplug_engine.settings.speculation import Algorithm, Speculation
 from attnplug_testing.command import Attnplug
 from attnplug_testing.errors import missing_values
 

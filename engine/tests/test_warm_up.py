@@ -19,7 +19,7 @@ from attnplug_engine.execution import compilations
 from attnplug_engine.execution.compilations import Compilation, CompilationMark, describe
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.scheduling.warm_up import warm_up_batches
-from attnplug_engine.start_up import warm_up
+from attnplug_engine.serving.start_up import warm_up
 from attnplug_testing.errors import naming
 
 PROMPTS = [[5, 6, 7], list(range(20)), [9] * 11]

@@ -10,14 +10,15 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnplug_engine.completion import Completion, Statistics, Usage
-    from attnplug_engine.embedding import Embedder, Embedding
-    from attnplug_engine.engine import Engine
+    from attnplug_engine.completion import Completion, Usage
+    from attnplug_engine.engine import Embedder, Engine
     from attnplug_engine.execution.runner import ModelRunner
     from attnplug_engine.memory.capacity import Capacity
     from attnplug_engine.models.architectures import load_model
     from attnplug_engine.options import EmbedOptions, EngineOptions
     from attnplug_engine.request import FinishReason, LikelyToken, Request, SamplingParams, TokenLogprobs, Update
+    from attnplug_engine.serving.embedding import Embedding
+    from attnplug_engine.serving.statistics import Statistics
     from attnplug_engine.text.chat import Chat
     from attnplug_engine.text.transcript import Transcript
 
@@ -32,8 +33,8 @@ _MODULE_OF = {
     "Chat": "text.chat",
     "Completion": "completion",
     "EmbedOptions": "options",
-    "Embedder": "embedding",
-    "Embedding": "embedding",
+    "Embedder": "engine",
+    "Embedding": "serving.embedding",
     "Engine": "engine",
     "EngineOptions": "options",
     "FinishReason": "request",
@@ -41,7 +42,7 @@ _MODULE_OF = {
     "ModelRunner": "execution.runner",
     "Request": "request",
     "SamplingParams": "request",
-    "Statistics": "completion",
+    "Statistics": "serving.statistics",
     "TokenLogprobs": "request",
     "Transcript": "text.transcript",
     "Update": "request",

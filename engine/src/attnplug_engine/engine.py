@@ -1,4 +1,4 @@
-"""The engine: generates tokens for texts, conversations or token ids."""
+"""Engine and embedder: generate tokens, or embed, with a model on any installed backend."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnplug import Serving, UsageError
-from attnplug.host import Selection, compile_progress
-from attnplug_engine.completion import Completion, StartUp, Statistics, Usage
+from attnplug import PoolError, UsageError
+from attnplug.host import compile_progress
+from attnplug_engine.checkpoints.pooling import read_rules
+from attnplug_engine.checkpoints.random import TINY
+from attnplug_engine.checkpoints.safetensors import checkpoint_folder
+from attnplug_engine.completion import Completion, Usage
 from attnplug_engine.execution import signals
 from attnplug_engine.execution.compilations import Compilation, CompilationMark
-from attnplug_engine.execution.extend_times import measured_extends
-from attnplug_engine.options import EngineOptions
+from attnplug_engine.options import EmbedOptions, EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.prepare import prepare
 from attnplug_engine.request import (
@@ -28,14 +30,15 @@ from attnplug_engine.request import (
     Update,
 )
 from attnplug_engine.scheduling.prefix_cache import CacheStatistics, PrefixCache
-from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
+from attnplug_engine.scheduling.scheduler import Scheduler
 from attnplug_engine.scheduling.step import RoundResult, StepResult
-from attnplug_engine.sizing import MemoryPlan, capacity
-from attnplug_engine.speculation.rounds import RoundRunner
-from attnplug_engine.start_up import capture_graphs, equalize_pages, make_scheduler, warm_up
-from attnplug_engine.step_loop import StepLoop
+from attnplug_engine.serving.embedding import Embedding, EmbeddingLoop
+from attnplug_engine.serving.sizing import MemoryPlan
+from attnplug_engine.serving.start_up import capture_graphs, equalize_pages, start_loop
+from attnplug_engine.serving.statistics import StartUp, Statistics
 from attnplug_engine.text.chat import Chat
 from attnplug_engine.text.encoder import Prompt, PromptEncoder, naming_prompt
+from attnplug_engine.text.errors import PromptError
 from attnplug_engine.text.tokenizer import end_tokens
 from attnplug_engine.text.transcript import Transcript
 
@@ -73,57 +76,27 @@ class Engine:
         self.options = options = replace(options or EngineOptions(), **settings)
         model = os.fspath(model)
         prepared = prepare(model, options, parallel, progress=progress, on_memory=on_memory)
-        on_gpu = prepared.runtime.module is not None
+        on_gpu = prepared.choice.runtime.module is not None
         compilations = CompilationMark() if on_gpu else None  # importing Triton takes a second
-        self.registry = prepared.registry
+        self.registry = prepared.choice.registry
         self.vocab_size = prepared.loaded.module.vocab_size
         self._encoder = PromptEncoder(model, self.vocab_size)
         self.tokenizer = self._encoder.tokenizer
         self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, prepared.loaded.config)
-        serving = Serving(
-            chunked_prefill_size=options.step_tokens(on_gpu=on_gpu),
-            disable_radix_cache=not options.prefix_cache,
-        )
         with compile_progress(on_compile):
-            self.selection, self.runner = prepared.build(
-                lambda selection: capacity(
-                    prepared.loaded.spec,
-                    options,
-                    selection,
-                    prepared.dtype,
-                    prepared.kv_dtype,
-                    prepared.device,
-                    prepared.draft_cache,
-                ),
-                serving,
-                options.extend_policy,
-                check_layers=options.check_layers,
-                seed=options.seed,
-                two_batch_overlap=options.two_batch_overlap,
-            )
-            runner = self.runner
-            runner.extend_times = measured_extends(prepared.ranking, self.selection, runner.attention, runner.spec)
-            self.rounds: RoundRunner | None = None
-            """Runs the steps if the engine speculates."""
-            self.draft_selection: Selection | None = None
-            if (speculation := options.speculation) is not None:
-                built = prepared.build_draft(self.runner, speculation, serving, options.extend_policy)
-                self.draft_selection, draft = (None, None) if built is None else built
-                self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
+            self.selection, self.runner = prepared.build()
+            self.rounds, self.draft_selection = prepared.build_rounds(self.runner)
+            """Runner of speculative rounds and selection of the draft's backend; None if there are none."""
         self.graphs = capture_graphs(self.runner, self.rounds, options, on_capture)
         """Captured graphs."""
         if parallel.size > 1:
-            equalize_pages(runner)
+            equalize_pages(self.runner)
         page_size, states = self.runner.capacity.page_size, self.runner.states
         self.cache = PrefixCache(self.runner.allocator, page_size, states) if options.prefix_cache else None
-        overlap = on_gpu if options.overlap is None else options.overlap
-        depth = MAX_IN_FLIGHT if overlap else 1
+        self.loop = start_loop(self.runner, self.rounds, options, self.cache, on_warm_up)
         self._next_id = 0
         self._lock = threading.RLock()
         self._queue_lock = threading.Lock()
-        mixed = warm_up(runner, self.rounds, options, self.vocab_size, depth, on_warm_up) if on_gpu else None
-        scheduler = make_scheduler(runner, self.rounds, options, self.cache, mixed)
-        self.loop = StepLoop(runner, self.rounds, scheduler, depth)
         compiled = () if compilations is None else tuple(compilations.since())
         self.start_up = StartUp(time.perf_counter() - started, compiled)
         self._started_at = CompilationMark() if on_gpu else None
@@ -289,3 +262,70 @@ class Engine:
                 assert result is not None, "an unfinished request is work"
         finally:
             self._lock.release()
+
+
+class Embedder:
+    """A model that embeds: ``Embedder("tiny:llama").embed(["a text", [1, 2, 3]])``.
+
+    Settings are the fields of :class:`EmbedOptions`. Under tensor parallelism every rank makes the same calls and gets
+    the same vectors. Nothing stays in the cache from one prompt to the next.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        options: EmbedOptions | None = None,
+        *,
+        parallel: TensorParallel = SINGLE,
+        **settings: Any,
+    ) -> None:
+        model = os.fspath(model)
+        options = replace(options or EmbedOptions(), **settings)
+        folder = None if model.startswith(TINY) else checkpoint_folder(model)
+        self.rules = read_rules(folder, options.pooling, options.normalize)
+        self._prompt_name, self._prefix = options.prompt_name, self.rules.prefix(options.prompt_name)
+        prepared = prepare(model, options.for_engine(), parallel, is_embedding=True)
+        if prepared.loaded.config.get("is_causal") is False:  # it would be embedded wrongly
+            raise UsageError(
+                f"{model}: the config's 'is_causal' is false: tokens attend to those after them, which no model here "
+                "does"
+            )
+        self.vocab_size = prepared.loaded.module.vocab_size
+        self._encoder = PromptEncoder(model, self.vocab_size)
+        self.selection, self.runner = prepared.build()
+        self.capacity = self.runner.capacity
+        chunk_size = None if options.chunked_prefill_size == -1 else options.chunked_prefill_size
+        self._loop = EmbeddingLoop(self.runner, self.rules, chunk_size)
+
+    def embed(self, prompts: Sequence[str | Sequence[int]]) -> list[Embedding]:
+        """Return one embedding per prompt, in their order."""
+        if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence) for prompt in prompts):
+            raise UsageError(f"prompts is {prompts!r:.60}; give a list of prompts, each a text or a list of token ids")
+        tokens = []
+        for number, prompt in enumerate(prompts):
+            with naming_prompt(f"prompt {number}"):
+                tokens.append(self.tokens(prompt))
+        return list(self.stream(tokens))
+
+    def tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Return a prompt's tokens, with the text that goes before it. Raises UsageError or PoolError if it cannot be
+        embedded."""
+        if self._prompt_name is not None and not isinstance(prompt, str):
+            raise PromptError(f"the prompt {self._prompt_name!r} goes before texts, and this one is token ids")
+        found = tuple(self._encoder.encode(self._prefix + prompt if isinstance(prompt, str) else prompt))
+        if not found:
+            raise PromptError("an empty prompt has no hidden state to embed; give at least one token")
+        if len(found) > self.capacity.context_length:
+            raise PromptError(
+                f"the prompt has {len(found)} tokens, more than the context of {self.capacity.context_length} "
+                "(`context_length`, and the model's own)",
+                settings=["context_length"],
+            )
+        if not self._loop.fits(len(found)):
+            room = self.capacity.num_pages * self.capacity.page_size
+            raise PoolError(f"the prompt has {len(found)} tokens, and the memory left for their cache holds {room}")
+        return found
+
+    def stream(self, prompts: Sequence[tuple[int, ...]]) -> Iterator[Embedding]:
+        """Embed the results of :meth:`tokens`; yield embeddings in the order of the prompts."""
+        return self._loop.stream(prompts)

@@ -11,11 +11,11 @@ from attnplug import DType, GraphLevel, Role, UsageError
 from attnplug.declare.problem import LARGEST_PAGE
 from attnplug.hf.config_keys import show
 from attnplug.host import ExtendPolicy, load_registry
-from attnplug_engine.checkpoints.pooling import Pooling
-from attnplug_engine.graphs.capture_sizes import BATCH_SIZES, PREFILL_SIZES, SizeOption
-from attnplug_engine.memory.hisparse import HiSparseConfig
 from attnplug_engine.request import LARGEST_SEED
-from attnplug_engine.speculation.options import Speculation, read_speculation
+from attnplug_engine.settings.capture_sizes import BATCH_SIZES, PREFILL_SIZES, SizeOption
+from attnplug_engine.settings.hisparse import HiSparseConfig
+from attnplug_engine.settings.pooling import Pooling
+from attnplug_engine.settings.speculation import Speculation, read_speculation
 
 LARGEST_BATCH = 1 << 16
 LARGEST_COUNT = 1 << 40  # of pages, slots or tokens; torch's sizes do not overflow

@@ -5,15 +5,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from attnplug import BackendError, DType, ModelSpec, Problem, Refusal, Serving, Setting, UsageError
 from attnplug.auto.ranking import Ranking
+from attnplug.declare.device import Processor
 from attnplug.declare.problem import INVARIANCE
 from attnplug.host import (
     BackendRequest,
-    ExtendPolicy,
     Registry,
     Selection,
     choose_importable,
@@ -24,7 +25,8 @@ from attnplug.host import (
 from attnplug.kernels import torch_dtype
 from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
-from attnplug_engine.checkpoints.safetensors import Checkpoint
+from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
+from attnplug_engine.execution.extend_times import measured_extends
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.kernels import usable
 from attnplug_engine.memory.capacity import Capacity
@@ -33,87 +35,115 @@ from attnplug_engine.models.architectures import load_model, load_spec, open_sou
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import RankOrder, TensorParallel
-from attnplug_engine.sizing import MemoryPlan, check_buffers, plan_memory
+from attnplug_engine.serving.embedding import embedding_capacity
+from attnplug_engine.serving.sizing import MemoryPlan, capacity, check_buffers, plan_memory
+from attnplug_engine.settings.speculation import Speculation
 from attnplug_engine.speculation.backend_choice import DraftChoice, choose_draft, target_problem, target_request
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft, naming_draft
 from attnplug_engine.speculation.drafts.model import DraftModel
-from attnplug_engine.speculation.options import Speculation
+from attnplug_engine.speculation.rounds import RoundRunner
+
+_Runner = TypeVar("_Runner", ModelRunner, DraftRunner)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A model whose weights are loaded, and the backends that were selected for it."""
+class BackendChoice:
+    """Backends selected for a model and its draft, before weights are read."""
 
-    loaded: LoadedModel
+    model: str
+    options: EngineOptions
+    spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
     kv_dtype: str
-    index_dtype: str | None
     parallel: TensorParallel
     registry: Registry
     request: BackendRequest
     problem: Problem
-    failed: Mapping[str, Refusal]
+    selection: Selection
     ranking: Ranking
     """Ranking of ``auto``. Measured tables are read once, so the backends that are built are those that were
     selected."""
-    draft: DraftModel | None = None
-    draft_choice: DraftChoice | None = None
+    draft: DraftChoice | None
 
     @property
     def runtime(self) -> DeviceRuntime:
         return runtime_of(self.device)
 
     @property
-    def draft_cache(self) -> ModelSpec | None:
-        """Layers of the draft that have rows of their own, on the target's pages; None if there are none."""
-        return None if self.draft is None or self.draft.reads_target else self.draft.spec
+    def serving(self) -> Serving:
+        """Serving mode of the backends."""
+        return Serving(
+            is_embedding=self.problem.is_embedding,
+            chunked_prefill_size=self.options.step_tokens(on_gpu=self.runtime.module is not None),
+            disable_radix_cache=not self.options.prefix_cache,
+        )
 
     def build(
         self,
-        capacity: Callable[[Selection], Capacity],
-        serving: Serving,
-        policy: ExtendPolicy | None = None,
-        *,
-        check_layers: bool = False,
-        seed: int = 0,
-        two_batch_overlap: bool = False,
-    ) -> tuple[Selection, ModelRunner]:
-        """Build the selected backends and a runner on them; the selection is the same on all ranks."""
-        policy = replace(policy or ExtendPolicy(), forced=self.problem.extend_path)
+        request: BackendRequest,
+        problem: Problem,
+        build: Callable[[Selection], _Runner],
+        failed: Mapping[str, Refusal],
+    ) -> tuple[Selection, _Runner]:
+        """Build the backends of a request and a runner on them; the selection is the same on all ranks."""
+        selection, runner = build_chosen(self.registry, request, problem, build, failed, self.ranking)
+        if self.parallel.size > 1:
+            check_same_choice(selection, self.parallel, self.device)
+        return selection, runner
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model whose weights are loaded, and the backends that were selected for it."""
+
+    choice: BackendChoice
+    loaded: LoadedModel
+    draft: DraftModel | None
+
+    def build(self) -> tuple[Selection, ModelRunner]:
+        """Build the selected backends and a runner on them."""
+        choice, options = self.choice, self.choice.options
 
         def build(selection: Selection) -> ModelRunner:
             return ModelRunner(
                 self.loaded,
                 selection,
-                capacity(selection),
-                device=self.device,
-                dtype=self.dtype,
-                kv_dtype=self.kv_dtype,
-                index_dtype=self.index_dtype,
-                parallel=self.parallel,
-                policy=policy,
-                serving=serving,
-                check_layers=check_layers,
-                seed=seed,
-                two_batch_overlap=two_batch_overlap,
+                self._capacity(selection),
+                device=choice.device,
+                dtype=choice.dtype,
+                kv_dtype=choice.kv_dtype,
+                index_dtype=options.index_dtype,
+                parallel=choice.parallel,
+                policy=replace(options.extend_policy, forced=choice.problem.extend_path),
+                serving=choice.serving,
+                check_layers=options.check_layers,
+                seed=options.seed,
+                two_batch_overlap=options.two_batch_overlap,
             )
 
-        selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed, self.ranking)
-        if self.parallel.size > 1:
-            check_same_choice(selection, self.parallel, self.device)
+        selection, runner = choice.build(choice.request, choice.problem, build, choice.selection.failed)
+        if not choice.problem.is_embedding:
+            runner.extend_times = measured_extends(choice.ranking, selection, runner.attention, runner.spec)
         return selection, runner
 
-    def build_draft(
-        self, target: ModelRunner, speculation: Speculation, serving: Serving, policy: ExtendPolicy
-    ) -> tuple[Selection, DraftRunner] | None:
-        """Build the draft's backend and a runner on it, over the target's pages; return None if there is no draft
-        model."""
-        draft, choice = self.draft, self.draft_choice
-        if draft is None or choice is None:
-            return None
-        problem = replace(choice.problem, page_size=target.capacity.page_size)
+    def build_rounds(self, target: ModelRunner) -> tuple[RoundRunner | None, Selection | None]:
+        """Build the runner of speculative rounds, with the draft's backend over the target's pages. Return it and the
+        draft's selection; both are None without speculation, the selection also without a draft model."""
+        options = self.choice.options
+        if (speculation := options.speculation) is None:
+            return None, None
+        selection = runner = None
+        if self.draft is not None and self.choice.draft is not None:
+            selection, runner = self._build_draft(self.draft, self.choice.draft, target, speculation)
+        return RoundRunner(target, runner, speculation, plan_stream=options.plan_stream), selection
+
+    def _build_draft(
+        self, draft: DraftModel, draft_choice: DraftChoice, target: ModelRunner, speculation: Speculation
+    ) -> tuple[Selection, DraftRunner]:
+        choice = self.choice
+        problem = replace(draft_choice.problem, page_size=target.capacity.page_size)
 
         def build(selection: Selection) -> DraftRunner:
             return DraftRunner(
@@ -122,20 +152,25 @@ class Prepared:
                 selection,
                 target.capacity,
                 speculation,
-                device=self.device,
-                dtype=self.dtype,
-                kv_dtype=self.kv_dtype,
-                index_dtype=self.index_dtype,
+                device=choice.device,
+                dtype=choice.dtype,
+                kv_dtype=choice.kv_dtype,
+                index_dtype=choice.options.index_dtype,
                 workspace=target.workspace,
-                parallel=self.parallel,
-                policy=policy,
-                serving=serving,
+                parallel=choice.parallel,
+                policy=choice.options.extend_policy,
+                serving=choice.serving,
             )
 
-        selection, runner = build_chosen(self.registry, choice.request, problem, build, choice.failed, self.ranking)
-        if self.parallel.size > 1:
-            check_same_choice(selection, self.parallel, self.device)
-        return selection, runner
+        return choice.build(draft_choice.request, problem, build, draft_choice.failed)
+
+    def _capacity(self, selection: Selection) -> Capacity:
+        choice = self.choice
+        sizes = (self.loaded.spec, choice.options, selection, choice.dtype, choice.kv_dtype, choice.device)
+        if choice.problem.is_embedding:
+            return embedding_capacity(*sizes)
+        # A draft that does not read the target's rows has rows of its own, on the target's pages.
+        return capacity(*sizes, None if self.draft is None or self.draft.reads_target else self.draft.spec)
 
 
 def prepare(
@@ -151,26 +186,117 @@ def prepare(
 
     ``on_memory`` gets the estimate of an engine's memory before weights are read. Raises PoolError if it cannot fit.
     """
-    spec = load_spec(model)
+    choice = _choose_backends(model, options, parallel, is_embedding=is_embedding)
+    source = _open_source(choice)
+    if not is_embedding:
+        plan = _memory_plan(choice, source)
+        if on_memory is not None:
+            on_memory(plan)
+    loaded = load_model(
+        model,
+        dtype=choice.dtype,
+        device=choice.device,
+        parallel=choice.parallel,
+        seed=options.seed,
+        random_weights=options.random_weights,
+        progress=progress,
+        head=not is_embedding,
+        source=source,
+    )
+    loaded.module.batch_invariant = options.batch_invariant
+    draft, speculation = None, options.speculation
+    if speculation is not None and choice.draft is not None:
+        with naming_draft(speculation):
+            draft = load_draft(
+                speculation,
+                loaded,
+                model,
+                dtype=choice.dtype,
+                device=choice.device,
+                parallel=choice.parallel,
+                seed=options.seed,
+                random_weights=options.random_weights,
+            )
+    return Prepared(choice, loaded, draft)
+
+
+def _choose_backends(
+    model: str, options: EngineOptions, parallel: TensorParallel, *, is_embedding: bool
+) -> BackendChoice:
+    """Select backends, and check all that can be checked without reading a checkpoint: refusals, formats, and imports
+    of kernel libraries."""
+    spec, registry, speculation = load_spec(model), load_registry(), options.speculation
+    device, processor = open_device(options.device, registry.device)
+    if options.batch_invariant and parallel.size > 2:  # two numbers have the same sum in either order
+        parallel = RankOrder(parallel)
+    dtype = options.dtype or model_dtype(spec) or DType.FLOAT32
+    kv_dtype = options.kv_dtype or dtype
+    problem = _problem(spec, options, device, processor, dtype, kv_dtype, parallel.size, is_embedding=is_embedding)
+    _check_model(spec, options, device)
+    asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
+    ranking = default_ranking(registry, problem, per_batch=True)
+    request = target_request(registry, asked, problem, speculation, ranking)
+    selection = choose_importable(registry, request, problem, ranking)
+    check_codecs(spec.layers, registry.kv_format(kv_dtype))
+    draft = None
+    if speculation is not None and speculation.has_model:
+        with naming_draft(speculation):
+            layers = draft_spec(speculation, model)
+        draft = choose_draft(registry, asked, problem, speculation, layers, ranking)
+    return BackendChoice(
+        model,
+        options,
+        spec,
+        device,
+        torch_dtype(dtype),
+        kv_dtype,
+        parallel,
+        registry,
+        request,
+        problem,
+        selection,
+        ranking,
+        draft,
+    )
+
+
+def _check_model(spec: ModelSpec, options: EngineOptions, device: torch.device) -> None:
+    """Raise UsageError for settings that the model or the device cannot serve."""
     if (options.context_length or 0) > spec.context_length:
         raise UsageError(
             f"`context_length` {options.context_length} is more than the model's {spec.context_length} tokens; give up "
             f"to {spec.context_length}, or change the model's rope scaling in its config",
             settings=[Setting.CONTEXT_LENGTH],
         )
-    registry, speculation = load_registry(), options.speculation
-    device, processor = open_device(options.device, registry.device)
-    graphs = runtime_of(device).graph is not None
-    dtype = options.dtype or model_dtype(spec) or DType.FLOAT32
-    kv_dtype = options.kv_dtype or dtype
     if options.batch_invariant and device.type == "cuda" and not usable(device):
         raise UsageError(
             "`batch_invariant` multiplies matrices by Triton kernels on a GPU, and Triton is not installed; install "
             "Triton, or leave the option out",
             settings=["batch_invariant"],
         )
-    if options.batch_invariant and parallel.size > 2:  # two numbers have the same sum in either order
-        parallel = RankOrder(parallel)
+    if options.demanded_graphs and runtime_of(device).graph is None:
+        name = "cuda_graph_batch_sizes" if options.cuda_graph_batch_sizes is not None else "cuda_graph_prefill_sizes"
+        raise UsageError(
+            f"`{name}` demands CUDA graphs, and the device is {device.type}; leave it out, or choose another `device`",
+            settings=[name, Setting.DEVICE],
+        )
+    if options.enable_hisparse:
+        check_buffers(spec, options)
+
+
+def _problem(
+    spec: ModelSpec,
+    options: EngineOptions,
+    device: torch.device,
+    processor: Processor,
+    dtype: DType,
+    kv_dtype: str,
+    ranks: int,
+    *,
+    is_embedding: bool,
+) -> Problem:
+    """Return the problem that backends are selected for."""
+    graphs = runtime_of(device).graph is not None and not is_embedding
     problem = Problem(
         spec,
         device.type,
@@ -179,97 +305,50 @@ def prepare(
         kv_dtype,
         index_dtype=options.index_dtype,
         page_size=options.page_size,
-        tensor_parallel=parallel.size,
+        tensor_parallel=ranks,
         is_embedding=is_embedding,
         cuda_graph=options.demanded_graphs,
-        wants_graphs=graphs and options.captures and not is_embedding,
-        wants_prefill_graphs=graphs and options.captures_prefills and not is_embedding,
+        wants_graphs=graphs and options.captures,
+        wants_prefill_graphs=graphs and options.captures_prefills,
         coordinator="hisparse" if options.enable_hisparse else None,
         mla_extend=options.extend_policy.forced,
         architecture=processor.architecture,
         invariant=frozenset(INVARIANCE if options.batch_invariant else ()),
     )
-    if problem.cuda_graph and not graphs:
-        name = "cuda_graph_batch_sizes" if options.cuda_graph_batch_sizes is not None else "cuda_graph_prefill_sizes"
-        raise UsageError(
-            f"`{name}` demands CUDA graphs, and the device is {device.type}; leave it out, or choose another `device`",
-            settings=[name, Setting.DEVICE],
-        )
-    if options.enable_hisparse:
-        check_buffers(spec, options)
-    asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
-    problem = target_problem(problem, speculation)
-    ranking = default_ranking(registry, problem, per_batch=True)
-    request = target_request(registry, asked, problem, speculation, ranking)
-    # Refusals, broken formats and kernel libraries that cannot be imported are reported before a checkpoint is read.
-    selection = choose_importable(registry, request, problem, ranking)
-    check_codecs(spec.layers, registry.kv_format(kv_dtype))
-    failed = selection.failed
-    draft_choice = draft_layers = None
-    if speculation is not None and speculation.has_model:
-        with naming_draft(speculation):
-            draft_layers = draft_spec(speculation, model)
-        draft_choice = choose_draft(registry, asked, problem, speculation, draft_layers, ranking)
-    source = open_source(model, device=device, seed=options.seed, random_weights=options.random_weights)
+    return target_problem(problem, options.speculation)
+
+
+def _open_source(choice: BackendChoice) -> WeightSource:
+    options, device = choice.options, choice.device
+    source = open_source(choice.model, device=device, seed=options.seed, random_weights=options.random_weights)
     if options.batch_invariant and device.type != "cpu" and source.config.get("quantization_config") is not None:
         raise UsageError(
             "`batch_invariant` is not available for quantized weights on a GPU, whose kernels differ by the number of "
             "tokens; leave the option out, use `device` cpu, or a checkpoint in bfloat16",
             settings=["batch_invariant"],
         )
-    if not is_embedding:
-        sources = [source]
-        if speculation is not None and speculation.has_model and speculation.draft_model is not None:
-            with naming_draft(speculation):
-                sources.append(
-                    open_source(speculation.draft_model, device=device, random_weights=options.random_weights)
-                )
-        sizes = [one.nbytes(torch_dtype(dtype), parallel.size) for one in sources if isinstance(one, Checkpoint)]
-        weights = sum(sizes) if len(sizes) == len(sources) else None
-        rows = None if draft_layers is None else draft_layers.for_rank(parallel.size)
-        rank, config = spec.for_rank(parallel.size), source.config
-        plan = plan_memory(rank, config, options, selection, torch_dtype(dtype), kv_dtype, device, weights, rows)
-        if on_memory is not None:
-            on_memory(plan)
-    loaded = load_model(
-        model,
-        dtype=torch_dtype(dtype),
-        device=device,
-        parallel=parallel,
-        seed=options.seed,
-        random_weights=options.random_weights,
-        progress=progress,
-        head=not is_embedding,
-        source=source,
-    )
-    loaded.module.batch_invariant = options.batch_invariant
-    draft = None
-    if speculation is not None and draft_choice is not None:
+    return source
+
+
+def _memory_plan(choice: BackendChoice, source: WeightSource) -> MemoryPlan:
+    """Estimate the memory of an engine before weights are read. Raises PoolError if it cannot fit."""
+    options, device, ranks = choice.options, choice.device, choice.parallel.size
+    sources, speculation = [source], options.speculation
+    if speculation is not None and speculation.has_model and speculation.draft_model is not None:
         with naming_draft(speculation):
-            draft = load_draft(
-                speculation,
-                loaded,
-                model,
-                dtype=torch_dtype(dtype),
-                device=device,
-                parallel=parallel,
-                seed=options.seed,
-                random_weights=options.random_weights,
-            )
-    return Prepared(
-        loaded,
+            sources.append(open_source(speculation.draft_model, device=device, random_weights=options.random_weights))
+    sizes = [one.nbytes(choice.dtype, ranks) for one in sources if isinstance(one, Checkpoint)]
+    draft = None if choice.draft is None else choice.draft.problem.model
+    return plan_memory(
+        choice.spec.for_rank(ranks),
+        source.config,
+        options,
+        choice.selection,
+        choice.dtype,
+        choice.kv_dtype,
         device,
-        torch_dtype(dtype),
-        kv_dtype,
-        options.index_dtype,
-        parallel,
-        registry,
-        request,
-        problem,
-        failed,
-        ranking,
-        draft,
-        draft_choice,
+        sum(sizes) if len(sizes) == len(sources) else None,  # the size of random weights is unknown
+        None if draft is None else draft.for_rank(ranks),
     )
 
 

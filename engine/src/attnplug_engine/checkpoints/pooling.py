@@ -8,30 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from attnplug import UsageError
-
-
-class Pooling(StrEnum):
-    """Pooling of a prompt's hidden states, behind the model's last norm, to one vector."""
-
-    LAST = "last"
-    """The last token's: the only one that attends to all others."""
-    MEAN = "mean"
-    """The mean over all tokens."""
-    FIRST = "first"
-    """The first token's (CLS)."""
-
-    @classmethod
-    def parse(cls, text: str, option: str) -> Pooling:
-        """Parse a user's spelling; ``option`` names its origin in the error."""
-        if text not in list(cls):
-            raise UsageError(f"{option} {text!r} is unknown; use one of {', '.join(cls)}")
-        return cls(text)
-
+from attnplug_engine.settings.pooling import Pooling
 
 MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
@@ -65,14 +46,22 @@ class EmbeddingRules:
     default_prompt: str | None = None
 
     def prefix(self, name: str | None) -> str:
-        """Return the text to put before each prompt: that of ``name``, or the checkpoint's default."""
+        """Return the text to put before each prompt: that of ``name``, or the checkpoint's default. Raises UsageError
+        if there is none of this name, or if a mean would have to leave it out."""
         name = self.default_prompt if name is None else name
         if name is None:
             return ""
         if name not in self.prompts:
             known = f"it has {', '.join(self.prompts)}" if self.prompts else "it has none"
             raise UsageError(f"the checkpoint has no prompt {name!r} in {PROMPTS_FILE}; {known}")
-        return self.prompts[name]
+        prefix = self.prompts[name]
+        if prefix and not self.pools_prompt and self.pooling is Pooling.MEAN:
+            raise UsageError(
+                f"{self.source} asks for a mean that leaves out the prompt {prefix!r}, which is not supported; put "
+                "another text before your prompts yourself, or use another `pooling`",
+                settings=["pooling"],
+            )
+        return prefix
 
 
 def read_rules(folder: Path | None, pooling: Pooling | None = None, normalize: bool | None = None) -> EmbeddingRules:

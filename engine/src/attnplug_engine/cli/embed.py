@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from attnplug import Role
 from attnplug.cli.app import Commands, add_command
-from attnplug_engine.checkpoints.pooling import Pooling
 from attnplug_engine.cli.arguments import (
     TEXT,
     add_model_and_prompts,
@@ -19,6 +18,7 @@ from attnplug_engine.cli.arguments import (
 from attnplug_engine.cli.prompts import PromptLine, read_prompts
 from attnplug_engine.execution import signals
 from attnplug_engine.request import SamplingParams
+from attnplug_engine.settings.pooling import Pooling
 
 if TYPE_CHECKING:
     from attnplug_engine.options import EmbedOptions

@@ -12,10 +12,11 @@ from attnplug.cli import output
 from attnplug.declare.settings import Render
 from attnplug_engine.checkpoints.pooling import MODULES_FILE
 from attnplug_engine.cli.prompts import PromptLine
-from attnplug_engine.embedding import Embedder, Embedding
+from attnplug_engine.engine import Embedder
 from attnplug_engine.options import EmbedOptions
 from attnplug_engine.parallel.collectives import TensorParallel
 from attnplug_engine.parallel.ranks import join_ranks, leave_ranks
+from attnplug_engine.serving.embedding import Embedding
 from attnplug_engine.text.chat import Chat
 from attnplug_engine.text.encoder import naming_prompt
 from attnplug_engine.text.errors import PromptError

@@ -19,7 +19,7 @@ from attnplug_engine.cli.arguments import (
 from attnplug_engine.cli.prompts import PromptLine, read_prompts
 from attnplug_engine.execution import signals
 from attnplug_engine.request import DEFAULT_MAX_TOKENS, SamplingParams
-from attnplug_engine.speculation.options import DEFAULT_STEPS, Algorithm
+from attnplug_engine.settings.speculation import DEFAULT_STEPS, Algorithm
 from attnplug_engine.text.chat import Chat
 
 if TYPE_CHECKING:

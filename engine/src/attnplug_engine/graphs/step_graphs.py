@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -72,31 +73,59 @@ def capture_steps(
             largest=max(prefills),
             keep_all=keep_all,
         )
-    check = CaptureCheck(
-        runner.spec, runner.attention, runner.pools, runner.allocator, runner.dtype, runner.device, runner.coordinator
-    )
-    todo: list[tuple[DecodeGraphs | PrefillGraphs, int]] = []
+    check = capture_check(runner)
+
+    def capture_decode(size: int) -> None:
+        for captured in decode.capture(size, capture):
+            check.run(captured.batch, capture)
+
+    jobs = [CaptureJob(sizes, capture_decode, lambda: decode.sizes)]
     if prefill is not None:
-        todo += [(prefill, size) for size in sorted(prefills, reverse=True)]
-    todo += [(decode, size) for size in sorted(sizes, reverse=True)]
-    making, size = todo[0]
-    try:
-        decode.reserve(runner.allocator, *(() if prefill is None else (prefill.requests, prefill.largest)))
-        runner.enter(Phase.CAPTURE)
-        for done, (making, size) in enumerate(todo, 1):
-            if isinstance(making, PrefillGraphs):
-                capture_prefill(runner, making, size, capture, check, keep_all=keep_all)
-            else:
-                for captured in making.capture(size, capture):
-                    check.run(captured.batch, capture)
-            if progress is not None:
-                progress(done, len(todo))
-    except torch.OutOfMemoryError as error:
-        raise no_memory(runner, size, making.sizes, prefill=making is prefill) from error
-    runner.workspace.freeze()
+        jobs.insert(0, prefill_job(runner, prefill, prefills, capture, check, keep_all=keep_all))
+    reserved = () if prefill is None else (prefill.requests, prefill.largest)
+    capture_all(runner, jobs, lambda: decode.reserve(runner.allocator, *reserved), progress)
     runner.graphs = steps = CapturedSteps(decode, prefill if prefill is not None and prefill.sizes else None)
     runner.enter(Phase.SERVE)
     return steps
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureJob:
+    """Graphs of one kind to capture: ``capture(size)`` for each of ``sizes``. ``captured()`` returns those that are."""
+
+    sizes: Sequence[int]
+    capture: Callable[[int], None]
+    captured: Callable[[], Sequence[int]]
+    is_prefill: bool = False
+
+
+def capture_all(
+    runner: ModelRunner,
+    jobs: Sequence[CaptureJob],
+    reserve: Callable[[], None],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Reserve memory for graphs, then capture them: of each job the largest first, so that the others reuse its memory.
+    The workspace does not grow afterwards. Raises PoolError if one does not fit."""
+    todo = [(job, size) for job in jobs for size in sorted(job.sizes, reverse=True)]
+    job, size = todo[0]
+    try:
+        reserve()
+        runner.enter(Phase.CAPTURE)
+        for done, (job, size) in enumerate(todo, 1):
+            job.capture(size)
+            if progress is not None:
+                progress(done, len(todo))
+    except torch.OutOfMemoryError as error:
+        raise _no_memory(runner, size, job.captured(), prefill=job.is_prefill) from error
+    runner.workspace.freeze()
+
+
+def capture_check(runner: ModelRunner) -> CaptureCheck:
+    """Return the check of a runner's captured attention."""
+    return CaptureCheck(
+        runner.spec, runner.attention, runner.pools, runner.allocator, runner.dtype, runner.device, runner.coordinator
+    )
 
 
 def prefill_graphs(
@@ -118,27 +147,31 @@ def prefill_graphs(
     )
 
 
-def capture_prefill(
+def prefill_job(
     runner: ModelRunner,
     prefill: PrefillGraphs,
-    size: int,
+    sizes: Sequence[int],
     capture: CaptureFunction,
     check: CaptureCheck,
     *,
     keep_all: bool,
     follow: Callable[[CapturedStep], None] | None = None,
-) -> None:
-    """Capture and check a prefill of ``size`` tokens, and call ``follow`` with it if it is kept. Without ``keep_all``,
-    one that does not fit is left out."""
-    try:
-        for captured in prefill.capture(size, capture):
-            check.run(captured.batch, capture)
-            if follow is not None:
-                follow(captured)
-    except torch.OutOfMemoryError:
-        if keep_all or runner.parallel.size > 1:
-            raise
-        prefill.drop(size)  # no setting asked for this size
+) -> CaptureJob:
+    """Return the job that captures and checks prefills of ``sizes`` tokens, and calls ``follow`` with those that are
+    kept. Without ``keep_all``, one that does not fit is left out."""
+
+    def capture_one(size: int) -> None:
+        try:
+            for captured in prefill.capture(size, capture):
+                check.run(captured.batch, capture)
+                if follow is not None:
+                    follow(captured)
+        except torch.OutOfMemoryError:
+            if keep_all or runner.parallel.size > 1:
+                raise
+            prefill.drop(size)  # no setting asked for this size
+
+    return CaptureJob(sizes, capture_one, lambda: prefill.sizes, is_prefill=True)
 
 
 def _eager_is_faster(runner: ModelRunner) -> bool:
@@ -153,7 +186,7 @@ def _min_over_ranks(runner: ModelRunner, value: float) -> float:
     return float(runner.parallel.all_gather(torch.tensor([value], device=runner.device), 0).min())
 
 
-def no_memory(runner: ModelRunner, size: int, done: Sequence[int], *, prefill: bool = False) -> PoolError:
+def _no_memory(runner: ModelRunner, size: int, done: Sequence[int], *, prefill: bool = False) -> PoolError:
     """Return the error for a graph of ``size`` requests or tokens that does not fit, following those of ``done``."""
     free, total = runtime_of(runner.device).module.mem_get_info(runner.device)
     caches = runner.pools.nbytes - (0 if runner.coordinator is None else runner.coordinator.host_nbytes)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 
-from attnplug import AttentionKind, KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec, PoolError
+from attnplug import AttentionKind, DType, KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec, PoolError
 from attnplug.host import KVPools, installed_format
 from attnplug.kernels import CacheKey
 from attnplug.kv.caches import KeyedCache
@@ -14,6 +15,14 @@ from attnplug.linear import LinearStatePool
 from attnplug_engine.memory.capacity import Capacity, HotBytes, bytes_per_page, bytes_per_state, hot_layers, own_dtype
 from attnplug_sparse.hisparse import HOST_ENTRIES, HOST_ROWS, HOT_ENTRIES, HiSparse, HostRows, HotPool
 from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool
+
+
+class _Pages(TypedDict):
+    """Arguments that all paged pools have in common."""
+
+    num_pages: int
+    page_size: int
+    device: torch.device
 
 
 def check_codecs(layers: Sequence[LayerSpec], format: KVFormat) -> None:
@@ -68,69 +77,41 @@ def _build_pools(
     *,
     hot: bool,
 ) -> KVPools:
-    kinds, format = spec.kinds, installed_format(kv_dtype)
-    mha = None
+    pages: _Pages = {"num_pages": capacity.num_pages, "page_size": capacity.page_size, "device": device}
+    format, model_dtype = installed_format(kv_dtype), own_dtype(dtype)
+    mha = MHAPool(spec.layers, dtype=format, **pages) if AttentionKind.MHA in spec.kinds else None
     mla: MLAPool | None = None
-    if AttentionKind.MHA in kinds:
-        mha = MHAPool(
-            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=format, device=device
-        )
     caches: dict[CacheKey[KeyedCache], KeyedCache] = {}
     if hot:
-        for key, (group, stored) in zip(
-            (HOST_ROWS, HOST_ENTRIES), hot_layers(spec, capacity, kv_dtype, own_dtype(dtype)), strict=False
-        ):
-            pool = HotPool(
-                group.layers,
-                group.sizes,
-                num_pages=capacity.num_pages,
-                page_size=capacity.page_size,
-                dtype=installed_format(stored),
-                device=device,
-            )
-            caches[key] = HostRows(
-                len(group.layers),
-                num_pages=capacity.num_pages,
-                page_size=capacity.page_size,
-                row_nbytes=pool.cells.shape[1],
-                device=device,
-                ratio=group.sizes.ratio,
-            )
-            if key is HOST_ROWS:
-                mla = pool
-            else:
-                caches[HOT_ENTRIES] = pool
-    elif AttentionKind.MLA in kinds:
-        mla = MLAPool(
-            spec.layers,
-            num_pages=capacity.num_pages,
-            page_size=capacity.page_size,
-            dtype=format,
-            device=device,
-        )
-    model_dtype = own_dtype(dtype)
+        mla, caches = _hot_pools(spec, capacity, kv_dtype, model_dtype, pages)
+    elif AttentionKind.MLA in spec.kinds:
+        mla = MLAPool(spec.layers, dtype=format, **pages)
     linear = None
     if spec.linear_layers:
         linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=model_dtype, device=device)
     if spec.index_layers:
-        caches[INDEX_KEYS] = IndexKeyPool(
-            spec.layers,
-            num_pages=capacity.num_pages,
-            page_size=capacity.page_size,
-            dtype=installed_format(index_dtype or model_dtype),
-            device=device,
-        )
+        caches[INDEX_KEYS] = IndexKeyPool(spec.layers, dtype=installed_format(index_dtype or model_dtype), **pages)
     if spec.compressed_layers:
         caches[COMPRESSED] = CompressedPool(
-            spec.layers,
-            num_pages=capacity.num_pages,
-            page_size=capacity.page_size,
-            dtype=model_dtype,
-            device=device,
-            drafts=capacity.nodes - 1,
-            hosted=hot,
+            spec.layers, dtype=model_dtype, drafts=capacity.nodes - 1, hosted=hot, **pages
         )
     return KVPools(mha=mha, mla=mla, linear=linear, caches=caches)
+
+
+def _hot_pools(
+    spec: ModelSpec, capacity: Capacity, kv_dtype: str, dtype: DType, pages: _Pages
+) -> tuple[HotPool, dict[CacheKey[KeyedCache], KeyedCache]]:
+    """Return the pool of hot latent rows; and, by key, the host memory behind it and the pools of hot entries."""
+    caches: dict[CacheKey[KeyedCache], KeyedCache] = {}
+    pools = []
+    groups = hot_layers(spec, capacity, kv_dtype, dtype)
+    for key, (group, stored) in zip((HOST_ROWS, HOST_ENTRIES), groups, strict=False):
+        pools.append(HotPool(group.layers, group.sizes, dtype=installed_format(stored), **pages))
+        row = pools[-1].cells.shape[1]
+        caches[key] = HostRows(len(group.layers), row_nbytes=row, ratio=group.sizes.ratio, **pages)
+    for entries in pools[1:]:
+        caches[HOT_ENTRIES] = entries
+    return pools[0], caches
 
 
 def build_coordinator(pools: KVPools) -> HiSparse | None:

@@ -36,7 +36,7 @@ def multiply_few(rows: Tensor, weight: Tensor) -> Tensor | None:
         return None
     if rows.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != rows.dtype:
         return None
-    from attnplug_engine.kernels.heads import multiply_heads
+    from attnplug_engine.kernels.head_gemm import multiply_heads
 
     return multiply_heads(rows, weight)
 
@@ -44,7 +44,7 @@ def multiply_few(rows: Tensor, weight: Tensor) -> Tensor | None:
 def _multiply_heads(rows: Tensor, weight: Tensor) -> Tensor:
     """Multiply any number of rows per head, each with the same bits as alone."""
     if usable(rows) and rows.shape[0] and rows.dtype in (torch.bfloat16, torch.float16) and weight.dtype == rows.dtype:
-        from attnplug_engine.kernels.heads import multiply_heads
+        from attnplug_engine.kernels.head_gemm import multiply_heads
 
         return multiply_heads(rows, weight, invariant=True)
     inputs = weight.shape[1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from attnplug import GraphLevel, ModelSpec, Problem, Refusal, Role, UsageError
 from attnplug.auto.ranking import Ranking
 from attnplug.host import BackendRequest, Registry, choose_importable, explain
-from attnplug_engine.speculation.options import ALGORITHM, TOPK, Speculation
+from attnplug_engine.settings.speculation import ALGORITHM, TOPK, Speculation
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from attnplug import ForwardBatch, ForwardMode, Geometry
 from attnplug.host import ModelAttention
 from attnplug.kernels import to_device
 from attnplug_engine.speculation.plan_stream import PlanStream, Section
-from attnplug_engine.speculation.state import Members
+from attnplug_engine.speculation.round_state import Members
 
 
 @dataclass(frozen=True, slots=True)

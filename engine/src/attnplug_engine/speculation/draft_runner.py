@@ -25,9 +25,9 @@ from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.memory.pools import build_pools
 from attnplug_engine.parallel.collectives import TensorParallel
+from attnplug_engine.settings.speculation import Speculation
 from attnplug_engine.speculation.draft_sampling import gumbel_topk
 from attnplug_engine.speculation.drafts.model import DraftModel
-from attnplug_engine.speculation.options import Speculation
 
 
 def needs_lengths(backend: AttentionBackend, pools: KVPools) -> bool:

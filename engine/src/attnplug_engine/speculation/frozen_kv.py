@@ -9,10 +9,10 @@ from torch import Tensor
 
 from attnplug import ForwardMode
 from attnplug.kernels import to_device
+from attnplug_engine.settings.speculation import Speculation
 from attnplug_engine.speculation.acceptance import Accepted
 from attnplug_engine.speculation.batches import Batches, RoundShape
 from attnplug_engine.speculation.draft_runner import DraftRunner
-from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.proposers import Prefill, newest_rows
 from attnplug_engine.speculation.tree import Proposal
 

@@ -11,9 +11,9 @@ from attnplug import ForwardMode
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.step import PENDING, StepEntry
+from attnplug_engine.settings.speculation import Speculation
 from attnplug_engine.speculation.batches import EagerBatches, PlannedAhead, RoundShape, RoundShapes
 from attnplug_engine.speculation.in_flight import RoundOutput
-from attnplug_engine.speculation.options import Speculation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,12 +15,12 @@ from attnplug.host import HostLengths, TypicalLens
 from attnplug.kernels import to_device
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.step import Step
+from attnplug_engine.settings.speculation import Speculation
 from attnplug_engine.speculation.acceptance import Accepted
 from attnplug_engine.speculation.batches import Batches, RoundShape
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafts.model import NOTHING, HiddenInputs
 from attnplug_engine.speculation.ngram import History
-from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.tree import Proposal, TreeGrowth
 
 

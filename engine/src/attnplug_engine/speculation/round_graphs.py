@@ -21,7 +21,7 @@ from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.step import StepEntry
 from attnplug_engine.speculation.batches import RoundShape
 from attnplug_engine.speculation.round_inputs import RoundInputs
-from attnplug_engine.speculation.state import Members
+from attnplug_engine.speculation.round_state import Members
 
 Replay = Callable[[], None]
 

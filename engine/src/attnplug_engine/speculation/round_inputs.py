@@ -14,7 +14,7 @@ from attnplug_engine.graphs.staging import Staging
 from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.step import PENDING, StepEntry
-from attnplug_engine.speculation.state import Members
+from attnplug_engine.speculation.round_state import Members
 
 _NUMBERS = 5
 """int64 numbers per request: row, newest token, committed rows, prompt length, state slot."""

@@ -18,9 +18,10 @@ from attnplug_engine.graphs.capture import CaptureFunction
 from attnplug_engine.graphs.capture_check import CaptureCheck
 from attnplug_engine.graphs.decode import CapturedStep
 from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends
-from attnplug_engine.graphs.step_graphs import capture_prefill, no_memory, prefill_graphs
+from attnplug_engine.graphs.step_graphs import CaptureJob, capture_all, capture_check, prefill_graphs, prefill_job
 from attnplug_engine.kernels.invariant import arithmetic
 from attnplug_engine.scheduling.step import Step, StepEntry
+from attnplug_engine.settings.speculation import Speculation
 from attnplug_engine.speculation.acceptance import Accepted, accept_and_commit, moves
 from attnplug_engine.speculation.batches import Batches, EagerBatches, RoundShapes
 from attnplug_engine.speculation.draft_prefills import DraftPrefillGraphs
@@ -28,11 +29,10 @@ from attnplug_engine.speculation.draft_runner import DraftRunner, needs_lengths
 from attnplug_engine.speculation.frozen_kv import FrozenKVProposer
 from attnplug_engine.speculation.in_flight import RoundOutput, RoundsInFlight
 from attnplug_engine.speculation.next_verify import NextVerify
-from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.plan_stream import PlanStream
 from attnplug_engine.speculation.proposers import DraftModelProposer, NgramProposer, Prefill, Proposer
 from attnplug_engine.speculation.round_graphs import CapturedRound, RoundGraphs
-from attnplug_engine.speculation.state import Members, RoundState
+from attnplug_engine.speculation.round_state import Members, RoundState
 from attnplug_engine.speculation.timing import Timing
 from attnplug_engine.speculation.verify_rows import VerifyRows
 from attnplug_engine.speculation.window import WindowProposer
@@ -142,44 +142,31 @@ class RoundRunner:
             has_states=runner.pools.linear is not None,
             device=runner.device,
         )
-        pages, device = runner.allocator, runner.device
-        checks = [
-            CaptureCheck(runner.spec, runner.attention, runner.pools, pages, runner.dtype, device, runner.coordinator)
-        ]
+        checks = [capture_check(runner)]
         if draft is not None:
-            checks.append(CaptureCheck(draft.model.spec, draft.attention, draft.pools, pages, draft.dtype, device))
-        prefill, size, total = None, graphs.largest, len(prefills) + len(sizes)
+            own = (draft.model.spec, draft.attention, draft.pools, runner.allocator, draft.dtype, runner.device)
+            checks.append(CaptureCheck(*own))
+        prefill = drafts = None
         if prefills:
             prefill = prefill_graphs(runner, self._captured_target, largest=max(prefills), keep_all=keep_all)
-            self.draft_prefills = self._draft_prefills(prefill)
-        drafts = self.draft_prefills
+            drafts = self.draft_prefills = self._draft_prefills(prefill)
 
         def follow(step: CapturedStep) -> None:
             if drafts is not None:
                 checks[1].run(drafts.capture(step, partial(self._taken.get, step.batch), capture), capture)
 
-        making: RoundGraphs | PrefillGraphs = graphs
-        try:
-            reserved = () if prefill is None else (prefill.requests, prefill.largest, drafts.rows if drafts else 0)
-            graphs.reserve(runner.allocator, *reserved)
-            runner.enter(Phase.CAPTURE)
-            if prefill is not None:
-                making = prefill
-                for done, size in enumerate(sorted(prefills, reverse=True), 1):
-                    capture_prefill(runner, prefill, size, capture, checks[0], keep_all=keep_all, follow=follow)
-                    if progress is not None:
-                        progress(done, total)
-            making = graphs
-            for done, size in enumerate(sorted(sizes, reverse=True), len(prefills) + 1):
-                for captured in graphs.capture(size, capture, self._parts):
-                    for check, batches in zip(checks, (captured.target, captured.draft), strict=False):
-                        for batch in batches.made:
-                            check.run(batch, capture)
-                if progress is not None:
-                    progress(done, total)
-        except torch.OutOfMemoryError as error:
-            raise no_memory(runner, size, making.sizes, prefill=making is prefill) from error
-        runner.workspace.freeze()
+        def capture_round(size: int) -> None:
+            for captured in graphs.capture(size, capture, self._parts):
+                for check, batches in zip(checks, (captured.target, captured.draft), strict=False):
+                    for batch in batches.made:
+                        check.run(batch, capture)
+
+        jobs = [CaptureJob(sizes, capture_round, lambda: graphs.sizes)]
+        if prefill is not None:
+            job = prefill_job(runner, prefill, prefills, capture, checks[0], keep_all=keep_all, follow=follow)
+            jobs.insert(0, job)
+        reserved = () if prefill is None else (prefill.requests, prefill.largest, drafts.rows if drafts else 0)
+        capture_all(runner, jobs, lambda: graphs.reserve(runner.allocator, *reserved), progress)
         self.graphs = graphs
         self.prefill_graphs = prefill if prefill is not None and prefill.sizes else None
         runner.enter(Phase.SERVE)

@@ -14,7 +14,7 @@ from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
 from attnplug_engine.scheduling.slot_table import SlotTable
 from attnplug_engine.scheduling.state_allocator import StateAllocator
 from attnplug_engine.scheduling.step import BAD_LOGITS, PENDING, RoundResult, Step, StepEntry, StepResult
-from attnplug_engine.speculation.options import Speculation
+from attnplug_engine.settings.speculation import Speculation
 
 _UNKNOWN = (PENDING,)
 

@@ -23,8 +23,8 @@ from attnplug_engine.models.layers import MLP, Head, Linear, RMSNorm, check_acti
 from attnplug_engine.models.rope import LayerRopes, Rotation
 from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.parallel.collectives import even_part, scaled
+from attnplug_engine.settings.speculation import DRAFT_MODEL, TOPK, Speculation
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
-from attnplug_engine.speculation.options import DRAFT_MODEL, TOPK, Speculation
 
 ASSISTANT = "llama_assistant"
 EMBEDDING = "model.embed_tokens.weight"

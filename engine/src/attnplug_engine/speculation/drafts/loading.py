@@ -14,6 +14,7 @@ from attnplug_engine.models.architectures import load_model, load_spec, model_co
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
+from attnplug_engine.settings.speculation import DRAFT_MODEL, Algorithm, Speculation
 from attnplug_engine.speculation.drafts.assistant import (
     ASSISTANT,
     EMBEDDING,
@@ -24,9 +25,8 @@ from attnplug_engine.speculation.drafts.assistant import (
 from attnplug_engine.speculation.drafts.eagle import EagleDraft
 from attnplug_engine.speculation.drafts.eagle3 import Eagle3Draft
 from attnplug_engine.speculation.drafts.model import DraftError, DraftModel
-from attnplug_engine.speculation.drafts.prediction import build_prediction, prediction_spec
+from attnplug_engine.speculation.drafts.mtp import build_prediction, prediction_spec
 from attnplug_engine.speculation.drafts.standalone import StandaloneDraft
-from attnplug_engine.speculation.options import DRAFT_MODEL, Algorithm, Speculation
 
 _EAGLE_TYPE = "llama"
 _EAGLE_NORM = "hidden_norm.weight"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, ModelSpec, UsageError
-from attnplug_engine.speculation.options import ALGORITHM, DRAFT_MODEL
+from attnplug_engine.settings.speculation import ALGORITHM, DRAFT_MODEL
 
 
 class DraftError(UsageError):

@@ -10,11 +10,11 @@ import torch
 from attnplug import ModelSpec, PoolError, Setting, UsageError
 from attnplug.host import Selection
 from attnplug.machine.runtime import runtime_of
-from attnplug_engine.graphs.capture_sizes import default_prefill_sizes, default_sizes
 from attnplug_engine.memory.capacity import Capacity, HotBytes, bytes_per_page, bytes_per_state
 from attnplug_engine.models.host_memory import available_memory
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.scheduling.scheduler import unchunked_step_tokens
+from attnplug_engine.settings.capture_sizes import default_prefill_sizes, default_sizes
 from attnplug_engine.speculation.scheduler import lookahead_rows
 from attnplug_sparse.hisparse import HotSizes, rows_and_entries
 
@@ -227,7 +227,7 @@ def _hot_capacity(
     num_pages, free = options.num_pages, available_memory()
     if num_pages is None:
         room = cache_budget(device, _GPU_CACHE_SHARE, reserved)
-        host_budget = config.host_budget(spec.ranks)
+        host_budget = config.host_budget(free, spec.ranks)
         if runtime_of(device).module is None:
             host_budget = min(host_budget, free, _CPU_CACHE_BYTES)
         num_pages = min((room - fixed) // on_device, host_budget // on_host, most_pages)

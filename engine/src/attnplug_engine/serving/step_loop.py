@@ -6,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from attnplug_engine.completion import Statistics
 from attnplug_engine.execution.in_flight import StepInFlight
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.request import FinishReason, Request, TokenLogprobs
 from attnplug_engine.scheduling.scheduler import Scheduler
 from attnplug_engine.scheduling.step import RoundResult, Step, StepResult
+from attnplug_engine.serving.statistics import Statistics
 from attnplug_engine.speculation.in_flight import RoundsInFlight
 from attnplug_engine.speculation.rounds import RoundRunner
 from attnplug_engine.speculation.scheduler import RoundScheduler
@@ -32,7 +32,8 @@ class StepLoop:
             backend_usage=runner.backend_usage,
         )
         self._depth = depth
-        self._in_flight: deque[tuple[Step, StepInFlight | RoundsInFlight]] = deque()  # oldest first
+        self.in_flight: deque[tuple[Step, StepInFlight | RoundsInFlight]] = deque()
+        """Launched steps whose tokens are not read yet, oldest first."""
         self._stepping = False
         self._leaving: list[Request] = []  # aborted; the scheduler does not know yet
         self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities
@@ -65,7 +66,7 @@ class StepLoop:
 
     def _step(self) -> StepResult | RoundResult | None:
         started = time.perf_counter()
-        launched = self._in_flight
+        launched = self.in_flight
         while len(launched) < self._depth and (step := self.scheduler.next_step()) is not None:
             launched.append((step, self.runner.launch(step) if self.rounds is None else self.rounds.launch(step)))
         if not launched:
@@ -90,7 +91,7 @@ class StepLoop:
         assert isinstance(scheduler, RoundScheduler) and counts.rounds is not None
         tokens = running.tokens()
         logprobs = running.logprobs() if self._observed else {}
-        self._in_flight.popleft()
+        self.in_flight.popleft()
         self._abort_leaving()
         result = scheduler.finish_round(step, tokens, _completes_stop if self._observed else None)
         seconds, prefill = time.perf_counter() - started, running.replayed_prefill
@@ -118,11 +119,11 @@ class StepLoop:
 
     def _drop_unwanted(self) -> None:
         """Drop the steps in flight if all their requests have ended."""
-        if self._in_flight and not self.scheduler.has_work:
+        if self.in_flight and not self.scheduler.has_work:
             self._drop()
 
     def _drop(self) -> None:
-        self._in_flight.clear()
+        self.in_flight.clear()
         self.scheduler.drop_steps()
 
     def _observe(

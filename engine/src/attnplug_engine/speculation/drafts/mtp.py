@@ -18,9 +18,9 @@ from attnplug_engine.models.decoder import MODEL, Block, LoadedModel, hidden_nor
 from attnplug_engine.models.layers import Head, Linear, Projection, RMSNorm, embedded
 from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.settings.speculation import STEPS, TOPK, Speculation
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
 from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
-from attnplug_engine.speculation.options import STEPS, TOPK, Speculation
 
 MakeBlock = Callable[[Weights, Config, LayerSpec], Block]
 

@@ -1,4 +1,4 @@
-"""Start-up of an engine: the scheduler, capture of CUDA graphs, and warm-up."""
+"""Start-up of an engine: capture of CUDA graphs, warm-up, scheduler and step loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from attnplug.machine.runtime import runtime_of
 from attnplug.wrappers.forwarding import limited_by
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.graphs.capture import GraphCapture
-from attnplug_engine.graphs.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
 from attnplug_engine.graphs.decode import DecodeGraphs, GraphReport
 from attnplug_engine.graphs.prefill import PrefillGraphs, captures_extends, prefilling_child
 from attnplug_engine.graphs.step_graphs import capture_steps
@@ -22,12 +21,13 @@ from attnplug_engine.options import EngineOptions
 from attnplug_engine.request import Request
 from attnplug_engine.scheduling.mixed_steps import MixedSteps, prefill_seconds, timed_prompts
 from attnplug_engine.scheduling.prefix_cache import PrefixCache
-from attnplug_engine.scheduling.scheduler import Scheduler
+from attnplug_engine.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
 from attnplug_engine.scheduling.warm_up import warm_up_batches
+from attnplug_engine.serving.step_loop import StepLoop
+from attnplug_engine.settings.capture_sizes import PREFILL_SIZES, default_prefill_sizes, default_sizes
 from attnplug_engine.speculation.round_graphs import RoundGraphs
 from attnplug_engine.speculation.rounds import RoundRunner
 from attnplug_engine.speculation.scheduler import RoundScheduler
-from attnplug_engine.step_loop import StepLoop
 
 
 def make_scheduler(
@@ -133,6 +133,21 @@ def equalize_pages(runner: ModelRunner) -> None:
     allocator = runner.allocator
     free = torch.tensor([allocator.free_pages], device=runner.device)
     allocator.allocate(allocator.free_pages - min(runner.parallel.all_gather(free, 0).tolist()))
+
+
+def start_loop(
+    runner: ModelRunner,
+    rounds: RoundRunner | None,
+    options: EngineOptions,
+    cache: PrefixCache | None,
+    on_warm_up: Callable[[int, int], None] | None = None,
+) -> StepLoop:
+    """Warm up on a GPU, then return the loop that runs an engine's steps."""
+    on_gpu = runtime_of(runner.device).module is not None
+    overlap = on_gpu if options.overlap is None else options.overlap
+    depth = MAX_IN_FLIGHT if overlap else 1
+    mixed = warm_up(runner, rounds, options, runner.model.vocab_size, depth, on_warm_up) if on_gpu else None
+    return StepLoop(runner, rounds, make_scheduler(runner, rounds, options, cache, mixed), depth)
 
 
 def warm_up(

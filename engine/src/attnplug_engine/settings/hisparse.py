@@ -10,7 +10,6 @@ from typing import Any
 
 from attnplug import ModelSpec, UsageError
 from attnplug.hf.config_keys import show
-from attnplug_engine.models.host_memory import available_memory
 
 _BUFFER_TIMES_TOPK = 2
 _HOST_SHARE = 0.8
@@ -59,11 +58,11 @@ class HiSparseConfig:
         topk = max((layer.indexer.topk for layer in spec.layers if layer.indexer is not None), default=0)
         return _BUFFER_TIMES_TOPK * topk * nodes
 
-    def host_budget(self, ranks: int) -> int:
-        """Return the bytes of host memory for one of ``ranks`` ranks."""
+    def host_budget(self, free: int, ranks: int) -> int:
+        """Return the bytes of host memory for one of ``ranks`` ranks, if ``free`` bytes are free."""
         if self.host_memory_gib is not None:
             return int(self.host_memory_gib * 2**30)
-        return int(available_memory() * _HOST_SHARE) // ranks
+        return int(free * _HOST_SHARE) // ranks
 
 
 def _wrong(what: str) -> UsageError:

@@ -1,0 +1,1 @@
+"""Serving: capacity, start-up, the step loop, and the loop that embeds."""
