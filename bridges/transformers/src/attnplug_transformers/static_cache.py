@@ -95,7 +95,7 @@ class CacheLayers:
         self._lens = torch.ones(count, dtype=torch.int32, device=device)
         self._shortest = 0
         self._batch: ForwardBatch | None = None
-        self.captured = device.type == "cuda" and self._attention.graph_level >= GraphLevel.DECODE
+        self.captured = self._attention.graph_level >= GraphLevel.DECODE
         self.step: object = None
         """Step that the plan is for."""
         if self.captured:
