@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -210,7 +211,7 @@ class StaticCaches(threading.local):
         for shape, pairs in groups.items():
             # .data shares memory but does not keep the cache's own tensor alive, whose end frees the place.
             memory = [(key.data, value.data) for key, value in pairs]
-            layers = _apart(lambda shape=shape, memory=memory: CacheLayers(self._request, shape, memory), shape.device)
+            layers = _apart(partial(CacheLayers, self._request, shape, memory), shape.device)
             for number, (key, value) in enumerate(pairs):
                 where = key.data_ptr(), value.data_ptr()
                 self._places[where] = Place(layers, number)
@@ -247,7 +248,7 @@ class StaticCaches(threading.local):
         shape = replace(shape, columns=power_of_two(max(columns, _FEWEST_COLUMNS)))
         layers = self._copies.get(shape)
         if layers is None:
-            layers = self._copies[shape] = _apart(lambda: self._scratch(shape), shape.device)
+            layers = self._copies[shape] = _apart(partial(self._scratch, shape), shape.device)
         for target, source in zip(layers.memory[0], (key, value), strict=True):
             target[:, :, :columns] = source
         return Place(layers, 0)
@@ -261,12 +262,14 @@ class StaticCaches(threading.local):
 
 def _apart(build: Callable[[], T], device: torch.device) -> T:
     """Build in a new thread: its allocations are kept, but the first compiled step runs in the memory pool of its CUDA
-    graph, to which torch sends the allocations of its own thread. Not in inference mode either."""
+    graph, to which torch sends the allocations of its own thread. A new thread is not in inference mode either."""
     results: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread
             results.append(build())
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the step runs on another stream

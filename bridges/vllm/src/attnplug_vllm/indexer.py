@@ -179,12 +179,12 @@ def index_pool(layers: Sequence[LayerSpec], caches: Mapping[int, Tensor], page_s
 
 
 def indexed_pools(
+    index_caches: Mapping[int, Tensor],
     layers: Sequence[LayerSpec],
     caches: Mapping[int, Tensor],
     page_size: int,
     format: KVFormat,
     scales: Mapping[int, float],
-    index_caches: Mapping[int, Tensor],
 ) -> KVPools:
     """KV pools over latent rows and index keys of one KV group."""
     latent = mla_pools(layers, caches, page_size, format, scales)

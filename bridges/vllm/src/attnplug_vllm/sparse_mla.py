@@ -206,7 +206,7 @@ class AttnplugSparseMLABuilder(SparseMLACommonMetadataBuilder):  # type: ignore[
 
             def pools(*given: Any) -> KVPools:
                 caches = {layer_id: index.k_cache.kv_cache for layer_id, index in indexes.items()}
-                return indexed_pools(*given, index_caches=caches)
+                return indexed_pools(caches, *given)
 
             group = replace(group, make_pools=pools)
         return DecodeGroup(group, layer_ids(names), capture_size)
