@@ -44,11 +44,17 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
     clock.note(model, compiled_s=time.perf_counter() - started)
     clock.lock.acquire()
     for point in own:
-        clock.record(point, partial(decode, made, config["vocab_size"], point, device))
+        clock.record(point, partial(timed, made, config["vocab_size"], point, device))
+
+
+def timed(model: Any, vocabulary: int, point: Point, device: str) -> dict[str, Any]:
+    """``decode`` without its tokens, for a record."""
+    return {name: value for name, value in decode(model, vocabulary, point, device).items() if name != "tokens"}
 
 
 @torch.inference_mode()
 def decode(model: Any, vocabulary: int, point: Point, device: str) -> dict[str, Any]:
+    """Time per step of one ``generate``, and its new tokens ``[batch, tokens]``."""
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (point.batch, point.context), generator=random).to(device)
     settings = GenerationConfig(
@@ -60,6 +66,8 @@ def decode(model: Any, vocabulary: int, point: Point, device: str) -> dict[str, 
         eos_token_id=None,
     )
     times = Times()
-    model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=settings, streamer=times)
+    mask = torch.ones_like(tokens)
+    made = model.generate(tokens, attention_mask=mask, generation_config=settings, streamer=times)
     steps = [after - before for before, after in zip(times.at[8:], times.at[9:], strict=False)]
-    return {"step_us": 1e6 * statistics.median(steps), "steps": len(steps)}
+    new = made[:, point.context :].cpu()
+    return {"step_us": 1e6 * statistics.median(steps), "steps": len(steps), "tokens": new}

@@ -5,14 +5,25 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from attnplug import CacheLayout, Problem, RefusalCode, Role, Setting
+from attnplug import CacheLayout, DType, Problem, RefusalCode, Role, Setting
+from attnplug.host import HostSpec
 from attnplug.registry.hosts import load_host
 from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_testing.specs import GDN, MHA, MLA, model
-from attnplug_vllm.host import HOST, Feature, fit, refuse, refused_mla_prefill, render, unsupported_feature
+from attnplug_vllm.host import (
+    HOST,
+    INDEX_BY_HOST,
+    Feature,
+    fit,
+    refuse,
+    refused_mla_prefill,
+    render,
+    unsupported_feature,
+)
 
 
 def test_every_setting_of_ours_has_a_word_or_none():
@@ -86,10 +97,40 @@ def test_vllms_indexer_selects_the_rows_of_sparse_layers_and_backends_prefill_th
     assert not list(refuse(fitted))
 
 
+def sparse_problem(monkeypatch: pytest.MonkeyPatch, sm: int | None, version: str | None, **given: Any) -> Problem:
+    """Problem of a sparse model, with this version of vLLM installed."""
+    monkeypatch.setattr(HostSpec, "installed", lambda self: version)
+    return Problem(model(replace(MLA, indexer=IndexerDims(4, 64, 64))), device="cuda", sm=sm, **given)
+
+
 @pytest.mark.parametrize(("sm", "refused"), [(80, True), (89, True), (90, False), (120, False), (None, False)])
-def test_gpus_on_which_vllms_indexer_does_not_run_are_refused_by_number(sm, refused):
-    problem = Problem(model(replace(MLA, indexer=IndexerDims(4, 64, 64))), device="cuda", sm=sm)
+@pytest.mark.parametrize("version", ["0.32.0", None])
+def test_gpus_on_which_vllms_indexer_does_not_run_are_refused_by_number(monkeypatch, version, sm, refused):
+    """If it cannot be replaced: these versions call its kernels."""
+    problem = sparse_problem(monkeypatch, sm, version)
     assert [(reason.code, reason.value) for reason in refuse(problem)] == [(RefusalCode.SM, sm)] * refused
+    (layer,) = fit(problem).model.layers
+    assert layer.indexer.shares == INDEX_BY_HOST and fit(problem).index_dtype is None
+
+
+@pytest.mark.parametrize("sm", [80, 89, 120])
+def test_our_index_replaces_vllms_on_other_gpus(monkeypatch, sm):
+    """A10: from keys in fp8, as vLLM's cache has them."""
+    problem = sparse_problem(monkeypatch, sm, "0.26.0", dtype=DType.FLOAT16)
+    assert not list(refuse(problem))
+    fitted = fit(problem)
+    (layer,) = fitted.model.layers
+    assert layer.indexer.shares is None and fitted.index_dtype == DType.FLOAT8_E4M3
+    dense = fit(replace(problem, model=model(MLA)))
+    assert dense.index_dtype is None
+    (reason,) = refuse(replace(problem, speculative_tokens=3))
+    assert reason.code == RefusalCode.FEATURE
+
+
+@pytest.mark.parametrize(("sm", "refused"), [(80, True), (86, True), (89, False), (120, False)])
+def test_queries_that_vllm_cannot_quantize_are_refused_with_its_option(monkeypatch, sm, refused):
+    problem = sparse_problem(monkeypatch, sm, "0.26.0", dtype=DType.BFLOAT16)
+    assert [(reason.code, reason.setting) for reason in refuse(problem)] == [(RefusalCode.DTYPE, "dtype")] * refused
 
 
 def test_compressed_entries_are_refused():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
+from attnplug_vllm.host import index_is_ours
 from vllm_sources import VERSIONS, Sources, ours, takes_what_is_given
 
 COMMON = "vllm.model_executor.layers.attention.mla_attention"
@@ -64,6 +66,56 @@ def test_sparse_layers_are_constructed_as_vllm_does_it(vllm):
     theirs.bind(*[...] * 10, **dict.fromkeys(rest))
     builder = vllm.klass(SPARSE, "SparseMLACommonMetadataBuilder").methods
     assert builder["__init__"].bind(..., ..., ..., ...) and builder["build"].bind(..., ..., ...)
+
+
+INDEX = "vllm.model_executor.layers.sparse_attn_indexer"
+INDEX_BASES = {
+    "AttnplugSparseIndexer": ((INDEX, "SparseAttnIndexer"),),
+    "IndexCache": (("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"),),
+    "IndexBackend": (("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend"),),
+    "IndexMetadataBuilder": ((BACKEND, "AttentionMetadataBuilder"),),
+}
+FIRST = VERSIONS[:1]
+"""The version in which our index can replace vLLM's."""
+
+
+@pytest.mark.parametrize("version", FIRST)
+@pytest.mark.parametrize("name", INDEX_BASES)
+def test_our_methods_of_the_index_take_what_vllm_gives(version, name):
+    mine, common = ours("indexer", name).methods, set()
+    for module, base in INDEX_BASES[name]:
+        theirs = Sources.of(version).klass(module, base).methods
+        for method in (mine.keys() & theirs.keys()) - {"__init__"}:
+            takes_what_is_given(mine[method], theirs[method])
+            common.add(method)
+    assert common
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_models_call_the_indexer_as_a_layer_where_we_replace_it(version):
+    """Later versions call its kernels."""
+    vllm, name = Sources.of(version), "self.indexer_op"
+    registry = vllm.file("vllm.model_executor.models.registry").read_text()
+    (home,) = re.findall(r'"DeepseekV32ForCausalLM": \(\s*"([\w.]+)"', registry)
+    module = home if home.startswith("vllm.") else f"vllm.model_executor.models.{home}"
+    path = vllm.file(module)
+    files = path.parent.glob("*.py") if path.name == "__init__.py" else [path]
+    calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    assert (name in {ast.unparse(call.func) for call in calls}) is index_is_ours(80, version)
+    if not index_is_ours(80, version):
+        return
+    (made,) = (call for call in calls if ast.unparse(call.func) == "SparseAttnIndexer")
+    vllm.klass(INDEX, "SparseAttnIndexer").methods["__init__"].bind(*made.args)
+    own = ("k_cache", "head_dim", "topk_indices_buffer")
+    assert set(own) <= set(vllm.klass(INDEX, "SparseAttnIndexer").methods["__init__"].parameters)
+    ops = vllm.file("vllm.model_executor.custom_op").read_text()
+    assert "op_registry_oot[op_name]" in ops and "def register_oot" in ops
+    assert "ALWAYS" in vllm.klass(BACKEND, "AttentionCGSupport").members | _constants(vllm, "AttentionCGSupport")
+
+
+def _constants(vllm: Sources, name: str) -> set[str]:
+    nodes = vllm.klass(BACKEND, name).node.body
+    return {target.id for node in nodes if isinstance(node, ast.Assign) for target in node.targets}  # type: ignore[attr-defined]
 
 
 def test_sparse_steps_have_what_vllms_layer_reads(vllm):

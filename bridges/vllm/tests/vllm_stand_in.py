@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
+import torch
 
 import attnplug_vllm
 from attnplug_vllm import selection
 
-OURS = ("mha", "mla", "sparse_mla")
+OURS = ("mha", "mla", "sparse_mla", "indexer")
 _CONTENT = {"nvfp4": lambda dim: 2 * (dim // 2 + dim // 16), "fp8_per_token_head": lambda dim: 2 * (dim + 4)}
 Metadata = TypeVar("Metadata")
 
@@ -31,6 +32,7 @@ class Support(Enum):
     NEVER = auto()
     UNIFORM_SINGLE_TOKEN_DECODE = auto()
     UNIFORM_BATCH = auto()
+    ALWAYS = auto()
 
 
 class QueryLens(Enum):
@@ -106,6 +108,52 @@ class SparseMLAImpl:
     def __init__(self, *given: Any, indexer: Any = None, topk_indices_buffer: Any = None, **mla_args: Any) -> None:
         self.kv_cache_dtype = given[6]
         self.topk_indices_buffer = topk_indices_buffer if indexer is None else indexer.topk_indices_buffer
+
+    def do_kv_cache_update(
+        self, kv_c_normed: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, kv_cache_dtype: str, k_scale: Any
+    ) -> None:
+        pages = kv_cache.flatten(0, 1)
+        live = slot_mapping >= 0
+        pages[slot_mapping[live]] = torch.cat([kv_c_normed, k_pe.squeeze(1)], -1)[live]
+
+
+class Op(torch.nn.Module):
+    """``CustomOp``"""
+
+    replaced: ClassVar[dict[str, type]] = {}
+
+    def __new__(cls, *given: Any, **named: Any) -> Any:
+        return super().__new__(cls.replaced.get(cls.__name__, cls))
+
+    @classmethod
+    def register_oot(cls, other: type, name: str) -> type:
+        assert name not in cls.replaced
+        cls.replaced[name] = other
+        return other
+
+    def forward(self, *given: Any) -> Any:
+        return self.forward_cuda(*given)  # type: ignore[operator] # of the subclass, as in vLLM
+
+
+class SparseAttnIndexer(Op):
+    """Layer of the same name."""
+
+    def __init__(
+        self,
+        k_cache: Any,
+        quant_block_size: int,
+        scale_fmt: str,
+        topk_tokens: int,
+        head_dim: int,
+        max_model_len: int,
+        max_total_seq_len: int,
+        topk_indices_buffer: Any,
+        skip_k_cache_insert: bool = False,
+    ) -> None:
+        raise RuntimeError("Sparse Attention Indexer CUDA op requires DeepGEMM")
+
+    def forward_cuda(self, hidden_states: Any, q_quant: Any, k: Any, weights: Any) -> Any:
+        return "vLLM's"
 
 
 class SparseMLABuilder(Builder):
@@ -203,6 +251,10 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "vllm.v1.attention.backends.utils": {"get_kv_cache_layout": lambda: Host.layout},
     "vllm.v1.attention.backends.mla.prefill.base": {"MLAPrefillBackend": MLAPrefill},
+    "vllm.v1.attention.backends.mla.indexer": {"DeepseekV32IndexerBackend": Plain},
+    "vllm.model_executor.custom_op": {"CustomOp": Op, "op_registry_oot": Op.replaced},
+    "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": Plain},
+    "vllm.model_executor.layers.sparse_attn_indexer": {"SparseAttnIndexer": SparseAttnIndexer},
     "vllm.model_executor.layers.attention.mla_attention": {
         "MLACommonBackend": Plain,
         "MLACommonImpl": MLAImpl,

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     found = []
     for kind in ("bf16", "fp16"):
         kinds = dict.fromkeys(("joined", "latent", "rope"), f"*{kind}")
-        constants = {"HEADS": 128, "RANK": 512, "ROPE": 64, "PAIRS": PAIRS}
+        constants = {"HEADS": 128, "GIVEN": 128, "RANK": 512, "ROPE": 64, "PAIRS": PAIRS}
         made = compiled(_join, 90, kinds, constants, {}, STRIDES)
         moved = re.findall(r"(?:ld|st)\.global\.\S+", made.asm["ptx"])
         found.append((kind, resources(made)[1], sorted(moved)))

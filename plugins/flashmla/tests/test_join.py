@@ -62,6 +62,15 @@ def test_both_parts_are_joined(rows, heads, kind, dtype, joined, device):
 
 
 @in_every_way
+@pytest.mark.parametrize(("rows", "heads", "padded"), [(3, 16, 64), (1, 64, 64), (2, 65, 128)])
+def test_heads_that_the_kernels_add_are_zeros(rows, heads, padded, joined, device):
+    given = parts(rows, heads, "hosts", torch.bfloat16, device)
+    found = joined(*given, padded)
+    assert found.is_contiguous() and found.shape == (rows, padded, RANK + ROPE)
+    assert torch.equal(found[:, :heads], torch.cat(given, -1)) and not found[:, heads:].any()
+
+
+@in_every_way
 def test_every_call_has_memory_of_its_own(joined, device):
     """Another batch may still need the first. Nothing waits for the GPU, so that it can be captured."""
     given = parts(3, 16, "hosts", torch.bfloat16, device)

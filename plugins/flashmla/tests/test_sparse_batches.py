@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import DType, ForwardMode
+from attnplug import DType, ForwardExtras, ForwardMode
 from attnplug.sparse import SelectedPositions, SelectedSlots
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_flashmla import sparse_backend
@@ -66,6 +66,21 @@ class TestBatches:
         for kv_dtype in (ROWS, PACKED):
             stage = scene("verify", device, kv_dtype, heads=heads)
             stage.check_attends(stage.planned(), by_position(stage))
+
+    @on_every_device
+    @of_every_type
+    @pytest.mark.parametrize("heads", [16, 128])
+    def test_queries_in_parts(self, heads, kv_dtype, device):
+        """The same numbers as joined, with the log-sum-exp."""
+        stage = scene("verify", device, kv_dtype, heads=heads)
+        batch, selected, rank = stage.planned(), by_position(stage), stage.layer.mla.kv_lora_rank
+        q, k, _ = stage.inputs(batch.num_tokens)
+        wanted, found = (torch.zeros(q.shape[:2], device=device) for _ in range(2))
+        extras = ForwardExtras(lse=wanted, selected=selected)
+        plain = stage.forward(batch, (q, k, None), extras=extras)
+        extras = ForwardExtras(lse=found, selected=selected, q_rope=q[..., rank:])
+        out = stage.forward(batch, (q[..., :rank], k, None), extras=extras)
+        assert torch.equal(out, plain) and torch.equal(found, wanted)
 
     @pytest.mark.parametrize("device", DEVICES[1:])
     def test_keys_in_fp8_choose_rows_whose_scores_are_among_the_best(self, device):

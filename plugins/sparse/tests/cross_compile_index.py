@@ -1,6 +1,6 @@
 """Compiles the kernels of an index for GPUs that need not be there. With core/tests on the path:
 
-python cross_compile_index.py          all for SM 90, the product for others; prints [SM, kernel, shared bytes] of all
+python cross_compile_index.py          prints [SM, kernel, shared bytes] of all
 python cross_compile_index.py --table  those for SM 90, with registers and spills by ptxas
 """
 
@@ -48,6 +48,7 @@ def index(sm: int, queries: int, q: str, keys: str, tree: bool = False):
         "GROUP": 8,
         "TREE": tree,
         "OVERLAP": config.overlap,
+        "CONVERTS": config.converts_fp8,
     }
     options = {"num_warps": config.warps, "num_stages": config.stages, "launch_pdl": config.overlap}
     return compiled(score, sm, constants, options, q=f"*{q}", keys=f"*{keys}")
@@ -87,10 +88,11 @@ def table() -> Iterator[tuple[str, Any]]:
 
 
 def some(sm: int) -> Iterator[tuple[str, Any]]:
-    yield "index", index(sm, 0, "bf16", "bf16" if sm == 80 else "u8", tree=sm == 80)
-    if sm == 90:
-        yield "best", best(sm, topk=256, tree=True)
-        yield from around_index(sm)
+    yield "index", index(sm, 0, "bf16", "u8")
+    if sm == 80:
+        yield "index of a tree", index(sm, 0, "bf16", "bf16", tree=True)
+    yield "best", best(sm, topk=256, tree=sm == 90)
+    yield from around_index(sm)
 
 
 if __name__ == "__main__":

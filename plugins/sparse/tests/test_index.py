@@ -240,11 +240,13 @@ def test_an_index_that_kernels_cannot_have_is_refused(key, most):
         assert [(reason.code, reason.value) for reason in found] == [("feature", value)] * refused
 
 
-def test_fp8_keys_are_refused_where_triton_cannot_convert_them():
-    """D3"""
-    for sm, refused in ((80, True), (89, False), (90, False)):
-        found = [*index_refusals(Problem(sm=sm, index_dtype=FLOAT8), Role.DECODE)]
-        assert [reason.setting for reason in found] == ["index_dtype"] * refused
+@INTERPRETED
+@pytest.mark.parametrize("name", ["decode", "extend"])
+def test_fp8_keys_are_read_where_no_instruction_converts_them(name, monkeypatch):
+    """SM 80"""
+    chosen = replace(choose_tiles(1, 2, 16, None), converts_fp8=False)
+    monkeypatch.setattr(sparse_index, "choose_tiles", lambda *_: chosen)
+    scene(CASES[name], types="fp8").check()
 
 
 @pytest.mark.parametrize("sm", SHARED)
@@ -252,17 +254,18 @@ def test_a_cut_fits_the_gpu(sm):
     for queries in (0, 1, 2, 3, 64):
         for heads, dim in ((8, 64), (32, 128), (64, 128)):
             config = choose_tiles(queries, heads, dim, DeviceLimits(sm, SHARED[sm]))
-            assert config.overlap == (sm >= 90) and config.query_tile <= (queries or 4)
+            assert (config.overlap, config.converts_fp8) == (sm >= 90, sm >= 89)
+            assert config.query_tile <= (queries or 4)
             assert 2 * dim * (config.query_tile * heads + config.stages * config.key_tile) + 2048 <= SHARED[sm]
 
 
 @pytest.mark.cross_compile
 def test_kernels_compile_for_gpus_that_need_not_be_there():
-    """SM 80 and SM 90, and fit them."""
+    """SM 80, 89, 90 and 120, and fit them."""
     pytest.importorskip("triton")
     found = compiled_by(Path(__file__).parent / "cross_compile_index.py")
-    every = {(90, kernel) for kernel in ("index", "best", "spread", "translate")}
-    assert {(sm, kernel) for sm, kernel, _ in found} == {*((sm, "index") for sm in (80, 89, 120)), *every}
+    every = {(sm, kernel) for sm in (80, 89, 90, 120) for kernel in ("index", "best", "spread", "translate")}
+    assert {(sm, kernel) for sm, kernel, _ in found} == {(80, "index of a tree"), *every}
     assert all(taken <= SHARED[sm] for sm, _, taken in found)
 
 

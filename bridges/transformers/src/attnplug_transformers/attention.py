@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,10 @@ from attnplug import ForwardExtras
 from attnplug.host import BackendRequest
 from attnplug_transformers.cache import paged_layer_of
 from attnplug_transformers.errors import BridgeError
-from attnplug_transformers.layer_call import read_call
+from attnplug_transformers.layer_call import check_call, read_call, sinks_of
 from attnplug_transformers.paged_attention import PagedBatches
 from attnplug_transformers.pages import PageStore
+from attnplug_transformers.static_cache import attend_static, new_caches
 from attnplug_transformers.step import PaddedStep
 
 
@@ -22,8 +25,8 @@ class AttentionFunction:
         self._request = request
         self._store = PageStore(request)
         self._paged = PagedBatches(request, self._store)
+        self._number, self._static = new_caches(request)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self,
         module: torch.nn.Module,
@@ -33,12 +36,57 @@ class AttentionFunction:
         attention_mask: PaddedStep | Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
-        **others: object,
+        **others: Any,
     ) -> tuple[Tensor, None]:
         """Attend: query ``[batch, heads, queries, dim]``, key and value ``[batch, kv_heads, columns, dim]``. Returns
         ``[batch, queries, heads, v_dim]`` and no weights. Raises :class:`BridgeError` for unsupported calls."""
+        step = attention_mask
+        if (
+            torch.compiler.is_compiling()
+            and isinstance(step, PaddedStep)
+            and step.position is not None
+            and step.columns == key.shape[2] > 1  # others than PagedCache
+            and not self._static.breaks_graphs
+        ):
+            check_call(module, query, key, value, dropout, others)
+            return self._decode(step, query, key, value, scaling, others), None
+        return self._run(module, query, key, value, attention_mask, dropout, scaling, others), None
+
+    def _decode(
+        self, step: PaddedStep, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, others: dict[str, Any]
+    ) -> Tensor:
+        """Run a layer of a decode step in a compiled model."""
+        softcap = others.get("softcap")
+        shape = query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling, softcap, str(key.device)
+        out: Tensor = attend_static(
+            query,
+            key,
+            value,
+            step.position,
+            step.valid,
+            sinks_of(others),
+            step.window,
+            query.shape[3] ** -0.5 if scaling is None else scaling,
+            softcap,
+            self._number,
+            step.begins(*shape),
+        )
+        return out
+
+    @torch.compiler.disable(reason="attnplug compiles decode steps only")  # type: ignore[untyped-decorator]
+    def _run(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: PaddedStep | Tensor | None,
+        dropout: float,
+        scaling: float | None,
+        others: dict[str, Any],
+    ) -> Tensor:
         if others.get("cache") is not None:
-            return self._paged.attend(module, query, key, value, attention_mask, dropout, scaling, others), None
+            return self._paged.attend(module, query, key, value, attention_mask, dropout, scaling, others)
         if not isinstance(attention_mask, PaddedStep):
             raise BridgeError(_mask_message(module, attention_mask))
         step = attention_mask
@@ -47,6 +95,13 @@ class AttentionFunction:
         layer, paged_layer = call.layer, paged_layer_of(key)
         if paged_layer is None:
             _check_shapes(module, query, key, step, step.columns)
+            if step.is_fresh and step.columns > step.queries:  # only a static cache has columns to be written later
+                self._static.note(module.layer_idx, key, value, layer)  # type: ignore[arg-type]
+            elif step.position is not None and self._static.find(key, value) is not None:
+                begins = step.begins(layer, key.device)
+                return self._static.attend(
+                    layer, query, key, value, step.position.to(key.device), step.valid, call.sinks, begins
+                )
             pages = self._store.pages(layer, query, step.limits)
         else:
             _check_shapes(module, query, key, step, step.queries)
@@ -61,7 +116,7 @@ class AttentionFunction:
             rows = pages.attention.attend(
                 step.rows(query), None, None, layer, batch, save_kv_cache=False, extras=extras
             )
-        return step.columns_of(rows), None
+        return step.columns_of(rows)
 
 
 def _check_shapes(module: torch.nn.Module, query: Tensor, key: Tensor, step: PaddedStep, columns: int) -> None:

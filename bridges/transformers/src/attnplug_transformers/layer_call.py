@@ -56,6 +56,23 @@ def read_call(
     others: Mapping[str, object],
     expected: frozenset[str] = frozenset(),
 ) -> Call:
+    """Validate a layer's call; see ``check_call``."""
+    check_call(module, query, key, value, dropout, others, expected)
+    sinks, softcap = sinks_of(others), others.get("softcap")
+    assert softcap is None or isinstance(softcap, int | float)
+    layer = layer_of(query, key, value, scaling, window, softcap, sinks is not None)
+    return Call(layer, sinks)
+
+
+def check_call(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    others: Mapping[str, object],
+    expected: frozenset[str] = frozenset(),
+) -> None:
     """Validate a layer's call. ``expected``: names of arguments that the caller handles itself.
 
     Raises :class:`BridgeError` for training, dropout, non-causal attention and unknown arguments.
@@ -80,12 +97,28 @@ def read_call(
         raise BridgeError(
             f"{name} has q, k and v in {query.dtype}, {key.dtype} and {value.dtype}; backends need one dtype for all"
         )
-    sinks, softcap = others.get("s_aux"), others.get("softcap")
-    if sinks is None and isinstance(getattr(module, "sinks", None), Tensor):
+    if others.get("s_aux") is None and isinstance(getattr(module, "sinks", None), Tensor):
         raise BridgeError(f"{name} has sinks but does not pass them as s_aux; it is not supported")
+
+
+def sinks_of(others: Mapping[str, object]) -> Tensor | None:
+    """Sink logits ``[heads]`` float32 of a call, if any."""
+    sinks = others.get("s_aux")
     assert sinks is None or isinstance(sinks, Tensor)
-    assert softcap is None or isinstance(softcap, int | float)
-    layer = LayerSpec(
+    return None if sinks is None else sinks.detach().float().contiguous()
+
+
+def layer_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+) -> LayerSpec:
+    """Spec of the calling layer."""
+    return LayerSpec(
         layer_id=0,
         kind=AttentionKind.MHA,
         num_heads=query.shape[1],
@@ -95,6 +128,5 @@ def read_call(
         scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
         sliding_window=window,
         logit_cap=None if softcap is None else float(softcap),
-        sinks=sinks is not None,
+        sinks=sinks,
     )
-    return Call(layer, None if sinks is None else sinks.detach().float().contiguous())

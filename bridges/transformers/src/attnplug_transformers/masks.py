@@ -27,6 +27,7 @@ def step_mask(
     kv_offset: int = 0,
     mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | PaddedStep | None = None,
+    device: torch.device | None = None,
     **others: object,
 ) -> PaddedStep:
     """Step of one layer type. Column j of the keys has position ``kv_offset + j``, query i has ``q_offset + i``.
@@ -43,7 +44,10 @@ def step_mask(
             )
         return made
     start = q_offset - kv_offset  # a new tensor: a static cache updates its counter in place
-    if isinstance(start, Tensor) and start.device.type == "cpu":
+    position = None
+    if q_length == 1:
+        position = start if isinstance(start, Tensor) else torch.full((), start, device=device)
+    if isinstance(start, Tensor) and start.device.type == "cpu" and not torch.compiler.is_compiling():
         start = int(start)
     valid = None
     if attention_mask is not None:
@@ -55,7 +59,7 @@ def step_mask(
         valid = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         if valid.shape[1] < kv_length:
             valid = torch.nn.functional.pad(valid, (0, kv_length - valid.shape[1]))
-    return PaddedStep(batch_size, q_length, kv_length, start, window, valid)
+    return PaddedStep(batch_size, q_length, kv_length, start, window, valid, position)
 
 
 def mask_window(mask_function: MaskFunction) -> int | None:

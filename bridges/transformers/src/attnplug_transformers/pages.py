@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,13 +83,16 @@ def planned(attention: ModelAttention, geometry: Geometry) -> ForwardBatch:
     return batch
 
 
-def choose(request: BackendRequest, problem: Problem) -> Selection:
-    """Select backends. Raises :class:`BridgeError` with every reason, in transformers' option names."""
+def choose(request: BackendRequest, problem: Problem, *, wants_graphs: bool = False) -> Selection:
+    """Select backends. Raises :class:`BridgeError` with every reason, in transformers' option names.
+
+    ``wants_graphs``: steps are compiled, so prefer backends that CUDA graphs can capture.
+    """
     try:
         refusals = HOST.refuse(problem)
         if refusals:
             raise BridgeError("; ".join(refusal.format(HOST.render) for refusal in refusals))
-        registry, fitted = load_registry(), HOST.fit(problem)
+        registry, fitted = load_registry(), replace(HOST.fit(problem), wants_graphs=wants_graphs)
         return select(registry, request, fitted, ranking=default_ranking(registry, fitted))
     except AttnplugError as error:
         raise BridgeError(error.format(HOST.render)) from None
@@ -160,11 +163,12 @@ def grown_limits(needed: Limits, current: Limits | None) -> Limits:
     """Round limits up to powers of two, so that a cache that grows by one token per step is seldom rebuilt."""
     current = current or Limits(1, 1, 1)
     return Limits(
-        max_requests=_power_of_two(max(needed.max_requests, current.max_requests)),
-        max_tokens=_power_of_two(max(needed.max_tokens, current.max_tokens)),
-        max_context=_power_of_two(max(needed.max_context, current.max_context, 256)),
+        max_requests=power_of_two(max(needed.max_requests, current.max_requests)),
+        max_tokens=power_of_two(max(needed.max_tokens, current.max_tokens)),
+        max_context=power_of_two(max(needed.max_context, current.max_context, 256)),
     )
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """Smallest power of two that is not below ``number``."""
     return 1 << max(number - 1, 0).bit_length()

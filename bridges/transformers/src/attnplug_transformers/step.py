@@ -27,7 +27,8 @@ class PaddedStep:
 
     Keys have ``columns`` columns. The new tokens are the columns ``start … start + queries - 1``; columns behind them
     are not written yet. ``start`` is a tensor if only the device knows it. ``valid`` ``[batch, columns]`` is false for
-    padding; ``None`` if there is none.
+    padding; ``None`` if there is none. ``position`` is ``start`` as a tensor on the device, for decode steps: compiled
+    steps read no number that changes, so they are compiled once.
     """
 
     batch: int
@@ -36,6 +37,9 @@ class PaddedStep:
     start: int | Tensor
     window: int | None
     valid: Tensor | None
+    position: Tensor | None = None
+    shapes: set[tuple[object, ...]] = field(default_factory=set)
+    """Layer shapes that have begun this step."""
     _planned: dict[Pages, PlannedRows] = field(default_factory=dict)
     _order: Tensor | None = None
 
@@ -57,6 +61,13 @@ class PaddedStep:
     def is_fresh(self) -> bool:
         """Return True if all rows are new."""
         return isinstance(self.start, int) and self.start == 0
+
+    def begins(self, *shape: object) -> bool:
+        """Return True if called for the first time with this layer shape."""
+        if shape in self.shapes:
+            return False
+        self.shapes.add(shape)
+        return True
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Convert new tokens ``[batch, heads, queries, dim]`` to rows ``[batch * queries, heads, dim]``: those of all

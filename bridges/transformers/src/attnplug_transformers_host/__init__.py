@@ -34,7 +34,8 @@ def fit(problem: Problem) -> Problem:
     """Adapt a problem to transformers.
 
     Only softmax layers reach the bridge. MLA layers arrive as MHA, because transformers expands their keys and values.
-    No CUDA graphs are captured, and drafts are verified by ordinary extends.
+    No CUDA graphs are required: decode steps over static caches are captured if the backend claims them. Drafts are
+    verified by ordinary extends.
     """
     model = problem.model
     if model is not None:

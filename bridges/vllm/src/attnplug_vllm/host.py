@@ -34,8 +34,10 @@ names of other packages."""
 
 FP8_DS_MLA = "fp8_ds_mla"
 """Value of ``--kv-cache-dtype`` for sparse MLA. ``attnplug-sparse`` provides the format."""
-_INDEXER_SM = 90
-"""First compute capability of DeepGEMM, on which vLLM's indexer runs. Without it the indexer's constructor raises."""
+_FP8_SM = 89
+"""First compute capability for which Triton converts to e4m3, as vLLM does with index queries in bfloat16."""
+_INDEX_LAYERS = "<0.27"
+"""Versions whose sparse models call the indexer as a layer, which packages can replace. Later ones call its kernels."""
 INDEX_BY_HOST = 0
 """``IndexerDims.shares`` of layers whose rows vLLM's indexer selects: backends have no index of their own."""
 
@@ -76,6 +78,20 @@ def render(key: str) -> str | None:
     return f"{OPTION}.options.{key}" if "." in key else _OPTIONS.get(key)
 
 
+def index_is_ours(sm: int | None, version: str | None) -> bool:
+    """Return True if our index selects the rows of sparse MLA, because vLLM's does not run on this GPU.
+
+    vLLM's runs on DeepGEMM: SM 90 and SM 100, and in versions in which it cannot be replaced also SM 120.
+    """
+    return sm is not None and sm // 10 not in (9, 10) and _index_is_a_layer(version)
+
+
+def _index_is_a_layer(version: str | None) -> bool:
+    from packaging.specifiers import SpecifierSet  # imported here to keep start-up without a host fast
+
+    return version is not None and SpecifierSet(_INDEX_LAYERS).contains(version, prereleases=True)
+
+
 def requested_invariance() -> frozenset[str]:
     """Levels of invariance that vLLM's switch requests."""
     return frozenset() if os.environ.get(BATCH_INVARIANT, "0") in ("", "0") else _INVARIANT
@@ -85,19 +101,23 @@ def fit(problem: Problem) -> Problem:
     """Adapt a problem to vLLM.
 
     Linear layers run on vLLM's own kernels, and so does prefill of dense MLA unless a backend is named for it. vLLM's
-    indexer selects the rows of sparse MLA. Keys and values share a cache row. One graph serves all lengths of a batch
-    size. With speculation, vLLM schedules ahead and knows only upper bounds of lengths. vLLM selects the draft's
-    backend.
+    indexer selects the rows of sparse MLA, or ours, from keys in fp8. Keys and values share a cache row. One graph
+    serves all lengths of a batch size. With speculation, vLLM schedules ahead and knows only upper bounds of lengths.
+    vLLM selects the draft's backend.
     """
-    model = problem.model
+    model, index_dtype = problem.model, problem.index_dtype
     if model is not None and model.linear_layers and model.full_layers:
         model = replace(model, layers=model.full_layers)
     if model is not None and model.is_sparse:
-        model = replace(model, layers=tuple(map(_selected_by_host, model.layers)))
+        if index_is_ours(problem.sm, HOST.installed()):
+            index_dtype = DType.FLOAT8_E4M3 if model.index_layers else None
+        else:
+            model = replace(model, layers=tuple(map(_selected_by_host, model.layers)))
     mha = model is not None and any(layer.kind is AttentionKind.MHA for layer in model.full_layers)
     return replace(
         problem,
         model=model,
+        index_dtype=index_dtype,
         layout=CacheLayout.STRIDED if mha else problem.layout,
         exact_lengths=problem.exact_lengths and not problem.speculative_tokens,
         drafts_by_host=True,
@@ -121,12 +141,8 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
             RefusalCode.KIND,
             f"all layers are linear ({', '.join(kinds)}), and vLLM runs those itself: use another --attention-backend",
         )
-    if model is not None and model.is_sparse and problem.sm is not None and problem.sm < _INDEXER_SM:
-        message = (
-            f"vLLM's indexer, which selects the rows of sparse MLA, runs on DeepGEMM: SM {_INDEXER_SM} or newer, and "
-            f"this GPU is SM {problem.sm}; no --attention-backend changes that"
-        )
-        yield Refusal(RefusalCode.SM, message, problem.sm, f">= {_INDEXER_SM}")
+    if model is not None and model.is_sparse and problem.sm is not None:
+        yield from _refused_index(problem, problem.sm)
     if model is not None and model.compressed_layers:
         yield unsupported_feature("compressed entries (the model's, as in DeepSeek-V4)")
     if problem.kv_dtype is not None and problem.kv_dtype not in list(DType):
@@ -139,6 +155,24 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
             f"multiples of {BLOCK_STEP}",
             Setting.PAGE_SIZE,
         )
+
+
+def _refused_index(problem: Problem, sm: int) -> Iterator[Refusal]:
+    """Refusals of sparse MLA where neither vLLM's index runs nor ours."""
+    version = HOST.installed()
+    if not index_is_ours(sm, version):
+        if sm < 90:
+            message = (
+                f"vLLM's indexer, which selects the rows of sparse MLA, runs on DeepGEMM: SM 90 or newer, and this GPU "
+                f"is SM {sm}; our index can replace it in vLLM {_INDEX_LAYERS}"
+            )
+            yield Refusal(RefusalCode.SM, message, sm, ">= 90")
+        return
+    if sm < _FP8_SM and problem.dtype == DType.BFLOAT16:
+        message = f"vLLM {version} quantizes index queries in bfloat16 by a kernel for SM {_FP8_SM} or newer"
+        yield Refusal(RefusalCode.DTYPE, message, str(problem.dtype), [DType.FLOAT16.value], Setting.DTYPE)
+    if problem.speculative_tokens:
+        yield unsupported_feature("speculation with sparse MLA on GPUs on which vLLM's own index does not run")
 
 
 def _refused_format(name: str, model: ModelSpec | None) -> Iterator[Refusal]:

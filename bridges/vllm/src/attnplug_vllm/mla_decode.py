@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnplug import ExtendPath, ForwardExtras, ForwardMode, Geometry, Role
 from attnplug.host import HostLengths, planner_claims
-from attnplug.sparse import SelectedRows
+from attnplug.sparse import IndexInputs, SelectedPositions, SelectedRows, SelectedSlots
 from attnplug_vllm.geometry import typical_lengths
 from attnplug_vllm.kv_group import GroupAttention
 from attnplug_vllm.planner import GroupPlanner, PlannedBatch
@@ -24,6 +24,7 @@ class DecodeStep:
     vLLM reads ``block_table`` and ``seq_lens`` of its own decode metadata, too. ``starts`` ``[requests + 1]`` are the
     first rows of the requests. ``host`` has starts and lengths on the CPU if a backend needs them or is chosen by them;
     they are exact if a backend needs them. ``takes_q_rope``: the backend that planned takes queries in two parts.
+    ``selected_by``: the numbers of selected rows in the buffer that sparse layers share.
     """
 
     block_table: Tensor
@@ -36,6 +37,7 @@ class DecodeStep:
     host: tuple[Tensor, Tensor] | None = None
     planned: PlannedBatch | None = None
     takes_q_rope: bool = False
+    selected_by: type[SelectedPositions] | type[SelectedSlots] = SelectedPositions
 
     def attend(
         self,
@@ -48,11 +50,7 @@ class DecodeStep:
         """Run one layer. q ``[rows, heads, latent]`` with q_rope ``[rows, heads, rope]``, or q with both in one;
         returns ``[rows, heads, latent]`` and fills lse ``[rows, heads]``. ``selected`` are the rows that a sparse layer
         attends to. The first layer plans the step for all."""
-        planned = self.planned
-        if planned is None:
-            planned = self.group.plan(self)
-        elif planned.captured:
-            planned.refill()
+        planned = self._current()
         if q_rope is not None and not self.takes_q_rope:
             q, q_rope = torch.cat((q, q_rope), -1) if q_rope.shape[-1] else q, None
         attention, layer = planned.attention, self.group.specs[layer_name]
@@ -60,6 +58,22 @@ class DecodeStep:
         if not (q_rope is None and lse is None and selected is None):
             extras = ForwardExtras(lse=lse, q_rope=q_rope, selected=selected)
         return attention.attend(q, None, None, layer, planned.batch, save_kv_cache=False, extras=extras)
+
+    def select(self, index: IndexInputs, layer_name: str) -> SelectedRows:
+        """Select the rows of a sparse layer by the backend's own index. The index keys are in the cache."""
+        planned = self._current()
+        select = planned.attention.hooks["select"]
+        assert select is not None, "an attention over index keys has it"
+        rows: SelectedRows = select(index, self.group.specs[layer_name], planned.batch)
+        return rows
+
+    def _current(self) -> PlannedBatch:
+        planned = self.planned
+        if planned is None:
+            return self.group.plan(self)
+        if planned.captured:
+            planned.refill()
+        return planned
 
 
 class DecodeGroup:

@@ -9,7 +9,7 @@ from importlib import metadata
 from attnplug.host import AttnplugError
 from attnplug_vllm import backends
 from attnplug_vllm.command_line import check_command_line, options_of, requests_attnplug
-from attnplug_vllm.host import HOST, refusal_message, render
+from attnplug_vllm.host import HOST, index_is_ours, refusal_message, render
 from attnplug_vllm.kv_formats import registry
 from attnplug_vllm.selection import version_refusals
 from attnplug_vllm.settings import CUSTOM
@@ -40,6 +40,10 @@ def register() -> None:
             continue
         backends.replaced[attribute] = current
         register_backend(member, backends.path(attribute))
+    if current_platform.is_cuda() and index_is_ours(Machine.current().sm, HOST.installed()):
+        from attnplug_vllm.indexer import replace_layer
+
+        replace_layer()
     check(sys.argv)
 
 

@@ -2,13 +2,14 @@
 
 An indexer selects the cache rows of each token and writes their positions to a buffer that all layers share. Attention
 over these rows runs absorbed, for prefill and decode alike. Prefills of at most ``index_topk`` rows select all of them:
-vLLM runs those as dense MHA on its own prefill backend.
+vLLM runs those as dense MHA on its own prefill backend. Where vLLM's indexer does not run, the backend selects the rows
+before it attends (``indexer``), and the buffer has their slots.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,14 +20,18 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from attnplug.sparse import IndexerDims, SelectedPositions
+from attnplug.host import KVPools
+from attnplug.sparse import IndexerDims, selected_tensor
 from attnplug_vllm.geometry import with_exact_lengths
-from attnplug_vllm.host import FP8_DS_MLA, INDEX_BY_HOST, Feature, unsupported_features
+from attnplug_vllm.host import FP8_DS_MLA, HOST, INDEX_BY_HOST, Feature, index_is_ours, unsupported_features
 from attnplug_vllm.mha import cudagraph_support
 from attnplug_vllm.mla import AttnplugMLABackend, choose_for_layer, group_of
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
 from attnplug_vllm.selection import log_group, raise_if_refused
-from attnplug_vllm.specs import context_ranks, layer_ids, mla_layer
+from attnplug_vllm.specs import Machine, context_ranks, layer_ids, mla_layer
+
+if TYPE_CHECKING:  # it imports vLLM's indexer, which most models do not have
+    from attnplug_vllm.indexer import AttnplugSparseIndexer
 
 _FP8_DS_MLA_BYTES = 656
 """Bytes of a row in ``fp8_ds_mla``: 512 values in e4m3, 4 float32 scales, 64 rotary values in bfloat16."""
@@ -78,9 +83,10 @@ class SparseMLAStep:
 
 
 class AttnplugSparseMLAImpl(SparseMLACommonImpl):  # type: ignore[misc] # vLLM is not installed where types are checked
-    """One sparse attention layer."""
+    """One sparse attention layer. ``index`` is our index of the layer, if it has one."""
 
     supports_dcp: bool = False
+    index: AttnplugSparseIndexer | None = None
 
     def __init__(
         self,
@@ -116,7 +122,10 @@ class AttnplugSparseMLAImpl(SparseMLACommonImpl):  # type: ignore[misc] # vLLM i
             rope=mla_args["qk_rope_head_dim"],
             v_head_dim=mla_args["v_head_dim"],
         )
-        dims = IndexerDims(text.index_n_heads, text.index_head_dim, text.index_topk, shares=INDEX_BY_HOST)
+        if index_is_ours(Machine.current().sm, HOST.installed()):
+            self.index = getattr(mla_args.get("indexer"), "indexer_op", None)  # a layer that shares one has none
+        shares = INDEX_BY_HOST if self.index is None else None
+        dims = IndexerDims(text.index_n_heads, text.index_head_dim, text.index_topk, shares=shares)
         self.spec = replace(layer, indexer=dims)
         self.selection = choose_for_layer(config, self.spec, kv_cache_dtype)
         super().__init__(
@@ -145,8 +154,29 @@ class AttnplugSparseMLAImpl(SparseMLACommonImpl):  # type: ignore[misc] # vLLM i
         selected rows. vLLM has already written the new rows to the cache."""
         latent, rope = q if isinstance(q, tuple) else (q, None)
         rows = latent.shape[0]
-        selected = SelectedPositions(self.topk_indices_buffer[:rows])
-        return attn_metadata.part(rows).attend(latent, rope, layer.layer_name, None, selected), None
+        step, buffer = attn_metadata.part(rows), self.topk_indices_buffer[:rows]
+        if self.index is not None:
+            chosen = step.select(self.index.inputs(rows), layer.layer_name)
+            step.selected_by = type(chosen)
+            buffer.copy_(selected_tensor(chosen))
+        return step.attend(latent, rope, layer.layer_name, None, step.selected_by(buffer)), None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        skip_scale: bool = False,  # from vLLM 0.33 on; for quantized caches
+    ) -> None:
+        """Write latent rows, as vLLM does, and with our index also the keys of all new tokens: those of a prefill that
+        runs as dense MHA are selected from later."""
+        rest = {"skip_scale": True} if skip_scale else {}
+        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, **rest)
+        if self.index is not None:
+            self.index.write(self.spec, slot_mapping)
 
 
 class AttnplugSparseMLABuilder(SparseMLACommonMetadataBuilder):  # type: ignore[misc]
@@ -169,7 +199,17 @@ class AttnplugSparseMLABuilder(SparseMLACommonMetadataBuilder):  # type: ignore[
     def _new_group(self) -> DecodeGroup:
         config, names = self._arguments[2], self._arguments[1]
         capture_size = config.compilation_config.max_cudagraph_capture_size or 0
-        return DecodeGroup(group_of(*self._arguments), layer_ids(names), capture_size)
+        group = group_of(*self._arguments)
+        indexes = {layer_id: layer.impl.index for layer_id, layer in group.layers.items() if layer.impl.index}
+        if indexes:
+            from attnplug_vllm.indexer import indexed_pools
+
+            def pools(*given: Any) -> KVPools:
+                caches = {layer_id: index.k_cache.kv_cache for layer_id, index in indexes.items()}
+                return indexed_pools(caches, *given)
+
+            group = replace(group, make_pools=pools)
+        return DecodeGroup(group, layer_ids(names), capture_size)
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> None:
         """Build nothing: backends plan by request, and a copy to the device is saved."""

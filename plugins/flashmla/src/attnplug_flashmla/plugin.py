@@ -87,7 +87,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 max_speculative_tokens=64,
                 cuda_graph=GraphLevel.UNIFORM,
                 needs_cpu_seq_lens=False,
-                extras=frozenset({"lse", "out", "selected"}),
+                extras=frozenset({"lse", "out", "q_rope", "selected"}),
             ),
         ),
     ]

@@ -11,10 +11,11 @@ from torch import Tensor
 from attnplug import BackendContext, ForwardExtras, Geometry, LayerSpec, MLAShape, NewRows, Plan
 from attnplug.kernels import import_library
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedRows
+from attnplug_flashmla.backend import join_query
 from attnplug_flashmla.deep_gemm_index import load_deep_gemm, score_in_fp8
 from attnplug_flashmla.options import SparseOptions
 from attnplug_flashmla.plugin import DEEP_GEMM, PAGE
-from attnplug_flashmla.sparse_kernels import WIDTH, FlashMLASparseKernels, SparseKernels, pad_heads
+from attnplug_flashmla.sparse_kernels import WIDTH, FlashMLASparseKernels, SparseKernels, pad_heads, padded_heads
 from attnplug_sparse.attention import SparseAttention
 from attnplug_sparse.index import IndexPlan, SparseIndex
 from attnplug_sparse.plugin import FP8_DS_MLA
@@ -95,7 +96,8 @@ class SparseFlashMLABackend(SparseAttention):
         assert extras.selected is not None  # SparseAttention has checked it
         slots = self._index.slots(metadata.index, extras.selected, _padded_width(self._index.topk))
         cache = self._caches[layer.layer_id]
-        queries, heads = pad_heads(q), q.shape[1]
+        heads = q.shape[1]
+        queries = pad_heads(q) if extras.q_rope is None else join_query(q, extras.q_rope, padded_heads(heads))
         if self._packed:
             out, sums = self._attend_packed(queries, cache, slots, layer.scale, metadata)
         else:

@@ -81,10 +81,15 @@ class FlashMLASparseKernels:
         return out, lse
 
 
+def padded_heads(heads: int) -> int:
+    """Return the smallest supported number of heads that is not below ``heads``."""
+    return next(number for number in HEADS if heads <= number)
+
+
 def pad_heads(q: Tensor) -> Tensor:
     """Return q ``[rows, heads, dim]`` contiguous, zero-padded to a supported number of heads."""
     rows, heads, dim = q.shape
-    wanted = next(number for number in HEADS if heads <= number)
+    wanted = padded_heads(heads)
     if heads == wanted:
         return q.contiguous()
     padded = torch.zeros(rows, wanted, dim, dtype=q.dtype, device=q.device)

@@ -73,24 +73,27 @@ def launch_fill_pages(
 @triton.jit(do_not_specialize=["pairs"])
 def _join(
     joined, latent, rope, pairs, latent_row, latent_head, rope_row, rope_head,
-    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, GIVEN: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     row, head, live = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64), (pair < pairs)[:, None]
+    given = live if GIVEN == HEADS else live & (head < GIVEN)[:, None]
     column, rope_column = tl.arange(0, RANK)[None, :], tl.arange(0, ROPE)[None, :]
-    first = tl.load(latent + (row * latent_row + head * latent_head)[:, None] + column, mask=live)
-    last = tl.load(rope + (row * rope_row + head * rope_head)[:, None] + rope_column, mask=live)
+    first = tl.load(latent + (row * latent_row + head * latent_head)[:, None] + column, mask=given, other=0.0)
+    last = tl.load(rope + (row * rope_row + head * rope_head)[:, None] + rope_column, mask=given, other=0.0)
     target = joined + (pair.to(tl.int64) * (RANK + ROPE))[:, None]
     tl.store(target + column, first, mask=live)
     tl.store(target + RANK + rope_column, last, mask=live)
 
 
-def launch_join(latent: Tensor, rope: Tensor) -> Tensor:
+def launch_join(latent: Tensor, rope: Tensor, padded_heads: int | None = None) -> Tensor:
     """Concatenate ``[rows, heads, rank]`` and ``[rows, heads, rope]`` to ``[rows, heads, rank + rope]``, contiguous.
 
-    Both dims are powers of two with a column stride of 1. Rows and heads may have any strides.
+    Further heads, up to ``padded_heads``, are zeros. Both dims are powers of two with a column stride of 1. Rows and
+    heads may have any strides.
     """
-    (rows, heads, rank), width = latent.shape, rope.shape[2]
+    (rows, given, rank), width = latent.shape, rope.shape[2]
+    heads = padded_heads or given
     joined = latent.new_empty(rows, heads, rank + width)
     _join[(triton.cdiv(rows * heads, PAIRS),)](
         joined,
@@ -100,6 +103,7 @@ def launch_join(latent: Tensor, rope: Tensor) -> Tensor:
         *latent.stride()[:2],
         *rope.stride()[:2],
         HEADS=heads,
+        GIVEN=given,
         RANK=rank,
         ROPE=width,
         PAIRS=PAIRS,

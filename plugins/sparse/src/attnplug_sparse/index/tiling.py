@@ -19,6 +19,8 @@ class ScoreConfig:
     """The batch's work is divided evenly among all programs."""
     overlap: bool = False
     """Launch each kernel while the previous one still runs, and let it wait on the device (SM 90 and newer)."""
+    converts_fp8: bool = True
+    """The GPU has an instruction that converts e4m3 (SM 89 and newer)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ def choose_tiles(queries: int, heads: int, dim: int, limits: DeviceLimits | None
     ``None`` if kernels are interpreted.
     """
     tile = max(size for size in CONFIGS if size <= (queries or 4) and (size == 1 or size * heads <= _MAX_COLUMNS))
-    config = replace(CONFIGS[tile], overlap=limits is not None and limits.sm >= 90)
+    config = CONFIGS[tile]
+    if limits is not None:
+        config = replace(config, overlap=limits.sm >= 90, converts_fp8=limits.sm >= 89)
     while limits is not None and _shared_bytes(config, heads, dim) > limits.shared_bytes:
         if config.stages > 2:
             config = replace(config, stages=config.stages - 1)

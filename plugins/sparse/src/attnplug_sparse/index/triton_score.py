@@ -8,8 +8,9 @@ read of its keys. For one token, 64 heads of 128 take 64 operations per byte of 
 A step also stores the maximum of every ``GROUP`` scores, by which ``triton_topk`` skips most of the scores.
 
 Keys are ``[pages, page_size, dim]`` of 16 or 32 bits, or fp8 with a scale each: a page is then bytes, all keys first,
-then all scales in float32. fp8 keys are multiplied as fp16. Queries are scaled to fit by a power of 2, which the
-weights compensate: relu commutes with positive factors.
+then all scales in float32. fp8 keys are multiplied as fp16; SM 80, which has no instruction that converts them, shifts
+their bits into place. Queries are scaled to fit by a power of 2, which the weights compensate: relu commutes with
+positive factors.
 
 A token that sees no more than top-k rows needs no scores: it selects them all.
 """
@@ -63,6 +64,14 @@ def launch_spread(numbers: Tensor, requests: int, infos: Tensor, counts: Tensor,
     )  # fmt: skip
 
 
+@triton.jit
+def _shifted(code):
+    """Return e4m3 codes as fp16, times 2 ** -8: their bits in the place of fp16's, subnormals included."""
+    size = (code & 127).to(tl.uint16)
+    bits = tl.where(size == 127, 0x7E00, size << 7) | ((code & 128).to(tl.uint16) << 8)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
 _VARIED = ("requests", "topk", "width", "table_row", "score_units", "group_units", "weights_row", "tree_row")
 
 
@@ -72,7 +81,7 @@ def score(
     table_row, table_column, tree_row, tree_column, score_units, group_units, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, ALL_HEADS: tl.constexpr, ALL_DIMS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
-    TREE: tl.constexpr, OVERLAP: tl.constexpr,
+    TREE: tl.constexpr, OVERLAP: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """``ALL_HEADS`` and ``ALL_DIMS`` are HEADS and DIM, rounded up to sizes that ``tl.dot`` accepts."""
     if OVERLAP:
@@ -137,8 +146,10 @@ def score(
                 factor = tl.load(factor_at.to(tl.pointer_type(tl.float32)), mask=there, other=0.0)
             page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end_token, other=0)
             key = tl.load(key_at[:, None] + dim[None, :], mask=there[:, None] & (dim < DIM)[None, :], other=0)
-            if FLOAT8:
+            if FLOAT8 and CONVERTS:
                 key = key.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            elif FLOAT8:
+                key, factor = _shifted(key), factor * 256.0
             elif _INTERPRETED:
                 key = key.to(tl.float32)
             products = tl.dot(key, queries, input_precision="ieee")
@@ -229,6 +240,7 @@ def launch_score(
         GROUP=group,
         TREE=tree is not None,
         OVERLAP=tiles.overlap,
+        CONVERTS=tiles.converts_fp8,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **({"launch_pdl": True} if tiles.overlap else {}),
