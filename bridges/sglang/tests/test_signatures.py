@@ -40,7 +40,6 @@ UNUSED = {
     "prepare_full_cuda_graph_chunked_prefix",
     "resolve_prefill_shared_read_ends",
     "shared_read_ends",
-    "update_verify_buffers_to_fill_after_draft",
     "validate_elastic_cuda_graph_recapture",
     "verify_mask",
 }
@@ -244,6 +243,15 @@ def test_an_argument_that_is_refused_exists_in_some_version() -> None:
         "attn_cp_size",
     }
     assert {name for name in read if not re.search(rf"^ +{name}: ", text, re.MULTILINE)} == set()
+
+
+def test_what_verifies_trees_says_so(sglang: Path) -> None:
+    """Fields and properties of the batches that are verified, by which trees are read."""
+    own = class_of(sglang, "sglang.srt.speculative.eagle_info", "EagleVerifyInput")
+    assert {"tree_topk", "draft_token_num", "custom_mask"} <= set(named(own.body))
+    tree_modes = module(sglang, "sglang.srt.speculative.eagle_utils").read_text()
+    on_cpu = "TreeMaskMode.QLEN_ONLY if _is_cpu else TreeMaskMode.FULL_MASK"
+    assert on_cpu in tree_modes or "is_cpu" not in tree_modes, "0.5.14 does not speculate on a CPU"
 
 
 def test_pools_have_their_shape(sglang: Path) -> None:

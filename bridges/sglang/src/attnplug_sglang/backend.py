@@ -13,7 +13,7 @@ from attnplug.host import HookError, ModelAttention
 from attnplug_sglang.kv_pools import PageTable
 from attnplug_sglang.layers import Layers
 from attnplug_sglang.mla_prefill import RaggedPrefill
-from attnplug_sglang.planning import CapturedGroups, GroupedStep, PlannedGroup, eager_step, mode_of
+from attnplug_sglang.planning import CapturedGroups, GroupedStep, PlannedGroup, eager_step, fill_trees, mode_of
 
 
 class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not typed
@@ -84,6 +84,12 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         """Run the captured part of planning, first inside the graph."""
         if self._captured is not None and self.forward_metadata is not None:
             self._captured.refill(self.forward_metadata, forward_batch)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Read the draft trees again. SGLang may plan a replay on another stream before the draft has written them."""
+        step = self.forward_metadata
+        if cuda_graph_bs is not None and step is not None and step.prefix_lens is not None:
+            fill_trees(step, spec_info, step.prefix_lens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padded requests: at least 1, as SGLang expects. Their page is page 0, which no request uses."""

@@ -28,7 +28,7 @@ from attnplug_sglang.host import Refused, render, requested_invariance
 from attnplug_sglang.kv_pools import PageTable, kv_dtype, kv_groups, pools_over
 from attnplug_sglang.layers import Layers, with_sinks
 from attnplug_sglang.mla_prefill import extend_path
-from attnplug_sglang.selection import choose, decode_graphs, raise_if_unsupported, resolved, served_roles
+from attnplug_sglang.selection import choose, decode_graphs, drafts, raise_if_unsupported, resolved, served_roles
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _problem(runner: Any, model: ModelSpec) -> Problem:
         major, minor = torch.cuda.get_device_capability(runner.gpu_id)
         sm = major * 10 + minor
     arguments = resolved(runner.server_args)
-    speculates = arguments.speculative_algorithm is not None
+    tokens, topk = drafts(arguments)
     return Problem(
         model,
         device=device,
@@ -110,7 +110,8 @@ def _problem(runner: Any, model: ModelSpec) -> Problem:
         dtype=DType.parse(str(runner.dtype), "dtype"),
         kv_dtype=kv_dtype(runner.kv_cache_dtype),
         page_size=runner.page_size,
-        speculative_tokens=(arguments.speculative_num_draft_tokens or 0) if speculates else 0,
+        speculative_tokens=tokens,
+        speculative_topk=topk,
         is_embedding=not runner.is_generation,
         invariant=requested_invariance(arguments),
     )
@@ -137,14 +138,14 @@ def _context(runner: Any, model: ModelSpec, pools: Any, workspace: WorkspaceOwne
     chunk = arguments.chunked_prefill_size
     requests, context = int(table.size) + 1, int(table.req_to_token.shape[1])
     prompt = chunk if chunk and chunk > 0 else max(context, arguments.max_prefill_tokens)
-    drafts = (arguments.speculative_num_draft_tokens or 1) if arguments.speculative_algorithm is not None else 1
+    tokens = max(1, drafts(arguments)[0])
     return HostContext(
         model=model,
         device=torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device),
         dtype=runner.dtype,
         kv_dtype=kv_dtype(runner.kv_cache_dtype),
         page_size=runner.page_size,
-        limits=Limits(requests, max(prompt + requests, requests * drafts), context),
+        limits=Limits(requests, max(prompt + requests, requests * tokens), context),
         pools=pools,
         workspace=workspace,
         parallel=Parallel(getattr(runner, "tp_rank", 0) % model.ranks, model.ranks),

@@ -34,6 +34,7 @@ _OPTIONS: Mapping[str, str] = {
     Setting.PAGE_SIZE: "--page-size",
     Setting.CUDA_GRAPH: "--disable-cuda-graph",
     Setting.SPECULATIVE_TOKENS: "--speculative-num-draft-tokens",
+    Setting.SPECULATIVE_TOPK: "--speculative-eagle-topk",
     Setting.SPECULATIVE_ATTENTION_MODE: "--speculative-attention-mode",
     Setting.TENSOR_PARALLEL: "--tp-size",
     Setting.MAX_BATCH: "--max-running-requests",
@@ -64,7 +65,7 @@ def fit(problem: Problem) -> Problem:
     """Adapt a problem to SGLang.
 
     Its caches are token-major, and it captures decode and the verification of drafts. With speculation, lengths on the
-    CPU are upper bounds. Linear layers and drafts run on SGLang's own backends.
+    CPU are upper bounds, unless everything runs there. Linear layers and drafts run on SGLang's own backends.
     """
     speculates, model = problem.speculative_tokens > 0, problem.model
     level = GraphLevel.NEVER
@@ -77,7 +78,7 @@ def fit(problem: Problem) -> Problem:
         model=model,
         page_size=DEFAULT_PAGE_SIZE if problem.page_size is None else problem.page_size,
         layout=CacheLayout.TOKEN_MAJOR,
-        exact_lengths=problem.exact_lengths and not speculates,
+        exact_lengths=problem.exact_lengths and (not speculates or problem.device == "cpu"),
         cuda_graph=max(level, problem.cuda_graph),
         wants_graphs=problem.device == "cuda",
         drafts_by_host=True,

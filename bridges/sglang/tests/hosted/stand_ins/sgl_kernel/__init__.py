@@ -1,12 +1,32 @@
 """Stand-in for SGLang's compiled CPU kernels. SGLang imports many of them by name and calls most with AMX only.
 
-Without AMX an x86 host calls none. An Arm host calls the four operators below, which do with torch what the compiled
-ones do. ``convert_weight_packed`` must stay undefined: by it, SGLang concludes that AMX kernels are installed.
+Without AMX an x86 host calls none, except around drafts (``speculation``). An Arm host calls the four operators below,
+which do with torch what the compiled ones do. ``convert_weight_packed`` must stay undefined: by it, SGLang concludes that AMX kernels are installed.
 """
 
 import torch
 import torch.distributed
+from sgl_kernel.speculation import (
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    assign_req_to_token_pool_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_accept_out_cache_loc_cpu,
+    fill_bonus_tokens_cpu,
+    verify_tree_greedy_cpu,
+)
 
+__all__ = [
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "verify_tree_greedy_cpu",
+]
 __version__ = "0.0.0"
 
 _operators = torch.library.Library("sgl_kernel", "DEF")
