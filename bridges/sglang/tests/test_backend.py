@@ -72,6 +72,7 @@ def runner(modules: list[Any], table: Tensor, kv: Any, **changes: Any) -> Any:
         "disable_radix_cache": False,
     }
     config = {"num_attention_heads": 4, "context_len": 64, "hf_config": SimpleNamespace(model_type="llama")}
+    config["hf_text_config"] = config["hf_config"]
     values = {
         "server_args": SimpleNamespace(**{**arguments, **changes.pop("arguments", {})}),
         "model": torch.nn.ModuleList(modules),

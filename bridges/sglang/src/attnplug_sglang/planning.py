@@ -58,6 +58,8 @@ class GroupedStep:
     """SGLang's static lengths of a captured batch, without its new tokens."""
     ragged: Any = field(default=None)
     """``RaggedPlan`` of an MLA prefill as MHA, once planned."""
+    index: Any = field(default=None)
+    """``IndexerMetadata`` of a sparse model, once read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,7 @@ class CapturedGroups:
 
     def refill(self, step: GroupedStep, batch: Any) -> None:
         """Run the captured part of planning. ``batch`` is the captured one: its tensors are static."""
+        step.index = None  # what it derives from the lengths belongs to the graph
         lens = self._seq_lens[: batch.batch_size]
         if step.mode is ForwardMode.DECODE:
             lens.copy_(batch.seq_lens)

@@ -58,7 +58,7 @@ def _check(name: str, roles: tuple[Role, ...], arguments: Any) -> None:
         model,
         device=arguments.device,
         dtype=own if dtype is None else DType.parse(dtype, "dtype"),
-        kv_dtype=None if arguments.kv_cache_dtype in _AUTO else DType.parse(arguments.kv_cache_dtype, "kv_dtype"),
+        kv_dtype=_kv_dtype(arguments.kv_cache_dtype, model is not None and model.is_sparse),
         page_size=arguments.page_size,
         speculative_tokens=tokens,
         speculative_topk=topk,
@@ -66,7 +66,7 @@ def _check(name: str, roles: tuple[Role, ...], arguments: Any) -> None:
         invariant=requested_invariance(arguments),
     )
     if refusals := refuse(problem):
-        raise Refused(f"{name}: {refusals[0].message}", refusals)
+        raise Refused(f"{name}: {refusals[0].format(render)}", refusals)
     graphs = problem.device == "cuda" and decode_graphs(
         arguments.cuda_graph_config, bool(getattr(arguments, "disable_cuda_graph", False))
     )
@@ -75,3 +75,11 @@ def _check(name: str, roles: tuple[Role, ...], arguments: Any) -> None:
         choose(registry, name, roles, problem, verify=verify, graphs=graphs)
     elif name != PREFIX + "auto":
         registry.get(name.removeprefix(PREFIX))
+
+
+def _kv_dtype(given: str | None, sparse: bool) -> DType | None:
+    """dtype of the KV cache, if it is decided. The fp8 rows of a sparse model depend on the GPU."""
+    if given in _AUTO:
+        return None
+    dtype = DType.parse(str(given), "kv_dtype")
+    return None if sparse and dtype is DType.FLOAT8_E4M3 else dtype

@@ -79,6 +79,36 @@ def test_mla_with_a_prefix_in_one_shot(tmp_path: Path) -> None:
     assert found["again"] == found["tokens"][6:]
 
 
+def drafting(folder: Path, topk: int, tokens: int) -> dict[str, Any]:
+    """Case with drafts of three steps by a noisy copy of the model, on SGLang's own backend."""
+    return {
+        "attention_backend": OURS,
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(tiny_checkpoints.save_draft(folder)),
+        "speculative_draft_attention_backend": "intel_amx",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": tokens,
+    }
+
+
+def test_drafts_of_mha_are_verified_as_chains_and_trees(tmp_path: Path) -> None:
+    """Trees of eight tokens and three branches take fewer steps than chains of the same draft."""
+    folder = tiny_checkpoints.save("llama", tmp_path)
+    chains, trees = serve(folder, drafting(folder, 1, 4), drafting(folder, 3, 8))
+    assert chains["tokens"] == trees["tokens"] == tiny_checkpoints.expected(folder)
+    assert trees["again"] == trees["tokens"][6:] and trees["cached"] == [78, 109]
+    assert 0 < trees["verified"] < chains["verified"] < tiny_checkpoints.TOKENS * len(trees["tokens"])
+
+
+def test_draft_trees_of_mla_are_verified(tmp_path: Path) -> None:
+    folder = tiny_checkpoints.save("deepseek", tmp_path)
+    (found,) = serve(folder, drafting(folder, 3, 8))
+    assert found["tokens"] == tiny_checkpoints.expected(folder)
+    assert found["again"] == found["tokens"][6:]
+    assert 0 < found["verified"] < tiny_checkpoints.TOKENS * len(found["tokens"])
+
+
 @pytest.mark.parametrize("paths", [(), ("as_on_arm",)], ids=["this machine", "as on Arm"])
 def test_two_ranks(paths: Sequence[str], tmp_path: Path) -> None:
     """On Arm, SGLang binds threads and runs collectives with its compiled kernels, without AMX too."""

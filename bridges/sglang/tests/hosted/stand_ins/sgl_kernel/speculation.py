@@ -1,6 +1,7 @@
 """Speculative decoding: what SGLang calls of its compiled CPU kernels around a draft and its verification.
 
-Slots and rows with torch; trees by SGLang's own Triton kernels, which it has for other devices.
+Slots, rows and the attention of a draft with torch; trees by SGLang's own Triton kernels, which it has for other
+devices.
 """
 
 import ctypes
@@ -63,3 +64,50 @@ def verify_tree_greedy_cpu(**given):
     from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_triton
 
     verify_tree_greedy_triton(**{name.replace("retrive", "retrieve"): value for name, value in given.items()})
+
+
+def build_draft_decode_metadata_cpu(req_to_token, req_pool_indices, seq_lens, topk, num_steps, pool_len):
+    """Slot table of every branch ``[requests × topk, pool_len]``: the request's rows, then the branch's own."""
+    table = req_to_token[req_pool_indices].repeat_interleave(topk, 0)
+    for row, length in enumerate(seq_lens.repeat_interleave(topk).tolist()):
+        first = length + row % topk * num_steps
+        table[row, length : length + num_steps] = table[row, first : first + num_steps].clone()
+    return table
+
+
+def _attend(q, k, v, scale, cap):
+    """Last queries ``[rows, heads, dim]`` of a request over its keys ``[keys, kv_heads, dim]``."""
+    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if cap > 0:
+        logits = cap * torch.tanh(logits / cap)
+    hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
+    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def extend_attention_cpu(
+    q, k, v, out, keys, values, k_scale, v_scale, table, requests, seq_lens, new_lens, starts, longest, scale, cap, *_
+):
+    """Rows in front of the new ones are in the cache; the new ones are arguments, or in the cache too."""
+    lengths = zip(requests.tolist(), seq_lens.tolist(), new_lens.tolist(), starts.tolist(), strict=True)
+    for request, length, new, start in lengths:
+        slots, part = table[request, :length].long(), slice(start, start + new)
+        if k is None:
+            rows = keys[slots], values[slots]
+        else:
+            before = slots[: length - new]
+            rows = torch.cat([keys[before], k[part]]), torch.cat([values[before], v[part]])
+        out[part] = _attend(q[part], *rows, scale, cap)
+
+
+def decode_attention_cpu(
+    q, keys, values, k_scale, v_scale, out, k, v, slots, logits, table, requests, seq_lens, scale, cap, *_
+):
+    """Write the new row of each request, unless it is there, and attend."""
+    if k is not None:
+        keys[slots] = k.view(-1, *keys.shape[1:])
+        if values.data_ptr() != keys.data_ptr():  # values of MLA are a part of the keys
+            values[slots] = v.view(-1, *values.shape[1:])
+    for row, (request, length) in enumerate(zip(requests.tolist(), seq_lens.tolist(), strict=True)):
+        own = table[request, :length].long()
+        out[row] = _attend(q[row : row + 1], keys[own], values[own], scale, cap)[0]
