@@ -28,7 +28,6 @@ UNUSED = {
     "forward",
     "forward_mixed",  # NPU
     "get_fused_kv_write_buffers",
-    "get_indexer_metadata",
     "get_verify_buffers_to_fill_after_draft",
     "glue_draft_metadata",
     "glue_target_verify_metadata",
@@ -252,6 +251,41 @@ def test_what_verifies_trees_says_so(sglang: Path) -> None:
     tree_modes = module(sglang, "sglang.srt.speculative.eagle_utils").read_text()
     on_cpu = "TreeMaskMode.QLEN_ONLY if _is_cpu else TreeMaskMode.FULL_MASK"
     assert on_cpu in tree_modes or "is_cpu" not in tree_modes, "0.5.14 does not speculate on a CPU"
+
+
+DSA = "sglang.srt.layers.attention.dsa"
+
+
+def test_the_indexer_finds_what_it_reads_of_a_batch(sglang: Path) -> None:
+    """A10: members of SGLang's base class, those that its indexer reads beside them, and the call for selected rows."""
+    homes = [module(sglang, f"{DSA}.{name}") for name in ("dsa_indexer_metadata", "dsa_indexer")]
+    (base,) = (
+        node
+        for home in homes
+        if home.exists()
+        for node in tree(home).body
+        if isinstance(node, ast.ClassDef) and node.name == "BaseIndexerMetadata"
+    )
+    (own,) = (node for node in tree(SOURCE / "sparse.py").body if getattr(node, "name", None) == "IndexerMetadata")
+    assert isinstance(own, ast.ClassDef)
+    have = set(named(own.body))
+    assert set(methods(base)) <= have
+    text = homes[-1].read_text()
+    read = set(re.findall(r"(?<![a-z_])metadata\.([a-z_0-9]+)", text)) | set(
+        re.findall(r'getattr\(metadata, "([a-z_0-9]+)"', text)
+    )
+    assert read <= have
+    assert set(re.findall(r"metadata\.attn_metadata\.([a-z_]+)", text)) <= have
+    select = methods(class_of(sglang, f"{DSA}.dsa_topk_backend", "DSATopKBackend"))["topk_func"]
+    assert signature(select).bind("self", "logits", "lengths", "topk", row_starts="ks")
+
+
+def test_sparse_layers_pass_on_what_was_selected(sglang: Path) -> None:
+    where = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
+    text = module(sglang, where).read_text()
+    assert "**(dict(topk_indices=topk_indices) if topk_indices is not None else {})" in text
+    pools = module(sglang, "sglang.srt.mem_cache.memory_pool").read_text()
+    assert "self.dsa_kv_cache_store_fp8 = " in pools
 
 
 def test_pools_have_their_shape(sglang: Path) -> None:

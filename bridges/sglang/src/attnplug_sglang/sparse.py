@@ -49,6 +49,8 @@ class IndexerMetadata:
     paged_mqa_schedule_metadata = None
     paged_mqa_ctx_lens_2d = None
     topk_indices_offset = None
+    force_unfused_topk = True
+    """Kernels that select slots instead of positions are not used."""
 
     def __init__(self, geometry: Geometry, select: SelectPositions) -> None:
         self._geometry, self._select = geometry, select

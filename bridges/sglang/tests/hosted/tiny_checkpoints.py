@@ -97,7 +97,9 @@ def save_draft(folder: Path) -> Path:
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
     target = folder.with_name(f"{folder.name}-draft")
     model.save_pretrained(target)
-    (target / "config.json").write_text((folder / "config.json").read_text())
+    text = (folder / "config.json").read_text()
+    # As DeepSeek-V3, a draft would be the model's own layers for drafts (NextN). The classes are the same.
+    (target / "config.json").write_text(text.replace("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"))
     return target
 
 

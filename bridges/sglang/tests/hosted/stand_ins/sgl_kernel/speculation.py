@@ -95,8 +95,9 @@ def extend_attention_cpu(
         if k is None:
             rows = keys[slots], values[slots]
         else:
-            before = slots[: length - new]
-            rows = torch.cat([keys[before], k[part]]), torch.cat([values[before], v[part]])
+            rows, before = (k[part], v[part]), slots[: length - new]
+            if length > new:  # without a prefix, MLA is up-projected and runs as MHA
+                rows = torch.cat([keys[before], rows[0]]), torch.cat([values[before], rows[1]])
         out[part] = _attend(q[part], *rows, scale, cap)
 
 
