@@ -288,6 +288,25 @@ def test_sparse_layers_pass_on_what_was_selected(sglang: Path) -> None:
     assert "self.dsa_kv_cache_store_fp8 = " in pools
 
 
+def test_decode_context_parallelism_is_for_sglangs_own_backends(sglang: Path) -> None:
+    """Why ``--dcp-size`` is refused. If this fails, SGLang has changed, and other backends may be possible."""
+    attention = sglang / "sglang" / "srt" / "layers" / "attention"
+    if sglang.name == ENDS[0]:
+        arguments = (sglang / "sglang" / "srt" / "server_args.py").read_text()
+        assert not re.search("^ +dcp_size: ", arguments, re.MULTILINE), "0.5.14 has none"
+        return
+    for name in ("intel_amx_backend", "torch_native_backend"):  # those of its CPU platform
+        assert "dcp_size >" not in (attention / f"{name}.py").read_text()
+    mha = [path.stem for path in attention.glob("*_backend.py") if "cp_lse_ag_out_rs_mha" in path.read_text()]
+    assert "triton_backend" in mha, "MHA is gathered and merged inside each backend"
+    where = "sglang.srt.models.deepseek_common"
+    text = module(sglang, f"{where}.attention_forward_methods.forward_mla").read_text()
+    core = text.split("def forward_absorb_core")[1].split("# correct attn_output")[0]
+    (others,) = core.split("        else:\n            q = torch.cat([q_nope_out, q_pe]")[1:]
+    assert ", lse = " in core and ", lse = " not in others, "MLA's results are merged for backends of a list only"
+    assert "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS = [" in module(sglang, f"{where}.utils").read_text()
+
+
 def test_pools_have_their_shape(sglang: Path) -> None:
     pools = module(sglang, "sglang.srt.mem_cache.memory_pool").read_text()
     assert "self.size + self.page_size" in pools or "size + page_size" in pools

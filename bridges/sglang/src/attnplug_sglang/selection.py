@@ -78,7 +78,8 @@ def unsupported(arguments: Any) -> Iterator[str]:
         yield "--dllm-algorithm: diffusion language models attend in both directions"
     for option in ("dcp_size", "attn_cp_size"):
         if (given(option) or 1) > 1:
-            yield f"--{option.replace('_', '-')} {given(option)} divides the context over ranks"
+            named = f"--{option.replace('_', '-')} {given(option)}"
+            yield f"{named} divides the context over ranks, which SGLang implements inside its own backends; give 1"
     if given("enable_hisparse"):
         yield "--enable-hisparse keeps part of the cache on the host"
     if given("enable_unified_memory"):
