@@ -63,6 +63,7 @@ def runner(modules: list[Any], table: Tensor, kv: Any, **changes: Any) -> Any:
         "enable_deterministic_inference": False,
         "speculative_algorithm": None,
         "speculative_num_draft_tokens": None,
+        "speculative_eagle_topk": None,
         "cuda_graph_config": None,
         "chunked_prefill_size": 64,
         "max_prefill_tokens": 128,
@@ -71,6 +72,7 @@ def runner(modules: list[Any], table: Tensor, kv: Any, **changes: Any) -> Any:
         "disable_radix_cache": False,
     }
     config = {"num_attention_heads": 4, "context_len": 64, "hf_config": SimpleNamespace(model_type="llama")}
+    config["hf_text_config"] = config["hf_config"]
     values = {
         "server_args": SimpleNamespace(**{**arguments, **changes.pop("arguments", {})}),
         "model": torch.nn.ModuleList(modules),
@@ -400,6 +402,23 @@ def test_captures_and_replays_reach_the_backend(ours: SimpleNamespace) -> None:
     backend.init_cuda_graph_state(4, 8)
     with pytest.raises(BackendError, check=naming(4, 8, 9)):
         backend.init_cuda_graph_state(4, 9)
+
+
+def test_trees_that_are_drafted_after_the_plan_are_read_again(ours: SimpleNamespace) -> None:
+    backend, _, _, table = recording(ours)
+    mask = torch.zeros(2, 3, 3, dtype=torch.bool)
+    info = SimpleNamespace(tree_topk=2, draft_token_num=3, custom_mask=mask.flatten())
+    given = batch(table, [2, 6], [3, 3], Mode.TARGET_VERIFY, spec_info=info)
+    backend.init_cuda_graph_state(2, 6)
+    for capture in (True, False):
+        backend.init_forward_metadata_out_graph(given, in_capture=capture)
+    tree = backend.forward_metadata.batches[0].geometry.tree
+    assert not tree.any()
+    mask[1, 2, 0] = mask[1, 2, 2] = True
+    backend.update_verify_buffers_to_fill_after_draft(info, None)
+    assert not tree.any(), "an eager batch is planned after the draft"
+    backend.update_verify_buffers_to_fill_after_draft(info, 2)
+    assert tree.tolist() == [[0, 0, 0], [0, 0, 0b101]]
 
 
 def test_padded_requests_have_a_length_of_at_least_one(ours: SimpleNamespace) -> None:

@@ -82,6 +82,7 @@ def test_the_problem_is_as_sglang_poses_it() -> None:
     assert fitted.cuda_graph is GraphLevel.UNIFORM
     assert not fitted.exact_lengths
     assert fit(fitted) == fitted
+    assert fit(Problem(device="cpu", speculative_tokens=4)).exact_lengths, "SGLang does not schedule ahead on a CPU"
 
 
 def test_refusals_are_in_sglangs_words(folder: str) -> None:
@@ -161,14 +162,6 @@ def test_whether_decode_is_captured(config: Any, disabled: bool, captured: bool)
     ("change", "named"),
     [
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
-        (
-            {
-                "speculative_algorithm": "EAGLE",
-                "speculative_eagle_topk": 4,
-                "speculative_draft_attention_backend": "triton",
-            },
-            "--speculative-eagle-topk 4",
-        ),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-draft-attention-backend"),
         (
             {"speculative_algorithm": "EAGLE", "speculative_draft_attention_backend": "attnplug:auto"},
@@ -202,6 +195,7 @@ CHAIN = {
     [
         ({"tp_size": 3}, "--tp-size"),
         (CHAIN, "--speculative-num-draft-tokens"),
+        ({**CHAIN, "speculative_eagle_topk": 2}, "--speculative-eagle-topk 2"),
         ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype 'fp4_e2m1'"),
         ({"attention_backend": None, "decode_attention_backend": "attnplug:nobody"}, "'nobody'"),
         ({"page_size": 1 << 40}, "--page-size"),
@@ -249,14 +243,17 @@ def test_options_of_backends_that_are_not_asked_for_are_left_alone(
     assert check_server_args(arguments(folder)) is None
 
 
-def test_a_chain_of_drafts_with_a_draft_backend_of_sglangs_is_carried(folder: str) -> None:
-    chain = {
-        "speculative_algorithm": "EAGLE",
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": 4,
-        "speculative_draft_attention_backend": "triton",
-    }
-    assert list(unsupported(arguments(folder, **chain))) == []
+@pytest.mark.parametrize("topk", [1, 4])
+def test_drafts_by_a_backend_of_sglangs_are_supported(folder: str, topk: int) -> None:
+    given = arguments(folder, **{**CHAIN, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": 8})
+    assert list(unsupported(given)) == []
+    assert check_server_args(given) is None
+
+
+def test_trees_need_a_backend_that_verifies_them(folder: str) -> None:
+    trees = {**CHAIN, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
+    with pytest.raises(Refused, check=naming("chains", "--speculative-eagle-topk")):
+        check_server_args(arguments(folder, attention_backend="attnplug:flashinfer", **trees))
 
 
 def test_the_range_ends_with_what_was_read() -> None:

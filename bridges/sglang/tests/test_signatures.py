@@ -28,7 +28,6 @@ UNUSED = {
     "forward",
     "forward_mixed",  # NPU
     "get_fused_kv_write_buffers",
-    "get_indexer_metadata",
     "get_verify_buffers_to_fill_after_draft",
     "glue_draft_metadata",
     "glue_target_verify_metadata",
@@ -40,7 +39,6 @@ UNUSED = {
     "prepare_full_cuda_graph_chunked_prefix",
     "resolve_prefill_shared_read_ends",
     "shared_read_ends",
-    "update_verify_buffers_to_fill_after_draft",
     "validate_elastic_cuda_graph_recapture",
     "verify_mask",
 }
@@ -244,6 +242,69 @@ def test_an_argument_that_is_refused_exists_in_some_version() -> None:
         "attn_cp_size",
     }
     assert {name for name in read if not re.search(rf"^ +{name}: ", text, re.MULTILINE)} == set()
+
+
+def test_what_verifies_trees_says_so(sglang: Path) -> None:
+    """Fields and properties of the batches that are verified, by which trees are read."""
+    own = class_of(sglang, "sglang.srt.speculative.eagle_info", "EagleVerifyInput")
+    assert {"tree_topk", "draft_token_num", "custom_mask"} <= set(named(own.body))
+    tree_modes = module(sglang, "sglang.srt.speculative.eagle_utils").read_text()
+    on_cpu = "TreeMaskMode.QLEN_ONLY if _is_cpu else TreeMaskMode.FULL_MASK"
+    assert on_cpu in tree_modes or "is_cpu" not in tree_modes, "0.5.14 does not speculate on a CPU"
+
+
+DSA = "sglang.srt.layers.attention.dsa"
+
+
+def test_the_indexer_finds_what_it_reads_of_a_batch(sglang: Path) -> None:
+    """A10: members of SGLang's base class, those that its indexer reads beside them, and the call for selected rows."""
+    homes = [module(sglang, f"{DSA}.{name}") for name in ("dsa_indexer_metadata", "dsa_indexer")]
+    (base,) = (
+        node
+        for home in homes
+        if home.exists()
+        for node in tree(home).body
+        if isinstance(node, ast.ClassDef) and node.name == "BaseIndexerMetadata"
+    )
+    (own,) = (node for node in tree(SOURCE / "sparse.py").body if getattr(node, "name", None) == "IndexerMetadata")
+    assert isinstance(own, ast.ClassDef)
+    have = set(named(own.body))
+    assert set(methods(base)) <= have
+    text = homes[-1].read_text()
+    read = set(re.findall(r"(?<![a-z_])metadata\.([a-z_0-9]+)", text)) | set(
+        re.findall(r'getattr\(metadata, "([a-z_0-9]+)"', text)
+    )
+    assert read <= have
+    assert set(re.findall(r"metadata\.attn_metadata\.([a-z_]+)", text)) <= have
+    select = methods(class_of(sglang, f"{DSA}.dsa_topk_backend", "DSATopKBackend"))["topk_func"]
+    assert signature(select).bind("self", "logits", "lengths", "topk", row_starts="ks")
+
+
+def test_sparse_layers_pass_on_what_was_selected(sglang: Path) -> None:
+    where = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
+    text = module(sglang, where).read_text()
+    assert "**(dict(topk_indices=topk_indices) if topk_indices is not None else {})" in text
+    pools = module(sglang, "sglang.srt.mem_cache.memory_pool").read_text()
+    assert "self.dsa_kv_cache_store_fp8 = " in pools
+
+
+def test_decode_context_parallelism_is_for_sglangs_own_backends(sglang: Path) -> None:
+    """Why ``--dcp-size`` is refused. If this fails, SGLang has changed, and other backends may be possible."""
+    attention = sglang / "sglang" / "srt" / "layers" / "attention"
+    if sglang.name == ENDS[0]:
+        arguments = (sglang / "sglang" / "srt" / "server_args.py").read_text()
+        assert not re.search("^ +dcp_size: ", arguments, re.MULTILINE), "0.5.14 has none"
+        return
+    for name in ("intel_amx_backend", "torch_native_backend"):  # those of its CPU platform
+        assert "dcp_size >" not in (attention / f"{name}.py").read_text()
+    mha = [path.stem for path in attention.glob("*_backend.py") if "cp_lse_ag_out_rs_mha" in path.read_text()]
+    assert "triton_backend" in mha, "MHA is gathered and merged inside each backend"
+    where = "sglang.srt.models.deepseek_common"
+    text = module(sglang, f"{where}.attention_forward_methods.forward_mla").read_text()
+    core = text.split("def forward_absorb_core")[1].split("# correct attn_output")[0]
+    (others,) = core.split("        else:\n            q = torch.cat([q_nope_out, q_pe]")[1:]
+    assert ", lse = " in core and ", lse = " not in others, "MLA's results are merged for backends of a list only"
+    assert "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS = [" in module(sglang, f"{where}.utils").read_text()
 
 
 def test_pools_have_their_shape(sglang: Path) -> None:

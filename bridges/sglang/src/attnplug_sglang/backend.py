@@ -10,10 +10,12 @@ from torch import Tensor
 
 from attnplug import BackendError, ForwardExtras, ForwardMode, PlanError
 from attnplug.host import HookError, ModelAttention
+from attnplug.sparse import SelectedPositions
 from attnplug_sglang.kv_pools import PageTable
 from attnplug_sglang.layers import Layers
 from attnplug_sglang.mla_prefill import RaggedPrefill
-from attnplug_sglang.planning import CapturedGroups, GroupedStep, PlannedGroup, eager_step, mode_of
+from attnplug_sglang.planning import CapturedGroups, GroupedStep, PlannedGroup, eager_step, fill_trees, mode_of
+from attnplug_sglang.sparse import IndexerMetadata, SelectPositions
 
 
 class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not typed
@@ -27,8 +29,13 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
     extend_dummy_seqs_capped_by_req_pool = True
 
     def __init__(
-        self, runner: Any, layers: Layers, groups: list[tuple[ModelAttention, PageTable, tuple[int, ...]]]
+        self,
+        runner: Any,
+        layers: Layers,
+        groups: list[tuple[ModelAttention, PageTable, tuple[int, ...]]],
+        select: SelectPositions | None = None,
     ) -> None:
+        """``select``: selects rows by the scores of SGLang's indexer, for sparse models."""
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -40,6 +47,7 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         self._groups = tuple(PlannedGroup(attention, table) for attention, table, _ in groups)
         self._group_of = {layer: number for number, (_, _, ids) in enumerate(groups) for layer in ids}
         self._captured: CapturedGroups | None = None
+        self._select = select
         claims = [group.attention.backend.claims for group in self._groups]
         self.needs_cpu_seq_lens = any(claim.needs_cpu_seq_lens for claim in claims)
         is_mla = any(spec.mla is not None for spec in layers.specs)
@@ -85,9 +93,25 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         if self._captured is not None and self.forward_metadata is not None:
             self._captured.refill(self.forward_metadata, forward_batch)
 
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Read the draft trees again. SGLang may plan a replay on another stream before the draft has written them."""
+        step = self.forward_metadata
+        if cuda_graph_bs is not None and step is not None and step.prefix_lens is not None:
+            fill_trees(step, spec_info, step.prefix_lens)
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padded requests: at least 1, as SGLang expects. Their page is page 0, which no request uses."""
         return max(1, *(_padding_length(group.attention) for group in self._groups))
+
+    def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> IndexerMetadata | None:
+        """Return what SGLang's indexer reads of the planned batch; ``None`` for dense models. Layers share it."""
+        if self._select is None:
+            return None
+        step = self._step(forward_batch)
+        if step.index is None:
+            step.index = IndexerMetadata(step.batches[0].geometry, self._select)
+        metadata: IndexerMetadata = step.index
+        return metadata
 
     def support_triton(self) -> bool:
         """Return True if SGLang may prepare batches with Triton kernels."""
@@ -138,12 +162,12 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         save_kv_cache: bool,
         extras: dict[str, Any],
     ) -> Tensor:
-        self._check_extras(extras, ("sinks",))
+        self._check_extras(extras, ("sinks", "topk_indices"))
         step, spec = self._step(forward_batch), self._layers.spec(layer)
         number = self._group_of[spec.layer_id]
         if self.token_to_kv_pool.layer_transfer_counter is not None:
             self.token_to_kv_pool.get_key_buffer(spec.layer_id)  # waits for the hierarchical cache to load the layer
-        sinks = extras.get("sinks")
+        sinks, positions = extras.get("sinks"), extras.get("topk_indices")
         if (sinks is not None) != spec.sinks:
             raise BackendError(
                 f"layer {spec.layer_id} {'passes' if sinks is not None else 'does not pass'} sink logits, but its "
@@ -157,7 +181,7 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
             spec,
             step.batches[number],
             save_kv_cache=save_kv_cache and k is not None,
-            extras=None if sinks is None else ForwardExtras(sinks=sinks.to(torch.float32)),
+            extras=_forward_extras(sinks, positions),
         )
         return out.flatten(1)
 
@@ -174,6 +198,15 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         unknown = sorted(name for name, value in extras.items() if value is not None and name not in known)
         if unknown:
             raise BackendError(f"the model passes {', '.join(unknown)} to attention, which attnplug does not support")
+
+
+def _forward_extras(sinks: Tensor | None, positions: Tensor | None) -> ForwardExtras | None:
+    if sinks is None and positions is None:
+        return None
+    return ForwardExtras(
+        sinks=None if sinks is None else sinks.to(torch.float32),
+        selected=None if positions is None else SelectedPositions(positions),
+    )
 
 
 def _padding_length(attention: ModelAttention) -> int:

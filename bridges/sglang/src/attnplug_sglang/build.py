@@ -24,11 +24,12 @@ from attnplug.host import (
     load_registry,
 )
 from attnplug_sglang.backend import AttnplugBackend
-from attnplug_sglang.host import Refused, render, requested_invariance
-from attnplug_sglang.kv_pools import PageTable, kv_dtype, kv_groups, pools_over
+from attnplug_sglang.host import Refused, refuse_sparse_trees, render, requested_invariance
+from attnplug_sglang.kv_pools import PageTable, kv_format, kv_groups, pools_over
 from attnplug_sglang.layers import Layers, with_sinks
 from attnplug_sglang.mla_prefill import extend_path
-from attnplug_sglang.selection import choose, decode_graphs, raise_if_unsupported, resolved, served_roles
+from attnplug_sglang.selection import choose, decode_graphs, drafts, raise_if_unsupported, resolved, served_roles
+from attnplug_sglang.sparse import SelectPositions, indexer_dims
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def _build(name: str, runner: Any) -> AttnplugBackend:
     layers, model = _model(runner)
     roles = served_roles(name, runner.prefill_attention_backend_str, runner.decode_attention_backend_str)
     problem = _problem(runner, model)
+    if refusal := refuse_sparse_trees(problem):
+        raise Refused(f"{name}: {refusal.format(render)}", [refusal])
     selection = choose(
         load_registry(),
         name,
@@ -71,9 +74,9 @@ def _build(name: str, runner: Any) -> AttnplugBackend:
             attention = ModelAttention(build_selection(selection, context), pools)
         table = PageTable(runner.req_to_token_pool.req_to_token, runner.page_size, group.translate)
         groups.append((attention, table, tuple(layer.layer_id for layer in group.layers)))
-    backend = AttnplugBackend(runner, layers, groups)
-    if runner.use_mla_backend:
-        _register_prefill(name, backend, problem.extend_path)
+    backend = AttnplugBackend(runner, layers, groups, _index_select(arguments) if model.is_sparse else None)
+    if runner.use_mla_backend:  # the rows that an indexer selects are attended to where they are
+        _register_prefill(name, backend, ExtendPath.ABSORBED if model.is_sparse else problem.extend_path)
     logger.info("%s: %s", name, _summary(selection))
     return backend
 
@@ -82,11 +85,11 @@ def _model(runner: Any) -> tuple[Layers, ModelSpec]:
     """Attention layers of this rank, read from the loaded model: their heads are the rank's own."""
     config, model = runner.model_config, runner.model
     modules = [module for module in model.modules() if isinstance(module, RadixAttention)]
-    dims, v_head_dim = None, 0
+    dims, v_head_dim, indexer = None, 0, None
     if runner.use_mla_backend:
         dims = MLADims(config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim)
-        v_head_dim = config.v_head_dim
-    layers = Layers(modules, dims, v_head_dim, with_sinks(model.named_modules(), RadixAttention))
+        v_head_dim, indexer = config.v_head_dim, indexer_dims(config.hf_text_config)
+    layers = Layers(modules, dims, v_head_dim, with_sinks(model.named_modules(), RadixAttention), indexer)
     if not layers.specs:
         raise BackendError(f"{type(model).__name__} has no attention layer that SGLang's backends serve")
     total, own = config.num_attention_heads, layers.specs[0].num_heads
@@ -102,18 +105,27 @@ def _problem(runner: Any, model: ModelSpec) -> Problem:
         major, minor = torch.cuda.get_device_capability(runner.gpu_id)
         sm = major * 10 + minor
     arguments = resolved(runner.server_args)
-    speculates = arguments.speculative_algorithm is not None
+    tokens, topk = drafts(arguments)
     return Problem(
         model,
         device=device,
         sm=sm,
         dtype=DType.parse(str(runner.dtype), "dtype"),
-        kv_dtype=kv_dtype(runner.kv_cache_dtype),
+        kv_dtype=kv_format(runner.token_to_kv_pool),
         page_size=runner.page_size,
-        speculative_tokens=(arguments.speculative_num_draft_tokens or 0) if speculates else 0,
+        speculative_tokens=tokens,
+        speculative_topk=topk,
         is_embedding=not runner.is_generation,
         invariant=requested_invariance(arguments),
     )
+
+
+def _index_select(arguments: Any) -> SelectPositions:
+    """SGLang's selection by the scores of its indexer (``--dsa-topk-backend``)."""
+    from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
+
+    select: SelectPositions = DSATopKBackend(arguments.dsa_topk_backend).topk_func
+    return select
 
 
 def _graphs_disabled(arguments: Any) -> bool:
@@ -137,14 +149,14 @@ def _context(runner: Any, model: ModelSpec, pools: Any, workspace: WorkspaceOwne
     chunk = arguments.chunked_prefill_size
     requests, context = int(table.size) + 1, int(table.req_to_token.shape[1])
     prompt = chunk if chunk and chunk > 0 else max(context, arguments.max_prefill_tokens)
-    drafts = (arguments.speculative_num_draft_tokens or 1) if arguments.speculative_algorithm is not None else 1
+    tokens = max(1, drafts(arguments)[0])
     return HostContext(
         model=model,
         device=torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device),
         dtype=runner.dtype,
-        kv_dtype=kv_dtype(runner.kv_cache_dtype),
+        kv_dtype=kv_format(runner.token_to_kv_pool),
         page_size=runner.page_size,
-        limits=Limits(requests, max(prompt + requests, requests * drafts), context),
+        limits=Limits(requests, max(prompt + requests, requests * tokens), context),
         pools=pools,
         workspace=workspace,
         parallel=Parallel(getattr(runner, "tp_rank", 0) % model.ranks, model.ranks),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnplug import CacheLayout, DType, Feature, GraphLevel, Problem, Refusal, RefusalCode, Setting
+from attnplug import CacheLayout, DType, Feature, GraphLevel, LayerSpec, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import AttnplugError, HostSpec, split_settings
 
 PREFIX = "attnplug:"
@@ -21,6 +21,13 @@ every process of a server inherits them.
 """
 DEFAULT_PAGE_SIZE = 1
 """SGLang's default of ``--page-size``."""
+SPARSE_PAGE_SIZE = 64
+"""Page size that SGLang sets for sparse models."""
+FP8_DS_MLA = "fp8_ds_mla"
+"""KV format of sparse models with ``--kv-cache-dtype fp8_e4m3``, unless SGLang would use kernels that read rows without
+scales. ``attnplug-sparse`` provides it."""
+INDEX_BY_HOST = 0
+"""``IndexerDims.shares`` of layers whose rows SGLang's indexer selects: backends have no index of their own."""
 
 _OPTIONS: Mapping[str, str] = {
     Setting.ATTENTION_BACKEND: "--attention-backend",
@@ -34,6 +41,7 @@ _OPTIONS: Mapping[str, str] = {
     Setting.PAGE_SIZE: "--page-size",
     Setting.CUDA_GRAPH: "--disable-cuda-graph",
     Setting.SPECULATIVE_TOKENS: "--speculative-num-draft-tokens",
+    Setting.SPECULATIVE_TOPK: "--speculative-eagle-topk",
     Setting.SPECULATIVE_ATTENTION_MODE: "--speculative-attention-mode",
     Setting.TENSOR_PARALLEL: "--tp-size",
     Setting.MAX_BATCH: "--max-running-requests",
@@ -64,35 +72,50 @@ def fit(problem: Problem) -> Problem:
     """Adapt a problem to SGLang.
 
     Its caches are token-major, and it captures decode and the verification of drafts. With speculation, lengths on the
-    CPU are upper bounds. Linear layers and drafts run on SGLang's own backends.
+    CPU are upper bounds, unless everything runs there. Linear layers and drafts run on SGLang's own backends. Its
+    indexer selects the rows of sparse layers.
     """
-    speculates, model = problem.speculative_tokens > 0, problem.model
+    speculates, model, page_size = problem.speculative_tokens > 0, problem.model, problem.page_size
     level = GraphLevel.NEVER
     if problem.device == "cuda":
         level = GraphLevel.UNIFORM if speculates else GraphLevel.DECODE
     if model is not None and model.full_layers and model.linear_layers:
         model = replace(model, layers=model.full_layers)
+    if model is not None and model.is_sparse:
+        model, page_size = replace(model, layers=tuple(map(_selected_by_host, model.layers))), SPARSE_PAGE_SIZE
     return replace(
         problem,
         model=model,
-        page_size=DEFAULT_PAGE_SIZE if problem.page_size is None else problem.page_size,
+        page_size=DEFAULT_PAGE_SIZE if page_size is None else page_size,
         layout=CacheLayout.TOKEN_MAJOR,
-        exact_lengths=problem.exact_lengths and not speculates,
+        exact_lengths=problem.exact_lengths and (not speculates or problem.device == "cpu"),
         cuda_graph=max(level, problem.cuda_graph),
         wants_graphs=problem.device == "cuda",
         drafts_by_host=True,
     )
 
 
+def _selected_by_host(layer: LayerSpec) -> LayerSpec:
+    indexer = layer.indexer
+    return layer if indexer is None else replace(layer, indexer=replace(indexer, shares=INDEX_BY_HOST))
+
+
 def refuse(problem: Problem) -> Sequence[Refusal]:
     """Refusals that hold for every backend."""
     model = problem.model
-    if model is not None and model.is_sparse:
-        message = "sparse attention runs on SGLang's own backends only: its indexer asks them for what they planned"
-        return (Refusal(RefusalCode.FEATURE, message, str(Feature.SPARSE)),)
-    if problem.kv_dtype is not None and problem.kv_dtype not in list(DType):
+    sparse = model is not None and model.is_sparse
+    if sparse and problem.device not in (None, "cuda"):
+        message = f"SGLang's indexer, which selects the rows of sparse attention, does not run on {problem.device}"
+        return (Refusal(RefusalCode.FEATURE, message, str(Feature.SPARSE), "cuda", Setting.DEVICE),)
+    if trees := refuse_sparse_trees(problem):
+        return (trees,)
+    if model is not None and model.compressed_layers:
+        message = "compressed entries (DeepSeek-V4) are not supported; use one of SGLang's own backends"
+        return (Refusal(RefusalCode.FEATURE, message, str(Feature.COMPRESSED)),)
+    formats = [*map(str, DType), *[FP8_DS_MLA] * sparse]
+    if problem.kv_dtype is not None and problem.kv_dtype not in formats:
         message = f"SGLang allocates no pages in the KV format {problem.kv_dtype}"
-        return (Refusal(RefusalCode.KV_DTYPE, message, problem.kv_dtype, list(map(str, DType)), Setting.KV_DTYPE),)
+        return (Refusal(RefusalCode.KV_DTYPE, message, problem.kv_dtype, formats, Setting.KV_DTYPE),)
     if model is None or model.full_layers:
         return ()
     kinds = ", ".join(sorted(model.kinds))
@@ -103,6 +126,15 @@ def refuse(problem: Problem) -> Sequence[Refusal]:
             value=kinds,
         ),
     )
+
+
+def refuse_sparse_trees(problem: Problem) -> Refusal | None:
+    """Refusal of draft trees for sparse models."""
+    topk = problem.speculative_topk
+    if topk == 1 or problem.model is None or not problem.model.is_sparse:
+        return None
+    message = f"drafts with {topk} branches are trees; SGLang's indexer scores the rows of chains only"
+    return Refusal(RefusalCode.SPECULATION, message, topk, 1, Setting.SPECULATIVE_TOPK)
 
 
 HOST = HostSpec(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendError, DType, LayerSpec, MHAPool, MLAPool, UsageError
-from attnplug.host import KVPools
+from attnplug.host import KVPools, installed_format
+from attnplug_sglang.host import FP8_DS_MLA
 
 Translate = Callable[[Tensor], Tensor]
 """Translates SGLang's full slot numbers to those of a pool."""
@@ -43,10 +44,13 @@ def kv_groups(pool: Any, layers: Sequence[LayerSpec]) -> tuple[KVGroup, ...]:
 
 def pools_over(pool: Any, group: KVGroup, page_size: int, scales: Mapping[int, tuple[float, float]]) -> KVPools:
     """KV pools over SGLang's memory of a group's layers. ``scales``: fp8 scales of keys and values by layer id."""
-    dtype = kv_dtype(pool.dtype)
+    dtype, layout = kv_format(pool), "slots heads dim"
     if group.layers[0].mla is not None:
         rows = {layer.layer_id: _pages(pool.get_key_buffer(layer.layer_id), page_size) for layer in group.layers}
-        return KVPools(mla=MLAPool.over(group.layers, rows, "slots heads dim", page_size=page_size, dtype=dtype))
+        if dtype == FP8_DS_MLA:
+            rows = {layer: packed.view(torch.uint8) for layer, packed in rows.items()}
+        format = installed_format(dtype)
+        return KVPools(mla=MLAPool.over(group.layers, rows, layout, page_size=page_size, dtype=format))
     pairs = {
         layer.layer_id: (
             _pages(pool.get_key_buffer(layer.layer_id), page_size),
@@ -55,14 +59,18 @@ def pools_over(pool: Any, group: KVGroup, page_size: int, scales: Mapping[int, t
         for layer in group.layers
     }
     own = {layer.layer_id: scales[layer.layer_id] for layer in group.layers if layer.layer_id in scales}
-    layout = "slots heads dim"
     return KVPools(mha=MHAPool.over(group.layers, pairs, layout, page_size=page_size, dtype=dtype, scales=own))
 
 
-def kv_dtype(dtype: torch.dtype) -> DType:
-    """Convert the dtype of a KV cache. Raises :class:`BackendError` for one that attnplug does not know."""
+def kv_format(pool: Any) -> str:
+    """Name of the KV format of a pool's rows. Raises :class:`BackendError` for one that attnplug does not know.
+
+    Sparse models have an fp8 cache with scales in each row, or without, for the kernels that SGLang would use.
+    """
+    if getattr(pool, "dsa_kv_cache_store_fp8", False):
+        return FP8_DS_MLA
     try:
-        return DType.parse(str(dtype), "kv_dtype")
+        return DType.parse(str(pool.dtype), "kv_dtype")
     except UsageError as error:
         raise BackendError(f"the KV cache: {error.message}", settings=error.settings) from None
 

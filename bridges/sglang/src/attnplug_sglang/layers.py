@@ -7,17 +7,26 @@ from typing import Any
 
 from attnplug import AttentionKind, BackendError, LayerSpec
 from attnplug.host import MLADims
+from attnplug.sparse import IndexerDims
 
 
 class Layers:
     """Attention modules of a model on this rank with their specs. Head counts are those of the rank."""
 
-    def __init__(self, modules: Iterable[Any], mla: MLADims | None, v_head_dim: int, sinks: Iterable[int] = ()) -> None:
-        """``sinks``: ids of layers that pass sink logits. ``v_head_dim``: of MLA's up-projected values.
+    def __init__(
+        self,
+        modules: Iterable[Any],
+        mla: MLADims | None,
+        v_head_dim: int,
+        sinks: Iterable[int] = (),
+        indexer: IndexerDims | None = None,
+    ) -> None:
+        """``sinks``: ids of layers that pass sink logits. ``v_head_dim``: of MLA's up-projected values. ``indexer``:
+        of a sparse model; SGLang's selects the rows.
 
         Raises :class:`BackendError` for modules that the contract cannot describe.
         """
-        self._mla, self._v_head_dim, self._sinks = mla, v_head_dim, frozenset(sinks)
+        self._mla, self._v_head_dim, self._sinks, self._indexer = mla, v_head_dim, frozenset(sinks), indexer
         self._specs: dict[Any, LayerSpec] = {}
         self._as_mha = set[Any]()
         by_id: dict[int, LayerSpec] = {}
@@ -72,6 +81,7 @@ class Layers:
             head_dim=head_dim,
             v_head_dim=self._v_head_dim,
             mla=mla,
+            indexer=self._indexer,
             **common,
         )
 

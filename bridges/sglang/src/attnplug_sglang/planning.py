@@ -54,8 +54,12 @@ class GroupedStep:
     batches: tuple[ForwardBatch, ...]
     new_tokens: int = 1
     """New tokens per request, for modes in which all requests have the same number."""
+    prefix_lens: Tensor | None = None
+    """SGLang's static lengths of a captured batch, without its new tokens."""
     ragged: Any = field(default=None)
     """``RaggedPlan`` of an MLA prefill as MHA, once planned."""
+    index: Any = field(default=None)
+    """``IndexerMetadata`` of a sparse model, once read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ def eager_step(batch: Any, groups: Sequence[PlannedGroup], max_context: int) -> 
     """Plan a batch that runs eagerly."""
     mode = mode_of(batch)
     lengths = lengths_of(batch, mode, max_context, exact=any(_needs_host_lengths(group) for group in groups))
-    batches = []
+    tree, batches = draft_trees(batch.spec_info, batch.seq_lens), []
     for group in groups:
         geometry = Geometry(
             mode,
@@ -87,6 +91,7 @@ def eager_step(batch: Any, groups: Sequence[PlannedGroup], max_context: int) -> 
             new_lens=lengths.new_lens,
             host=lengths.host,
             slots=group.table.slots(batch.out_cache_loc[: lengths.rows]),
+            tree=tree,
         )
         if _needs_host_lengths(group):
             geometry = geometry.with_host_lengths()
@@ -137,6 +142,46 @@ def new_tokens(batch: Any, mode: ForwardMode) -> int:
     return int(tokens)
 
 
+def fill_trees(step: GroupedStep, info: Any, prefix_lens: Tensor) -> None:
+    """Write the draft trees of a replay to the memory that its graph reads. Groups share it."""
+    tree = step.batches[0].geometry.tree
+    if tree is not None and (drafted := draft_trees(info, prefix_lens)) is not None:
+        tree[: drafted.shape[0]].copy_(drafted)
+
+
+def has_trees(info: Any) -> bool:
+    """Return True if a batch verifies draft trees. ``info`` is SGLang's ``spec_info``."""
+    return getattr(info, "tree_topk", 1) != 1
+
+
+def draft_trees(info: Any, prefix_lens: Tensor) -> Tensor | None:
+    """Draft trees of a batch as ``Geometry.tree``, from SGLang's mask; ``None`` if it verifies chains or nothing.
+
+    Runs on the device without synchronization.
+    """
+    if not has_trees(info):
+        return None
+    new, mask = int(info.draft_token_num), info.custom_mask
+    if mask.device.type == "cpu":  # SGLang's mask has the new rows only
+        cells = mask[: prefix_lens.shape[0] * new * new].view(-1, new, new)
+    else:
+        cells = cells_of_new_rows(mask, prefix_lens, new)
+    row = torch.arange(new, device=mask.device)
+    return torch.where(row <= row[:, None], cells.to(torch.int64) << row, 0).sum(-1)
+
+
+def cells_of_new_rows(mask: Tensor, prefix_lens: Tensor, new: int) -> Tensor:
+    """Cells ``[requests, new, new]`` of a mask that has ``new`` rows of ``prefix + new`` cells for each request.
+
+    Requests that pad a CUDA graph have no cells in the mask and get those of others; their rows are not used.
+    """
+    prefixes, row = prefix_lens.to(torch.int64), torch.arange(new, device=mask.device)
+    width = prefixes + new
+    starts = (width.cumsum(0) - width) * new + prefixes
+    place = starts[:, None, None] + row[:, None] * width[:, None, None] + row
+    return mask[place.clamp_(max=mask.numel() - 1)]
+
+
 class CapturedGroups:
     """Captured batches, over one set of static tensors per KV group.
 
@@ -164,7 +209,9 @@ class CapturedGroups:
         """Plan the batch that is about to be captured. Its tensors are SGLang's static ones."""
         mode, requests = mode_of(batch), batch.batch_size
         each = new_tokens(batch, mode)
-        rows, batches = requests * each, []
+        rows, batches, tree = requests * each, [], None
+        if has_trees(batch.spec_info):  # the graph is captured with rows that see themselves and the prefix
+            tree = (1 << torch.arange(each, device=self._seq_lens.device)).repeat(requests, 1)
         for group, table, slots in zip(self._groups, self._tables, self._slots, strict=True):
             geometry = Geometry(
                 mode,
@@ -176,9 +223,10 @@ class CapturedGroups:
                 max_new=each,
                 slots=(batch.out_cache_loc if slots is None else slots)[:rows],
                 captured=True,
+                tree=tree,
             )
             batches.append(ForwardBatch(geometry))
-        step = self._steps[mode, requests] = GroupedStep(mode, tuple(batches), each)
+        step = self._steps[mode, requests] = GroupedStep(mode, tuple(batches), each, batch.seq_lens)
         self._fill(step, batch)
         for group, planned in zip(self._groups, step.batches, strict=True):
             group.attention.capture(planned, in_capture=True)
@@ -192,12 +240,14 @@ class CapturedGroups:
             sizes = ", ".join(str(size) for of, size in sorted(self._steps) if of is mode) or "none"
             raise PlanError(f"a {mode} of {requests} requests is replayed, but was never captured; captured: {sizes}")
         self._fill(step, batch)
+        fill_trees(step, batch.spec_info, batch.seq_lens)
         for group, planned in zip(self._groups, step.batches, strict=True):
             group.attention.capture(planned)
         return step
 
     def refill(self, step: GroupedStep, batch: Any) -> None:
         """Run the captured part of planning. ``batch`` is the captured one: its tensors are static."""
+        step.index = None  # what it derives from the lengths belongs to the graph
         lens = self._seq_lens[: batch.batch_size]
         if step.mode is ForwardMode.DECODE:
             lens.copy_(batch.seq_lens)

@@ -10,8 +10,8 @@ from attnplug import GraphLevel, Problem, Role, UsageError
 from attnplug.host import BackendRequest, Registry, Selection, SelectionError, default_ranking, explain
 from attnplug_sglang.host import PREFIX, fit, given_options
 
-_CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP")
-"""Speculative algorithms whose drafts are chains if ``--speculative-eagle-topk`` is 1."""
+_DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP")
+"""Speculative algorithms whose drafts are chains, or trees with ``--speculative-eagle-topk`` branches."""
 
 
 def served_roles(name: str, prefill: str, decode: str) -> tuple[Role, ...]:
@@ -57,6 +57,13 @@ def resolved(arguments: Any) -> Any:
     return resolved_view(arguments)
 
 
+def drafts(arguments: Any) -> tuple[int, int]:
+    """Rows that a verify has per request, and branches that a draft keeps at every step: ``(0, 1)`` without drafts."""
+    if arguments.speculative_algorithm is None:
+        return 0, 1
+    return arguments.speculative_num_draft_tokens or 0, arguments.speculative_eagle_topk or 1
+
+
 def unsupported(arguments: Any) -> Iterator[str]:
     """Reasons against SGLang's ``ServerArgs``: options that this bridge does not support."""
 
@@ -71,7 +78,8 @@ def unsupported(arguments: Any) -> Iterator[str]:
         yield "--dllm-algorithm: diffusion language models attend in both directions"
     for option in ("dcp_size", "attn_cp_size"):
         if (given(option) or 1) > 1:
-            yield f"--{option.replace('_', '-')} {given(option)} divides the context over ranks"
+            named = f"--{option.replace('_', '-')} {given(option)}"
+            yield f"{named} divides the context over ranks, which SGLang implements inside its own backends; give 1"
     if given("enable_hisparse"):
         yield "--enable-hisparse keeps part of the cache on the host"
     if given("enable_unified_memory"):
@@ -83,14 +91,9 @@ def unsupported(arguments: Any) -> Iterator[str]:
 
 
 def _speculation(algorithm: str, given: Any) -> Iterator[str]:
-    if algorithm not in _CHAINS:
-        yield f"--speculative-algorithm {algorithm} verifies trees of drafts; it must be one of {', '.join(_CHAINS)}"
+    if algorithm not in _DRAFTERS:
+        yield f"--speculative-algorithm {algorithm} is not supported; it must be one of {', '.join(_DRAFTERS)}"
         return
-    if (given("speculative_eagle_topk") or 1) > 1:
-        yield (
-            f"--speculative-eagle-topk {given('speculative_eagle_topk')} makes trees of drafts, but only chains are "
-            "supported; give 1"
-        )
     draft = given("speculative_draft_attention_backend")
     if draft is None or draft.startswith(PREFIX):
         yield (

@@ -7,7 +7,15 @@ from typing import Any
 from attnplug import DType, Problem, Role
 from attnplug.host import AttnplugError, ModelConfigError, load_model, load_registry, model_dtype
 from attnplug_sglang.host import PREFIX, Refused, check_version, refuse, render, requested_invariance
-from attnplug_sglang.selection import check_options, choose, decode_graphs, raise_if_unsupported, resolved, served_roles
+from attnplug_sglang.selection import (
+    check_options,
+    choose,
+    decode_graphs,
+    drafts,
+    raise_if_unsupported,
+    resolved,
+    served_roles,
+)
 
 _AUTO = ("auto", None)
 
@@ -43,21 +51,22 @@ def _check(name: str, roles: tuple[Role, ...], arguments: Any) -> None:
         model = load_model(arguments.model_path, registry)
     except ModelConfigError:  # not a local folder, or a model that only SGLang can read
         model = None
-    speculates = arguments.speculative_algorithm is not None
+    tokens, topk = drafts(arguments)
     dtype = arguments.dtype if arguments.dtype not in _AUTO else None
     own = None if model is None else model_dtype(model)
     problem = Problem(
         model,
         device=arguments.device,
         dtype=own if dtype is None else DType.parse(dtype, "dtype"),
-        kv_dtype=None if arguments.kv_cache_dtype in _AUTO else DType.parse(arguments.kv_cache_dtype, "kv_dtype"),
+        kv_dtype=_kv_dtype(arguments.kv_cache_dtype, model is not None and model.is_sparse),
         page_size=arguments.page_size,
-        speculative_tokens=(arguments.speculative_num_draft_tokens or 0) if speculates else 0,
+        speculative_tokens=tokens,
+        speculative_topk=topk,
         tensor_parallel=arguments.tp_size if not getattr(arguments, "enable_dp_attention", False) else 1,
         invariant=requested_invariance(arguments),
     )
     if refusals := refuse(problem):
-        raise Refused(f"{name}: {refusals[0].message}", refusals)
+        raise Refused(f"{name}: {refusals[0].format(render)}", refusals)
     graphs = problem.device == "cuda" and decode_graphs(
         arguments.cuda_graph_config, bool(getattr(arguments, "disable_cuda_graph", False))
     )
@@ -66,3 +75,11 @@ def _check(name: str, roles: tuple[Role, ...], arguments: Any) -> None:
         choose(registry, name, roles, problem, verify=verify, graphs=graphs)
     elif name != PREFIX + "auto":
         registry.get(name.removeprefix(PREFIX))
+
+
+def _kv_dtype(given: str | None, sparse: bool) -> DType | None:
+    """dtype of the KV cache, if it is decided. The fp8 rows of a sparse model depend on the GPU."""
+    if given in _AUTO:
+        return None
+    dtype = DType.parse(str(given), "kv_dtype")
+    return None if sparse and dtype is DType.FLOAT8_E4M3 else dtype

@@ -34,6 +34,7 @@ def serve(folder: str, given: dict[str, Any]) -> dict[str, Any]:
         "tokens": [answer["output_ids"] for answer in first],
         "again": [answer["output_ids"] for answer in again],
         "cached": [answer["meta_info"]["cached_tokens"] for answer in again],
+        "verified": sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in first),
     }
 
 

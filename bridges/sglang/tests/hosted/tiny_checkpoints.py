@@ -87,6 +87,22 @@ def save(name: str, folder: Path) -> Path:
     return target
 
 
+def save_draft(folder: Path) -> Path:
+    """Write the checkpoint ``folder`` with noise in its weights: its best tokens are often among the model's."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    target = folder.with_name(f"{folder.name}-draft")
+    model.save_pretrained(target)
+    text = (folder / "config.json").read_text()
+    # As DeepSeek-V3, a draft would be the model's own layers for drafts (NextN). The classes are the same.
+    (target / "config.json").write_text(text.replace("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"))
+    return target
+
+
 def prompts() -> list[list[int]]:
     """Eight prompts of different lengths; the last two begin with the same 70 tokens."""
     rng = random.Random(0)

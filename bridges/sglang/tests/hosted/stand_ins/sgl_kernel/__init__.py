@@ -1,12 +1,38 @@
 """Stand-in for SGLang's compiled CPU kernels. SGLang imports many of them by name and calls most with AMX only.
 
-Without AMX an x86 host calls none. An Arm host calls the four operators below, which do with torch what the compiled
-ones do. ``convert_weight_packed`` must stay undefined: by it, SGLang concludes that AMX kernels are installed.
+Without AMX an x86 host calls none, except around drafts (``speculation``). An Arm host calls the four operators below,
+which do with torch what the compiled ones do. ``convert_weight_packed`` must stay undefined: by it, SGLang concludes
+that AMX kernels are installed.
 """
 
 import torch
 import torch.distributed
 
+from sgl_kernel.speculation import (
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    assign_req_to_token_pool_cpu,
+    build_draft_decode_metadata_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    decode_attention_cpu,
+    extend_attention_cpu,
+    fill_accept_out_cache_loc_cpu,
+    fill_bonus_tokens_cpu,
+    verify_tree_greedy_cpu,
+)
+
+__all__ = [
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_draft_decode_metadata_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "verify_tree_greedy_cpu",
+]
 __version__ = "0.0.0"
 
 _operators = torch.library.Library("sgl_kernel", "DEF")
@@ -53,6 +79,21 @@ def shm_allgather(data, dim):
     parts = [torch.empty_like(data) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(parts, data)
     return torch.cat(parts, dim)
+
+
+_HOW = (
+    "Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, {more}float scale, float cap, bool cross, "
+    "int window, Tensor? encoder_lens, Tensor? sinks"
+)
+_operator(
+    "extend_attention_cpu(Tensor q, Tensor? k, Tensor? v, Tensor(a!) out, Tensor keys, Tensor values, float k_scale, "
+    f"float v_scale, {_HOW.format(more='Tensor new_lens, Tensor starts, int longest, ')}, Tensor? tree, bool causal) "
+    "-> ()"
+)(extend_attention_cpu)
+_operator(
+    "decode_attention_cpu(Tensor q, Tensor(a!) keys, Tensor(b!) values, float k_scale, float v_scale, Tensor(c!) out, "
+    f"Tensor? k, Tensor? v, Tensor slots, Tensor logits, {_HOW.format(more='')}) -> ()"
+)(decode_attention_cpu)
 
 
 def __getattr__(name):
