@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnplug import ForwardMode, PoolError, Serving, UsageError
-from attnplug.host import Selection
+from attnplug.host import Selection, compile_progress
 from attnplug_engine.checkpoints.pooling import EmbeddingRules, Pooling, read_rules
 from attnplug_engine.checkpoints.random import TINY
+from attnplug_engine.completion import StartUp
+from attnplug_engine.execution.compilations import Compilation, CompilationMark
+from attnplug_engine.execution.compile_ahead import compile_ahead
 from attnplug_engine.memory.capacity import Capacity, bytes_per_page
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EmbedOptions, EngineOptions
@@ -23,6 +27,7 @@ from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.prepare import Prepared, prepare
 from attnplug_engine.request import Request, SamplingParams
 from attnplug_engine.scheduling.step import Step, StepEntry
+from attnplug_engine.scheduling.warm_up import embedding_batches
 from attnplug_engine.sizing import cache_budget, page_and_context
 from attnplug_engine.text.encoder import PromptEncoder, naming_prompt
 from attnplug_engine.text.errors import PromptError
@@ -48,8 +53,10 @@ class Embedding:
 class Embedder:
     """A model that embeds: ``Embedder("tiny:llama").embed(["a text", [1, 2, 3]])``.
 
-    Settings are the fields of :class:`EmbedOptions`. Under tensor parallelism every rank makes the same calls and gets
-    the same vectors. Nothing stays in the cache from one prompt to the next.
+    Settings are the fields of :class:`EmbedOptions`. On a GPU, ``on_compile(done, total)`` is called while kernels are
+    compiled, and ``on_warm_up`` while prompts of every kind run, so that no prompt waits for a compiler. Under tensor
+    parallelism every rank makes the same calls and gets the same vectors. Nothing stays in the cache from one prompt to
+    the next.
     """
 
     def __init__(
@@ -58,8 +65,11 @@ class Embedder:
         options: EmbedOptions | None = None,
         *,
         parallel: TensorParallel = SINGLE,
+        on_compile: Callable[[int, int], None] | None = None,
+        on_warm_up: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> None:
+        started = time.perf_counter()
         model = os.fspath(model)
         given = replace(options or EmbedOptions(), **settings)
         checked = given.for_engine()
@@ -68,15 +78,44 @@ class Embedder:
         self._prefix = _prefix(self.rules, given.prompt_name)
         prepared = prepare(model, checked, parallel, is_embedding=True)
         _check_causal(model, prepared.loaded)
+        on_gpu = prepared.runtime.module is not None
+        compilations = CompilationMark() if on_gpu else None
         self.vocab_size = prepared.loaded.module.vocab_size
         self._encoder = PromptEncoder(model, self.vocab_size)
         self._chunk_size = None if checked.chunked_prefill_size == -1 else checked.chunked_prefill_size
-        self.selection, self.runner = prepared.build(
-            lambda selection: _capacity(prepared, checked, selection),
-            Serving(is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True),
-        )
+        with compile_progress(on_compile):
+            self.selection, self.runner = prepared.build(
+                lambda selection: _capacity(prepared, checked, selection),
+                Serving(is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True),
+            )
         self.capacity = self.runner.capacity
         self._gather = _gather_exactly if checked.batch_invariant else _gather
+        ahead = compile_ahead(model, given, prepared.device, parallel, on_compile)
+        if on_gpu:
+            self.warm_up(on_warm_up)
+        compiled = () if compilations is None else tuple(compilations.since())
+        self.start_up = StartUp(time.perf_counter() - started, (*ahead.compiled, *compiled), ahead.problem)
+        self._started_at = CompilationMark() if on_gpu else None
+
+    @property
+    def compilations_since_start(self) -> list[Compilation]:
+        """Kernels that were compiled or loaded since start-up, by any code of this process. A prompt waited (E1)."""
+        return [] if self._started_at is None else self._started_at.since()
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Embed prompts of every kind once, so that the first prompt compiles nothing (E1). Done at start on a GPU."""
+        batches = list(embedding_batches(self.capacity, STEP_TOKENS))
+        for done, prompts in enumerate(batches):
+            if progress is not None:
+                progress(done, len(batches))
+            try:
+                for _ in self.stream(prompts):
+                    pass
+            except torch.OutOfMemoryError:
+                if sum(map(len, prompts)) <= STEP_TOKENS:
+                    raise
+                # Prompts of this length do not fit, so none of them will wait for a compiler.
+        self.runner.backend_usage.clear()
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Embedding]:
         """Return one embedding per prompt, in their order."""

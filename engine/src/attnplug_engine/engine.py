@@ -15,6 +15,7 @@ from attnplug.host import Selection, compile_progress
 from attnplug_engine.completion import Completion, StartUp, Statistics, Usage
 from attnplug_engine.execution import signals
 from attnplug_engine.execution.compilations import Compilation, CompilationMark
+from attnplug_engine.execution.compile_ahead import compile_ahead
 from attnplug_engine.execution.extend_times import measured_extends
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
@@ -110,6 +111,7 @@ class Engine:
                 built = prepared.build_draft(self.runner, speculation, serving, options.extend_policy)
                 self.draft_selection, draft = (None, None) if built is None else built
                 self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
+        ahead = compile_ahead(model, options, prepared.device, parallel, on_compile, runner.capacity.num_pages)
         self.graphs = capture_graphs(self.runner, self.rounds, options, on_capture)
         """Captured graphs."""
         if parallel.size > 1:
@@ -125,7 +127,7 @@ class Engine:
         scheduler = make_scheduler(runner, self.rounds, options, self.cache, mixed)
         self.loop = StepLoop(runner, self.rounds, scheduler, depth)
         compiled = () if compilations is None else tuple(compilations.since())
-        self.start_up = StartUp(time.perf_counter() - started, compiled)
+        self.start_up = StartUp(time.perf_counter() - started, (*ahead.compiled, *compiled), ahead.problem)
         self._started_at = CompilationMark() if on_gpu else None
 
     @property
