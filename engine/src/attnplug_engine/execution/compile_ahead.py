@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -113,22 +114,28 @@ def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | Non
         return AheadReport()
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment.pop("TRITON_INTERPRET", None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", _PROCESS],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        start_new_session=True,  # so that it can be killed together with its compilers
-    )
-    try:
-        report = _follow(process, request, progress)
-    except BaseException:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        raise
-    finally:
-        process.wait()
+    # Its errors go to a file: a pipe that nobody reads would block it.
+    with (
+        TemporaryFile() as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", _PROCESS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,  # so that it can be killed together with its compilers
+        ) as process,
+    ):
+        try:
+            report = _follow(process, request, progress)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+        if report is None:
+            errors.seek(0)
+            printed = errors.read().decode(errors="replace").rstrip().splitlines()
+            report = AheadReport(problem=f"its process ended early{': ' + printed[-1][:400] if printed else ''}")
     if report.problem is None:
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.write_text(json.dumps({each.name: each.seconds for each in report.compiled}))
@@ -137,9 +144,9 @@ def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | Non
 
 def _follow(
     process: subprocess.Popen[bytes], request: AheadRequest, progress: Callable[[int, int], None] | None
-) -> AheadReport:
-    """Send the request, and read one JSON line per event until the process ends."""
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+) -> AheadReport | None:
+    """Send the request, and read one JSON line per event. Returns None if the process ends before it has finished."""
+    assert process.stdin is not None and process.stdout is not None
     with suppress(BrokenPipeError):  # it failed to start, which its end tells
         process.stdin.write(pickle.dumps(request))
         process.stdin.close()
@@ -156,10 +163,7 @@ def _follow(
         finished |= "finished" in event
         if progress is not None and found:
             progress(done, found)
-    if not finished:
-        printed = process.stderr.read().decode(errors="replace").rstrip().splitlines()
-        problem = f"its process ended early{': ' + printed[-1][:400] if printed else ''}"
-    return AheadReport(tuple(compiled), problem)
+    return AheadReport(tuple(compiled), problem) if finished else None
 
 
 def _digest(request: AheadRequest) -> str:

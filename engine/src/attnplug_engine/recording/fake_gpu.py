@@ -1,4 +1,4 @@
-"""Fake GPU: tensors have shapes but no memory, and values that the host reads are zeros (a list of floats: ones).
+"""Fake GPU: tensors have shapes but no memory, and numbers that the host reads are 1, or 0.5 if they are floats.
 
 Steps never wait for the device (E1), so which kernels they launch depends on shapes alone. A start-up on this GPU
 launches the kernels of a real one. It needs no CUDA device and no CUDA build of torch.
@@ -22,14 +22,14 @@ from attnplug_engine.execution.compile_ahead import GPU
 
 _READS: dict[Any, Callable[[Any], Any]] = {
     Tensor.item: lambda values: values.reshape(-1)[0].item(),
-    Tensor.tolist: lambda values: (values + (values.dtype.kind == "f")).tolist(),  # durations are divided by
+    Tensor.tolist: lambda values: values.tolist(),
     Tensor.numpy: lambda values: values,
     Tensor.__bool__: lambda values: False,
     Tensor.__int__: lambda values: 0,
     Tensor.__float__: lambda values: 0.0,
     torch.equal: lambda values: True,
 }
-"""Functions that return values of a tensor, and what they return of zeros."""
+"""Functions that return values of a tensor, and what they return of these numbers. Durations are divided by."""
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.uint8: np.uint8, torch.bool: np.bool_}
 
 
@@ -80,13 +80,16 @@ class _Nothing:
     def __init__(self, *_args: object, **_named: object) -> None:
         pass
 
+    def elapsed_time(self, _end: object) -> float:
+        return 1.0
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *_args, **_named: self
 
 
 class _ShapesOnly(TorchFunctionMode):
     """Replaces what fake tensors cannot do: reading values, copies between devices, and what torch's bindings refuse
-    for ``cuda`` in a CPU build (indexing, ``contiguous``)."""
+    for ``cuda`` in a CPU build (indexing, ``contiguous``, ``~``)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name not in ("generator", "pin_memory")}
@@ -97,8 +100,8 @@ class _ShapesOnly(TorchFunctionMode):
                 return torch.empty(made.shape, dtype=made.dtype, device=kwargs["device"])
             return func(*args, **kwargs)
         if func in _READS and (isinstance(subject, FakeTensor) or func is torch.equal):
-            dtype = np.float32 if subject.is_floating_point() else _NUMPY.get(subject.dtype, np.int64)
-            return _READS[func](np.zeros(tuple(subject.shape), dtype))
+            shape, dtype = tuple(subject.shape), _NUMPY.get(subject.dtype, np.int64)
+            return _READS[func](np.full(shape, 0.5) if subject.is_floating_point() else np.ones(shape, dtype))
         if func is Tensor.pin_memory:
             return subject
         if func is Tensor.copy_:
@@ -108,6 +111,8 @@ class _ShapesOnly(TorchFunctionMode):
         if subject.device.type == "cuda":
             if func is Tensor.contiguous:
                 return subject if subject.is_contiguous() else subject.clone(memory_format=torch.contiguous_format)
+            if func is Tensor.__invert__:
+                return torch.bitwise_not(subject)
             if func is Tensor.__setitem__:
                 return None
             if func is Tensor.__getitem__:
