@@ -12,6 +12,7 @@ from attnplug.host import ExtendPolicy
 from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
+from attnplug_cutedsl_mla import build
 from attnplug_cutedsl_mla.build import cutedsl_mla
 from attnplug_cutedsl_mla.plugin import attnplug_backends
 from attnplug_testing.batches import declaring
@@ -125,6 +126,7 @@ def test_beside_a_backend_that_prefills_it_decodes():
 def test_its_scratch_is_never_trtllms(monkeypatch):
     """A2, A5: its kernels overwrite it."""
     pretend(monkeypatch)
+    monkeypatch.setattr(build, "load_library", lambda: ReferenceFlashInfer().library)  # it is called at once
 
     def both(context: BackendContext):
         trtllm_mla(replace(declaring(context, "trtllm_mla"), name="trtllm_mla"))
