@@ -140,6 +140,26 @@ def test_a_replayed_prefill_neither_waits_nor_allocates(oracles, model, backend)
     assert len(requests) == 3 and captured.size == 96
 
 
+def test_prefills_of_mla_without_prefixes_are_replayed_as_mha(oracles):
+    """C1: tokens as eager ones, and prefix hits are replayed absorbed."""
+    settings = {"max_batch": 4, "ignore_eos": True, "device": "cuda", "attention_backend": "triton_mla"}
+    folder, sizes = oracles("deepseek_v3").folder, {"cuda_graph_prefill_sizes": (32, 96, 700)}
+    graphs, eager = Engine(folder, **settings, **sizes), Engine(folder, **settings, disable_cuda_graph=True)
+    captured = graphs.runner.graphs.prefill
+    assert set(captured._mha_steps) == {32, 96, 700} == set(captured._steps)
+    random = Random(7)
+    replayed = []
+    fitting = captured.fitting
+    captured.fitting = lambda step: replayed.append(fitting(step)) or replayed[-1]
+    for lengths in ([1], [7, 20, 3], [90], [650], [200, 200, 200]):
+        texts = [[random.randrange(512) for _ in range(length)] for length in lengths]
+        found = [one.generate(texts, SamplingParams(max_tokens=3)) for one in (graphs, eager)]
+        assert [each.token_ids for each in found[0]] == [each.token_ids for each in found[1]]
+    assert all(step.batch.plan.extend is not None for step in replayed) and len(replayed) == 5
+    graphs.generate([[*texts[0], 1, 2]], SamplingParams(max_tokens=1))
+    assert replayed[-1].batch.plan.extend is None and graphs.cache_statistics.hit_tokens
+
+
 @pytest.mark.parametrize("prefill", ["flashattention"])
 @pytest.mark.parametrize("model", ["llama", "deepseek_v3"])
 def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracles, model, prefill, monkeypatch):

@@ -98,6 +98,20 @@ def test_our_engine_serves_at_the_loads_of_vllm(tmp_path, monkeypatch):
     assert "| llama, 0.7 | ours |" in arrivals_h200.table(found) and "| llama, 3 × 5 |" in ttft_h200.ttft_table(found)
 
 
+@pytest.mark.parametrize("model", ["mla", "moe", "hybrid"])
+def test_every_model_runs_on_a_cpu(model, tmp_path):
+    """Without vLLM's results, loads are fractions of our own saturation."""
+    out = tmp_path / "found.json"
+    arrivals_h200.main(["--engine", "ours", "--models", model, "--smoke", "--out", str(out)])
+    ours = json.loads(out.read_text())["models"][model]["ours"]
+    assert "error" not in ours, ours["error"]
+    assert ours["base_requests_per_s"] == ours["saturation"]["requests_per_s"] and list(ours["loads"]) == [
+        str(load) for load in arrivals_h200.LOADS
+    ]
+    for load in ours["loads"].values():
+        assert load["output_tokens"] >= 2 * load["requests"] and load["ttft_ms"]["p99"] >= load["ttft_ms"]["p50"] > 0
+
+
 def test_loads_are_ours_if_vllm_refuses_the_model():
     """Both variants of our engine then run at the same loads."""
     ours = {"saturation": {"requests_per_s": 7.0}}

@@ -120,6 +120,7 @@ def test_every_wrong_field_is_named_at_once() -> None:
         {"max_speculative_tokens": "8"},
         {"max_speculative_tokens": None},
         {"trees": 1},
+        {"ragged_graphs": 1},
         {"max_heads": "128"},
         {"layers_alike": None},
         {"kv_matches_dtype": "fp8"},
@@ -306,6 +307,7 @@ def test_the_weaker_claim_is_taken_and_its_child_named() -> None:
         needs_cpu_seq_lens=False,
         extras={"lse", "sinks"},
         trees=True,
+        ragged_graphs=True,
     )
     weak = Claims(cuda_graph=GraphLevel.DECODE, page_sizes=PageSizes.of(64), needs_cpu_seq_lens=True, extras={"lse"})
     combined = weakest({"strong": strong, "weak": weak})
@@ -316,6 +318,7 @@ def test_the_weaker_claim_is_taken_and_its_child_named() -> None:
         "needs_cpu_seq_lens": ("weak",),
         "extras": ("weak",),
         "trees": ("weak",),
+        "ragged_graphs": ("weak",),
     }
 
 

@@ -27,6 +27,7 @@ from attnplug import (
     GraphLevel,
     LayerSpec,
     Plan,
+    RaggedCall,
     Role,
 )
 from attnplug.host import HostContext, Selection
@@ -101,6 +102,28 @@ class AnyBatch(Refilling):
     def __init__(self, context: BackendContext, fill: int = 0) -> None:
         super().__init__(context, fill)
         self.claims = replace(self.claims, cuda_graph=GraphLevel.ALWAYS)
+
+
+class AnyRagged(AnyBatch):
+    """Captures ragged calls of MLA extends, too. Counts them; notes the rows that its last one had."""
+
+    def __init__(self, context: BackendContext, fill: int = 0) -> None:
+        super().__init__(context, fill)
+        self.claims = replace(self.claims, ragged_graphs=True)
+        self.captured_calls = 0
+
+    def forward_ragged(self, q, k, v, layer, call, plan=None, lse=None):
+        if call.padded_rows is None:
+            return super().forward_ragged(q, k, v, layer, call, plan, lse)
+        assert lse is None and not call.query_lens and call.query_indptr is call.kv_indptr
+        call.check(q, k, v)
+        lens = [length for length in call.query_indptr.diff().tolist() if length]
+        live, out = sum(lens), q.new_zeros(*q.shape[:2], v.shape[-1])
+        self.captured_calls += 1
+        if live:
+            now = RaggedCall.of(call.index, lens, lens, causal=True, device=q.device)
+            out[:live] = super().forward_ragged(q[:live], k[:live], v[:live], layer, now)
+        return out
 
 
 class RefilledNative(Refilling, TorchNativeBackend):

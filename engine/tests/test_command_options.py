@@ -22,7 +22,7 @@ SHARED = (
     *("--model", "tiny:llama", "--prompt", "x", "--attention-backend", "one", "--device", "cpu", "--dtype", "bf16"),
     *("--prefill-attention-backend", "two", "--linear-attention-backend", "three", "--backend-option", "two.split=4"),
     *("--kv-dtype", "fp8", "--page-size", "16", "--max-batch", "3", "--chunked-prefill-size", "5"),
-    *("--context-length", "99", "--seed", "6", "--json"),
+    *("--context-length", "99", "--seed", "6", "--compile-processes", "0", "--json"),
 )
 FIELDS: dict[str, Any] = {
     "attention_backend": "one",
@@ -36,6 +36,7 @@ FIELDS: dict[str, Any] = {
     "chunked_prefill_size": 5,
     "context_length": 99,
     "seed": 6,
+    "compile_processes": 0,
 }
 RUN: dict[str, Any] = {
     **FIELDS,

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import refilled_native
 import torch
-from refilled_native import AnyBatch, Recorded, RefilledDelta, RefilledNative, build, over
+from refilled_native import AnyBatch, AnyRagged, Recorded, RefilledDelta, RefilledNative, build, over
 from thread_ranks import in_ranks
 
-from attnplug import BackendError, ForwardBatch, ForwardMode, GraphLevel, PoolError, Role, UsageError
+from attnplug import BackendError, ExtendPath, ForwardBatch, ForwardMode, GraphLevel, PoolError, Role, UsageError
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.schedule import ExtendSchedule
-from attnplug.host import HostLengths, load_model
+from attnplug.host import ExtendPolicy, HostLengths, load_model
 from attnplug.machine.runtime import runtime_of
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_engine import Engine, EngineOptions, SamplingParams
@@ -91,6 +91,67 @@ def prompts(count: int = 12, longest: int = 30) -> list[list[int]]:
 
 def tokens(one: Engine, texts: list[list[int]], each: Any) -> list[list[int]]:
     return [completion.token_ids for completion in one.generate(texts, each)]
+
+
+class TestMLAAsMHA:
+    """C1, issue 39: prefills of MLA models without prefixes are captured as MHA, the others absorbed."""
+
+    @pytest.mark.parametrize("model", ["tiny:deepseek_v3", "tiny:kimi_linear"])
+    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+    @pytest.mark.parametrize("fill", [0, 6])
+    @pytest.mark.sample(4)
+    def test_tokens_are_those_of_eager_prefills(self, model, overlap, fill, native):
+        """Prompts of up to 30 tokens in steps of up to 23, beside requests that decode, padded by empty requests."""
+        each = [SamplingParams(max_tokens=2 + number % 5) for number in range(12)]
+        native(partial(AnyRagged, fill=fill))
+        graphs = captured(engine(model, overlap=overlap, chunked_prefill_size=23))
+        native()
+        assert tokens(graphs, prompts(), each) == tokens(engine(model), prompts(), each)
+        assert graphs.statistics.replayed_prefills > 2
+
+    def test_steps_without_prefixes_run_as_mha_and_others_do_not(self, native):
+        native(AnyRagged)
+        one = captured(engine("tiny:deepseek_v3", prefix_cache=True))
+        backend, layers, params = one.runner.backend, len(one.runner.spec.layers), SamplingParams(max_tokens=1)
+
+        def calls(texts: list[list[int]]) -> int:
+            before = backend.captured_calls
+            one.generate(texts, params)
+            return backend.captured_calls - before
+
+        shared = list(range(16))
+        assert calls([[*shared, 1, 2], [3, 4]]) == layers
+        assert calls([[*shared, 5, 6], [7]]) == 0 and one.cache_statistics.hit_tokens == 16
+        assert calls([[60, 61, 62]]) == layers
+        assert one.statistics.eager_prefills == 0
+
+    @pytest.mark.parametrize(
+        "settings", [{"forced": "absorbed"}, {"disable_ragged": True}, {"forced": "one_shot"}], ids=str
+    )
+    def test_a_policy_that_runs_them_otherwise_captures_no_mha(self, settings, native):
+        native(AnyRagged)
+        given = {**settings, **({"forced": ExtendPath.parse(settings["forced"])} if "forced" in settings else {})}
+        one = captured(engine("tiny:deepseek_v3", extend_policy=ExtendPolicy(**given)))
+        one.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+        assert one.runner.backend.captured_calls == 0
+
+    @pytest.mark.parametrize(
+        ("fault", "named"),
+        [(lambda out: out * 1.5, "result"), (lambda out: out + (out == 0).all(2, keepdim=True), "padding")],
+        ids=["result", "padding"],
+    )
+    def test_a_backend_that_claims_too_much_is_found_at_start(self, fault, named, native):
+        """B2: a wrong result, and output of padded rows that is not zero."""
+
+        class Faulty(AnyRagged):
+            def forward_ragged(self, q, k, v, layer, call, plan=None, lse=None):
+                out = super().forward_ragged(q, k, v, layer, call, plan, lse)
+                return out if call.padded_rows is None else fault(out)
+
+        native(Faulty)
+        with pytest.raises(CaptureMismatch) as caught:
+            captured(engine("tiny:deepseek_v3"))
+        assert caught.value.fault == named
 
 
 class TestTokens:

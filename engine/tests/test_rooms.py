@@ -13,6 +13,7 @@ ROOT = Path(attnplug_engine.__file__).parent
 TOP = ""
 ROOMS = (
     "cli",
+    "recording",
     TOP,
     "serving",
     "speculation",

@@ -13,12 +13,12 @@ import torch
 from attnplug import PoolError, UsageError
 from attnplug.declare.device import Processor
 from attnplug.host import TINY_CONFIGS
-from attnplug_engine import Engine
+from attnplug_engine import Embedder, Engine
 from attnplug_engine.cli import generate
 from attnplug_engine.execution import compilations
 from attnplug_engine.execution.compilations import Compilation, CompilationMark, describe
 from attnplug_engine.memory.capacity import Capacity
-from attnplug_engine.scheduling.warm_up import warm_up_batches
+from attnplug_engine.scheduling.warm_up import embedding_batches, warm_up_batches
 from attnplug_engine.serving.start_up import warm_up
 from attnplug_testing.errors import naming
 
@@ -148,6 +148,60 @@ def test_warm_starts_an_engine_from_a_config_alone(attnplug, monkeypatch, tmp_pa
     assert outcome.code == 0 and started[0].random_weights and started[0].max_batch == 4
     for text in ("2.5 s  attend", "compiled 1 kernel", "loaded 1 from the caches", str(tmp_path / "kernels")):
         assert text in outcome.out
+
+
+def test_the_warm_up_of_an_embedder_covers_every_kind_of_step():
+    """E1: lengths by powers of two and at page boundaries, the context's length, short prompts and full steps."""
+    capacity = Capacity(100, 16, max_batch=6, max_step_tokens=64, context_length=100)
+    lengths = [[len(prompt) for prompt in batch] for batch in embedding_batches(capacity, 64)]
+    alone = [1, 2, 4, 8, 15, 16, 17, 32, 64, 100]
+    several = [[17] * 2, [32] * 2, [17] * 4, [16] * 4, [17] * 6, [10] * 6]
+    assert lengths == [[tokens] for tokens in alone] + several
+    assert list(embedding_batches(Capacity(1, 4, 8, 64, 500), 64)) == [[(0,) * tokens] for tokens in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 7}], ids=["whole", "chunked"])
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:kimi_linear"])
+@pytest.mark.sample(3)
+def test_a_warm_embedder_embeds_like_a_cold_one(model, settings):
+    """E1: no rows, slots or counts are left; progress is reported."""
+    cold, warm = (Embedder(model, device="cpu", context_length=40, max_batch=3, **settings) for _ in range(2))
+    seen: list[tuple[int, int]] = []
+    free = warm.runner.allocator.free_pages
+    warm.warm_up(lambda *counts: seen.append(counts))
+    assert seen == [(done, len(seen)) for done in range(len(seen))] and len(seen) > 8
+    assert warm.runner.allocator.free_pages == free and warm.runner.backend_usage.by_backend() == {}
+    for mine, theirs in zip(warm.embed(PROMPTS), cold.embed(PROMPTS), strict=True):
+        assert torch.equal(mine.vector, theirs.vector)
+    assert warm.start_up.seconds > 0 and warm.start_up.compiled == () and warm.compilations_since_start == []
+
+
+def test_prompts_that_do_not_fit_need_no_warm_up(monkeypatch):
+    """E1: a step of usual length that does not fit is refused at start; a longer one fails when it is requested."""
+    embedder = Embedder("tiny:llama", device="cpu", context_length=40)
+    stream, most = embedder._loop.stream, 16
+
+    def limited(prompts):
+        if max(map(len, prompts)) > most:
+            raise torch.OutOfMemoryError("no memory")
+        return stream(prompts)
+
+    monkeypatch.setattr(embedder._loop, "stream", limited)
+    monkeypatch.setattr("attnplug_engine.serving.embedding.STEP_TOKENS", 16)
+    embedder.warm_up()
+    most = 15
+    with pytest.raises(torch.OutOfMemoryError):
+        embedder.warm_up()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+def test_no_prompt_of_an_embedder_waits_for_a_compiler():
+    """E1"""
+    embedder = Embedder("tiny:llama", device="cuda", dtype="bfloat16")
+    for count, tokens in [(1, 1), (1, 500), (7, 33), (32, 100), (2, 64), (5, 65)]:
+        embedder.embed([[1 + place % 100 for place in range(tokens)] for _ in range(count)])
+        assert [each.name for each in embedder.compilations_since_start] == [], (count, tokens)
 
 
 MODELS = {

@@ -38,6 +38,7 @@ SPEC = BackendSpec(
         max_speculative_tokens=8,
         extras=frozenset({"lse", "out", "q_rope"}),
         mla_extend=frozenset(ExtendPath),
+        ragged_graphs=True,
         layouts=frozenset(CacheLayout),
     ),
 )
@@ -106,6 +107,8 @@ class Backend:
 
     def forward_ragged(self, q, k, v, layer, call, plan=None, lse=None):
         queries, keys = plan.part_of(self.backend_id).metadata[call.index]
+        if call.padded_rows is not None:  # its lengths are on the device
+            queries = keys = call.query_indptr.diff().tolist()
         out, query, key = q.new_zeros(*q.shape[:2], v.shape[-1]), 0, 0
         for new, total in zip(queries, keys):
             mine, theirs = slice(query, query + new), slice(key, key + total)

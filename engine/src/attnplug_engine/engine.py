@@ -18,6 +18,7 @@ from attnplug_engine.checkpoints.safetensors import checkpoint_folder
 from attnplug_engine.completion import Completion, Usage
 from attnplug_engine.execution import signals
 from attnplug_engine.execution.compilations import Compilation, CompilationMark
+from attnplug_engine.execution.compile_ahead import compile_ahead
 from attnplug_engine.options import EmbedOptions, EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.prepare import prepare
@@ -87,6 +88,7 @@ class Engine:
             self.selection, self.runner = prepared.build()
             self.rounds, self.draft_selection = prepared.build_rounds(self.runner)
             """Runner of speculative rounds and selection of the draft's backend; None if there are none."""
+        ahead = compile_ahead(model, options, prepared.choice.device, parallel, on_compile, self.runner.capacity.num_pages)
         self.graphs = capture_graphs(self.runner, self.rounds, options, on_capture)
         """Captured graphs."""
         if parallel.size > 1:
@@ -98,7 +100,7 @@ class Engine:
         self._lock = threading.RLock()
         self._queue_lock = threading.Lock()
         compiled = () if compilations is None else tuple(compilations.since())
-        self.start_up = StartUp(time.perf_counter() - started, compiled)
+        self.start_up = StartUp(time.perf_counter() - started, (*ahead.compiled, *compiled), ahead.problem)
         self._started_at = CompilationMark() if on_gpu else None
 
     @property
@@ -267,8 +269,10 @@ class Engine:
 class Embedder:
     """A model that embeds: ``Embedder("tiny:llama").embed(["a text", [1, 2, 3]])``.
 
-    Settings are the fields of :class:`EmbedOptions`. Under tensor parallelism every rank makes the same calls and gets
-    the same vectors. Nothing stays in the cache from one prompt to the next.
+    Settings are the fields of :class:`EmbedOptions`. On a GPU, ``on_compile(done, total)`` is called while kernels are
+    compiled, and ``on_warm_up`` while prompts of every kind run, so that no prompt waits for a compiler. Under tensor
+    parallelism every rank makes the same calls and gets the same vectors. Nothing stays in the cache from one prompt to
+    the next.
     """
 
     def __init__(
@@ -277,8 +281,11 @@ class Embedder:
         options: EmbedOptions | None = None,
         *,
         parallel: TensorParallel = SINGLE,
+        on_compile: Callable[[int, int], None] | None = None,
+        on_warm_up: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> None:
+        started = time.perf_counter()
         model = os.fspath(model)
         options = replace(options or EmbedOptions(), **settings)
         folder = None if model.startswith(TINY) else checkpoint_folder(model)
@@ -292,10 +299,28 @@ class Embedder:
             )
         self.vocab_size = prepared.loaded.module.vocab_size
         self._encoder = PromptEncoder(model, self.vocab_size)
-        self.selection, self.runner = prepared.build()
+        on_gpu = prepared.choice.runtime.module is not None
+        compilations = CompilationMark() if on_gpu else None
+        with compile_progress(on_compile):
+            self.selection, self.runner = prepared.build()
         self.capacity = self.runner.capacity
         chunk_size = None if options.chunked_prefill_size == -1 else options.chunked_prefill_size
         self._loop = EmbeddingLoop(self.runner, self.rules, chunk_size)
+        ahead = compile_ahead(model, options, prepared.choice.device, parallel, on_compile)
+        if on_gpu:
+            self.warm_up(on_warm_up)
+        compiled = () if compilations is None else tuple(compilations.since())
+        self.start_up = StartUp(time.perf_counter() - started, (*ahead.compiled, *compiled), ahead.problem)
+        self._started_at = CompilationMark() if on_gpu else None
+
+    @property
+    def compilations_since_start(self) -> list[Compilation]:
+        """Kernels that were compiled or loaded since start-up, by any code of this process. A prompt waited (E1)."""
+        return [] if self._started_at is None else self._started_at.since()
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Embed prompts of every kind once, so that the first prompt compiles nothing (E1). Done at start on a GPU."""
+        self._loop.warm_up(progress)
 
     def embed(self, prompts: Sequence[str | Sequence[int]]) -> list[Embedding]:
         """Return one embedding per prompt, in their order."""

@@ -78,6 +78,9 @@ class EngineOptions:
     ignore_eos: bool = False
     """Continue beyond the checkpoint's end-of-text tokens."""
     check_layers: bool = False
+    compile_processes: int | None = None
+    """Processes that compile Triton's kernels at the first start on a GPU. None: as many as cores and memory allow. 0:
+    none, each kernel is compiled when it is first launched."""
     overlap: bool | None = None
     """Schedule and launch a step while the previous one runs. None: on a GPU; on a CPU it only wastes rows."""
     two_batch_overlap: bool = False
@@ -118,6 +121,8 @@ class EngineOptions:
         for name in ("num_pages", "context_length", "state_slots", "state_checkpoint"):
             if getattr(self, name) is not None:
                 self._check_whole(name, 1, LARGEST_COUNT)
+        if self.compile_processes is not None:
+            self._check_whole("compile_processes", 0, LARGEST_BATCH)
         if self.page_size is not None:
             self._check_whole("page_size", 1, LARGEST_PAGE)
         self._check_whole("seed", 0, LARGEST_SEED)
@@ -248,6 +253,8 @@ class EmbedOptions:
     context_length: int | None = None
     seed: int = 0
     """Seed of a tiny model's weights."""
+    compile_processes: int | None = None
+    """As in ``EngineOptions``."""
     batch_invariant: bool = False
     """Give a prompt's vector the same bits regardless of the other prompts and of chunking."""
     pooling: Pooling | None = None
@@ -274,5 +281,6 @@ class EmbedOptions:
             context_length=self.context_length,
             prefix_cache=False,
             seed=self.seed,
+            compile_processes=self.compile_processes,
             batch_invariant=self.batch_invariant,
         )

@@ -12,6 +12,7 @@ from attnplug.host import ExtendPolicy
 from attnplug.wrappers.split import SplitBackend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
+from attnplug_cutedsl_mla import build
 from attnplug_cutedsl_mla.build import cutedsl_mla
 from attnplug_cutedsl_mla.plugin import attnplug_backends
 from attnplug_testing.batches import declaring
@@ -71,6 +72,27 @@ def test_a_call_has_no_more_blocks_than_cuda_counts(heads, queries, most):
     assert stage.backend.lanes[0].decode.max_requests(queries, with_lse=True) == most
 
 
+@of_both_types
+def test_decode_kernels_are_compiled_when_it_is_built(kv_dtype):
+    """E1: for every number of requests and of rows, in powers of two, and without a change of the cache."""
+    flashinfer = ReferenceFlashInfer()
+    stage = KernelScene(
+        mla(((300, 1), (20, 1), (7, 1)), ForwardMode.DECODE, kv_dtype=kv_dtype),
+        "cpu",
+        partial(reference_cutedsl, flashinfer=flashinfer),
+    )
+    limits = stage.backend.context.limits
+    calls = flashinfer.named("decode")
+    shapes = {(call["query"].shape[0], call["max_seq_len"]) for call in calls}
+    counts = {1 << power for power in range(limits.max_requests.bit_length())}
+    lens = {1 << power for power in range(7, 20) if 1 << power < limits.max_context} | {limits.max_context}
+    assert shapes == {(count, length) for count in counts for length in lens} and len(lens) > 1
+    assert {call["query"].dtype for call in calls} == {call["kv_cache"].dtype for call in calls}
+    before = stage.snapshot()
+    stage.backend.warm_up()
+    assert not any(stage.changes(before))
+
+
 @pytest.mark.parametrize("version", [None, NEWEST])
 def test_every_version_takes_the_calls(version):
     if flashinfer_folder(version) is None:
@@ -104,6 +126,7 @@ def test_beside_a_backend_that_prefills_it_decodes():
 def test_its_scratch_is_never_trtllms(monkeypatch):
     """A2, A5: its kernels overwrite it."""
     pretend(monkeypatch)
+    monkeypatch.setattr(build, "load_library", lambda: ReferenceFlashInfer().library)  # it is called at once
 
     def both(context: BackendContext):
         trtllm_mla(replace(declaring(context, "trtllm_mla"), name="trtllm_mla"))

@@ -136,6 +136,28 @@ def test_tiles_with_most_keys_come_first(causal, device):
     assert work == sorted(work, reverse=True)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by NumPy, in the interpreter
+@on_every_device
+def test_a_captured_call_reads_its_lengths_on_the_device(device):
+    """C1: sequences without rows, and padding behind the last one, which gets zeros even if its rows are NaN."""
+    call = RaggedCall.captured(5, 90, device=torch.device(device))
+    for lens in ((33, 0, 1, 40, 0), (0, 0, 90, 0, 0), (2, 3, 4, 5, 6), (0, 0, 0, 0, 0)):
+        live = [length for length in lens if length]
+        rows = Rows(device, live or [1], live or [1], True)
+        call.refill(torch.tensor(lens, dtype=torch.int32, device=device))
+        count = sum(live)
+        given = [
+            torch.cat([each[:count], each.new_full((90 - count, *each.shape[1:]), NAN)])
+            for each in (rows.q, rows.k, rows.v)
+        ]
+        tiles = plan_tiles(call, rows.config)
+        out = launch_ragged(*given, rows.layer, call, tiles, rows.config, None)
+        assert not out[count:].any() and not out[count:].isnan().any()
+        if live:
+            wanted, _ = attended(rows.q, rows.k, rows.v, rows.call, rows.layer.scale)
+            assert (out[:count].double() - wanted).abs().max() <= rows.tolerance * wanted.abs().max()
+
+
 @INTERPRETED
 def test_wide_heads_extend_absorbed():
     """C1: abilities are narrowed at construction; so are those of a backend whose results are batch-invariant."""

@@ -118,6 +118,29 @@ def _ragged(context: CheckContext, queries: tuple[int, ...], keys: tuple[int, ..
         raise CheckFailure("forward_ragged wrote to the cache; it must only use the rows passed as arguments")
 
 
+def _captured_call(context: CheckContext) -> None:
+    """Run a captured call again and again, by lengths that only the device knows."""
+    scene = context.scene()
+    hook = bind_optional_hook(scene.backend, "forward_ragged")
+    if hook is None:
+        raise CheckFailure("it claims ragged_graphs but has no forward_ragged")
+    call = RaggedCall.captured(4, 40, device=scene.device)
+    for lens in ((5, 0, 17, 3), (0, 1, 0, 0), (7, 7, 6, 20)):
+        live = tuple(filter(None, lens))
+        ragged = Ragged(scene, live, live, True, 0)
+        call.refill(torch.tensor(lens, dtype=torch.int32, device=scene.device))
+        rows = len(ragged.q)
+        given = [
+            torch.cat([each, each.new_full((call.query_rows - rows, *each.shape[1:]), unused)])
+            for each, unused in ((ragged.q, 1.0), (ragged.k, NAN), (ragged.v, NAN))
+        ]
+        with failure_prefix("a captured call with other lengths on the device"), uninitialized_as_nan(scene.device):
+            out = hook(*given, scene.layer, call, _chunk_plan(scene, call), None)
+            if not torch.equal(out[rows:], torch.zeros_like(out[rows:])):
+                raise CheckFailure("forward_ragged wrote something else than zeros to padded rows, or left them out")
+            _check_ragged(context, ragged, out[:rows], None)
+
+
 def _two_alive(context: CheckContext) -> None:
     """Plan calls of two batches, then run the call of the first."""
     scene = context.scene()
@@ -307,6 +330,15 @@ def path_checks() -> Iterator[Check]:
         lambda subject: (
             None if subject.capabilities.mla_extend - {ExtendPath.ABSORBED} else "it extends MLA absorbed only"
         ),
+    )
+    yield Check(
+        "mla.ragged.captured",
+        "mla as mha",
+        "a captured call runs by lengths on the device, and gives padded rows zeros",
+        always(some),
+        _captured_call,
+        True,
+        lambda subject: None if subject.capabilities.ragged_graphs else "it captures no ragged calls",
     )
     for dtype in (DType.FLOAT16, DType.BFLOAT16):
         yield Check(

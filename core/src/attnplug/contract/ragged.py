@@ -23,6 +23,9 @@ class RaggedCall:
     than the next. ``index`` is the number of the call within its batch, by which a backend finds its plan.
     ``query_indptr`` and ``kv_indptr`` ``[sequences + 1]`` int32 are on the device. ``lane`` is the batch's. A backend
     without a plan finds its scratch memory by it.
+
+    ``padded_rows`` are the rows of q, k and v in a captured call. Only the device knows its lengths: those on the host
+    are empty. Sequences may have no rows, and rows behind the last sequence are padding, whose output is zero.
     """
 
     index: int
@@ -32,6 +35,17 @@ class RaggedCall:
     query_indptr: Tensor
     kv_indptr: Tensor
     lane: int = 0
+    padded_rows: int | None = None
+
+    @classmethod
+    def captured(cls, requests: int, rows: int, *, device: torch.device, lane: int = 0) -> RaggedCall:
+        """A captured call over the new rows of an extend without prefixes. ``refill`` gives it their lengths."""
+        indptr = torch.zeros(requests + 1, dtype=torch.int32, device=device)
+        return cls(0, (), (), True, indptr, indptr, lane, rows)
+
+    def refill(self, new_lens: Tensor) -> None:
+        """Update a captured call by ``new_lens`` ``[requests]`` on the device."""
+        torch.cumsum(new_lens, 0, dtype=torch.int32, out=self.query_indptr[1:])
 
     @classmethod
     def of(
@@ -55,11 +69,11 @@ class RaggedCall:
 
     @property
     def query_rows(self) -> int:
-        return sum(self.query_lens)
+        return sum(self.query_lens) if self.padded_rows is None else self.padded_rows
 
     @property
     def kv_rows(self) -> int:
-        return sum(self.kv_lens)
+        return sum(self.kv_lens) if self.padded_rows is None else self.padded_rows
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise PlanError unless q, k and v have the rows of this call. Kernels do not check lengths."""

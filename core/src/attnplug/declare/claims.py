@@ -147,6 +147,8 @@ class Claims:
         within=frozenset.issubset,
     )
     """Supported MLA extend paths (C1)."""
+    ragged_graphs: bool = declared(boolean, False, weaker=operator.and_, within=operator.le)
+    """Ragged calls can be captured: they are planned and run by lengths on the device (``RaggedCall.padded_rows``)."""
     extras: frozenset[str] = declared(names, frozenset(), weaker=frozenset.intersection, within=frozenset.issubset)
     """Supported fields of ``ForwardExtras``."""
     trees: bool = declared(boolean, False, weaker=operator.and_, within=operator.le, refuse=_refuse_trees)

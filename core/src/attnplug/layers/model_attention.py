@@ -118,17 +118,31 @@ class ModelAttention:
             )
         return length
 
-    def capture(self, batch: ForwardBatch, *, in_capture: bool = False) -> BatchPlan:
-        """Plan a batch before a graph captures (``in_capture=True``) or replays it, and mark it as planned (B2)."""
+    def capture(self, batch: ForwardBatch, *, in_capture: bool = False, as_mha: bool = False) -> BatchPlan:
+        """Plan a batch before a graph captures (``in_capture=True``) or replays it, and mark it as planned (B2).
+
+        ``as_mha``, with ``in_capture`` and if ``mla.captures_mha``: MLA layers run as MHA. Such a graph is replayed for
+        batches without prefixes only.
+        """
         hook, planner = "init_forward_metadata_out_graph", self.backend.backend_id
+        extend, chunks = (None, None) if batch.plan is None else (batch.plan.extend, batch.plan.chunks)
+        if as_mha:
+            assert in_capture and self.mla is not None
+            extend = self.mla.capture(batch.geometry)
+            batch.geometry = replace(batch.geometry, calls=tuple(part.call for part in extend.metadata))
         plan = self._graph_hook(hook)(batch, in_capture)
         received = received_plan(plan, planner, batch.forward_mode, batch.num_tokens, hook)
-        batch.plan = BatchPlan(received, geometry=batch.geometry)
+        batch.plan = BatchPlan(received, extend, chunks, batch.geometry)
         batch.mark_forward_metadata_ready()
         return batch.plan
 
     def refill(self, batch: ForwardBatch) -> None:
         """Update the plan on the device. Captured: call it first inside the graph."""
+        if batch.plan is not None and batch.plan.extend is not None and self.mla is not None:
+            self.mla.refill(batch.plan.extend, batch.geometry)
+            batch.plan = replace(batch.plan, chunks=self.mla.plan_chunks(batch))
+            if self._linear is None:  # nothing runs by the backend's own plan
+                return
         self._graph_hook("init_forward_metadata_in_graph")(batch)
 
     def _graph_hook(self, name: str) -> Hook:

@@ -86,6 +86,25 @@ class MLAAttention:
             self._id, geometry, plan_extend(geometry, path, self.policy.chunk_capacity), geometry.new_slots()
         )
 
+    @property
+    def captures_mha(self) -> bool:
+        """True if extends without prefixes can be captured as MHA, and the policy would run them so."""
+        claims, policy = self._backend.claims, self.policy
+        chosen = policy.forced in (None, ExtendPath.CHUNKED) and not policy.disable_ragged and not self._absorbed
+        return chosen and claims.ragged_graphs and ExtendPath.CHUNKED in claims.mla_extend
+
+    def capture(self, geometry: Geometry) -> Plan:
+        """Plan a captured extend as MHA, over its new rows alone: replay it for batches without prefixes only."""
+        call = RaggedCall.captured(geometry.requests, geometry.rows, device=geometry.device, lane=geometry.lane)
+        slots = torch.full((geometry.rows,), -1, dtype=torch.int64, device=geometry.device)
+        return Plan.of(self._id, geometry, (Part(call, None, None),), slots)
+
+    def refill(self, plan: Plan, geometry: Geometry) -> None:
+        """Update the plan of a captured extend on the device, inside the graph."""
+        assert geometry.new_lens is not None and plan.new_slots is not None
+        plan.metadata[0].call.refill(geometry.new_lens)
+        plan.new_slots.copy_(geometry.new_slots())
+
     def path(self, geometry: Geometry, requested: ExtendPath | None = None) -> ExtendPath:
         """Return the path of a batch: the requested one, or the policy's."""
         abilities, mode = self._backend.claims.mla_extend, geometry.mode

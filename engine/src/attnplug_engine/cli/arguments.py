@@ -66,6 +66,12 @@ def add_serving_options(
         action="store_true",
         help="the same bits of a prompt's results, whatever else runs; slower, and some backends are refused",
     )
+    parser.add_argument(
+        "--compile-processes",
+        type=int,
+        metavar="N",
+        help="processes that compile kernels at the first start on a GPU; 0: none (default: by cores and memory)",
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
 
 
@@ -86,6 +92,7 @@ def shared_settings(parsed: argparse.Namespace) -> dict[str, Any]:
         "chunked_prefill_size": parsed.chunked_prefill_size,
         "context_length": parsed.context_length,
         "seed": parsed.seed,
+        "compile_processes": parsed.compile_processes,
         "batch_invariant": parsed.batch_invariant,
     }
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json as jsonlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
 
 from attnplug import PoolError
 from attnplug.cli import output
 from attnplug.declare.settings import Render
 from attnplug_engine.checkpoints.pooling import MODULES_FILE
+from attnplug_engine.cli.output import progress_bar
 from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.engine import Embedder
 from attnplug_engine.options import EmbedOptions
@@ -34,7 +37,7 @@ def _embed(
     parsed: argparse.Namespace, lines: Sequence[PromptLine], options: EmbedOptions, parallel: TensorParallel
 ) -> int:
     silent = parallel.rank != 0
-    embedder = Embedder(parsed.model, options, parallel=parallel)
+    embedder = _start(parsed, options, parallel)
     tokens: list[tuple[int, ...]] = []
     rejected: dict[int, str] = {}
     for index, line in enumerate(lines):  # check all before any runs
@@ -62,7 +65,26 @@ def _embed(
     return 1 if failed else 0
 
 
+def _start(parsed: argparse.Namespace, options: EmbedOptions, parallel: TensorParallel) -> Embedder:
+    """Build the embedder, with a progress bar for the parts of its start-up that take long on a GPU."""
+    console = Console(stderr=True, highlight=False, markup=False, quiet=parallel.rank > 0)
+    with progress_bar(console, "loading", shown=not parsed.json) as (bar, task):
+
+        def phase(name: str) -> Callable[[int, int], None]:
+            return lambda done, total: bar.update(task, completed=done, total=total, description=name)
+
+        return Embedder(
+            parsed.model,
+            options,
+            parallel=parallel,
+            on_compile=phase("compiling kernels"),
+            on_warm_up=phase("warming up"),
+        )
+
+
 def _tell(embedder: Embedder, asked: EmbedOptions, render: Render) -> None:
+    for line in embedder.start_up.lines():
+        print(line, file=sys.stderr)
     for role, choice in embedder.selection.choices.items():
         print(f"{role}: {choice.chosen_name} ({choice.why(render)})", file=sys.stderr)
     rules = embedder.rules

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from attnplug import PoolError
 from attnplug.auto.table_store import cache_folders
@@ -18,7 +16,7 @@ from attnplug.declare.settings import Render
 from attnplug.host import ForwardingBackend, load_registry
 from attnplug.machine import interrupt
 from attnplug.machine.runtime import open_device, runtime_of
-from attnplug_engine.cli.output import CompletionWriter, for_terminal, logprob_lines
+from attnplug_engine.cli.output import CompletionWriter, for_terminal, logprob_lines, progress_bar
 from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.completion import Completion, Usage
 from attnplug_engine.engine import Engine
@@ -65,6 +63,8 @@ def warm(parsed: argparse.Namespace, options: EngineOptions) -> int:
         for each in compiled:
             print(f"{each.seconds:6.1f} s  {each.name}")
         print(f"{describe(compiled) or 'compiled nothing'}; loaded {loaded} from the caches")
+        for line in start_up.lines()[bool(compiled) :]:
+            print(line)
         for name, folder in folders.items():
             print(f"{name} cache: {folder}")
     return leave_ranks(parallel, 0)
@@ -76,7 +76,7 @@ def _console(parallel: TensorParallel) -> Console:
 
 def _start(parsed: argparse.Namespace, options: EngineOptions, parallel: TensorParallel, console: Console) -> Engine:
     """Build the engine, with a progress bar for each phase of its start-up."""
-    with _progress(console, "loading", shown=not parsed.json) as (bar, task):
+    with progress_bar(console, "loading", shown=not parsed.json) as (bar, task):
 
         def phase(name: str) -> Callable[[int, int], None]:
             return lambda done, total: bar.update(task, completed=done, total=total, description=name)
@@ -157,7 +157,7 @@ def _generate(
     indices = list(requests)
     shown = len(requests) > 1 and not output.on_terminal()
     try:
-        with interrupt.raise_on_sigterm(), _progress(console, "generating", shown, len(requests)) as (bar, task):
+        with interrupt.raise_on_sigterm(), progress_bar(console, "generating", shown, len(requests)) as (bar, task):
             if writer is not None:
                 for completion in rejected:
                     writer.add(completion)
@@ -186,19 +186,9 @@ def _generate(
     return code
 
 
-@contextmanager
-def _progress(console: Console, what: str, shown: bool, total: int | None = None) -> Iterator[tuple[Progress, TaskID]]:
-    """Progress bar on standard error, if that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    shown = shown and console.is_terminal and not console.quiet
-    # The bar must not redirect standard output, which may be a file.
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not shown) as bar:
-        yield bar, bar.add_task(what, total=total)
-
-
 def _summary(engine: Engine, console: Console, render: Render) -> None:
-    if (compiled := describe(engine.start_up.compiled)) is not None:
-        console.print(compiled)
+    for line in engine.start_up.lines():
+        console.print(line)
     for role, choice in engine.selection.choices.items():
         console.print(f"{role}: {choice.chosen_name} ({choice.why(render)})")
     for role, choice in ({} if engine.draft_selection is None else engine.draft_selection.choices).items():

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from attnplug.cli import output
 from attnplug_engine.cli.prompts import PromptLine
@@ -107,3 +111,15 @@ def _json_line(completion: Completion, line: PromptLine, steps: Mapping[str, Map
 
 def _likely(likely: LikelyToken) -> dict[str, object]:
     return {"token_id": likely.token_id, "logprob": likely.logprob}
+
+
+@contextmanager
+def progress_bar(
+    console: Console, what: str, shown: bool, total: int | None = None
+) -> Iterator[tuple[Progress, TaskID]]:
+    """Progress bar on standard error, if that is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    shown = shown and console.is_terminal and not console.quiet
+    # The bar must not redirect standard output, which may be a file.
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not shown) as bar:
+        yield bar, bar.add_task(what, total=total)

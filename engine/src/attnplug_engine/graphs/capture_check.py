@@ -18,6 +18,7 @@ from attnplug import (
     AttentionBackend,
     AttentionKind,
     BackendError,
+    ExtendPath,
     ForwardBatch,
     ForwardExtras,
     Geometry,
@@ -27,7 +28,15 @@ from attnplug import (
     Plan,
 )
 from attnplug.contract.batch import BatchPlan
-from attnplug.host import ForwardingBackend, HostLengths, KVPools, ModelAttention, installed_format, planner_claims
+from attnplug.host import (
+    ForwardingBackend,
+    HostLengths,
+    KVPools,
+    MLAWeights,
+    ModelAttention,
+    installed_format,
+    planner_claims,
+)
 from attnplug.linear import DeltaInputs, DeltaWeights, LinearDims, LinearInputs
 from attnplug.machine.runtime import runtime_of
 from attnplug.sparse import IndexerDims, IndexInputs
@@ -85,9 +94,12 @@ class CaptureCheck:
 
     def run(self, batch: ForwardBatch, capture: CaptureFunction) -> None:
         """Check the captured ``batch``, which holds padding before and after. Raises BackendError."""
+        as_mha = batch.plan is not None and batch.plan.extend is not None
         for layer in self._layers:
+            if as_mha and layer.mla is None:
+                continue  # checked in the graph in which MLA layers run absorbed
             outs: list[Tensor] = []
-            call = self._call(layer, batch.geometry.rows)
+            call = (self._mha_call if as_mha else self._call)(layer, batch.geometry.rows)
 
             def run(call: Callable[[ForwardBatch], Tensor] = call, outs: list[Tensor] = outs) -> None:
                 self._attention.refill(batch)
@@ -95,7 +107,7 @@ class CaptureCheck:
 
             replay = capture(run)
             for _ in range(_ROUNDS):
-                with self._requests(layer, batch) as eager:
+                with self._requests(layer, batch, prefixes=not as_mha) as eager:
                     before = self._states(layer, eager)
                     others = self._others(layer, eager)
                     self._plan_before_inputs(batch)
@@ -111,6 +123,9 @@ class CaptureCheck:
     def _plan_alike(self, eager: ForwardBatch, captured: ForwardBatch) -> None:
         """Plan a batch with the backends that planned the captured one, independent of its lengths."""
         assert captured.plan is not None
+        if captured.plan.extend is not None:
+            self._attention.plan(eager, ExtendPath.CHUNKED)
+            return
         plan = plan_alike(self._attention.backend, captured.plan.attention, eager)
         eager.plan = BatchPlan(plan, geometry=eager.geometry)
 
@@ -151,6 +166,20 @@ class CaptureCheck:
             return run(q[:n], k[:n], new, layer, batch, extras=asked).flatten(1)
 
         return full
+
+    def _mha_call(self, layer: LayerSpec, rows: int) -> Callable[[ForwardBatch], Tensor]:
+        """Return one MLA layer's attention as MHA over fixed random inputs."""
+        assert layer.mla is not None
+        heads, rank, nope = layer.num_heads, layer.mla.kv_lora_rank, layer.mla.qk_nope_head_dim
+        up = [self._rand(*shape) / rank**0.5 for shape in ((heads, nope, rank), (heads, rank, layer.v_head_dim))]
+        weights = MLAWeights(*up)
+        q, new = self._rand(rows, heads, layer.head_dim), self._rand(rows, layer.mla.row_dim)
+
+        def run(batch: ForwardBatch) -> Tensor:
+            n = batch.geometry.rows
+            return self._attention.attend_mla(q[:n], new[:n], layer, weights, batch).flatten(1)
+
+        return run
 
     def _index(self, dims: IndexerDims, rows: int) -> IndexInputs:
         q, k = self._rand(rows, dims.heads, dims.head_dim), self._rand(rows, dims.head_dim)
@@ -197,9 +226,9 @@ class CaptureCheck:
         return torch.randn(shape, generator=self._random, device=self._device).to(self._dtype)
 
     @contextmanager
-    def _requests(self, layer: LayerSpec, batch: ForwardBatch) -> Iterator[ForwardBatch]:
-        """Fill the captured batch with requests of random lengths over random rows; yield the same batch for eager
-        runs."""
+    def _requests(self, layer: LayerSpec, batch: ForwardBatch, *, prefixes: bool) -> Iterator[ForwardBatch]:
+        """Fill the captured batch with requests of random lengths over random rows, with or without ``prefixes``; yield
+        the same batch for eager runs."""
         captured = batch.geometry
         size, width, page_size = captured.requests, captured.page_table.shape[1], captured.page_size
         new, room = captured.max_new, min(self._allocator.free_pages, _MAX_PAGES)
@@ -215,6 +244,7 @@ class CaptureCheck:
         shares = torch.rand(2, live, generator=self._random, device=self._device).tolist()
         news = [1 + int(share * min(new, longest)) if ragged else new for share in shares[0]]
         lens = [count + int(share * (longest - count + 1)) for count, share in zip(news, shares[1], strict=True)]
+        lens = lens if prefixes else news
         table = torch.tensor(pages, dtype=torch.int32, device=self._device).view(live, each)
         before = [tensor[:live].clone() for tensor in self._static(captured)]
         caches, table_rows = self._caches(layer), None

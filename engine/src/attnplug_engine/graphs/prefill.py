@@ -64,18 +64,20 @@ class PrefillGraphs:
         has_states: bool,
         slower: ModelSpec | None = None,
         times: ExtendTimes | None = None,
+        as_mha: bool = False,
         all_reduce_min: Callable[[float], float] | None = None,
     ) -> None:
         """``run_model`` returns the logits of the given rows of a batch. ``slower`` is the model if an uncaptured
         backend is faster for its prefills: steps with much attention then run eagerly. ``times`` are measured ones, if
         there are any; otherwise the captured attention is estimated, and compared with the launches that a graph saves.
+        ``as_mha``: each size is captured a second time, with MLA layers as MHA, for steps without prefixes.
         ``all_reduce_min`` is the minimum over ranks; if given, a graph is kept only if it saves time on every rank."""
         self._run_model, self._attention, self._table, self._tokens = run_model, attention, table, tokens
         self._page_size = capacity.page_size
         self._context = min(capacity.context_length, table.max_pages * capacity.page_size)
         self._slower, self._times, self._all_reduce_min = slower, times, all_reduce_min
         self._per_pair = 0.0 if slower is None else _work(slower) / _MULTIPLY_ADDS_PER_SECOND
-        self._has_states = has_states
+        self._has_states, self._as_mha = has_states, as_mha
         self.requests = min(capacity.max_batch, largest, _MAX_STATES if has_states else largest)
         self.largest = largest
         """Largest number of requests and of tokens of a captured step."""
@@ -83,6 +85,8 @@ class PrefillGraphs:
         self.inputs = PrefillInputs(largest, self.requests, table.max_requests, fill, tokens.device)
         self._page_table = torch.zeros(self.requests, table.max_pages, dtype=torch.int32, device=tokens.device)
         self._steps: dict[int, CapturedStep] = {}
+        self._mha_steps: dict[int, CapturedStep] = {}
+        """Steps in which MLA layers run as MHA."""
         self._saved: dict[int, float] = {}
         """Seconds that the graph of each size saves at most, if the captured backend is the slower one."""
         self.sampled = torch.zeros(self.requests, dtype=torch.int64, device=tokens.device)
@@ -93,10 +97,23 @@ class PrefillGraphs:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Captured numbers of tokens in ascending order."""
-        return tuple(sorted(self._steps))
+        return tuple(sorted({*self._steps, *self._mha_steps}))
 
     def capture(self, size: int, capture: CaptureFunction) -> Sequence[CapturedStep]:
-        """Capture a step of ``size`` padding tokens; plan and mark its batch (B2).
+        """Capture a step of ``size`` padding tokens, as MHA too where that is possible; return what is kept."""
+        found = self._capture(size, capture, as_mha=False)
+        if found is not None:
+            step, saved = found
+            self._steps[size] = step
+            if self._slower is not None:
+                self._saved[size] = min(saved, _SAVED_PER_LAYER * len(self._slower.layers))
+        as_mha = self._capture(size, capture, as_mha=True) if self._as_mha else None
+        if as_mha is not None:
+            self._mha_steps[size] = as_mha[0]
+        return [step for step, _ in filter(None, (found, as_mha))]
+
+    def _capture(self, size: int, capture: CaptureFunction, *, as_mha: bool) -> tuple[CapturedStep, float] | None:
+        """Capture a step and plan and mark its batch (B2). Returns it and the seconds that it saves.
 
         The graph is kept if launching the step takes the host longer than the device needs to run it. Otherwise the
         host is ahead without a graph, and padding would only cost time. A step that is clearly bound by the device is
@@ -119,7 +136,7 @@ class PrefillGraphs:
         batch = ForwardBatch(geometry, inputs.ids[:size], inputs.positions[:size])
         mirror, sampling = self._table.mirror(), inputs.sampling(requests)
         rows, lasts, targets = inputs.rows[:requests], inputs.lasts[:requests], inputs.targets[:requests]
-        self._attention.capture(batch, in_capture=True)
+        self._attention.capture(batch, in_capture=True, as_mha=as_mha)
 
         def run() -> None:
             torch.index_select(mirror, 0, rows, out=geometry.page_table)
@@ -131,17 +148,14 @@ class PrefillGraphs:
         if self._all_reduce_min is not None:
             launching = _seconds(run, tokens.device, waits=False)
             if self._all_reduce_min(_DEVICE_BOUND * launching - _seconds(run, tokens.device, waits=True)) < 0:
-                return []
+                return None
         replay = capture(run)
         if self._all_reduce_min is not None:
             saved = self._all_reduce_min(launching - _seconds(replay, tokens.device, waits=True))
         if saved < 0:
-            return []
+            return None
         assert self._logits is not None
-        self._steps[size] = CapturedStep(size, batch, replay, [self._logits[:requests]])
-        if self._slower is not None:
-            self._saved[size] = min(saved, _SAVED_PER_LAYER * len(self._slower.layers))
-        return [self._steps[size]]
+        return CapturedStep(size, batch, replay, [self._logits[:requests]]), saved
 
     def _kept(self, logits: Tensor, requests: int) -> Tensor:
         """Copy the logits to the buffer that all sizes share. The largest size comes first and allocates it."""
@@ -152,6 +166,7 @@ class PrefillGraphs:
     def drop(self, size: int) -> None:
         """Remove a captured size."""
         self._steps.pop(size, None)
+        self._mha_steps.pop(size, None)
         self._saved.pop(size, None)
 
     def fitting(self, step: Step) -> CapturedStep | None:
@@ -159,6 +174,10 @@ class PrefillGraphs:
         if len(step.entries) > self.requests:
             return None
         tokens = step.num_tokens
+        if self._mha_steps and not any([position for _, position, _, _ in step.entries]):
+            size = min((size for size in self._mha_steps if size >= tokens), default=None)
+            if size is not None:
+                return self._mha_steps[size]
         size = min((size for size in self._steps if size >= tokens), default=None)
         return None if size is None or not self._pays(step, size) else self._steps[size]
 

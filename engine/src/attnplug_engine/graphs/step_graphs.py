@@ -72,6 +72,7 @@ def capture_steps(
             lambda batch, rows: runner.model.logits(runner.run_model(batch).index_select(0, rows)),
             largest=max(prefills),
             keep_all=keep_all,
+            as_mha=runner.attention.mla is not None and runner.attention.mla.captures_mha,
         )
     check = capture_check(runner)
 
@@ -129,7 +130,12 @@ def capture_check(runner: ModelRunner) -> CaptureCheck:
 
 
 def prefill_graphs(
-    runner: ModelRunner, run_model: Callable[[ForwardBatch, Tensor], Tensor], *, largest: int, keep_all: bool
+    runner: ModelRunner,
+    run_model: Callable[[ForwardBatch, Tensor], Tensor],
+    *,
+    largest: int,
+    keep_all: bool,
+    as_mha: bool = False,
 ) -> PrefillGraphs:
     """Return the graphs of a runner's prefills of up to ``largest`` tokens, still to be captured. ``run_model`` returns
     the logits of the given rows of a batch."""
@@ -143,6 +149,7 @@ def prefill_graphs(
         has_states=runner.pools.linear is not None,
         slower=runner.spec if _eager_is_faster(runner) else None,
         times=runner.extend_times,
+        as_mha=as_mha,
         all_reduce_min=None if keep_all else partial(_min_over_ranks, runner),
     )
 
@@ -175,8 +182,8 @@ def prefill_job(
 
 
 def _eager_is_faster(runner: ModelRunner) -> bool:
-    """Return True if long prefills are faster without a graph: by another backend, or as MHA, which needs exact
-    lengths on the host."""
+    """Return True if prefills that are captured absorbed may be faster without a graph: by another backend, or as MHA,
+    which is captured for steps without prefixes only."""
     as_mha = runner.pools.mla is not None and runner.backend.claims.mla_extend != {ExtendPath.ABSORBED}
     return as_mha or runner.attention.graph_level is not GraphLevel.ALWAYS
 

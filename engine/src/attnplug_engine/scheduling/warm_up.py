@@ -1,4 +1,4 @@
-"""Requests that an engine runs before its first one: they compile and load kernels."""
+"""Requests that an engine or embedder runs before its first one: they compile and load kernels."""
 
 from __future__ import annotations
 
@@ -55,3 +55,20 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
             yield [request(max(full // count, 1)) for _ in range(count)]
         for count in sorted({1 << power for power in range(0, most.bit_length(), 2)} - {most} | {most - 1}):
             yield [*decoding(count, short), request(min(2 * full + _SHORT, longest), _GREEDY)]
+
+
+def embedding_batches(capacity: Capacity, step_tokens: int) -> Iterator[list[tuple[int, ...]]]:
+    """Yield prompts to embed together, batch by batch. At most ``step_tokens`` tokens of several prompts run together.
+
+    The batches are, in this order: a prompt of each power of two, at a page's boundary, and as long as the context;
+    then as many short prompts as each power of two, and as many that fill a step.
+    """
+    longest = min(capacity.context_length, capacity.num_pages * capacity.page_size)
+    full, size = min(step_tokens, longest), capacity.page_size
+    powers = [1 << power for power in range(longest.bit_length())]
+    for tokens in sorted({*powers, size - 1, size, size + 1, full, longest} & set(range(1, longest + 1))):
+        yield [(0,) * tokens]
+    most = min(capacity.max_batch, capacity.num_pages)
+    for count in sorted({1 << power for power in range(1, most.bit_length())} | {most} - {1}):
+        yield [(0,) * min(_SHORT, full)] * count
+        yield [(0,) * max(full // count, 1)] * count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from attnplug_engine.memory.capacity import Capacity, bytes_per_page
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.request import Request, SamplingParams
 from attnplug_engine.scheduling.step import Step, StepEntry
+from attnplug_engine.scheduling.warm_up import embedding_batches
 from attnplug_engine.serving.sizing import cache_budget, page_and_context
 from attnplug_engine.settings.pooling import Pooling
 
@@ -72,6 +73,21 @@ class EmbeddingLoop:
     def fits(self, tokens: int) -> bool:
         """True if the cache has pages for a prompt of ``tokens`` tokens."""
         return self._pages(tokens) <= self._capacity.num_pages
+
+    def warm_up(self, progress: Callable[[int, int], None] | None) -> None:
+        """Embed prompts of every kind once."""
+        batches = list(embedding_batches(self._capacity, STEP_TOKENS))
+        for done, prompts in enumerate(batches):
+            if progress is not None:
+                progress(done, len(batches))
+            try:
+                for _ in self.stream(prompts):
+                    pass
+            except torch.OutOfMemoryError:
+                if sum(map(len, prompts)) <= STEP_TOKENS:
+                    raise
+                # Prompts of this length do not fit, so none of them will wait for a compiler.
+        self._runner.backend_usage.clear()
 
     def stream(self, prompts: Sequence[tuple[int, ...]]) -> Iterator[Embedding]:
         """Embed prompts that fit; yield embeddings in their order."""

@@ -7,17 +7,28 @@ from dataclasses import dataclass, field
 
 from attnplug import ForwardMode
 from attnplug_engine.execution.backend_usage import BackendUsage
-from attnplug_engine.execution.compilations import Compilation
+from attnplug_engine.execution.compilations import Compilation, describe
 from attnplug_engine.scheduling.step import Step
 from attnplug_engine.speculation.statistics import RoundStatistics
 
 
 @dataclass(frozen=True, slots=True)
 class StartUp:
-    """Duration of an engine's start-up in seconds, and the kernels that it compiled or loaded from disk caches."""
+    """Duration of an engine's start-up in seconds, and the kernels that it compiled or loaded from disk caches.
+
+    ``not_ahead`` is the reason why some kernels were not compiled in parallel; None if all were, or none had to be.
+    """
 
     seconds: float
     compiled: tuple[Compilation, ...] = ()
+    not_ahead: str | None = None
+
+    def lines(self) -> list[str]:
+        """Return lines about what was compiled; none if everything came from disk caches."""
+        found = [describe(self.compiled)]
+        if self.not_ahead is not None:
+            found.append(f"some kernels were compiled one after the other: {self.not_ahead}")
+        return [line for line in found if line is not None]
 
 
 @dataclass(slots=True)

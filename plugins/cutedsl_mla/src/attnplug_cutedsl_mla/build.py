@@ -10,7 +10,9 @@ from attnplug_trtllm_mla.kernels import load_library
 
 
 def cutedsl_mla(context: BackendContext) -> TRTLLMMLABackend:
-    """Build the backend; the spec's factory."""
+    """Build the backend; the spec's factory. Compiles the decode kernels, which have no disk cache (E1)."""
     shape, library = MLAShape.of(context), load_library()
     lanes = [LaneKernels(CuteDSLDecode(library, shape, each)) for each in cute_dsl_scratch(context, shape)]
-    return TRTLLMMLABackend(context, lanes)
+    backend = TRTLLMMLABackend(context, lanes)
+    backend.warm_up()
+    return backend

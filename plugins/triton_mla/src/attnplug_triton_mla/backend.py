@@ -271,4 +271,4 @@ def _narrow_claims(declared: Claims, shape: MLAShape, invariant: bool) -> Claims
     lengths decide the path."""
     if supports_ragged(shape) and not invariant:
         return declared
-    return replace(declared, mla_extend=declared.mla_extend & {ExtendPath.ABSORBED})
+    return replace(declared, mla_extend=declared.mla_extend & {ExtendPath.ABSORBED}, ragged_graphs=False)

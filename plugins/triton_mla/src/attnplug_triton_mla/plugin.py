@@ -64,6 +64,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 features=frozenset({Feature.SPARSE}),
                 extras=frozenset({"lse", "out", "q_rope", "selected"}),
                 mla_extend=frozenset(ExtendPath),
+                ragged_graphs=True,
                 layouts=frozenset(CacheLayout),
                 trees=True,
                 index_dtypes=DTYPES | {DType.FLOAT8_E4M3},

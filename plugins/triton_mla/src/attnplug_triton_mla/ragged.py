@@ -83,7 +83,7 @@ def launch_ragged(
     heads, rope = q.shape[1], layer.mla.qk_rope_head_dim
     nope = q.shape[2] - rope
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    out = q.new_empty(q.shape[0], heads, v.shape[2])
+    out = (q.new_empty if call.padded_rows is None else q.new_zeros)(q.shape[0], heads, v.shape[2])
     wide, narrow, value = (max(triton.next_power_of_2(width), _LEAST_WIDTH) for width in (nope, rope, v.shape[2]))
     queries, keys = _rows(q[..., :nope], config.tile, wide), _rows(k[..., :nope], config.step, wide)
     rope_queries, rope_keys = queries, keys

@@ -29,7 +29,7 @@ from attnplug.kernels import check_lse
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_trtllm_mla.graphs import CapturedDecode, DecodeGraphMemory
 from attnplug_trtllm_mla.kernels import DecodeKernel, LatentPages, RaggedPrefillKernel, to_float8
-from attnplug_trtllm_mla.planner import DecodeCall, plan_requests, plan_rows, uniform_queries
+from attnplug_trtllm_mla.planner import DecodeCall, plan_requests, plan_rows, table_width, uniform_queries
 
 _FEW_QUERIES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 """Modes with few rows per request, which the decode kernels serve."""
@@ -92,6 +92,24 @@ class TRTLLMMLABackend(PlannedAttention):
             if fallback is not None and ExtendPath.CHUNKED in fallback.claims.mla_extend:
                 paths.add(ExtendPath.CHUNKED)
         return frozenset(paths)
+
+    def warm_up(self) -> None:
+        """Decode with every power of two of requests and of rows, for kernels that are compiled when they first run.
+
+        How a call is split over multiprocessors is part of a compiled kernel, and depends on both numbers. The calls
+        read one row of page 0, whatever it holds. Kernels of a verify are compiled by the host's warm-up, which knows
+        its number of rows.
+        """
+        limits, shape, pages = self.context.limits, self._shape, next(iter(self._pages.values()))
+        longest = [1 << power for power in range(7, (limits.max_context - 1).bit_length())]  # from one tile on
+        for count in (1 << power for power in range(limits.max_requests.bit_length())):
+            q = torch.zeros(count, shape.heads, shape.dims.row_dim, dtype=shape.dtype, device=self.context.device)
+            out = q.new_empty(count, shape.heads, shape.dims.kv_lora_rank)
+            lens = torch.ones(count, dtype=torch.int32, device=q.device)
+            for rows in (*longest, limits.max_context):
+                width = table_width(rows, self._kernel_page)
+                tables = torch.zeros(count, width, dtype=torch.int32, device=q.device)
+                self._run(self.lanes[0].decode, DecodeCall(1, tables, lens, rows), q, pages, out, None)
 
     # Planning
 

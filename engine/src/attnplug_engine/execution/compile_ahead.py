@@ -1,0 +1,182 @@
+"""Parallel compilation of an engine's Triton kernels at its first start (E1).
+
+Running requests of every kind compiles one kernel after the other. So before that, a process without a GPU
+(``attnplug_engine.recording``) starts the same engine on shapes alone, and compiles every kernel that it would launch,
+in as many processes as there are cores, into Triton's disk cache. The warm-up then loads them. A kernel that the
+process does not find is compiled as before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import distributions
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+
+from attnplug.auto.table_store import cache_folders
+from attnplug_engine.checkpoints.random import TINY
+from attnplug_engine.execution.compilations import Compilation
+from attnplug_engine.kernels import usable
+from attnplug_engine.parallel.collectives import TensorParallel
+
+_BYTES_PER_COMPILER = 1 << 30
+_PROCESS = "attnplug_engine.recording"
+_VERSIONED = ("attnplug", "torch", "triton", "flash-linear-attention", "flashinfer")
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """Description of a GPU: torch's properties, bytes of memory, and Triton's target (backend, architecture, warp
+    size)."""
+
+    properties: dict[str, Any]
+    memory: int
+    target: tuple[str, Any, int]
+
+    @classmethod
+    def of(cls, device: torch.device) -> GPU:
+        """Describe a GPU of this machine."""
+        from triton.runtime import driver
+
+        found, target = torch.cuda.get_device_properties(device), driver.active.get_current_target()
+        named = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
+        properties = {name: value for name, value in named.items() if isinstance(value, int | float | str)}
+        return cls(properties, found.total_memory, (target.backend, target.arch, target.warp_size))
+
+
+@dataclass(frozen=True, slots=True)
+class AheadRequest:
+    """An engine or embedder to start without a GPU: the model, its ``EngineOptions`` or ``EmbedOptions``, the GPU that
+    it is for, the number of ranks, the processes that compile, and an engine's pages."""
+
+    model: str
+    options: Any
+    gpu: GPU
+    ranks: int
+    workers: int
+    num_pages: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AheadReport:
+    """Kernels that were compiled ahead. ``problem``: why others were not found; None if recording ended well."""
+
+    compiled: tuple[Compilation, ...] = ()
+    problem: str | None = None
+
+
+def compile_ahead(
+    model: str,
+    options: Any,
+    device: torch.device,
+    parallel: TensorParallel,
+    progress: Callable[[int, int], None] | None = None,
+    num_pages: int | None = None,
+) -> AheadReport:
+    """Compile the Triton kernels of an engine's start-up into the disk cache, unless an earlier start did so.
+
+    ``progress(done, found)`` is called while kernels are found and compiled. Rank 0 compiles for all ranks, which wait.
+    Never raises because of a kernel: whatever fails here is compiled, and reported, where it is launched.
+    """
+    report = AheadReport()
+    if not usable(device) or options.compile_processes == 0:
+        return report
+    if parallel.rank == 0:
+        workers = options.compile_processes or compile_workers()
+        report = fill_cache(AheadRequest(model, options, GPU.of(device), parallel.size, workers, num_pages), progress)
+    if parallel.size > 1:
+        parallel.all_gather(torch.zeros(1, device=device), 0)
+    return report
+
+
+def compile_workers() -> int:
+    """Return how many kernels to compile at a time: as cores and memory allow."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(min(len(os.sched_getaffinity(0)), memory // _BYTES_PER_COMPILER), 1)
+
+
+def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | None = None) -> AheadReport:
+    """Run the recording process, unless the cache has a marker that it ran for an equal request."""
+    marker = cache_folders()["triton"] / f"attnplug-{_digest(request)}.json"
+    if marker.exists():
+        return AheadReport()
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment.pop("TRITON_INTERPRET", None)
+    # Its errors go to a file: a pipe that nobody reads would block it.
+    with (
+        TemporaryFile() as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", _PROCESS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,  # so that it can be killed together with its compilers
+        ) as process,
+    ):
+        try:
+            report = _follow(process, request, progress)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+        if report is None:
+            errors.seek(0)
+            printed = errors.read().decode(errors="replace").rstrip().splitlines()
+            report = AheadReport(problem=f"its process ended early{': ' + printed[-1][:400] if printed else ''}")
+    if report.problem is None:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps({each.name: each.seconds for each in report.compiled}))
+    return report
+
+
+def _follow(
+    process: subprocess.Popen[bytes], request: AheadRequest, progress: Callable[[int, int], None] | None
+) -> AheadReport | None:
+    """Send the request, and read one JSON line per event. Returns None if the process ends before it has finished."""
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(BrokenPipeError):  # it failed to start, which its end tells
+        process.stdin.write(pickle.dumps(request))
+        process.stdin.close()
+    compiled: list[Compilation] = []
+    done = found = 0
+    finished, problem = False, None
+    for line in process.stdout:
+        event = json.loads(line)
+        if "name" in event:
+            done += 1
+            if not event.get("cached", True):
+                compiled.append(Compilation(event["name"], event["seconds"], cached=False))
+        found, problem = event.get("found", found), event.get("stopped", problem)
+        finished |= "finished" in event
+        if progress is not None and found:
+            progress(done, found)
+    return AheadReport(tuple(compiled), problem) if finished else None
+
+
+def _digest(request: AheadRequest) -> str:
+    """Return a hash of what kernels depend on: the model's config, options, GPU and versions."""
+    path = Path(request.model)
+    config = path / "config.json" if path.is_dir() else path
+    content = request.model if request.model.startswith(TINY) or not config.is_file() else config.read_text()
+    options = replace(request.options, device=None, compile_processes=None)
+    gpu = (request.gpu.properties["name"], *request.gpu.target)
+    versions = sorted({f"{found.name} {found.version}" for found in distributions() if _is_versioned(found.name)})
+    known = repr((content, options, gpu, request.ranks, versions))
+    return hashlib.sha256(known.encode()).hexdigest()[:24]
+
+
+def _is_versioned(name: str | None) -> bool:
+    return name is not None and name.lower().replace("_", "-").startswith(_VERSIONED)

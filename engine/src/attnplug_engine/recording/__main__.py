@@ -1,0 +1,103 @@
+"""Process of ``compile_ahead``: start an engine on a fake GPU, and compile the kernels that it launches."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnplug import LayerSpec
+from attnplug_engine import engine
+from attnplug_engine.execution.compile_ahead import AheadReport, AheadRequest
+from attnplug_engine.graphs import prefill
+from attnplug_engine.options import EmbedOptions
+from attnplug_engine.prepare import Prepared, prepare
+from attnplug_engine.recording.fake_gpu import fake_gpu
+from attnplug_engine.recording.triton_kernels import CompilePool, record_launches, take_over_output, write_report
+from attnplug_engine.serving import start_up
+
+
+def main() -> None:
+    """Read a pickled request from standard input; write a JSON line per kernel to standard output."""
+    request: AheadRequest = pickle.load(sys.stdin.buffer)
+    report = write_report(take_over_output())
+    pool, names = CompilePool(request.workers, report), []
+
+    def found(name: str, compile_kernel: Any) -> None:
+        names.append(name)
+        report({"found": len(names)})
+        pool.submit(name, compile_kernel)
+
+    torch.set_num_threads(1)
+    record_launches(request.gpu.target, found)
+    try:
+        start(request)
+    except Exception as error:
+        report({"stopped": f"{type(error).__name__}: {error}".partition("\n")[0][:400]})
+    pool.join()
+    report({"finished": len(names)})
+
+
+def start(request: AheadRequest) -> None:
+    """Start the requested engine or embedder on the fake GPU."""
+    with fake_gpu(request.gpu):
+        parallel, options = _OneOfMany(request.ranks), replace(request.options, device="cuda")
+        engine.prepare = _prepare_few_layers  # type: ignore[assignment]
+        engine.compile_ahead = lambda *_args, **_named: AheadReport()  # type: ignore[assignment] # this process does it
+        start_up.GraphCapture = lambda _device: _run_once  # type: ignore[assignment,misc]
+        prefill._seconds = lambda run, _device, **_: _run_once(run) and 0.0  # type: ignore[assignment]
+        if isinstance(options, EmbedOptions):
+            engine.Embedder(request.model, options, parallel=parallel)
+        else:
+            engine.Engine(request.model, options, parallel=parallel, num_pages=request.num_pages)
+
+
+def _run_once(run: Callable[[], None]) -> Callable[[], None]:
+    """Capture or time a function by running it: further runs would launch the same kernels."""
+    run()
+    return run
+
+
+def _prepare_few_layers(model: str, options: Any, *args: Any, **named: Any) -> Prepared:
+    """Prepare a model from its config, without layers that launch the same kernels as an earlier one."""
+    prepared = prepare(model, replace(options, random_weights=True), *args, **named)
+    if options.speculation is None:  # drafts count the target's layers
+        module = prepared.loaded.module
+        distinct = {_kernel_shape(layer): layer for layer in reversed(module.layers)}
+        module.layers = nn.ModuleList(reversed(distinct.values()))
+    return prepared
+
+
+def _kernel_shape(layer: nn.Module) -> tuple[object, ...]:
+    """Return what kernels of a layer depend on: its modules, the shapes of its weights, its attention."""
+    modules = [(type(part).__name__, *_attention_of(part)) for part in layer.modules()]
+    weights = [(name, tuple(value.shape), value.dtype) for name, value in layer.state_dict().items()]
+    return (*modules, *weights)
+
+
+def _attention_of(module: nn.Module) -> list[LayerSpec]:
+    return [replace(value, layer_id=0) for value in vars(module).values() if isinstance(value, LayerSpec)]
+
+
+class _OneOfMany:
+    """The first of several ranks, without the others."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat([tensor] * self.size, dim)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Start an engine or embedder on a fake H200, and print the Triton kernels that it launches.
+
+Arguments: a model and the settings as JSON; ``embed`` among them for an embedder.
+"""
+
+import json
+import sys
+
+from attnplug_engine.execution.compile_ahead import GPU, AheadRequest
+from attnplug_engine.options import EmbedOptions, EngineOptions
+from attnplug_engine.recording.__main__ import start
+from attnplug_engine.recording.triton_kernels import record_launches
+
+PROPERTIES = {"major": 9, "minor": 0, "multi_processor_count": 132, "shared_memory_per_block_optin": 232448}
+H200 = GPU({"name": "NVIDIA H200", **PROPERTIES}, 140 << 30, ("cuda", 90, 32))
+
+if __name__ == "__main__":
+    settings, names = json.loads(sys.argv[2]), []
+    kind = EmbedOptions if settings.pop("embed", False) else EngineOptions
+    record_launches(H200.target, lambda name, _compile: names.append(name.rpartition(".")[2]))
+    start(AheadRequest(sys.argv[1], kind(**settings), H200, ranks=1, workers=1, num_pages=settings.get("num_pages")))
+    print(json.dumps(names))

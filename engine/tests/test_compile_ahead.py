@@ -1,0 +1,211 @@
+"""Compilation ahead: what a start-up launches is recorded on shapes alone, and compiled in parallel processes (E1)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnplug.host import TINY_CONFIGS
+from attnplug_engine import Embedder, Engine
+from attnplug_engine import engine as engine_module
+from attnplug_engine.execution import compile_ahead
+from attnplug_engine.execution.compilations import Compilation
+from attnplug_engine.execution.compile_ahead import GPU, AheadReport, AheadRequest, fill_cache
+from attnplug_engine.options import EngineOptions
+from attnplug_engine.parallel.collectives import SINGLE
+from attnplug_testing.triton_mode import compiled_by
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+H200 = GPU({"name": "NVIDIA H200"}, 140 << 30, ("cuda", 90, 32))
+REQUEST = AheadRequest("tiny:llama", EngineOptions(), H200, 1, 2)
+SMALL = {"dtype": "bfloat16", "max_batch": 2, "context_length": 64, "chunked_prefill_size": 32}
+WIDE = {
+    "llama": {"head_dim": 128},
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+}
+
+
+@needs_triton
+def test_processes_fill_the_cache_and_a_later_one_compiles_nothing(tmp_path):
+    """E1: at the same time, every variant once; a kernel that cannot be compiled costs no other one."""
+    found = compiled_by(Path(__file__).with_name("compile_ahead_toy.py"), str(tmp_path))
+    reports = [json.loads(line) for line in found["reports"]]
+    failed = {report["name"]: report["error"] for report in reports if "error" in report}
+    assert list(failed) == ["broken"] and "ZeroDivisionError" in failed["broken"]
+    compiled = Counter(report["name"].rpartition(".")[2] for report in reports if not report.get("cached", True))
+    assert compiled == {"copy": 4, "tuned": 2}
+    assert found["hits"] == [["copy", True]] * 4 + [["tuned", True]] * 2
+
+
+def recorded(tmp_path: Path, model: str, **settings: object) -> Counter[str]:
+    """Kernels that an engine on a model with heads of a usual width launches at start-up, by name."""
+    config = {**TINY_CONFIGS[model], **WIDE[model], **settings.pop("config", {})}  # type: ignore[dict-item]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = compiled_by(Path(__file__).with_name("record_engine.py"), str(tmp_path), json.dumps({**SMALL, **settings}))
+    return Counter(found)
+
+
+@needs_triton
+def test_a_start_up_without_a_gpu_launches_what_one_with_a_gpu_does(tmp_path):
+    """E1: layers, attention, sampling, and the first and last kernels of captured steps; layers alike run once."""
+    settings = {"attention_backend": "triton_mha", "num_pages": 64}
+    found = recorded(tmp_path, "llama", **settings)
+    assert {"attend", "_plan", "_rms_norm", "_rotate_heads", "_write_pairs", "_silu_and_mul"} <= found.keys()
+    assert {"_begin", "_end", "_look", "_choose"} <= found.keys()
+    deeper = recorded(tmp_path, "llama", config={"num_hidden_layers": 9}, **settings)
+    assert deeper == found
+
+
+@needs_triton
+def test_prefills_of_mla_as_mha_are_recorded(tmp_path):
+    """E1: ragged attention beside absorbed attention, and experts."""
+    found = recorded(tmp_path, "deepseek_v3", attention_backend="triton_mla", num_pages=64)
+    assert {"attend_ragged", "order_tiles", "_latent_rows", "_up_projection", "_sort_pairs"} <= found.keys()
+
+
+@needs_triton
+def test_an_embedder_is_recorded(tmp_path):
+    """E1: its warm-up runs prompts of every kind, and samples nothing."""
+    found = recorded(tmp_path, "llama", embed=True)
+    assert "_rms_norm" in found and "_choose" not in found
+
+
+@pytest.fixture
+def recorder(monkeypatch, tmp_path):
+    """Replace the recording process by a script; returns a function that writes it, and the cache's folder."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compile_ahead, "_PROCESS", "recorder")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(*events: dict[str, object], end: str = "") -> None:
+        started = f"from pathlib import Path; Path({str(tmp_path / 'started')!r}).open('a').write('x')"
+        read = "import pickle, sys; request = pickle.load(sys.stdin.buffer); assert request.workers == 2"
+        lines = [started, read, *(f"print({json.dumps(event)!r})" for event in events), end]
+        (tmp_path / "recorder.py").write_text("\n".join(lines))
+
+    return write
+
+
+EVENTS = [
+    {"found": 1},
+    {"found": 2},
+    {"name": "attend", "seconds": 2.5, "cached": False},
+    {"name": "merge", "seconds": 0.0, "cached": True},
+    {"found": 3},
+    {"name": "plan", "error": "CompilationError: no"},
+]
+
+
+def test_a_cache_is_filled_once_for_equal_requests(recorder, tmp_path):
+    """E1: it reports what was compiled and for how long; another model or GPU is another request."""
+    recorder(*EVENTS, {"finished": 3})
+    seen: list[tuple[int, int]] = []
+    report = fill_cache(REQUEST, lambda *counts: seen.append(counts))
+    assert report == AheadReport((Compilation("attend", 2.5, cached=False),))
+    assert seen == [(0, 1), (0, 2), (1, 2), (2, 2), (2, 3), (3, 3), (3, 3)]
+    assert fill_cache(REQUEST) == AheadReport() and (tmp_path / "started").read_text() == "x"
+    other = AheadRequest("tiny:llama", EngineOptions(dtype="bfloat16"), H200, 1, 2)
+    assert fill_cache(other) == report
+    ten = AheadRequest("tiny:llama", EngineOptions(), GPU({"name": "B200"}, 1, ("cuda", 100, 32)), 1, 2)
+    assert fill_cache(ten) == report and (tmp_path / "started").read_text() == "xxx"
+
+
+def test_a_recording_that_fails_is_told_and_tried_again(recorder, tmp_path):
+    """E1: kernels that were not found are compiled where they are launched."""
+    recorder(*EVENTS, {"stopped": "PlanError: why"}, {"finished": 3})
+    report = fill_cache(REQUEST)
+    assert report.problem == "PlanError: why" and [each.name for each in report.compiled] == ["attend"]
+    recorder(*EVENTS[:1], end="sys.exit('no memory')")
+    assert "no memory" in str(fill_cache(REQUEST).problem)
+    recorder(*EVENTS[:1], end="import os; os.abort()")
+    assert "ended early" in str(fill_cache(REQUEST).problem)
+    assert (tmp_path / "started").read_text() == "xxx"
+
+
+def test_an_interrupt_ends_the_compilers(recorder, tmp_path):
+    recorder({"found": 1}, end=f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))")
+    script = (tmp_path / "recorder.py").read_text()
+    (tmp_path / "recorder.py").write_text(script + "\nprint('{\"found\": 2}', flush=True)\ntime.sleep(60)")
+
+    def interrupt(_done: int, found: int) -> None:
+        if found == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fill_cache(REQUEST, interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_an_engine_reports_what_was_compiled_ahead_and_what_was_not(monkeypatch):
+    """E1"""
+    ahead = AheadReport((Compilation("attend", 2.5, cached=False),), "PlanError: why")
+    monkeypatch.setattr(engine_module, "compile_ahead", lambda *_: ahead)
+    start_up = Engine("tiny:llama", device="cpu").start_up
+    assert start_up.compiled == ahead.compiled and start_up.not_ahead == ahead.problem
+    assert [("1 kernel in 2.5 s" in line, "why" in line) for line in start_up.lines()] == [(True, False), (False, True)]
+
+
+def test_nothing_is_compiled_ahead_for_a_cpu_or_by_no_processes(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "fill_cache", lambda *_: pytest.fail("it started a process"))
+    assert compile_ahead.compile_ahead("m", EngineOptions(), torch.device("cpu"), SINGLE) == AheadReport()
+    monkeypatch.setattr(compile_ahead, "usable", lambda _: True)
+    none = EngineOptions(compile_processes=0)
+    assert compile_ahead.compile_ahead("m", none, torch.device("cuda"), SINGLE) == AheadReport()
+
+
+def test_rank_0_compiles_for_all_ranks_which_wait(monkeypatch):
+    """E1"""
+    gathered, report = [], AheadReport((Compilation("attend", 1.0, cached=False),))
+
+    class Rank:
+        size = 2
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+            gathered.append(self.rank)
+            return tensor
+
+    monkeypatch.setattr(compile_ahead, "usable", lambda _: True)
+    monkeypatch.setattr(GPU, "of", lambda _: H200)
+    monkeypatch.setattr(compile_ahead, "fill_cache", lambda *_: report)
+    found = [compile_ahead.compile_ahead("m", EngineOptions(), torch.device("cpu"), Rank(rank)) for rank in (0, 1)]
+    assert found == [report, AheadReport()] and gathered == [0, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+@pytest.mark.parametrize("kind", [Engine, Embedder])
+@pytest.mark.parametrize("model", WIDE)
+def test_a_first_start_compiles_nothing_itself(kind, model, tmp_path, monkeypatch):
+    """E1: the recording process found every kernel, so the engine loads all of them from the cache."""
+    from triton import knobs
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS[model], **WIDE[model], "hidden_size": 1024}))
+    settings = {"max_batch": 8, "dtype": "bfloat16", "context_length": 512}
+    if kind is Engine:
+        settings |= {"random_weights": True, "num_pages": 64}
+    else:
+        from attnplug_engine.checkpoints.random import RandomCheckpoint
+        from attnplug_engine.models.architectures import build_model, load_spec
+
+        source = RandomCheckpoint.of_folder(str(tmp_path))
+        build_model(source, load_spec(str(tmp_path)), dtype=torch.float32, device="cpu")
+        source.save(tmp_path)
+    ahead: list[AheadReport] = []
+    fill = fill_cache
+    monkeypatch.setattr(compile_ahead, "fill_cache", lambda *given: ahead.append(fill(*given)) or ahead[0])
+    start_up = kind(str(tmp_path), device="cuda", **settings).start_up
+    assert ahead[0].problem is None and ahead[0].compiled
+    late = [each.name for each in start_up.compiled[len(ahead[0].compiled) :] if not each.cached]
+    assert late == []
