@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator
 
@@ -41,6 +42,19 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_compiled_when_launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start no recording process for each of the many small engines of a GPU's tests."""
+    if (
+        "attnplug_engine.engine" in sys.modules
+        and torch.cuda.is_available()
+        and request.path.stem != "test_compile_ahead"
+    ):
+        from attnplug_engine.execution.compile_ahead import AheadReport
+
+        monkeypatch.setattr("attnplug_engine.engine.compile_ahead", lambda *_: AheadReport())
 
 
 def pytest_unconfigure() -> None:

@@ -40,8 +40,7 @@ from attnplug.kernels import requirement_refusal, torch_dtype
 from attnplug.linear import LinearStatePool
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug.wrappers.split import HybridLinearBackend
-from attnplug_engine import embedding, engine, kernels, prepare
-from attnplug_engine.execution.compile_ahead import AheadReport
+from attnplug_engine import engine, kernels, prepare
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.slot_table import SlotTable
@@ -337,11 +336,3 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if request.param == "interpreted":
         monkeypatch.setattr(kernels, "usable", lambda _x: True)
     return "cuda" if request.param == "cuda" else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_compiled_when_launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start no recording process for each of the many small engines of a GPU's tests."""
-    if torch.cuda.is_available() and request.path.stem != "test_compile_ahead":
-        for module in (engine, embedding):
-            monkeypatch.setattr(module, "compile_ahead", lambda *_: AheadReport())

@@ -88,7 +88,9 @@ class Engine:
             self.selection, self.runner = prepared.build()
             self.rounds, self.draft_selection = prepared.build_rounds(self.runner)
             """Runner of speculative rounds and selection of the draft's backend; None if there are none."""
-        ahead = compile_ahead(model, options, prepared.choice.device, parallel, on_compile, self.runner.capacity.num_pages)
+        ahead = compile_ahead(
+            model, options, prepared.choice.device, parallel, on_compile, self.runner.capacity.num_pages
+        )
         self.graphs = capture_graphs(self.runner, self.rounds, options, on_capture)
         """Captured graphs."""
         if parallel.size > 1:
