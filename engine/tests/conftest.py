@@ -40,7 +40,7 @@ from attnplug.kernels import requirement_refusal, torch_dtype
 from attnplug.linear import LinearStatePool
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug.wrappers.split import HybridLinearBackend
-from attnplug_engine import engine, kernels, prepare
+from attnplug_engine import kernels, prepare
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.slot_table import SlotTable
