@@ -85,7 +85,8 @@ def skinny(sm: int, config: FewConfig, width: int, *, gated: bool) -> Any:
 
 
 def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
-    """Every one for SM 90, those that depend on the GPU for others."""
+    """Every one for SM 90, those that depend on the GPU for others. Tiles of 64 rows of the matrix or more go to
+    Hopper's own tensor-core instruction."""
     if sm >= 89:
         yield "scaled", product(sm, "scaled", CONFIGS["scaled"][-1][-1])
     if sm in (80, 90):
@@ -96,7 +97,7 @@ def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
         return
     yield "few rows", skinny(sm, choose_few(8192, 2048, 2), 2048, gated=True)
     for *_, config in CONFIGS["scaled"][:-1]:
-        yield "scaled", product(sm, "scaled", config)
+        yield "scaled" if config.columns >= 64 else "narrow", product(sm, "scaled", config)
     for *_, config in CONFIGS["scaled"][-2:]:
         yield "scaled", product(sm, "scaled", config, gated=True)
     for form in ("int4", "mxfp4"):

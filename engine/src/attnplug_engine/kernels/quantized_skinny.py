@@ -5,9 +5,10 @@ waits for its input, and a norm, a gate and a residual need no launches of their
 
 An H200 has time for about six instructions per code, so there must be few. Eight codes are loaded at once, as two words
 of 32 bits, with eight activations in two words of 64 bits: threads then hold the same columns of both, and nothing
-passes through shared memory. One scale multiplies the sum of eight products. With ``NATIVE`` conversions, since SM 89, two codes are
-converted to float16 at once. Otherwise a code's bits, moved to those of a float32, are its value times ``2 ** -120``;
-half of that factor is applied to the input, half to the sum, so that neither leaves the range of a float32.
+passes through shared memory. One scale multiplies the sum of eight products. With ``NATIVE`` conversions, since SM 89,
+two codes are converted to float16 at once. Otherwise a code's bits, moved to those of a float32, are its value times
+``2 ** -120``; half of that factor is applied to the input, half to the sum, so that neither leaves the range of a
+float32.
 """
 
 from __future__ import annotations
@@ -37,10 +38,7 @@ def _words(at, word, WORDS: tl.constexpr, WHOLE: tl.constexpr):
 @triton.jit
 def _quad(at, word, WORDS: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr):
     """Load four consecutive elements of a 16-bit dtype for each word: four tensors float32."""
-    if WHOLE:
-        found = tl.load(at + word)
-    else:
-        found = tl.load(at + word, mask=word < WORDS, other=0)
+    found = tl.load(at + word) if WHOLE else tl.load(at + word, mask=word < WORDS, other=0)
     a = found.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
     b = (found >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
     c = (found >> 32).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)

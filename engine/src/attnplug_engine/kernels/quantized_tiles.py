@@ -25,8 +25,8 @@ def product(
     """Return float32 ``[number, row]``: rows ``number`` of a matrix ``[N, K]`` times rows ``row`` of the activations.
 
     A scale of the matrix applies to ``ROWS_PER_SCALE`` rows and ``GROUP`` columns; ``ONE_SCALE``: all of ``number``
-    have those of row ``first``. ``x_scales`` of ``scaled`` are ``[groups, x_groups]``. An iteration of ``int4`` and ``mxfp4``
-    takes ``UNITS`` times 32 columns. ``x`` is then in 32-bit words, and with ``NATIVE`` in bfloat16.
+    have those of row ``first``. ``x_scales`` of ``scaled`` are ``[groups, x_groups]``. An iteration of ``int4`` and
+    ``mxfp4`` takes ``UNITS`` times 32 columns. ``x`` is then in 32-bit words, and with ``NATIVE`` in bfloat16.
     """
     if FORMAT == "scaled":
         total = _scaled(codes, scales, x, x_scales, x_stride, x_groups, first, number, row, K, GROUP, ROWS_PER_SCALE,
@@ -98,9 +98,8 @@ def _packed(
             even = pairs.to(tl.int16).to(TYPE, bitcast=True)
             odd = (pairs >> 16).to(tl.int16).to(TYPE, bitcast=True)
             if unit * 32 % GROUP == 0:
-                sums = tl.dot(low, tl.trans(even))
-            else:
-                sums = tl.dot(low, tl.trans(even), acc=sums)
+                sums = tl.zeros(total.shape, tl.float32)
+            sums = tl.dot(low, tl.trans(even), acc=sums)
             sums = tl.dot(high, tl.trans(odd), acc=sums)
             if (unit + 1) * 32 % GROUP == 0 or unit + 1 == UNITS:
                 group = tl.minimum((start + unit * 32) // GROUP, WIDTH - 1)
@@ -110,11 +109,9 @@ def _packed(
 
 @triton.jit
 def _scale(found):
-    if found.dtype == tl.uint8:  # UE8M0 is the exponent of a float32
-        value = (found.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    else:
-        value = found.to(tl.float32)
-    return value
+    """Return scales in float32. UE8M0 is the exponent of a float32."""
+    exponents = found.dtype == tl.uint8
+    return (found.to(tl.int32) << 23).to(tl.float32, bitcast=True) if exponents else found.to(tl.float32)
 
 
 @triton.jit
