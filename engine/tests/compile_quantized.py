@@ -56,7 +56,9 @@ def product(sm: int, form: str, config: QuantizedConfig, *, gated: bool = False)
     config = fitted(config, form, sm)
     columns = config.columns // (2 if gated else 1)
     made = constants(form, config, columns, sm, gated=gated)
-    made |= {"ROWS": config.rows, "BLOCK_N": columns, "BAND": 8, "BIAS": False, "ONTO": not gated}
+    made |= {
+        "ROWS": config.rows, "BLOCK_N": columns, "LINES": 8, "BAND": 8, "BIAS": False, "ONTO": not gated,
+    }  # fmt: skip
     strides = ("x_stride", "out_stride", "onto_stride")
     return ahead.compiled(_quantized_gemm, sm, kinds(form), made, options(sm, config.warps), strides)
 
@@ -67,7 +69,7 @@ def grouped(sm: int, form: str, config: QuantizedConfig) -> Any:
     made |= {
         "PER_ROW": 8, "EXPERTS": 256, "N": 2048, "CODES": 4096 * 7168, "SCALES": 32 * 56, "ACTIVATED": True,
         "LIMIT": 7.0, "ALPHA": 1.702, "OFFSET": 1.0, "BIAS": True, "PAIRS": config.rows,
-        "COLUMNS": config.columns // 2, "BOUNDS": 256,
+        "COLUMNS": config.columns // 2, "SORTED": config.rows > 8, "BOUNDS": 256,
     }  # fmt: skip
     types = kinds(form) | {"order": "*i32", "offsets": "*i32"}
     return ahead.compiled(_grouped_product, sm, types, made, options(sm, config.warps), ("x_stride",))

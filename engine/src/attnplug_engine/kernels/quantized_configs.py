@@ -17,13 +17,15 @@ from attnplug_engine.kernels import shared_memory
 @dataclass(frozen=True, slots=True)
 class QuantizedConfig:
     """Tile of a product: rows of activations × rows of the matrix (gate and ``up`` together), warps, and iterations
-    whose codes are copied ahead. An iteration has 128 columns, or ``units`` times 32 of 4-bit codes."""
+    whose codes are copied ahead. An iteration has 128 columns, or ``units`` times 32 of 4-bit codes. ``lines`` cache
+    lines of each row of the matrix, a power of two, are requested before the kernel waits for its input."""
 
     rows: int
     columns: int
     warps: int
     stages: int
     units: int = 4
+    lines: int = 0
 
     def stage(self, form: str) -> int:
         """Bytes of shared memory of an iteration."""
@@ -67,13 +69,22 @@ CONFIGS: Mapping[str, Table] = {
 the layout of the tensor cores, and otherwise moves decoded ones through shared memory."""
 EXPERTS: Mapping[str, Table] = {
     "scaled": (
+        (1, ANY, QuantizedConfig(8, 64, 4, 8)),
         (16, ANY, QuantizedConfig(16, 64, 4, 6)),
         (64, ANY, QuantizedConfig(64, 64, 4, 5)),
         (ANY, ANY, QuantizedConfig(128, 128, 8, 3)),
     ),
     "fp8": ((16, ANY, QuantizedConfig(16, 64, 4, 3)), (ANY, ANY, QuantizedConfig(64, 64, 4, 3))),
-    "int4": ((16, ANY, QuantizedConfig(16, 32, 2, 4, units=8)), (ANY, ANY, QuantizedConfig(64, 32, 2, 4))),
-    "mxfp4": ((16, ANY, QuantizedConfig(16, 32, 2, 4, units=8)), (ANY, ANY, QuantizedConfig(64, 32, 2, 4))),
+    "int4": (
+        (1, ANY, QuantizedConfig(8, 32, 2, 4, units=8)),
+        (16, ANY, QuantizedConfig(16, 32, 2, 4, units=8)),
+        (ANY, ANY, QuantizedConfig(64, 32, 2, 4)),
+    ),
+    "mxfp4": (
+        (1, ANY, QuantizedConfig(8, 32, 2, 4, units=8)),
+        (16, ANY, QuantizedConfig(16, 32, 2, 4, units=8)),
+        (ANY, ANY, QuantizedConfig(64, 32, 2, 4)),
+    ),
 }
 """The same for experts, by the mean number of pairs of an expert; the matrix rows do not matter."""
 _LONGEST = 4096

@@ -20,6 +20,9 @@ from attnplug_engine.kernels.quantized_gemm import prepared
 from attnplug_engine.kernels.quantized_tiles import product as tile_product
 from attnplug_engine.kernels.scaled_rows import scales_rows
 
+_UNSORTED_PAIRS = 16
+"""Most pairs that are multiplied separately. Few of them share an expert, and sorting would be another launch."""
+
 
 class ExpertWeights(Protocol):
     """Quantized weights ``[experts, N, K]``: codes, scales ``[experts, N / rows_per_scale, K / group]``."""
@@ -37,18 +40,24 @@ def _grouped_product(
     SCALES: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr,
     FORMAT: tl.constexpr, ACTIVATED: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     OFFSET: tl.constexpr, BIAS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, UNITS: tl.constexpr,
-    STAGES: tl.constexpr, NATIVE: tl.constexpr, BOUNDS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, NATIVE: tl.constexpr, SORTED: tl.constexpr, BOUNDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute ``out [pairs, N]`` of the rows ``x [pairs / PER_ROW, K]`` and their experts' weights.
 
     An expert has ``CODES`` codes and ``SCALES`` scales: those of ``[N, K]``, or of gate and up if ``GATED``, whose rows
-    alternate in one tile. With ``BIAS`` it has a row of ``bias [EXPERTS, N or 2 * N]``.
+    alternate in one tile. With ``BIAS`` it has a row of ``bias [EXPERTS, N or 2 * N]``. If pairs are not ``SORTED``,
+    ``order`` has their experts, and each is a block of its own.
     """
     PARTS: tl.constexpr = 2 if GATED else 1
     if EARLY and ACTIVATED:  # the first product reads what an earlier kernel sorted, the second one only its rows
         gdc_wait()
         gdc_launch_dependents()
-    expert, pairs, exists, has_work = _block(order, offsets, tl.program_id(1), EXPERTS, PAIRS, BOUNDS)
+    if SORTED:
+        expert, pairs, exists, has_work = _block(order, offsets, tl.program_id(1), EXPERTS, PAIRS, BOUNDS)
+    else:
+        expert, has_work = tl.load(order + tl.program_id(1)).to(tl.int64), True
+        pairs = (tl.program_id(1) + tl.zeros([PAIRS], tl.int32)).to(tl.int64)
+        exists = tl.arange(0, PAIRS) == 0
     if EARLY and not ACTIVATED:
         gdc_wait()
         gdc_launch_dependents()
@@ -102,7 +111,8 @@ def quantized_experts(
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    order, offsets = _sorted(topk_ids, experts, MAX_RANKED_PAIRS)
+    is_sorted = pairs > _UNSORTED_PAIRS
+    order, offsets = _sorted(topk_ids, experts, MAX_RANKED_PAIRS) if is_sorted else (topk_ids, topk_ids)
     options = launch_options(x.device)
     limit, alpha, offset = clip or (0.0, 1.0, 0.0)
     form = "scaled" if scales_rows(form, group, x.device) else form
@@ -115,7 +125,8 @@ def quantized_experts(
         columns = config.columns // 2 if activated and gated else config.columns
         inputs, high = weight.shape[1], weight.rows_per_scale
         values, factors, codes = prepared(rows, weight.codes, form, None)
-        _grouped_product[triton.cdiv(outputs, columns), min(pairs, pairs // config.rows + experts)](
+        blocks = min(pairs, pairs // config.rows + experts) if is_sorted else pairs
+        _grouped_product[triton.cdiv(outputs, columns), blocks](
             values, factors, values.stride(0), values.shape[0], codes, weight.scales,
             rows if bias is None else bias, made, order, offsets,
             PER_ROW=per_row, EXPERTS=experts, N=outputs, K=inputs, CODES=codes[0].numel(),
@@ -123,7 +134,7 @@ def quantized_experts(
             ROWS_PER_SCALE=high, ONE_SCALE=not (activated and gated) and high % columns == 0,
             FORMAT=form, ACTIVATED=activated, GATED=activated and gated, LIMIT=limit, ALPHA=alpha, OFFSET=offset,
             BIAS=bias is not None, PAIRS=config.rows, COLUMNS=columns, UNITS=config.units, STAGES=config.stages,
-            NATIVE=x.dtype is torch.bfloat16, BOUNDS=triton.next_power_of_2(experts),
+            NATIVE=x.dtype is torch.bfloat16, SORTED=is_sorted, BOUNDS=triton.next_power_of_2(experts),
             num_warps=config.warps, **options,
         )  # fmt: skip
         return made

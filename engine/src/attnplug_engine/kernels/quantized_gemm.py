@@ -16,7 +16,7 @@ from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.elementwise import rms_norm
 from attnplug_engine.kernels.gemm_epilogue import finish
 from attnplug_engine.kernels.quantized_configs import QuantizedConfig, choose
-from attnplug_engine.kernels.quantized_tiles import product
+from attnplug_engine.kernels.quantized_tiles import prefetch, product
 from attnplug_engine.kernels.scaled_rows import scale_rows, scales_rows
 
 _BAND = 8
@@ -27,8 +27,9 @@ _BAND = 8
 def _quantized_gemm(
     out, x, x_scales, codes, scales, bias, onto, rows, columns, out_stride, x_stride, onto_stride,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr, FORMAT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
-    NATIVE: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
+    BAND: tl.constexpr, NATIVE: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK_N`` columns of ``ROWS`` rows of the result. Rows of the gate and of ``up`` alternate in one tile."""
     PARTS: tl.constexpr = 2 if GATED else 1
@@ -44,6 +45,8 @@ def _quantized_gemm(
     # Rows behind the last repeat it and are not stored.
     number = tl.minimum(first + line // PARTS, columns - 1) + line % PARTS * columns
     row = (band * BAND + inside % tall) * ROWS + tl.arange(0, ROWS)
+    if EARLY and LINES > 0:
+        prefetch(codes, number, K if FORMAT == "scaled" or FORMAT == "fp8" else K // 2, LINES)
     if EARLY:
         gdc_wait()
     total = product(
@@ -127,6 +130,7 @@ def quantized_gemm(
         BLOCK_N=block_n,
         UNITS=config.units,
         STAGES=config.stages,
+        LINES=config.lines,
         BAND=_BAND,
         NATIVE=x.dtype is torch.bfloat16,
         GATED=gated,

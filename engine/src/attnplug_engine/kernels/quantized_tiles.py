@@ -39,6 +39,17 @@ def product(
 
 
 @triton.jit
+def prefetch(codes, number, BYTES: tl.constexpr, LINES: tl.constexpr):
+    """Request the first ``LINES`` cache lines of matrix rows of ``BYTES`` bytes, before the kernel waits for its
+    input."""
+    line = tl.minimum(tl.arange(0, LINES) * 128, BYTES - 1)
+    at = codes.to(tl.pointer_type(tl.uint8)) + number.to(tl.int64)[:, None] * BYTES + line[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _scaled(
     codes, scales, x, x_scales, x_stride, x_groups, first, number, row,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr, STAGES: tl.constexpr,
@@ -98,7 +109,7 @@ def _packed(
             even = pairs.to(tl.int16).to(TYPE, bitcast=True)
             odd = (pairs >> 16).to(tl.int16).to(TYPE, bitcast=True)
             if unit * 32 % GROUP == 0:
-                sums = tl.zeros(total.shape, tl.float32)
+                sums = tl.zeros([number.shape[0], row.shape[0]], tl.float32)
             sums = tl.dot(low, tl.trans(even), acc=sums)
             sums = tl.dot(high, tl.trans(odd), acc=sums)
             if (unit + 1) * 32 % GROUP == 0 or unit + 1 == UNITS:
