@@ -40,6 +40,14 @@ ANY = 1 << 62
 SHORT = 4096
 """Rows of a matrix that has too few tiles of 64 rows for all multiprocessors."""
 
+_PACKED: Table = (
+    (8, ANY, QuantizedConfig(8, 32, 2, 4, units=8)),
+    (16, ANY, QuantizedConfig(16, 32, 2, 4, units=8)),
+    (32, ANY, QuantizedConfig(32, 32, 2, 4)),
+    (ANY, ANY, QuantizedConfig(64, 32, 2, 4)),
+)
+"""4-bit codes need tiles of 32 rows and two warps: Triton then decodes them in the layout of the tensor cores, and
+otherwise moves decoded ones through shared memory."""
 CONFIGS: Mapping[str, Table] = {
     "scaled": (
         (8, SHORT, QuantizedConfig(8, 32, 2, 12)),
@@ -52,21 +60,10 @@ CONFIGS: Mapping[str, Table] = {
         (ANY, ANY, QuantizedConfig(128, 128, 8, 4)),
     ),
     "fp8": ((16, ANY, QuantizedConfig(16, 64, 4, 6)), (ANY, ANY, QuantizedConfig(64, 64, 4, 3))),
-    "int4": (
-        (8, ANY, QuantizedConfig(8, 32, 2, 4, units=8)),
-        (16, ANY, QuantizedConfig(16, 32, 2, 4, units=8)),
-        (32, ANY, QuantizedConfig(32, 32, 2, 4)),
-        (ANY, ANY, QuantizedConfig(64, 32, 2, 4)),
-    ),
-    "mxfp4": (
-        (8, ANY, QuantizedConfig(8, 32, 2, 4, units=8)),
-        (16, ANY, QuantizedConfig(16, 32, 2, 4, units=8)),
-        (32, ANY, QuantizedConfig(32, 32, 2, 4)),
-        (ANY, ANY, QuantizedConfig(64, 32, 2, 4)),
-    ),
+    "int4": _PACKED,
+    "mxfp4": _PACKED,
 }
-"""Tables by format (``quantized_tiles``). 4-bit codes need tiles of 32 rows and two warps: Triton then decodes them in
-the layout of the tensor cores, and otherwise moves decoded ones through shared memory."""
+"""Tables by format (``quantized_tiles``)."""
 EXPERTS: Mapping[str, Table] = {
     "scaled": (
         (1, ANY, QuantizedConfig(8, 64, 4, 8)),
@@ -75,16 +72,8 @@ EXPERTS: Mapping[str, Table] = {
         (ANY, ANY, QuantizedConfig(128, 128, 8, 3)),
     ),
     "fp8": ((16, ANY, QuantizedConfig(16, 64, 4, 3)), (ANY, ANY, QuantizedConfig(64, 64, 4, 3))),
-    "int4": (
-        (1, ANY, QuantizedConfig(8, 32, 2, 4, units=8)),
-        (16, ANY, QuantizedConfig(16, 32, 2, 4, units=8)),
-        (ANY, ANY, QuantizedConfig(64, 32, 2, 4)),
-    ),
-    "mxfp4": (
-        (1, ANY, QuantizedConfig(8, 32, 2, 4, units=8)),
-        (16, ANY, QuantizedConfig(16, 32, 2, 4, units=8)),
-        (ANY, ANY, QuantizedConfig(64, 32, 2, 4)),
-    ),
+    "int4": _PACKED,
+    "mxfp4": _PACKED,
 }
 """The same for experts, by the mean number of pairs of an expert; the matrix rows do not matter."""
 _LONGEST = 4096
@@ -95,14 +84,16 @@ _RESERVED = 2048
 
 @dataclass(frozen=True, slots=True)
 class FewConfig:
-    """Tile of the kernel for one or two rows: rows of the matrix (of both parts of a gated one), columns that it loads
-    at once, and warps."""
+    """Tile of the kernel for one or two rows: rows of the matrix, of each part if it is gated, columns that it loads at
+    once, and warps."""
 
     columns: int
     depth: int
     warps: int
 
 
+FEW = 2
+"""Most rows of the fp8 kernel that uses no tensor cores."""
 FEW_CONFIGS: Mapping[tuple[int, int], FewConfig] = {}
 """Configurations by the matrix's ``(rows, columns)`` that are better than the rule."""
 

@@ -14,14 +14,13 @@ from torch.nn import functional as F
 from attnplug.hf.config_keys import Config
 from attnplug_engine.checkpoints.safetensors import CheckpointError, StoredTensor
 from attnplug_engine.kernels import usable
+from attnplug_engine.kernels.quantized_configs import FEW
 from attnplug_engine.parallel.collectives import ParallelError
 from attnplug_engine.quantization.libraries import FEWEST_ROWS, Product, block_product
 
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
 EXPONENT_SCALES = frozenset({"F8_E8M0", "U8"})
 """UE8M0: ``2 ** (byte - 127)``. 255 is NaN."""
-FEW = 2
-"""Most rows of the fp8 kernel that uses no tensor cores."""
 _LEAST_SCALE = 2.0**-126
 _MOST_DECODED = 1 << 22
 """Elements of a weight that the reference decodes at a time: 16 MiB of float32."""
