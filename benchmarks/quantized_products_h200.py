@@ -22,7 +22,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,9 @@ SHAPES = {
     "MLA q_b": (3072, 1536),
     "MoE gate_up": (21888, 2048),
 }
-"""Rows and columns of the weights. 4-bit formats are swept over the first, the fourth and the fifth."""
+"""Rows and columns of the weights."""
+EXPERTS, CHOSEN, HIDDEN, INNER = 32, 6, 2048, 1408
+"""Experts of ``decode_models``' mixture, those of a token, and their sizes."""
 COLD_BYTES = 200 << 20
 _REPLAYS = 7
 _LARGEST_ERROR = 0.01
@@ -60,25 +62,25 @@ _LARGEST_ERROR = 0.01
 Config = QuantizedConfig | FewConfig
 
 
-def _tiles(rows: int, *tiles: tuple[int, int, int]) -> list[Config]:
+def _tiles(rows: int, *tiles: tuple[int, int, int]) -> list[QuantizedConfig]:
     return [QuantizedConfig(rows, columns, warps, stages) for columns, warps, stages in tiles]
 
 
-def _packed(rows: int, *tiles: tuple[int, int]) -> list[Config]:
+def _packed(rows: int, *tiles: tuple[int, int]) -> list[QuantizedConfig]:
     return [QuantizedConfig(rows, 32, 2, stages, units) for stages, units in tiles]
 
 
-CANDIDATES: dict[str, dict[int, list[Config]]] = {
+CANDIDATES: dict[str, Mapping[int, Sequence[Config]]] = {
     "fp8": {
         1: [
             *(FewConfig(columns, 2048, warps) for columns, warps in ((4, 4), (8, 4), (8, 8), (16, 8))),
             FewConfig(8, 4096, 8),
-            *_tiles(8, (16, 1, 12), (32, 2, 12), (64, 4, 10)),
-            QuantizedConfig(8, 32, 2, 12, lines=16),
+            *_tiles(8, (16, 1, 20), (32, 2, 20), (64, 4, 10)),
+            QuantizedConfig(8, 32, 2, 20, lines=16),
         ],
         16: [
-            *_tiles(16, (16, 1, 12), (32, 2, 8), (32, 2, 12), (32, 4, 12), (64, 4, 6), (64, 4, 10), (128, 4, 6)),
-            QuantizedConfig(16, 32, 2, 12, lines=16),
+            *_tiles(16, (16, 1, 20), (32, 2, 10), (32, 2, 20), (32, 4, 12), (64, 4, 6), (64, 4, 10), (128, 4, 6)),
+            QuantizedConfig(16, 32, 2, 20, lines=16),
             QuantizedConfig(16, 64, 4, 10, lines=16),
         ],
         64: _tiles(64, (32, 2, 8), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 5)),
@@ -94,6 +96,24 @@ CANDIDATES: dict[str, dict[int, list[Config]]] = {
     },
 }
 CANDIDATES["mxfp4"] = CANDIDATES["int4"]
+EXPERT_CANDIDATES: dict[str, Mapping[int, Sequence[QuantizedConfig]]] = {
+    "fp8": {
+        1: _tiles(8, (32, 2, 12), (64, 4, 5), (64, 4, 8), (128, 4, 5)),
+        16: [*_tiles(8, (64, 4, 8)), *_tiles(16, (32, 2, 10), (64, 4, 6), (64, 4, 8), (128, 4, 5))],
+        64: [*_tiles(16, (64, 4, 6), (128, 4, 5)), *_tiles(32, (64, 4, 6), (128, 8, 4))],
+        256: [*_tiles(32, (64, 4, 6)), *_tiles(64, (64, 4, 5), (128, 8, 4))],
+        4096: [*_tiles(64, (128, 4, 4)), *_tiles(128, (128, 8, 3), (128, 8, 4))],
+    },
+    "int4": {
+        1: _packed(8, (4, 4), (4, 8)),
+        16: [*_packed(8, (4, 8)), *_packed(16, (4, 4), (4, 8))],
+        64: [*_packed(16, (4, 8)), *_packed(32, (4, 4))],
+        256: _packed(64, (3, 4), (4, 4)),
+        4096: _packed(64, (3, 4)),
+    },
+}
+"""The same for experts, by tokens."""
+EXPERT_CANDIDATES["mxfp4"] = EXPERT_CANDIDATES["int4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +123,19 @@ class Case:
     rows: int
 
     @property
-    def configs(self) -> list[Config]:
+    def configs(self) -> Sequence[Config]:
         return CANDIDATES[self.form][self.rows]
+
+    @property
+    def width(self) -> int:
+        return SHAPES[self.shape][1]
 
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", default=",".join([*SHAPES, "experts"]))
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit")
@@ -138,12 +162,13 @@ def main(given: list[str] | None = None) -> None:
     for worker in workers:
         worker.wait()
     report.put("compiled after", report.seconds)
-    for case in cases:
+    for number, case in enumerate(cases):
         if report.seconds > arguments.seconds:
-            report.put("left out", [asdict(each) for each in cases[cases.index(case) :]])
+            report.put("left out", [asdict(each) for each in cases[number:]])
             break
         name = f"{case.form}, {case.shape}, {case.rows}"
-        report.put(name, attempt(lambda case=case: swept(case)))
+        measure = swept_experts if case.shape == "experts" else swept
+        report.put(name, attempt(lambda measure=measure, case=case: measure(case)))
         found = report.found[name]
         print(f"{name:28}", found.get("best") or found.get("error"), flush=True)
 
@@ -152,8 +177,9 @@ def _cases(forms: list[str], shapes: list[str], rows: list[str]) -> Iterator[Cas
     """Those of the goals first: 24576 × 7168, then the dense models."""
     for shape in shapes:
         for form in forms:
-            if form == "fp8" or shape in ("V3 MLP", "gate_up", "down"):
-                yield from (Case(form, shape, int(count)) for count in rows)
+            if form == "fp8" or shape in ("V3 MLP", "gate_up", "down", "experts"):
+                brief = shape == "MLA q_b" or (form != "fp8" and shape in ("gate_up", "down"))
+                yield from (Case(form, shape, count) for count in map(int, rows) if count <= 16 or not brief)
 
 
 def swept(case: Case) -> dict[str, Any]:
@@ -202,6 +228,54 @@ def multiplied(x: torch.Tensor, weight: QuantizedWeight, config: Config) -> torc
     return quantized_gemm(x, weight.codes, weight.scales, form=scheme.kernel, config=config, **options)
 
 
+def swept_experts(case: Case) -> dict[str, Any]:
+    """The same for a mixture of experts. The limit counts the experts that are chosen; ``error`` is the distance from
+    the first configuration's result."""
+    from attnplug_engine.kernels.quantized_configs import fitting
+    from attnplug_engine.kernels.quantized_experts import quantized_experts
+
+    x = torch.randn(case.rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(case.rows, EXPERTS, device="cuda").topk(CHOSEN).indices.int()
+    shares = torch.rand(case.rows, CHOSEN, device="cuda")
+    copies = [_experts(case.form) for _ in range(3)]
+    scheme, used = copies[0][0].scheme, len(ids.unique()) / EXPERTS
+    limit = 1e6 * used * sum(weight.nbytes for weight in copies[0]) / BYTES_PER_SECOND
+
+    def call(weights: tuple[QuantizedWeight, QuantizedWeight], config: QuantizedConfig) -> torch.Tensor:
+        return quantized_experts(
+            x, ids, shares, *weights, form=scheme.kernel, group=scheme.group, gated=True, config=config
+        )
+
+    found: dict[str, Any] = {"limit_us": round(limit, 2), "configs": []}
+    wanted: torch.Tensor | None = None
+    for config in EXPERT_CANDIDATES[case.form][case.rows]:
+        fitted = fitting(config, "scaled" if case.form == "fp8" else case.form, x.device)
+        own = call(copies[0], fitted).float()
+        wanted = own if wanted is None else wanted
+        error = float((own - wanted).norm() / wanted.norm())
+        us = _timed([lambda weights=weights, fitted=fitted: call(weights, fitted) for weights in copies])
+        found["configs"].append(
+            {"config": repr(config), "us": round(us, 2), "share": round(limit / us, 3), "error": round(error, 6)}
+        )
+    sound = [one for one in found["configs"] if one["error"] < _LARGEST_ERROR]
+    found["best"] = min(sound, key=lambda one: one["us"], default=None)
+    return found
+
+
+def _experts(form: str) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """Return one expert's random weights, once for each expert."""
+    scheme = FORMS[form]()
+
+    def stacked(outputs: int, width: int) -> QuantizedWeight:
+        one = drawn(scheme, outputs, width, "cuda")
+        codes, scales = (
+            part.expand(EXPERTS, *part.shape).contiguous() for part in (one.codes.view(torch.uint8), one.scales)
+        )
+        return QuantizedWeight(scheme, codes.view(scheme.code_dtype), scales, scheme.rows_per_scale)
+
+    return stacked(2 * INNER, HIDDEN), stacked(HIDDEN, INNER)
+
+
 def _timed(calls: list[Callable[[], torch.Tensor]]) -> float:
     """Microseconds of a call: of a graph of all of them, after a replay that is not timed."""
     graph, _ = capture(lambda: [call() for call in calls][-1])
@@ -241,16 +315,20 @@ def _copy(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def _activations(case: Case) -> torch.Tensor:
-    return torch.randn(case.rows, SHAPES[case.shape][1], device="cuda", dtype=torch.bfloat16)
+    return torch.randn(case.rows, case.width, device="cuda", dtype=torch.bfloat16)
 
 
 def _compile(cases: list[Case], part: int, parts: int) -> None:
     """Call every kernel of a part once. Matrices with the same number of columns share kernels."""
-    kernels = {(case.form, SHAPES[case.shape][1], case.rows, config): None for case in cases for config in case.configs}
+    mixtures = [case for case in cases if case.shape == "experts"]
+    products = [case for case in cases if case.shape != "experts"]
+    kernels = {(case.form, case.width, case.rows, config): None for case in products for config in case.configs}
     for form, width, rows, config in list(kernels)[part::parts]:
         weight = drawn(FORMS[form](), 256, width, "cuda")
         x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
         attempt(lambda config=config, x=x, weight=weight: multiplied(x, weight, config).sum().item())
+    for case in mixtures[part::parts]:
+        attempt(lambda case=case: swept_experts(case))
 
 
 def _smoke(form: str) -> dict[str, Any]:

@@ -38,7 +38,8 @@ Table = tuple[tuple[int, int, QuantizedConfig], ...]
 """Most rows, most rows of the matrix, and their configuration. The first that fits applies."""
 ANY = 1 << 62
 SHORT = 4096
-"""Rows of a matrix that has too few tiles of 64 rows for all multiprocessors."""
+"""Rows of a matrix that has too few tiles of 64 rows for all multiprocessors. Its programs are few, so each has more
+codes in flight: an H200 needs about 4 MB."""
 
 _PACKED: Table = (
     (8, ANY, QuantizedConfig(8, 32, 2, 4, units=8)),
@@ -50,9 +51,9 @@ _PACKED: Table = (
 otherwise moves decoded ones through shared memory."""
 CONFIGS: Mapping[str, Table] = {
     "scaled": (
-        (8, SHORT, QuantizedConfig(8, 32, 2, 12)),
+        (8, SHORT, QuantizedConfig(8, 32, 2, 20, lines=16)),
         (8, ANY, QuantizedConfig(8, 64, 4, 10)),
-        (16, SHORT, QuantizedConfig(16, 32, 2, 12)),
+        (16, SHORT, QuantizedConfig(16, 32, 2, 20, lines=16)),
         (16, ANY, QuantizedConfig(16, 64, 4, 10)),
         (32, ANY, QuantizedConfig(32, 64, 4, 8)),
         (64, ANY, QuantizedConfig(64, 64, 4, 6)),

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.experts import MAX_RANKED_PAIRS, _activated, _block, _combine, _sorted
-from attnplug_engine.kernels.quantized_configs import choose_experts
+from attnplug_engine.kernels.quantized_configs import QuantizedConfig, choose_experts
 from attnplug_engine.kernels.quantized_gemm import prepared
 from attnplug_engine.kernels.quantized_tiles import product as tile_product
 from attnplug_engine.kernels.scaled_rows import scales_rows
@@ -101,10 +101,11 @@ def quantized_experts(
     shared: Tensor | None = None,
     gate: Tensor | None = None,
     onto: Tensor | None = None,
+    config: QuantizedConfig | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``[tokens, hidden]``, like ``x``.
 
-    See ``fused_experts`` for the arguments, and ``quantized_gemm`` for ``form`` and ``group``.
+    See ``fused_experts`` for the arguments, and ``quantized_gemm`` for ``form``, ``group`` and ``config``.
     """
     (tokens, hidden), per_token = x.shape, topk_ids.shape[1]
     experts, width, pairs = gate_up.codes.shape[0], down.shape[1], tokens * per_token
@@ -116,16 +117,16 @@ def quantized_experts(
     options = launch_options(x.device)
     limit, alpha, offset = clip or (0.0, 1.0, 0.0)
     form = "scaled" if scales_rows(form, group, x.device) else form
-    config = choose_experts(form, pairs, experts, x.device)
+    tile = config or choose_experts(form, pairs, experts, x.device)
 
     def product(
         rows: Tensor, weight: ExpertWeights, bias: Tensor | None, outputs: int, per_row: int, *, activated: bool
     ) -> Tensor:
         made = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
-        columns = config.columns // 2 if activated and gated else config.columns
+        columns = tile.columns // 2 if activated and gated else tile.columns
         inputs, high = weight.shape[1], weight.rows_per_scale
         values, factors, codes = prepared(rows, weight.codes, form, None)
-        blocks = min(pairs, pairs // config.rows + experts) if is_sorted else pairs
+        blocks = min(pairs, pairs // tile.rows + experts) if is_sorted else pairs
         _grouped_product[triton.cdiv(outputs, columns), blocks](
             values, factors, values.stride(0), values.shape[0], codes, weight.scales,
             rows if bias is None else bias, made, order, offsets,
@@ -133,9 +134,9 @@ def quantized_experts(
             SCALES=weight.scales[0].numel(), GROUP=triton.next_power_of_2(inputs) if group is None else group,
             ROWS_PER_SCALE=high, ONE_SCALE=not (activated and gated) and high % columns == 0,
             FORMAT=form, ACTIVATED=activated, GATED=activated and gated, LIMIT=limit, ALPHA=alpha, OFFSET=offset,
-            BIAS=bias is not None, PAIRS=config.rows, COLUMNS=columns, UNITS=config.units, STAGES=config.stages,
+            BIAS=bias is not None, PAIRS=tile.rows, COLUMNS=columns, UNITS=tile.units, STAGES=tile.stages,
             NATIVE=x.dtype is torch.bfloat16, SORTED=is_sorted, BOUNDS=triton.next_power_of_2(experts),
-            num_warps=config.warps, **options,
+            num_warps=tile.warps, **options,
         )  # fmt: skip
         return made
 
