@@ -121,8 +121,9 @@ def _packed(
 @triton.jit
 def _scale(found):
     """Return scales in float32. UE8M0 is the exponent of a float32."""
-    exponents = found.dtype == tl.uint8
-    return (found.to(tl.int32) << 23).to(tl.float32, bitcast=True) if exponents else found.to(tl.float32)
+    if found.dtype == tl.uint8:
+        found = (found.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return found.to(tl.float32)
 
 
 @triton.jit
