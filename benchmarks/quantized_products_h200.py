@@ -74,7 +74,7 @@ CANDIDATES: dict[str, Mapping[int, Sequence[Config]]] = {
     "fp8": {
         1: [
             *(FewConfig(columns, 2048, warps) for columns, warps in ((4, 4), (8, 4), (8, 8), (16, 8))),
-            FewConfig(8, 4096, 8),
+            *(FewConfig(8, depth, warps) for depth, warps in ((1024, 4), (4096, 4), (4096, 8))),
             *_tiles(8, (16, 1, 20), (32, 2, 20), (64, 4, 10)),
             QuantizedConfig(8, 32, 2, 20, lines=16),
         ],

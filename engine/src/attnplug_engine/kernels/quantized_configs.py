@@ -101,13 +101,13 @@ FEW_CONFIGS: Mapping[tuple[int, int], FewConfig] = {}
 
 @cache
 def choose_few(outputs: int, width: int, parts: int) -> FewConfig:
-    """Return the configuration for a matrix ``[parts * outputs, width]``, as in ``gemm_tiles``: twice as many codes,
-    which have half as many bytes."""
+    """Return the configuration for a matrix ``[parts * outputs, width]``. As in ``gemm_tiles``, a program loads up to
+    32 KiB at once."""
     found = FEW_CONFIGS.get((parts * outputs, width))
     if found is not None:
         return found
     depth = min(max(1 << (width - 1).bit_length(), 16), _LONGEST)
-    columns = min(max(_TILE // (depth * parts), 1), 8 // parts)
+    columns = min(max(_TILE // (depth * parts), 1), 8)
     return FewConfig(columns, depth, 4)
 
 

@@ -82,8 +82,8 @@ def _codes(words, NATIVE: tl.constexpr):
 
 @triton.jit
 def _sum(p, q, r, s, factors, a, b, c, d):
-    """Return the scaled sums of products ``[block_n]``."""
-    return tl.sum(tl.sum(p * a + q * b + r * c + s * d, 2) * factors, 1)
+    """Return the scaled sums of eight products each: ``[block_n, pairs]``."""
+    return tl.sum(p * a + q * b + r * c + s * d, 2) * factors
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -119,9 +119,10 @@ def _quantized_skinny(
     if EARLY:
         gdc_wait()
     row = tl.arange(0, ROWS)
-    total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    total_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
+    # Threads add up their own columns, and all of them only at the end.
+    parts = tl.zeros([BLOCK_N, BLOCK // 2, ROWS], tl.float32)
+    parts_up = tl.zeros([BLOCK_N, BLOCK // 2, ROWS], tl.float32)
+    squares = tl.zeros([1, BLOCK // 2, ROWS], tl.float32)
     for start in tl.static_range(0, WORDS, BLOCK):
         word = start + place
         group = tl.minimum((start // 2 + pair) * 8 // GROUP, WIDTH - 1)[None, :]
@@ -142,19 +143,20 @@ def _quantized_skinny(
         for index in tl.static_range(ROWS):
             # Rows behind the last repeat it and are not stored.
             a, b, c, d = _quad(x + tl.minimum(index, rows - 1) * x_stride, word, WORDS, WHOLE, TYPE)
-            here = row == index
+            here = (row == index)[None, None, :]
             if NORM:
-                square = tl.sum(tl.sum(tl.sum(a * a + b * b + c * c + d * d, 2), 1), 0)
-                squares = tl.where(here, squares + square, squares)
+                square = tl.sum(a * a + b * b + c * c + d * d, 2)
+                squares = tl.where(here, squares + square[:, :, None], squares)
                 a, b, c, d = a * gain_a, b * gain_b, c * gain_c, d * gain_d
             if not NATIVE:
                 a, b, c, d = a * HALF, b * HALF, c * HALF, d * HALF
-            total = tl.where(here[None, :], total + _sum(p, q, r, s, factors, a, b, c, d)[:, None], total)
+            parts = tl.where(here, parts + _sum(p, q, r, s, factors, a, b, c, d)[:, :, None], parts)
             if GATED:
                 sums = _sum(p_up, q_up, r_up, s_up, factors_up, a, b, c, d)
-                total_up = tl.where(here[None, :], total_up + sums[:, None], total_up)
+                parts_up = tl.where(here, parts_up + sums[:, :, None], parts_up)
+    total, total_up = tl.sum(parts, 1), tl.sum(parts_up, 1)
     finish(
-        total * HALF, total_up * HALF, squares, out, bias, onto, number, row, rows,
+        total * HALF, total_up * HALF, tl.sum(tl.sum(squares, 1), 0), out, bias, onto, number, row, rows,
         columns, out_stride, onto_stride, eps, K, GATED, NORM, BIAS, ONTO,
     )  # fmt: skip
 
