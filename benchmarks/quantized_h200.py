@@ -7,7 +7,7 @@ python benchmarks/quantized_h200.py --smoke                              the sam
 128, with random weights; the same with vLLM, if it is installed, in processes of its own. ``share`` is the time to read
 fp8 weights, a bfloat16 head and the cache at 4.2 TB/s, divided by the step's time. ``products``: one weight ``[24576,
 7168]`` in fp8 blocks, int4 and MXFP4; ``share`` is that of the codes and scales. Calls cycle over enough weights that
-none is found in L2.
+none is found in L2. ``quantized_products_h200.py`` sweeps over configurations.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from decode_models import BYTES_PER_SECOND, MODELS, Config, cache_bytes, paramet
 from decode_points import Clock, DeviceLock, Point, Settings
 from gpu_clock import device_us
 from gpu_report import Report, attempt, describe
+from quantized_products_h200 import drawn
 
 from attnplug_engine.quantization import libraries
 from attnplug_engine.quantization.fp8 import Fp8Blocks
@@ -125,9 +126,9 @@ def products(scheme: Scheme, *, smoke: bool) -> dict[str, Any]:
     """Microseconds of products by rows: our kernel, the libraries, and a bfloat16 weight; our share of the limit."""
     outputs, width = (256, 256) if smoke else (24576, 7168)
     device = torch.device("cpu" if smoke else "cuda")
-    weight = _drawn(scheme, outputs, width, device)
+    weight = drawn(scheme, outputs, width, device.type)
     copies = 1 if smoke else -(-COLD_BYTES // weight.nbytes)
-    weights = [weight, *(_drawn(scheme, outputs, width, device) for _ in range(copies - 1))]
+    weights = [weight, *(drawn(scheme, outputs, width, device.type) for _ in range(copies - 1))]
     plain = torch.randn(outputs, width, device=device, dtype=torch.bfloat16)
     found: dict[str, Any] = {}
     for rows in (1, 4) if smoke else ROWS:
@@ -150,32 +151,19 @@ def _calls(scheme: Scheme, x: torch.Tensor, weights: list[QuantizedWeight], plai
         turn["next"] = (turn["next"] + 1) % len(weights)
         return weights[turn["next"]]
 
-    from attnplug_engine.kernels.quantized_gemm import quantized_gemm, scale_rows
+    calls: dict[str, Any] = {
+        "ours": lambda: scheme.multiply(x, following()),
+        "bfloat16": lambda: x @ plain.t(),
+    }
+    if scheme.kernel == "fp8" and libraries.block_product(x.device) is not None:
+        from attnplug_engine.kernels.scaled_rows import scale_rows
 
-    def ours() -> torch.Tensor:
-        weight = following()
-        if weight.is_few(x):
-            return scheme.multiply(x, weight)
-        options = {"form": scheme.kernel, "group": scheme.group, "rows_per_scale": weight.rows_per_scale}
-        return quantized_gemm(x, weight.codes, weight.scales, **options)
+        def deep_gemm() -> torch.Tensor:
+            weight = following()
+            return libraries.deep_gemm_blocks(*scale_rows(x), weight.codes, weight.scales)
 
-    calls: dict[str, Any] = {"ours": ours, "bfloat16": lambda: x @ plain.t()}
-    if scheme.kernel == "fp8":
-        for name, product in (("deep_gemm", libraries.deep_gemm_blocks), ("torch", libraries.torch_blocks)):
-            if libraries.works(product, x.device, 128):
-
-                def library(product: libraries.Product = product) -> torch.Tensor:
-                    weight = following()
-                    return product(*scale_rows(x, 128), weight.codes, weight.scales)
-
-                calls[name] = library
+        calls["deep_gemm"] = deep_gemm
     return calls
-
-
-def _drawn(scheme: Scheme, outputs: int, width: int, device: torch.device) -> QuantizedWeight:
-    tensors = scheme.quantize(torch.randn(outputs, width, device=device))
-    (scales,) = (tensor for name, tensor in tensors.items() if "scale" in name)
-    return QuantizedWeight(scheme, tensors[scheme.code_name].contiguous(), scales.contiguous(), scheme.rows_per_scale)
 
 
 if __name__ == "__main__":

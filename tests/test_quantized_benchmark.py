@@ -1,4 +1,4 @@
-"""``benchmarks/quantized_h200.py --smoke``: every part runs without a GPU, and fp8 halves the limit."""
+"""``--smoke`` of the benchmarks of quantized weights: every part runs without a GPU, and fp8 halves the limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import decode_models
+import quantized_products_h200
 from quantized_h200 import limit_us, main
+
+from attnplug_engine.kernels.quantized_configs import CONFIGS
 
 
 def test_every_part_runs(tmp_path: Path) -> None:
@@ -24,3 +27,17 @@ def test_every_part_runs(tmp_path: Path) -> None:
 def test_fp8_halves_the_limit_of_weights() -> None:
     config = decode_models.MODELS["llama"]
     assert 0.5 < limit_us(config, 1, 512) / decode_models.limit_us(config, 1, 512) < 0.56
+
+
+def test_products_of_every_format_run(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    quantized_products_h200.main(["--smoke", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert all(found[form]["error"] < 1e-3 and found[form]["configs"] for form in ("fp8", "int4", "mxfp4"))
+
+
+def test_the_sweep_has_the_configurations_that_are_used() -> None:
+    """For 16 rows: those of a measured default would otherwise not be compared with it."""
+    for form, named in (("fp8", "scaled"), ("int4", "int4"), ("mxfp4", "mxfp4")):
+        used = {config for most, _, config in CONFIGS[named] if most == 16}
+        assert used and used <= set(quantized_products_h200.CANDIDATES[form][16])

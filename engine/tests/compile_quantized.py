@@ -1,93 +1,135 @@
 """The kernels of quantized weights, compiled for GPUs that need not be there."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-import torch
-
+from attnplug_engine.kernels.quantized_configs import (
+    CONFIGS,
+    EXPERTS,
+    FewConfig,
+    QuantizedConfig,
+    choose_few,
+)
 from attnplug_engine.kernels.quantized_experts import _grouped_product
-from attnplug_engine.kernels.quantized_gemm import MOST_ROWS, _quantized_gemm, _scale_rows, tile
+from attnplug_engine.kernels.quantized_gemm import _quantized_gemm
 from attnplug_engine.kernels.quantized_skinny import _quantized_skinny
-from attnplug_engine.kernels.quantized_skinny import tile as skinny_tile
+from attnplug_engine.kernels.scaled_rows import _scale_rows
 from attnplug_testing import ahead
 
-HALF = dict.fromkeys(("out", "x", "bias", "onto"), "*bf16")
-FORMATS: dict[str, tuple[str, str, int, int]] = {
-    "fp8": ("*u8", "*fp32", 128, 128),
-    "int4": ("*i32", "*bf16", 32, 1),
-    "mxfp4": ("*u8", "*u8", 32, 1),
+HALF = dict.fromkeys(("out", "bias", "onto"), "*bf16")
+FORMATS: dict[str, tuple[str, str, str, int, int]] = {
+    "scaled": ("*fp8e4nv", "*fp8e4nv", "*fp32", 128, 128),
+    "fp8": ("*bf16", "*u8", "*fp32", 128, 128),
+    "int4": ("*i32", "*u8", "*bf16", 32, 1),
+    "mxfp4": ("*i32", "*u8", "*u8", 32, 1),
 }
-"""Types of codes and scales, columns and rows of a scale."""
+"""Types of rows, codes and scales, columns and rows of a scale."""
+SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+"""Shared memory of a program in KiB."""
 
 
-def product(sm: int, form: str, rows: int, *, scaled: bool, gated: bool) -> Any:
-    codes, scales, group, high = FORMATS[form]
-    block_n, warps, stages = tile(24576, rows, 2 if gated else 1, torch.device("cpu"))
-    shared = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[sm] << 10
-    stages = min(stages, max((shared // 2 - 2048) // (((2 if gated else 1) * block_n + 2 * rows) * 128), 2))
-    constants = {
-        "K": 7168, "GROUP": group, "ROWS_PER_SCALE": high, "FORMAT": form, "SCALED": scaled, "ROWS": rows,
-        "BLOCK_N": block_n, "BLOCK_K": 128, "STAGES": stages, "GATED": gated, "BIAS": False, "ONTO": not gated,
+def fitted(config: QuantizedConfig, form: str, sm: int) -> QuantizedConfig:
+    return replace(config, stages=max(min(config.stages, ((SHARED[sm] << 10) - 2048) // config.stage(form)), 2))
+
+
+def options(sm: int, warps: int) -> dict[str, object]:
+    return {"num_warps": warps, **({"launch_pdl": True} if sm >= 90 else {})}
+
+
+def constants(form: str, config: QuantizedConfig, columns: int, sm: int, *, gated: bool) -> dict[str, object]:
+    _, _, _, group, high = FORMATS[form]
+    return {
+        "K": 7168, "GROUP": group, "ROWS_PER_SCALE": high, "ONE_SCALE": not gated and high % columns == 0,
+        "FORMAT": form, "UNITS": config.units, "STAGES": config.stages, "NATIVE": True, "GATED": gated,
         "EARLY": sm >= 90,
     }  # fmt: skip
-    kinds = HALF | {"codes": "*fp8e4nv" if scaled else codes, "scales": scales}
-    options = {"num_warps": warps, **({"launch_pdl": True} if sm >= 90 else {})}
-    return ahead.compiled(_quantized_gemm, sm, kinds, constants, options, ("x_stride", "out_stride", "onto_stride"))
 
 
-def skinny(sm: int, *, gated: bool) -> Any:
-    block_n, block_k, warps = skinny_tile(8192, 2048, 2 if gated else 1)
-    constants = {
-        "K": 2048, "GROUP": 128, "ROWS_PER_SCALE": 128, "ROWS": 1, "BLOCK_N": block_n, "BLOCK_K": block_k,
-        "BFLOAT16": True, "GATED": gated, "NORM": gated, "BIAS": False, "ONTO": not gated, "EARLY": sm >= 90,
+def kinds(form: str) -> dict[str, str]:
+    rows, codes, scales, *_ = FORMATS[form]
+    return HALF | {"x": rows, "x_scales": "*fp32", "codes": codes, "scales": scales}
+
+
+def product(sm: int, form: str, config: QuantizedConfig, *, gated: bool = False) -> Any:
+    config = fitted(config, form, sm)
+    columns = config.columns // (2 if gated else 1)
+    made = constants(form, config, columns, sm, gated=gated)
+    made |= {
+        "ROWS": config.rows, "BLOCK_N": columns, "LINES": 8, "BAND": 8, "BIAS": False, "ONTO": not gated,
     }  # fmt: skip
-    kinds = HALF | {"x": "*i64", "codes": "*i32", "scales": "*fp32", "gain": "*i64", "eps": "fp32"}
-    options = {"num_warps": warps, **({"launch_pdl": True} if sm >= 90 else {})}
-    return ahead.compiled(_quantized_skinny, sm, kinds, constants, options, ("x_stride", "out_stride", "onto_stride"))
+    strides = ("x_stride", "out_stride", "onto_stride")
+    return ahead.compiled(_quantized_gemm, sm, kinds(form), made, options(sm, config.warps), strides)
 
 
-def grouped(sm: int, form: str) -> Any:
-    codes, scales, group, high = FORMATS[form]
-    constants = {
-        "PER_ROW": 8, "EXPERTS": 256, "N": 2048, "K": 7168, "CODES": 4096 * 7168, "SCALES": 32 * 56, "GROUP": group,
-        "ROWS_PER_SCALE": high, "FORMAT": form, "ACTIVATED": True, "GATED": True, "LIMIT": 7.0, "ALPHA": 1.702,
-        "OFFSET": 1.0, "BIAS": True, "PAIRS": 16, "COLUMNS": 64,
-        "BLOCK_K": 128, "BOUNDS": 256, "EARLY": sm >= 90,
+def grouped(sm: int, form: str, config: QuantizedConfig) -> Any:
+    config = fitted(config, form, sm)
+    made = constants(form, config, config.columns // 2, sm, gated=True)
+    made |= {
+        "PER_ROW": 8, "EXPERTS": 256, "N": 2048, "CODES": 4096 * 7168, "SCALES": 32 * 56, "ACTIVATED": True,
+        "LIMIT": 7.0, "ALPHA": 1.702, "OFFSET": 1.0, "BIAS": True, "PAIRS": config.rows,
+        "COLUMNS": config.columns // 2, "SORTED": config.rows > 8, "BOUNDS": 256,
     }  # fmt: skip
-    kinds = HALF | {"codes": codes, "scales": scales, "order": "*i32", "offsets": "*i32"}
-    options = {"num_warps": 4, "num_stages": 3, **({"launch_pdl": True} if sm >= 90 else {})}
-    return ahead.compiled(_grouped_product, sm, kinds, constants, options, ("x_row",))
+    types = kinds(form) | {"order": "*i32", "offsets": "*i32"}
+    return ahead.compiled(_grouped_product, sm, types, made, options(sm, config.warps), ("x_stride",))
+
+
+def skinny(sm: int, config: FewConfig, width: int, *, gated: bool) -> Any:
+    made = {
+        "K": width, "GROUP": 128, "ROWS_PER_SCALE": 128, "ONE_SCALE": True, "ROWS": 1, "BLOCK_N": config.columns,
+        "BLOCK_K": config.depth, "BFLOAT16": True, "NATIVE": sm >= 89, "GATED": gated, "NORM": gated, "BIAS": False,
+        "ONTO": not gated, "EARLY": sm >= 90,
+    }  # fmt: skip
+    types = HALF | {"x": "*i64", "codes": "*i32", "scales": "*fp32", "gain": "*i64", "eps": "fp32"}
+    strides = ("x_stride", "out_stride", "onto_stride")
+    return ahead.compiled(_quantized_skinny, sm, types, made, options(sm, config.warps), strides)
 
 
 def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
-    """Every one for SM 90, those that depend on the GPU for others."""
+    """Every one for SM 90, those that depend on the GPU for others. Tiles of 64 rows of the matrix or more go to
+    Hopper's own tensor-core instruction."""
     if sm >= 89:
-        yield "fp8, scaled", product(sm, "fp8", 16, scaled=True, gated=False)
+        yield "scaled", product(sm, "scaled", CONFIGS["scaled"][-1][-1])
     if sm in (80, 90):
-        yield "fp8, decoded", product(sm, "fp8", 16, scaled=False, gated=False)
+        yield "fp8", product(sm, "fp8", CONFIGS["fp8"][0][-1])
+        yield "few rows", skinny(sm, choose_few(2048, 8192, 1), 8192, gated=False)
+        yield "mxfp4", product(sm, "mxfp4", CONFIGS["mxfp4"][1][-1])
     if sm != 90:
         return
-    yield "few rows", skinny(sm, gated=False)
-    yield "few rows, gated", skinny(sm, gated=True)
-    yield "fp8, scaled, gated", product(sm, "fp8", MOST_ROWS, scaled=True, gated=True)
+    yield "few rows", skinny(sm, choose_few(8192, 2048, 2), 2048, gated=True)
+    for *_, config in CONFIGS["scaled"][:-1]:
+        yield "scaled" if config.columns >= 64 else "narrow", product(sm, "scaled", config)
+    for *_, config in CONFIGS["scaled"][-2:]:
+        yield "scaled", product(sm, "scaled", config, gated=True)
     for form in ("int4", "mxfp4"):
-        yield form, product(sm, form, 16, scaled=False, gated=False)
+        yield form, product(sm, form, CONFIGS[form][0][-1], gated=True)
+        yield form, product(sm, form, CONFIGS[form][-1][-1])
     for form in FORMATS:
-        yield f"experts, {form}", grouped(sm, form)
-    kinds = {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
-    constants = {"K": 7168, "GROUP": 128, "EARLY": True}
-    yield "rows", ahead.compiled(_scale_rows, sm, kinds, constants, {"num_warps": 1, "launch_pdl": True}, ("x_stride",))
+        for *_, config in EXPERTS[form]:
+            yield f"experts, {form}", grouped(sm, form, config)
+    types = {"x": "*bf16", "gain": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32", "eps": "fp32"}
+    for norm, groups, warps in ((False, 8, 2), (True, 64, 16)):
+        made = {"K": 7168, "GROUP": 128, "GROUPS": groups, "NORM": norm, "EARLY": True}
+        yield "rows", ahead.compiled(_scale_rows, sm, types, made, options(sm, warps), ("x_stride",))
 
 
-def facts() -> Iterator[tuple[int, str, int, int, bool]]:
-    """SM, kernel, bytes of shared memory, spilled bytes; True if tensor cores take fp8."""
+STORES = re.compile(r"st\.shared")
+
+
+def facts() -> Iterator[dict[str, object]]:
+    """SM, kernel, bytes of shared memory, spilled bytes; True if tensor cores take fp8; stores to shared memory in its
+    loop."""
     for sm in (80, 89, 90, 100, 120):
         for name, made in every_kernel(sm):
             text = made.asm["ptx"]
-            takes = "e4m3.e4m3" in text or "kind::f8f6f4" in text
-            yield sm, name, int(made.metadata.shared), ahead.resources(made)[1], takes
+            loop = text.split("cp.async.wait_group", 2)[1].split("bra", 1)[0] if "cp.async.wait_group" in text else ""
+            yield {
+                "sm": sm, "kernel": name, "shared": int(made.metadata.shared), "spilled": ahead.resources(made)[1],
+                "fp8": "e4m3.e4m3" in text or "kind::f8f6f4" in text, "stores": len(STORES.findall(loop)),
+            }  # fmt: skip
 
 
 if __name__ == "__main__":
     for fact in facts():
-        print(*fact)
+        print(*fact.values())

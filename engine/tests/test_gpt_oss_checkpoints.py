@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from quantized_checkpoints import FILE, GPT_OSS, fp8_blocks, mxfp4, published_gpt_oss, quantized
 from safetensors.torch import load_file
 from thread_ranks import Threads, in_ranks
+from torch import Tensor
 from torch.testing import assert_close
 
 from attnplug.host import TINY_CONFIGS
@@ -51,38 +53,55 @@ def load(folder: Path, **options):
     return load_model(str(folder), dtype=torch.float32, device="cpu", **options)
 
 
-def largest_miss(folder: Path, engine: Engine) -> float:
-    """Return how far the logits of generated tokens are below the largest ones of transformers, at most."""
+def drawn_prompts(*lengths: int) -> list[list[int]]:
+    drawn = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 128, (length,), generator=drawn).tolist() for length in lengths]
+
+
+def misses(folder: Path, engine: Engine, prompts: list[list[int]], count: int) -> tuple[Tensor, Tensor]:
+    """Return how far the logits of tokens are below the largest ones of transformers in float32: of the ``count``
+    tokens that the engine generates for each prompt, and of those that transformers prefers in bfloat16 after the same
+    tokens."""
     from transformers import AutoModelForCausalLM
 
-    drawn, misses = torch.Generator().manual_seed(3), []
-    prompts = [torch.randint(0, 128, (length,), generator=drawn).tolist() for length in (37, 33)]
-    prompts.append([*prompts[0][:24], 5, 6])
     # it decodes experts to bfloat16, without loss
-    oracle = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).float()
-    for prompt, completion in zip(prompts, engine.generate(prompts, max_tokens=12), strict=True):
+    exact = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).float()
+    half = copy.deepcopy(exact).bfloat16()
+    own, theirs = [], []
+    for prompt, completion in zip(prompts, engine.generate(prompts, max_tokens=count), strict=True):
+        ids = torch.tensor([[*prompt, *completion.token_ids[:-1]]])
         with torch.inference_mode():
-            logits = oracle(torch.tensor([[*prompt, *completion.token_ids[:-1]]])).logits[0, len(prompt) - 1 :]
-        misses.append(logits.amax(1) - logits.gather(1, torch.tensor(completion.token_ids).unsqueeze(1)).squeeze(1))
-    return float(torch.cat(misses).max())
+            logits, rounded = (model(ids).logits[0, len(prompt) - 1 :] for model in (exact, half))
+        for found, tokens in ((own, torch.tensor(completion.token_ids)), (theirs, rounded.argmax(1))):
+            found.append(logits.amax(1) - logits.gather(1, tokens.unsqueeze(1)).squeeze(1))
+    return torch.cat(own), torch.cat(theirs)
 
 
 def test_tokens_are_those_of_transformers_and_weights_are_kept_as_stored(folder):
     """E5: through prefill in chunks, the prefix cache and preemption. transformers dequantizes on a CPU."""
     engine = Engine(str(folder), device="cpu", dtype="float32", page_size=8, num_pages=11, chunked_prefill_size=16)
-    assert largest_miss(folder, engine) == 0
+    prompts = drawn_prompts(37, 33)
+    prompts.append([*prompts[0][:24], 5, 6])
+    assert misses(folder, engine, prompts, 12)[0].max() == 0
     assert engine.cache_statistics.hit_tokens > 0 and engine.scheduler.preemptions > 0
     stored = {name: tensor for name, tensor in load_file(folder / FILE).items() if "blocks" in name or "scales" in name}
     assert sum(weight.nbytes for weight in kept(engine.runner.model)) == sum(each.nbytes for each in stored.values())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_tokens_on_a_gpu_are_those_of_transformers(folder):
-    """E5: by kernels, in captured steps, in bfloat16. Logits reach 8."""
-    engine = Engine(str(folder), device="cuda", dtype="bfloat16", page_size=16, chunked_prefill_size=16)
-    assert first_experts(engine.runner.model).quantized.on_gpu
-    assert largest_miss(folder, engine) < 0.3
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_in_bfloat16_are_as_near_as_those_of_transformers(folder, device):
+    """E5: on a GPU by kernels, in captured steps.
+
+    In bfloat16 nearly equal router scores choose other experts, so single tokens of transformers itself are up to 0.8
+    below its largest logits in float32, which reach 8. The mean of many tokens does not hide a defect: it is 0.003 to
+    0.01 in bfloat16, and 0.06 or more with sinks that are off by 3, an expert's scale off by one, no expert bias, a
+    window of another row, or another ``swiglu_alpha`` or ``swiglu_limit``.
+    """
+    engine = Engine(str(folder), device=device, dtype="bfloat16", page_size=16, chunked_prefill_size=16)
+    assert first_experts(engine.runner.model).quantized.on_gpu == (device != "cpu")
+    own, theirs = misses(folder, engine, drawn_prompts(*range(20, 56, 3)), 16)
+    assert len(own) == 192 and theirs.mean() < 0.02
+    assert own.mean() < 0.02
 
 
 @pytest.mark.parametrize("width", [64, 96])

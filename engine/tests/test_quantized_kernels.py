@@ -17,7 +17,7 @@ from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel.collectives import SINGLE
 from attnplug_engine.quantization.fp8 import Fp8Blocks, Fp8Channels
 from attnplug_engine.quantization.int4 import Int4Groups
-from attnplug_engine.quantization.libraries import block_product, row_product, works
+from attnplug_engine.quantization.libraries import works
 from attnplug_engine.quantization.mxfp4 import Mxfp4
 from attnplug_engine.quantization.scheme import QuantizedWeight, Scheme
 from attnplug_testing.devices import DEVICES
@@ -88,17 +88,20 @@ def run(x: Tensor, weight: QuantizedWeight, **options):
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 384), (17, 224)])
 @on_every_device
-def test_a_product_equals_that_of_the_decoded_weight(name, rows, width, device):
+def test_a_product_equals_that_of_the_decoded_weight(name, rows, width, device, monkeypatch):
     scheme = SCHEMES[name]
     width = 384 if scheme.group == 128 and name.startswith("int4") else width
     weight = drawn(scheme, 72, width, device)
     x = activations(rows, width, device)
     exact = weight.dequantized(torch.float64)
-    assert close(run(x, weight, scaled=False), x.double() @ exact.T, 6e-3)
-    if scheme.kernel == "fp8" and scheme.group in (None, 128) and kernels().multiplies_fp8(x.device):
-        found = run(x, weight)
-        assert close(found, rounded(x, 128) @ exact.T, 6e-3)
-        assert device == "cpu" or not close(found, x.double() @ exact.T, 6e-3)  # activations are scaled to fp8
+    found = run(x, weight)
+    if not kernels("scaled_rows").scales_rows(scheme.kernel, scheme.group, x.device):
+        assert close(found, x.double() @ exact.T, 6e-3)
+        return
+    assert close(found, rounded(x, 128) @ exact.T, 6e-3)
+    assert device == "cpu" or not close(found, x.double() @ exact.T, 6e-3)  # activations are scaled to fp8
+    monkeypatch.setattr(kernels(), "scales_rows", lambda *_: False)  # as before SM 89
+    assert close(run(x, weight), x.double() @ exact.T, 6e-3)
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "MXFP4"])
@@ -115,49 +118,79 @@ def test_bias_gate_and_residual(name, device):
     assert close(run(x, weight, bias=bias, gated=True), F.silu(gate) * up, 8e-3)
 
 
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 channels", "int4", "MXFP4"])
 @on_every_device
-def test_more_rows_than_a_program_has(device):
-    weight = drawn(Fp8Blocks(), 40, 128, device)
-    x = activations(150, 128, device)
-    assert close(run(x, weight), rounded(x, 128) @ weight.dequantized(torch.float64).T, 6e-3)
-    assert run(x[:0], weight).shape == (0, 40)
+def test_more_rows_than_a_tile_has(name, device):
+    """Rows and matrix rows that fill neither the last tile nor the last band of tiles."""
+    weight = drawn(SCHEMES[name], 200, 128, device)
+    x = activations(1100 if name == "fp8 blocks" else 150, 128, device)
+    wide = rounded(x, 128) if SCHEMES[name].kernel == "fp8" else x.double()
+    assert close(run(x, weight), wide @ weight.dequantized(torch.float64).T, 6e-3)
+    assert run(x[:0], weight).shape == (0, 200)
+
+
+@on_every_device
+def test_every_configuration_gives_the_same_product(device):
+    configs = kernels("quantized_configs")
+    for name in ("fp8 blocks", "int4", "MXFP4"):
+        scheme = SCHEMES[name]
+        weight, x = drawn(scheme, 96, 256, device), activations(9, 256, device)
+        wide = rounded(x, 128) if scheme.kernel == "fp8" else x.double()
+        wanted = wide @ weight.dequantized(torch.float64).T
+        form = "scaled" if scheme.kernel == "fp8" else scheme.kernel
+        for *_, config in (*configs.CONFIGS[form], *configs.EXPERTS[form]):
+            fitted = configs.fitting(config, form, x.device)
+            assert close(run(x, weight, config=fitted), wanted, 6e-3), config
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@on_every_device
+def test_rows_are_normed_before_they_are_scaled(rows, device):
+    weight = drawn(Fp8Blocks(), 64, 384, device)
+    x, gain = torch.randn(rows, 384).to(device, HALF[device]), (torch.rand(384) + 0.5).to(device)
+    normed = F.rms_norm(x.double(), (384,), gain.double(), 1e-5)
+    found = run(x, weight, norm=(gain, 1e-5))
+    assert close(found, normed @ weight.dequantized(torch.float64).T, 0.1 if device == "cpu" else 5e-2)
+    codes, scales = kernels("scaled_rows").scale_rows(x, (gain, 1e-5))
+    # The interpreter does not carry when it rounds.
+    assert close(codes.double() * scales.double().repeat_interleave(128, 1), normed, 0.1 if device == "cpu" else 5e-2)
+    assert close(scales * 448, normed.unflatten(1, (-1, 128)).abs().amax(2), 1e-5)
 
 
 @on_every_device
 def test_rows_are_scaled_by_their_largest_value(device):
-    x = activations(5, 200, device)
-    codes, scales = kernels().scale_rows(x, 128)
-    assert scales.shape == (5, 2)
-    assert close(codes.double() * scales.double().repeat_interleave(128, 1)[:, :200], rounded(x, 128), 1e-3)
+    x = activations(5, 1300, device)
+    codes, scales = kernels("scaled_rows").scale_rows(x)
+    assert scales.shape == (5, 11)
+    assert close(codes.double() * scales.double().repeat_interleave(128, 1)[:, :1300], rounded(x, 128), 1e-3)
 
 
 @pytest.mark.parametrize("product", [lambda *_: torch.zeros(256, 256), lambda *_: 1 / 0, lambda x, *_: x.new_empty(1)])
 def test_a_library_that_is_wrong_or_fails_is_not_used(product):
-    assert not works(product, torch.device("cpu"), 128)
+    assert not works(product, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("block", [None, 128])
-def test_a_library_that_is_right_is_used(block):
+def test_a_library_that_is_right_is_used():
     def exact(x, x_scales, codes, scales):
-        wide = scales if block is None else scales.repeat_interleave(block, 0)
         left, right = (
-            values.double() * factors.repeat_interleave(block or 512, 1)
-            for values, factors in ((x, x_scales), (codes, wide))
+            values.double() * factors.repeat_interleave(128, 1)
+            for values, factors in ((x, x_scales), (codes, scales.repeat_interleave(128, 0)))
         )
         return (left @ right.T).bfloat16()
 
-    assert works(exact, torch.device("cpu"), block)
+    assert works(exact, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("scheme", [Fp8Blocks(), Fp8Channels()], ids=["blocks", "channels"])
-def test_libraries_multiply_many_rows_on_a_gpu(scheme, device):
+def test_many_rows_are_multiplied_on_a_gpu(scheme, device):
+    """By a library for blocks, if there is one, and by the kernel."""
     weight = drawn(scheme, 512, 1024, device)
-    if torch.cuda.get_device_capability() >= (9, 0):
-        assert (block_product if scheme.group else row_product)(weight.codes.device) is not None
     x = activations(300, 1024, device)
-    found = scheme.multiply(x, weight)
-    assert close(found, rounded(x, scheme.group or 1024) @ weight.dequantized(torch.float64).T, 6e-3)
+    wanted = rounded(x, 128) @ weight.dequantized(torch.float64).T
+    assert close(scheme.multiply(x, weight), wanted, 6e-3)
+    weight.library = None
+    assert close(scheme.multiply(x, weight), wanted, 6e-3)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -165,9 +198,14 @@ def test_libraries_multiply_many_rows_on_a_gpu(scheme, device):
     ("tokens", "gated", "clip"), [(1, True, None), (3, True, (0.5, 1.702, 1.0)), (40, False, None)]
 )
 @on_every_device
-def test_experts_equal_their_sum_in_float64(name, tokens, gated, clip, device):
+@pytest.mark.parametrize("scaled", [True, False], ids=["", "before SM 89"])
+def test_experts_equal_their_sum_in_float64(name, tokens, gated, clip, device, scaled, monkeypatch):
     """A clip comes with biases, as in gpt-oss."""
     scheme, experts, hidden, width = SCHEMES[name], 5, 256, 128
+    if kernels("scaled_rows").scales_rows(scheme.kernel, scheme.group, torch.device(device)) != scaled:
+        if scaled:
+            pytest.skip("activations of this scheme are not scaled")
+        monkeypatch.setattr(kernels("quantized_experts"), "scales_rows", lambda *_: False)
     parts = 2 if gated else 1
 
     def stacked(rows: int, inputs: int) -> QuantizedWeight:
@@ -176,7 +214,7 @@ def test_experts_equal_their_sum_in_float64(name, tokens, gated, clip, device):
         return QuantizedWeight(scheme, codes, torch.stack([weight.scales for weight in each]), scheme.rows_per_scale)
 
     gate_up, down = stacked(parts * width, hidden), stacked(hidden, width)
-    x, onto = (torch.randn(tokens, hidden).to(device, HALF[device]) for _ in range(2))
+    x, onto = activations(tokens, hidden, device), torch.randn(tokens, hidden).to(device, HALF[device])
     topk_ids = torch.rand(tokens, experts).topk(2).indices.int().to(device)
     topk_weights = torch.rand(tokens, 2).to(device)
     up_bias, down_bias = (torch.randn(experts, size).to(device, HALF[device]) for size in (parts * width, hidden))
@@ -209,7 +247,8 @@ def test_experts_equal_their_sum_in_float64(name, tokens, gated, clip, device):
                 inner = F.silu(inner[:width]) * inner[width:] if gated else F.relu(inner).square()
             outer = outer + down.expert(expert).dequantized(torch.float64) @ inner
             wanted[token] += topk_weights[token, place] * outer
-    assert close(found, wanted, 1e-2)
+    # The interpreter does not carry when it rounds the inner rows to fp8.
+    assert close(found, wanted, 8e-2 if scaled and device == "cpu" else 1e-2)
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "small fp8 blocks", "fp8 channels"])

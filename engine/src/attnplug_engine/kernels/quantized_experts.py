@@ -1,6 +1,6 @@
 """MLPs of routed experts with quantized weights. Pairs and their blocks are those of ``experts``.
 
-Codes are decoded in registers to the dtype of the activations. Each block of pairs reads its expert's weight once.
+Formats are those of ``quantized_tiles``. Each block of pairs reads its expert's weight once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.experts import MAX_RANKED_PAIRS, _activated, _block, _combine, _sorted
-from attnplug_engine.kernels.quantized_tiles import decoded_tile
+from attnplug_engine.kernels.quantized_configs import QuantizedConfig, choose_experts
+from attnplug_engine.kernels.quantized_gemm import prepared
+from attnplug_engine.kernels.quantized_tiles import product as tile_product
+from attnplug_engine.kernels.scaled_rows import scales_rows
 
-_BLOCK_K = 128
+_UNSORTED_PAIRS = 16
+"""Most pairs that are multiplied separately. Few of them share an expert, and sorting would be another launch."""
 
 
 class ExpertWeights(Protocol):
@@ -31,54 +35,55 @@ class ExpertWeights(Protocol):
 
 @triton.jit
 def _grouped_product(
-    x, x_row, codes, scales, bias, out, order, offsets,
+    x, x_scales, x_stride, x_rows, codes, scales, bias, out, order, offsets,
     PER_ROW: tl.constexpr, EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, CODES: tl.constexpr,
-    SCALES: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, FORMAT: tl.constexpr,
-    ACTIVATED: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    BIAS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, BOUNDS: tl.constexpr,
-    EARLY: tl.constexpr,
+    SCALES: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, ACTIVATED: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, UNITS: tl.constexpr,
+    STAGES: tl.constexpr, NATIVE: tl.constexpr, SORTED: tl.constexpr, BOUNDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute ``out [pairs, N]`` of the rows ``x [pairs / PER_ROW, K]`` and their experts' weights.
 
-    An expert has ``CODES`` codes and ``SCALES`` scales: those of ``[N, K]``, or of gate and up if ``GATED``. With
-    ``BIAS`` it has a row of ``bias [EXPERTS, N or 2 * N]``.
+    An expert has ``CODES`` codes and ``SCALES`` scales: those of ``[N, K]``, or of gate and up if ``GATED``, whose rows
+    alternate in one tile. With ``BIAS`` it has a row of ``bias [EXPERTS, N or 2 * N]``. If pairs are not ``SORTED``,
+    ``order`` has their experts, and each is a block of its own.
     """
-    if EARLY and ACTIVATED:  # the first product reads what the kernel before it sorted, the second one only its rows
+    PARTS: tl.constexpr = 2 if GATED else 1
+    if EARLY and ACTIVATED:  # the first product reads what an earlier kernel sorted, the second one only its rows
         gdc_wait()
         gdc_launch_dependents()
-    expert, pairs, exists, has_work = _block(order, offsets, tl.program_id(1), EXPERTS, PAIRS, BOUNDS)
+    if SORTED:
+        expert, pairs, exists, has_work = _block(order, offsets, tl.program_id(1), EXPERTS, PAIRS, BOUNDS)
+    else:
+        expert, has_work = tl.load(order + tl.program_id(1)).to(tl.int64), True
+        pairs = (tl.program_id(1) + tl.zeros([PAIRS], tl.int32)).to(tl.int64)
+        exists = tl.arange(0, PAIRS) == 0
     if EARLY and not ACTIVATED:
         gdc_wait()
         gdc_launch_dependents()
     if not has_work:
         return
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    start = tl.program_id(0) * COLUMNS
+    line = tl.arange(0, PARTS * COLUMNS)
+    number = tl.minimum(start + line // PARTS, N - 1) + line % PARTS * N
+    first = tile_product(
+        codes + expert * CODES, scales + expert * SCALES, x, x_scales, x_stride, x_rows, start, number,
+        pairs // PER_ROW, K, GROUP, ROWS_PER_SCALE, ONE_SCALE, FORMAT, UNITS, STAGES, NATIVE,
+    )  # fmt: skip
+    second = first
+    if GATED:
+        first, second = tl.split(tl.permute(first.reshape(COLUMNS, 2, PAIRS), (0, 2, 1)))
+    column = start + tl.arange(0, COLUMNS)
     stored = column < N
-    depth = tl.arange(0, BLOCK_K)
-    own, own_scales = codes + expert * CODES, scales + expert * SCALES
-    first = tl.zeros([PAIRS, COLUMNS], tl.float32)
-    second = tl.zeros([PAIRS, COLUMNS], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        inside = start + depth < K
-        rows = tl.load(
-            x + (pairs // PER_ROW)[:, None] * x_row + start + depth[None, :], mask=inside[None, :], other=0.0
-        )
-        weights = decoded_tile(own, own_scales, column, stored, start, K, GROUP, BLOCK_K, ROWS_PER_SCALE, FORMAT)
-        first = tl.dot(rows, tl.trans(weights.to(rows.dtype)), first, input_precision="ieee")
-        if GATED:
-            weights = decoded_tile(
-                own, own_scales, column + N, stored, start, K, GROUP, BLOCK_K, ROWS_PER_SCALE, FORMAT
-            )
-            second = tl.dot(rows, tl.trans(weights.to(rows.dtype)), second, input_precision="ieee")
     if BIAS:
-        bias_at = bias + expert * (2 * N if GATED else N) + tl.minimum(column, N - 1)
-        first += tl.load(bias_at).to(tl.float32)[None, :]
+        bias_at = bias + expert * (PARTS * N) + tl.minimum(column, N - 1)
+        first += tl.load(bias_at).to(tl.float32)[:, None]
         if GATED:
-            second += tl.load(bias_at + N).to(tl.float32)[None, :]
+            second += tl.load(bias_at + N).to(tl.float32)[:, None]
     if ACTIVATED:
         first = _activated(first, second, GATED, LIMIT, ALPHA, OFFSET)
-    at = out + pairs[:, None] * N + column[None, :]
-    tl.store(at, first.to(out.dtype.element_ty), mask=exists[:, None] & stored[None, :])
+    at = out + pairs[None, :] * N + column[:, None]
+    tl.store(at, first.to(out.dtype.element_ty), mask=stored[:, None] & exists[None, :])
 
 
 def quantized_experts(
@@ -96,40 +101,45 @@ def quantized_experts(
     shared: Tensor | None = None,
     gate: Tensor | None = None,
     onto: Tensor | None = None,
+    config: QuantizedConfig | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``[tokens, hidden]``, like ``x``.
 
-    See ``fused_experts`` for the arguments, and ``quantized_gemm`` for ``form`` and ``group``.
+    See ``fused_experts`` for the arguments, and ``quantized_gemm`` for ``form``, ``group`` and ``config``.
     """
     (tokens, hidden), per_token = x.shape, topk_ids.shape[1]
     experts, width, pairs = gate_up.codes.shape[0], down.shape[1], tokens * per_token
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    order, offsets = _sorted(topk_ids, experts, MAX_RANKED_PAIRS)
-    block = 16 if pairs <= 16 * experts else 64
+    is_sorted = pairs > _UNSORTED_PAIRS
+    order, offsets = _sorted(topk_ids, experts, MAX_RANKED_PAIRS) if is_sorted else (topk_ids, topk_ids)
     options = launch_options(x.device)
     limit, alpha, offset = clip or (0.0, 1.0, 0.0)
+    form = "scaled" if scales_rows(form, group, x.device) else form
+    tile = config or choose_experts(form, pairs, experts, x.device)
 
     def product(
         rows: Tensor, weight: ExpertWeights, bias: Tensor | None, outputs: int, per_row: int, *, activated: bool
     ) -> Tensor:
         made = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
-        columns = 64 if outputs >= 64 else 16
-        codes, inputs = weight.codes, weight.shape[1]
-        _grouped_product[triton.cdiv(outputs, columns), min(pairs, pairs // block + experts)](
-            rows, rows.stride(0), codes.view(torch.uint8) if form == "fp8" else codes, weight.scales,
+        columns = tile.columns // 2 if activated and gated else tile.columns
+        inputs, high = weight.shape[1], weight.rows_per_scale
+        values, factors, codes = prepared(rows, weight.codes, form, None)
+        blocks = min(pairs, pairs // tile.rows + experts) if is_sorted else pairs
+        _grouped_product[triton.cdiv(outputs, columns), blocks](
+            values, factors, values.stride(0), values.shape[0], codes, weight.scales,
             rows if bias is None else bias, made, order, offsets,
             PER_ROW=per_row, EXPERTS=experts, N=outputs, K=inputs, CODES=codes[0].numel(),
             SCALES=weight.scales[0].numel(), GROUP=triton.next_power_of_2(inputs) if group is None else group,
-            ROWS_PER_SCALE=weight.rows_per_scale, FORMAT=form, ACTIVATED=activated, GATED=activated and gated,
-            LIMIT=limit, ALPHA=alpha, OFFSET=offset, BIAS=bias is not None, PAIRS=block, COLUMNS=columns,
-            BLOCK_K=_BLOCK_K, BOUNDS=triton.next_power_of_2(experts),
-            num_warps=4, num_stages=3, **options,
+            ROWS_PER_SCALE=high, ONE_SCALE=not (activated and gated) and high % columns == 0,
+            FORMAT=form, ACTIVATED=activated, GATED=activated and gated, LIMIT=limit, ALPHA=alpha, OFFSET=offset,
+            BIAS=bias is not None, PAIRS=tile.rows, COLUMNS=columns, UNITS=tile.units, STAGES=tile.stages,
+            NATIVE=x.dtype is torch.bfloat16, SORTED=is_sorted, BOUNDS=triton.next_power_of_2(experts),
+            num_warps=tile.warps, **options,
         )  # fmt: skip
         return made
 
-    x = x if x.stride(1) == 1 else x.contiguous()
     up_bias, down_bias = biases or (None, None)
     inner = product(x, gate_up, up_bias, width, per_token, activated=True)
     outer = product(inner, down, down_bias, hidden, 1, activated=False)

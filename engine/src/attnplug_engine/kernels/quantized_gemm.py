@@ -1,14 +1,10 @@
-"""Products of activations with a quantized matrix, bound by the time to read the matrix.
+"""Products of activations with a quantized matrix, for any number of rows. ``quantized_tiles`` describes the formats.
 
-Up to 64 rows, the matrix is streamed through shared memory once, as in ``streamed_gemm``. On SM 89 and newer, fp8 codes
-go to the tensor cores as they are: each row's activations are scaled to fp8 in groups of ``BLOCK_K`` columns, and
-products of a group are scaled in float32. Otherwise codes are decoded in registers to the dtype of the activations.
-With more rows, each program has 64 of them.
+With up to 64 rows they are bound by the time to read the matrix, once. A bias, a gate and a residual need no launches
+of their own. A norm is part of scaling the rows to fp8, and is computed separately otherwise.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
@@ -16,100 +12,76 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_engine.kernels import launch_options, shared_memory
+from attnplug_engine.kernels import launch_options
+from attnplug_engine.kernels.elementwise import rms_norm
 from attnplug_engine.kernels.gemm_epilogue import finish
-from attnplug_engine.kernels.quantized_tiles import decoded_tile, scale_tile
+from attnplug_engine.kernels.quantized_configs import QuantizedConfig, choose
+from attnplug_engine.kernels.quantized_tiles import prefetch, product
+from attnplug_engine.kernels.scaled_rows import scale_rows, scales_rows
 
-MOST_ROWS = 64
-"""Most rows of one program."""
-_BLOCK_K = 128
-_LARGEST = 448.0
+_BAND = 8
+"""Row tiles that are processed before the next matrix rows, so that both stay in L2."""
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def _quantized_gemm(
-    out, x, codes, scales, bias, onto, rows, columns, out_stride, x_stride, onto_stride,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
+    out, x, x_scales, codes, scales, bias, onto, rows, columns, out_stride, x_stride, onto_stride,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr, FORMAT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
+    BAND: tl.constexpr, NATIVE: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK_N`` columns of ``ROWS`` rows of the result. Rows of the gate and of ``up`` alternate in one tile."""
     PARTS: tl.constexpr = 2 if GATED else 1
     if EARLY:
         gdc_launch_dependents()
-    first = tl.program_id(0) * BLOCK_N
+    # Programs of a band of row tiles share the matrix rows of their column tile.
+    high, wide = tl.cdiv(rows, ROWS), tl.cdiv(columns, BLOCK_N)
+    band = tl.program_id(0) // (BAND * wide)
+    tall = tl.minimum(high - band * BAND, BAND)
+    inside = tl.program_id(0) % (BAND * wide)
+    first = inside // tall * BLOCK_N
     line = tl.arange(0, PARTS * BLOCK_N)
-    place = first + line // PARTS
-    number = place + line % PARTS * columns  # row of the matrix
-    exists = place < columns
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inputs = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride  # rows behind the last repeat it
-    total = tl.zeros([PARTS * BLOCK_N, ROWS], tl.float32)
+    # Rows behind the last repeat it and are not stored.
+    number = tl.minimum(first + line // PARTS, columns - 1) + line % PARTS * columns
+    row = (band * BAND + inside % tall) * ROWS + tl.arange(0, ROWS)
+    if EARLY and LINES > 0:
+        prefetch(codes, number, K if FORMAT == "scaled" or FORMAT == "fp8" else K // 2, LINES)
     if EARLY:
         gdc_wait()
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK_K)[None, :]
-        values = tl.load(inputs + column, mask=column < K, other=0.0)
-        if SCALED:
-            there = exists[:, None] & (column < K)
-            weights = tl.load(codes + number.to(tl.int64)[:, None] * K + column, mask=there, other=0.0,
-                              eviction_policy="evict_first")  # fmt: skip
-            exact = values.to(tl.float32)
-            largest = tl.maximum(tl.max(tl.abs(exact), 1), 1e-12)
-            scaled = (exact * (448.0 / largest)[:, None]).to(codes.dtype.element_ty)
-            product = tl.dot(weights, tl.trans(scaled)) * (largest / 448.0)[None, :]
-            total += product * scale_tile(scales, number, exists, start, K, GROUP, BLOCK_K, ROWS_PER_SCALE)
-        else:
-            weights = decoded_tile(codes, scales, number, exists, start, K, GROUP, BLOCK_K, ROWS_PER_SCALE, FORMAT)
-            total = tl.dot(weights.to(values.dtype), tl.trans(values), acc=total, input_precision="ieee")
+    total = product(
+        codes, scales, x, x_scales, x_stride, rows, first, number, tl.minimum(row, rows - 1), K, GROUP, ROWS_PER_SCALE,
+        ONE_SCALE, FORMAT, UNITS, STAGES, NATIVE,
+    )  # fmt: skip
     total_up = total
     if GATED:
         total, total_up = tl.split(tl.permute(total.reshape(BLOCK_N, 2, ROWS), (0, 2, 1)))
     finish(
-        total, total_up, total, out, bias, onto, first + tl.arange(0, BLOCK_N), row, rows, columns, out_stride,
-        onto_stride, 0.0, K, GATED, False, BIAS, ONTO,
+        total, total_up, total, out, bias, onto, first + tl.arange(0, BLOCK_N), row.to(tl.int64), rows, columns,
+        out_stride, onto_stride, 0.0, K, GATED, False, BIAS, ONTO,
     )  # fmt: skip
-
-
-@triton.jit
-def _scale_rows(x, x_stride, codes, scales, K: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr):
-    """Scale one row's group of ``GROUP`` columns to fp8. ``scales`` are ``[rows, groups]``."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    BLOCK: tl.constexpr = triton.next_power_of_2(GROUP)
-    inside = tl.arange(0, BLOCK)
-    column = group * GROUP + inside
-    there = (inside < GROUP) & (column < K)
-    values = tl.load(x + row * x_stride + column, mask=there, other=0.0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(values), 0), 1e-12)
-    tl.store(codes + row * K + column, (values * (448.0 / largest)).to(codes.dtype.element_ty), mask=there)
-    tl.store(scales + row * tl.num_programs(1) + group, largest / 448.0)
-
-
-def scale_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return ``x [rows, K]`` as fp8 e4m3, and its scales ``[rows, ceil(K / group)]`` float32."""
-    rows, width = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
-    codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(rows, triton.cdiv(width, group), device=x.device)
-    if rows:
-        _scale_rows[rows, scales.shape[1]](
-            x, x.stride(0), codes, scales, K=width, GROUP=group, num_warps=1, **launch_options(x.device)
-        )
-    return codes, scales
-
-
-@cache
-def multiplies_fp8(device: torch.device) -> bool:
-    """Return True if tensor cores take fp8: SM 89 and newer. An interpreter does, too."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def supports(width: int, group: int | None) -> bool:
     """Return True if a weight with ``width`` columns and ``group`` columns per scale can be multiplied here."""
     return width % 16 == 0 and (group is None or (group & (group - 1) == 0 and group >= 16))
+
+
+def words(x: Tensor) -> Tensor:
+    """Return rows of 16-bit numbers as 32-bit words. Copies rows that do not begin at a word."""
+    if x.stride(1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.int32)
+
+
+def prepared(x: Tensor, codes: Tensor, form: str, norm: tuple[Tensor, float] | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, their scales and codes as ``product`` takes them in a format."""
+    if form == "scaled":
+        values, factors = scale_rows(x, norm)
+        return values, factors, codes
+    x = x if norm is None else rms_norm(x, *norm)
+    rows = (x if x.stride(1) == 1 else x.contiguous()) if form == "fp8" else words(x)
+    return rows, rows, codes.view(torch.uint8)
 
 
 def quantized_gemm(
@@ -121,58 +93,50 @@ def quantized_gemm(
     group: int | None,
     rows_per_scale: int,
     bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
     onto: Tensor | None = None,
-    scaled: bool | None = None,
+    config: QuantizedConfig | None = None,
 ) -> Tensor:
     """Return ``x [rows, K]`` times a quantized matrix ``[N, K]`` transposed: ``[rows, N]`` like ``x``.
 
-    ``form`` is the codes' format: ``fp8``, ``int4`` or ``mxfp4``. ``scaled``: activations are scaled to fp8, by default
-    if that is possible. See ``skinny_gemm`` for the others.
+    ``form`` is the codes' format: ``fp8``, ``int4`` or ``mxfp4``; activations are scaled to fp8 if ``scales_rows``.
+    ``scales`` are ``[N / rows_per_scale, K / group]``. ``norm`` is the weight and epsilon of an RMS norm of ``x``. See
+    ``skinny_gemm`` for the others, and ``quantized_configs`` for ``config``.
     """
-    x = x if x.stride(1) == 1 else x.contiguous()
-    onto = onto if onto is None or onto.stride(1) == 1 else onto.contiguous()
-    rows, width = x.shape
-    parts = 2 if gated else 1
+    (rows, width), parts = x.shape, 2 if gated else 1
     outputs = codes.shape[0] // parts
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    if scaled is None:
-        scaled = form == "fp8" and (group is None or group >= _BLOCK_K) and multiplies_fp8(x.device)
-    if form == "fp8" and not scaled:
-        codes = codes.view(torch.uint8)
-    padded = min(max(triton.next_power_of_2(rows), 16), MOST_ROWS)
-    block_n, warps, stages = tile(outputs, padded, parts, x.device)
-    _quantized_gemm[triton.cdiv(outputs, block_n), triton.cdiv(rows, padded)](
-        out, x, codes, scales,
+    form = "scaled" if scales_rows(form, group, x.device) else form
+    config = config or choose(form, rows, codes.shape[0], x.device)
+    values, factors, codes = prepared(x, codes, form, norm)
+    onto = onto if onto is None or onto.stride(1) == 1 else onto.contiguous()
+    block_n = config.columns // parts
+    _quantized_gemm[(triton.cdiv(outputs, block_n) * triton.cdiv(rows, config.rows),)](
+        out, values, factors, codes, scales,
         x if bias is None else bias,
         x if onto is None else onto,
         rows, outputs,
-        out.stride(0), x.stride(0),
+        out.stride(0), values.stride(0),
         0 if onto is None else onto.stride(0),
         K=width,
         GROUP=triton.next_power_of_2(width) if group is None else group,
         ROWS_PER_SCALE=rows_per_scale,
+        ONE_SCALE=not gated and rows_per_scale % block_n == 0,
         FORMAT=form,
-        SCALED=scaled,
-        ROWS=padded,
+        ROWS=config.rows,
         BLOCK_N=block_n,
-        BLOCK_K=_BLOCK_K,
-        STAGES=stages,
+        UNITS=config.units,
+        STAGES=config.stages,
+        LINES=config.lines,
+        BAND=_BAND,
+        NATIVE=x.dtype is torch.bfloat16,
         GATED=gated,
         BIAS=bias is not None,
         ONTO=onto is not None,
-        num_warps=warps,
+        num_warps=config.warps,
         **launch_options(x.device),
     )  # fmt: skip
     return out
-
-
-def tile(outputs: int, rows: int, parts: int, device: torch.device) -> tuple[int, int, int]:
-    """Return matrix rows of a program, its warps and its stages. Programs are at least as many as multiprocessors, if
-    tiles of 16 rows allow that; stages fit into shared memory."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    block_n = next((size for size in (64, 32) if outputs >= size * processors), 16) // parts
-    stage = (parts * block_n + 2 * rows) * _BLOCK_K
-    return block_n, 4, max(min(12, (shared_memory(device) // 2 - 2048) // stage), 2)

@@ -14,14 +14,13 @@ from torch.nn import functional as F
 from attnplug.hf.config_keys import Config
 from attnplug_engine.checkpoints.safetensors import CheckpointError, StoredTensor
 from attnplug_engine.kernels import usable
+from attnplug_engine.kernels.quantized_configs import FEW
 from attnplug_engine.parallel.collectives import ParallelError
-from attnplug_engine.quantization.libraries import FEWEST_ROWS, Product, block_product, row_product
+from attnplug_engine.quantization.libraries import FEWEST_ROWS, Product, block_product
 
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
 EXPONENT_SCALES = frozenset({"F8_E8M0", "U8"})
 """UE8M0: ``2 ** (byte - 127)``. 255 is NaN."""
-FEW = 2
-"""Most rows of the fp8 kernel that uses no tensor cores."""
 _LEAST_SCALE = 2.0**-126
 _MOST_DECODED = 1 << 22
 """Elements of a weight that the reference decodes at a time: 16 MiB of float32."""
@@ -240,45 +239,26 @@ class Scheme(ABC):
         ``gated`` computes ``silu(gate) * up`` of ``out = [gate | up]``. The result is added to ``onto``. ``norm`` is
         the weight and epsilon of an RMS norm of ``x``, if the weight ``fuses_norm``.
         """
-        if weight.on_gpu and x.dim() == 2 and x.element_size() == 2:
-            from attnplug_engine.kernels.quantized_gemm import quantized_gemm
+        if not weight.takes(x):
+            return self.finish(self.reference(x, weight), bias, gated, onto)
+        codes, scales = weight.codes, weight.scales
+        if weight.is_few(x):
+            from attnplug_engine.kernels.quantized_skinny import quantized_skinny
 
-            if weight.is_few(x):
-                from attnplug_engine.kernels.quantized_skinny import quantized_skinny
+            return quantized_skinny(
+                x, codes, scales, group=self.group, rows_per_scale=weight.rows_per_scale,
+                bias=bias, norm=norm, gated=gated, onto=onto,
+            )  # fmt: skip
+        if weight.library is not None and x.shape[0] >= FEWEST_ROWS and x.dtype is torch.bfloat16:
+            from attnplug_engine.kernels.scaled_rows import scale_rows
 
-                return quantized_skinny(
-                    x,
-                    weight.codes,
-                    weight.scales,
-                    group=self.group,
-                    rows_per_scale=weight.rows_per_scale,
-                    bias=bias,
-                    norm=norm,
-                    gated=gated,
-                    onto=onto,
-                )
-            if weight.library is None or x.shape[0] < FEWEST_ROWS or x.dtype is not torch.bfloat16:
-                return quantized_gemm(
-                    x,
-                    weight.codes,
-                    weight.scales,
-                    form=self.kernel,
-                    group=self.group,
-                    rows_per_scale=weight.rows_per_scale,
-                    bias=bias,
-                    gated=gated,
-                    onto=onto,
-                )
-        return self.finish(self.product(x, weight), bias, gated, onto)
+            return self.finish(weight.library(*scale_rows(x, norm), codes, scales), bias, gated, onto)
+        from attnplug_engine.kernels.quantized_gemm import quantized_gemm
 
-    def product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
-        """Return the product by a library, or by ``reference``."""
-        if weight.library is not None and x.dim() == 2 and x.dtype is torch.bfloat16:
-            from attnplug_engine.kernels.quantized_gemm import scale_rows
-
-            codes, scales = scale_rows(x, self.group or x.shape[1])
-            return weight.library(codes, scales, weight.codes, weight.scales)
-        return self.reference(x, weight)
+        return quantized_gemm(
+            x, codes, scales, form=self.kernel, group=self.group, rows_per_scale=weight.rows_per_scale,
+            bias=bias, norm=norm, gated=gated, onto=onto,
+        )  # fmt: skip
 
     @staticmethod
     def finish(out: Tensor, bias: Tensor | None, gated: bool, onto: Tensor | None) -> Tensor:
@@ -338,28 +318,30 @@ class QuantizedWeight(nn.Module):
         self.register_buffer("_codes", codes, persistent=False)
         self.register_buffer("_scales", scales, persistent=False)
         self.shape = (codes.shape[-2], codes.shape[-1] * scheme.per_code)
-        self.on_gpu = self._few_rows = False
+        self.on_gpu = False
         """True if the kernels multiply it."""
         self.library: Product | None = None
         """Product for many rows. Chosen here, because a product that is captured cannot be checked."""
         if usable(codes.device):
             from attnplug_engine.kernels.quantized_gemm import supports
+            from attnplug_engine.kernels.scaled_rows import scales_rows
 
             self.on_gpu = supports(self.shape[1], scheme.group)
-            self._few_rows = self.on_gpu and scheme.kernel == "fp8"
-            if self.on_gpu and codes.dim() == 2 and scheme.kernel == "fp8" and self.shape[0] % 16 == 0:
-                if (rows_per_scale, scheme.group) == (128, 128) and not any(size % 128 for size in self.shape):
-                    self.library = block_product(codes.device)
-                elif scheme.group is None:
-                    self.library = row_product(codes.device)
+            whole = codes.dim() == 2 and (rows_per_scale, scheme.group) == (128, 128)
+            if whole and scales_rows(scheme.kernel, 128, codes.device) and not any(size % 128 for size in self.shape):
+                self.library = block_product(codes.device)
+
+    def takes(self, x: Tensor) -> bool:
+        """Return True if the kernels multiply ``x``."""
+        return self.on_gpu and x.dim() == 2 and x.element_size() == 2
 
     def is_few(self, x: Tensor) -> bool:
         """Return True if the kernel for few rows multiplies ``x``."""
-        return self._few_rows and x.dim() == 2 and 0 < x.shape[0] <= FEW and x.element_size() == 2
+        return self.scheme.kernel == "fp8" and self.takes(x) and 0 < x.shape[0] <= FEW
 
     def fuses_norm(self, x: Tensor, gain: Tensor) -> bool:
         """Return True if ``multiply`` can norm ``x`` with the weight ``gain`` first."""
-        return self.is_few(x) and gain.dtype == x.dtype
+        return self.takes(x) and (gain.dtype == x.dtype or not self.is_few(x))
 
     def expert(self, index: int) -> QuantizedWeight:
         """Return one expert's weight, a view."""
