@@ -33,7 +33,6 @@ from measurements import (
     decode_times,
     engine_rates,
     hosts,
-    kernel_steps,
     prefill_rates,
     short_prefills,
 )
@@ -213,7 +212,6 @@ TABLES = {
     "cost of invariance": cost_of_invariance,
     "decode rates": decode_rates,
     "engine rates": engine_rates,
-    "kernel steps": kernel_steps,
     "decode steps": decode_steps,
     "prefill rates": prefill_rates,
     "short prefills": short_prefills,

@@ -141,24 +141,6 @@ def engine_rates() -> str:
     return engine_table(result)
 
 
-def kernel_steps() -> str:
-    """Times of a captured step without attention: fused kernels, torch operations, torch.compile."""
-    found = _read("step_kernels_h200")
-    compiled = {
-        (name, int(what.removeprefix("torch.compile M="))): us
-        for name, what, us in (entry for entry in found["other"] if len(entry) == 3)
-        if what.startswith("torch.compile")
-    }
-    lines = ["| model, rows | limit | fused | torch | torch.compile |", "|---|---|---|---|---|"]
-    for step in found["steps"]:
-        key = (step["kind"], step["rows"])
-        last = f"{compiled[key]:.0f}" if key in compiled else ""
-        lines.append(
-            f"| {key[0]}, {key[1]} | {step['limit']:.0f} | {step['fused']:.0f} | {step['plain']:.0f} | {last} |"
-        )
-    return "\n".join(lines)
-
-
 def decode_steps() -> str:
     """Breakdown of a whole model's step time."""
     return steps_table(_read("decode_h200"))

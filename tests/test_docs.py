@@ -416,13 +416,19 @@ def test_the_guide_explains_every_value(page: str, names: list[str]) -> None:
 
 
 def test_every_measurement_has_its_command() -> None:
-    """Results that a page names, or that tables are generated from, are in the list of commands, and exist."""
+    """Every result is in the list of commands, whose scripts exist. Pages name no result that is not in it."""
     pages = [ROOT / "docs" / f"{name}.md" for name in ("measurements", "hosts", "auto", "sparse", "speculation")]
-    listed = set(re.findall(r"`(\w+\.json)`", pages[0].read_text().split("## Reproduce a figure")[1]))
-    named = {name for page in pages for name in re.findall(r"`(\w+_(?:h200|arm|vllm|cpu)\.json)`", page.read_text())}
+    rows = re.findall(r"^\| (`\w+\.json`.*?) \| (.+) \|$", pages[0].read_text(), re.MULTILINE)
+    listed = [name for results, _ in rows for name in re.findall(r"`(\w+\.json)`", results)]
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "benchmarks" / "results").iterdir())
+    pages += ROOT.glob("*/*/README.md")
+    named = {name for page in pages for name in re.findall(r"(\w+_(?:h200|arm|vllm|cpu)\.json)`", page.read_text())}
     read = {f"{name}.json" for name in re.findall(r'_read\("(\w+)"\)', (ROOT / "docs" / "measurements.py").read_text())}
-    assert named | read <= listed
-    assert [name for name in sorted(listed) if not (ROOT / "benchmarks" / "results" / name).exists()] == []
+    assert named | read <= {*listed}
+    for results, command in rows:
+        scripts = re.findall(r"`(?:python|bash) (benchmarks/\w+\.\w+)", command)
+        assert scripts or re.search(r"`(?:make|attnplug) ", command), f"{results} has no command"
+        assert [script for script in scripts if not (ROOT / script).exists()] == [], results
 
 
 def paragraphs(text: str) -> list[str]:
