@@ -183,13 +183,17 @@ def table_of_hosts() -> str:
 
 
 def table_of_conformance() -> str:
-    """One row per report in docs/conformance."""
-    rows = ["| backend | where | passed | failed | not claimed |", "|---|---|---|---|---|"]
+    """One row per report in docs/conformance. Reports of a GPU that name no kit are older than these fields."""
+    rows = ["| backend | where | kit, contract | passed | failed | not claimed | digest |", "|---" * 7 + "|"]
     for path in sorted((ROOT / "docs" / "conformance").glob("*.json")):
         report = json.loads(path.read_text())
         counts = [sum(claim.get(status, 0) for claim in report["claims"].values()) for status in STATUSES]
+        name = f"`{report['backend']}` {report['source'].rpartition(' ')[2]}"
         where = report["place"].rpartition(", torch")[0]
-        rows.append(f"| `{report['backend']}` | {where} | " + " | ".join(map(str, counts)) + " |")
+        kit, digest = "not recorded", ""
+        if "kit" in report:
+            kit, digest = f"{report['kit']}, {report['contract']}", f"`{report['digest'][:8]}`"
+        rows.append(f"| {name} | {where} | {kit} | " + " | ".join(map(str, counts)) + f" | {digest} |")
     return "\n".join(rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import re
 import shlex
 import shutil
@@ -429,6 +430,24 @@ def test_every_measurement_has_its_command() -> None:
         scripts = re.findall(r"`(?:python|bash) (benchmarks/\w+\.\w+)", command)
         assert scripts or re.search(r"`(?:make|attnplug) ", command), f"{results} has no command"
         assert [script for script in scripts if not (ROOT / script).exists()] == [], results
+
+
+def test_reports_are_dated_and_cover_every_backend() -> None:
+    """E4: on a CPU with the present contract. Reports of a GPU that name no kit are marked in the page's table."""
+    reports = {path.stem: json.loads(path.read_text()) for path in (ROOT / "docs" / "conformance").glob("*.json")}
+    ours = {name for name, each in load_registry().backends.items() if each.source.distribution.startswith("attnplug")}
+    assert (
+        {f"{name}-cpu" for name in ours}
+        <= reports.keys()
+        <= {f"{name}-{on}" for name in ours for on in ("cpu", "cuda")}
+    )
+    for name, report in reports.items():
+        named = {"kit", "contract", "version", "digest"} & report.keys()
+        if name.endswith("-cpu"):
+            assert len(named) == 4 and report["contract"] == CONTRACT_VERSION, f"{name}: run python docs/reports.py"
+        assert len(named) in (0, 4) and report["conforms"] and report["device"] == name.rpartition("-")[2]
+    table = (ROOT / "docs" / "conformance.md").read_text().split("table of conformance -->")[1].split("<!-- end")[0]
+    assert table.count("| not recorded |") == sum("kit" not in report for report in reports.values())
 
 
 def paragraphs(text: str) -> list[str]:
