@@ -450,6 +450,55 @@ def test_reports_are_dated_and_cover_every_backend() -> None:
     assert table.count("| not recorded |") == sum("kit" not in report for report in reports.values())
 
 
+READINGS = {
+    "guide": re.findall(
+        r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().split("Write a backend:")[1].split("conformance.md")[0]
+    ),
+    "hosting": ["hosting.md"],
+    "architecture": ["architecture.md"],
+    "serve": ["getting-started/serve.md"],
+}
+"""Pages that are read one after the other."""
+TERMS = {
+    **{"absorbed": "absorbed", "batch": "batch(?:es)?", "capability": "capabilit(?:y|ies)", "prefix": "prefix(?:es)?"},
+    **{"geometry": "geometr(?:y|ies)", "lse": "log-sum-exp", "page-table": "page tables?"},
+    **{"slot-mapping": "slot mappings?", "bridge": "bridges?", "chunk": "chunks?", "coordinator": "coordinators?"},
+    **{"extra": "extras?", "feature": "features?", "host": "hosts?", "lane": "lanes?", "layout": "layouts?"},
+    **{"page": "pages?", "plugin": "plugins?", "pool": "pools?", "refusal": "refusals?", "role": "roles?"},
+    **{"row": "rows?", "sink": "sinks?", "slot": "slots?", "tree": "trees?", "workspace": "workspaces?"},
+    **{"wrapper": "wrappers?"},
+}
+"""Nouns of the glossary that mean nothing else on these pages. Others are also verbs, or common words."""
+
+
+def first_use(text: str, term: str) -> re.Match[str] | None:
+    """Find a term in the prose of a page, and the target of its link."""
+    text = re.sub(r"^(?:#|\||<!--|    ).*$", "", FENCED.sub("", text), flags=re.MULTILINE)
+    text = re.sub(r"`[^`\n]*`", "", text)
+    if term in ("page", "slot"):
+        text = re.sub(r"page (?:tables?|sizes?|allocator)|slot mappings?", "", text, flags=re.IGNORECASE)
+    text = re.sub(r"\]\((?!\S*glossary)[^)]*\)", "]", text)
+    links = r"(?:[^\[\]\n]*\]\(\S*glossary\.md#(?P<target>[\w-]+)\))?"
+    return re.search(rf"(?<![\w/.#-])(?:{TERMS[term]})(?![\w/-]){links}", text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_the_glossary_is_linked_from_first_uses(reading: str) -> None:
+    missing = []
+    for term in TERMS:
+        uses = ((page, first_use((ROOT / "docs" / page).read_text(), term)) for page in READINGS[reading])
+        page, use = next(((page, use) for page, use in uses if use), ("", None))
+        if use is not None and use["target"] != term:
+            missing.append(f"{page}: {term}")
+    assert missing == []
+
+
+def test_every_term_of_the_glossary_is_linked() -> None:
+    pages = "".join(page.read_text() for page in ROOT.glob("docs/**/*.md"))
+    terms = re.findall(r'<a id="([\w-]+)">', (ROOT / "docs" / "glossary.md").read_text())
+    assert TERMS.keys() < {*terms} and [term for term in terms if f"glossary.md#{term})" not in pages] == []
+
+
 def paragraphs(text: str) -> list[str]:
     """Paragraphs and items of lists, without tables, headings and code."""
     parts = [part for part in re.split(r"\n\s*\n", FENCED.sub("\n\n", text)) if not part.startswith(("|", "#", "    "))]
