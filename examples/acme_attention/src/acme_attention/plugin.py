@@ -59,7 +59,25 @@ def attnplug_backends() -> list[BackendSpec]:
             options=AcmeOptions,
             check=check_options,
         ),
-        BackendSpec("acme_mla", "MLA in torch", "0.9", "acme_attention.mla:AcmeMLA", MLA),
-        BackendSpec("acme_linear", "Lightning in torch", "0.9", "acme_attention.linear:AcmeLinear", LINEAR),
-        BackendSpec("acme_sparse", "Sparse MLA in torch", "0.9", "acme_attention.sparse:AcmeSparse", SPARSE),
+        BackendSpec(
+            name="acme_mla",
+            summary="MLA in torch",
+            contract="0.9",
+            factory="acme_attention.mla:AcmeMLA",
+            capabilities=MLA,
+        ),
+        BackendSpec(
+            name="acme_linear",
+            summary="Lightning in torch",
+            contract="0.9",
+            factory="acme_attention.linear:AcmeLinear",
+            capabilities=LINEAR,
+        ),
+        BackendSpec(
+            name="acme_sparse",
+            summary="Sparse MLA in torch",
+            contract="0.9",
+            factory="acme_attention.sparse:AcmeSparse",
+            capabilities=SPARSE,
+        ),
     ]
