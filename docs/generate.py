@@ -25,6 +25,7 @@ import diagrams
 from measurements import (
     arrivals,
     cost_of_invariance,
+    cost_of_levels,
     cost_of_wrapping,
     cpu_rates,
     decode_plot,
@@ -214,6 +215,7 @@ TABLES = {
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
     "cost of invariance": cost_of_invariance,
+    "cost of levels": cost_of_levels,
     "decode rates": decode_rates,
     "engine rates": engine_rates,
     "decode steps": decode_steps,

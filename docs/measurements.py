@@ -122,6 +122,22 @@ def cost_of_invariance() -> str:
     return "\n".join(lines)
 
 
+def cost_of_levels() -> str:
+    """Time with all levels of invariance over that without, on one CPU core."""
+    found = _read("invariance_cpu")
+    lines = ["| on one CPU core, float32 | decode | extend |", "|---|---|---|"]
+    for shape in dict.fromkeys(case["shape"] for case in found["torch_native"]):
+        cases = [case for case in found["torch_native"] if case["shape"] == shape]
+        parts = [[case["ratio"] for case in cases if key in case] for key in ("requests", "new")]
+        cells = " | ".join(f"{min(ratios):.1f} to {max(ratios):.1f} ×" for ratios in parts)
+        lines.append(f"| `torch_native`, a layer of {shape} | {cells} |")
+    for model, points in found["engine"].items():
+        decodes = ", ".join(f"{one['ratio']:.1f} × with {one['requests']}" for one in points if "requests" in one)
+        (extend,) = (f"{one['ratio']:.1f} ×" for one in points if "prompt" in one)
+        lines.append(f"| engine, 2 layers of `{model}` | {decodes} | {extend} |")
+    return "\n".join(lines)
+
+
 def decode_rates() -> str:
     """Tokens/s of whole models in our engine and in others."""
     return rates_table(_read("decode_h200"))
