@@ -86,9 +86,6 @@ def write(core: Path, folder: Path, version: str) -> None:
     package = folder / "attnplug"
     shutil.copytree(core / "attnplug", package, ignore=shutil.ignore_patterns("__pycache__"))
     changes = [(f'CONTRACT_VERSION = "{CONTRACT_VERSION}"', f'CONTRACT_VERSION = "{version}"')]
-    if parts(version)[0] != parts(CONTRACT_VERSION)[0]:
-        declared = 'contract="{}",\n            factory="attnplug.torch_native'
-        changes.append((declared.format(CONTRACT_VERSION), declared.format(version)))
     for level, (minor, name) in enumerate(MINORS.items(), start=4):
         changes += edits(name, level) if parts(minor) <= parts(version) else []
     texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}

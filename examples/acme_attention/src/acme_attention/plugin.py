@@ -53,7 +53,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="acme_mha",
             summary="MHA in torch, decode in graphs",
-            contract="0.9",
+            contract="1.0",
             factory="acme_attention.mha:AcmeMHA",
             capabilities=MHA,
             options=AcmeOptions,
@@ -62,21 +62,21 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="acme_mla",
             summary="MLA in torch",
-            contract="0.9",
+            contract="1.0",
             factory="acme_attention.mla:AcmeMLA",
             capabilities=MLA,
         ),
         BackendSpec(
             name="acme_linear",
             summary="Lightning in torch",
-            contract="0.9",
+            contract="1.0",
             factory="acme_attention.linear:AcmeLinear",
             capabilities=LINEAR,
         ),
         BackendSpec(
             name="acme_sparse",
             summary="Sparse MLA in torch",
-            contract="0.9",
+            contract="1.0",
             factory="acme_attention.sparse:AcmeSparse",
             capabilities=SPARSE,
         ),
