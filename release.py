@@ -36,7 +36,7 @@ from attnplug_testing.environments import Environment, link_dependencies, link_p
 ROOT = Path(__file__).parent
 VERSION_FILE = "core/src/attnplug/declare/version.py"
 REWRITTEN = (".md", ".py", ".toml")
-KEPT = ("CHANGELOG.md", "benchmarks/", "fossils/", "release.py", "tests/test_release.py")
+KEPT = ("CHANGELOG.md", "benchmarks/results/", "fossils/", "release.py", "tests/test_release.py")
 """Files that speak of earlier versions, or of any."""
 
 

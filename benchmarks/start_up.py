@@ -41,7 +41,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="{name}",
             summary="a plugin that only takes time to load",
-            contract="0.9",
+            contract="1.0",
             factory="{name}_backend:Backend",
             capabilities=Capabilities(
                 kinds=frozenset({{AttentionKind.MHA}}),

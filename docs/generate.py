@@ -25,6 +25,7 @@ import diagrams
 from measurements import (
     arrivals,
     cost_of_invariance,
+    cost_of_levels,
     cost_of_wrapping,
     cpu_rates,
     decode_plot,
@@ -33,7 +34,6 @@ from measurements import (
     decode_times,
     engine_rates,
     hosts,
-    kernel_steps,
     prefill_rates,
     short_prefills,
 )
@@ -184,13 +184,17 @@ def table_of_hosts() -> str:
 
 
 def table_of_conformance() -> str:
-    """One row per report in docs/conformance."""
-    rows = ["| backend | where | passed | failed | not claimed |", "|---|---|---|---|---|"]
+    """One row per report in docs/conformance. Reports of a GPU that name no kit are older than these fields."""
+    rows = ["| backend | where | kit, contract | passed | failed | not claimed | digest |", "|---" * 7 + "|"]
     for path in sorted((ROOT / "docs" / "conformance").glob("*.json")):
         report = json.loads(path.read_text())
         counts = [sum(claim.get(status, 0) for claim in report["claims"].values()) for status in STATUSES]
+        name = f"`{report['backend']}` {report['source'].rpartition(' ')[2]}"
         where = report["place"].rpartition(", torch")[0]
-        rows.append(f"| `{report['backend']}` | {where} | " + " | ".join(map(str, counts)) + " |")
+        kit, digest = "not recorded", ""
+        if "kit" in report:
+            kit, digest = f"{report['kit']}, {report['contract']}", f"`{report['digest'][:8]}`"
+        rows.append(f"| {name} | {where} | {kit} | " + " | ".join(map(str, counts)) + f" | {digest} |")
     return "\n".join(rows)
 
 
@@ -211,9 +215,9 @@ TABLES = {
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
     "cost of invariance": cost_of_invariance,
+    "cost of levels": cost_of_levels,
     "decode rates": decode_rates,
     "engine rates": engine_rates,
-    "kernel steps": kernel_steps,
     "decode steps": decode_steps,
     "prefill rates": prefill_rates,
     "short prefills": short_prefills,

@@ -122,6 +122,22 @@ def cost_of_invariance() -> str:
     return "\n".join(lines)
 
 
+def cost_of_levels() -> str:
+    """Time with all levels of invariance over that without, on one CPU core."""
+    found = _read("invariance_cpu")
+    lines = ["| on one CPU core, float32 | decode | extend |", "|---|---|---|"]
+    for shape in dict.fromkeys(case["shape"] for case in found["torch_native"]):
+        cases = [case for case in found["torch_native"] if case["shape"] == shape]
+        parts = [[case["ratio"] for case in cases if key in case] for key in ("requests", "new")]
+        cells = " | ".join(f"{min(ratios):.1f} to {max(ratios):.1f} ×" for ratios in parts)
+        lines.append(f"| `torch_native`, a layer of {shape} | {cells} |")
+    for model, points in found["engine"].items():
+        decodes = ", ".join(f"{one['ratio']:.1f} × with {one['requests']}" for one in points if "requests" in one)
+        (extend,) = (f"{one['ratio']:.1f} ×" for one in points if "prompt" in one)
+        lines.append(f"| engine, 2 layers of `{model}` | {decodes} | {extend} |")
+    return "\n".join(lines)
+
+
 def decode_rates() -> str:
     """Tokens/s of whole models in our engine and in others."""
     return rates_table(_read("decode_h200"))
@@ -139,24 +155,6 @@ def engine_rates() -> str:
         if key in best:
             point["step_us"] = min(point["step_us"], best[key])
     return engine_table(result)
-
-
-def kernel_steps() -> str:
-    """Times of a captured step without attention: fused kernels, torch operations, torch.compile."""
-    found = _read("step_kernels_h200")
-    compiled = {
-        (name, int(what.removeprefix("torch.compile M="))): us
-        for name, what, us in (entry for entry in found["other"] if len(entry) == 3)
-        if what.startswith("torch.compile")
-    }
-    lines = ["| model, rows | limit | fused | torch | torch.compile |", "|---|---|---|---|---|"]
-    for step in found["steps"]:
-        key = (step["kind"], step["rows"])
-        last = f"{compiled[key]:.0f}" if key in compiled else ""
-        lines.append(
-            f"| {key[0]}, {key[1]} | {step['limit']:.0f} | {step['fused']:.0f} | {step['plain']:.0f} | {last} |"
-        )
-    return "\n".join(lines)
 
 
 def decode_steps() -> str:

@@ -27,12 +27,12 @@ FOLDER = ROOT / "docs" / "conformance"
 
 def on_a_cpu() -> list[Subject]:
     """Return the subjects that the packages' own tests verify."""
-    tests = [ROOT / "core" / "tests", *sorted(ROOT.glob("plugins/*/tests"))]
-    sys.path[:0] = map(str, tests)
+    tests = [ROOT / "core/tests/test_conformance.py", *sorted(ROOT.glob("plugins/*/tests/test_conformance.py"))]
+    sys.path[:0] = [str(path.parent) for path in tests]
     importlib.import_module("attnplug_testing.triton_mode").settle_triton()
     found = []
-    for folder in tests:
-        spec = importlib.util.spec_from_file_location(f"of_{folder.parent.name}", folder / "test_conformance.py")
+    for path in tests:
+        spec = importlib.util.spec_from_file_location(f"of_{path.parent.parent.name}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

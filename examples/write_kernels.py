@@ -73,7 +73,7 @@ def check(factory: str, prefix: str = "mha.") -> list[str]:
         dtypes=frozenset({DType.FLOAT32}),
         layouts=frozenset(CacheLayout),
     )
-    spec = BackendSpec("mine", "one request at a time", "0.9", factory, capabilities)
+    spec = BackendSpec("mine", "one request at a time", contract="1.0", factory=factory, capabilities=capabilities)
     registered = replace(load_registry().backends["torch_native"], spec=spec)
     subject = replace(Subject.installed(registered, "cpu"), budget=0)  # no random cases
     chosen = [each for each in claimed_checks(subject, quick=True) if each.name.startswith(prefix)]

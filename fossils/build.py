@@ -1,6 +1,6 @@
 """Build the wheels of the fossils from ``sources/``, byte by byte the same on every machine.
 
-python fossils/build.py 0.9    write fossils/0.9/*.whl and SHA256SUMS
+python fossils/build.py 1.0    write fossils/1.0/*.whl and SHA256SUMS
 
 A fossil stays as it was built. Once a contract is released, its folder never changes (fossils/README.md).
 """

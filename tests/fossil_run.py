@@ -1,8 +1,8 @@
 """Select, conform and run the fossils in this process, and print what happened as JSON.
 
-Usage: python tests/fossil_run.py FOLDER EVERY DEVICE [later]. FOLDER holds the unpacked wheels. One of EVERY quick
-checks runs, on DEVICE. With ``later``, attnplug is the next minor of ``tests/later_contract.py``, whose additions are
-used, too.
+Usage: python tests/fossil_run.py FOLDER EVERY DEVICE [NAME …]. FOLDER holds the unpacked wheels. One of EVERY quick
+checks runs, on DEVICE. With names, attnplug is a later minor of ``tests/later_contract.py``, whose additions of these
+names are used, too.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def conforming(every: int, device: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def main(folder: str, every: str, device: str, *later: str) -> None:
+def main(folder: str, every: str, device: str, *names: str) -> None:
     sys.path.insert(0, folder)
     result = listed()
     if result["selectable"]:
         result |= {"served": served(), "conforming": conforming(int(every), device)}
-    if later:
+    if names:
         import later_contract
 
-        result["later"] = later_contract.additions()
+        result["later"] = {name: later_contract.additions(name) for name in names}
     print(json.dumps(result))
 
 

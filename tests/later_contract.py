@@ -1,7 +1,7 @@
-"""A pretended next minor of the contract: core's sources with one addition of each kind that a minor may make.
+"""Pretended later minors of the contract: core's sources with one addition of each kind that a minor may make.
 
-``write`` makes a copy of core with the additions. ``additions`` runs in a process that imports this copy, and uses each
-addition together with the fossils.
+``write`` makes a copy of core with the additions of a minor, and those of the minors before it. ``additions`` runs in a
+process that imports this copy, and uses each addition together with the fossils.
 """
 
 from __future__ import annotations
@@ -13,87 +13,96 @@ from typing import Any
 
 from attnplug.declare.version import CONTRACT_VERSION
 
-MAJOR, MINOR = map(int, CONTRACT_VERSION.split("."))
-VERSION = f"{MAJOR}.{MINOR + 1}" if MAJOR else "1.1"
+MINORS = {"1.1": "later", "1.3": "latest"}
+"""Pretended minors, and the name of each one's additions."""
 
 _HOOK = '''
-class LaterPlanning(Protocol):
-    """Optional: a hook of the next minor."""
+class {title}Planning(Protocol):
+    """Optional: a hook of a later minor."""
 
-    def init_later(self, forward_batch: ForwardBatch, depth: int = 2, *, hint: str = "none") -> str | None:
+    def init_{name}(self, forward_batch: ForwardBatch, depth: int = 2, *, hint: str = "none") -> str | None:
         """Return a note on the batch."""
 
 
 MAY_IGNORE'''
 
-EDITS = {
-    # The version, and a code.
-    "declare/version.py": [(f'CONTRACT_VERSION = "{CONTRACT_VERSION}"', f'CONTRACT_VERSION = "{VERSION}"')],
-    "torch_native/plugin.py": [(f'contract="{CONTRACT_VERSION}"', f'contract="{VERSION}"')],
-    "declare/refusal.py": [('    ROLE = "role"\n', '    ROLE = "role"\n    LATER = "later"\n')],
-    # A feature, and a field with a default that a layer with the feature has.
-    "declare/model.py": [
-        ('    COMPRESSED = "compressed"\n', '    COMPRESSED = "compressed"\n    LATER = "later"\n'),
+
+def edits(name: str, level: int) -> list[tuple[str, str]]:
+    """Return replacements in core's sources that add one of each kind, called ``name``. Those of two minors do not
+    collide."""
+    upper, title = name.upper(), name.title()
+    return [
+        # A refusal code.
+        ('    ROLE = "role"\n', f'    ROLE = "role"\n    {upper} = "{name}"\n'),
+        # A feature, and a field with a default that a layer with the feature has.
+        ('    COMPRESSED = "compressed"\n', f'    COMPRESSED = "compressed"\n    {upper} = "{name}"\n'),
         (
-            "    compressed: CompressedDims | None = None\n\n    def __post_init__",
-            "    compressed: CompressedDims | None = None\n    later: bool = False\n\n    def __post_init__",
+            "    compressed: CompressedDims | None = None\n",
+            f"    compressed: CompressedDims | None = None\n    {name}: bool = False\n",
         ),
         (
             "            Feature.SINKS: self.sinks,\n",
-            "            Feature.SINKS: self.sinks,\n            Feature.LATER: self.later,\n",
+            f"            Feature.SINKS: self.sinks,\n            Feature.{upper}: self.{name},\n",
         ),
-    ],
-    # A level.
-    "declare/problem.py": [('    """Any batch, prefill included."""\n', '    """Any batch."""\n    LATER = 4\n')],
-    # A claim, which wrappers combine.
-    "declare/claims.py": [
+        # A level.
+        (
+            '    """Any batch, prefill included."""\n',
+            f'    """Any batch, prefill included."""\n    {upper} = {level}\n',
+        ),
+        # A claim, which wrappers combine.
         (
             "    def __post_init__(self) -> None:\n        for each in fields(self):",
-            "    later: int = declared(integer, 0, weaker=min, within=operator.le)\n\n"
+            f"    {name}: int = declared(integer, 0, weaker=min, within=operator.le)\n\n"
             "    def __post_init__(self) -> None:\n        for each in fields(self):",
-        )
-    ],
-    "declare/spec.py": [("    preference: int = 0\n", "    later: str | None = None\n    preference: int = 0\n")],
-    # An extra.
-    "declare/capabilities.py": [('EXTRAS = ("entries", ', 'EXTRAS = ("entries", "later", ')],
-    "contract/backend.py": [
+        ),
+        # A field of specs.
+        ("    preference: int = 0\n", f"    {name}: str | None = None\n    preference: int = 0\n"),
+        # An extra.
+        ('EXTRAS = ("entries", ', f'EXTRAS = ("entries", "{name}", '),
         (
             '    lse: Tensor | None = None\n    """Output',
-            '    later: Tensor | None = None\n    lse: Tensor | None = None\n    """Output',
+            f'    {name}: Tensor | None = None\n    lse: Tensor | None = None\n    """Output',
         ),
         # An optional hook.
-        ("\nMAY_IGNORE", _HOOK),
-        ("DeltaDecoding, GraphPlanning)", "DeltaDecoding, GraphPlanning, LaterPlanning)"),
-    ],
-    # Fields of what backends receive.
-    "contract/ragged.py": [
-        ("    lane: int = 0\n\n    @classmethod", "    lane: int = 0\n    later: int = 0\n\n    @classmethod")
-    ],
-    # A format.
-    "declare/kv_format.py": [
+        ("\nMAY_IGNORE", _HOOK.format(name=name, title=title)),
+        ("DeltaDecoding, GraphPlanning", f"DeltaDecoding, GraphPlanning, {title}Planning"),
+        # A field of what backends receive. Arguments by position stay as they are.
+        (
+            "    kv_indptr: Tensor\n    lane: int = 0\n",
+            "    kv_indptr: Tensor\n    lane: int = 0\n"
+            f'    {name}: int = __import__("dataclasses").field(default=0, kw_only=True)\n',
+        ),
+        # A format.
         (
             '    KVFormat("float16",',
-            '    KVFormat("later", "a format of the next minor", (RowPart("float32"),), 0.0, holds=ROW_KINDS),\n'
+            f'    KVFormat("{name}", "a format of a later minor", (RowPart("float32"),), 0.0, holds=ROW_KINDS),\n'
             '    KVFormat("float16",',
-        )
-    ],
-}
+        ),
+    ]
 
 
-def write(core: Path, folder: Path) -> None:
-    """Copy the package ``attnplug`` below ``core`` to ``folder`` and make the additions there."""
-    shutil.copytree(core / "attnplug", folder / "attnplug", ignore=shutil.ignore_patterns("__pycache__"))
-    for name, edits in EDITS.items():
-        path = folder / "attnplug" / name
-        text = path.read_text(encoding="utf-8")
-        for before, now in edits:
-            assert text.count(before) == 1, f"{name} has {before!r} {text.count(before)} times; adapt {__name__}"
-            text = text.replace(before, now)
-        path.write_text(text, encoding="utf-8")
+def write(core: Path, folder: Path, version: str) -> None:
+    """Copy the package ``attnplug`` below ``core`` to ``folder``; add what minors up to ``version`` have."""
+    package = folder / "attnplug"
+    shutil.copytree(core / "attnplug", package, ignore=shutil.ignore_patterns("__pycache__"))
+    changes = [(f'CONTRACT_VERSION = "{CONTRACT_VERSION}"', f'CONTRACT_VERSION = "{version}"')]
+    for level, (minor, name) in enumerate(MINORS.items(), start=4):
+        changes += edits(name, level) if parts(minor) <= parts(version) else []
+    texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+    for before, now in changes:
+        places = [path for path, text in texts.items() if before in text]
+        counts = [texts[path].count(before) for path in places]
+        assert counts == [1], f"core has {before!r} {sum(counts)} times; adapt {__name__}"
+        texts[places[0]] = texts[places[0]].replace(before, now)
+        places[0].write_text(texts[places[0]], encoding="utf-8")
 
 
-def additions() -> dict[str, Any]:
-    """Use each addition with the fossils. Returns what came of it, by kind of addition."""
+def parts(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def additions(name: str) -> dict[str, Any]:
+    """Use each addition of that name with the fossils. Returns what came of it, by kind of addition."""
     from dataclasses import replace
 
     import torch
@@ -105,7 +114,7 @@ def additions() -> dict[str, Any]:
 
     backends = load_registry().backends
     fossil = backends["fossil_mla"].spec
-    layer = replace(FULL["mla"], later=True)
+    layer = replace(FULL["mla"], **{name: True})
 
     def codes(**changes: Any) -> list[str]:
         model = ModelSpec("later", "later", (changes.pop("layer", FULL["mla"]),), context_length=64)
@@ -113,30 +122,32 @@ def additions() -> dict[str, Any]:
         return [str(refusal.code) for refusal in fossil.refusals(problem, Role.DECODE)]
 
     class Child:
-        """A backend that has the next minor's hook and claim."""
+        """A backend that has the minor's hook and claim."""
 
-        def __init__(self, later: int) -> None:
-            self.claims = replace(fossil.capabilities.claims, later=later)
+        def __init__(self, claimed: int) -> None:
+            self.claims = replace(fossil.capabilities.claims, **{name: claimed})
             self.backend_id = type("Id", (), {"name": "child"})()
             self.calls: list[Any] = []
 
-        def init_later(self, forward_batch: Any, depth: int = 2, *, hint: str = "none") -> str:
+        def note(self, forward_batch: Any, depth: int = 2, *, hint: str = "none") -> str:
             self.calls.append((forward_batch, depth, hint))
             return "noted"
 
+    setattr(Child, f"init_{name}", Child.note)
     left, right = Child(3), Child(5)
     wrapper = FossilWrapper("fossil_wrapper", {"prefill": left, "decode": right})
     batch = _decode_batch()
-    answer = wrapper.init_later(batch, hint="fast")
+    answer = getattr(wrapper, f"init_{name}")(batch, hint="fast")
+    feature = Feature(name)
     return {
         "declared": fossil.contract,
-        "field": [fossil.later, layer.later, fossil.capabilities.later],
-        "feature": [Feature.LATER in fossil.capabilities.features, codes(layer=layer), codes()],
-        "level": codes(cuda_graph=GraphLevel.LATER),
-        "format": codes(kv_dtype="later"),
-        "extra": _refused(lambda: _extend(ForwardExtras(later=torch.ones(1)))),
+        "field": [getattr(each, name) for each in (fossil, layer, fossil.capabilities)],
+        "feature": [feature in fossil.capabilities.features, codes(layer=layer), codes()],
+        "level": codes(cuda_graph=GraphLevel[name.upper()]),
+        "format": codes(kv_dtype=name),
+        "extra": _refused(lambda: _extend(ForwardExtras(**{name: torch.ones(1)}))),
         "hook": [answer, left.calls == [], right.calls == [(batch, 2, "fast")]],
-        "claim": [wrapper.claims.later, list(wrapper.limiting_children["later"])],
+        "claim": [getattr(wrapper.claims, name), list(wrapper.limiting_children[name])],
     }
 
 
@@ -151,7 +162,7 @@ def _decode_batch() -> Any:
 
 
 def _extend(extras: Any) -> None:
-    """Run a step of the fossil host whose extras have the next minor's field."""
+    """Run a step of the fossil host whose extras have a later minor's field."""
     import fossil_host.host as host
 
     original = host.ForwardExtras

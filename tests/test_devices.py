@@ -23,7 +23,7 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 def attnplug_backends():
     can = {BLOCKS[1].strip()}
     factory = "attnplug_acme.kernels:Made"
-    return [BackendSpec("acme_kernels", "for newer devices", contract="0.9", factory=factory, capabilities=can)]
+    return [BackendSpec("acme_kernels", "for newer devices", contract="1.0", factory=factory, capabilities=can)]
 """
 GENERATE = ("--random-weights", "--ignore-eos", "--max-tokens", "6", "--prompt", "hello world, hello", "--json")
 MODELS = {"llama": ["tiny:llama", "--temperature", "0.8"], "deepseek_v3": ["tiny:deepseek_v3"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import re
 import shlex
 import shutil
@@ -416,13 +417,86 @@ def test_the_guide_explains_every_value(page: str, names: list[str]) -> None:
 
 
 def test_every_measurement_has_its_command() -> None:
-    """Results that a page names, or that tables are generated from, are in the list of commands, and exist."""
+    """Every result is in the list of commands, whose scripts exist. Pages name no result that is not in it."""
     pages = [ROOT / "docs" / f"{name}.md" for name in ("measurements", "hosts", "auto", "sparse", "speculation")]
-    listed = set(re.findall(r"`(\w+\.json)`", pages[0].read_text().split("## Reproduce a figure")[1]))
-    named = {name for page in pages for name in re.findall(r"`(\w+_(?:h200|arm|vllm|cpu)\.json)`", page.read_text())}
+    rows = re.findall(r"^\| (`\w+\.json`.*?) \| (.+) \|$", pages[0].read_text(), re.MULTILINE)
+    listed = [name for results, _ in rows for name in re.findall(r"`(\w+\.json)`", results)]
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "benchmarks" / "results").iterdir())
+    pages += ROOT.glob("*/*/README.md")
+    named = {name for page in pages for name in re.findall(r"(\w+_(?:h200|arm|vllm|cpu)\.json)`", page.read_text())}
     read = {f"{name}.json" for name in re.findall(r'_read\("(\w+)"\)', (ROOT / "docs" / "measurements.py").read_text())}
-    assert named | read <= listed
-    assert [name for name in sorted(listed) if not (ROOT / "benchmarks" / "results" / name).exists()] == []
+    assert named | read <= {*listed}
+    for results, command in rows:
+        scripts = re.findall(r"`(?:python|bash) (benchmarks/\w+\.\w+)", command)
+        assert scripts or re.search(r"`(?:make|attnplug) ", command), f"{results} has no command"
+        assert [script for script in scripts if not (ROOT / script).exists()] == [], results
+
+
+def test_reports_are_dated_and_cover_every_backend() -> None:
+    """E4: on a CPU with the present contract. Reports of a GPU that name no kit are marked in the page's table."""
+    reports = {path.stem: json.loads(path.read_text()) for path in (ROOT / "docs" / "conformance").glob("*.json")}
+    ours = {name for name, each in load_registry().backends.items() if each.source.distribution.startswith("attnplug")}
+    assert (
+        {f"{name}-cpu" for name in ours}
+        <= reports.keys()
+        <= {f"{name}-{on}" for name in ours for on in ("cpu", "cuda")}
+    )
+    for name, report in reports.items():
+        named = {"kit", "contract", "version", "digest"} & report.keys()
+        if name.endswith("-cpu"):
+            assert len(named) == 4 and report["contract"] == CONTRACT_VERSION, f"{name}: run python docs/reports.py"
+        assert len(named) in (0, 4) and report["conforms"] and report["device"] == name.rpartition("-")[2]
+    table = (ROOT / "docs" / "conformance.md").read_text().split("table of conformance -->")[1].split("<!-- end")[0]
+    assert table.count("| not recorded |") == sum("kit" not in report for report in reports.values())
+
+
+READINGS = {
+    "guide": re.findall(
+        r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().split("Write a backend:")[1].split("conformance.md")[0]
+    ),
+    "hosting": ["hosting.md"],
+    "architecture": ["architecture.md"],
+    "serve": ["getting-started/serve.md"],
+}
+"""Pages that are read one after the other."""
+TERMS = {
+    **{"absorbed": "absorbed", "batch": "batch(?:es)?", "capability": "capabilit(?:y|ies)", "prefix": "prefix(?:es)?"},
+    **{"geometry": "geometr(?:y|ies)", "lse": "log-sum-exp", "page-table": "page tables?"},
+    **{"slot-mapping": "slot mappings?", "bridge": "bridges?", "chunk": "chunks?", "coordinator": "coordinators?"},
+    **{"extra": "extras?", "feature": "features?", "host": "hosts?", "lane": "lanes?", "layout": "layouts?"},
+    **{"page": "pages?", "plugin": "plugins?", "pool": "pools?", "refusal": "refusals?", "role": "roles?"},
+    **{"row": "rows?", "sink": "sinks?", "slot": "slots?", "tree": "trees?", "workspace": "workspaces?"},
+    **{"wrapper": "wrappers?"},
+}
+"""Nouns of the glossary that mean nothing else on these pages. Others are also verbs, or common words."""
+
+
+def first_use(text: str, term: str) -> re.Match[str] | None:
+    """Find a term in the prose of a page, and the target of its link."""
+    text = re.sub(r"^(?:#|\||<!--|    ).*$", "", FENCED.sub("", text), flags=re.MULTILINE)
+    text = re.sub(r"`[^`\n]*`", "", text)
+    if term in ("page", "slot"):
+        text = re.sub(r"page (?:tables?|sizes?|allocator)|slot mappings?", "", text, flags=re.IGNORECASE)
+    text = re.sub(r"\]\((?!\S*glossary)[^)]*\)", "]", text)
+    links = r"(?:[^\[\]\n]*\]\(\S*glossary\.md#(?P<target>[\w-]+)\))?"
+    return re.search(rf"(?<![\w/.#-])(?:{TERMS[term]})(?![\w/-]){links}", text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_the_glossary_is_linked_from_first_uses(reading: str) -> None:
+    missing = []
+    for term in TERMS:
+        uses = ((page, first_use((ROOT / "docs" / page).read_text(), term)) for page in READINGS[reading])
+        page, use = next(((page, use) for page, use in uses if use), ("", None))
+        if use is not None and use["target"] != term:
+            missing.append(f"{page}: {term}")
+    assert missing == []
+
+
+def test_every_term_of_the_glossary_is_linked() -> None:
+    pages = "".join(page.read_text() for page in ROOT.glob("docs/**/*.md"))
+    terms = re.findall(r'<a id="([\w-]+)">', (ROOT / "docs" / "glossary.md").read_text())
+    assert TERMS.keys() < {*terms} and [term for term in terms if f"glossary.md#{term})" not in pages] == []
 
 
 def paragraphs(text: str) -> list[str]:
@@ -574,5 +648,6 @@ def test_long_output_is_in_docs():
 def test_samples_that_are_not_generated_know_every_backend():
     """Their times are of one run; which backends there are is of this repository."""
     names = re.findall(r"^\| `(\w+)` \| `attnplug", README, re.MULTILINE)
-    (sample,) = re.findall(r"<!-- sample: make run -->\n(.*?)<!-- end", README, re.DOTALL)
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    (sample,) = re.findall(r"<!-- sample: make run -->\n(.*?)<!-- end", tour, re.DOTALL)
     assert set(re.findall(r"(\d+) refused", sample)) <= {str(len(names) - 1)}

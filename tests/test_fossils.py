@@ -20,6 +20,7 @@ import torch
 import fossil_run
 import later_contract
 from attnplug.declare.version import contract_problem
+from later_contract import parts
 
 ROOT = Path(__file__).parent.parent
 FOSSILS = {path.parent.name: path.parent for path in sorted(ROOT.glob("fossils/*/SHA256SUMS"))}
@@ -40,13 +41,13 @@ def unpack(contract: str, folder: Path, pretended: str | None = None) -> Path:
     return folder
 
 
-def run(folder: Path, every: int, *later: str, path: str = "", device: str = "cpu") -> dict[str, Any]:
+def run(folder: Path, every: int, *names: str, path: str = "", device: str = "cpu") -> dict[str, Any]:
     """Run the fossils in a new process: their modules and metadata are gone afterwards."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
     plugins = ",".join(name.replace("_", "-") for name in fossil_run.PLUGINS)
     paths = filter(None, (path, os.environ.get("PYTHONPATH")))
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "ATTNPLUG_PLUGINS": plugins}
-    command = [sys.executable, fossil_run.__file__, str(folder), str(every), device, *later]
+    command = [sys.executable, fossil_run.__file__, str(folder), str(every), device, *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -67,15 +68,26 @@ def test_there_are_fossils_of_the_current_contract() -> None:
     assert RUN
 
 
-@pytest.mark.parametrize("contract", FOSSILS)
+@pytest.mark.parametrize("contract", RUN)
 def test_fossils_are_selected_conform_and_run(contract: str, tmp_path: Path) -> None:
-    """E4, D4: those of another major are refused with the command that fixes it."""
-    result = run(unpack(contract, tmp_path), 7)
-    if contract in RUN:
-        assert_alive(result)
-    else:
-        assert result["selectable"] == [] and result["broken"].keys() == set(fossil_run.PLUGINS)
-        assert all(f"contract {contract};" in error and "pip install" in error for error in result["broken"].values())
+    """E4"""
+    assert_alive(run(unpack(contract, tmp_path), 7))
+
+
+def test_fossils_of_another_major_are_refused_with_the_command_that_fixes_it(tmp_path: Path) -> None:
+    """E4, D4: one message per plugin, which names both ways out."""
+    result = run(unpack("0.9", tmp_path), 7)
+    assert result["selectable"] == [] and result["broken"].keys() == set(fossil_run.PLUGINS)
+    for name, error in result["broken"].items():
+        package = name.replace("_", "-")
+        assert "it needs contract 0.9; this attnplug has contract" in error and error.count("\n") == 0
+        assert f"install a release of {package} for contract 1." in error
+        assert "or run: pip install 'attnplug>=0.9,<0.10'" in error
+
+
+def test_fossils_of_0_9_run_once_they_declare_1_0(tmp_path: Path) -> None:
+    """E4: as the changelog's porting table says. Nothing but the declared version changes."""
+    assert_alive(run(unpack("0.9", tmp_path, "1.0"), 7))
 
 
 @pytest.mark.long
@@ -93,48 +105,62 @@ def test_fossils_conform_on_a_gpu(contract: str, tmp_path: Path) -> None:
     assert_alive(run(unpack(contract, tmp_path), 1, device="cuda"))
 
 
-@pytest.fixture(scope="module")
-def later(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The oldest fossils that run, on the next minor of core. Those of 0.9 pretend to be of 1.0."""
+@pytest.fixture(scope="module", params=later_contract.MINORS)
+def minor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The oldest fossils that run, on a later minor of core."""
     core, folder = tmp_path_factory.mktemp("core"), tmp_path_factory.mktemp("fossils")
-    later_contract.write(ROOT / "core" / "src", core)
-    return run(unpack(RUN[0], folder, "1.0" if RUN[0].startswith("0.") else None), 9, "later", path=str(core))
+    later_contract.write(ROOT / "core" / "src", core, request.param)
+    names = [name for each, name in later_contract.MINORS.items() if parts(each) <= parts(request.param)]
+    return {"version": request.param, **run(unpack(RUN[0], folder), 9, *names, path=str(core))}
 
 
-def test_fossils_run_on_a_minor_that_adds_one_of_each(later: dict[str, Any]) -> None:
-    """E4, A9: a hook, an extra, fields with defaults, a feature, a level and a format."""
-    declared, core = (map(int, text.split(".")) for text in (later["later"]["declared"], later_contract.VERSION))
-    assert next(declared) == next(core) and next(declared) < next(core), "an older minor of the same major"
-    assert_alive(later)
+@pytest.fixture
+def additions(minor: dict[str, Any]) -> list[dict[str, Any]]:
+    """What came of each kind of addition, by minor."""
+    return list(minor["later"].values())
 
 
-def test_fields_of_a_later_minor_have_their_defaults(later: dict[str, Any]) -> None:
+def test_fossils_run_on_minors_that_add_one_of_each(minor: dict[str, Any], additions: list[dict[str, Any]]) -> None:
+    """E4, A9: a hook, an extra, fields with defaults, a feature, a level and a format; 1.3 has those of 1.1, too."""
+    assert len(additions) == {"1.1": 1, "1.3": 2}[minor["version"]]
+    for each in additions:
+        declared, core = parts(each["declared"]), parts(minor["version"])
+        assert declared[0] == core[0] and declared < core, "an older minor of the same major"
+    assert_alive(minor)
+
+
+def test_fields_of_a_later_minor_have_their_defaults(additions: list[dict[str, Any]]) -> None:
     """E4"""
-    assert later["later"]["field"] == [None, True, 0]
+    assert all(each["field"] == [None, True, 0] for each in additions)
 
 
-@pytest.mark.parametrize(("addition", "code"), [("level", "cuda_graph"), ("format", "kv_dtype")])
-def test_a_fossil_is_refused_where_a_later_minor_asks_for_more(addition: str, code: str, later: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kind", "code"), [("level", "cuda_graph"), ("format", "kv_dtype")])
+def test_a_fossil_is_refused_where_a_later_minor_asks_for_more(
+    kind: str, code: str, additions: list[dict[str, Any]]
+) -> None:
     """E4, D3: what a backend does not claim, it does not serve."""
-    assert later["later"][addition] == [code]
+    assert all(each[kind] == [code] for each in additions)
 
 
-def test_a_fossil_does_not_serve_a_later_feature(later: dict[str, Any]) -> None:
+def test_a_fossil_does_not_serve_a_later_feature(additions: list[dict[str, Any]]) -> None:
     """E4, D3"""
-    claimed, with_feature, without = later["later"]["feature"]
-    assert (claimed, with_feature, without) == (False, ["feature"], [])
+    for each in additions:
+        claimed, with_feature, without = each["feature"]
+        assert (claimed, with_feature, without) == (False, ["feature"], [])
 
 
-def test_a_fossil_never_drops_a_later_extra(later: dict[str, Any]) -> None:
+def test_a_fossil_never_drops_a_later_extra(minor: dict[str, Any]) -> None:
     """E4, A9"""
-    error = later["later"]["extra"]
-    assert "later" in error and error.partition(":")[0].endswith("Error") and "TypeError" not in error
+    for name, each in minor["later"].items():
+        error = each["extra"]
+        assert name in error and error.partition(":")[0].endswith("Error") and "TypeError" not in error
 
 
-def test_a_fossil_wrapper_forwards_a_later_hook_and_combines_a_later_claim(later: dict[str, Any]) -> None:
+def test_a_fossil_wrapper_forwards_a_later_hook_and_combines_a_later_claim(additions: list[dict[str, Any]]) -> None:
     """E4, A9: with the protocol's defaults, to the child of its route."""
-    assert later["later"]["hook"] == ["noted", True, True]
-    assert later["later"]["claim"] == [3, ["prefill"]]
+    for each in additions:
+        assert each["hook"] == ["noted", True, True]
+        assert each["claim"] == [3, ["prefill"]]
 
 
 @pytest.mark.parametrize("contract", FOSSILS)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from zipfile import ZipFile
 
 import pytest
 from packaging.version import Version
+
+from attnplug.declare.version import contract_problem
 
 ROOT = Path(__file__).parent.parent
 release = SimpleNamespace(**runpy.run_path(str(ROOT / "release.py")))
@@ -78,6 +82,46 @@ def text(folder: Path, name: str) -> str:
 def test_packages_require_the_releases_that_run_their_contract(version: str, wanted: str) -> None:
     """D4: a pre-release is below its version, so that it is named."""
     assert release.requirement_range(Version(version)) == wanted
+
+
+def wheel(folder: Path, name: str, version: str, *requires: str) -> None:
+    """Write an empty wheel."""
+    info = f"{name}-{version}.dist-info"
+    needs = "".join(f"Requires-Dist: {each}\n" for each in requires)
+    with ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.parametrize(
+    ("written_for", "released", "taken"),
+    [
+        ("1.0.0rc1", ["0.9.0", "1.0.0rc1", "2.0.0rc1"], "1.0.0rc1"),
+        ("1.0.0rc1", ["1.0.0rc1", "1.0.0", "1.4.1", "2.0.0"], "1.4.1"),
+        ("1.2.0", ["1.1.0", "1.2.0", "2.0.0"], "1.2.0"),
+        ("1.2.0", ["0.9.0", "1.1.0", "2.0.0"], None),
+        ("0.9.0", ["0.8.0", "0.9.3", "0.10.0", "1.0.0rc1", "1.0.0"], "0.9.3"),
+    ],
+)
+def test_pip_resolves_what_the_gate_accepts(
+    written_for: str, released: list[str], taken: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D4: a range that names a pre-release allows it; the newest release that runs the contract is taken."""
+    wheel(tmp_path, "fast", "1", f"attnplug{release.requirement_range(Version(written_for))}")
+    for version in released:
+        wheel(tmp_path, "attnplug", version)
+    offline = ("--no-index", "--find-links", str(tmp_path), "--dry-run", "--ignore-installed", "--no-cache-dir")
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *offline, "fast"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = re.findall(r"attnplug-(\S+)", done.stdout.partition("Would install")[2])
+    assert found == ([] if taken is None else [taken]), done.stderr
+    accepted = []
+    for version in released:
+        monkeypatch.setattr("attnplug.declare.version.CONTRACT_VERSION", "{}.{}".format(*Version(version).release))
+        if contract_problem("{}.{}".format(*Version(written_for).release)) is None:
+            accepted.append(version)
+    assert (taken is None) == (accepted == []) and (taken is None or taken == max(accepted, key=Version))
 
 
 def test_a_new_major_replaces_every_version_and_the_declared_contracts(workspace: Path) -> None:

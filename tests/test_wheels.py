@@ -52,7 +52,7 @@ class TinyPlugin:
 _SPEC = """
 from attnplug import AttentionKind, BackendSpec, Capabilities, DType, hookimpl
 
-def spec(name, contract="0.9", devices=("cpu",), dtypes=(DType.FLOAT32,), requires=(), **more):
+def spec(name, contract="1.0", devices=("cpu",), dtypes=(DType.FLOAT32,), requires=(), **more):
     can = Capabilities(kinds={AttentionKind.MHA}, devices=devices, dtypes=dtypes, **more)
     return BackendSpec(name, "nothing runs", contract, "attnplug:nothing", can, requires)
 """
@@ -183,7 +183,7 @@ def refused_politely(done: CompletedProcess[str], exit_code: int) -> str:
 def test_a_wheel_has_the_data_beside_its_modules(package: str, data: str, wheels: Path) -> None:
     source = ROOT / package / "src"
     files = {str(path.relative_to(source)) for path in source.glob("**/*.*") if path.suffix != ".pyc"}
-    (wheel,) = wheels.glob(f"{data.partition('/')[0]}-0*.whl")
+    (wheel,) = wheels.glob(f"{data.partition('/')[0]}-[0-9]*.whl")
     assert {data} < files < set(ZipFile(wheel).namelist())
 
 
@@ -312,7 +312,7 @@ class TestInstallAndUninstall:
             "torch_native from usurper": "broken",
         }
         (broken,) = (row for row in rows if row["status"] == "broken")
-        assert "attnplug 0.9.0" in broken["error"] and "usurper 6.6.7" in broken["error"]
+        assert "attnplug 1.0.0rc1" in broken["error"] and "usurper 6.6.7" in broken["error"]
 
 
 class TestGoodBackend:

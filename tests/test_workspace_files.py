@@ -123,7 +123,9 @@ def test_packages_depend_on_the_contract_version_that_their_specs_declare():
 
 def test_specs_declare_the_contract_as_a_literal():
     """D4: a spec that declares whatever is installed can never be refused by the gate."""
-    for path in (*ROOT.glob("plugins/*/src/*/plugin.py"), ROOT / "core/src/attnplug/torch_native/plugin.py"):
+    examples = (*ROOT.glob("examples/*/src/*/plugin.py"), ROOT / "examples/write_kernels.py")
+    plugins = (*ROOT.glob("plugins/*/src/*/plugin.py"), ROOT / "core/src/attnplug/torch_native/plugin.py")
+    for path in (*plugins, *examples):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         declared = [word.value for call in calls for word in call.keywords if word.arg == "contract"]
         specs = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "BackendSpec"]

@@ -403,7 +403,7 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 @hookimpl
 def attnplug_backends():
     can = Capabilities(kinds=["mha"], devices=["cpu"], dtypes=["float32"])
-    return [BackendSpec("{name}", "a backend of a test", contract="0.9", factory="attnplug:nothing", capabilities=can)]
+    return [BackendSpec("{name}", "a backend of a test", contract="1.0", factory="attnplug:nothing", capabilities=can)]
 """
 
 

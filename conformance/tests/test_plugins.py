@@ -20,7 +20,7 @@ def test_core_alone_lists_what_it_provides(attnplug: Attnplug) -> None:
     """D1: entry points define what is installed; there is no list of what could be."""
     outcome = attnplug("plugins")
     assert (outcome.code, outcome.err) == (0, "")
-    assert "attnplug 0.9.0" in outcome.out and "torch_native" in outcome.out
+    assert "attnplug 1.0.0rc1" in outcome.out and "torch_native" in outcome.out
     assert set(attnplug("plugins", "--json").json) == {"installed"}
 
 

@@ -21,7 +21,7 @@ def test_backends_shows_name_distribution_contract_and_status(attnplug: Attnplug
     outcome = attnplug("backends")
     assert outcome.code == 0
     assert outcome.err == ""
-    for text in ("torch_native", "attnplug 0.9.0", CONTRACT_VERSION, "mha/mla", "usable here"):
+    for text in ("torch_native", "attnplug 1.0.0rc1", CONTRACT_VERSION, "mha/mla", "usable here"):
         assert text in outcome.out
 
 

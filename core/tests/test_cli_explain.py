@@ -119,7 +119,7 @@ def test_a_backend_asked_for_and_refused_is_exit_code_1_with_every_reason(attnpl
     assert outcome.code == 1
     for text in ("--device", "--dtype", "--kv-dtype", "fast-dist 1.2.3"):
         assert text in outcome.out
-    assert "torch_native (attnplug 0.9.0)" in outcome.out
+    assert "torch_native (attnplug 1.0.0rc1)" in outcome.out
 
 
 @pytest.mark.parametrize(

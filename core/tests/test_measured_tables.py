@@ -102,6 +102,14 @@ def test_what_the_user_measured_comes_before_what_ships(tmp_path: Path) -> None:
     assert "table of 2026-11-16, measured on this machine and of 2026-01-01, shipped for Acme Board 3" in words
 
 
+def test_a_package_vouches_for_tables_of_its_own_backend(tmp_path: Path) -> None:
+    """A new major of the package that ships them leaves them valid; one of another package does not."""
+    older = table("late", CROSSING["late"], versions={"late-dist": "0.9"})
+    assert load_tables(shipping(tmp_path / "own", older, distribution="late-dist"), BOARD).faults == ()
+    (fault,) = load_tables(shipping(tmp_path / "foreign", older), BOARD).faults
+    assert "measured with late-dist 0.9, and 1.2 is here" in fault
+
+
 def test_a_table_that_two_plugins_ship_is_not_used_and_both_files_are_named(tmp_path: Path) -> None:
     """D2. Tables that only one of them ships are used."""
     installed = shipping(tmp_path / "a", *crossing())

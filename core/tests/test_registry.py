@@ -137,7 +137,7 @@ def test_the_embedded_default_keeps_its_name(install: Install, claimants: int) -
     assert set(registry.backends) == {"torch_native", *(f"own_{n}" for n in range(claimants))}
     assert [fault.source.distribution for fault in registry.broken] == [f"usurper-{n}" for n in range(claimants)]
     for number, fault in enumerate(registry.broken):
-        for text in ("'torch_native'", "attnplug 0.9.0", f"usurper-{number} 6.6", "keeps it"):
+        for text in ("'torch_native'", "attnplug 1.0.0rc1", f"usurper-{number} 6.6", "keeps it"):
             assert text in fault.error
 
 

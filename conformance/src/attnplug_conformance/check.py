@@ -12,8 +12,8 @@ from attnplug_conformance.diagnosis import CheckFailure, check_output
 from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Subject
 
-FIRST_CONTRACT = "0.9"
-"""First contract that the kit checks."""
+FIRST_CONTRACT = "1.0"
+"""First contract that the kit checks: core refuses backends of 0.9."""
 
 
 @dataclass(frozen=True)

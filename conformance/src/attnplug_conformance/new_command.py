@@ -24,7 +24,7 @@ KINDS = ("mha", "mla", "linear")
 PYPROJECT = """\
 [project]
 name = "DISTRIBUTION"
-version = "0.9.0"
+version = "0.1.0"
 description = "An attention backend for attnplug"
 requires-python = ">=3.11"
 dependencies = ["attnplugCORE_RANGE", "torch"]

@@ -11,7 +11,7 @@ from attnplug_sparse.torch_sparse import TorchSparseBackend
 SPEC = BackendSpec(
     name="good_compressed",
     summary="good",
-    contract="0.9",
+    contract="1.0",
     factory="good_compressed:Backend",
     capabilities=Capabilities(
         kinds=frozenset({AttentionKind.MLA}),

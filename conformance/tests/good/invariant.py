@@ -15,7 +15,7 @@ from attnplug import BackendSpec, Capabilities, GraphLevel, Plan, PlannedAttenti
 SPEC = BackendSpec(
     name="good_invariant",
     summary="good",
-    contract="0.9",
+    contract="1.0",
     factory="good_invariant:Backend",
     capabilities=Capabilities(
         kinds={"mha"},

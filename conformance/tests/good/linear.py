@@ -10,7 +10,7 @@ from attnplug.contract.plan import BackendId
 SPEC = BackendSpec(
     name="good_linear",
     summary="good",
-    contract="0.9",
+    contract="1.0",
     factory="good_linear:Backend",
     capabilities=Capabilities(
         kinds=frozenset(kind for kind in AttentionKind if kind.is_linear),

@@ -26,7 +26,7 @@ from attnplug.contract.plan import BackendId
 SPEC = BackendSpec(
     name="good_mha",
     summary="good",
-    contract="0.9",
+    contract="1.0",
     factory="good_mha:Backend",
     capabilities=Capabilities(
         kinds=frozenset({AttentionKind.MHA}),

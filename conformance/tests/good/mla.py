@@ -27,7 +27,7 @@ from attnplug.contract.plan import BackendId
 SPEC = BackendSpec(
     name="good_mla",
     summary="good",
-    contract="0.9",
+    contract="1.0",
     factory="good_mla:Backend",
     capabilities=Capabilities(
         kinds=frozenset({AttentionKind.MLA}),

@@ -19,7 +19,7 @@ def sparse_only(problem, role, options):
 SPEC = BackendSpec(
     name="good_sparse",
     summary="good",
-    contract="0.9",
+    contract="1.0",
     factory="good_sparse:Backend",
     check=sparse_only,
     capabilities=Capabilities(

@@ -68,10 +68,12 @@ def chosen(
     return select(installed, BackendRequest(), problem, ranking=ranking)
 
 
-def shipping(folder: Path, *tables: MeasuredTable, installed: Registry = INSTALLED) -> Registry:
+def shipping(
+    folder: Path, *tables: MeasuredTable, installed: Registry = INSTALLED, distribution: str = "tables-dist"
+) -> Registry:
     """A registry with one more plugin, which ships these tables in a folder."""
     write_tables(folder / table_path(BOARD).name, tables)
-    provided = Provided(folder, Source("t", "t", "tables-dist", "3"))
+    provided = Provided(folder, Source("t", "t", distribution, "3"))
     return replace(installed, table_folders=(*installed.table_folders, provided))
 
 

@@ -94,7 +94,7 @@ from attnplug import BackendSpec, Capabilities, Problem, Refusal, hookimpl
 
 @hookimpl
 def attnplug_backends():
-    fields = dict(name={name!r}, summary="a backend of a test", contract="0.9", factory="attnplug:nothing")
+    fields = dict(name={name!r}, summary="a backend of a test", contract="1.0", factory="attnplug:nothing")
     capabilities = dict(kinds=["mha"], devices=["cpu"], dtypes=["float32"])
     capabilities.update({capabilities})
     fields.update({fields})

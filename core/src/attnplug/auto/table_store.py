@@ -106,6 +106,8 @@ class Origin:
     path: str
     own: bool = False
     """True if it was measured on this machine."""
+    distribution: str | None = None
+    """Distribution that ships it, and vouches for its own version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ def table_files(folders: Iterable[Provided[Path]], processor: Processor) -> Iter
             yield Origin("measured on this machine", str(path), own=True)
     for provided in folders:
         for path in _named_after(processor, provided.value):
-            yield Origin(f"shipped for {processor.name}", str(path))
+            yield Origin(f"shipped for {processor.name}", str(path), distribution=provided.source.distribution)
 
 
 def _named_after(processor: Processor, folder: Path) -> Iterator[Path]:
@@ -243,7 +245,7 @@ def _outdated(found: FoundTable, backend: Registered, processor: Processor) -> s
         return ""
     loosely = () if origin.own else (backend.source.distribution, *_PLATFORM)
     for name, measured in table.versions.items():
-        if name == DRIVER and not origin.own:
+        if (name == DRIVER and not origin.own) or name == origin.distribution:
             continue
         parts = 1 if name in loosely else None  # of the version: its major one, or all
         if measured.split(".")[:parts] != str(here[name]).split(".")[:parts]:

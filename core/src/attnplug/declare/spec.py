@@ -55,7 +55,7 @@ class BackendSpec:
         BackendSpec(
             name="acme",
             summary="MHA by Acme's kernels",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_acme.backend:AcmeBackend",
             capabilities=Capabilities(kinds={"mha"}, devices={"cuda"}, dtypes={"bfloat16"}),
             requires=("acme-kernels>=2",),

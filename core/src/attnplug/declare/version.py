@@ -10,7 +10,7 @@ import warnings
 
 from attnplug.declare.errors import UsageError
 
-CONTRACT_VERSION = "0.9"
+CONTRACT_VERSION = "1.0"
 DEPRECATIONS = {"skip_attn_backend_init": ("1.0", "batch.mark_forward_metadata_ready() where you plan the batch")}
 """Deprecated names: the first minor that warns, and the replacement.
 

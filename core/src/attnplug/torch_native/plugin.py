@@ -22,7 +22,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="torch_native",
             summary="MHA, GQA and MLA with torch alone: correct everywhere, the reference for the rest",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug.torch_native.backend:TorchNativeBackend",
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MHA, AttentionKind.MLA}),

@@ -12,7 +12,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="cutedsl_mla",
             summary="MLA by FlashInfer's CuTe DSL kernel: decode and verify, with another backend for prefill",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_cutedsl_mla.factory:cutedsl_mla",
             requires=(blackwell.FLASHINFER, "nvidia-cutlass-dsl>=4.6.2"),
             check=blackwell.refusals,

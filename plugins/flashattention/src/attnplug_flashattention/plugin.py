@@ -45,7 +45,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="flashattention",
             summary="MHA and GQA by FlashAttention (flash-attn-4, or torch's own kernel); MLA prefill as MHA",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_flashattention.backend:FlashAttentionBackend",
             uses=("flash-attn-4", "flash-attn"),
             options=FlashAttentionOptions,

@@ -32,7 +32,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="flashinfer",
             summary="MHA and GQA by FlashInfer's paged kernels: decode, verify and extend",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_flashinfer.factory:FlashInferBackend",
             requires=((LIBRARY, "flashinfer"),),
             options=FlashInferOptions,

@@ -59,7 +59,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="flashinfer_mla",
             summary="MLA by FlashInfer: paged decode, verify and extend; prefill as MHA in one shot or by chunks",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_flashinfer_mla.factory:FlashInferMLABackend",
             requires=((LIBRARY, "flashinfer"),),
             options=FlashInferMLAOptions,

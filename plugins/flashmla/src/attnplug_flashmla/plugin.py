@@ -38,7 +38,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="flashmla",
             summary="MLA decode and verify by FlashMLA on Hopper GPUs; prefill is another backend's",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_flashmla.factory:FlashMLABackend",
             requires=((LIBRARY, "flash_mla"),),
             preference=90,  # FlashInfer takes a third of the host time and can prefill too
@@ -64,7 +64,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="flashmla_sparse",
             summary="MLA over the rows that an index chooses by FlashMLA on Hopper GPUs, bfloat16 or 656 bytes a row",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_flashmla.factory:SparseFlashMLABackend",
             requires=((LIBRARY, "flash_mla"),),
             preference=90,

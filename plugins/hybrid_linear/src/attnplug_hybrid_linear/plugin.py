@@ -41,7 +41,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="torch",
             summary="linear attention with torch alone: correct everywhere, the reference for the rest",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_hybrid_linear.torch_backend:TorchLinearBackend",
             capabilities=Capabilities(
                 kinds=_KINDS,
@@ -57,7 +57,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="fla",
             summary="linear attention in Triton: flash-linear-attention's chunks, and decode on states in place",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_hybrid_linear.fla_factory:fla",
             requires=((LIBRARY, "fla"),),
             check=refusals,

@@ -39,7 +39,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="torch_sparse",
             summary="Sparse and compressed MLA with torch alone: correct everywhere, the reference for the rest",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_sparse.torch_sparse.backend:TorchSparseBackend",
             check=_check_layers,
             capabilities=Capabilities(

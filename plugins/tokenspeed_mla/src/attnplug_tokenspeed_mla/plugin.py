@@ -14,7 +14,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="tokenspeed_mla",
             summary="MLA by TokenSpeed's kernels over an fp8 cache: decode, verify, prefill as MHA",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_tokenspeed_mla.factory:tokenspeed_mla",
             requires=((LIBRARY, "tokenspeed_mla"), blackwell.FLASHINFER),
             check=blackwell.refusals,

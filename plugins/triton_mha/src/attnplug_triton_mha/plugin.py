@@ -40,7 +40,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="triton_mha",
             summary="MHA and GQA by Triton kernels: paged decode, verify and extend, planned on the device",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_triton_mha.factory:triton_mha",
             requires=((LIBRARY, "triton"),),
             check=refusals,

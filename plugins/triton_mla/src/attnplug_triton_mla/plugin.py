@@ -42,7 +42,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="triton_mla",
             summary="MLA by Triton kernels: paged decode, verify and prefill, planned on the device",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_triton_mla.factory:triton_mla",
             requires=((LIBRARY, "triton"),),
             check=refusals,

@@ -15,7 +15,7 @@ def attnplug_backends() -> list[BackendSpec]:
             name="trtllm_mla",
             summary="MLA by TRT-LLM's generation kernels through FlashInfer: decode, verify, prefill as MHA; the rest "
             "by flashinfer_mla",
-            contract="0.9",
+            contract="1.0",
             factory="attnplug_trtllm_mla.factory:trtllm_mla",
             requires=(blackwell.FLASHINFER,),
             options=TRTLLMMLAOptions,

@@ -66,8 +66,17 @@ class _Host:
         layers = (self.layer,) if linear is None else (self.layer, LINEAR)
         model = ModelSpec("fossil", "fossil", layers, context_length=64)
         request = BackendRequest(backend, {} if linear is None else {Role.LINEAR: linear})
-        problem = Problem(model, device="cpu", dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32, page_size=PAGE_SIZE)
-        selection = select(load_registry(), request, problem)
+        registry = load_registry()
+        levels = registry.backends[backend].spec.capabilities.invariant if linear is None else frozenset()
+        problem = Problem(
+            model,
+            device="cpu",
+            dtype=DType.FLOAT32,
+            kv_dtype=DType.FLOAT32,
+            page_size=PAGE_SIZE,
+            invariant=levels,
+        )
+        selection = select(registry, request, problem)
         sizes = {"num_pages": 8, "page_size": PAGE_SIZE, "dtype": DType.FLOAT32, "device": "cpu"}
         pools = KVPools(
             mha=MHAPool(layers, **sizes) if kind == "mha" else None,

@@ -11,7 +11,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="fossil_linear",
             summary="Lightning attention, one token at a time",
-            contract="0.9",
+            contract="1.0",
             factory="fossil_linear.backend:FossilLinear",
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.LIGHTNING}),

@@ -40,7 +40,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="fossil_mha",
             summary="one request at a time",
-            contract="0.9",
+            contract="1.0",
             factory="fossil_mha.backend:FossilMHA",
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MHA}),
@@ -49,6 +49,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR, CacheLayout.STRIDED}),
                 features=frozenset({Feature.SLIDING_WINDOW}),
                 extras=frozenset({"lse", "out"}),
+                invariant=frozenset({"run", "batch"}),
             ),
             options=FossilOptions,
             check=check,

@@ -20,7 +20,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="fossil_mla",
             summary="absorbed, chunked and captured",
-            contract="0.9",
+            contract="1.0",
             factory="fossil_mla.backend:FossilMLA",
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MLA}),

@@ -11,7 +11,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="fossil_wrapper",
             summary="one child for prefill and one for decode",
-            contract="0.9",
+            contract="1.0",
             factory="fossil_wrapper.backend:build",
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MHA}),

@@ -21,7 +21,7 @@ def attnplug_backends() -> list[BackendSpec]:
         BackendSpec(
             name="acme",
             summary="one request at a time, without tricks",
-            contract="0.9",
+            contract="1.0",
             factory="acme_attention.backend:AcmeBackend",
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MHA}),
