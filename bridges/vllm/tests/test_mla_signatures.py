@@ -91,6 +91,15 @@ def test_our_methods_of_the_index_take_what_vllm_gives(version, name):
     assert common
 
 
+@pytest.mark.parametrize("version", FIRST)
+@pytest.mark.parametrize("name", ["IndexCache", "IndexMetadataBuilder"])
+def test_classes_of_the_index_define_what_vllm_leaves_open(version, name):
+    ((module, base),) = INDEX_BASES[name]
+    methods = [node for node in Sources.of(version).klass(module, base).node.body if isinstance(node, ast.FunctionDef)]
+    left_open = {node.name for node in methods if "abstractmethod" in map(ast.unparse, node.decorator_list)}
+    assert left_open and left_open <= ours("indexer", name).methods.keys()
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_models_call_the_indexer_as_a_layer_where_we_replace_it(version):
     """Later versions call its kernels."""

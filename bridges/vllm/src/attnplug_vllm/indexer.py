@@ -165,6 +165,9 @@ class IndexBackend(DeepseekV32IndexerBackend):  # type: ignore[misc]
 class IndexMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """Builds nothing: the plan of the attention layers covers the index."""
 
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # abstract in vLLM
+
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         return AttentionCGSupport.ALWAYS
