@@ -295,8 +295,9 @@ def test_decode_context_parallelism_is_for_sglangs_own_backends(sglang: Path) ->
         arguments = (sglang / "sglang" / "srt" / "server_args.py").read_text()
         assert not re.search("^ +dcp_size: ", arguments, re.MULTILINE), "0.5.14 has none"
         return
-    for name in ("intel_amx_backend", "torch_native_backend"):  # those of its CPU platform
-        assert "dcp_size >" not in (attention / f"{name}.py").read_text()
+    groups = module(sglang, "sglang.srt.distributed.parallel_state").read_text()
+    (condition,) = re.findall(r"if decode_context_parallel_size > 1 and not \(\s+(.+)\s+\):", groups)
+    assert condition == "is_hip() or is_cuda() or _is_npu or _is_xpu", "not on a CPU"
     mha = [path.stem for path in attention.glob("*_backend.py") if "cp_lse_ag_out_rs_mha" in path.read_text()]
     assert "triton_backend" in mha, "MHA is gathered and merged inside each backend"
     where = "sglang.srt.models.deepseek_common"
