@@ -67,7 +67,10 @@ EDITS = {
     ],
     # Fields of what backends receive.
     "contract/ragged.py": [
-        ("    lane: int = 0\n\n    @classmethod", "    lane: int = 0\n    later: int = 0\n\n    @classmethod")
+        (
+            "    padded_rows: int | None = None\n\n    @classmethod",
+            "    padded_rows: int | None = None\n    later: int = 0\n\n    @classmethod",
+        )
     ],
     # A format.
     "declare/kv_format.py": [
