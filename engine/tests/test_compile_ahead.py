@@ -17,7 +17,7 @@ from attnplug_engine import engine as engine_module
 from attnplug_engine.execution import compile_ahead
 from attnplug_engine.execution.compilations import Compilation
 from attnplug_engine.execution.compile_ahead import GPU, AheadReport, AheadRequest, fill_cache
-from attnplug_engine.options import EngineOptions
+from attnplug_engine.options import EmbedOptions, EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE
 from attnplug_testing.triton_mode import compiled_by
 
@@ -86,7 +86,13 @@ def recorder(monkeypatch, tmp_path):
     def write(*events: dict[str, object], end: str = "") -> None:
         started = f"from pathlib import Path; Path({str(tmp_path / 'started')!r}).open('a').write('x')"
         read = "import pickle, sys; request = pickle.load(sys.stdin.buffer); assert request.workers == 2"
-        lines = [started, read, *(f"print({json.dumps(event)!r})" for event in events), end]
+        lines = [
+            "print('a library is imported')",
+            started,
+            read,
+            *(f"print({json.dumps(event)!r})" for event in events),
+            end,
+        ]
         (tmp_path / "recorder.py").write_text("\n".join(lines))
 
     return write
@@ -126,6 +132,31 @@ def test_a_recording_that_fails_is_told_and_tried_again(recorder, tmp_path):
     recorder(*EVENTS[:1], end="import os; os.abort()")
     assert "ended early" in str(fill_cache(REQUEST).problem)
     assert (tmp_path / "started").read_text() == "xxx"
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(recorder, tmp_path):
+    (tmp_path / "cache").write_text("a file where the folder would be")
+    recorder(*EVENTS, {"finished": 3})
+    assert [fill_cache(REQUEST).problem for _ in range(2)] == [None, None]
+    assert (tmp_path / "started").read_text() == "xx"
+
+
+@needs_triton
+@pytest.mark.cross_compile
+def test_a_second_recording_finds_everything_in_the_cache(tmp_path, monkeypatch):
+    """E1: a whole embedder, compiled for an H200 by two processes."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["llama"], **WIDE["llama"]}))
+    properties = {"major": 9, "minor": 0, "multi_processor_count": 132, "shared_memory_per_block_optin": 232448}
+    options = EmbedOptions(dtype="bfloat16", max_batch=1, context_length=8)
+    gpu = GPU({**H200.properties, **properties}, H200.memory, H200.target)
+    request, seen = AheadRequest(str(tmp_path), options, gpu, 1, 2), []
+    first = fill_cache(request, lambda *counts: seen.append(counts))
+    assert first.problem is None and len(first.compiled) > 4
+    assert seen[-1] == (len(first.compiled), len(first.compiled))
+    (marker,) = (tmp_path / "cache").glob("attnplug-*.json")
+    marker.unlink()
+    assert fill_cache(request) == AheadReport()
 
 
 def test_an_interrupt_ends_the_compilers(recorder, tmp_path):

@@ -137,8 +137,9 @@ def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | Non
             printed = errors.read().decode(errors="replace").rstrip().splitlines()
             report = AheadReport(problem=f"its process ended early{': ' + printed[-1][:400] if printed else ''}")
     if report.problem is None:
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({each.name: each.seconds for each in report.compiled}))
+        with suppress(OSError):  # a cache that cannot be written is recorded for at every start
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.write_text(json.dumps({each.name: each.seconds for each in report.compiled}))
     return report
 
 
@@ -154,6 +155,8 @@ def _follow(
     done = found = 0
     finished, problem = False, None
     for line in process.stdout:
+        if not line.startswith(b"{"):
+            continue  # printed by a library while it was imported
         event = json.loads(line)
         if "name" in event:
             done += 1

@@ -47,20 +47,24 @@ def start(request: AheadRequest) -> None:
     """Start the requested engine or embedder on the fake GPU."""
     with fake_gpu(request.gpu):
         parallel, options = _OneOfMany(request.ranks), replace(request.options, device="cuda")
-        engine.prepare = _prepare_few_layers  # type: ignore[assignment]
-        engine.compile_ahead = lambda *_args, **_named: AheadReport()  # type: ignore[assignment] # this process does it
-        start_up.GraphCapture = lambda _device: _run_once  # type: ignore[assignment,misc]
-        prefill._seconds = lambda run, _device, **_: _run_once(run) and 0.0  # type: ignore[assignment]
+        for owner, name, instead in _REPLACED:
+            setattr(owner, name, instead)
         if isinstance(options, EmbedOptions):
             engine.Embedder(request.model, options, parallel=parallel)
         else:
             engine.Engine(request.model, options, parallel=parallel, num_pages=request.num_pages)
 
 
-def _run_once(run: Callable[[], None]) -> Callable[[], None]:
-    """Capture or time a function by running it: further runs would launch the same kernels."""
+def _capture(run: Callable[[], None]) -> Callable[[], None]:
+    """Capture a function by running it once: further runs would launch the same kernels."""
     run()
     return run
+
+
+def _seconds(run: Callable[[], None], _device: object, *, waits: bool) -> float:
+    """Time a function by running it once; every prefill size is then captured."""
+    run()
+    return 0.0
 
 
 def _prepare_few_layers(model: str, options: Any, *args: Any, **named: Any) -> Prepared:
@@ -97,6 +101,15 @@ class _OneOfMany:
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         return torch.cat([tensor] * self.size, dim)
+
+
+_REPLACED: tuple[tuple[Any, str, Any], ...] = (
+    (engine, "prepare", _prepare_few_layers),
+    (engine, "compile_ahead", lambda *_: AheadReport()),  # this process does it
+    (start_up, "GraphCapture", lambda _device: _capture),
+    (prefill, "_seconds", _seconds),
+)
+"""Functions that a recorded start-up calls by other ones."""
 
 
 if __name__ == "__main__":
