@@ -29,7 +29,7 @@ def small(rows: int, requests: int, kv_heads: int, format: int) -> MHAKernelConf
     return MHAKernelConfig(tile, 16, 4, 2, programs=2, single=requests > 2, merge=merge, overlap=False)
 
 
-FIXED = MHAKernelConfig(64, 16, 4, 2, programs=2, single=True, overlap=False, split=16)
+FIXED = MHAKernelConfig(64, 16, 4, 2, programs=2, overlap=False, split=16)
 """Configuration of batches with levels of invariance: the shortest splits have one step."""
 
 

@@ -82,14 +82,13 @@ def attend(
     }
     options = {"num_warps": cut["warps"], "launch_pdl": cut["overlap"]}
     types = {"q": f"*{q}", "q_rope": f"*{q}", "out": f"*{q}", "cache": f"*{cache}"}
-    splits = {"SPLIT": cut["split"], "TILE_ROWS": 16 if cut["split"] else cut["tile"]}
+    splits = {"SPLIT": cut["split"], "GROWS": cut["grows"], "TILE_ROWS": 16 if cut["split"] else cut["tile"]}
     if cut["kernel"] == "wide":
         return compiled(attend_wide, sm, constants | splits, options, **types)
     if cut["kernel"] == "low":
         return compiled(attend_low, sm, constants | {"STEP": cut["step"], "BUFFERS": cut["stages"]}, options, **types)
     constants |= {
         **splits,
-        "SHORT": cut["short"],
         "tree_column": 1,
         "TREE": tree,
         "FORMAT": format,
@@ -128,7 +127,7 @@ def merge_splits(sm: int, cut: dict[str, object], q: str):
         "TILE_ROWS": 16,
         "STEP": cut["step"],
         "SPLIT": cut["split"],
-        "SHORT": cut["short"],
+        "GROWS": cut["grows"],
         "COLUMNS": _SPLIT_COLUMNS,
         "BLOCK": _SPLIT_TOPS,
         "LOADED": _LOADED_SPLITS,
@@ -147,7 +146,7 @@ def plan(sm: int, cut: dict[str, object], queries: int, block: int):
         "START": cut["start_steps"],
         "PAGE_SIZE": PAGE,
         "SPLIT": cut["split"],
-        "SHORT": cut["short"],
+        "GROWS": cut["grows"],
         "WHOLE": not queries,
         "BLOCK": block,
         "ROWS": queries or 128,

@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 def stage_of(device: str, heads: int, **changes) -> KernelScene:
-    """Two requests: on a CPU splits have 16 rows up to row 64, 32 up to row 192, and then 64."""
+    """Two requests: on a CPU splits have 16 rows up to row 256, and then 32."""
     heads, scale = min(heads, 4) if device == "cpu" else heads, SCALE[device]
     return store_all(scene(mla(((0, 300 * scale), (0, 40)), EXTEND, 16, heads, levels=LEVELS, **changes), device))
 
@@ -112,7 +112,7 @@ def test_configurations_of_a_model_have_the_same_splits(heads, format):
     """Only ``gluon_wide`` has tiles for many heads, and it reads rows of 16 bits."""
     entries = choose_invariant(heads, format)
     assert all((entry.kernel == "wide") == (heads > 32 and format == "plain") for entry in entries)
-    assert len({(entry.split, entry.short, entry.step) for entry in entries}) == 1
+    assert len({(entry.split, entry.grows, entry.step) for entry in entries}) == 1
     for entry in (*entries, *map(on_triton, entries)):
         assert entry.split and entry.split % entry.step == 0
     assert all(on_triton(entry).kernel == "triton" for entry in entries)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attnplug_sparse.index.triton_schedule import begin_stretch, next_tile, rows_of_part
-from attnplug_sparse.index.triton_splits import split_rows, splits_before
+from attnplug_sparse.index.triton_splits import splits_before
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_triton_mla.configurations import MLAKernelConfig
 from attnplug_triton_mla.planner import BatchShape, MLASchedule
@@ -104,7 +104,7 @@ def test_the_line_of_work_is_divided_evenly(seed, cut, device):
 @triton.jit
 def _walk(
     visits, numbers, requests, programs, partial_slots, page_table, table_row, HEADS: tl.constexpr, TILE: tl.constexpr,
-    STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, SHORT: tl.constexpr,
+    STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, GROWS: tl.constexpr,
 ):  # fmt: skip
     """The way of a program of the attention kernels: at every place where it begins, what it finds there."""
     (
@@ -114,12 +114,11 @@ def _walk(
     start = at
     while at < stop:
         taken, first_token, end_token = rows_of_part(
-            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, SPLIT if SHORT == 0 else 0
+            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, SPLIT, GROWS
         )
         if SPLIT > 0:
-            taken = tl.minimum(taken, split_rows(first_token, SPLIT, SHORT) // STEP)
-            first = stored_at + tile * splits_before(units * STEP, SPLIT, SHORT)
-            place = splits_before(first_token, SPLIT, SHORT)
+            first = stored_at + tile * splits_before(units * STEP, SPLIT, GROWS)
+            place = splits_before(first_token, SPLIT, GROWS)
             slot = slot_of_split(at, taken, stop, start, tile_start, place, first, partial_slots, programs)
             parts, others = place, start
         else:
@@ -160,7 +159,7 @@ def walked(seed: int, queries: int, device: str, **changes):
     on_device = table.to(device)
     _walk[(schedule.programs,)](
         visits, schedule.numbers, len(lens), schedule.programs, schedule.partial_slots, on_device, table.shape[1],
-        HEADS=HEADS, TILE=cut.tile, STEP=cut.step, PAGE_SIZE=16, SPLIT=cut.split, SHORT=cut.short,
+        HEADS=HEADS, TILE=cut.tile, STEP=cut.step, PAGE_SIZE=16, SPLIT=cut.split, GROWS=cut.grows,
     )  # fmt: skip
     taken_by: dict[tuple[int, int], list[list[int]]] = {}
     for times, request, tile, *visit in visits.tolist():
@@ -198,13 +197,13 @@ def test_every_step_of_every_tile_is_taken_once(seed, queries, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("seed", "queries", "short"), [(0, 3, 4), (1, 0, 16), (2, 3, 0), (3, 1, 4)])
+@pytest.mark.parametrize(("seed", "queries", "grows"), [(0, 3, True), (1, 0, True), (2, 3, False), (3, 1, True)])
 @pytest.mark.sample(2)
-def test_every_split_is_computed_once_at_its_position(seed, queries, short, device):
+def test_every_split_is_computed_once_at_its_position(seed, queries, grows, device):
     """Whatever the batch: splits begin at the same rows, and no two partial stored_at have the same memory."""
-    taken_by, schedule, _, _, _ = walked(seed, queries, device, split=16, short=short)
+    taken_by, schedule, _, _, _ = walked(seed, queries, device, split=16, grows=grows)
     numbers, cut, slots = schedule.numbers.tolist(), schedule.configuration, set()
-    lengths = [1] * short + [2] * short + [4] * 2 * short + [8] * 9 if short else [1] * 99
+    lengths = [1] * 16 + [2] * 16 + [4] * 9 if grows else [1] * 99
     for (request, _), splits in taken_by.items():
         stored_at, units = numbers[HEADER + RECORD * request :][5:7]
         at = 0

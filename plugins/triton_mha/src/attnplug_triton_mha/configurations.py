@@ -65,7 +65,7 @@ TABLE: tuple[tuple[int, int, MHAKernelConfig], ...] = (
     (ANY, ANY, _EXTEND),
 )
 INVARIANT = (
-    MHAKernelConfig(16, 64, 4, 3, programs=2, prefetch=1, single=True, split=64),
+    MHAKernelConfig(16, 64, 4, 3, programs=2, prefetch=1, split=64),
     MHAKernelConfig(64, 64, 8, 3, programs=1, prefetch=1, split=64),
 )
 """Configurations if levels of invariance beyond ``run`` are requested, the smallest tiles first.

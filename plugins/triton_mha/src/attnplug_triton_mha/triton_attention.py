@@ -363,11 +363,8 @@ def attend(
         asked = live[:, None] & (column < DIM)[None, :]
         q_rows = tl.load(q_at[:, None] + column[None, :], mask=asked)
         top = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
         sums = _zeros(TILE, V_WIDTH, PACK)
-        if SPLIT > 0:
-            total = tl.zeros([TILE, 16], tl.float32)
-        else:
-            total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
         bits = own
         if TREE:
             bits = tl.load(tree + request.to(tl.int64) * tree_row + query * tree_column, mask=live, other=0)
@@ -375,11 +372,42 @@ def attend(
         totals = partial_weights + partial_rows.to(tl.int64) * tl.num_programs(0)
         if SPLIT > 0:
             SHORT: tl.constexpr = 0 if WINDOW else SHORT_SPLITS
+            queries, by = _queries(q_rows, asked, scale, PACK)
+            whole_rows = tl.zeros([TILE, V_WIDTH], tl.float32)
+            total = tl.zeros([TILE], tl.float32)
             before = 0
             if WINDOW > 0:
                 before = tl.maximum(prefix + tile * TILE // GROUP - WINDOW + 1, 0) // SPLIT
             number = splits_before(start, SPLIT, SHORT) - before
-        if SINGLE and end - start <= STEP:
+            split_end = start + split_rows(start, SPLIT, SHORT)
+            split_top = tl.full([TILE], float("-inf"), tl.float32)
+            split_total = tl.zeros([TILE, 16], tl.float32)
+            # One loop over the steps of all splits: rows of the next split are on their way when a split ends.
+            for first in tl.range(start, end, STEP, num_stages=1 if TREE else None):
+                split_top, split_total, sums, page = _attend_step(
+                    split_top, split_total, sums, page, first, end, queries, seen, own, keys, key_scales, values,
+                    value_scales, table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
+                    K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, FAR,
+                    PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE, True,
+                )  # fmt: skip
+                if first + STEP >= tl.minimum(split_end, end):
+                    # All columns of the total are equal.
+                    whole_top, whole_total, split_sums = to_power_of_two(
+                        split_top, tl.max(split_total, 1), join_columns(sums, PACK)
+                    )
+                    if part == 0:
+                        top, total, whole_rows = add_split(top, total, whole_rows, whole_top, whole_total, split_sums)
+                    else:
+                        _store_partial(
+                            partials, partial_weights, totals, first_place + number, whole_top, whole_total,
+                            split_sums, live, TILE_ROWS, V_WIDTH,
+                        )  # fmt: skip
+                    number += 1
+                    split_end += split_rows(split_end, SPLIT, SHORT)
+                    split_top = tl.full([TILE], float("-inf"), tl.float32)
+                    split_total = tl.zeros([TILE, 16], tl.float32)
+                    sums = _zeros(TILE, V_WIDTH, PACK)
+        elif SINGLE and end - start <= STEP:
             # Ask for all rows at once, and only then look at any: the compiler puts whatever uses a load alone right
             # after it, so zeros for what is not there come later. A loop would wait for the queries first.
             there = token < end
@@ -398,44 +426,8 @@ def attend(
             key_rows, value_rows = tl.where(keys_there, key_rows, 0), tl.where(values_there, value_rows, 0)
             top, total, sums = _attend_rows(
                 top, total, sums, queries, key_rows, k_scales, value_rows, v_scales, token, seen, own, by, cap,
-                WINDOW, CAPPED, True, TILE, FORMAT, PACK, prefix, bits, TREE, SPLIT > 0,
+                WINDOW, CAPPED, True, TILE, FORMAT, PACK, prefix, bits, TREE, False,
             )  # fmt: skip
-            if SPLIT > 0:
-                whole_top, whole_totals, whole_rows = to_power_of_two(top, total, join_columns(sums, PACK))
-                if part > 0:
-                    _store_partial(
-                        partials, partial_weights, totals, first_place + number, whole_top, tl.max(whole_totals, 1),
-                        whole_rows, live, TILE_ROWS, V_WIDTH,
-                    )  # fmt: skip
-        elif SPLIT > 0:
-            queries, by = _queries(q_rows, asked, scale, PACK)
-            whole_top, whole_totals = top, total
-            whole_rows = tl.zeros([TILE, V_WIDTH], tl.float32)
-            split_end = start + split_rows(start, SPLIT, SHORT)
-            # One loop over the steps of all splits: rows of the next split are on their way when a split ends.
-            for first in tl.range(start, end, STEP, num_stages=1 if TREE else None):
-                top, total, sums, page = _attend_step(
-                    top, total, sums, page, first, end, queries, seen, own, keys, key_scales, values,
-                    value_scales, table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
-                    K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, FAR,
-                    PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE, True,
-                )  # fmt: skip
-                if first + STEP >= tl.minimum(split_end, end):
-                    split_top, split_totals, split_sums = to_power_of_two(top, total, join_columns(sums, PACK))
-                    if part == 0:
-                        whole_top, whole_totals, whole_rows = add_split(
-                            whole_top, whole_totals, whole_rows, split_top, split_totals, split_sums
-                        )
-                    else:
-                        _store_partial(
-                            partials, partial_weights, totals, first_place + number, split_top,
-                            tl.max(split_totals, 1), split_sums, live, TILE_ROWS, V_WIDTH,
-                        )  # fmt: skip
-                    number += 1
-                    split_end += split_rows(split_end, SPLIT, SHORT)
-                    top = tl.full([TILE], float("-inf"), tl.float32)
-                    total = tl.zeros([TILE, 16], tl.float32)
-                    sums = _zeros(TILE, V_WIDTH, PACK)
         else:
             queries, by = _queries(q_rows, asked, scale, PACK)
             top, total, sums, page = _attend_range(
@@ -444,9 +436,7 @@ def attend(
                 V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, FAR, PAIRS,
                 TILE, STEP, GROUP, WINDOW, CAPPED, FORMAT, PACK, prefix, bits, TREE, TILE > _LOW or TREE,
             )  # fmt: skip
-        if SPLIT > 0:
-            top, total = whole_top, tl.max(whole_totals, 1)  # all columns are equal
-        else:
+        if SPLIT == 0:
             whole_rows = join_columns(sums, PACK)
             if TILE <= _LOW:
                 total = tl.sum(total, 1)

@@ -27,13 +27,13 @@ from attnplug_triton_mha.triton_splits import power_of_two
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
-_SPLIT_TOPS, _SPLIT_COLUMNS = 256, 32
+_SPLIT_TOPS, _SPLIT_COLUMNS = 64, 64
 """Splits whose largest logits ``merge_splits`` loads at once, and columns per program of one warp."""
 _MANY_ROWS = 1024
 """Rows from which ``merge_splits`` has one program each, since most of them have nothing to merge. Columns are
 independent, so this changes no bit."""
-_LOADED_SPLITS, _LOADED_ROWS = 64, 16
-"""Splits that ``merge_splits`` loads before it adds the first: of some columns, and of whole rows."""
+_LOADED_SPLITS = 16
+"""Splits that ``merge_splits`` loads before it adds the first."""
 _FEW = 32
 """Maximum splits for which a specialized path loads only this many: loading 256 takes longer."""
 
@@ -232,7 +232,7 @@ def launch_merge(
             V_WIDTH=shape.v_width,
             COLUMNS=columns,
             BLOCK=_SPLIT_TOPS,
-            LOADED=_LOADED_SPLITS if columns <= _SPLIT_COLUMNS else _LOADED_ROWS,
+            LOADED=_LOADED_SPLITS,
             SINKS=sinks is not None,
             LSE=lse is not None,
             SCALED=scaled,

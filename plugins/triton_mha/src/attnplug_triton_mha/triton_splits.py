@@ -58,13 +58,11 @@ def max_splits(rows: int, split: int, short: int) -> int:
 
 
 @triton.jit
-def to_power_of_two(top, totals, sums):
-    """Return the same partial result with weights ``2 ** (logit - top)`` for an integer ``top``; -inf stays.
-
-    ``totals`` and ``sums`` are ``[rows, columns]``."""
+def to_power_of_two(top, total, sums):
+    """Return the same partial result with weights ``2 ** (logit - top)`` for an integer ``top``; -inf stays."""
     known = tl.where(top == float("-inf"), 0.0, top)
-    factor = tl.exp2(known - tl.ceil(known))[:, None]
-    return tl.ceil(top), totals * factor, sums * factor
+    factor = tl.exp2(known - tl.ceil(known))
+    return tl.ceil(top), total * factor, sums * factor[:, None]
 
 
 @triton.jit
@@ -75,9 +73,9 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def add_split(top, totals, sums, split_top, split_totals, split_sums):
+def add_split(top, total, sums, split_top, split_total, split_sums):
     """Add the next split's partial result to that of the splits before it. Both tops are integers or -inf."""
     higher = tl.maximum(top, split_top)
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    kept, weight = power_of_two(top - base)[:, None], power_of_two(split_top - base)[:, None]
-    return higher, totals * kept + split_totals * weight, sums * kept + split_sums * weight
+    kept, weight = power_of_two(top - base), power_of_two(split_top - base)
+    return higher, total * kept + split_total * weight, sums * kept[:, None] + split_sums * weight[:, None]

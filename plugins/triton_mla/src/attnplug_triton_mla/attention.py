@@ -155,7 +155,7 @@ def launch_attend(
         **({"launch_pdl": True} if configuration.overlap else {}),
     }
     grid = (schedule.programs,)
-    splits = {"SPLIT": configuration.split, "TILE_ROWS": schedule.tile_rows}
+    splits = {"SPLIT": configuration.split, "GROWS": configuration.grows, "TILE_ROWS": schedule.tile_rows}
     if configuration.kernel == "wide":
         attend_wide[grid](*by_place, **by_name, **splits)
         return
@@ -170,7 +170,6 @@ def launch_attend(
         *((0, 1) if tree is None else tree.stride()),
         **by_name,
         **splits,
-        SHORT=configuration.short,
         TILE=configuration.tile,
         STEP=configuration.step,
         MERGE_COLUMNS=0

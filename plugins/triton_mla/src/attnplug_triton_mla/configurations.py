@@ -51,8 +51,8 @@ class MLAKernelConfig:
     """Maximum registers per thread of the Triton kernel, so that several programs fit a multiprocessor."""
     split: int = 0
     """Rows of the shortest KV split at absolute positions (``triton_splits``); 0 splits by the work of the batch."""
-    short: int = 0
-    """Number of the shortest splits, before longer ones; 0: all have the same length."""
+    grows: bool = False
+    """Splits get longer with their position."""
 
 
 ANY = 1 << 30
@@ -124,9 +124,9 @@ RAGGED = replace(_TALL, merge="last", merge_columns=128, part_cost=0.25)
 """Configuration of batches whose requests have different numbers of rows, as in a prefill."""
 ENTRIES = (RAGGED, *(entry for table in TABLES.values() for *_, entry in table))
 
-INVARIANT = replace(_LOW_MANY, split=64, short=16), replace(_TALL, split=64, short=16)
+INVARIANT = replace(_LOW_MANY, split=128, grows=True), replace(_TALL, split=128, grows=True)
 """Configurations of models with few heads if levels of invariance beyond ``run`` are requested, the smallest tiles
-first. Bits do not depend on the tile: rows of a product are independent, and steps are the same."""
+first. Bits do not depend on the tile: both multiply by mma.sync, whose rows are independent."""
 INVARIANT_WIDE = (replace(_WIDE, split=512),)
 """The same for models with many heads. A program that continues a tile adds up its splits in L2, which is 256 KiB read
 and written, so there are no shorter ones."""
@@ -155,7 +155,7 @@ def on_triton(configuration: MLAKernelConfig) -> MLAKernelConfig:
         return configuration
     tile = _TALL.tile if configuration.kernel == "wide" else configuration.tile
     if configuration.split:
-        return replace(INVARIANT[-1], tile=tile, warps=configuration.warps)
+        return INVARIANT[-1]
     return replace(configuration, kernel="triton", tile=tile, step=_TALL.step, stages=_TALL.stages)
 
 

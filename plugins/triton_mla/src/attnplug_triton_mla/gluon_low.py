@@ -166,7 +166,7 @@ def attend_low(
     start = at
     while at < stop:
         taken, first_token, end_token = rows_of_part(
-            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, 0
+            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, 0, False
         )
         table = page_table + request.to(gl.int64) * table_row
         if SELECTED and OVERLAP and at == start:

@@ -114,7 +114,7 @@ def attend_wide(
     q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
     SLOT_STRIDE: gl.constexpr, LSE: gl.constexpr, APART: gl.constexpr, OVERLAP: gl.constexpr, SELECTED: gl.constexpr,
-    SPLIT: gl.constexpr, TILE_ROWS: gl.constexpr,
+    SPLIT: gl.constexpr, GROWS: gl.constexpr, TILE_ROWS: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -142,7 +142,7 @@ def attend_wide(
     start = at
     while at < stop:
         taken, first_token, end_token = rows_of_part(
-            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, SPLIT
+            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, SPLIT, GROWS
         )
         table = page_table + request.to(gl.int64) * table_row
         if SELECTED and OVERLAP and at == start:
@@ -248,8 +248,8 @@ def attend_wide(
                 gl.store(lse + begin * HEADS + row, log2 * LN_2, mask=live)
         else:
             if SPLIT > 0:
-                first_slot = stored_at + tile * splits_before(units * STEP, SPLIT, 0)
-                split_number = splits_before(first_token, SPLIT, 0)
+                first_slot = stored_at + tile * splits_before(units * STEP, SPLIT, GROWS)
+                split_number = splits_before(first_token, SPLIT, GROWS)
                 part = slot_of_split(
                     at, taken, stop, start, tile_start, split_number, first_slot, partial_slots, programs
                 )

@@ -102,7 +102,7 @@ class MLASchedule:
     def _most_results(self) -> int:
         """Maximum number of splits of the tiles that programs share."""
         configuration, shape = self.configuration, self.shape
-        splits = max_splits(shape.pages * shape.page_size, configuration.split, configuration.short)
+        splits = max_splits(shape.pages * shape.page_size, configuration.split, grows=configuration.grows)
         wanted = min(shape.tiles(configuration.tile), self.programs) * splits
         return min(wanted, max(self.most_partial_rows // self.tile_rows - self.programs, 0))
 
@@ -134,7 +134,7 @@ class MLASchedule:
             start_steps=self.configuration.start_steps,
             page_size=self.shape.page_size,
             split=self.configuration.split,
-            short=self.configuration.short,
+            grows=self.configuration.grows,
             whole=self.whole,
             most_results=self._most_results if self.configuration.split and not self.whole else 0,
         )
@@ -152,7 +152,7 @@ def max_split_rows(context: BackendContext, heads: int, configuration: MLAKernel
     there is memory.
     """
     limits, programs = context.limits, configuration.programs * multiprocessors
-    splits = max_splits(limits.max_context, configuration.split, configuration.short)
+    splits = max_splits(limits.max_context, configuration.split, grows=configuration.grows)
     tiles = min(limits.max_requests * -(-heads // configuration.tile), programs)
     shared = min(tiles * splits * min(configuration.tile, heads), _MAX_SPLIT_ROWS)
     return programs * configuration.tile + shared

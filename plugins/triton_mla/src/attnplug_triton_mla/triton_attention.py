@@ -241,7 +241,7 @@ def attend(
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr, TREE: tl.constexpr,
     SELECTED: tl.constexpr, FORMAT: tl.constexpr, SCALE_AT: tl.constexpr, ROPE_AT: tl.constexpr,
-    SPLIT: tl.constexpr, SHORT: tl.constexpr, TILE_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, GROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -259,7 +259,7 @@ def attend(
     start = at
     while at < stop:
         taken, first_token, end_token = rows_of_part(
-            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, 0
+            at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, 0, False
         )
         # Which of the tile's rows see which cache rows.
         row = tile * TILE + tl.arange(0, TILE)
@@ -312,11 +312,11 @@ def attend(
         if SPLIT > 0:
             if stored_at >= 0:
                 stop_token = first_token + taken * STEP  # also splits of which no row is seen are merged
-            whole_top, whole_totals = top, totals
+            whole_top, whole_total = top, tl.zeros([TILE], tl.float32)
             whole_0, whole_1, whole_2, whole_3 = sum_0, sum_1, sum_2, sum_3
-            first_slot = stored_at + tile * splits_before(units * STEP, SPLIT, SHORT)
-            split_slot = first_slot + splits_before(first_token, SPLIT, SHORT)
-            split_end = first_token + split_rows(first_token, SPLIT, SHORT)
+            first_slot = stored_at + tile * splits_before(units * STEP, SPLIT, GROWS)
+            split_slot = first_slot + splits_before(first_token, SPLIT, GROWS)
+            split_end = first_token + split_rows(first_token, SPLIT, GROWS)
             COUNTED: tl.constexpr = tl.bfloat16 if TOKEN_SCALES else TYPE  # fp16 does not hold weights without scales
             ones = tl.full([STEP, 16], 1.0, COUNTED)
         middle = stop_token
@@ -394,9 +394,10 @@ def attend(
                 top = higher
                 if SPLIT > 0:  # noqa: SIM102
                     if first + STEP >= tl.minimum(split_end, stop_token):
+                        # All columns of the totals are equal.
                         top, factor = to_power_of_two(top)
+                        total = tl.max(totals, 1) * factor
                         by_factor = factor[:, None]
-                        totals = totals * by_factor
                         sum_0, sum_1, sum_2, sum_3 = (
                             sum_0 * by_factor, sum_1 * by_factor, sum_2 * by_factor, sum_3 * by_factor,
                         )  # fmt: skip
@@ -404,18 +405,18 @@ def attend(
                             higher = tl.maximum(whole_top, top)
                             highest = tl.where(higher == float("-inf"), 0.0, higher)
                             earlier, weight = power_of_two(whole_top - highest), power_of_two(top - highest)
+                            whole_total = whole_total * earlier + total * weight
                             earlier, weight = earlier[:, None], weight[:, None]
-                            whole_totals = whole_totals * earlier + totals * weight
                             whole_0, whole_1 = whole_0 * earlier + sum_0 * weight, whole_1 * earlier + sum_1 * weight
                             whole_2, whole_3 = whole_2 * earlier + sum_2 * weight, whole_3 * earlier + sum_3 * weight
                             whole_top = higher
                         else:
                             _store_part(
-                                partials, partial_weights, partial_slots, split_slot, top, tl.max(totals, 1),
+                                partials, partial_weights, partial_slots, split_slot, top, total,
                                 _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT), live, RANK, TILE_ROWS,
                             )  # fmt: skip
                         split_slot += 1
-                        split_end += split_rows(split_end, SPLIT, SHORT)
+                        split_end += split_rows(split_end, SPLIT, GROWS)
                         top = tl.full([TILE], float("-inf"), tl.float32)
                         totals = tl.zeros([TILE, 16], tl.float32)
                         sum_0 = tl.zeros([TILE, RANK // 4], tl.float32)
@@ -424,7 +425,7 @@ def attend(
                         sum_3 = tl.zeros([TILE, RANK // 4], tl.float32)
 
         if SPLIT > 0:
-            top, total = whole_top, tl.max(whole_totals, 1)  # all columns are equal
+            top, total = whole_top, whole_total
             sums = _whole_rows(whole_0, whole_1, whole_2, whole_3, FORMAT)
         else:
             total, sums = tl.sum(totals, 1), _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT)

@@ -27,13 +27,13 @@ from attnplug_triton_mla.planner import MLASchedule
 from attnplug_triton_mla.scratch import MLAPartials
 
 LN_2 = tl.constexpr(0.6931471805599453)
-_SPLIT_TOPS, _SPLIT_COLUMNS = 256, 32
+_SPLIT_TOPS, _SPLIT_COLUMNS = 64, 64
 """Splits whose largest logits ``_merge_splits`` loads at once, and columns per program of one warp."""
 _MANY_ROWS = 512
 """Rows from which ``_merge_splits`` has one program each, since most of them have nothing to merge. Columns are
 independent, so this changes no bit."""
-_LOADED_SPLITS, _LOADED_ROWS = 64, 16
-"""Splits that ``_merge_splits`` loads before it adds the first: of some columns, and of whole rows."""
+_LOADED_SPLITS = 16
+"""Splits that ``_merge_splits`` loads before it adds the first."""
 _FEW = 32
 """Maximum splits for which a specialized path loads only this many: loading 128 takes longer."""
 
@@ -190,7 +190,7 @@ def _merge(
 def _merge_splits(
     partials, partial_weights, partial_slots, out, lse, numbers, out_scale,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, TILE_ROWS: tl.constexpr,
-    STEP: tl.constexpr, SPLIT: tl.constexpr, SHORT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, SPLIT: tl.constexpr, GROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     LOADED: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Add up the splits of some columns of one row, if programs share its tile (see ``triton_splits``).
@@ -206,9 +206,9 @@ def _merge_splits(
     tiles: tl.constexpr = (QUERIES * HEADS + TILE - 1) // TILE
     tile = row // TILE
     tile_start = tl.load(record) - (tiles - tile) * (lead + units) + lead
-    end = splits_before(units * STEP, SPLIT, SHORT)
-    behind = split_from(((tile_start // stretch + 1) * stretch - tile_start) * STEP, SPLIT, SHORT)
-    added = splits_before(behind, SPLIT, SHORT)
+    end = splits_before(units * STEP, SPLIT, GROWS)
+    behind = split_from(((tile_start // stretch + 1) * stretch - tile_start) * STEP, SPLIT, GROWS)
+    added = splits_before(behind, SPLIT, GROWS)
     if OVERLAP:
         gdc_wait()  # always: the next kernel waits for this one only
     if (base >= 0) & (added < end):
@@ -268,10 +268,10 @@ def launch_merge(
             TILE_ROWS=schedule.tile_rows,
             STEP=configuration.step,
             SPLIT=configuration.split,
-            SHORT=configuration.short,
+            GROWS=configuration.grows,
             COLUMNS=columns,
             BLOCK=_SPLIT_TOPS,
-            LOADED=_LOADED_SPLITS if columns <= _SPLIT_COLUMNS else _LOADED_ROWS,
+            LOADED=_LOADED_SPLITS,
             LSE=lse is not None,
             OVERLAP=configuration.overlap,
             num_warps=max(columns // 128, 1),

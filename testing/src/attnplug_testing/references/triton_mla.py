@@ -30,7 +30,7 @@ def small(rows: int, requests: int, tokens: int, **_: bool) -> MLAKernelConfig:
     return MLAKernelConfig(tile, 16, 4, 2, start_steps=1, merge=merge, merge_columns=512)
 
 
-FIXED = MLAKernelConfig(32, 16, 4, 2, start_steps=1, split=16, short=4)
+FIXED = MLAKernelConfig(32, 16, 4, 2, start_steps=1, split=16, grows=True)
 """Configuration of batches with levels of invariance: the shortest splits have one step."""
 
 

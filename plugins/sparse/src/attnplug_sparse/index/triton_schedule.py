@@ -56,7 +56,7 @@ def _plan(
     page_table, table_row, table_column, width, seq_lens, new_lens, slots, numbers,
     requests, rows, programs, least_steps, part_cost, most,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, START: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, SHORT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, GROWS: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     me = tl.program_id(0)
@@ -88,14 +88,14 @@ def _plan(
     base = tl.full([BLOCK], -1, tl.int32)
     if SPLIT > 0 and not WHOLE:
         shared = has_work & ((end - tiles * (lead + units)) // stretch != (end - 1) // stretch)
-        results = tl.where(shared, tiles * splits_before(units * STEP, SPLIT, SHORT), 0)
+        results = tl.where(shared, tiles * splits_before(units * STEP, SPLIT, GROWS), 0)
         base = tl.where(shared & (tl.cumsum(results, 0) <= most), tl.cumsum(results, 0) - results, -1)
 
     records = numbers + HEADER
     at, stop = me * stretch, tl.minimum(me * stretch + stretch, total)
     if SPLIT > 0:
-        at = _from_split(at, end, tiles, lead, units, base, request, exists, total, STEP, SPLIT, SHORT)
-        stop = _from_split(stop, end, tiles, lead, units, base, request, exists, total, STEP, SPLIT, SHORT)
+        at = _from_split(at, end, tiles, lead, units, base, request, exists, total, STEP, SPLIT, GROWS)
+        stop = _from_split(stop, end, tiles, lead, units, base, request, exists, total, STEP, SPLIT, GROWS)
     first = tl.sum(tl.where(exists & (end <= at), 1, 0), 0)
     its = request == first
     its_end, its_len = tl.sum(tl.where(its, end, 0), 0), tl.sum(tl.where(its, kv_len, 0), 0)
@@ -154,7 +154,7 @@ def _plan(
 @triton.jit
 def _from_split(
     at, end, tiles, lead, units, base, request, exists, total, STEP: tl.constexpr, SPLIT: tl.constexpr,
-    SHORT: tl.constexpr,
+    GROWS: tl.constexpr,
 ):  # fmt: skip
     """Return the start of the first split at or behind a position on the line, or of a tile if tiles are not shared."""
     its = request == tl.sum(tl.where(exists & (end <= at), 1, 0), 0)
@@ -164,7 +164,7 @@ def _from_split(
     its_start = its_end - tl.sum(tl.where(its, tiles, 0), 0) * length
     tile_start = its_start + (at - its_start) // length * length + lead
     inside = tl.maximum(at - tile_start, 0)
-    behind = tl.where(its_base < 0, its_units, split_from(inside * STEP, SPLIT, SHORT) // STEP)
+    behind = tl.where(its_base < 0, its_units, split_from(inside * STEP, SPLIT, GROWS) // STEP)
     behind = tl.where(inside == 0, 0, tl.minimum(behind, its_units))
     return tl.where(at < total, tile_start + behind, total)
 
@@ -188,15 +188,21 @@ def begin_stretch(numbers, requests):
 @triton.jit
 def rows_of_part(
     at, stop, kv_len, prefix, new, units, tile_start, tile,
-    HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SPLIT: tl.constexpr, GROWS: tl.constexpr,
 ):  # fmt: skip
     """Return the steps of its tile that a program takes, and the cache rows of these that the last query sees.
 
-    With ``SPLIT`` these are the steps of one split, if all have the same length. Gluon kernels call this function, so
-    it calls no other one.
+    With ``SPLIT`` these are the steps of one split. Gluon kernels call this function, so it calls no other one.
     """
     piece = at - tile_start
-    taken = tl.minimum(units - piece, SPLIT // STEP if SPLIT > 0 else stop - at)
+    if SPLIT > 0:
+        taken = SPLIT // STEP
+        if GROWS:
+            longer = (piece * STEP >= 16 * SPLIT).to(tl.int32) + (piece * STEP >= 48 * SPLIT).to(tl.int32)
+            taken = taken << longer
+        taken = tl.minimum(units - piece, taken)
+    else:
+        taken = tl.minimum(units - piece, stop - at)
     last_query = tl.minimum((tile * TILE + TILE - 1) // HEADS, new - 1)
     seen = tl.minimum(prefix + last_query + 1, kv_len)
     return taken, piece * STEP, tl.minimum((piece + taken) * STEP, seen)
@@ -250,7 +256,7 @@ def launch_plan(
     start_steps: int,
     page_size: int,
     split: int = 0,
-    short: int = 0,
+    grows: bool = False,
     whole: bool = False,
     most_results: int = 0,
 ) -> None:
@@ -285,7 +291,7 @@ def launch_plan(
         START=start_steps,
         PAGE_SIZE=page_size,
         SPLIT=split,
-        SHORT=short,
+        GROWS=grows,
         WHOLE=whole,
         BLOCK=block,
         ROWS=min(triton.next_power_of_2(max(queries, 1)), _ROWS) if queries else _ROWS,

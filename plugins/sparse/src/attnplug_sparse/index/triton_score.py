@@ -97,7 +97,7 @@ def score(
     start = at
     while at < stop:
         taken, first_token, end_token = rows_of_part(
-            at, stop, kv_len, prefix, new, units, tile_start, tile, 1, TILE, STEP, 0
+            at, stop, kv_len, prefix, new, units, tile_start, tile, 1, TILE, STEP, 0, False
         )
         end_token = tl.minimum(end_token, width)
         if not TREE:

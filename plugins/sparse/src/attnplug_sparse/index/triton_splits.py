@@ -1,8 +1,8 @@
 """KV splits at absolute positions: the arithmetic of batch-invariant results.
 
-A request's cache rows are split at the same positions whatever the batch: ``SHORT`` splits of ``SPLIT`` rows, as many
-of twice and twice as many of four times that length, and all others of eight times. Short splits share a short request
-among many programs, long ones keep the number of partial results small. If ``SHORT`` is 0, all have ``SPLIT`` rows.
+A request's cache rows are split at the same positions whatever the batch. With ``GROWS`` these are 16 splits of
+``SPLIT`` rows, then 16 of twice and all others of four times as many: short splits share a short request among many
+programs, long ones keep the number of partial results small.
 
 The result is the sum of all splits' partial results from the first to the last, and that order is the only one. A
 program may add some of them itself, or leave them to the merge kernel: both give the same bits. For
@@ -15,43 +15,49 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def split_rows(row, SPLIT: tl.constexpr, SHORT: tl.constexpr):
-    """Return the length of the split that contains ``row``."""
-    if SHORT == 0:
-        return SPLIT + 0 * row
-    longer = (row >= SHORT * SPLIT).to(tl.int32) + (row >= 3 * SHORT * SPLIT).to(tl.int32)
-    return SPLIT << (longer + (row >= 11 * SHORT * SPLIT).to(tl.int32))
+_SAME = tl.constexpr(16)
+"""Splits of each of the first two lengths."""
 
 
 @triton.jit
-def split_from(row, SPLIT: tl.constexpr, SHORT: tl.constexpr):
+def split_rows(row, SPLIT: tl.constexpr, GROWS: tl.constexpr):
+    """Return the length of the split that contains ``row``. Without ``GROWS`` all have ``SPLIT`` rows."""
+    if GROWS:
+        return tl.where(row < _SAME * SPLIT, SPLIT, tl.where(row < 3 * _SAME * SPLIT, 2 * SPLIT, 4 * SPLIT))
+    return SPLIT + 0 * row
+
+
+@triton.jit
+def split_from(row, SPLIT: tl.constexpr, GROWS: tl.constexpr):
     """Return the start of the first split at or behind ``row``."""
-    length = split_rows(row, SPLIT, SHORT)
+    length = split_rows(row, SPLIT, GROWS)
     return (row + length - 1) // length * length
 
 
 @triton.jit
-def splits_before(row, SPLIT: tl.constexpr, SHORT: tl.constexpr):
+def splits_before(row, SPLIT: tl.constexpr, GROWS: tl.constexpr):
     """Return the number of splits that start before ``row``."""
-    if SHORT == 0:
-        return (row + SPLIT - 1) // SPLIT
-    SAME: tl.constexpr = SHORT * SPLIT
-    first, second = tl.minimum(row, SAME), tl.minimum(tl.maximum(row - SAME, 0), 2 * SAME)
-    third, others = tl.minimum(tl.maximum(row - 3 * SAME, 0), 8 * SAME), tl.maximum(row - 11 * SAME, 0)
-    shorter = (first + SPLIT - 1) // SPLIT + (second + 2 * SPLIT - 1) // (2 * SPLIT)
-    return shorter + (third + 4 * SPLIT - 1) // (4 * SPLIT) + (others + 8 * SPLIT - 1) // (8 * SPLIT)
+    if GROWS:
+        first, second = (
+            tl.minimum(row, _SAME * SPLIT),
+            tl.minimum(tl.maximum(row - _SAME * SPLIT, 0), 2 * _SAME * SPLIT),
+        )
+        third = tl.maximum(row - 3 * _SAME * SPLIT, 0)
+        return (
+            (first + SPLIT - 1) // SPLIT
+            + (second + 2 * SPLIT - 1) // (2 * SPLIT)
+            + (third + 4 * SPLIT - 1) // (4 * SPLIT)
+        )
+    return (row + SPLIT - 1) // SPLIT
 
 
-def max_splits(rows: int, split: int, short: int) -> int:
+def max_splits(rows: int, split: int, *, grows: bool) -> int:
     """Return the number of splits of ``rows`` cache rows, as ``splits_before`` does."""
-    if not short:
+    if not grows:
         return -(-rows // split)
-    ends = split * short, 3 * split * short, 11 * split * short, rows
-    starts = 0, *ends[:3]
-    each = zip(starts, ends, (split, 2 * split, 4 * split, 8 * split), strict=True)
-    return sum(-(-max(min(rows, end) - start, 0) // length) for start, end, length in each)
+    same: int = _SAME.value * split
+    first, second, third = min(rows, same), min(max(rows - same, 0), 2 * same), max(rows - 3 * same, 0)
+    return -(-first // split) + -(-second // (2 * split)) + -(-third // (4 * split))
 
 
 @triton.jit
