@@ -32,7 +32,7 @@ from decode_models import BYTES_PER_SECOND
 from gpu_clock import capture
 from gpu_report import Report, attempt, describe
 
-from attnplug_engine.kernels.quantized_configs import FewConfig, QuantizedConfig
+from attnplug_engine.kernels.quantized_configs import QuantizedConfig
 from attnplug_engine.quantization.fp8 import Fp8Blocks
 from attnplug_engine.quantization.int4 import Int4Groups
 from attnplug_engine.quantization.mxfp4 import Mxfp4
@@ -59,8 +59,6 @@ _REPLAYS = 7
 _LARGEST_ERROR = 0.01
 """Of the norm. bfloat16 results are off by 0.0017."""
 
-Config = QuantizedConfig | FewConfig
-
 
 def _tiles(rows: int, *tiles: tuple[int, int, int]) -> list[QuantizedConfig]:
     return [QuantizedConfig(rows, columns, warps, stages) for columns, warps, stages in tiles]
@@ -70,11 +68,9 @@ def _packed(rows: int, *tiles: tuple[int, int]) -> list[QuantizedConfig]:
     return [QuantizedConfig(rows, 32, 2, stages, units) for stages, units in tiles]
 
 
-CANDIDATES: dict[str, Mapping[int, Sequence[Config]]] = {
+CANDIDATES: dict[str, Mapping[int, Sequence[QuantizedConfig]]] = {
     "fp8": {
         1: [
-            *(FewConfig(columns, 2048, warps) for columns, warps in ((4, 4), (8, 4), (8, 8), (16, 8))),
-            *(FewConfig(8, depth, warps) for depth, warps in ((1024, 4), (4096, 4), (4096, 8))),
             *_tiles(8, (16, 1, 20), (32, 2, 20), (64, 4, 10)),
             QuantizedConfig(8, 32, 2, 20, lines=16),
         ],
@@ -123,7 +119,7 @@ class Case:
     rows: int
 
     @property
-    def configs(self) -> Sequence[Config]:
+    def configs(self) -> Sequence[QuantizedConfig]:
         return CANDIDATES[self.form][self.rows]
 
     @property
@@ -196,7 +192,7 @@ def swept(case: Case) -> dict[str, Any]:
     del plains
     wanted: dict[bool, torch.Tensor] = {}
     for config in case.configs:
-        scaled = case.form == "fp8" and not isinstance(config, FewConfig)
+        scaled = case.form == "fp8"
         if scaled not in wanted:
             wanted[scaled] = (_scaled(x) if scaled else x.float()) @ exact.t()
         right = wanted[scaled]
@@ -207,7 +203,7 @@ def swept(case: Case) -> dict[str, Any]:
 
 
 def _measured(
-    config: Config, x: torch.Tensor, weights: list[QuantizedWeight], wanted: torch.Tensor, limit: float
+    config: QuantizedConfig, x: torch.Tensor, weights: list[QuantizedWeight], wanted: torch.Tensor, limit: float
 ) -> dict[str, Any]:
     found = multiplied(x, weights[0], config).float()
     error = float((found - wanted).norm() / wanted.norm())
@@ -215,15 +211,12 @@ def _measured(
     return {"config": repr(config), "us": round(us, 2), "share": round(limit / us, 3), "error": round(error, 6)}
 
 
-def multiplied(x: torch.Tensor, weight: QuantizedWeight, config: Config) -> torch.Tensor:
+def multiplied(x: torch.Tensor, weight: QuantizedWeight, config: QuantizedConfig) -> torch.Tensor:
     """Multiply with one configuration."""
     from attnplug_engine.kernels.quantized_configs import fitting
     from attnplug_engine.kernels.quantized_gemm import quantized_gemm
-    from attnplug_engine.kernels.quantized_skinny import quantized_skinny
 
     scheme, options = weight.scheme, {"group": weight.scheme.group, "rows_per_scale": weight.rows_per_scale}
-    if isinstance(config, FewConfig):
-        return quantized_skinny(x, weight.codes, weight.scales, config=config, **options)
     config = fitting(config, "scaled" if scheme.kernel == "fp8" else scheme.kernel, x.device)
     return quantized_gemm(x, weight.codes, weight.scales, form=scheme.kernel, config=config, **options)
 

@@ -8,13 +8,10 @@ from typing import Any
 from attnplug_engine.kernels.quantized_configs import (
     CONFIGS,
     EXPERTS,
-    FewConfig,
     QuantizedConfig,
-    choose_few,
 )
 from attnplug_engine.kernels.quantized_experts import _grouped_product
 from attnplug_engine.kernels.quantized_gemm import _quantized_gemm
-from attnplug_engine.kernels.quantized_skinny import _quantized_skinny
 from attnplug_engine.kernels.scaled_rows import _scale_rows
 from attnplug_testing import ahead
 
@@ -75,17 +72,6 @@ def grouped(sm: int, form: str, config: QuantizedConfig) -> Any:
     return ahead.compiled(_grouped_product, sm, types, made, options(sm, config.warps), ("x_stride",))
 
 
-def skinny(sm: int, config: FewConfig, width: int, *, gated: bool) -> Any:
-    made = {
-        "K": width, "GROUP": 128, "ROWS_PER_SCALE": 128, "ONE_SCALE": True, "ROWS": 1, "BLOCK_N": config.columns,
-        "BLOCK_K": config.depth, "BFLOAT16": True, "NATIVE": sm >= 89, "GATED": gated, "NORM": gated, "BIAS": False,
-        "ONTO": not gated, "EARLY": sm >= 90,
-    }  # fmt: skip
-    types = HALF | {"x": "*i64", "codes": "*i32", "scales": "*fp32", "gain": "*i64", "eps": "fp32"}
-    strides = ("x_stride", "out_stride", "onto_stride")
-    return ahead.compiled(_quantized_skinny, sm, types, made, options(sm, config.warps), strides)
-
-
 def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
     """Every one for SM 90, those that depend on the GPU for others. Tiles of 64 rows of the matrix or more go to
     Hopper's own tensor-core instruction."""
@@ -93,11 +79,9 @@ def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
         yield "scaled", product(sm, "scaled", CONFIGS["scaled"][-1][-1])
     if sm in (80, 90):
         yield "fp8", product(sm, "fp8", CONFIGS["fp8"][0][-1])
-        yield "few rows", skinny(sm, choose_few(2048, 8192, 1), 8192, gated=False)
         yield "mxfp4", product(sm, "mxfp4", CONFIGS["mxfp4"][1][-1])
     if sm != 90:
         return
-    yield "few rows", skinny(sm, choose_few(8192, 2048, 2), 2048, gated=True)
     for *_, config in CONFIGS["scaled"][:-1]:
         yield "scaled" if config.columns >= 64 else "narrow", product(sm, "scaled", config)
     for *_, config in CONFIGS["scaled"][-2:]:

@@ -88,7 +88,7 @@ def test_quantized(facts: Facts) -> None:
     """Every one for SM 90, those that differ for SM 80 to 120. Tensor cores take fp8 as it is from SM 89 on, on SM 90
     except narrow tiles. No loop moves codes or decoded weights through shared memory."""
     found = facts["quantized"]
-    expected = {"scaled", "narrow", "fp8", "int4", "mxfp4", "few rows", "rows"}
+    expected = {"scaled", "narrow", "fp8", "int4", "mxfp4", "rows"}
     experts = {f"experts, {form}" for form in ("scaled", "fp8", "int4", "mxfp4")}
     assert {one["kernel"] for one in found if one["sm"] == 90} == expected | experts
     assert {one["sm"] for one in found if one["kernel"] == "scaled"} == {89, 90, 100, 120}

@@ -77,38 +77,7 @@ EXPERTS: Mapping[str, Table] = {
     "mxfp4": _PACKED,
 }
 """The same for experts, by the mean number of pairs of an expert; the matrix rows do not matter."""
-_LONGEST = 4096
-_TILE = 32_768
-"""Codes that a program of the kernel for few rows loads at once: 32 KiB."""
 _RESERVED = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class FewConfig:
-    """Tile of the kernel for one or two rows: rows of the matrix, of each part if it is gated, columns that it loads at
-    once, and warps."""
-
-    columns: int
-    depth: int
-    warps: int
-
-
-FEW = 2
-"""Most rows of the fp8 kernel that uses no tensor cores."""
-FEW_CONFIGS: Mapping[tuple[int, int], FewConfig] = {}
-"""Configurations by the matrix's ``(rows, columns)`` that are better than the rule."""
-
-
-@cache
-def choose_few(outputs: int, width: int, parts: int) -> FewConfig:
-    """Return the configuration for a matrix ``[parts * outputs, width]``. As in ``gemm_tiles``, a program loads up to
-    32 KiB at once."""
-    found = FEW_CONFIGS.get((parts * outputs, width))
-    if found is not None:
-        return found
-    depth = min(max(1 << (width - 1).bit_length(), 16), _LONGEST)
-    columns = min(max(_TILE // (depth * parts), 1), 8)
-    return FewConfig(columns, depth, 4)
 
 
 @cache

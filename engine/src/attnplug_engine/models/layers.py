@@ -183,7 +183,7 @@ class QuantizedLinear(Projection):
     ) -> Tensor:
         fused = None
         if norm is not None:
-            if self.weight.fuses_norm(x, norm.weight):
+            if self.weight.takes(x):
                 fused = norm.weight, norm.eps
             else:
                 x = norm(x)

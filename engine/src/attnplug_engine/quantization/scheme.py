@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from attnplug.hf.config_keys import Config
 from attnplug_engine.checkpoints.safetensors import CheckpointError, StoredTensor
 from attnplug_engine.kernels import usable
-from attnplug_engine.kernels.quantized_configs import FEW
 from attnplug_engine.parallel.collectives import ParallelError
 from attnplug_engine.quantization.libraries import FEWEST_ROWS, Product, block_product
 
@@ -237,18 +236,11 @@ class Scheme(ABC):
         """Return ``x [..., in]`` times the weight ``[out, in]`` transposed: ``[..., out]``.
 
         ``gated`` computes ``silu(gate) * up`` of ``out = [gate | up]``. The result is added to ``onto``. ``norm`` is
-        the weight and epsilon of an RMS norm of ``x``, if the weight ``fuses_norm``.
+        the weight and epsilon of an RMS norm of ``x``, if the weight ``takes`` it.
         """
         if not weight.takes(x):
             return self.finish(self.reference(x, weight), bias, gated, onto)
         codes, scales = weight.codes, weight.scales
-        if weight.is_few(x):
-            from attnplug_engine.kernels.quantized_skinny import quantized_skinny
-
-            return quantized_skinny(
-                x, codes, scales, group=self.group, rows_per_scale=weight.rows_per_scale,
-                bias=bias, norm=norm, gated=gated, onto=onto,
-            )  # fmt: skip
         if weight.library is not None and x.shape[0] >= FEWEST_ROWS and x.dtype is torch.bfloat16:
             from attnplug_engine.kernels.scaled_rows import scale_rows
 
@@ -334,14 +326,6 @@ class QuantizedWeight(nn.Module):
     def takes(self, x: Tensor) -> bool:
         """Return True if the kernels multiply ``x``."""
         return self.on_gpu and x.dim() == 2 and x.element_size() == 2
-
-    def is_few(self, x: Tensor) -> bool:
-        """Return True if the kernel for few rows multiplies ``x``."""
-        return self.scheme.kernel == "fp8" and self.takes(x) and 0 < x.shape[0] <= FEW
-
-    def fuses_norm(self, x: Tensor, gain: Tensor) -> bool:
-        """Return True if ``multiply`` can norm ``x`` with the weight ``gain`` first."""
-        return self.takes(x) and (gain.dtype == x.dtype or not self.is_few(x))
 
     def expert(self, index: int) -> QuantizedWeight:
         """Return one expert's weight, a view."""
