@@ -134,6 +134,12 @@ def test_a_recording_that_fails_is_told_and_tried_again(recorder, tmp_path):
     assert (tmp_path / "started").read_text() == "xxx"
 
 
+def test_a_recording_that_hangs_is_ended(recorder, monkeypatch):
+    monkeypatch.setattr(compile_ahead, "_MOST_SECONDS", 2.0)
+    recorder(*EVENTS, end="import time; sys.stdout.flush(); time.sleep(60)")
+    assert "ended early" in str(fill_cache(REQUEST).problem)
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(recorder, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder would be")
     recorder(*EVENTS, {"finished": 3})

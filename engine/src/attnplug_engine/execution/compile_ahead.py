@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import Timer
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from attnplug_engine.kernels import usable
 from attnplug_engine.parallel.collectives import TensorParallel
 
 _BYTES_PER_COMPILER = 1 << 30
+_MOST_SECONDS = 600.0
+"""Limit of the recording process: a start-up must not wait for one that hangs."""
 _PROCESS = "attnplug_engine.recording"
 _VERSIONED = ("attnplug", "torch", "triton", "flash-linear-attention", "flashinfer")
 
@@ -126,12 +129,15 @@ def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | Non
             start_new_session=True,  # so that it can be killed together with its compilers
         ) as process,
     ):
+        limit = Timer(_MOST_SECONDS, _kill, [process])
+        limit.start()
         try:
             report = _follow(process, request, progress)
         except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             raise
+        finally:
+            limit.cancel()
         if report is None:
             errors.seek(0)
             printed = errors.read().decode(errors="replace").rstrip().splitlines()
@@ -141,6 +147,12 @@ def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | Non
             marker.parent.mkdir(parents=True, exist_ok=True)
             marker.write_text(json.dumps({each.name: each.seconds for each in report.compiled}))
     return report
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the process and its compilers."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _follow(
